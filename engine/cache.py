@@ -23,32 +23,6 @@ class RollbackError(OutriderError):
     """The model's state can't be rolled back to this length."""
 
 
-class LayerCache:
-    """Keys and values [rows, H, columns, D] of one attention layer, in buffers that grow."""
-
-    def __init__(self) -> None:
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
-
-    def saved(self, length: int, row: int = 0, start: int = 0) -> tuple[mx.array, mx.array]:
-        """Returns copies of a row's columns [start, length), lazy."""
-        return first_rows(self.keys, length, row, start), first_rows(self.values, length, row, start)
-
-    @property
-    def state(self) -> list[mx.array]:
-        return [a for a in (self.keys, self.values) if a is not None]
-
-    def empty(self) -> bool:
-        return self.keys is None
-
-
-def first_rows(buffer: mx.array | None, length: int, row: int = 0, start: int = 0) -> mx.array:
-    """Returns a copy of a row's columns, [1, H, length - start, D]. Lazy; once evaluated it doesn't keep the buffer."""
-    if buffer is None:
-        raise RollbackError("nothing has been fed yet, so there is nothing to copy")
-    return mx.contiguous(buffer[row : row + 1, :, start:length])
-
-
 def is_attention(cache: Any) -> bool:
     """Returns whether `engine.flat.FlatCache` can replace this cache: it holds keys and values only."""
     return type(cache) in (KVCache, ConcatenateKVCache) or (type(cache) is RotatingKVCache and cache.keep == 0)

@@ -27,7 +27,16 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
-from outrider.engine.cache import EARLY, LayerCache, leaves_of, narrowed, stand_in, window_of, with_room
+from outrider.engine.cache import (
+    EARLY,
+    RollbackError,
+    is_attention,
+    leaves_of,
+    narrowed,
+    stand_in,
+    window_of,
+    with_room,
+)
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.trees import depths
 
@@ -40,8 +49,7 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 class Segment:
     """The next `count` tokens of the text in `row`, whose first `start` tokens are in the buffers.
 
-    `long`: a piece of a prompt. `whole`: each token sees all of the segment's tokens, later ones too. With `parents`
-    the last tokens are the nodes of a tree (`protocol.trees`), which follows the other tokens.
+    `long`: a piece of a prompt. `whole`: each token sees all of the segment's tokens, later ones too.
     """
 
     row: int
@@ -49,7 +57,6 @@ class Segment:
     count: int
     long: bool = False
     whole: bool = False
-    parents: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -58,49 +65,47 @@ class Segment:
     @property
     def is_apart(self) -> bool:
         """True if its tokens see other columns than those up to their own, or have other positions than columns."""
-        return self.whole or bool(self.parents)
+        return self.whole
 
     @property
     def is_in_order(self) -> bool:
         """True if the position of each token is its column."""
-        return not self.parents
-
-    @property
-    def trunk(self) -> int:
-        """The first column of the tree."""
-        return self.end - len(self.parents)
+        return True
 
     @property
     def positions(self) -> Ints:
         """The position of each token, [count]."""
-        places = np.arange(self.start, self.end, dtype=np.int32)
-        if self.parents:
-            places[-len(self.parents) :] = np.array(depths(self.parents)) + self.trunk
-        return places
+        return np.arange(self.start, self.end, dtype=np.int32)
 
     def seen(self, end: int, window: int | None) -> Bools:
         """Returns which of the row's first `end` columns each token sees, within `window` if any: [count, end]."""
         seen = np.tri(self.count, end, self.start, dtype=np.bool_)
         if self.whole:
             seen[:, : self.end] = True
-        if self.parents:
-            seen[-len(self.parents) :, self.trunk : self.end] = _ancestry(self.parents)
         if window is not None:
-            places = np.arange(end)
-            places[self.start : self.end] = self.positions
-            seen &= places > self.positions[:, None] - window
+            seen &= np.arange(end) > self.positions[:, None] - window
         return seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSegment(Segment):
-    """Nodes of a token tree, in the order in which they were fed.
+    """Nodes of a token tree, in the order in which they were fed; other tokens of the text may come before them.
 
     `places`: the position of each of the row's columns, [end]. `visible`: what each node sees, [count, end].
     """
 
     places: Ints
     visible: Bools
+
+    @classmethod
+    def of(cls, row: int, start: int, count: int, parents: tuple[int, ...]) -> NodeSegment:
+        """Returns the segment of `count` tokens, of which the last are the nodes of a tree (`protocol.trees`)."""
+        end = start + count
+        trunk = end - len(parents)
+        places, visible = np.arange(end, dtype=np.int32), np.tri(count, end, start, dtype=np.bool_)
+        places[trunk:] = np.array(depths(parents)) + trunk
+        visible[-len(parents) :, trunk:] = _ancestry(parents)
+        return cls(row, start, count, places=places, visible=visible)
 
     @property
     def is_apart(self) -> bool:
@@ -235,18 +240,26 @@ class FlatAttentionMetadata:
         return self._masks[key]
 
 
-class FlatCache(LayerCache):
-    """One attention layer's buffer [rows, H, columns, D], written in place; replaces a `KVCache`."""
+class FlatCache:
+    """One attention layer's buffers [rows, H, columns, D], written in place, which grow; replaces a `KVCache`."""
 
     def __init__(self, frame: FlatAttentionMetadata, window: int | None = None, early: int = 0) -> None:
         """`window`: the columns that the layer sees if it passes no window. `early`: see `with_room`."""
-        super().__init__()
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
         self._frame, self._window, self._early = frame, window, early
         self._host: tuple[Floats, Floats] | None = None  # numpy views, dropped when MLX writes, which would copy else
 
     @property
     def offset(self) -> int | mx.array:
         return self._frame.offset
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [buffer for buffer in (self.keys, self.values) if buffer is not None]
+
+    def empty(self) -> bool:
+        return self.keys is None
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         alone, window = self._frame.alone, window_size or self._window
@@ -333,6 +346,19 @@ class FlatCache(LayerCache):
         self.values = with_room(self.values, row + 1, end, values)
         self.keys[row : row + 1, :, start:end], self.values[row : row + 1, :, start:end] = keys, values
 
+    def saved(self, length: int, row: int = 0, start: int = 0) -> tuple[mx.array, mx.array]:
+        """Returns copies of a row's columns [start, length): [1, H, length - start, D] each.
+
+        Lazy; once evaluated they don't keep the buffers.
+
+        Raises:
+            RollbackError: nothing has been fed yet.
+        """
+        if self.keys is None or self.values is None:
+            raise RollbackError("nothing has been fed yet, so there is nothing to copy")
+        columns = slice(row, row + 1), slice(None), slice(start, length)
+        return mx.contiguous(self.keys[columns]), mx.contiguous(self.values[columns])
+
     def clear(self) -> None:
         """Frees the buffers."""
         self.keys = self.values = self._host = None
@@ -368,16 +394,21 @@ Layers = tuple[tuple[mx.array, mx.array], ...]
 
 
 class FlatSequence:
-    """A row of the flat buffers."""
+    """A text: a row of the flat buffers. `length`: the tokens fed so far; `leaves`: the caches of layers without one.
 
-    exact = True
+    `exact`: it can roll back to every length, not only to marks.
+    """
 
-    def __init__(self, row: int, caches: Sequence[FlatCache], rows: FlatRows) -> None:
-        self.row, self.length, self._caches, self._rows = row, 0, caches, rows
+    def __init__(self, row: int, rows: FlatRows, layers: Sequence[FlatCache], leaves: Sequence[Any] = ()) -> None:
+        self.row, self.length, self._rows, self._layers, self.leaves = row, 0, rows, layers, leaves
+        self.exact = not leaves
 
     @property
     def marks_freely(self) -> bool:
-        """False if forwards are computed at once, as by ONNX Runtime."""
+        """True if a mark costs nothing, so that a step may begin that might have to be rolled back.
+
+        False if forwards are computed at once, as by ONNX Runtime.
+        """
         return self._rows.is_lazy
 
     def mark(self) -> None:
@@ -391,38 +422,50 @@ class FlatSequence:
         """Keeps only these columns (ascending) after the first `length` tokens."""
         kept = np.asarray(columns, np.int32)
         moved = np.flatnonzero(kept != np.arange(length, length + len(kept)))
-        for cache in self._caches if len(moved) else ():
+        for cache in self._layers if len(moved) else ():
             cache.gather(self.row, length + int(moved[0]), kept[moved[0] :])
         self.length = length + len(kept)
 
 
 class FlatRows:
-    """One buffer for each layer of `model`, for all texts. `is_lazy`: forwards are computed when they are read."""
+    """One buffer for each layer of `model`, for all texts. `is_lazy`: forwards are computed when they are read.
 
-    def __init__(self, model: nn.Module, keeps_buffers: bool = False) -> None:
-        """`keeps_buffers`: the buffers stay after the last text, for the next one."""
-        install(model)
-        self._keeps_buffers = keeps_buffers
+    `together`: a forward may feed several texts.
+    """
+
+    together = True
+    _cache_type = FlatCache
+
+    def __init__(self, model: nn.Module, keeps_buffers: bool = False, own_caches: bool = False) -> None:
+        """`keeps_buffers`: the buffers stay after the last text, for the next one. `own_caches`: no layer has one."""
+        if self.together:
+            install(model)
+        self._keeps_buffers, self._own_caches = keeps_buffers, own_caches
         self._frame = FlatAttentionMetadata()
         made = make_prompt_cache(model)
         self._caches = [
             stand_in(cache, partial(self._stand_in, EARLY * number // len(made))) for number, cache in enumerate(made)
         ]
-        self._layers: list[FlatCache] = [
-            leaf for cache in self._caches for leaf in leaves_of(cache) if isinstance(leaf, FlatCache)
-        ]
+        leaves = [leaf for cache in self._caches for leaf in leaves_of(cache)]
+        self._layers: list[FlatCache] = [leaf for leaf in leaves if isinstance(leaf, FlatCache)]
         self._sequences: list[FlatSequence] = []
         self._dropped: deque[FlatSequence] = deque()
         self.is_lazy = True
 
     def _stand_in(self, early: int, cache: Any) -> Any:
-        """Returns the cache that replaces one of the model's own; `early`: see `with_room`."""
-        return FlatCache(self._frame, window_of(cache), early)
+        """Returns the cache that replaces one of the model's own, if it can be; `early`: see `with_room`."""
+        return self._cache_type(self._frame, window_of(cache), early) if self._is_flat(cache) else cache
+
+    def _is_flat(self, cache: Any) -> bool:
+        return is_attention(cache) and not self._own_caches
+
+    def _sequence(self, row: int) -> FlatSequence:
+        return FlatSequence(row, self, self._layers)
 
     def open(self) -> FlatSequence:
         while self._dropped:
             self.close(self._dropped.popleft())
-        self._sequences.append(FlatSequence(len(self._sequences), self._layers, self))
+        self._sequences.append(self._sequence(len(self._sequences)))
         return self._sequences[-1]
 
     def drop(self, sequence: FlatSequence) -> None:
@@ -446,9 +489,7 @@ class FlatRows:
                 cache.clear()
 
     def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
-        saved = SavedPrefix(length, tuple(cache.saved(length, sequence.row) for cache in self._layers))
-        mx.eval(saved.layers)
-        return saved
+        return SavedPrefix(length, self.segment(sequence, 0, length))
 
     def adopt(self, sequence: FlatSequence, start: CachedPrefix) -> None:
         self.extend(sequence, tuple(start.saved.columns(start.length)), start.length)

@@ -3,8 +3,8 @@
 `HiddenStates` records the outputs of chosen layers, and the input and output of the final norm, during forwards that
 request them. Layers are counted from 0. `HiddenStateReaders` lets several readers share one recording. `FirstLayers`
 runs the model's own forward up to a layer and ends it there. `backbone_of` and the functions after it find a model's
-layers, final norm, embedding and output layer. `LMHead` wraps the output layer, so that it computes logits only of the
-wanted rows (`LogitsIndices`), by default of all. Knows rows of tokens; knows nothing of texts, chains or readers.
+layers, final norm, embedding and output layer. With `LMHead` the output layer computes logits only of the wanted rows
+(`LogitsIndices`), by default of all. Knows rows of tokens; knows nothing of texts, chains or readers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,33 +24,28 @@ from outrider.protocol.errors import ModelError
 Callback = Callable[[Any, Any], None]
 
 
-def listen(module: nn.Module, owner: object, callback: Callback) -> None:
-    """Calls `callback(input, output)` after each call of `module`; replaces the owner's earlier callback.
+def extend(module: nn.Module, base: type, **state: object) -> None:
+    """Puts `base` before the class of `module` in its method resolution order, once, with `state` as attributes.
 
     Everything else about the module stays the same.
     """
     kind = type(module)
-    if not issubclass(kind, _Observed):
-        module.__class__ = type(kind.__name__, (_Observed, kind), {"__module__": kind.__module__})
-        module._callbacks = _Callbacks()
-    module._callbacks.by[owner] = callback
+    if not issubclass(kind, base):
+        module.__class__ = type(kind.__name__, (base, kind), {"__module__": kind.__module__, **state})
 
 
-class _Callbacks:
-    """The callbacks of a module. (A plain dict would become part of the module.)"""
-
-    def __init__(self) -> None:
-        self.by: dict[object, Callback] = {}
+def listen(module: nn.Module, owner: object, callback: Callback) -> None:
+    """Calls `callback(input, output)` after each call of `module`; replaces the owner's earlier callback."""
+    extend(module, _Observed, _callbacks={})
+    module._callbacks[owner] = callback
 
 
 class _Observed:
-    """A base that comes before a module's own class in the method resolution order."""
-
-    _callbacks: _Callbacks
+    _callbacks: dict[object, Callback]
 
     def __call__(self, *args: Any, **others: Any) -> Any:
         out = super().__call__(*args, **others)  # type: ignore[misc]
-        for callback in self._callbacks.by.values():
+        for callback in self._callbacks.values():
             callback(next(iter((*args, *others.values()))), out)
         return out
 
@@ -244,12 +239,14 @@ class _End(Exception):  # no error: ends the forward after the layer
         self.rows = rows
 
 
-@dataclass(frozen=True, slots=True)
-class HiddenStateReader:
-    """`fuse` converts the rows that are recorded for the reader, [N, points * D], to those that it reads, [N, W]."""
+class HiddenStateReader(Protocol):
+    """Reads the rows of its `points`."""
 
     points: HiddenStatePoints
-    fuse: Callable[[mx.array], mx.array]
+
+    def fuse(self, rows: mx.array, /) -> mx.array:
+        """Converts recorded rows [N, points * D] to those that it reads, [N, W]."""
+        ...
 
 
 class HiddenStateReaders:
@@ -326,47 +323,29 @@ class ReducedLMHead(nn.Module):  # type: ignore[misc]
         return spread(self.rows(x), self.tokens, self.vocab_size)
 
 
-class LMHead(nn.Module):  # type: ignore[misc]
-    """An output layer that computes only the wanted logits."""
+class LMHead:
+    """An output layer, or an embedding that is one, too, that computes only the wanted logits. Used by `extend`."""
 
-    def __init__(self, inner: nn.Module, wanted: LogitsIndices) -> None:
-        super().__init__()
-        self.inner = inner
-        self._wanted = wanted
+    _indices: LogitsIndices
 
-    def __getattr__(self, name: str) -> Any:
-        """Returns the inner layer's attributes, such as its weights, which models may read."""
-        inner = self.get("inner")
-        if inner is None or name == "inner":
-            return super().__getattr__(name)
-        return getattr(inner, name)
+    def __call__(self, x: mx.array) -> Any:
+        is_output = isinstance(self, nn.Linear | nn.QuantizedLinear | ReducedLMHead)
+        return super().__call__(self._indices.of(x) if is_output else x)  # type: ignore[misc]
 
-    def __call__(self, x: mx.array) -> mx.array:
-        is_output = isinstance(self.inner, nn.Linear | nn.QuantizedLinear | ReducedLMHead)
-        logits: mx.array = self.inner(self._wanted.of(x) if is_output else x)
-        return logits
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """Computes logits with an embedding that is also the output layer."""
-        logits: mx.array = self.inner.as_linear(self._wanted.of(x))
-        return logits
+    def as_linear(self, x: mx.array) -> Any:
+        """Computes logits with an embedding."""
+        return super().as_linear(self._indices.of(x))  # type: ignore[misc]
 
 
-def unwrapped(layer: nn.Module) -> nn.Module:
-    """Returns the model's own layer, whether it is wrapped or not."""
-    return layer.inner if isinstance(layer, LMHead) else layer
+_OUTPUTS = ("lm_head", "embed_tokens", "wte", "tok_embeddings")
+_OUTPUT_TYPES = nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding | ReducedLMHead
 
 
 def install(model: nn.Module) -> LogitsIndices:
-    """Wraps the output layer of `model`, once; returns the object that chooses the rows that it computes."""
-    wanted = LogitsIndices()
-    for parent in model.modules():
-        for name in ("lm_head", "embed_tokens", "wte", "tok_embeddings"):
-            inner = parent.get(name) if isinstance(parent, dict) else None
-            if isinstance(inner, LMHead):
-                inner._wanted = wanted
-            elif isinstance(
-                inner, nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding | ReducedLMHead
-            ):
-                parent[name] = LMHead(inner, wanted)
+    """Extends the output layer of `model`, once; returns the object that chooses the rows that it computes."""
+    found = [module.get(name) for module in model.modules() if isinstance(module, dict) for name in _OUTPUTS]
+    wanted = next((layer._indices for layer in found if isinstance(layer, LMHead)), LogitsIndices())
+    for layer in found:
+        if isinstance(layer, _OUTPUT_TYPES):
+            extend(layer, LMHead, _indices=wanted)
     return wanted

@@ -1,7 +1,8 @@
 """The KV cache of a target: all its texts, and one forward over many of them.
 
-`FlatKVCache` feeds texts together (`engine.flat`). `SeparateKVCache` feeds them one after another, for models with
-state that can't share a row. Both can roll a text back to a length. A `CacheSlot` is one request: its committed tokens,
+`ModelRows` are rows of flat buffers (`engine.flat`) and forwards over them. `FlatKVCache` feeds texts together.
+`SeparateKVCache` feeds them one after another, for models with state that can't share a row. Both can roll a text back
+to a length. A `CacheSlot` is one request: its committed tokens,
 its sampler, and its sequence in the KV cache. Knows tokens and logits; knows nothing of sockets, text or drafters.
 """
 
@@ -11,7 +12,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,9 +20,9 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from outrider.engine import hidden_states
-from outrider.engine.cache import RollbackError, is_attention, leaves_of, stand_in, window_of
-from outrider.engine.flat import FlatAttentionMetadata, FlatCache, FlatRows, Segment
-from outrider.engine.hidden_states import FirstLayers, HiddenStates, Takes
+from outrider.engine.cache import RollbackError, leaves_of, stand_in
+from outrider.engine.flat import FlatCache, FlatRows, FlatSequence, NodeSegment, Segment
+from outrider.engine.hidden_states import FirstLayers, HiddenStates, LogitsIndices, Takes
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
@@ -32,32 +33,6 @@ from outrider.protocol.sampling import SamplingParams
 
 Tokens = Sequence[int] | mx.array
 """Tokens of a text, [N]; an array may be unread."""
-
-
-class CachedSequence(Protocol):
-    """One text. `length`: the tokens fed so far. `exact`: it can roll back to every length, not only to marks."""
-
-    length: int
-
-    @property
-    def exact(self) -> bool: ...
-
-    @property
-    def marks_freely(self) -> bool:
-        """True if a mark costs nothing, so that a step may begin that might have to be rolled back."""
-        ...
-
-    def mark(self) -> None:
-        """Makes the current length one that `roll_back` can return to."""
-        ...
-
-    def roll_back(self, length: int) -> None:
-        """Rolls back to `length` tokens, or to the last mark before them; `self.length` is the result.
-
-        Raises:
-            RollbackError: the model keeps state that can't be rolled back.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +73,8 @@ class KVCache(Protocol):
         """True if logits are computed when they are read, not by `forward` itself."""
         ...
 
-    def open(self) -> CachedSequence:
-        """Adds an empty text."""
+    def open(self) -> Any:
+        """Adds an empty text; returns its `FlatSequence`, or what stands for it on several ranks."""
         ...
 
     def close(self, text: Any) -> None:
@@ -131,49 +106,44 @@ class KVCache(Protocol):
         ...
 
 
-class FlatKVCache(FlatRows):
-    """All texts in one buffer for each layer, one row each, rows in use first."""
+class ModelRows(FlatRows):
+    """The rows of a model's texts, or of its trees, and forwards over them. `is_lazy`: see `KVCache`."""
 
-    together = True
-
-    def __init__(self, model: nn.Module, trees: bool = True, cpu: OrtForward | None = None) -> None:
-        """`cpu`: computes the forwards instead of MLX."""
-        super().__init__(model)
-        self.trees, self._cpu, self.is_lazy = trees, cpu, cpu is None
-        self._model, self._wanted = model, hidden_states.install(model)
+    def __init__(
+        self, model: nn.Module, cpu: OrtForward | None = None, keeps_buffers: bool = False, own_caches: bool = False
+    ) -> None:
+        """`cpu`: computes the forwards instead of MLX. For the others see `FlatRows`."""
+        super().__init__(model, keeps_buffers, own_caches)
+        self.model, self.cpu, self.is_lazy = model, cpu, cpu is None
+        self._wanted = LogitsIndices()
         self._hidden_states: HiddenStates | None = None
 
     def tap_hidden_states(self, taps: HiddenStates) -> None:
         self._hidden_states = taps
 
-    def forward(self, feeds: Sequence[Feed]) -> mx.array:
-        order = sorted(range(len(feeds)), key=lambda i: (feeds[i].prompt, feeds[i].sequence.row))
-        fed = [feeds[i] for i in order]
-        segments = [_segment(feed) for feed in fed]
-        wanted = self._rows(feeds, order, segments)
-        tokens = [feed.tokens for feed in fed]
-        if self._cpu is None:
-            logits = _tapped(partial(self._by_mlx, tokens, segments, wanted), fed, self._hidden_states)
-        else:
-            wide = all(feed.all_cores or feed.prompt for feed in fed)
-            logits = _tapped(partial(self._by_ort, self._cpu, tokens, segments, wanted, wide), fed, self._hidden_states)
-        for feed in feeds:
-            feed.sequence.length += feed.count
-        return logits
-
-    def _by_ort(
+    def run(
         self,
-        cpu: OrtForward,
         tokens: Sequence[Tokens],
         segments: Sequence[Segment],
-        wanted: Sequence[int] | None,
-        all_cores: bool,
+        wanted: Sequence[int] | None = None,
+        all_cores: bool = False,
     ) -> mx.array:
+        """Feeds the tokens of each segment, short segments first.
+
+        Args:
+            wanted: the tokens of the flat row that get logits; None: all.
+            all_cores: see `Feed`.
+
+        Returns:
+            The logits [R, V]. Lazy, unless ONNX Runtime computes.
+        """
+        if self.cpu is None:
+            return self._by_mlx(tokens, segments, wanted)
         flat = np.concatenate([np.array(part, np.int32) for part in tokens])
         places = np.arange(len(flat)) if wanted is None else np.array(wanted, np.int64)
         hidden = self._hidden_states
         tapped = hidden.wanted if hidden is not None else []
-        results = cpu.over(flat, segments, self._layers, places, tapped, all_cores)
+        results = self.cpu.over(flat, segments, self._layers, places, tapped, all_cores)
         if hidden is not None:
             for layer in tapped:
                 hidden.on_layer(layer, results[f"layer{layer}"])
@@ -184,16 +154,41 @@ class FlatKVCache(FlatRows):
         rows = None if wanted is None else mx.array(list(wanted) or [0], mx.int32)
         self._wanted.rows, self._wanted.passed = rows, False
         try:
-            logits: mx.array = self._model(_joined(tokens)[None], cache=self._caches)[0]
+            logits: mx.array = self.model(_joined(tokens)[None], cache=self._caches)[0]
         finally:
             self._wanted.rows = None
         return logits if rows is None or self._wanted.passed else mx.take(logits, rows, axis=0)
+
+    def _tapped(self, call: Callable[[], mx.array], feeds: Sequence[Feed]) -> mx.array:
+        """Runs a forward over `feeds`, which take their hidden states, and returns its logits."""
+        hidden = self._hidden_states
+        logits = call() if hidden is None else hidden.forward(call, [(feed.count, feed.hidden) for feed in feeds])
+        for feed in feeds:
+            feed.sequence.length += feed.count
+        return logits
+
+
+class FlatKVCache(ModelRows):
+    """All texts in one buffer for each layer, one row each, rows in use first."""
+
+    def __init__(self, model: nn.Module, trees: bool = True, cpu: OrtForward | None = None) -> None:
+        """`cpu`: computes the forwards instead of MLX."""
+        super().__init__(model, cpu)
+        self._wanted, self.trees = hidden_states.install(model), trees
+
+    def forward(self, feeds: Sequence[Feed]) -> mx.array:
+        order = sorted(range(len(feeds)), key=lambda i: (feeds[i].prompt, feeds[i].sequence.row))
+        fed = [feeds[i] for i in order]
+        segments = [_segment(feed) for feed in fed]
+        wanted = self._rows(feeds, order, segments)
+        wide = all(feed.all_cores or feed.prompt for feed in fed)
+        return self._tapped(partial(self.run, [feed.tokens for feed in fed], segments, wanted, wide), fed)
 
     def first(self, layers: FirstLayers, feeds: Sequence[Feed]) -> mx.array:
         """Feeds texts, in the order of their rows, to the model's first layers; returns hidden states [T, D]. Lazy."""
         self._frame.begin([_segment(feed) for feed in feeds])
         tokens = _joined([feed.tokens for feed in feeds])
-        rows = layers.rows(lambda: self._model(tokens[None], cache=self._caches))[0]
+        rows = layers.rows(lambda: self.model(tokens[None], cache=self._caches))[0]
         for feed in feeds:
             feed.sequence.length += feed.count
         return rows
@@ -214,60 +209,43 @@ _MARKS_KEPT = 3
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The layers' state after `length` tokens: recurrent states by reference, other caches as copies.
+    """The state of each of a text's `leaves` after `length` tokens."""
+
+    length: int
+    states: tuple[dict[str, Any], ...]
+
+
+def _copied(leaf: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Copies a cache's attributes; those of recurrent layers by reference.
 
     MLX copies an array when one of two owners writes to it, so a copy costs nothing until then.
     """
-
-    length: int
-    states: tuple[tuple[Any, ...], ...]
-    copies: tuple[dict[str, Any], ...]
+    return {"cache": list(state["cache"])} if isinstance(leaf, ArraysCache) else copy.deepcopy(state)
 
 
-class KVState:
-    """The caches of all layers for one text that has its own forwards. `length`: the tokens fed so far.
+class SeparateSequence(FlatSequence):
+    """A text of `SeparateKVCache`. Attention layers have rows, which roll back in O(1) by a shorter length.
 
-    Attention layers get a `FlatCache` of one row, at full length if they have a window, which is in the mask: it rolls
-    back in O(1) by a shorter length. State that can't be shortened (a recurrent layer's) is kept by reference at marked
-    lengths and restored; any other cache is copied at the marks.
+    State that can't be shortened (a recurrent layer's) is kept by reference at marked lengths and restored; any other
+    cache is copied at the marks. `caches`: those of the model's layers.
     """
 
-    def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
-        """`own_caches`: use the model's own caches only (see `engine.load_checks.abilities`)."""
-        made, self._frame = make_prompt_cache(model), FlatAttentionMetadata()
-        self.caches = made if own_caches else [stand_in(cache, self._suitable) for cache in made]
-        self.length = 0
-        leaves = [leaf for cache in self.caches for leaf in leaves_of(cache)]
-        self._flat = [leaf for leaf in leaves if isinstance(leaf, FlatCache)]
-        self._recurrent = [leaf for leaf in leaves if isinstance(leaf, ArraysCache)]
-        self._others = [leaf for leaf in leaves if not isinstance(leaf, FlatCache | ArraysCache)]
+    def __init__(self, row: int, rows: FlatRows, layers: Sequence[FlatCache], caches: Sequence[Any]) -> None:
+        leaves = [leaf for cache in caches for leaf in leaves_of(cache) if not isinstance(leaf, FlatCache)]
+        super().__init__(row, rows, layers, leaves)
+        self.caches = list(caches)
         self._marks: list[_Mark] = []
-
-    def begin(self, count: int) -> None:
-        """Prepares the forward of the next `count` tokens, at the end of which the caller sets `length`."""
-        self._frame.begin([Segment(0, self.length, count)])
 
     @property
     def marks_freely(self) -> bool:
         """True if a mark costs nothing; otherwise the next forward copies the marked caches."""
-        return not self._others
-
-    @property
-    def exact(self) -> bool:
-        """True when a rollback reaches every length; otherwise only marked ones."""
-        return not self._others and not self._recurrent
-
-    @property
-    def state(self) -> list[Any]:
-        """Everything to evaluate after a forward."""
-        return [cache.state for cache in self.caches]
+        return all(isinstance(leaf, ArraysCache) for leaf in self.leaves)
 
     def mark(self) -> None:
         """Makes the current length one that `roll_back` can return to. The last few marks are kept."""
         if self.exact:
             return
-        states = tuple(tuple(cache.cache) for cache in self._recurrent)
-        self._marks.append(_Mark(self.length, states, tuple(copy.deepcopy(vars(cache)) for cache in self._others)))
+        self._marks.append(_Mark(self.length, tuple(_copied(leaf, vars(leaf)) for leaf in self.leaves)))
         del self._marks[: -(_MARKS_KEPT if self.marks_freely else 1)]
 
     def roll_back(self, length: int) -> None:
@@ -276,40 +254,16 @@ class KVState:
         Raises:
             RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
         """
-        if length >= self.length:
-            if length > self.length:
-                raise RollbackError(f"can't roll back to {length} tokens: only {self.length} have been fed")
-            return
-        if not self.exact:
-            length = self._restore(length)
+        if length > self.length:
+            raise RollbackError(f"can't roll back to {length} tokens: only {self.length} have been fed")
+        if length < self.length and not self.exact:
+            self._marks = [mark for mark in self._marks if mark.length <= length]
+            length = self.mark_at(length).length
+            self.restore(self._marks[-1].states)
         self.length = length
 
-    def save(self, length: int) -> SavedPrefix:
-        """Returns a copy of the state after `length` tokens, or at the last mark before them, evaluated.
-
-        Raises:
-            RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
-        """
-        states: tuple[Any, ...] = ()
-        if not self.exact:
-            mark = self._mark_at(length)
-            length, states = mark.length, (mark.states, mark.copies)
-        saved = SavedPrefix(length, tuple(cache.saved(length) for cache in self._flat), states)
-        mx.eval(saved.layers, states)
-        return saved
-
-    def adopt(self, start: CachedPrefix) -> None:
-        """Fills an empty text with a saved prefix."""
-        for cache, (keys, values) in zip(self._flat, start.saved.columns(start.length), strict=True):
-            cache.adopt(0, keys, values)
-        self.length = start.length
-        if start.saved.states:
-            states, copies = start.saved.states
-            self._put_back(_Mark(start.length, states, copies))
-        mx.eval(self.state)
-
-    def _mark_at(self, length: int) -> _Mark:
-        """Returns the mark at `length` tokens, or the last one before."""
+    def mark_at(self, length: int) -> _Mark:
+        """Returns the mark at `length` tokens, or the last one before. Raises RollbackError as `roll_back` does."""
         if self.length <= length:
             self.mark()
         marks = [mark for mark in self._marks if mark.length <= length]
@@ -317,77 +271,62 @@ class KVState:
             raise RollbackError(f"no state was marked at or before {length} tokens")
         return marks[-1]
 
-    def _restore(self, length: int) -> int:
-        self._marks = [mark for mark in self._marks if mark.length <= length]
-        if not self._marks:
-            raise RollbackError(f"no state was marked at or before {length} tokens")
-        self._put_back(self._marks[-1])
-        return self._marks[-1].length
-
-    def _put_back(self, mark: _Mark) -> None:
-        for cache, state in zip(self._recurrent, mark.states, strict=True):
-            cache.cache = list(state)
-        for cache, held in zip(self._others, mark.copies, strict=True):
-            vars(cache).update(copy.deepcopy(held))  # copied, since the mark may be restored again
-
-    def _suitable(self, cache: Any) -> Any:
-        return FlatCache(self._frame, window_of(cache)) if is_attention(cache) else cache
+    def restore(self, states: tuple[dict[str, Any], ...]) -> None:
+        """Restores the states of a mark; they are copied, since that may be done again."""
+        for leaf, state in zip(self.leaves, states, strict=True):
+            vars(leaf).update(_copied(leaf, state))
 
 
-class SeparateKVCache:
-    """Feeds texts one after another, each with its own caches: for state that can't share a row."""
+class SeparateKVCache(ModelRows):
+    """Feeds texts one after another, with caches of their own for state that can't share a row."""
 
     together = False
     trees = False
-    is_lazy = True
 
     def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
-        """`own_caches`: see `protocol.messages.Abilities`."""
-        self._model, self._own_caches = model, own_caches
-        self._sequences: list[KVState] = []
-        self._hidden_states: HiddenStates | None = None
+        """`own_caches`: use the model's own caches only (see `protocol.messages.Abilities`)."""
+        super().__init__(model, own_caches=own_caches)
 
-    def open(self) -> KVState:
-        self._sequences.append(KVState(self._model, self._own_caches))
-        return self._sequences[-1]
+    def open(self) -> SeparateSequence:
+        return cast(SeparateSequence, super().open())
 
-    def close(self, text: KVState) -> None:
-        self._sequences.remove(text)
+    def _sequence(self, row: int) -> SeparateSequence:
+        flat, made = iter(self._layers), make_prompt_cache(self.model)
+        own = [stand_in(cache, lambda leaf: next(flat) if self._is_flat(leaf) else leaf) for cache in made]
+        return SeparateSequence(row, self, self._layers, own)
 
-    def save(self, text: KVState, length: int) -> SavedPrefix:
-        return text.save(length)
+    def save(self, sequence: Any, length: int) -> SavedPrefix:
+        if sequence.exact:
+            return super().save(sequence, length)
+        mark = sequence.mark_at(length)
+        mx.eval(mark.states)
+        return replace(super().save(sequence, mark.length), states=mark.states)
 
-    def adopt(self, text: KVState, start: CachedPrefix) -> None:
-        text.adopt(start)
-
-    def tap_hidden_states(self, taps: HiddenStates) -> None:
-        self._hidden_states = taps
+    def adopt(self, sequence: Any, start: CachedPrefix) -> None:
+        super().adopt(sequence, start)
+        if start.saved.states:
+            sequence.restore(start.saved.states)
+            mx.eval(self.state())
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         parts = []
         for feed in feeds:
-            logits = _tapped(partial(self._alone, feed), [feed], self._hidden_states)
-            feed.sequence.length += feed.count
+            self._caches = feed.sequence.caches
+            logits = self._tapped(partial(self.run, [feed.tokens], [_segment(feed)]), [feed])
             if feed.wanted:
                 parts.append(logits[-feed.wanted :])
         return parts[0] if len(parts) == 1 else mx.concatenate(parts) if parts else mx.zeros((0, 1))
 
-    def _alone(self, feed: Feed) -> mx.array:
-        feed.sequence.begin(feed.count)
-        logits: mx.array = self._model(_joined([feed.tokens])[None], cache=feed.sequence.caches)[0]
-        return logits
-
     def state(self) -> list[Any]:
-        return [text.state for text in self._sequences]
+        leaves = (leaf for text in self._sequences for leaf in text.leaves)
+        return [cache.state for cache in (*self._layers, *leaves)]
 
 
 def _segment(feed: Feed) -> Segment:
-    return Segment(feed.sequence.row, feed.sequence.length, feed.count, feed.prompt, parents=feed.parents)
-
-
-def _tapped(call: Callable[[], mx.array], feeds: Sequence[Feed], taps: HiddenStates | None) -> mx.array:
-    """Runs a forward and returns its logits; `feeds` take their hidden states."""
-    return call() if taps is None else taps.forward(call, [(feed.count, feed.hidden) for feed in feeds])
+    row, start = feed.sequence.row, feed.sequence.length
+    if feed.parents:
+        return NodeSegment.of(row, start, feed.count, feed.parents)
+    return Segment(row, start, feed.count, feed.prompt)
 
 
 def _joined(parts: Sequence[Tokens]) -> mx.array:

@@ -23,23 +23,14 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache
 
-from outrider.engine.cache import is_attention, leaves_of, window_of
-from outrider.engine.flat import (
-    Bools,
-    FlatCache,
-    FlatRows,
-    FlatSequence,
-    Ints,
-    NodeSegment,
-    Segment,
-)
-from outrider.engine.kv_transfer import KeysValues, PromptReader, ReadingFault
+from outrider.engine.cache import leaves_of
+from outrider.engine.flat import Bools, FlatCache, Ints, NodeSegment, Segment
+from outrider.engine.kv_cache import ModelRows
+from outrider.engine.kv_transfer import KeysValues, KVLayout, PromptReader, ReadingFault
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError
 
@@ -122,49 +113,7 @@ class KVRows(Protocol):
         ...
 
 
-class TreeRows(FlatRows):
-    """The rows of all trees of `model`, and its forwards over them. `cpu` computes these; None: MLX does."""
-
-    def __init__(self, model: nn.Module, cpu: OrtForward | None = None) -> None:
-        # ONNX Runtime's bindings belong to the buffers, so new ones for each text would make rounds slower.
-        super().__init__(model, keeps_buffers=cpu is not None)
-        self.model, self._cpu = model, cpu
-
-    def forward(self, tokens: mx.array | Ints, segments: Sequence[Segment], wanted: bool = True) -> mx.array:
-        """Feeds tokens [T], segment after segment. Returns their logits [T, V], if they are `wanted`.
-
-        Lazy, unless ONNX Runtime computes.
-        """
-        if self._cpu is not None:
-            places = np.arange(len(tokens) if wanted else 0)
-            return mx.array(self._cpu.over(np.asarray(tokens), segments, self._layers, places)["logits"])
-        self._frame.begin(segments)
-        logits: mx.array = self.model(mx.array(tokens)[None], cache=self._caches)
-        return logits[0]
-
-    def prefill(
-        self,
-        sequence: FlatSequence,
-        tokens: Sequence[int],
-        progress: Callable[[int, int], None] | None,
-        total: int,
-        first: int,
-    ) -> None:
-        """Does `KVRows.prefill` from column `first` on."""
-        size = _PREFILL if self._cpu is None else _ORT_PREFILL
-        for start in range(first, len(tokens), size):
-            chunk = np.array(tokens[start : start + size], np.int32)
-            segment = Segment(sequence.row, start, len(chunk), long=True)
-            self.forward(chunk, [segment], wanted=False)
-            sequence.length = segment.end
-            if self._cpu is None:
-                mx.eval(self.state())
-                mx.clear_cache()
-            if progress is not None and len(tokens) > size:
-                progress(sequence.length, total)
-
-
-_rows_of: defaultdict[type, WeakKeyDictionary[LoadedModel, TreeRows]] = defaultdict(WeakKeyDictionary)
+_rows_of: defaultdict[type, WeakKeyDictionary[LoadedModel, ModelRows]] = defaultdict(WeakKeyDictionary)
 
 
 class DenseKVRows:
@@ -175,17 +124,24 @@ class DenseKVRows:
     """
 
     lazy = True
+    together = False
     whole = False
     reader: PromptReader | None = None
     read = 0
 
     def __init__(self, model: LoadedModel) -> None:
-        known = _rows_of[type(self)]
-        if model not in known:
-            known[model] = TreeRows(model.model, None if self.lazy else model.cpu)
-        self.rows = known[model]
+        self.rows = self._shared_rows(model)
         self.sequence = self.rows.open()
         finalize(self, self.rows.drop, self.sequence)
+
+    def _shared_rows(self, model: LoadedModel) -> ModelRows:
+        """Returns the rows of all trees of this form and model."""
+        known = _rows_of[type(self)]
+        if model not in known:
+            cpu = None if self.lazy else model.cpu
+            # ONNX Runtime's bindings belong to the buffers, so new ones for each text would make rounds slower.
+            known[model] = ModelRows(model.model, cpu, keeps_buffers=cpu is not None)
+        return known[model]
 
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
@@ -203,7 +159,21 @@ class DenseKVRows:
         except ReadingFault as error:
             log.warning("%s; the model reads the prompt from token %d on", error, done)
         self.read += done - start
-        self.rows.prefill(self.sequence, tokens, progress, total, done)
+        self._prefill_rest(tokens, done, progress, total)
+
+    def _prefill_rest(
+        self, tokens: Sequence[int], start: int, progress: Callable[[int, int], None] | None, total: int
+    ) -> None:
+        size = _PREFILL if self.lazy else _ORT_PREFILL
+        for first in range(start, len(tokens), size):
+            segment = Segment(self.sequence.row, first, min(size, len(tokens) - first), long=True)
+            self.rows.run([tokens[first : segment.end]], [segment], wanted=())
+            self.sequence.length = segment.end
+            if self.lazy:
+                mx.eval(self.rows.state())
+                mx.clear_cache()
+            if progress is not None and len(tokens) > size:
+                progress(self.sequence.length, total)
 
     def adopt(self, start: int, read: KeysValues) -> None:
         """Fills the columns from `start` on."""
@@ -216,18 +186,18 @@ class DenseKVRows:
     @cached_property
     def number_format(self) -> mx.Dtype:
         """The format of the columns, without computing any."""
-        caches: list[Any] = make_prompt_cache(self.rows.model)
-        self.rows.model(mx.zeros((1, 1), mx.int32), cache=caches)
-        dtype: mx.Dtype = leaves_of(caches[0])[0].keys.dtype
-        return dtype
+        return KVLayout.of(self.rows.model).layers[0][0].dtype
 
     @staticmethod
     def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
-        pairs = zip(texts, new, strict=True)
-        logits = [text.rows.forward(rows.lazy_tokens(), [text.segment(rows)]) for text, rows in pairs]
+        rows, tokens = texts[0].rows, [own.tokens for own in new]
+        segments = [text._segment(own) for text, own in zip(texts, new, strict=True)]
+        if texts[0].together:
+            return rows.run(tokens, segments)
+        logits = [rows.run([own], [segment]) for own, segment in zip(tokens, segments, strict=True)]
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
-    def segment(self, new: NewRows) -> NodeSegment:
+    def _segment(self, new: NewRows) -> NodeSegment:
         """Returns the segment of these tokens, whose columns are in use from now on."""
         self.sequence.length = new.end
         return NodeSegment(self.sequence.row, new.start, len(new.parents), places=new.positions, visible=new.seen)
@@ -248,14 +218,10 @@ class DenseKVRows:
 class JointKVRows(DenseKVRows):
     """`KVRows` of a model with mlx-lm's common attention (`engine.load_checks` tries it): all trees in one forward."""
 
-    @staticmethod
-    def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
-        tokens = [rows.lazy_tokens() for rows in new]
-        segments = [text.segment(rows) for text, rows in zip(texts, new, strict=True)]
-        return texts[0].rows.forward(tokens[0] if len(tokens) == 1 else mx.concatenate(tokens), segments)
+    together = True
 
 
-class OrtKVRows(DenseKVRows):
+class OrtKVRows(JointKVRows):
     """`KVRows` by ONNX Runtime: all trees in one forward. Not lazy: a forward returns when it is complete."""
 
     lazy = False
@@ -266,12 +232,6 @@ class OrtKVRows(DenseKVRows):
             raise ModelError("ONNX Runtime does not compute trees of this model")
         super().__init__(model)
         self.number_format = mx.array(np.zeros(0, model.cpu.kv_dtype)).dtype
-
-    @staticmethod
-    def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
-        tokens = np.concatenate([np.array(rows.tokens, np.int32) for rows in new])
-        segments = [text.segment(rows) for text, rows in zip(texts, new, strict=True)]
-        return texts[0].rows.forward(tokens, segments)
 
 
 States = tuple[tuple[mx.array, ...], ...]
@@ -302,8 +262,10 @@ class _BatchCache(FlatCache):
         return mx.broadcast_to(keys, (rows, *keys.shape[1:])), mx.broadcast_to(values, (rows, *values.shape[1:]))
 
 
-class _BatchRows(TreeRows):
+class _BatchRows(ModelRows):
     """One tree, whose tokens are the rows of a batch. Recurrent layers keep the model's own caches."""
+
+    _cache_type = _BatchCache
 
     def __init__(self, model: LoadedModel) -> None:
         """Raises ModelError if the model has a kind of cache that can be neither masked nor kept by reference."""
@@ -316,9 +278,6 @@ class _BatchRows(TreeRows):
                     f"{model.model_type} keeps a {type(leaf).__name__}, which can't be copied for branches"
                 )
 
-    def _stand_in(self, early: int, cache: Any) -> Any:
-        return _BatchCache(self._frame, window_of(cache), early) if is_attention(cache) else cache
-
     def batch(self, tokens: mx.array, row: int, start: int, positions: Ints, seen: Bools) -> mx.array:
         """Feeds tokens [R], each as a row of a batch. Returns their logits [R, V]. Lazy."""
         self._frame.begin([NodeSegment(row, start, tokens.shape[0], places=positions, visible=seen)])
@@ -326,18 +285,20 @@ class _BatchRows(TreeRows):
         return logits[:, 0]
 
 
-class RecurrentKVRows:
+class RecurrentKVRows(DenseKVRows):
     """`KVRows` of a model with recurrent layers."""
 
-    lazy = True
     whole = True
+    rows: _BatchRows
 
     def __init__(self, model: LoadedModel) -> None:
         """Raises ModelError if the model has a kind of cache that can be neither masked nor kept by reference."""
-        self._rows = _BatchRows(model)
-        self._sequence = self._rows.open()
-        self._recurrent = self._rows.recurrent
+        super().__init__(model)
         self._after: dict[int, _After] = {}
+
+    def _shared_rows(self, model: LoadedModel) -> _BatchRows:
+        """Returns rows of its own, because a forward puts its tree's state into the caches."""
+        return _BatchRows(model)
 
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
@@ -345,11 +306,11 @@ class RecurrentKVRows:
         if start == len(tokens):
             return
         self._put_states([start - 1])
-        self._rows.prefill(self._sequence, tokens, progress, total, start)
+        super().prefill(tokens, progress, total, start)
         self._after = {len(tokens) - 1: _After(self._states(), 0)}
 
     @staticmethod
-    def forward(texts: Sequence[RecurrentKVRows], new: Sequence[NewRows]) -> mx.array:
+    def forward(texts: Sequence[Any], new: Sequence[NewRows]) -> mx.array:
         """Feeds one tree after another, because each puts its own state into the caches."""
         logits = [text._alone(rows) for text, rows in zip(texts, new, strict=True)]
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
@@ -358,25 +319,22 @@ class RecurrentKVRows:
         tokens, start, positions, seen, parents = new.lazy_tokens(), new.start, new.positions, new.seen, new.parents
         logits: list[mx.array] = []
         order: list[int] = []
-        for level in _levels(start, parents):
-            columns = [start + row for row in level]
-            # The rows of a forward must write adjacent columns.
-            for first, last in _runs(columns):
-                rows = list(range(first - start, last - start + 1))
-                self._put_states([parents[row] for row in rows])
-                batch = tokens[first - start : last - start + 1]
-                own = positions[: last + 1], seen[rows, : last + 1]
-                logits.append(self._rows.batch(batch, self._sequence.row, first, *own))
-                states = self._states()
-                self._after.update({start + row: _After(states, i) for i, row in enumerate(rows)})
-                order += rows
+        # The rows of a forward must write adjacent columns.
+        for rows in _levels(start, parents):
+            first, last = rows[0], start + rows[-1]
+            self._put_states([parents[row] for row in rows])
+            own = positions[: last + 1], seen[rows, : last + 1]
+            logits.append(self.rows.batch(tokens[first : rows[-1] + 1], self.sequence.row, start + first, *own))
+            states = self._states()
+            self._after.update({start + row: _After(states, i) for i, row in enumerate(rows)})
+            order += rows
         if len(logits) == 1:
             return logits[0]
         back = sorted(range(len(order)), key=order.__getitem__)
         return mx.concatenate(logits)[mx.array(back)]
 
     def keep(self, prefix: int, columns: Ints) -> None:
-        self._sequence.keep(prefix, columns)
+        super().keep(prefix, columns)
         kept = [(prefix - 1, prefix - 1), *enumerate(columns.tolist(), prefix)]
         self._after = {new: self._after[old] for new, old in kept if old in self._after}
 
@@ -384,26 +342,23 @@ class RecurrentKVRows:
         after = self._after[count - 1]
         states = tuple(tuple(a[after.row : after.row + 1] for a in own) for own in after.states)
         mx.eval(states)
-        return replace(self._rows.save(self._sequence, count), states=states)
+        return replace(super().save(count), states=states)
 
     def restore(self, start: CachedPrefix) -> None:
-        self._rows.adopt(self._sequence, start)
+        super().restore(start)
         self._after = {start.length - 1: _After(start.saved.states, 0)}
 
-    def close(self) -> None:
-        """Does nothing: the tree has buffers of its own."""
-
     def _states(self) -> States:
-        return tuple(tuple(cache.cache) for cache in self._recurrent)
+        return tuple(tuple(cache.cache) for cache in self.rows.recurrent)
 
     def _put_states(self, parents: Sequence[int]) -> None:
         """Puts the state of each row's parent into the caches; a text's first token has no parent."""
         if parents[0] < 0:
-            for cache in self._recurrent:
+            for cache in self.rows.recurrent:
                 cache.cache = [None] * len(cache.cache)
             return
         sources = [self._after[parent] for parent in parents]
-        for layer, cache in enumerate(self._recurrent):
+        for layer, cache in enumerate(self.rows.recurrent):
             for i in range(len(cache.cache)):
                 cache.cache[i] = _gather([(source.states[layer][i], source.row) for source in sources])
 
@@ -418,19 +373,9 @@ def _gather(rows: Sequence[tuple[mx.array, int]]) -> mx.array:
 
 
 def _levels(start: int, parents: Sequence[int]) -> list[list[int]]:
-    """Returns the rows of a call by their depth, parents before their children."""
+    """Returns the rows of a call by their depth, parents before their children; only adjacent rows are together."""
     depth: list[int] = []
     for parent in parents:
         depth.append(depth[parent - start] + 1 if parent >= start else 0)
-    return [[row for row, d in enumerate(depth) if d == level] for level in range(max(depth) + 1)]
-
-
-def _runs(columns: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns ranges of adjacent columns: (first, last), both included."""
-    runs: list[tuple[int, int]] = []
-    for column in columns:
-        if runs and runs[-1][1] == column - 1:
-            runs[-1] = (runs[-1][0], column)
-        else:
-            runs.append((column, column))
-    return runs
+    levels = [np.flatnonzero(np.array(depth) == level) for level in range(max(depth) + 1)]
+    return [run.tolist() for rows in levels for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)]

@@ -18,6 +18,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from outrider.engine.cache import leaves_of
 from outrider.engine.flat import Floats, Layers
 from outrider.protocol.errors import OutriderError, ProtocolError
 
@@ -48,7 +49,8 @@ class KVLayout:
         """Returns the layout of a model whose caches hold only keys and values; computes nothing."""
         caches: list[Any] = make_prompt_cache(model)
         model(mx.zeros((1, 1), mx.int32), cache=caches)
-        return cls(tuple((_part(cache.keys), _part(cache.values)) for cache in caches))
+        leaves = (leaf for cache in caches for leaf in leaves_of(cache))
+        return cls(tuple((_part(leaf.keys), _part(leaf.values)) for leaf in leaves))
 
     @property
     def bytes_per_token(self) -> int:

@@ -5,12 +5,12 @@ caches with the right logits: those that roll back at once, else the model's own
 model's own without chains. If layers have a window, everything is tried past the window, too, after made-up keys and
 values, because computing so many would take minutes.
 
-`open_kv_cache` opens a target's KV cache: texts share forwards (`batch_agrees`) and verify trees of drafts
-(`drafts_agree`) if the logits stay right. `open_tree` opens a drafter's token tree in the first form of `KVRows` that
-reproduces the model's logits (`tree_agrees`, `agrees_batched`), or refuses. These checks compare with plain forwards
-(`ReferenceLogits`). They catch models whose attention ignores the mask, the positions or the columns it is given, whose
-attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another way. `fault` runs a check and
-undoes a failed form's changes to the model. Knows nothing of requests.
+`open_kv_cache` opens a target's KV cache: texts share forwards if the logits stay right (`batch_agrees`). `open_tree`
+opens a drafter's token tree in the first form of `KVRows` that reproduces the model's logits (`tree_agrees`,
+`agrees_batched`), or refuses; a target verifies trees of drafts if such trees of it can share forwards. These checks
+compare with plain forwards (`ReferenceLogits`). They catch models whose attention ignores the mask, the positions or
+the columns it is given, whose attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another
+way. `fault` runs a check and undoes a failed form's changes to the model. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -31,7 +30,8 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.cache import KVCache as MlxKVCache
 
 from outrider.engine.cache import leaves_of
-from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, KVState, SeparateKVCache
+from outrider.engine.flat import FlatCache
+from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, OrtKVRows, RecurrentKVRows
 from outrider.engine.kv_transfer import PromptReader
 from outrider.engine.loading import LoadedModel
@@ -53,7 +53,7 @@ from outrider.protocol.errors import (
 from outrider.protocol.messages import Abilities
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
-from outrider.protocol.trees import TreeFeed, lines
+from outrider.protocol.trees import TreeFeed
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +65,24 @@ _LARGEST = 4096  # larger windows are not tried: the made-up text would take gig
 _LARGEST_READ = 512  # the same if a cache can't be filled, and the text has to be read
 _EDGE, _LOUD = 16, 30.0  # values this far into the window are this much larger, so that an error of one token shows
 
-_abilities_of: WeakKeyDictionary[LoadedModel, Abilities] = WeakKeyDictionary()
+
+T = TypeVar("T")
 
 
+def _once(find: Callable[[LoadedModel], T]) -> Callable[[LoadedModel], T]:
+    """Makes `find` return what it found the first time for the same model."""
+    known: WeakKeyDictionary[LoadedModel, T] = WeakKeyDictionary()
+
+    @wraps(find)
+    def found(model: LoadedModel) -> T:
+        if model not in known:
+            known[model] = find(model)
+        return known[model]
+
+    return found
+
+
+@_once
 def abilities(model: LoadedModel) -> Abilities:
     """Returns what this model can do, tried once.
 
@@ -76,106 +91,84 @@ def abilities(model: LoadedModel) -> Abilities:
     """
     if model.cpu is not None:
         return Abilities()  # `engine.ort` checks chains and rollbacks at load
-    if model not in _abilities_of:
-        _abilities_of[model] = _find(model)
-        mx.clear_cache()
-    return _abilities_of[model]
-
-
-def _find(model: LoadedModel) -> Abilities:
     with named_errors(f"a forward of this {model.model_type} model"):
-        trials = _trials(model)
-    faults = []
+        trials = [(before, _truth(model, before)) for before in _befores(model)]
+    reason = ""
     for own_caches in (False, True):
-        fault = _first_fault([partial(trial.run, own_caches) for trial in trials])
-        if fault is None:
+        try:
+            with named_errors("a trial forward", logging.INFO):
+                for before, truth in trials:
+                    _try_chain(model, before, truth, own_caches)
             return Abilities(own_caches=own_caches)
-        log.info("a %s target can't verify (own caches: %s): %s", model.model_type, own_caches, fault)
-        faults.append(fault)
-    why = f"a {model.model_type} model can't verify several tokens at once ({faults[-1]}), so it decodes token by token"
+        except OutriderError as error:
+            reason = str(error)
+            log.info("a %s target can't verify (own caches: %s): %s", model.model_type, own_caches, reason)
+        finally:
+            mx.clear_cache()
+    why = f"a {model.model_type} model can't verify several tokens at once ({reason}), so it decodes token by token"
     return Abilities(chains=False, own_caches=True, why=why)
 
 
-def _first_fault(attempts: list[Callable[[], None]]) -> str | None:
-    for attempt in attempts:
-        try:
-            with named_errors("a trial forward", logging.INFO):
-                attempt()
-        except OutriderError as error:
-            return str(error)
-    return None
+Before = list[tuple[mx.array, mx.array] | None] | list[int]
+"""What follows a text's first `_TEXT` tokens: keys and values of each cache that has them, or tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """`truth`: the model's own logits of a text's last `_STEPS` tokens, [_STEPS, V].
+def _truth(model: LoadedModel, before: Before) -> mx.array:
+    """Returns the model's own logits of the `_STEPS` tokens after these, fed one by one, [_STEPS, V]."""
+    text = _Text(model, before, own_caches=True)
+    truth = mx.concatenate([text.feed([token]) for token in _last(model)])
+    if mx.isnan(truth).any().item():
+        raise ModelFault(
+            f"the logits of this {model.model_type} model are NaN or infinite; download it again, or choose another"
+        )
+    return truth.astype(mx.float32)
 
-    `before`: what comes between the text's first `_TEXT` tokens and these: keys and values of each cache, or tokens.
+
+def _try_chain(model: LoadedModel, before: Before, truth: mx.array, own_caches: bool) -> None:
+    """Feeds token by token, then a chain that is rolled back after its first token.
+
+    Raises:
+        ModelFault: the logits differ from the `truth`.
     """
 
-    model: LoadedModel
-    before: list[tuple[mx.array, mx.array] | None] | list[int]
-    truth: mx.array
-
-    @classmethod
-    def of(cls, model: LoadedModel, before: list[tuple[mx.array, mx.array] | None] | list[int]) -> _Trial:
-        kv = _begun(model, before, own_caches=True)
-        truth = mx.concatenate([_feed(model, kv, [token]) for token in _last(model)])
-        if mx.isnan(truth).any().item():
-            raise ModelFault(
-                f"the logits of this {model.model_type} model are NaN or infinite; download it again, or choose another"
-            )
-        return cls(model, before, truth)
-
-    def run(self, own_caches: bool) -> None:
-        """Feeds token by token, then a chain that is rolled back after its first token.
-
-        Raises:
-            ModelFault: the logits differ from the model's own.
-        """
-        model, last = self.model, _last(self.model)
-        if not own_caches:
-            kv = _begun(model, self.before, own_caches)
-            self._compare(0, mx.concatenate([_feed(model, kv, [token]) for token in last]), "one token at a time")
-        kv = _begun(model, self.before, own_caches)
-        base = kv.length
-        kv.mark()
-        wrong = [(token + 1) % model.vocab_size for token in last[1 : 1 + _WRONG]]
-        self._compare(0, _feed(model, kv, [last[0], *wrong])[:1], "several tokens at once")
-        kv.roll_back(base + 1)
-        done = kv.length - base
-        self._compare(done, _feed(model, kv, last[done:]), "tokens after a rejected chain")
-
-    def _compare(self, start: int, logits: mx.array, tokens: str) -> None:
-        truth = self.truth[start : start + logits.shape[0]].astype(mx.float32)
-        allowed = _TRUE if logits.dtype == mx.float32 else _ROUGH
-        finite = mx.isfinite(truth)  # some models exclude tokens
-        truth = mx.where(finite, truth, 0)
-        difference = mx.where(finite, logits.astype(mx.float32), 0) - truth
-        deviation = mx.maximum(mx.std(truth, axis=-1), 1.0)
+    def compare(start: int, logits: mx.array, tokens: str) -> None:
+        own = truth[start : start + logits.shape[0]]
+        finite = mx.isfinite(own)  # some models exclude tokens
+        difference = mx.where(finite, logits.astype(mx.float32) - own, 0)
+        deviation = mx.maximum(mx.std(mx.where(finite, own, 0), axis=-1), 1.0)
         worst = float((mx.sqrt(mx.mean(difference**2, axis=-1)) / deviation).max().item())  # type: ignore[arg-type]
-        if not worst <= allowed:
-            past = " past its window" if self.before else ""
+        if not worst <= (_TRUE if logits.dtype == mx.float32 else _ROUGH):
+            past = " past its window" if before else ""
             raise ModelFault(f"the logits of {tokens}{past} are wrong by {worst:.1g} of their standard deviation")
 
+    last = _last(model)
+    if not own_caches:
+        text = _Text(model, before, own_caches)
+        compare(0, mx.concatenate([text.feed([token]) for token in last]), "one token at a time")
+    text = _Text(model, before, own_caches)
+    base = text.sequence.length
+    text.sequence.mark()
+    wrong = [(token + 1) % model.vocab_size for token in last[1 : 1 + _WRONG]]
+    compare(0, text.feed([last[0], *wrong])[:1], "several tokens at once")
+    text.sequence.roll_back(base + 1)
+    done = text.sequence.length - base
+    compare(done, text.feed(last[done:]), "tokens after a rejected chain")
 
-def _trials(model: LoadedModel) -> list[_Trial]:
-    """Returns a trial at a text's start, and one past the model's windows if it has any."""
-    trials = [_Trial.of(model, [])]
-    kv = KVState(model.model, own_caches=True)
-    leaves = [leaf for cache in kv.caches for leaf in leaves_of(cache)]
-    window = max((getattr(leaf, name, 0) for leaf in leaves for name in _WINDOWS), default=0)
+
+def _befores(model: LoadedModel) -> list[Before]:
+    """Returns that of a text's start, and of one past the model's windows if it has any."""
+    text = _Text(model, None, own_caches=True)
+    window = max((getattr(leaf, name, 0) for leaf in text.leaves for name in _WINDOWS), default=0)
+    fillable = all(isinstance(leaf, ArraysCache) or hasattr(leaf, "update_and_fetch") for leaf in text.leaves)
     if not window:
-        return trials
-    fillable = all(isinstance(leaf, ArraysCache) or hasattr(leaf, "update_and_fetch") for leaf in leaves)
+        return [[]]
     if window > (_LARGEST if fillable else _LARGEST_READ):
         log.info("a window of %d tokens is too long to be tried", window)
-        return trials
+        return [[]]
     if not fillable:
-        return [*trials, _Trial.of(model, [7 * i % model.vocab_size for i in range(window + _PAST)])]
-    _feed(model, kv, _tokens(model, _TEXT))
-    made_up = [_made_up(leaf, i, window) if hasattr(leaf, "keys") else None for i, leaf in enumerate(leaves)]
-    return [*trials, _Trial.of(model, made_up)]
+        return [[], [7 * i % model.vocab_size for i in range(window + _PAST)]]
+    text.feed(_tokens(model, _TEXT))
+    return [[], [_made_up(leaf, i, window) if hasattr(leaf, "keys") else None for i, leaf in enumerate(text.leaves)]]
 
 
 def _made_up(leaf: Any, seed: int, window: int) -> tuple[mx.array, mx.array]:
@@ -191,28 +184,29 @@ def _made_up(leaf: Any, seed: int, window: int) -> tuple[mx.array, mx.array]:
     return parts[0], parts[1]
 
 
-def _begun(model: LoadedModel, before: list[Any], own_caches: bool) -> KVState:
-    kv = KVState(model.model, own_caches)
-    read = before if before and isinstance(before[0], int) else []
-    _feed(model, kv, _tokens(model, _TEXT) + read)
-    if before and not read:
-        leaves = [leaf for cache in kv.caches for leaf in leaves_of(cache)]
-        count = next(made_up[0].shape[2] for made_up in before if made_up is not None)
-        kv.begin(count)
-        for leaf, made_up in zip(leaves, before, strict=True):
-            if made_up is not None:
-                leaf.update_and_fetch(*made_up)
-        kv.length += count
-    return kv
+class _Text:
+    """A text with caches of its own, which begins with `_TEXT` tokens and `before`; None: it is empty."""
 
+    def __init__(self, model: LoadedModel, before: Before | None, own_caches: bool) -> None:
+        self._kv_cache = SeparateKVCache(model.model, own_caches)
+        self.sequence = self._kv_cache.open()
+        self.leaves = [leaf for cache in self.sequence.caches for leaf in leaves_of(cache)]
+        if before is None:
+            return
+        pairs = [entry for entry in before if not isinstance(entry, int)]
+        self.feed(_tokens(model, _TEXT) + [entry for entry in before if isinstance(entry, int)])
+        for leaf, pair in zip(self.leaves if pairs else (), pairs, strict=True):
+            if isinstance(leaf, FlatCache) and pair is not None:
+                leaf.adopt(self.sequence.row, *pair, self.sequence.length)
+            elif pair is not None:
+                leaf.update_and_fetch(*pair)
+        self.sequence.length += next((keys.shape[2] for keys, _ in filter(None, pairs)), 0)
 
-def _feed(model: LoadedModel, kv: KVState, tokens: list[int]) -> mx.array:
-    """Feeds tokens, and returns their logits [N, V], evaluated."""
-    kv.begin(len(tokens))
-    logits: mx.array = model.model(mx.array([tokens]), cache=kv.caches)[0]
-    kv.length += len(tokens)
-    mx.eval(logits, kv.state)
-    return logits
+    def feed(self, tokens: list[int]) -> mx.array:
+        """Feeds tokens, and returns their logits [N, V], evaluated."""
+        logits = self._kv_cache.forward([Feed(self.sequence, tokens, len(tokens))])
+        mx.eval(logits, self._kv_cache.state())
+        return logits
 
 
 def _tokens(model: LoadedModel, count: int, number: int = 0, step: int = 7919) -> list[int]:
@@ -238,24 +232,24 @@ def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], 
     text, rest = tokens[:prompt], tokens[prompt:]
     tree, own = open_tree(text), ReferenceLogits(model)
     texts = {tree.root: text}
-    worst = _distance(own, tree, texts)
+    agrees = _agrees(own, tree, texts)
     for _ in range(2):
         tips = [tree.root] * _BRANCHES
         for _ in range(_DEPTH):
             fed, rest = rest[:_BRANCHES], rest[_BRANCHES:]
             above, tips = tips, tree.feed(tips, fed)
             texts |= {tip: [*texts[up], token] for tip, up, token in zip(tips, above, fed, strict=True)}
-        worst = max(worst, _distance(own, tree, texts))
+        agrees = agrees and _agrees(own, tree, texts)
         path = [node for node in texts if texts[node] == texts[tips[1]][: len(texts[node])] and node > tree.root]
         tree.commit(path)
         texts = {tree.root: texts[tips[1]]}
     tree.close()
-    return worst <= 1.0
+    return agrees
 
 
-def _distance(own: ReferenceLogits, tree: Tree, texts: dict[int, list[int]]) -> float:
-    """Returns the largest difference between the tree's and the model's logits, in units of the allowed one."""
-    return max((own.distance(text, tree.scores(node)) for node, text in texts.items()), default=0.0)
+def _agrees(own: ReferenceLogits, tree: Tree, texts: dict[int, list[int]]) -> bool:
+    """Returns whether the logits of these nodes are the model's own after these texts."""
+    return all(own.distance(text, tree.scores(node)) <= 1.0 for node, text in texts.items())
 
 
 class ReferenceLogits:
@@ -293,22 +287,22 @@ def agrees_batched(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree
     trees = [open_tree(text) for text in texts]
     fed = [[5 % model.vocab_size, 7 % model.vocab_size][: n + 1] for n in range(2)]
     nodes = feed_together(trees, [TreeFeed([tree.root] * len(new), new) for tree, new in zip(trees, fed, strict=True)])
-    worst, own = 0.0, ReferenceLogits(model)
+    agrees, own = True, ReferenceLogits(model)
     for tree, text, new, grown in zip(trees, texts, fed, nodes, strict=True):
-        worst = max(worst, _distance(own, tree, {node: [*text, t] for node, t in zip(grown, new, strict=True)}))
+        agrees &= _agrees(own, tree, {node: [*text, t] for node, t in zip(grown, new, strict=True)})
         tree.close()
-    return worst <= 1.0
+    return agrees
 
 
 _BATCH_LENGTHS = (9, 3, 6)
 
 
-def batch_agrees(model: LoadedModel, own: ReferenceLogits) -> bool:
+def batch_agrees(model: LoadedModel) -> bool:
     """Returns whether texts that share forwards have the model's own logits, up to rounding.
 
     Tries a piece of a prompt, chains of different lengths, a rollback, and closing a text.
     """
-    kv_cache = FlatKVCache(model.model)
+    kv_cache, own = FlatKVCache(model.model), ReferenceLogits(model)
     tokens = [_tokens(model, length + 4, n) for n, length in enumerate(_BATCH_LENGTHS)]
     places = [kv_cache.open() for _ in tokens]
 
@@ -329,53 +323,6 @@ def batch_agrees(model: LoadedModel, own: ReferenceLogits) -> bool:
     return agrees
 
 
-_PARENTS = (-1, 0, -1, 0, 2)  # two branches after the text, the first of them with a fork
-_PATH = (0, 3)
-_LENGTHS = (9, 4)
-
-
-def drafts_agree(model: LoadedModel, own: ReferenceLogits) -> bool:
-    """Returns whether every node's logits are the model's own after its branch, before and after a branch is accepted.
-
-    The tree forks at the text and further down. It is fed alone, then with another request.
-    """
-    kv_cache = FlatKVCache(model.model, cpu=model.cpu)
-    trials = [_TreeTrial.of(model, kv_cache, number) for number in range(len(_LENGTHS))]
-    first = trials[0]
-    agrees = _drafts_agree(own, kv_cache, [first])
-    first.place.keep(len(first.text), [len(first.text) + node for node in _PATH])
-    first.text += [first.nodes[node] for node in _PATH]
-    agrees = agrees and _drafts_agree(own, kv_cache, trials)
-    for trial in trials:
-        kv_cache.close(trial.place)
-    return agrees
-
-
-@dataclass(slots=True)
-class _TreeTrial:
-    """A text whose tokens have all been fed, and the tokens of a tree that follows it."""
-
-    place: Any
-    text: list[int]
-    nodes: tuple[int, ...] = field(default=())
-
-    @classmethod
-    def of(cls, model: LoadedModel, kv_cache: FlatKVCache, number: int) -> _TreeTrial:
-        text, nodes = _tokens(model, _LENGTHS[number], number), _tokens(model, len(_PARENTS), number, 6007)
-        trial = cls(kv_cache.open(), text, tuple(nodes))
-        kv_cache.forward([Feed(trial.place, trial.text, 0, True)])
-        mx.eval(kv_cache.state())
-        return trial
-
-
-def _drafts_agree(own: ReferenceLogits, kv_cache: FlatKVCache, trials: list[_TreeTrial]) -> bool:
-    """Feeds each text its tree; returns whether all logits are the model's own. The columns stay."""
-    count = len(_PARENTS)
-    logits = kv_cache.forward([Feed(trial.place, trial.nodes, count, parents=_PARENTS) for trial in trials])
-    branches = [[*trial.text, *down] for trial in trials for down in lines(trial.nodes, _PARENTS)]
-    return all(own.distance(branch, logits[row]) <= 1.0 for row, branch in enumerate(branches))
-
-
 def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
     """Runs the check `agrees` of the form `what`; returns why the form fails, or "": then its changes stay."""
     with _restored(model.model) as keep:
@@ -394,9 +341,10 @@ def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Restores a model's modules, and the names in their Python modules, unless the block calls what is yielded."""
-    parts = [(part, dict(part)) for part in model.modules()]
-    names = [vars(sys.modules[name]) for name in {type(part).__module__ for part, _ in parts} if name in sys.modules]
-    functions = [(known, dict(known)) for known in names]
+    kinds = [(part, type(part)) for part in model.modules()]
+    names = [vars(sys.modules[name]) for name in {kind.__module__ for _, kind in kinds} if name in sys.modules]
+    parts: list[dict[str, Any]] = [*(part for part, _ in kinds), *names]
+    before = [dict(part) for part in parts]
     kept = False
 
     def keep() -> None:
@@ -406,40 +354,36 @@ def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
     try:
         yield keep
     finally:
-        if not kept:
-            for now, before in [*parts, *functions]:
-                for name in before:
-                    if now.get(name) is not before[name]:
-                        now[name] = before[name]
+        for part, kind in () if kept else kinds:
+            part.__class__ = kind
+        for now, then in () if kept else zip(parts, before, strict=True):
+            for name in then:
+                if now.get(name) is not then[name]:
+                    now[name] = then[name]
 
 
 _LONGER = 256
 
 
-_cache_forms: WeakKeyDictionary[LoadedModel, Callable[[], KVCache]] = WeakKeyDictionary()
-
-
 def open_kv_cache(model: LoadedModel) -> KVCache:
     """Opens an empty KV cache. Its form is found once for each model."""
-    if model not in _cache_forms:
-        _cache_forms[model] = _find_cache_form(model)
-    return _cache_forms[model]()
+    return _cache_form(model)()
 
 
-def _find_cache_form(model: LoadedModel) -> Callable[[], KVCache]:
-    own = ReferenceLogits(model)
+@_once
+def _cache_form(model: LoadedModel) -> Callable[[], KVCache]:
     if model.cpu is not None:
         # `engine.ort` checked texts in one forward at load. If logits are rounded, branches differ from chains.
-        trees = not model.cpu.quantised and not fault(model, "trees of drafts", lambda: drafts_agree(model, own))
+        trees = not model.cpu.quantised and not _tree_fault(model, "trees of drafts", OrtKVRows)
         return partial(FlatKVCache, model.model, trees, model.cpu)
     found = abilities(model)
     plain = model.attention_only and found.chains and not found.own_caches
     kinds = MlxKVCache | RotatingKVCache
     if not plain or not all(isinstance(cache, kinds) for cache in make_prompt_cache(model.model)):
         return partial(SeparateKVCache, model.model, found.own_caches)
-    if fault(model, "texts in one forward", lambda: batch_agrees(model, own)):
+    if fault(model, "texts in one forward", partial(batch_agrees, model)):
         return partial(SeparateKVCache, model.model)
-    return partial(FlatKVCache, model.model, not fault(model, "trees of drafts", lambda: drafts_agree(model, own)))
+    return partial(FlatKVCache, model.model, not _tree_fault(model, "trees of drafts", JointKVRows))
 
 
 def open_slots(
@@ -477,9 +421,7 @@ def sequence_cost(kv_cache: KVCache) -> KvCost:
     return cost
 
 
-Form = type[OrtKVRows] | type[JointKVRows] | type[DenseKVRows] | type[RecurrentKVRows]
-
-_tree_forms: WeakKeyDictionary[LoadedModel, Form] = WeakKeyDictionary()
+Form = type[DenseKVRows]
 
 
 def open_tree(
@@ -515,18 +457,28 @@ def open_tree(
     return Tree(open_kv_rows(model, reader), sampler, model.context_length, tokens, progress, draws, cache)
 
 
+@_once
 def tree_form(model: LoadedModel) -> Form:
     """Returns the form of KV rows for trees of this model, found once for each model.
 
     Raises:
         CannotDraft: no form reproduces this model's logits.
     """
-    if model not in _tree_forms:
-        forms: list[Form] = [JointKVRows, DenseKVRows, RecurrentKVRows] if model.attention_only else [RecurrentKVRows]
-        if model.cpu is not None:
-            forms.insert(0, OrtKVRows)
-        _tree_forms[model] = _first_that_agrees(model, forms)
-    return _tree_forms[model]
+    forms: list[Form] = [JointKVRows, DenseKVRows, RecurrentKVRows] if model.attention_only else [RecurrentKVRows]
+    if model.cpu is not None:
+        forms.insert(0, OrtKVRows)
+    reason = ""
+    for form in forms:
+        reason = _tree_fault(model, "a tree of it", form)
+        if not reason:
+            return form
+    raise CannotDraft(f"a {model.model_type} model can't be a draft model ({reason}); choose another")
+
+
+def _tree_fault(model: LoadedModel, what: str, form: Form) -> str:
+    """Returns why trees of this form fail, or ""."""
+    opened = partial(open_form, model, form)
+    return fault(model, what, lambda: tree_agrees(model, opened) and agrees_batched(model, opened))
 
 
 def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
@@ -538,7 +490,7 @@ def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:
     """Opens empty KV rows for one tree; see `open_tree` for `reader`. Raises ModelError as `tree_form` does."""
     kv_rows: KVRows = tree_form(model)(model)
-    if isinstance(kv_rows, DenseKVRows):  # a recurrent state comes from the model alone
+    if isinstance(kv_rows, DenseKVRows) and not kv_rows.whole:  # a recurrent state comes from the model alone
         kv_rows.reader = reader
     return kv_rows
 
@@ -548,17 +500,3 @@ def tree_cost(model: LoadedModel) -> KvCost:
     kv_rows = open_kv_rows(model)
     kv_rows.prefill([0], None, 1)
     return kv_rows.save(1).cost
-
-
-def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
-    reason = ""
-    for form in forms:
-        opened = partial(open_form, model, form)
-        reason = fault(model, "a tree of it", partial(_agrees, model, opened))
-        if not reason:
-            return form
-    raise CannotDraft(f"a {model.model_type} model can't be a draft model ({reason}); choose another")
-
-
-def _agrees(model: LoadedModel, opened: Callable[[Sequence[int]], Tree]) -> bool:
-    return tree_agrees(model, opened) and agrees_batched(model, opened)

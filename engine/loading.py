@@ -11,7 +11,6 @@ a third on all, and gives the same bits (docs/log.md). Values never change, only
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import os
 import sys
@@ -150,6 +149,22 @@ def load(
         among = f", sharded over {ranks.size} ranks," if ranks is not None else ""
         with named_errors(f"a forward of this {config['model_type']} model{among}"):
             _warm_up(model)
+    return _described(path, model, config, parameters, weight_bytes, forward)
+
+
+def outline(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = None) -> LoadedModel:
+    """Returns the model with its weights left in their files until they are used. Raises ModelError as `load` does."""
+    path = find(str(path_or_repo), progress or log.info)
+    model, config = _read(path)
+    parameters = get_total_parameters(model)
+    if mx.default_device().type == mx.cpu:
+        model = _to_float32(model, parameters)
+    return _described(path, model, config, parameters, 0, None)
+
+
+def _described(
+    path: Path, model: nn.Module, config: dict[str, Any], parameters: int, weight_bytes: int, cpu: OrtForward | None
+) -> LoadedModel:
     return LoadedModel(
         model=model,
         config=config,
@@ -160,27 +175,7 @@ def load(
         weight_bytes=weight_bytes,
         attention_only=all(is_attention(leaf) for cache in make_prompt_cache(model) for leaf in leaves_of(cache)),
         folder=path,
-        cpu=forward,
-    )
-
-
-def outline(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = None) -> LoadedModel:
-    """Returns the model with its weights left in their files until they are used. Raises ModelError as `load` does."""
-    path = find(str(path_or_repo), progress or log.info)
-    model, config = _read(path)
-    parameters = get_total_parameters(model)
-    if mx.default_device().type == mx.cpu:
-        model = _to_float32(model, parameters)
-    return LoadedModel(
-        model=model,
-        config=config,
-        model_type=config["model_type"],
-        vocab_size=model(mx.array([[0]])).shape[-1],  # lazy: only the shape is computed
-        context_length=_context_length(config),
-        parameters=parameters,
-        weight_bytes=0,
-        attention_only=True,
-        folder=path,
+        cpu=cpu,
     )
 
 
@@ -281,12 +276,21 @@ def _by_ort(path: Path, model: nn.Module, model_type: str) -> OrtForward | None:
     model.set_dtype(mx.float32)
     forward = ort.serve(model, model_type, path)
     if forward is not None:
-        again, _ = _read(path)
-        again.set_dtype(mx.float32)
-        model.update(again.parameters())
-        gc.collect()
+        _release_weights(model, path)
         memory.give_back()  # memory that only the session's creation needed
     return forward
+
+
+def _release_weights(model: nn.Module, path: Path) -> None:
+    """Leaves the weights in their files again until they are used, in a fifth of the time that `_read` takes."""
+    try:
+        weights: dict[str, Any] = {}
+        for file in path.glob("model*.safetensors"):
+            weights |= mx.load(str(file))  # type: ignore[arg-type]
+        model.load_weights(list((model.sanitize(weights) if hasattr(model, "sanitize") else weights).items()))
+    except (ValueError, KeyError):  # the files have another layout than the model, or are sanitized only once
+        model.update(_read(path)[0].parameters())
+    model.set_dtype(mx.float32)
 
 
 def _to_float32(model: nn.Module, parameters: int) -> nn.Module:

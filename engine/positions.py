@@ -1,17 +1,20 @@
 """A position for each token of a row; mlx-lm's rope takes only one offset for each row.
 
-`install` wraps every attention's `rope`. The wrapper acts if a cache's `offset` is a vector with an entry for each
+`install` extends every attention's `rope`. The extension acts if a cache's `offset` is a vector with an entry for each
 token of a single row, and on a CPU also for plain text if a table returns the same bits in a quarter of the time. All
-other calls go to the wrapped rope. Plain decoding keeps mlx-lm's bits. Knows nothing of trees or caches.
+other calls go to the rope itself. Plain decoding keeps mlx-lm's bits. Knows nothing of trees or caches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+
+from outrider.engine.hidden_states import extend
 
 Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 Angles = tuple[mx.array, mx.array]
@@ -28,7 +31,7 @@ class RopeTable:
     up for a forward's first layer serve the others.
     """
 
-    def __init__(self, rope: nn.Module, width: int, half: int) -> None:
+    def __init__(self, rope: Callable[..., mx.array], width: int, half: int) -> None:
         """`width`: the head's; dimension i < `half` is rotated with i + `half`, those from 2 `half` on are not."""
         self._rope, self._width, self._half = rope, width, half
         self._angles = np.zeros((2, 0, width), dtype=np.float32)
@@ -42,6 +45,7 @@ class RopeTable:
         """Returns the table of a rope; None if it does not rotate halves by an angle proportional to the position."""
         if "Dynamic" in type(rope).__name__:  # its angles also depend on the length of the text
             return None
+        rope = super(TokenRope, rope).__call__ if isinstance(rope, TokenRope) else rope  # type: ignore[misc]
         turned = np.array(rope(mx.eye(width)[:, None, None, :], offset=_PROBE))[:, 0, 0, :]
         partners = np.argwhere((np.abs(turned) > 0) & ~np.eye(width, dtype=bool))
         halves = {abs(int(i) - int(j)) for i, j in partners}
@@ -105,63 +109,39 @@ class RopeTable:
         self._angles = np.concatenate([self._angles, np.stack([cos, sin])], axis=1)
 
 
-class TokenRope(nn.Module):  # type: ignore[misc]
-    """A rope that also takes one offset per token if there is one row."""
+class TokenRope:
+    """A rope that also takes one offset per token if there is one row. Used by `extend`; models share `_tables`."""
 
-    def __init__(self, inner: nn.Module, tables: dict[Any, RopeTable | None]) -> None:
-        super().__init__()
-        self.inner = inner
-        self._tables = _Shared(tables, signature(inner))
+    _tables: dict[Any, RopeTable | None]
+    _signature: Any
 
-    def __getattr__(self, name: str) -> Any:
-        """Returns the inner rope's attributes, such as its base, which models may read."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def __call__(self, x: mx.array, offset: int | mx.array = 0, **others: Any) -> mx.array:
-        """Ropes x. `others`: arguments that mlx-lm's ropes don't have; such a call goes to the wrapped rope."""
-        roped: mx.array
-        if others:
-            roped = self.inner(x, offset=offset, **others)
-            return roped
-        if x.shape[0] != 1 or (isinstance(offset, mx.array) and offset.shape != (x.shape[-2],)):
-            roped = self.inner(x, offset=offset)
-            return roped
-        table = self._tables.of(self.inner, x.shape[-1])
+    def __call__(self, x: mx.array, offset: int | mx.array = 0, **others: Any) -> Any:
+        """Ropes x. `others`: arguments that mlx-lm's ropes don't have; such a call goes to the rope itself."""
+        own = super().__call__  # type: ignore[misc]
+        if others or x.shape[0] != 1 or (isinstance(offset, mx.array) and offset.shape != (x.shape[-2],)):
+            return own(x, offset=offset, **others)
+        table = self._table(x.shape[-1])
         if not isinstance(offset, mx.array):
             plain = table is not None and table.exact and x.dtype == mx.float32
-            roped = table.plain(x, offset) if table is not None and plain else self.inner(x, offset=offset)
-            return roped
-        if table is not None:
-            return table(x, offset)
-        roped = self.inner(x.swapaxes(0, 2), offset=offset)
-        return roped.swapaxes(0, 2)
+            return table.plain(x, offset) if table is not None and plain else own(x, offset=offset)
+        return table(x, offset) if table is not None else own(x.swapaxes(0, 2), offset=offset).swapaxes(0, 2)
 
-
-class _Shared:
-    """The tables of one model, by a rope's parameters. (A plain dict would become part of the module.)"""
-
-    def __init__(self, tables: dict[Any, RopeTable | None], signature: Any) -> None:
-        self._tables, self._signature = tables, signature
-
-    def of(self, rope: nn.Module, width: int) -> RopeTable | None:
+    def _table(self, width: int) -> RopeTable | None:
         key = (self._signature, width)
         if key not in self._tables:
             on_cpu = mx.default_device().type == mx.cpu
-            self._tables[key] = RopeTable.of(rope, width) if on_cpu else None
+            self._tables[key] = RopeTable.of(self, width) if on_cpu else None
         return self._tables[key]
 
 
 def install(model: nn.Module) -> None:
-    """Wraps the rope of every attention of `model`, once."""
+    """Extends the rope of every attention of `model`, once."""
     tables: dict[Any, RopeTable | None] = {}
     for module in model.modules():
         for name in ("rope", "rotary_emb"):
-            inner = module.get(name) if isinstance(module, dict) else None
-            if isinstance(inner, nn.Module) and not isinstance(inner, TokenRope):
-                module[name] = TokenRope(inner, tables)
+            rope = module.get(name) if isinstance(module, dict) else None
+            if isinstance(rope, nn.Module):
+                extend(rope, TokenRope, _tables=tables, _signature=signature(rope))
 
 
 def signature(rope: nn.Module) -> Any:

@@ -20,8 +20,9 @@ from weakref import finalize
 import mlx.core as mx
 import mlx.nn as nn
 
+from outrider.engine.flat import FlatSequence
 from outrider.engine.hidden_states import HiddenStates
-from outrider.engine.kv_cache import CachedSequence, Feed, KVCache
+from outrider.engine.kv_cache import Feed, KVCache
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, WorkerError, first_line, named_errors
 from outrider.protocol.messages import TextChange, TextFeed, TextForward
@@ -106,7 +107,7 @@ class SharedCopy(SavedPrefix):
 class MirroredSequence:
     """Rank 0's part of text `number`."""
 
-    def __init__(self, own: CachedSequence, number: int, send: Callable[[TextChange], None]) -> None:
+    def __init__(self, own: FlatSequence, number: int, send: Callable[[TextChange], None]) -> None:
         self.own, self.number, self._send_change = own, number, send
 
     @property

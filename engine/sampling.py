@@ -1,4 +1,4 @@
-"""The sampling contract: `warp` turns logits into log-probabilities, `Sampler` adds the request's noise.
+"""The sampling contract: `Sampler` turns logits into log-probabilities and adds the request's noise.
 
 Both workers choose a token as the argmax of `Sampler.scores`, so verification is equality. The steps and their order
 are mlx-lm's (penalties and bias, log-softmax, top-p, min-p, top-k, temperature); a grammar excludes tokens before the
@@ -181,23 +181,8 @@ _BLOCK = 8  # positions whose noise is computed at a time
 _BLOCKS_KEPT = 4
 
 
-def warp(logits: mx.array, histories: Sequence[History] | None, params: SamplingParams) -> mx.array:
-    """Returns log-probabilities after penalties, bias, filters and temperature; excluded tokens are -inf.
-
-    Args:
-        logits: [R, V], any float dtype.
-        histories: committed text plus chain prefix of each row; needed only with `params.has_penalties`.
-        params: temperature 0 means no filters and no temperature, as in mlx-lm.
-
-    Returns:
-        [R, V]; with a temperature in float32, normalised before the filters; else in `logits`' format.
-    """
-    logits = _penalise(logits, histories, params)
-    return _filter(logits - mx.logsumexp(logits, axis=-1, keepdims=True), params)
-
-
 class Sampler:
-    """Computes the scores of one request: `warp` plus Gumbel noise of the request's seed.
+    """Computes the scores of one request: `warped` logits plus Gumbel noise of the request's seed.
 
     With `normalised` False the log-softmax is left out if no filter needs it: each row of scores then differs from the
     contract's by a constant (and by rounding), which changes no argmax and no gap. A worker makes all its choices in
@@ -270,7 +255,7 @@ class Sampler:
         Args:
             logits: one row per token to choose.
             positions: the absolute position of the token that each row chooses.
-            histories: see `warp`.
+            histories: see `warped`.
         """
         scores = self.warped(logits, histories)
         return scores + self.noise(positions) if self.noisy else scores
@@ -278,7 +263,18 @@ class Sampler:
     def warped(
         self, logits: mx.array, histories: Sequence[History] | None = None, words: Words | None = None
     ) -> mx.array:
-        """Returns `scores` without noise; `words`: see `penalise`. Lazy."""
+        """Returns `scores` without noise: log-probabilities after penalties, bias, grammar, filters and temperature.
+
+        Excluded tokens are -inf. Lazy.
+
+        Args:
+            logits: [R, V], any float dtype.
+            histories: committed text plus chain prefix of each row; used only if `needs_history`.
+            words: see `penalise`.
+
+        Returns:
+            [R, V]; with a temperature in float32, normalised before the filters; else in `logits`' format.
+        """
         return self.filtered(self.penalise(logits, histories, words))
 
     def filtered(self, logits: mx.array) -> mx.array:

@@ -8,11 +8,11 @@ or look like a tag.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
@@ -23,6 +23,7 @@ from outrider.protocol.sampling import Grammar, SamplingParams
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
+    from tokenizers import AddedToken, Tokenizer
 
 
 TOKENIZER = "tokenizer.json"
@@ -133,21 +134,6 @@ def _described(grammar: Grammar) -> str:
     return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
 
 
-class Added(Protocol):
-    """An added token of the tokenizers library."""
-
-    content: str
-    special: bool
-
-
-class Tokenizer(Protocol):
-    """The methods of the tokenizers library's `Tokenizer` that are needed here."""
-
-    def get_vocab_size(self, with_added_tokens: bool) -> int: ...
-
-    def get_added_tokens_decoder(self) -> Mapping[int, Added]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """`size`: the number of tokens; `marks`: the special ones, each with its text."""
@@ -163,7 +149,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), marks)
 
 
-def _is_mark(token: Added) -> bool:
+def _is_mark(token: AddedToken) -> bool:
     return bool(token.content) and (token.special or (token.content.startswith("<") and token.content.endswith(">")))
 
 

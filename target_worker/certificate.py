@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -149,27 +150,11 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
 def _read_claim(text: str) -> Claim:
     """Parses a claim. Raises InvalidRequest if the text is none."""
     try:
-        fields = json.loads(text)
-        sampling = dict(fields["sampling"])
-        sampling["stop"] = tuple(sampling.get("stop", ()))
-        sampling["logit_bias"] = tuple(tuple(pair) for pair in sampling.get("logit_bias", ()))
-        return Claim(
-            model=str(fields["model"]),
-            tokens=_whole(fields["tokens"]),
-            generated=_whole(fields["generated"]),
-            sampling=SamplingParams(**sampling),
-            ends=_whole(fields.get("ends", ())),
-        )
-    except (ValueError, KeyError, TypeError) as error:
+        return msgspec.json.decode(text, type=Claim)
+    except msgspec.MsgspecError as error:
         raise InvalidRequest(
             f"the claim can't be read ({error!r}); expected a JSON object with model, tokens, generated and sampling"
         ) from None
-
-
-def _whole(tokens: Sequence[object]) -> tuple[int, ...]:
-    if any(type(token) is not int for token in tokens):
-        raise ValueError("tokens must be whole numbers")
-    return tuple(token for token in tokens if isinstance(token, int))
 
 
 def _print(line: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.load import features_of
-from outrider.engine.hidden_states import HiddenStateReader
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Features
 
@@ -30,7 +29,7 @@ class FeaturePublisher:
     """Computes the features that `head` reads. `features`: identifies them in Hello; `note`: for the user."""
 
     def __init__(self, head: Head, features: str, note: str = "") -> None:
-        self._points, self._fuse, self._reach = head.points, head.fuse, head.reach
+        self.points, self._fuse, self._reach = head.points, head.fuse, head.reach
         self.features, self.note = features, note
 
     @classmethod
@@ -43,10 +42,9 @@ class FeaturePublisher:
         """Returns a listener for one text."""
         return FeatureListener(request, epoch, self._reach)
 
-    @property
-    def reader(self) -> HiddenStateReader:
-        """The reader of the target's hidden states."""
-        return HiddenStateReader(self._points, lambda rows: self._fuse(rows).astype(mx.float16))
+    def fuse(self, rows: mx.array) -> mx.array:
+        """Implements `HiddenStateReader`."""
+        return self._fuse(rows).astype(mx.float16)
 
 
 class FeatureListener:

@@ -254,9 +254,8 @@ class InProcessDrafters:
         return [proposer.prompt_cache for proposer in self._drafters.values()]
 
     def _all_readers(self, other: HiddenStateReader | None = None) -> HiddenStateReaders:
-        sources = [proposer.head for proposer in self._heads.values()]
-        own = [HiddenStateReader(source.points, source.fuse) for source in sources]
-        return HiddenStateReaders(own + ([other] if other is not None else []))
+        heads = [proposer.head for proposer in self._heads.values()]
+        return HiddenStateReaders([*heads, *([other] if other is not None else [])])
 
     def _listener(self, listeners: Sequence[Listener]) -> Listener:
         def on_features(position: int, features: mx.array) -> None:

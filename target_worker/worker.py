@@ -80,7 +80,7 @@ class TargetWorker:
         self._runner = ModelRunner(pace)
         self._drafters = own or InProcessDrafters({})
         self._publisher = publisher
-        self._drafters.read(model, self._kv_cache, publisher.reader if publisher is not None else None)
+        self._drafters.read(model, self._kv_cache, publisher)
         self._kv_import = KVImport(model, self._kv_cache)
         self._prefixes = PrefixReuse(PromptCache(sequence_cost(self._kv_cache)), model.context_length)
         self._reported_use = CacheUse()
@@ -161,18 +161,21 @@ class TargetWorker:
             self._listen(wait=False)
 
     def _handle(self, message: Message) -> None:
+        running = self._running.get(getattr(message, "request", ""))
         try:
             match message:
                 case Open():
                     self._open(message)
                 case Verify():
                     self._verify(message)
-                case Prepare():
-                    self._prepare(message)
-                case PromptKv():
-                    self._import_kv(message)
-                case Halt():
-                    self._halt(message)
+                case Prepare() if running is not None:
+                    running.prepared = message
+                case PromptKv() if running is not None:
+                    self._import_kv(running, message)
+                case Halt() if running is not None and running.epoch == message.epoch:
+                    running.halt()
+                case Prepare() | PromptKv() | Halt():
+                    pass  # the request has ended, or begun again
                 case Close():
                     self._close(message.request)
                 case KvMemory():
@@ -240,23 +243,11 @@ class TargetWorker:
     def _constraint(self, message: Open) -> Constraint | None:
         return self._compiler.constraint_for(message.sampling, message.eos, message.prompt_len)
 
-    def _import_kv(self, message: PromptKv) -> None:
-        running = self._running.get(message.request)
-        if running is None or running.epoch != message.epoch or not running.offered:
-            return
-        self._kv_import.take(running, message)
-        for progress in _progress([running]):
-            self._link.send(progress)
-
-    def _prepare(self, message: Prepare) -> None:
-        running = self._running.get(message.request)
-        if running is not None:
-            running.prepared = message
-
-    def _halt(self, message: Halt) -> None:
-        running = self._running.get(message.request)
-        if running is not None and running.epoch == message.epoch:
-            running.halt()
+    def _import_kv(self, running: TargetRequest, message: PromptKv) -> None:
+        if running.epoch == message.epoch and running.offered:
+            self._kv_import.take(running, message)
+            for progress in _progress([running]):
+                self._link.send(progress)
 
     def _close(self, request: str, spoilt: bool = False) -> None:
         running = self._running.pop(request, None)

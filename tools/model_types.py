@@ -28,7 +28,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 
-from outrider.engine.kv_cache import KVState
+from outrider.engine.kv_cache import SeparateKVCache
 from outrider.engine.load_checks import abilities, open_form, open_kv_cache, open_slots, tree_agrees, tree_form
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.verify import verify
@@ -41,7 +41,7 @@ from tests.harness.tiny_models import write_model, write_tokenizer
 
 SPECULATES, COPIES, DECODES, REFUSED = "speculates", "speculates, by copies", "decodes only", "refused"
 NOT_BUILT, WRONG, FAILED = "not tried", "WRONG TEXT", "FAILED"
-FORMS = {"NumpyRow": "tree", "JointKVRows": "tree", "DenseKVRows": "tree", "RecurrentKVRows": "rows"}
+FORMS = {"OrtKVRows": "tree", "JointKVRows": "tree", "DenseKVRows": "tree", "RecurrentKVRows": "rows"}
 _PROMPT, _LENGTH, _CHAIN = 2 * WINDOW, 3 * WINDOW, 5
 _BEGIN = "<!-- python -m tools.model_types --write docs/models.md -->"
 
@@ -85,7 +85,7 @@ def _examine(name: str, tied: bool) -> ModelTypeRow:
             able = abilities(model)
         except OutriderError as error:
             return ModelTypeRow(name, tied, REFUSED, why=_short(error))
-        how = SPECULATES if KVState(model.model, able.own_caches).marks_freely else COPIES
+        how = SPECULATES if SeparateKVCache(model.model, able.own_caches).open().marks_freely else COPIES
         target, why = how if able.chains else DECODES, [_reason(able.why)]
         if not _writes_as_mlx_lm(model, able.chains):
             target = WRONG

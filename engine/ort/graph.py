@@ -19,8 +19,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from onnx import TensorProto, helper
 
 from outrider.engine.cache import window_of
-from outrider.engine.hidden_states import ReducedLMHead, backbone_of, embedding, final_norm, unwrapped
-from outrider.engine.positions import RopeTable, TokenRope, signature
+from outrider.engine.hidden_states import ReducedLMHead, backbone_of, embedding, final_norm
+from outrider.engine.positions import RopeTable, signature
 from outrider.protocol.errors import ModelError
 
 Array = np.ndarray[Any, Any]
@@ -77,7 +77,7 @@ class DecoderLayers:
         with _refusals():
             backbone, layers = backbone_of(model)
             windows = [window_of(cache) for cache in make_prompt_cache(model)]
-            norm, table = final_norm(backbone), unwrapped(embedding(backbone))
+            norm, table = final_norm(backbone), embedding(backbone)
             output, tokens = _output_of(model, table), None
             vocab_size = int(output.vocab_size if isinstance(output, ReducedLMHead) else output.weight.shape[0])
             if isinstance(output, ReducedLMHead):
@@ -120,11 +120,10 @@ class Layout:
             ropes: list[RopeTable] = []
             angles = []
             for attention, shape in zip(attentions, shapes, strict=True):
-                rope = attention.rope.inner if isinstance(attention.rope, TokenRope) else attention.rope
-                key = signature(rope), shape.width
+                key = signature(attention.rope), shape.width
                 if key not in known:
                     known[key] = len(ropes)
-                    ropes.append(_rope(rope, shape.width))
+                    ropes.append(_rope(attention.rope, shape.width))
                 angles.append(known[key])
             masks = list(dict.fromkeys(decoder.windows))
             parts = [decoder.output, *(part for layer in decoder.layers for part in layer.modules())]
@@ -466,7 +465,7 @@ def _output_of(model: nn.Module, table: nn.Module) -> nn.Module:
     for module in model.modules():
         own = module.get("lm_head") if isinstance(module, dict) else None
         if isinstance(own, nn.Module):
-            return unwrapped(own)
+            return own
     return table
 
 

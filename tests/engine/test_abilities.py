@@ -11,8 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from outrider.engine import load_checks as module
 from outrider.engine.flat import FlatCache
+from outrider.engine.kv_cache import SeparateSequence
 from outrider.engine.load_checks import abilities, tree_form
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import CannotDraft, ModelError
@@ -97,11 +97,11 @@ def test_a_cache_that_is_wrong_only_past_the_window_is_found_out(
 
 
 def test_a_rollback_that_forgets_too_little_is_found_out(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sound = loaded("llama"), module.KVState.roll_back
-    monkeypatch.setattr(module.KVState, "roll_back", lambda kv, length: sound(kv, length + 1))
+    model, sound = loaded("llama"), SeparateSequence.roll_back
+    monkeypatch.setattr(SeparateSequence, "roll_back", lambda kv, length: sound(kv, length + 1))
     assert abilities(unknown(model)).own_caches  # whose copies go further back
 
-    monkeypatch.setattr(module.KVState, "roll_back", lambda kv, length: None)
+    monkeypatch.setattr(SeparateSequence, "roll_back", lambda kv, length: None)
     found = abilities(unknown(model))
     assert not found.chains
     assert found.why.startswith("a llama model can't verify several tokens at once (")

@@ -13,9 +13,9 @@ import scipy
 from outrider.engine.load_checks import open_tree
 from outrider.engine.loading import LoadedModel
 from outrider.engine.residual import Draws, Keys, draw
-from outrider.engine.sampling import warp
 from outrider.engine.tree import Tree
 from outrider.protocol.sampling import SamplingParams
+from tests.warp import warp
 
 PROMPT = [40, 41, 42, 43, 44, 60, 61, 40, 41]
 PARAMS = SamplingParams(temp=0.9, seed=6, rule="residual", q_width=8)

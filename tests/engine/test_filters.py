@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from outrider.engine import steps
-from outrider.engine.sampling import warp
 from outrider.protocol.sampling import SamplingParams
+from tests.warp import warp
 
 
 @pytest.mark.parametrize("vocab_size", [8, 300, 4097])

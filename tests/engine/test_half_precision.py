@@ -15,9 +15,10 @@ import scipy
 from mlx_lm.sample_utils import make_sampler
 
 from outrider.engine.residual import Draws, target_sampler
-from outrider.engine.sampling import Sampler, warp
+from outrider.engine.sampling import Sampler
 from outrider.engine.steps import SamplingMetadata, score
 from outrider.protocol.sampling import SamplingParams
+from tests.warp import warp
 
 SEEDS = int(os.environ.get("OUTRIDER_SEEDS", "500"))
 V = 64

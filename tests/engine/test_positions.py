@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,7 +14,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.utils import load_model
 
-from outrider.engine.positions import RopeTable, TokenRope, install
+from outrider.engine.hidden_states import extend
+from outrider.engine.positions import RopeTable, TokenRope, install, signature
 
 POSITIONS = [7, 3, 3, 900, 0, 55]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
@@ -42,14 +44,17 @@ def by_token(rope: nn.Module, x: mx.array) -> mx.array:
     return mx.concatenate([rope(x[:, :, i : i + 1], offset=p) for i, p in enumerate(POSITIONS)], axis=2)
 
 
+def extended(rope: nn.Module, tables: dict[Any, RopeTable | None]) -> nn.Module:
+    extend(rope, TokenRope, _tables=tables, _signature=signature(rope))
+    return rope
+
+
 @pytest.mark.parametrize("name", sorted(ROPES))
 @pytest.mark.parametrize("tabulated", [True, False])
 def test_each_token_has_its_position(name: str, tabulated: bool) -> None:
     rope = ROPES[name]()
     x = mx.random.normal((1, 3, len(POSITIONS), 16))
-    wrapped = TokenRope(rope, {})
-    if not tabulated:
-        wrapped._tables.of = lambda *_: None  # as on a GPU
+    wrapped = extended(ROPES[name](), {(signature(rope), 16): None} if not tabulated else {})
     got = wrapped(x, offset=mx.array(POSITIONS))
     np.testing.assert_allclose(np.array(got), np.array(by_token(rope, x)), atol=3e-4)
     assert np.abs(np.array(got) - np.array(rope(x, offset=7))).max() > 0.1
@@ -60,7 +65,7 @@ def test_each_token_has_its_position(name: str, tabulated: bool) -> None:
 def test_plain_text_is_roped_to_the_bit(name: str) -> None:
     """From the table where it is exact, by the rope itself where it is not."""
     rope = ROPES[name]()
-    wrapped = TokenRope(rope, {})
+    wrapped = extended(ROPES[name](), {})
     for length in (1, 5, 600):
         x = mx.random.normal((1, 3, length, 16))
         for offset in (0, 1, 511, 900):
@@ -70,8 +75,7 @@ def test_plain_text_is_roped_to_the_bit(name: str) -> None:
 
 
 def test_other_offsets_go_to_the_rope_itself() -> None:
-    rope = ROPES["default"]()
-    wrapped = TokenRope(rope, {})
+    rope, wrapped = ROPES["default"](), extended(ROPES["default"](), {})
     x = mx.random.normal((3, 2, 3, 16))
     for offset in (0, 5, mx.array(5), mx.array([4, 9, 1])):
         assert mx.array_equal(wrapped(x, offset=offset), rope(x, offset=offset))
@@ -80,7 +84,7 @@ def test_other_offsets_go_to_the_rope_itself() -> None:
 
 def test_layers_with_one_rope_share_a_table_and_others_do_not() -> None:
     tables: dict = {}
-    ropes = [TokenRope(initialize_rope(16, base, False), tables) for base in (10000.0, 10000.0, 500.0)]
+    ropes = [extended(initialize_rope(16, base, False), tables) for base in (10000.0, 10000.0, 500.0)]
     x = mx.random.normal((1, 2, len(POSITIONS), 16))
     for rope in ropes:
         rope(x, offset=mx.array(POSITIONS))

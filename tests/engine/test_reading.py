@@ -12,26 +12,18 @@ from outrider.engine.kv_rows import DenseKVRows
 from outrider.engine.kv_transfer import KeysValues, PromptReader, ReadingFault
 
 
-class Rows:
-    """Rows that note what the model reads."""
-
-    def __init__(self, told: list[tuple[str, int, int]]) -> None:
-        self._told = told
-
-    def prefill(self, sequence: Any, tokens: Sequence[int], progress: Any, total: int, first: int) -> None:
-        self._told.append(("read", first, len(tokens)))
-
-
 class Watched(DenseKVRows):
     """Columns that note what they are told."""
 
     def __init__(self, reader: PromptReader) -> None:
-        self.reader, self.sequence = reader, None  # type: ignore[assignment]
+        self.reader = reader
         self.told: list[tuple[str, int, int]] = []
-        self.rows = Rows(self.told)  # type: ignore[assignment]
 
     def adopt(self, start: int, read: KeysValues) -> None:
         self.told.append(("adopt", start, start + read.count))
+
+    def _prefill_rest(self, tokens: Sequence[int], start: int, progress: Any, total: int) -> None:
+        self.told.append(("read", start, len(tokens)))
 
 
 class Reader:

@@ -22,12 +22,13 @@ from outrider.engine import residual
 from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.residual import Draws, Keys, ResidualSampler, draw
-from outrider.engine.sampling import Purpose, Sampler, stream, warp
+from outrider.engine.sampling import Purpose, Sampler, stream
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import ROOT, DraftTree, SparseQ, depths, one_hot, spine, united, walk
 from tests.ahead import run_ahead
+from tests.warp import warp
 
 V = 5
 TOKENS = 3000

@@ -8,9 +8,10 @@ import pytest
 import scipy
 from mlx_lm.sample_utils import make_logits_processors
 
-from outrider.engine.sampling import Sampler, gumbel_numpy, warp
+from outrider.engine.sampling import Sampler, gumbel_numpy
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
+from tests.warp import warp
 
 V = 50
 

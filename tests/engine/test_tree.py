@@ -16,6 +16,7 @@ import scipy
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, OrtKVRows, RecurrentKVRows
 from outrider.engine.load_checks import open_slots, open_tree, tree_form
 from outrider.engine.loading import LoadedModel
+from outrider.engine.positions import TokenRope
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.engine.verify import verify
@@ -321,7 +322,8 @@ def test_a_model_that_ignores_the_tree_is_found_out(loaded: Loaded, monkeypatch:
         with pytest.raises(ModelError, match="choose another"):
             tree_form(model)
     for layer in model.model.layers:
-        layer.self_attn.rope = partial(one_position_a_row, layer.self_attn.rope.inner)
+        rope = layer.self_attn.rope
+        layer.self_attn.rope = partial(one_position_a_row, super(TokenRope, rope).__call__)
     assert tree_form(model) is RecurrentKVRows  # one token a row needs no wrapper
 
 

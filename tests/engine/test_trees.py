@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
-from outrider.engine import load_checks
+from outrider.engine.flat import NodeSegment, Segment
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
 from outrider.engine.load_checks import ReferenceLogits, open_kv_cache, open_slots
 from outrider.engine.loading import LoadedModel
@@ -201,16 +202,15 @@ def test_a_target_that_was_not_found_able_refuses_trees(loaded: Loaded) -> None:
 def test_the_check_at_load_sees_a_wrong_position_and_a_wrong_mask(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = loaded("llama")
-    assert load_checks.drafts_agree(model, ReferenceLogits(model))
-    from outrider.engine import flat
+    def fresh() -> LoadedModel:
+        return replace(loaded("llama"), cpu=None)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(flat, "depths", lambda parents: list(range(len(parents))))
-        assert not load_checks.drafts_agree(model, ReferenceLogits(model))
-    with monkeypatch.context() as patch:
-        patch.setattr(flat, "_ancestry", lambda parents: mx.tri(len(parents)) > 0)
-        assert not load_checks.drafts_agree(model, ReferenceLogits(model))
+    assert open_kv_cache(fresh()).trees
+    for name in ("positions", "seen"):
+        with monkeypatch.context() as patch:
+            patch.setattr(NodeSegment, name, getattr(Segment, name))
+            kv_cache = open_kv_cache(fresh())
+            assert isinstance(kv_cache, FlatKVCache) and not kv_cache.trees
 
 
 def test_trees_are_described_by_their_parents() -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache
@@ -13,7 +14,8 @@ from mlx_lm.models.cache import KVCache as MlxKVCache
 from mlx_lm.sample_utils import make_logits_processors
 
 from outrider.engine.cache import RollbackError
-from outrider.engine.kv_cache import CacheSlot, Feed, KVState, SeparateKVCache
+from outrider.engine.flat import Segment
+from outrider.engine.kv_cache import CacheSlot, Feed, SeparateKVCache
 from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import verify
@@ -208,14 +210,14 @@ def test_rollback_never_fails_in_silence(loaded: Loaded) -> None:
         hybrid.sequence.roll_back(4)
 
 
-class Chunked:
+class Chunked(nn.Module):  # type: ignore[misc]
     """A model whose cache forgets old chunks."""
 
     def make_cache(self) -> list[ChunkedKVCache]:
         return [ChunkedKVCache(16)]
 
 
-class Nested:
+class Nested(nn.Module):  # type: ignore[misc]
     """A model that keeps several caches a layer."""
 
     def make_cache(self) -> list[CacheList]:
@@ -223,7 +225,7 @@ class Nested:
 
 
 def test_a_cache_that_cannot_be_shortened_is_copied_at_a_mark() -> None:
-    history = KVState(Chunked())
+    history = SeparateKVCache(Chunked()).open()
     keys = mx.random.normal((1, 2, 24, 4))
     history.caches[0].update_and_fetch(keys, keys)
     history.length = 24
@@ -242,7 +244,8 @@ def test_a_cache_that_cannot_be_shortened_is_copied_at_a_mark() -> None:
 
 
 def test_nested_caches_are_rolled_back_too() -> None:
-    history = KVState(Nested())
+    kv_cache = SeparateKVCache(Nested())
+    history = kv_cache.open()
     state, keys = history.caches[0].caches
     state[0] = mx.array([1.0])
     history.length = 3
@@ -250,7 +253,7 @@ def test_nested_caches_are_rolled_back_too() -> None:
     state[0] = mx.array([2.0])
     history.length = 6
     history.roll_back(4)
-    history.begin(2)
+    kv_cache._frame.begin([Segment(history.row, history.length, 2)])
     assert (history.length, keys.offset, state[0].item()) == (3, 3, 1.0)
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +18,7 @@ from outrider.drafters.heads import load as loading
 from outrider.drafters.heads.drafter import ChainState, HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.mlx import MlxDrafter
-from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReader, HiddenStateReaders
+from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReaders
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import VerifyOutput
@@ -100,9 +101,9 @@ def test_each_drafts_beside_others_what_it_drafts_alone(target: LoadedModel) -> 
 
 def test_what_several_read_is_tapped_once_and_told_apart() -> None:
     rows = mx.arange(24, dtype=mx.float32).reshape(2, 12)  # layers 1, 3, before the norm, after it: 3 wide
-    half = HiddenStateReader(HiddenStatePoints((3, 1)), lambda x: x.astype(mx.float16))
-    norm = HiddenStateReader(HiddenStatePoints((3,), after_norm=True), lambda x: x + 1)
-    early = HiddenStateReader(HiddenStatePoints(before_norm=True), lambda x: x)
+    half = SimpleNamespace(points=HiddenStatePoints((3, 1)), fuse=lambda x: x.astype(mx.float16))
+    norm = SimpleNamespace(points=HiddenStatePoints((3,), after_norm=True), fuse=lambda x: x + 1)
+    early = SimpleNamespace(points=HiddenStatePoints(before_norm=True), fuse=lambda x: x)
     readers = HiddenStateReaders([half, norm, early])
     assert readers.points == HiddenStatePoints((1, 3), True, True)
     first, second, third = readers.apart(readers.fuse(rows))
