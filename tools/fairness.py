@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import chain
 
 from outrider.bench.commands.files import modes_of
-from outrider.bench.comparison.requests import Reply
+from outrider.bench.comparison.runs import Reply
 from outrider.bench.prompts import load
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen

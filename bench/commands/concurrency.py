@@ -12,10 +12,9 @@ from typing import Any
 from outrider.bench.commands import files
 from outrider.bench.commands.files import modes_of, numbers
 from outrider.bench.comparison import report
-from outrider.bench.comparison.peers import LLAMA_CPP, PeerProcess, choose, llama_cpp, mlx_lm
+from outrider.bench.comparison.peers import LLAMA_CPP, PeerBatch, PeerProcess, best_mlx_lm, choose, llama_cpp, mlx_lm
 from outrider.bench.comparison.report import ConcurrentSection, Rounds
-from outrider.bench.comparison.requests import SEEDS, BatchRunner, ModeBatch, PeerBatch, best_mlx_lm
-from outrider.bench.comparison.runs import run_interleaved
+from outrider.bench.comparison.runs import SEEDS, BatchRunner, ModeBatch, run_interleaved
 from outrider.bench.prompts import CLASSES
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder

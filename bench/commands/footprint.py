@@ -16,10 +16,9 @@ from typing import Any
 
 import psutil
 
-from outrider.bench.comparison.peers import ChosenPeers, llama_cpp
-from outrider.bench.comparison.requests import SEEDS, BatchRunner, ModeBatch, PeerBatch, Texts
+from outrider.bench.comparison.peers import ChosenPeers, PeerBatch, llama_cpp
 from outrider.bench.comparison.runners import llama_name
-from outrider.bench.comparison.runs import run_interleaved
+from outrider.bench.comparison.runs import SEEDS, BatchRunner, ModeBatch, Texts, run_interleaved
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.sampling import SamplingParams

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.comparison.runs import Run, Timed
+from outrider.bench.comparison.runs import SEEDS, Arrival, Reply, Run, Texts, Timed, run_interleaved, timed, total_rate
 from outrider.bench.helper import HelperProcess
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.model_files import default_model, is_gguf
@@ -102,6 +102,41 @@ class PeerRunner:
             "seed": sampling.seed or 0, "ignore_eos": sampling.ignore_eos, **self.extra,
         })  # fmt: skip
         return Run(tuple(answer["tokens"]), Timed(max(answer["count"] - 1, 0), answer["decode_seconds"]))
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBatch:
+    """A peer that completes a batch; `extra` are additional fields of its requests."""
+
+    name: str
+    process: PeerProcess
+    extra: Mapping[str, int] = field(default_factory=dict)
+
+    def run(self, texts: Texts, sampling: SamplingParams) -> list[Reply]:
+        answer = self.process.ask({
+            "batch": [list(text) for text in texts],
+            "max_tokens": sampling.max_tokens,
+            "temp": sampling.temp,
+            "seed": sampling.seed or 0,
+            **self.extra,
+        })  # fmt: skip
+        return [Reply(r["sent"], tuple(Arrival(at, n) for at, n in r["arrivals"])) for r in answer["replies"]]
+
+
+# Prompts per forward to try with mlx-lm; its default is 8.
+PEER_READS = (1, 4, 8)
+
+
+def best_mlx_lm(process: PeerProcess, slots: int, rounds: Sequence[Texts], sampling: SamplingParams) -> PeerBatch:
+    """Returns mlx-lm's `BatchGenerator` with the prefill batch size that is fastest in a trial."""
+    candidates = [
+        PeerBatch(f"{MLX_LM}, prefill batch {reads}", process, {"slots": slots, "reads": reads})
+        for reads in PEER_READS
+        if reads <= slots
+    ]
+    trial = run_interleaved(candidates, rounds, sampling, lambda _: None, seeds=SEEDS)
+    best = max(candidates, key=lambda runner: total_rate([timed(replies) for replies in trial[runner.name]]))
+    return replace(best, name=MLX_LM)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,16 @@ import numpy as np
 
 from outrider.bench import picture
 from outrider.bench.comparison.peers import LLAMA_CPP, MLX_LM
-from outrider.bench.comparison.requests import Reply, timed
 from outrider.bench.comparison.runs import (
     ONE_PROCESS,
     Interval,
+    Reply,
     Run,
     bootstrap,
     nested_bootstrap,
     ratio,
     repeated_share,
+    timed,
     total_rate,
 )
 from outrider.bench.comparison.summary import FormulaComparison, summary

@@ -7,8 +7,11 @@ the first generated token to the last. Bootstrap intervals use a fixed seed.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol, TypeAlias, TypeVar
 
 from outrider.orchestrator.client.client import Client
@@ -183,3 +186,73 @@ def run_interleaved(
             tell(f"{number + 1} of {len(tasks)}: times in isolation")
             between(task, chosen)
     return runs
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The arrival of a chunk of `tokens` at the client, in seconds on the clock of `Reply.sent`."""
+
+    at: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A finished request with at least one arrival."""
+
+    sent: float
+    arrivals: tuple[Arrival, ...]
+
+    @property
+    def first_ms(self) -> float:
+        """Time to first token."""
+        return 1000 * (self.arrivals[0].at - self.sent)
+
+    @property
+    def ended(self) -> float:
+        return self.arrivals[-1].at
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Times between chunks."""
+        return [1000 * (after.at - before.at) for before, after in pairwise(self.arrivals)]
+
+    @property
+    def token_ms(self) -> list[float]:
+        """The time of each token after the first chunk."""
+        counts = [arrival.tokens for arrival in self.arrivals[1:]]
+        return [gap / count for gap, count in zip(self.gaps_ms, counts, strict=True) for _ in range(count)]
+
+
+def timed(replies: Sequence[Reply]) -> Timed:
+    """Returns all tokens of concurrent requests, and the seconds from the first sending to the last end."""
+    tokens = sum(arrival.tokens for reply in replies for arrival in reply.arrivals)
+    return Timed(tokens, max(reply.ended for reply in replies) - min(reply.sent for reply in replies))
+
+
+# Seeds between two rounds: more than the requests of a round, which have a seed each.
+SEEDS = 1000
+
+Texts = Sequence[tuple[int, ...]]
+BatchRunner: TypeAlias = Runner[Texts, list[Reply]]
+"""Completes all prompts, as many at once as it has slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModeBatch:
+    """One of our modes. Request n uses the sampling's seed plus n."""
+
+    name: str
+    client: Client
+    slots: int
+
+    def run(self, texts: Texts, sampling: SamplingParams) -> list[Reply]:
+        first = sampling.seed or 0
+        samplings = [replace(sampling, seed=first + n) for n in range(len(texts))]
+        with ThreadPoolExecutor(self.slots) as threads:
+            return list(threads.map(self._send, texts, samplings))
+
+    def _send(self, text: tuple[int, ...], sampling: SamplingParams) -> Reply:
+        sent = time.perf_counter()
+        chunks = self.client.stream(text, sampling, mode=self.name)
+        return Reply(sent, tuple(Arrival(time.perf_counter(), len(c.token_ids)) for c in chunks if c.token_ids))

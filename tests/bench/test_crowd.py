@@ -9,7 +9,7 @@ import pytest
 
 from outrider.bench.comparison import report
 from outrider.bench.comparison.report import concurrent_section, concurrent_table
-from outrider.bench.comparison.requests import Arrival, Reply, timed
+from outrider.bench.comparison.runs import Arrival, Reply, timed
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.errors import InvalidRequest

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from outrider.bench.comparison.requests import Arrival, Reply
+from outrider.bench.comparison.runs import Arrival, Reply
 from outrider.orchestrator.client.client import BaseClient
 from outrider.protocol.sampling import SamplingParams
 

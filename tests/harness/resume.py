@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import zmq
 
-from outrider.bench.comparison.requests import Arrival
+from outrider.bench.comparison.runs import Arrival
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client, Patience, Resumed

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.comparison.requests import Arrival
+from outrider.bench.comparison.runs import Arrival
 from outrider.orchestrator import LocalCluster
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec

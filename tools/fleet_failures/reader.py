@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
-from outrider.bench.comparison.requests import Arrival
+from outrider.bench.comparison.runs import Arrival
 
 PATH, SECONDS, AGAIN_SECONDS = "/v1/completions", 60.0, 0.05
 MOST_BREAKS = 200
