@@ -23,7 +23,7 @@ from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.protocol import values
 from outrider.protocol.errors import OutriderError, WorkerError
-from tests.harness.chaos import AT_ONCE, MOST_CHUNKS, Course, Growth, Struck
+from tests.harness.chaos import AT_ONCE, MOST_CHUNKS, ChaosRun, Growth, FaultEffect
 from tests.harness.random_identity import DIFFERENT, SAME, TIE
 from tests.harness.two_hosts import namespace
 from tests.harness.two_hosts.drafter import NAME, far_cluster, wait_for
@@ -42,7 +42,7 @@ class Cut:
     def __str__(self) -> str:
         return f"{'unplugged' if self.pulled else 'cut'} for {self.seconds:g} s"
 
-    def fall(self, client: Client, growth: Growth) -> Struck:
+    def inject(self, client: Client, growth: Growth) -> FaultEffect:
         growth.wait(self.after)
         began = time.monotonic()
         self.hosts.cut(self.pulled)
@@ -50,10 +50,10 @@ class Cut:
         pause_s = time.monotonic() - began
         time.sleep(max(self.seconds - pause_s, 0.0))
         self.hosts.heal()
-        return Struck(self, pause_s, wait_for(client, NAME, "ready"))
+        return FaultEffect(self, pause_s, wait_for(client, NAME, "ready"))
 
 
-def report(course: Course) -> str:
+def report(course: ChaosRun) -> str:
     """Returns a summary with a line per kind and length of cut."""
     verdicts = [text.verdict for text in course.found]
     counts = ", ".join(f"{verdicts.count(word)} {word}" for word in (SAME, TIE, DIFFERENT))
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         hosts.shape(options.rtt_ms, options.loss)
         with far_cluster(hosts, max_active=AT_ONCE) as client:
             screen.show("undisturbed texts")
-            course = Course(client, texts, options.seed)
+            course = ChaosRun(client, texts, options.seed)
             kinds = [(length, pulled) for length in lengths for pulled in (False, True)]
             cuts = [Cut(hosts, *kinds[n % len(kinds)], rng.randint(1, MOST_CHUNKS)) for n in range(count)]
             try:
