@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+import ml_dtypes  # noqa: F401  (gives numpy the dtype bfloat16)
 import numpy as np
 from numpy.typing import NDArray
 
@@ -276,7 +277,7 @@ def convert(file: GgufFile, name: str, bits: int | None, dtype: str) -> Matrix:
     place = file.tensors[name]
     kind, raw = place.kind, file.bytes_of(name)
     if bits is None or len(place.shape) == 1:
-        dense = np.concatenate([in_dtype(_dense(file, name, kind, rows), dtype) for rows in _pieces(raw, place.shape)])
+        dense = np.concatenate([_dense(file, name, kind, rows).astype(dtype) for rows in _pieces(raw, place.shape)])
         return Matrix({"weight": dense.reshape(place.shape)})
     grids = [_grid(file, name, kind, rows, bits) for rows in _pieces(raw, place.shape)]
     return Matrix(
@@ -307,14 +308,6 @@ def anew(weights: Floats, bits: int) -> Grid:
     step, least = scales.astype(np.float32)[..., None], biases.astype(np.float32)[..., None]
     levels = np.divide(groups - least, step, out=np.zeros_like(groups), where=step > 0)
     return Grid(np.clip(np.rint(levels), 0, 2**bits - 1).astype(np.uint8).reshape(weights.shape), scales, biases)
-
-
-def in_dtype(weights: Floats, dtype: str) -> NDArray[Any]:
-    """Rounds weights to nearest in `dtype`; bfloat16, which numpy lacks, is returned as its bits in uint16."""
-    if dtype != "bfloat16":
-        return weights.astype(dtype)
-    bits = np.ascontiguousarray(weights, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def _pieces(raw: Bytes, shape: tuple[int, ...]) -> Iterator[Bytes]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save
 
 from outrider.orchestrator.pairing import gguf, gguf_tokenizer
 from outrider.orchestrator.pairing.gguf import GROUP, PLAIN, GgufFile, Matrix
@@ -24,8 +24,6 @@ from outrider.protocol.errors import ModelError
 
 SHARD = 2**29
 """Bytes of weights per file; the conversion holds about twice as many in memory."""
-_SAFE_NAMES = {"uint32": "U32", "uint16": "BF16", "float16": "F16", "float32": "F32"}
-"""safetensors' names of numpy's types; uint16 holds the bits of bfloat16, and nothing else here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ def _converted(
         of_norm = old.endswith("norm.weight")
         if of_norm and known.norms_plus_one:
             norm = gguf.convert(file, old, None, "float32").parts["weight"] - np.float32(1)
-            matrix = Matrix({"weight": gguf.in_dtype(norm, dtype)})
+            matrix = Matrix({"weight": norm.astype(dtype)})
         else:
             matrix = gguf.convert(file, old, bits.get(new), dtype)
         for suffix, part in matrix.parts.items():
@@ -313,14 +311,14 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, NDArray[Any]]]) ->
     for name, tensor in tensors:
         if waiting and held + tensor.nbytes > SHARD:
             shards += 1
-            _write_shard(folder / f"model-{shards}.safetensors", waiting)
+            (folder / f"model-{shards}.safetensors").write_bytes(save(waiting, {"format": "mlx"}))
             waiting, held = {}, 0
         waiting[name] = tensor
         places[name] = shards + 1
         held += tensor.nbytes
         total += tensor.nbytes
     shards += 1
-    _write_shard(folder / f"model-{shards}.safetensors", waiting)
+    (folder / f"model-{shards}.safetensors").write_bytes(save(waiting, {"format": "mlx"}))
     if shards == 1:
         (folder / "model-1.safetensors").rename(folder / "model.safetensors")
         return
@@ -329,21 +327,6 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, NDArray[Any]]]) ->
         (folder / f"model-{shard}.safetensors").rename(folder / file)
     index = {"metadata": {"total_size": total}, "weight_map": {name: files[shard] for name, shard in places.items()}}
     _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _write_shard(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Writes a safetensors file. The library writes only numpy's types, which lack bfloat16."""
-    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
-    end = 0
-    for name, tensor in tensors.items():
-        place = [end, end := end + tensor.nbytes]
-        header[name] = {"dtype": _SAFE_NAMES[tensor.dtype.name], "shape": tensor.shape, "data_offsets": place}
-    described = json.dumps(header).encode()
-    described += b" " * (-len(described) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(described)) + described)
-        for tensor in tensors.values():
-            file.write(np.ascontiguousarray(tensor).data)
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from outrider.orchestrator.pairing.gguf import anew, packed
 from outrider.protocol.digest import CACHE, cache_folder, replace_file
@@ -71,7 +71,7 @@ def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
     tensors |= {name: value for name, value in shared.items() if name.startswith(f"{_EMBEDDING}.")}
     tensors |= {f"{_HEAD}.weight": packed(grid.levels, 8)}
     tensors |= {f"{_HEAD}.scales": grid.scales, f"{_HEAD}.biases": grid.biases}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
+    (folder / "model.safetensors").write_bytes(save(tensors, {"format": "mlx"}))
     for name in _TOKENIZER:
         if (target / name).is_file():
             shutil.copyfile(target / name, folder / name)

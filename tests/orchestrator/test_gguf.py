@@ -298,7 +298,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(file, cache, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(gguf_model, "_write_shard", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(ModelError, match=r"can't be stored in .*: No space left on device; .*OUTRIDER_CACHE"):
         converted(file)
     assert not list((cache / "gguf").glob("*"))[1:] and not list(cache.rglob("*.json"))
