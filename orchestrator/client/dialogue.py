@@ -65,27 +65,21 @@ class GenerateRequest:
 
     prompt: Prompt
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    mode: str = "auto"
-    num_draft_tokens: int | None = None
-    branches: int | None = None
-    chat_template: bool = True
-    origins: bool = False
-    rounds: bool = False
-    drafter: str = ""
-    client: str = ""
+    mode: str = values.checked("auto", check_setting)
+    num_draft_tokens: int | None = values.checked(None, check_setting)
+    branches: int | None = values.checked(None, check_setting)
+    chat_template: bool = values.checked(True, values.flag)
+    origins: bool = values.checked(False, values.flag)
+    rounds: bool = values.checked(False, values.flag)
+    drafter: str = values.checked("", values.text)
+    client: str = values.checked("", values.text)
 
     def __post_init__(self) -> None:
-        self._keep("prompt", _as_text(self.prompt) if isinstance(self.prompt, str) else _as_tokens(self.prompt))
+        prompt = _as_text(self.prompt) if isinstance(self.prompt, str) else _as_tokens(self.prompt)
+        values.keep(self, "prompt", prompt)
         if not isinstance(self.sampling, SamplingParams):
             raise InvalidRequest(f"sampling is {self.sampling!r}; expected SamplingParams(...)")
-        self._keep("mode", check_setting("mode", self.mode))
-        for name in ("num_draft_tokens", "branches"):
-            if getattr(self, name) is not None:
-                self._keep(name, check_setting(name, getattr(self, name)))
-        for name in ("chat_template", "origins", "rounds"):
-            self._keep(name, values.flag(name, getattr(self, name)))
-        for name in ("drafter", "client"):
-            self._keep(name, values.text(name, getattr(self, name)))
+        values.check_fields(self)
         if len(self.client) > MAX_CLIENT:
             raise InvalidRequest(f"client has {len(self.client)} characters; expected at most {MAX_CLIENT}")
 
@@ -106,9 +100,6 @@ class GenerateRequest:
         if others and isinstance(sampling, SamplingParams):
             sampling = sampling.changed(**others)
         return cls(prompt, sampling, rounds=rounds, **chosen)
-
-    def _keep(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the record is frozen after creation
 
     def message(self, request: str) -> Generate:
         """Returns the message that starts this request on a server."""
