@@ -30,9 +30,9 @@ from outrider.orchestrator.client.dialogue import (
     Chunk,
     Dialogue,
     GenerateFields,
-    GenerateRequest,
     GenerationResult,
     Prompt,
+    generate_message,
 )
 from outrider.protocol import values
 from outrider.protocol.codec import decode, encode
@@ -47,7 +47,7 @@ from outrider.protocol.errors import (
     WorkerError,
 )
 from outrider.protocol.keys import ClientKeys
-from outrider.protocol.messages import Message, Stats, StatsQuery
+from outrider.protocol.messages import Generate, Message, Stats, StatsQuery
 from outrider.protocol.sampling import SamplingParams
 
 ASK_AFTER_SECONDS = 1.0
@@ -152,10 +152,10 @@ class StreamClient(ABC, Generic[S]):
         sampling: SamplingParams | None,
         options: Mapping[str, Any],
         rounds: bool = False,
-    ) -> GenerateRequest:
-        return GenerateRequest.of(f"{type(self).__name__}.{method}", prompt, sampling, rounds, options)
+    ) -> Generate:
+        return generate_message(f"{type(self).__name__}.{method}", prompt, sampling, rounds, options)
 
-    def ask(self, request: GenerateRequest, progress: Callable[[int, int], None] | None = None) -> S:
+    def ask(self, request: Generate, progress: Callable[[int, int], None] | None = None) -> S:
         """Streams the completion of a checked request.
 
         Raises:
