@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 import outrider
-from outrider.orchestrator import AsyncClient, Chunk, Client, LocalCluster, Resumed
+from outrider import AsyncClient, Chunk, Client, LocalCluster, Resumed
 from outrider.orchestrator.client.client import Patience
 from outrider.orchestrator.client.dialogue import CHECKS, GenerateOptions, GenerationResult
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, Stop
