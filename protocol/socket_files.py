@@ -17,7 +17,6 @@ import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import zmq
 
@@ -197,9 +196,7 @@ class PrivateDirectory:
     def __enter__(self) -> PrivateDirectory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
