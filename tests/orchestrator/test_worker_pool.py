@@ -154,8 +154,8 @@ class Hall:
     def __init__(self, directory: Path, settings: ServeSettings) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.pool = WorkerPool(self.context, settings, directory)
-        self.read, self._received = 0, self.pool._router.arrived
-        self.pool._router.arrived = self._receive  # type: ignore[method-assign]
+        self.read, self._received = 0, self.pool.router.arrived
+        self.pool.router.arrived = self._receive  # type: ignore[method-assign]
         self.dealers: list[Counted] = []
         self.said: list[tuple[str, Message]] = []
         self.spawned: dict[str, tuple[int, Spawned]] = {}
