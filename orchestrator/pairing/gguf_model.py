@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from outrider.orchestrator.pairing import gguf, gguf_tokenizer
-from outrider.orchestrator.pairing.gguf import GROUP, PLAIN, GgufFile, Matrix
+from outrider.orchestrator.pairing.gguf import GROUP, PLAIN, GgufFile
 from outrider.protocol.errors import ModelError
 
 SHARD = 2**29
@@ -162,11 +162,11 @@ def _converted(
             raise ModelError(f"{file.path}: the tensor {old} has {len(place.shape)} dimensions; expected 1 or 2")
         of_norm = old.endswith("norm.weight")
         if of_norm and known.norms_plus_one:
-            norm = gguf.convert(file, old, None, "float32").parts["weight"] - np.float32(1)
-            matrix = Matrix({"weight": norm.astype(dtype)})
+            norm = gguf.convert(file, old, None, "float32")["weight"] - np.float32(1)
+            parts = {"weight": norm.astype(dtype)}
         else:
-            matrix = gguf.convert(file, old, bits.get(new), dtype)
-        for suffix, part in matrix.parts.items():
+            parts = gguf.convert(file, old, bits.get(new), dtype)
+        for suffix, part in parts.items():
             if known.permuted and (".attn_q." in old or ".attn_k." in old):
                 part = _unpermuted(file, old, part, heads if ".attn_q." in old else kv_heads)
             yield new if suffix == "weight" else f"{new.removesuffix('weight')}{suffix}", part

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
-from outrider.orchestrator.pairing.gguf import anew, packed
+from outrider.orchestrator.pairing.gguf import anew
 from outrider.protocol.digest import CACHE, cache_folder, replace_file
 from outrider.protocol.errors import ModelError
 
@@ -63,14 +63,13 @@ def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
         tokens = np.arange(config["draft_vocab_size"]) + tensors["d2t"]
         output = _HEAD if f"{_HEAD}.weight" in shared else _EMBEDDING
         rows = _whole({part: shared[f"{output}.{part}"][tokens] for part in _PARTS if f"{output}.{part}" in shared})
-        grid = anew(rows @ tensors.pop("lens").astype(np.float32), 8)
+        output_rows = anew(rows @ tensors.pop("lens").astype(np.float32), 8)
     except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
         raise ModelError(
             f"the draft model in {stored} can't be used with {target} ({error!r}); download both again"
         ) from error
     tensors |= {name: value for name, value in shared.items() if name.startswith(f"{_EMBEDDING}.")}
-    tensors |= {f"{_HEAD}.weight": packed(grid.levels, 8)}
-    tensors |= {f"{_HEAD}.scales": grid.scales, f"{_HEAD}.biases": grid.biases}
+    tensors |= {f"{_HEAD}.{part}": value for part, value in output_rows.items()}
     (folder / "model.safetensors").write_bytes(save(tensors, {"format": "mlx"}))
     for name in _TOKENIZER:
         if (target / name).is_file():

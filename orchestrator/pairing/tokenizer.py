@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -333,7 +333,7 @@ def _compiled(template: str) -> Template:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
@@ -347,16 +347,6 @@ def _named_default(value: object) -> str | None:
         default = named.get("default")
         return default if isinstance(default, str) else None
     return None
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @dataclass(frozen=True, slots=True)
