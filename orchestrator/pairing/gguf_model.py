@@ -96,12 +96,9 @@ def write_model(file: GgufFile, folder: Path, keep_precision: bool = False) -> N
         if len(file.tensors[old].shape) > 1 and (width := gguf.bits_of(file.tensors[old].kind, keep_precision))
     }
     config = _config(file, known, dtype) | _quantization(bits)
-    tokenizer = gguf_tokenizer.read_tokenizer(file, config["vocab_size"])
-    config |= tokenizer.ids
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", tokenizer.ids)
-    _write_json(folder / "tokenizer_config.json", tokenizer.config)
-    tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
+    ids = gguf_tokenizer.write_tokenizer(file, folder, config["vocab_size"])
+    _write_json(folder / "config.json", config | ids)
+    _write_json(folder / "generation_config.json", ids)
     _write_weights(folder, _converted(file, known, names, bits, dtype))
 
 
