@@ -42,14 +42,17 @@ class Grammar:
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR)]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", values.word("grammar kind", self.kind, KINDS))
+        values.keep(self, "kind", values.word("grammar kind", self.kind, KINDS))
         if not isinstance(self.text, str) or not self.text.strip():
             raise InvalidRequest(f"the {self.name} is empty; expected a description of what may be generated")
         if len(self.text) > MAX_GRAMMAR:
             raise InvalidRequest(f"the {self.name} has {len(self.text)} characters; expected at most {MAX_GRAMMAR}")
-        object.__setattr__(self, "text", values.plain(self.text))
+        values.keep(self, "text", values.plain(self.text))
         if self.kind in ("json_schema", "llguidance"):
-            _require_json(self.name, self.text)
+            try:
+                json.loads(self.text)
+            except (ValueError, RecursionError) as error:
+                raise InvalidRequest(f"the {self.name} can't be read ({error}); expected JSON") from None
 
     @property
     def name(self) -> str:
@@ -72,13 +75,6 @@ class Grammar:
     def json_object(cls) -> Grammar:
         """Returns the grammar of any JSON object."""
         return cls.json_schema({"type": "object"})
-
-
-def _require_json(name: str, text: str) -> None:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the {name} can't be read ({error}); expected JSON") from None
 
 
 def _as_grammar(name: str, given: object) -> Grammar:
