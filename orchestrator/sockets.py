@@ -48,60 +48,41 @@ class Rate:
     reserve: float
 
 
-@dataclass(slots=True)
-class _Level:
-    left: float
-    at_ns: int
-    is_over: bool = False
-
-
 class RateLimiter:
     """Applies one rate to each peer of a socket."""
 
     def __init__(self, rate: Rate) -> None:
         self._rate = rate
-        self._levels: dict[bytes, _Level] = {}
+        self._full_ns: dict[bytes, int] = {}  # when each peer's reserve will be full
+        self._over: set[bytes] = set()
         self._most = MOST_PEERS
 
     def allow(self, peer: bytes, frames: Iterable[bytes | memoryview], now_ns: int) -> bool:
         """Whether the peer may send this much now."""
-        level = self._level(peer, now_ns)
-        cost = 1 + sum(map(len, frames)) / BYTES
+        full_ns = self._full_ns.get(peer, now_ns)
+        if full_ns <= now_ns:
+            full_ns = now_ns
+            self._over.discard(peer)
+            self._forget_idle(now_ns)
+        cost, reserve = 1 + sum(map(len, frames)) / BYTES, self._rate.reserve
         # A message larger than the reserve passes if the reserve is full: sizes have a limit of their own.
-        if level.left < min(cost, self._rate.reserve):
+        if reserve - (full_ns - now_ns) / SECOND_NS * self._rate.a_second < min(cost, reserve):
             return False
-        level.left -= cost
+        self._full_ns[peer] = full_ns + int(cost / self._rate.a_second * SECOND_NS)
         return True
 
     def is_first(self, peer: bytes) -> bool:
         """Whether this refusal, the one to report, is the peer's first since its reserve was full."""
-        level = self._levels[peer]
-        level.is_over, was_over = True, level.is_over
-        return not was_over
-
-    def _level(self, peer: bytes, now_ns: int) -> _Level:
-        level = self._levels.get(peer)
-        if level is None:
-            self._forget_idle(now_ns)
-            level = self._levels[peer] = _Level(self._rate.reserve, now_ns)
-        self._fill(level, now_ns)
-        return level
-
-    def _fill(self, level: _Level, now_ns: int) -> None:
-        level.left = min(level.left + (now_ns - level.at_ns) / SECOND_NS * self._rate.a_second, self._rate.reserve)
-        level.at_ns = now_ns
-        if level.left == self._rate.reserve:
-            level.is_over = False
+        is_first = peer not in self._over
+        self._over.add(peer)
+        return is_first
 
     def _forget_idle(self, now_ns: int) -> None:
         """Drops peers whose reserve is full. Checks them only when their number has doubled."""
-        if len(self._levels) < self._most:
-            return
-        for peer, level in list(self._levels.items()):
-            self._fill(level, now_ns)
-            if level.left == self._rate.reserve:
-                del self._levels[peer]
-        self._most = max(2 * len(self._levels), MOST_PEERS)
+        if len(self._full_ns) >= self._most:
+            self._full_ns = {peer: full_ns for peer, full_ns in self._full_ns.items() if full_ns > now_ns}
+            self._over &= self._full_ns.keys()
+            self._most = max(2 * len(self._full_ns), MOST_PEERS)
 
 
 CROWDED = 0.875

@@ -558,7 +558,7 @@ def test_a_drafter_that_cannot_draw_is_noted_for_residual_sampling(make_stand, c
 
 
 def test_a_client_that_floods_is_told_so_and_others_are_not(make_stand, monkeypatch, caplog):
-    monkeypatch.setattr("outrider.orchestrator.sockets.CLIENTS", Rate(0, 50))
+    monkeypatch.setattr("outrider.orchestrator.sockets.CLIENTS", Rate(1e-6, 50))
     stand = make_stand().start()
     with RawClient(stand.endpoint) as flooding, RawClient(stand.endpoint) as modest:
         for number in range(200):
