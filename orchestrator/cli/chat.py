@@ -400,23 +400,19 @@ class Chat:
 
     def _stream(self, texts: list[str]) -> str:
         """Prints the answer, appends its pieces to `texts`, and returns the status line."""
-        while True:
-            tokens = self._fitting()
-            try:
-                return self._stream_once(tokens, texts)
-            except PromptTooLong:
-                if not self._drop_oldest():
-                    raise
-
-    def _stream_once(self, tokens: tuple[int, ...], texts: list[str]) -> str:
-        codec, sampling = self._text.codec, self._sampling
+        tokens, codec, sampling = self._fitting(), self._text.codec, self._sampling
         ends = frozenset[int]() if sampling.ignore_eos else codec.eos
         painter = Painter(TextStream(codec, tokens, sampling.stop, ends))
         stream = self._ask(tokens)
-        for chunk in stream:
-            self._screen.clear()
-            texts += [chunk.text] if chunk.text else []
-            print(painter.of(chunk), end="", flush=True)
+        try:
+            for chunk in stream:
+                self._screen.clear()
+                texts += [chunk.text] if chunk.text else []
+                print(painter.of(chunk), end="", flush=True)
+        except PromptTooLong:
+            if not self._drop_oldest():
+                raise
+            return self._stream(texts)
         result = stream.result
         if result.finish_reason == "length" and len(result.token_ids) < sampling.max_tokens:
             self._context = result.prompt_tokens + len(result.token_ids)
