@@ -89,8 +89,8 @@ def checked(default: Any, check: Check, **metadata: Any) -> Any:
     return dataclasses.field(default=default, metadata={"check": check, **metadata})
 
 
-def whole_field(default: int | None, low: int, high: int, **metadata: Any) -> Any:
-    return checked(default, partial(whole, low=low, high=high), **metadata)
+def whole_field(default: int | None, low: int, high: int) -> Any:
+    return checked(default, partial(whole, low=low, high=high))
 
 
 def number_field(default: float, low: float, high: float) -> Any:
