@@ -8,66 +8,117 @@ socket.
 from __future__ import annotations
 
 import ipaddress
-import json
 import ssl
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
+from outrider.orchestrator.settings import count, setting, switch
 from outrider.protocol import values, version
 from outrider.protocol.errors import InvalidRequest
 
+HTTP = "HTTP"
 HOST, PORT = "127.0.0.1", 8080
-MAX_BODY_MB = 32
 MOST_SECONDS = 86_400
 COLLECTORS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
+def _host(name: str, value: object) -> str:
+    host = values.text(name, value)
+    if not host.strip():
+        raise InvalidRequest(f"{name} is empty; expected an address such as 127.0.0.1, or a name")
+    return host
+
+
+def _api_keys(name: str, value: object) -> tuple[str, ...]:
+    keys = values.texts(name, value)
+    if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in keys):
+        raise InvalidRequest("an API key is empty, or has spaces or non-ASCII characters; expected one ASCII word")
+    return keys
+
+
+def _model_names(name: str, value: object) -> tuple[str, ...]:
+    names = values.texts(name, value)
+    if not all(name.strip() for name in names):
+        raise InvalidRequest("a served model's name is empty; expected a name for requests to use")
+    return names
+
+
+def _origins(name: str, value: object) -> tuple[str, ...]:
+    origins = values.texts(name, value)
+    for origin in origins:
+        parts = urlsplit(origin)
+        if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
+            raise InvalidRequest(f"cors_origin is {origin!r}; expected an origin such as https://host:port, or *")
+    return origins
+
+
+def _collector(name: str, value: object) -> str:
+    url = values.text(name, value)
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise InvalidRequest(f"{name} is {url!r}; expected a collector's URL such as http://127.0.0.1:4318")
+    version.require("otel", name)
+    return url
+
+
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """The address, access and limits of the HTTP server.
+    """The address, access and limits of the HTTP server; every field is a flag of `outrider serve`, with its help here.
 
-    - `port`: 0 is any free one. `tls_cert` and `tls_key`: PEM files.
-    - `api_keys`: a request must have one of them; an empty tuple, for loopback only, requires none. `cors_origins`:
-      pages of these origins may send requests from a browser (`*`: all).
-    - `model_names`: the names of the model in requests, its id first; empty: its own name.
-    - `max_body_mb`: the largest request body in MB. `request_timeout`: seconds after which an answer ends with an
-      error; None: never. `max_streams_per_key`: simultaneous answers for each key, or for each address without keys;
-      None: any number.
-    - `otlp_endpoint`: the URL of a collector for the spans of traced requests; None: by the environment (OTEL_...).
-    - `tool_fallback`: describe tools in the system prompt if the model's chat template has none.
+    - `api_keys`: a request must have one of them; an empty tuple, for loopback only, requires none. `model_names`: its
+      id first; empty: its own name. `cors_origins`: pages of these origins may send requests from a browser.
+    - `request_timeout`: seconds after which an answer ends with an error. `otlp_endpoint`: the URL of a collector for
+      the spans of traced requests. None: never, none, or by the environment (OTEL_...).
 
     Raises:
         InvalidRequest: a value is out of range, or two exclude each other; the message says what is allowed.
     """
 
-    host: str = HOST
-    port: int = PORT
-    api_keys: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    model_names: tuple[str, ...] = ()
-    max_body_mb: int = MAX_BODY_MB
-    request_timeout: int | None = None
-    max_streams_per_key: int | None = None
-    otlp_endpoint: str | None = None
-    tool_fallback: bool = True
+    host: str = setting(
+        HOST, _host, HTTP, "ADDRESS",
+        help="address to listen on; one that other machines reach needs --api-key (default: {default})",
+    )  # fmt: skip
+    port: int = count(PORT, 0, 65535, HTTP, "PORT", help="port to listen on; 0: any free port (default: {default})")
+    api_keys: tuple[str, ...] = setting(
+        (), _api_keys, HTTP, "KEY", flag="api-key",
+        help="require this key from clients; repeatable (default: OUTRIDER_API_KEY in the environment, else none)",
+    )  # fmt: skip
+    model_names: tuple[str, ...] = setting(
+        (), _model_names, HTTP, "NAME", flag="served-model-name",
+        help="a name of the model in requests; repeatable (default: its id or folder)",
+    )  # fmt: skip
+    cors_origins: tuple[str, ...] = setting(
+        (), _origins, HTTP, "ORIGIN", flag="cors-origin",
+        help="allow requests from web pages of this origin, or * for all; repeatable (default: none)",
+    )  # fmt: skip
+    tls_cert: str | None = setting(
+        None, values.text, HTTP, "FILE", help="certificate (PEM), to serve HTTPS with --tls-key (default: HTTP)"
+    )
+    tls_key: str | None = setting(
+        None, values.text, HTTP, "FILE", help="private key (PEM) of --tls-cert (default: none)"
+    )
+    max_body_mb: int = count(32, 1, 4096, HTTP, "MB", help="largest accepted request (default: {default})")
+    request_timeout: int | None = count(
+        None, 1, MOST_SECONDS, HTTP, "SECONDS", help="cancel answers that take longer (default: no limit)"
+    )
+    max_streams_per_key: int | None = count(
+        None, 1, 1_000_000, HTTP,
+        help="answers at a time for each API key, or client address if no key is sent (default: no limit)",
+    )  # fmt: skip
+    tool_fallback: bool = switch(
+        True, HTTP,
+        help="refuse tools for a model whose chat template has none, instead of describing them in the system prompt",
+    )  # fmt: skip
+    otlp_endpoint: str | None = setting(
+        None, _collector, HTTP, "URL",
+        help="send traces there, like http://127.0.0.1:4318 (default: OTEL_... in the environment)",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if not self.host.strip():
-            raise InvalidRequest("host is empty; expected an address such as 127.0.0.1, or a name")
-        values.whole("port", self.port, 0, 65535)
-        values.whole("max_body_mb", self.max_body_mb, 1, 4096)
-        for name, most in (("request_timeout", MOST_SECONDS), ("max_streams_per_key", 1_000_000)):
-            if getattr(self, name) is not None:
-                values.whole(name, getattr(self, name), 1, most)
-        if self.otlp_endpoint is not None:
-            _check_collector(self.otlp_endpoint)
-        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
-            raise InvalidRequest("an API key is empty, or has spaces or non-ASCII characters; expected one ASCII word")
+        values.check_fields(self)
         if not self.api_keys and not self.is_loopback:
             raise InvalidRequest(
                 f"host {self.host} is reachable from other machines and needs an API key; expected --api-key,"
@@ -77,10 +128,6 @@ class HttpSettings:
             raise InvalidRequest("TLS needs a certificate and its key; expected both --tls-cert and --tls-key, or none")
         if self.tls_cert is not None and self.tls_key is not None:
             _check_certificate(self.tls_cert, self.tls_key)
-        if not all(name.strip() for name in self.model_names):
-            raise InvalidRequest("a served model's name is empty; expected a name for requests to use")
-        for origin in self.cors_origins:
-            _check_origin(origin)
 
     @property
     def is_loopback(self) -> bool:
@@ -115,18 +162,6 @@ def _check_certificate(cert: str, key: str) -> None:
         ) from None
 
 
-def _check_origin(origin: str) -> None:
-    parts = urlsplit(origin)
-    if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
-        raise InvalidRequest(f"cors_origin is {origin!r}; expected an origin such as https://host:port, or *")
-
-
-def _check_collector(url: str) -> None:
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise InvalidRequest(f"otlp_endpoint is {url!r}; expected a collector's URL such as http://127.0.0.1:4318")
-    version.require("otel", "otlp_endpoint")
-
-
 @dataclass(frozen=True, slots=True)
 class HttpOrder:
     """The order to the HTTP process: its settings, the orchestrator's endpoint, the model, the open socket.
@@ -143,14 +178,11 @@ class HttpOrder:
     log_format: str = "text"
     log_fd: int | None = None
 
-    def to_json(self) -> str:
+    def to_json(self) -> bytes:
         """Returns the order as one line of JSON."""
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, line: str) -> HttpOrder:
         """Returns the order that `to_json` wrote."""
-        fields: dict[str, Any] = json.loads(line)
-        items = fields.pop("settings").items()
-        settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in items}
-        return cls(settings=HttpSettings(**settings), **fields)
+        return msgspec.json.decode(line, type=cls)

@@ -197,7 +197,7 @@ def _threads(
             stack.callback(auth.close)
         clients = _clients(context, settings, directory, connections, auth)
         stack.callback(clients.close)
-        stack.callback(Sweeper(directory.path, clients.bound.lock).dismiss)
+        stack.callback(Sweeper(directory.path, clients.endpoints[-1].bound.lock).dismiss)
         http = None
         if listener is not None:
             http = listener.serve(clients.own, pair.target, directory.path, settings.log_level, settings.log_format)
@@ -236,7 +236,7 @@ def _clients(
         return ClientSocket(context, settings.endpoint or private, connections)
     clients = ClientSocket(context, private, connections // 2)
     try:
-        clients.serve(settings.endpoint, connections // 2, auth.keys(CLIENT))
+        clients.open(settings.endpoint, connections // 2, auth.keys(CLIENT))
     except EndpointError:
         clients.close()
         raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,34 +44,29 @@ NO_SSD_COLOCATED = (
 )
 
 
-Check = Callable[[str, Any], Any]
-"""(name, value) -> the converted value; raises InvalidRequest."""
+def setting(default: Any, check: values.Check, group: str, metavar: str, *, help: str, **more: Any) -> Any:
+    """Returns a field whose flag is in this group of a command's help, where {default} stands for the default.
 
-
-def _setting(default: Any, check: Check, group: str, metavar: str, *, help: str, type: type[Any] | None = None) -> Any:
-    """Returns a field whose flag is in this group of a command's help; `type` is argparse's type of its value.
-
-    In `help`, {default} stands for the default. None is allowed if it is the default.
+    `more`: `type`, argparse's type of its value, and `flag`, the flag's name (default: the field's).
     """
-    metadata = {"check": check, "group": group, "metavar": metavar, "help": help, "type": type}
-    return dataclasses.field(default=default, metadata=metadata)
+    return values.checked(default, check, group=group, metavar=metavar, help=help, **more)
 
 
 def _word(default: str, words: tuple[str, ...], group: str, metavar: str = "", *, help: str) -> Any:
-    return _setting(default, partial(values.word, words=words), group, metavar or "|".join(words), help=help)
+    return setting(default, partial(values.word, words=words), group, metavar or "|".join(words), help=help)
 
 
-def _count(default: int | None, low: int, high: int, group: str, metavar: str = "N", *, help: str) -> Any:
-    return _setting(default, partial(values.whole, low=low, high=high), group, metavar, help=help, type=int)
+def count(default: int | None, low: int, high: int, group: str, metavar: str = "N", *, help: str) -> Any:
+    return setting(default, partial(values.whole, low=low, high=high), group, metavar, help=help, type=int)
 
 
-def _flag(default: bool, group: str, *, help: str) -> Any:
+def switch(default: bool, group: str, *, help: str) -> Any:
     """Returns a field with the flag, --NAME or --no-NAME, for the opposite of the default, described by `help`."""
-    return _setting(default, values.flag, group, "", help=help, type=bool)
+    return setting(default, values.flag, group, "", help=help, type=bool)
 
 
 def _path(group: str, metavar: str = "FILE", *, help: str) -> Any:
-    return _setting(None, values.path, group, metavar, help=help, type=Path)
+    return setting(None, values.path, group, metavar, help=help, type=Path)
 
 
 SPECULATION, MODELS, DRAFTING, WORKERS = "speculation", "models", "drafting", "workers"
@@ -96,39 +91,39 @@ class ServeSettings:
     """
 
     mode: str = _word("auto", MODES, SPECULATION, help="how tokens are generated (default: {default})")
-    num_draft_tokens: int | None = _count(
+    num_draft_tokens: int | None = count(
         None, 1, MAX_DRAFT_TOKENS, SPECULATION, "K",
         help=f"draft tokens a round (default: {DRAFT_TOKENS}); n-gram chains may be longer",
     )  # fmt: skip
-    branches: int | None = _count(
+    branches: int | None = count(
         None, 1, MAX_BRANCHES_ASKED, SPECULATION, "B",
         help=f"outcomes to prepare for in a round (default: {BRANCHES})",
     )  # fmt: skip
-    model: str | None = _setting(
+    model: str | None = setting(
         None, values.text, MODELS, "ID|PATH",
         help="target: a name of `outrider pairs`, a Hugging Face id, a folder or a GGUF file (default: smollm2)",
     )  # fmt: skip
-    draft_model: str | None = _setting(
+    draft_model: str | None = setting(
         None, values.text, MODELS, "ID|PATH",
         help="a small model of the same family (default: the one that comes with --model, if any)",
     )  # fmt: skip
-    gguf_keep_precision: bool = _flag(
+    gguf_keep_precision: bool = switch(
         False, MODELS,
         help="convert GGUF tensors in formats that MLX lacks to half precision, instead of quantizing them again",
     )  # fmt: skip
     draft_backend: str = _word(
         "mlx", DRAFT_BACKENDS, MODELS, "NAME", help=f"the drafter: {', '.join(DRAFT_BACKENDS)} (default: {{default}})"
     )
-    head: tuple[str, ...] = _setting(
+    head: tuple[str, ...] = setting(
         (), values.texts, MODELS, "ID|PATH",
         help="a head that also drafts, in the target's process; mtp or early-exit: the model's own; repeatable"
         " (default: none)",
     )  # fmt: skip
     head_in: str = _word("target", HEAD_PLACES, MODELS, help="the process that a head drafts in (default: {default})")
-    drafters: int = _count(
+    drafters: int = count(
         1, 1, MAX_DRAFTERS, DRAFTING, help="draft processes, which share the outcomes (default: {default})"
     )
-    draft_prefill: str = _setting(
+    draft_prefill: str = setting(
         "auto", values.text, DRAFTING, "auto|mlx|coreml|PACKAGE",
         help="the backend that reads the prompts of an mlx drafter (default: {default})",
     )  # fmt: skip
@@ -136,80 +131,74 @@ class ServeSettings:
         "auto", DRAFT_DEVICES, DRAFTING,
         help="the device of draft workers on MLX (default: {default}, the target's)",
     )  # fmt: skip
-    colocate: bool = _flag(False, DRAFTING, help="draft in the target's process")
+    colocate: bool = switch(False, DRAFTING, help="draft in the target's process")
     fan_out: str = _word("best-first", FAN_OUTS, DRAFTING, help="how outcomes are chosen (default: {default})")
     branch_depth: str = _word(
         "auto", BRANCH_DEPTHS, DRAFTING, help="full: wait until branches are K tokens deep (default: {default})"
     )
-    ngrams: bool = _flag(True, DRAFTING, help="do not draft by copying from the text (n-grams)")
-    trees: bool = _flag(
+    ngrams: bool = switch(True, DRAFTING, help="do not draft by copying from the text (n-grams)")
+    trees: bool = switch(
         False, DRAFTING, help="verify drafts of several drafters as one tree, if that pays and the target can"
     )
     replay: Path | None = _path(DRAFTING, help="the script of the replay drafter (default: none)")  # noqa: RUF009
-    threads: int = _count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products (default: {default})")
+    threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products (default: {default})")
     cpu_kernels: str = _word(
         "auto", KERNELS, WORKERS,
         help="the kernels on a CPU; auto: ONNX Runtime, or MLX for models that it does not support"
         " (default: {default})",
     )  # fmt: skip
-    pin_cores: bool = _flag(True, WORKERS, help="let target and drafter run on any core, on a machine that has two")
-    shards: int = _count(1, 1, MAX_SHARDS, WORKERS, help="ranks of the target on this machine (default: {default})")
-    prefill_workers: int = _count(
+    pin_cores: bool = switch(True, WORKERS, help="let target and drafter run on any core, on a machine that has two")
+    shards: int = count(1, 1, MAX_SHARDS, WORKERS, help="ranks of the target on this machine (default: {default})")
+    prefill_workers: int = count(
         0, 0, MAX_DRAFTERS, WORKERS, help="processes that read long prompts (default: {default})"
     )
-    prefill_from: int | None = _count(
+    prefill_from: int | None = count(
         None, 1, 2**31 - 1, WORKERS, "TOKENS",
         help="the shortest prompt for prefill workers (default: as measured by tune, else 512)",
     )  # fmt: skip
     prefill_backend: str = _word(
         "mlx", PREFILL_BACKENDS, WORKERS, help="backend of prefill workers (default: {default})"
     )
-    await_target: bool = _flag(False, WORKERS, help="start no target; one joins by `outrider worker target`")
-    worker_timeout: int = _count(
+    await_target: bool = switch(False, WORKERS, help="start no target; one joins by `outrider worker target`")
+    worker_timeout: int = count(
         10, 1, 86_400, WORKERS, "SECONDS",
         help="seconds of silence before a worker is considered dead (default: {default})",
     )  # fmt: skip
     simulate: Path | None = _path(WORKERS, help="the latency profile of a machine to simulate (default: none)")  # noqa: RUF009
-    max_active: int | None = _count(
+    max_active: int | None = count(
         None, 1, 1024, MEMORY, help="requests in flight at once (default: as many as fit in memory, at most 16)"
     )
-    max_waiting: int = _count(
+    max_waiting: int = count(
         256, 0, 1_000_000, MEMORY, help="requests that may wait; more are refused (default: {default})"
     )
-    kv_memory: int | None = _setting(
+    kv_memory: int | None = setting(
         None, values.size, MEMORY, "SIZE",
         help="memory for keys and values in all workers, such as 2GB (default: half of what the weights leave)",
     )  # fmt: skip
-    prompt_cache: bool = _flag(True, MEMORY, help="read every prompt in full")
-    memory: bool = _flag(True, MEMORY, help="mode auto does not use what it learned before, and saves nothing")
+    prompt_cache: bool = switch(True, MEMORY, help="read every prompt in full")
+    memory: bool = switch(True, MEMORY, help="mode auto does not use what it learned before, and saves nothing")
     keys: Path | None = _path(LOGS, "FOLDER", help="the folder of your keys (default: ~/.config/outrider/keys)")  # noqa: RUF009
     trace: Path | None = _path(LOGS, help="write a timeline for chrome://tracing or Perfetto (default: none)")  # noqa: RUF009
     log_level: str = _word("warning", LOG_LEVELS, LOGS, help="the lowest level that is logged (default: {default})")
     log_format: str = _word(
         "text", process.FORMATS, LOGS, help="json: an object a line on stderr, from every process (default: {default})"
     )
-    endpoint: str | None = _setting(
+    endpoint: str | None = setting(
         None, values.text, ENDPOINTS, "ENDPOINT",
         help="the endpoint for Python clients, ipc://PATH or tcp://HOST:PORT (default: a new socket)",
     )  # fmt: skip
-    workers_endpoint: str | None = _setting(
+    workers_endpoint: str | None = setting(
         None, values.text, ENDPOINTS, "ENDPOINT",
         help="the endpoint for drafters of other machines, tcp://HOST:PORT, see docs/security.md (default: none)",
     )  # fmt: skip
-    advertise: bool = _flag(False, ENDPOINTS, help="announce the workers' endpoint on the local network")
-    keyed: bool = _flag(False, ENDPOINTS, help="require keys on loopback, too; other machines always need one")
+    advertise: bool = switch(False, ENDPOINTS, help="announce the workers' endpoint on the local network")
+    keyed: bool = switch(False, ENDPOINTS, help="require keys on loopback, too; other machines always need one")
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None or field.default is not None:
-                self._keep(field.name, field.metadata["check"](field.name, value))
+        values.check_fields(self)
         if self.drafts_by_head and self.head_in == "target":
-            self._keep("colocate", True)
+            values.keep(self, "colocate", True)
         self._check_together()
-
-    def _keep(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the record is frozen for all other code
 
     @property
     def depth(self) -> int:

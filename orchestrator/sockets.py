@@ -4,7 +4,7 @@
 dropped before they are decoded, so a flood takes no time from other peers. Knows peers and sizes; knows nothing of
 messages.
 
-`ConnectionLimiter` limits the connections of an endpoint; ZeroMQ would accept connections until no file descriptor is
+`RouterSocket` limits the connections of each endpoint; ZeroMQ would accept connections until no file descriptor is
 left, and then end the process. A full unix socket stops listening, and new connections wait in the system's queue. A
 port can't stop listening, so excess connections to it are closed, and may try again.
 
@@ -48,60 +48,41 @@ class Rate:
     reserve: float
 
 
-@dataclass(slots=True)
-class _Level:
-    left: float
-    at_ns: int
-    is_over: bool = False
-
-
 class RateLimiter:
     """Applies one rate to each peer of a socket."""
 
     def __init__(self, rate: Rate) -> None:
         self._rate = rate
-        self._levels: dict[bytes, _Level] = {}
+        self._full_ns: dict[bytes, int] = {}  # when each peer's reserve will be full
+        self._over: set[bytes] = set()
         self._most = MOST_PEERS
 
     def allow(self, peer: bytes, frames: Iterable[bytes | memoryview], now_ns: int) -> bool:
         """Whether the peer may send this much now."""
-        level = self._level(peer, now_ns)
-        cost = 1 + sum(map(len, frames)) / BYTES
+        full_ns = self._full_ns.get(peer, now_ns)
+        if full_ns <= now_ns:
+            full_ns = now_ns
+            self._over.discard(peer)
+            self._forget_idle(now_ns)
+        cost, reserve = 1 + sum(map(len, frames)) / BYTES, self._rate.reserve
         # A message larger than the reserve passes if the reserve is full: sizes have a limit of their own.
-        if level.left < min(cost, self._rate.reserve):
+        if reserve - (full_ns - now_ns) / SECOND_NS * self._rate.a_second < min(cost, reserve):
             return False
-        level.left -= cost
+        self._full_ns[peer] = full_ns + int(cost / self._rate.a_second * SECOND_NS)
         return True
 
     def is_first(self, peer: bytes) -> bool:
         """Whether this refusal, the one to report, is the peer's first since its reserve was full."""
-        level = self._levels[peer]
-        level.is_over, was_over = True, level.is_over
-        return not was_over
-
-    def _level(self, peer: bytes, now_ns: int) -> _Level:
-        level = self._levels.get(peer)
-        if level is None:
-            self._forget_idle(now_ns)
-            level = self._levels[peer] = _Level(self._rate.reserve, now_ns)
-        self._fill(level, now_ns)
-        return level
-
-    def _fill(self, level: _Level, now_ns: int) -> None:
-        level.left = min(level.left + (now_ns - level.at_ns) / SECOND_NS * self._rate.a_second, self._rate.reserve)
-        level.at_ns = now_ns
-        if level.left == self._rate.reserve:
-            level.is_over = False
+        is_first = peer not in self._over
+        self._over.add(peer)
+        return is_first
 
     def _forget_idle(self, now_ns: int) -> None:
         """Drops peers whose reserve is full. Checks them only when their number has doubled."""
-        if len(self._levels) < self._most:
-            return
-        for peer, level in list(self._levels.items()):
-            self._fill(level, now_ns)
-            if level.left == self._rate.reserve:
-                del self._levels[peer]
-        self._most = max(2 * len(self._levels), MOST_PEERS)
+        if len(self._full_ns) >= self._most:
+            self._full_ns = {peer: full_ns for peer, full_ns in self._full_ns.items() if full_ns > now_ns}
+            self._over &= self._full_ns.keys()
+            self._most = max(2 * len(self._full_ns), MOST_PEERS)
 
 
 CROWDED = 0.875
@@ -116,31 +97,51 @@ class LimitedEndpoint:
     inside: set[int] = field(default_factory=set)
 
 
-class ConnectionLimiter:
-    """Binds `socket` to `endpoint`. Call `watch` whenever `monitor` is readable.
+class RouterSocket:
+    """A ROUTER whose endpoints have limits of connections; `socket` and `monitor` are what to poll. Used by one thread.
+
+    Call `watch` whenever `monitor` is readable. `most`: connections. `unsent`, `unread`: the most messages queued for a
+    peer, and for this process.
 
     Raises:
         EndpointError: the endpoint can't be served.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, most: int, keys: ServerKeys | None = None) -> None:
-        self._socket = socket
+    linger_ms = 0
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, most: int, unsent: int, unread: int) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.SNDHWM, unsent)
+        self.socket.setsockopt(zmq.RCVHWM, unread)
         self.endpoints: list[LimitedEndpoint] = []
-        self.monitor: zmq.Socket[Any] = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
-            self.bound = self.open(endpoint, most, keys)
-        except BaseException:
-            self._end_monitor()
+            self.open(endpoint, most)
+        except EndpointError:
+            self.close()
             raise
 
     def open(self, endpoint: str, most: int, keys: ServerKeys | None = None) -> Bound:
         """Serves one more endpoint with a limit of its own, so that a full one leaves room at another.
 
         Endpoints without keys come first; see `bind`.
+
+        Raises:
+            EndpointError: it can't be served.
         """
-        bound = bind(self._socket, endpoint, keys)
+        bound = bind(self.socket, endpoint, keys)
         self.endpoints.append(LimitedEndpoint(bound, most))
         return bound
+
+    def arrived(self) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
+        """Yields the sender's routing id, which also holds its key (`key_shown`), and frames; never blocks."""
+        while True:
+            try:
+                first = self.socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            yield first, self.socket.recv_multipart()
 
     @property
     def crowded(self) -> bool:
@@ -165,50 +166,18 @@ class ConnectionLimiter:
             else:
                 endpoint.bound.listen()
 
-    def close(self, linger_ms: int = 0) -> None:
-        """Closes the socket and frees the endpoints."""
-        self._end_monitor()
+    def close(self) -> None:
+        """Closes the socket and frees the endpoints; pending messages have `linger_ms` milliseconds to leave."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+        self.monitor.close(linger=0)
         for endpoint in self.endpoints:
-            endpoint.bound.close(linger_ms)
+            endpoint.bound.close(self.linger_ms)
+        self.socket.close(self.linger_ms)
 
     def _at(self, address: str) -> LimitedEndpoint:
         """Returns the endpoint at an address; ZeroMQ may spell that of one, the last, differently."""
         return next((end for end in self.endpoints if end.bound.endpoint == address), self.endpoints[-1])
-
-    def _end_monitor(self) -> None:
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-        self.monitor.close(linger=0)
-
-
-class RouterSocket:
-    """A ROUTER with a limit of connections; `socket` and `limiter.monitor` are what to poll. Used by one thread.
-
-    `most`: connections. `unsent`, `unread`: the most messages queued for a peer, and for this process.
-
-    Raises:
-        EndpointError: the endpoint can't be served.
-    """
-
-    def __init__(self, context: zmq.Context[Any], endpoint: str, most: int, unsent: int, unread: int) -> None:
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.SNDHWM, unsent)
-        self.socket.setsockopt(zmq.RCVHWM, unread)
-        try:
-            self.limiter = ConnectionLimiter(self.socket, endpoint, most)
-        except EndpointError:
-            self.socket.close(linger=0)
-            raise
-
-    def arrived(self) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
-        """Yields the sender's routing id, which also holds its key (`key_shown`), and frames; never blocks."""
-        while True:
-            try:
-                first = self.socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            yield first, self.socket.recv_multipart()
 
 
 SEND_QUEUE, RECEIVE_QUEUE = 20_000, 256  # messages of each connection
@@ -228,30 +197,28 @@ class ClientMessage:
 
 
 class ClientSocket(RouterSocket):
-    """The clients' socket, bound on creation. `endpoint` is for clients, `own` for this server's other processes.
+    """The clients' socket, bound on creation. With `open` it also serves clients with keys.
 
     Raises:
         EndpointError: the endpoint can't be served.
     """
 
+    linger_ms = FLUSH_MS
+
     def __init__(self, context: zmq.Context[Any], endpoint: str, most: int = MOST) -> None:
         super().__init__(context, endpoint, most, SEND_QUEUE, RECEIVE_QUEUE)
         self.rejected = 0
         self._rate_limiter = RateLimiter(CLIENTS)
-        self.bound = self.limiter.bound
-        self.own = self.limiter.bound.endpoint
 
     @property
     def endpoint(self) -> str:
-        return self.bound.endpoint
+        """The endpoint for clients, the last that was opened."""
+        return self.endpoints[-1].bound.endpoint
 
-    def serve(self, endpoint: str, most: int, keys: ServerKeys) -> None:
-        """Binds one more endpoint, for clients with keys, which is `endpoint` from now on.
-
-        Raises:
-            EndpointError: it can't be served.
-        """
-        self.bound = self.limiter.open(endpoint, most, keys)
+    @property
+    def own(self) -> str:
+        """The endpoint for this server's other processes."""
+        return self.endpoints[0].bound.endpoint
 
     def receive(self, most: int) -> Iterator[ClientMessage]:
         """Yields up to `most` waiting messages."""
@@ -276,10 +243,6 @@ class ClientSocket(RouterSocket):
             log.info("can't send to a client: %s", error.strerror)
             return False
         return True
-
-    def close(self) -> None:
-        """Closes the socket and frees the endpoint; pending messages get a moment to leave."""
-        self.limiter.close(linger_ms=FLUSH_MS)
 
     def _reject(self, sender: bytes, frames: list[bytes], error: OutriderError) -> None:
         self.rejected += 1

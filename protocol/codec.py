@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from outrider.protocol.errors import InvalidRequest, ProtocolError, RefusedRequest, VersionMismatch
-from outrider.protocol.messages import Message
+from outrider.protocol.messages import Message, clients, rounds, workers
 from outrider.protocol.schema import MAX_AXIS, MAX_FRAME, Array, RequestId
 from outrider.protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
 
@@ -29,7 +29,13 @@ Buffer: TypeAlias = bytes | memoryview
 FEW = 64
 LONGEST_REASON = 200
 
-MESSAGES: dict[str, type[Message]] = {cls.__name__: cls for cls in Message.__subclasses__()}
+
+MESSAGES: dict[str, type[Message]] = {
+    name: cls
+    for module in (rounds, clients, workers)
+    for name, cls in vars(module).items()
+    if isinstance(cls, type) and issubclass(cls, Message) and not cls.__subclasses__()
+}
 """Every message, by its name in the header."""
 
 

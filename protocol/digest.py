@@ -78,4 +78,8 @@ def cache_folder() -> Path:
     named = os.environ.get(CACHE)
     if named:
         return Path(named).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # there is no home folder
+        home = Path(os.devnull)
+    return home / "outrider"

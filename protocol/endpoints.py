@@ -22,7 +22,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import zmq
@@ -103,19 +102,19 @@ def _parse_tcp(text: str, rest: str) -> Tcp:
     host, _, port = rest.rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) <= 65535):
         raise EndpointError(f"{text!r} has no port from 0 to 65535; expected tcp://HOST:PORT")
-    if host.startswith("[") and host.endswith("]") and _is_ipv6(host[1:-1]):
-        return Tcp(host[1:-1], int(port))
+    if host.startswith("[") and host.endswith("]"):
+        with suppress(ValueError):
+            ipaddress.IPv6Address(host[1:-1])
+            return Tcp(host[1:-1], int(port))
     if host != "*" and not _HOST.fullmatch(host):
         raise EndpointError(f"{text!r} has no host; expected a name, an IPv4 address, an IPv6 address in [] or *")
     return Tcp(host, int(port))
 
 
-def _is_ipv6(text: str) -> bool:
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        return False
-    return True
+def _family(where: Endpoint) -> sockets.AddressFamily:
+    if isinstance(where, Ipc):
+        return sockets.AF_UNIX
+    return sockets.AF_INET6 if ":" in where.host else sockets.AF_INET
 
 
 def is_local(where: Endpoint) -> bool:
@@ -225,9 +224,7 @@ class Bound:
     def __enter__(self) -> Bound:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
@@ -249,18 +246,22 @@ def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound
             " (`outrider keys make`), or an endpoint of this machine such as tcp://127.0.0.1:0"
         )
     if keys is not None:
-        _ask_for_keys(socket, keys)
+        socket.curve_server, socket.curve_secretkey = True, raw(keys.own.secret)
+        socket.zap_domain = keys.domain.encode()
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it a context without an authentication admits every key
     with ExitStack() as undone:
         lock = SocketLock(where.path) if isinstance(where, Ipc) else None
         if lock is not None:
             undone.callback(lock.release)
         _prepare(socket, where)
         try:
-            made = _at_port(where) if isinstance(where, Tcp) else sockets.socket(sockets.AF_UNIX)
-            listener = undone.enter_context(made)
-            listener.setblocking(False)
             if isinstance(where, Tcp):
+                address = "" if where.host == "*" else where.host, where.port
+                listener = undone.enter_context(sockets.create_server(address, family=_family(where), backlog=BACKLOG))
                 where = Tcp(where.host, listener.getsockname()[1])
+            else:
+                listener = undone.enter_context(sockets.socket(sockets.AF_UNIX))
+            listener.setblocking(False)
             if lock is not None:
                 lock.bind(listener)
                 listener.listen(BACKLOG)
@@ -269,18 +270,6 @@ def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound
             raise _refused(where, error) from None
         undone.pop_all()
     return bound
-
-
-def _at_port(where: Tcp) -> sockets.socket:
-    family = sockets.AF_INET6 if ":" in where.host else sockets.AF_INET
-    host = "" if where.host == "*" else where.host
-    return sockets.create_server((host, where.port), family=family, backlog=BACKLOG)
-
-
-def _ask_for_keys(socket: Socket, keys: ServerKeys) -> None:
-    socket.curve_server, socket.curve_secretkey = True, raw(keys.own.secret)
-    socket.zap_domain = keys.domain.encode()
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it a context without an authentication admits every key
 
 
 def _prepare(socket: Socket, where: Endpoint) -> None:
@@ -338,12 +327,11 @@ def require_server(endpoint: str) -> None:
     where = parse(endpoint)
     if isinstance(where, Tcp):
         _find(where.host)
-    family, address = _can_probe(where)
-    if address is None:
+    if not is_local(where):
         return
-    with sockets.socket(family) as probe:
+    with sockets.socket(_family(where)) as probe:
         probe.settimeout(AT_ONCE_SECONDS)
-        refusal = probe.connect_ex(address)
+        refusal = probe.connect_ex(where.path if isinstance(where, Ipc) else (where.host, where.port))
     if refusal in _NOBODY:
         why = os.strerror(refusal)
         raise EndpointError(f"no server at {where} ({why}); expected an endpoint that `outrider serve` prints")
@@ -356,17 +344,6 @@ def _find(host: str) -> None:
         sockets.getaddrinfo(host, None)
     except (OSError, UnicodeError) as error:
         raise EndpointError(f"the host {host} can't be found ({error}); check the name, or use its address") from None
-
-
-def _can_probe(where: Endpoint) -> tuple[sockets.AddressFamily, str | tuple[str, int] | None]:
-    match where:
-        case Ipc(path=path):
-            return sockets.AF_UNIX, path
-        case Tcp(host="::1", port=port):
-            return sockets.AF_INET6, ("::1", port)
-        case Tcp(host=host, port=port) if host == "localhost" or host.startswith("127."):
-            return sockets.AF_INET, (host, port)
-    return sockets.AF_INET, None
 
 
 def probe(endpoint: str, keys: ClientKeys | None, seconds: float = SECONDS) -> None:

@@ -39,19 +39,12 @@ def set_up(level: str, form: str, process: str, shared_fd: int | None = None) ->
         own.setLevel(logging.WARNING)
         handlers.append(logging.StreamHandler(os.fdopen(shared_fd, "w", encoding="utf-8", errors="backslashreplace")))
     for handler in handlers:
-        handler.setFormatter(TextFormatter(process))
+        handler.setFormatter(logging.Formatter(f"%(asctime)s {process} %(levelname)s %(message)s"))
     if form == "json":
         handlers[-1].setFormatter(JsonFormatter(process))
         logging.captureWarnings(True)
         sys.excepthook = _uncaught
     logging.basicConfig(level=level.upper(), handlers=handlers)
-
-
-class TextFormatter(logging.Formatter):
-    """Formats lines of text."""
-
-    def __init__(self, process: str) -> None:
-        super().__init__(f"%(asctime)s {process} %(levelname)s %(message)s")
 
 
 class JsonFormatter(logging.Formatter):

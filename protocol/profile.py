@@ -93,17 +93,9 @@ class Profile:
             raise InvalidRequest(
                 f"profile {path} can't be used: bonus_ranks add up to {sum(fields.bonus_ranks):g}; expected at most 1"
             )
-        return cls(
-            name=fields.name,
-            sources=fields.sources,
-            target=Latency(tuple(sorted(fields.target_ms.items()))),
-            draft=Latency(tuple(sorted(fields.draft_ms.items()))),
-            link_ms=fields.link_ms,
-            acceptance=fields.acceptance,
-            bonus_ranks=fields.bonus_ranks,
-            notes=fields.notes,
-            published=fields.published,
-        )
+        given = msgspec.structs.asdict(fields)
+        target, draft = (Latency(tuple(sorted(given.pop(name).items()))) for name in ("target_ms", "draft_ms"))
+        return cls(target=target, draft=draft, **given)
 
 
 class _ProfileFile(msgspec.Struct):

@@ -42,14 +42,17 @@ class Grammar:
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR)]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", values.word("grammar kind", self.kind, KINDS))
+        values.keep(self, "kind", values.word("grammar kind", self.kind, KINDS))
         if not isinstance(self.text, str) or not self.text.strip():
             raise InvalidRequest(f"the {self.name} is empty; expected a description of what may be generated")
         if len(self.text) > MAX_GRAMMAR:
             raise InvalidRequest(f"the {self.name} has {len(self.text)} characters; expected at most {MAX_GRAMMAR}")
-        object.__setattr__(self, "text", values.plain(self.text))
+        values.keep(self, "text", values.plain(self.text))
         if self.kind in ("json_schema", "llguidance"):
-            _require_json(self.name, self.text)
+            try:
+                json.loads(self.text)
+            except (ValueError, RecursionError) as error:
+                raise InvalidRequest(f"the {self.name} can't be read ({error}); expected JSON") from None
 
     @property
     def name(self) -> str:
@@ -74,23 +77,16 @@ class Grammar:
         return cls.json_schema({"type": "object"})
 
 
-def _require_json(name: str, text: str) -> None:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the {name} can't be read ({error}); expected JSON") from None
-
-
-def as_grammar(given: object) -> Grammar | None:
-    """Converts a dict of a grammar's fields to a Grammar. Raises InvalidRequest if `given` is neither nor None."""
-    if given is None or isinstance(given, Grammar):
+def _as_grammar(name: str, given: object) -> Grammar:
+    """Converts a dict of a grammar's fields to a Grammar. Raises InvalidRequest if `given` is neither."""
+    if isinstance(given, Grammar):
         return given
     if isinstance(given, Mapping) and set(given) == {"kind", "text"}:
         return Grammar(**given)
-    raise InvalidRequest(f"grammar is {given!r}; expected a Grammar, such as Grammar.json_schema({{...}})")
+    raise InvalidRequest(f"{name} is {given!r}; expected a Grammar, such as Grammar.json_schema({{...}})")
 
 
-MAX_SEED = 2**63 - 1
+MAX_COUNT, MAX_SEED = 2**31 - 1, 2**63 - 1
 LEAST_TEMP = 1e-3
 MOST_LOGPROBS = 20
 RULES = ("coupled", "residual")
@@ -100,26 +96,6 @@ PRESETS: Mapping[str, Mapping[str, float]] = {
     "creative": {"temp": 1.0, "min_p": 0.05},
 }
 """Named settings: no variety, some variety, much variety."""
-WHOLE = {
-    "max_tokens": (1, 2**31 - 1),
-    "min_tokens": (0, 2**31 - 1),
-    "top_k": (0, 2**31 - 1),
-    "repetition_context_size": (1, 2**31 - 1),
-    "presence_context_size": (1, 2**31 - 1),
-    "frequency_context_size": (1, 2**31 - 1),
-    "q_width": (1, 1024),
-}
-"""Fields that are whole numbers, and their ranges."""
-NUMBERS = {
-    "temp": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-    "presence_penalty": (-100.0, 100.0),
-    "frequency_penalty": (-100.0, 100.0),
-    "saguaro": (0.01, 1.0),
-}
-"""Fields that are numbers, and their ranges."""
 MOST_BIAS = 1e6
 
 
@@ -148,6 +124,36 @@ class SamplingFields(TypedDict, total=False):
     q_width: int
     grammar: Grammar | Mapping[str, str] | None
     logprobs: int | None
+
+
+def _bias(name: str, given: object) -> tuple[tuple[int, float], ...]:
+    pairs = given.items() if isinstance(given, Mapping) else given
+    try:
+        entries = [(token, bias) for token, bias in cast("Iterable[Any]", pairs)]
+    except (TypeError, ValueError):
+        raise InvalidRequest(
+            f"{name} is {given!r}; expected a dict of token ids and biases, or (token, bias) pairs"
+        ) from None
+    return tuple(
+        (
+            values.whole(f"{name} token", token, 0, 2**31 - 1),
+            values.number(f"{name} value", bias, -MOST_BIAS, MOST_BIAS),
+        )
+        for token, bias in entries
+    )
+
+
+def _stops(name: str, given: object) -> tuple[str, ...]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, Sequence) or any(not isinstance(text, str) or not text for text in texts):
+        raise InvalidRequest(f"{name} is {given!r}; expected a text or a list of texts that are not empty")
+    return tuple(values.plain(text) for text in texts)
+
+
+def _rule(name: str, given: object) -> str:
+    if not isinstance(given, str) or given not in RULES:
+        raise InvalidRequest(f"sampling {name} is {given!r}; expected {' or '.join(RULES)}")
+    return values.plain(given)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -182,27 +188,27 @@ class SamplingParams:
         InvalidRequest: a value is out of range; the message names the field, the value and what is allowed.
     """
 
-    max_tokens: int = 256
-    temp: float = 0.0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    repetition_context_size: int = 20
-    presence_penalty: float = 0.0
-    presence_context_size: int = 20
-    frequency_penalty: float = 0.0
-    frequency_context_size: int = 20
-    logit_bias: Many[tuple[int, float]] = ()
-    seed: int | None = None
-    stop: Many[str] = ()
-    ignore_eos: bool = False
-    rule: str = "coupled"
-    saguaro: float = 1.0
-    q_width: int = 100
-    grammar: Grammar | None = None
-    logprobs: int | None = None
-    min_tokens: int = 0
+    max_tokens: int = values.whole_field(256, 1, MAX_COUNT)
+    temp: float = values.number_field(0.0, 0.0, 100.0)
+    top_p: float = values.number_field(1.0, 0.0, 1.0)
+    min_p: float = values.number_field(0.0, 0.0, 1.0)
+    top_k: int = values.whole_field(0, 0, MAX_COUNT)
+    repetition_penalty: float = values.number_field(1.0, 0.01, 100.0)
+    repetition_context_size: int = values.whole_field(20, 1, MAX_COUNT)
+    presence_penalty: float = values.number_field(0.0, -100.0, 100.0)
+    presence_context_size: int = values.whole_field(20, 1, MAX_COUNT)
+    frequency_penalty: float = values.number_field(0.0, -100.0, 100.0)
+    frequency_context_size: int = values.whole_field(20, 1, MAX_COUNT)
+    logit_bias: Many[tuple[int, float]] = values.checked((), _bias)
+    seed: int | None = values.whole_field(None, 0, MAX_SEED)
+    stop: Many[str] = values.checked((), _stops)
+    ignore_eos: bool = values.checked(False, values.flag)
+    rule: str = values.checked("coupled", _rule)
+    saguaro: float = values.number_field(1.0, 0.01, 1.0)
+    q_width: int = values.whole_field(100, 1, 1024)
+    grammar: Grammar | None = values.checked(None, _as_grammar)
+    logprobs: int | None = values.whole_field(None, 0, MOST_LOGPROBS)
+    min_tokens: int = values.whole_field(0, 0, MAX_COUNT)
     if TYPE_CHECKING:
         temperature: InitVar[float | None] = None
     else:
@@ -213,39 +219,19 @@ class SamplingParams:
             return self.temp
 
     def __post_init__(self, temperature: float | None = None) -> None:  # noqa: RUF033
-        for name, (low, high) in WHOLE.items():
-            self._keep(name, values.whole(name, getattr(self, name), low, high))
-        for name, (least, most) in NUMBERS.items():
-            self._keep(name, values.number(name, getattr(self, name), least, most))
+        values.check_fields(self)
         if self.temp < LEAST_TEMP:
-            self._keep("temp", 0.0)
-        if self.seed is not None:
-            self._keep("seed", values.whole("seed", self.seed, 0, MAX_SEED))
-        self._keep("logit_bias", _bias(self.logit_bias))
-        self._keep("stop", _stops(self.stop))
-        self._keep("ignore_eos", values.flag("ignore_eos", self.ignore_eos))
-        if self.logprobs is not None:
-            self._keep("logprobs", values.whole("logprobs", self.logprobs, 0, MOST_LOGPROBS))
+            values.keep(self, "temp", 0.0)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens is {self.min_tokens}; expected at most max_tokens, which is {self.max_tokens}"
             )
-        self._keep("grammar", as_grammar(self.grammar))
         if self.grammar is not None and self.ignore_eos:
             raise InvalidRequest(
                 "ignore_eos and a grammar can't be used together: the grammar decides where the text ends"
             )
-        self._check_rule()
-
-    def _check_rule(self) -> None:
-        if self.rule not in RULES:
-            raise InvalidRequest(f"sampling rule is {self.rule!r}; expected {' or '.join(RULES)}")
-        self._keep("rule", values.plain(self.rule))
         if self.saguaro != 1.0 and self.rule != "residual":
             raise InvalidRequest(f"saguaro is {self.saguaro:g}; it needs rule residual, or must be 1")
-
-    def _keep(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the record is frozen after creation
 
     def changed(self, **fields: Unpack[SamplingFields]) -> SamplingParams:
         """Returns a copy with other values for these fields."""
@@ -310,27 +296,3 @@ def _named_twice(make: Callable[..., None]) -> Callable[..., None]:
 
 
 SamplingParams.__init__ = _named_twice(SamplingParams.__init__)  # type: ignore[method-assign]
-
-
-def _bias(given: object) -> tuple[tuple[int, float], ...]:
-    pairs = given.items() if isinstance(given, Mapping) else given
-    try:
-        entries = [(token, bias) for token, bias in cast("Iterable[Any]", pairs)]
-    except (TypeError, ValueError):
-        raise InvalidRequest(
-            f"logit_bias is {given!r}; expected a dict of token ids and biases, or (token, bias) pairs"
-        ) from None
-    return tuple(
-        (
-            values.whole("logit_bias token", token, 0, 2**31 - 1),
-            values.number("logit_bias value", bias, -MOST_BIAS, MOST_BIAS),
-        )
-        for token, bias in entries
-    )
-
-
-def _stops(given: object) -> tuple[str, ...]:
-    texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, Sequence) or any(not isinstance(text, str) or not text for text in texts):
-        raise InvalidRequest(f"stop is {given!r}; expected a text or a list of texts that are not empty")
-    return tuple(values.plain(text) for text in texts)

@@ -17,7 +17,6 @@ import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import zmq
 
@@ -37,7 +36,7 @@ class SocketLock:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
         self._lock = f"{path}.lock"
         self.token = f"{os.getpid()}-{os.urandom(8).hex()}"
         self.inode: int | None = None
@@ -53,28 +52,24 @@ class SocketLock:
         with suppress(OSError):  # on a full disk the file has no token, and the sweeper leaves it
             os.write(descriptor, self.token.encode())
 
-    @property
-    def path(self) -> str:
-        return self._path
-
     def bind(self, listener: socket.socket) -> None:
         """Binds `listener` to the path, and replaces a dead server's socket. Raises OSError if that fails."""
-        _remove(self._path)
-        listener.bind(self._path)
-        self.inode = _inode(self._path)
+        _remove(self.path)
+        listener.bind(self.path)
+        self.inode = _inode(self.path)
 
     def shut(self) -> None:
         """Puts a socket at the path that accepts no connections; open ones stay. A second call does nothing."""
         if self._shut is None and self.inode is not None:
-            os.rename(self._path, self._aside)
+            os.rename(self.path, self._aside)
             self._shut = socket.socket(socket.AF_UNIX)
-            self._shut.bind(self._path)
+            self._shut.bind(self.path)
             self._shut.listen()
 
     def open(self) -> None:
         """Restores the socket of `bind`; waiting connections are closed, and ZeroMQ connects again."""
         if self._shut is not None:
-            os.rename(self._aside, self._path)
+            os.rename(self._aside, self.path)
             self._shut.close()
             self._shut = None
 
@@ -82,8 +77,8 @@ class SocketLock:
         """Releases the path. A second call does nothing."""
         self.open()
         if self._descriptor is not None:
-            if self.inode is not None and _inode(self._path) == self.inode:
-                _remove(self._path)
+            if self.inode is not None and _inode(self.path) == self.inode:
+                _remove(self.path)
             self._unlock()
 
     def _acquire(self) -> int:
@@ -93,7 +88,7 @@ class SocketLock:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(descriptor)
-                raise EndpointError(_served(self._path)) from None
+                raise EndpointError(_served(self.path)) from None
             if _is_at(descriptor, self._lock):
                 return descriptor
             os.close(descriptor)  # its holder removed the file between our open and our lock: lock the new file
@@ -105,7 +100,7 @@ class SocketLock:
             reason = "no permission to write there"
         except OSError as error:
             reason = error.strerror or str(error)
-        raise EndpointError(f"the socket {self._path} can't be created: {reason}; choose a directory you may write to")
+        raise EndpointError(f"the socket {self.path} can't be created: {reason}; choose a directory you may write to")
 
     def _unlock(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
@@ -152,10 +147,8 @@ def _inode(path: str) -> int | None:
 
 
 def _remove(path: str) -> None:
-    try:
+    with suppress(OSError):  # already removed, perhaps with its directory
         os.unlink(path)
-    except OSError:
-        return  # already removed, perhaps with its directory
 
 
 MAX_NAME = 32
@@ -176,7 +169,13 @@ class PrivateDirectory:
     def __init__(self) -> None:
         root = _root()
         _sweep(root)
-        unlocked = _created(root)
+        try:
+            unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=root))
+        except OSError as error:
+            raise EndpointError(
+                f"can't create a directory for sockets in {root}: {error.strerror}; free some space, or"
+                " set TMPDIR to another folder"
+            ) from None
         self._descriptor: int | None = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         self.path = unlocked.rename(root / (_PREFIX + unlocked.name.removeprefix(_UNLOCKED)))
@@ -197,20 +196,8 @@ class PrivateDirectory:
     def __enter__(self) -> PrivateDirectory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _created(root: Path) -> Path:
-    try:
-        return Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=root))
-    except OSError as error:
-        raise EndpointError(
-            f"can't create a directory for sockets in {root}: {error.strerror}; free some space, or"
-            " set TMPDIR to another folder"
-        ) from None
 
 
 def _root() -> Path:

@@ -1,6 +1,9 @@
 """Checks values from users and converts them to plain types; numpy's numbers are accepted.
 
 Each function returns the plain value, or raises InvalidRequest with the name, the value and what was expected.
+
+`checked`, `whole_field` and `number_field`: fields of frozen dataclasses, with such a check. `check_fields` applies the
+checks when a record is created.
 """
 
 from __future__ import annotations
@@ -9,7 +12,8 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,8 @@ import numpy as np
 
 from outrider.protocol.errors import InvalidRequest
 
+Check = Callable[[str, Any], Any]
+"""(name, value) -> the converted value; raises InvalidRequest."""
 _INTEGERS = (int, np.integer)
 _NUMBERS = (*_INTEGERS, float, np.floating)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -76,6 +82,32 @@ def path(name: str, value: object) -> Path:
     if not isinstance(value, str | os.PathLike):
         raise InvalidRequest(f"{name} is {_shown(value)}; expected a path")
     return Path(value)
+
+
+def checked(default: Any, check: Check, **metadata: Any) -> Any:
+    """Returns a dataclass's field with a check; None is allowed if it is the default."""
+    return dataclasses.field(default=default, metadata={"check": check, **metadata})
+
+
+def whole_field(default: int | None, low: int, high: int) -> Any:
+    return checked(default, partial(whole, low=low, high=high))
+
+
+def number_field(default: float, low: float, high: float) -> Any:
+    return checked(default, partial(number, low=low, high=high))
+
+
+def check_fields(record: Any) -> None:
+    """Replaces the values of a new frozen record by those that the checks of its fields return."""
+    for field in dataclasses.fields(record):
+        value, check = getattr(record, field.name), field.metadata.get("check")
+        if check is not None and (value is not None or field.default is not None):
+            keep(record, field.name, check(field.name, value))
+
+
+def keep(record: object, name: str, value: object) -> None:
+    """Sets a field of a frozen record while it is created."""
+    object.__setattr__(record, name, value)
 
 
 def unknown_keyword(function: str, given: Iterable[str], known: Iterable[str]) -> TypeError:

@@ -131,7 +131,9 @@ class WorkerLink:
             polls += 1
             if self._pings != self._pings_known:
                 return
-            match self._poll_once():
+            if not self._arrived:
+                self._arrived += self._decoded(self._frames(wait=True), entering=True)
+            match self._arrived.popleft() if self._arrived else None:
                 case Welcome(name=name, ping_ms=ping_ms):
                     self._patience = max(SILENT_WAITS, SILENT_PINGS * ping_ms // IDLE_POLL_MS)
                     self._on_welcome(name)
@@ -192,7 +194,7 @@ class WorkerLink:
                 return None
             if frames is None and self._by_hand:
                 self._count_wait()
-            self._arrived += _decoded(frames)
+            self._arrived += self._decoded(frames)
         message = self._arrived.popleft()
         if isinstance(message, Shutdown) and message.reason:
             log.error("the cluster dismissed this worker: %s", message.reason)
@@ -214,20 +216,19 @@ class WorkerLink:
             self._waits = 0
             raise OrchestratorGone(f"the cluster at {self._endpoint} no longer answers")
 
-    def _poll_once(self) -> Message | None:
-        """Returns the next message, or None if none arrives within `IDLE_POLL_MS`.
+    def _decoded(self, frames: list[bytes] | None, entering: bool = False) -> list[Message]:
+        """Decodes what was received; invalid frames are logged and dropped.
 
         Raises:
-            WorkerError: the cluster has another protocol version.
+            WorkerError: the cluster that this worker is `entering` has another protocol version.
         """
-        if not self._arrived and (frames := self._frames(wait=True)) is not None:
-            try:
-                self._arrived += decode_all(frames)
-            except VersionMismatch as error:
+        try:
+            return decode_all(frames) if frames else []
+        except ProtocolError as error:
+            if entering and isinstance(error, VersionMismatch):
                 raise WorkerError(f"refused by the cluster at {self._endpoint}: {error}") from None
-            except ProtocolError as error:
-                log.warning("dropped a frame: %s", error)
-        return self._arrived.popleft() if self._arrived else None
+            log.warning("dropped a frame: %s", error)
+            return []
 
     def _frames(self, wait: bool) -> list[bytes] | None:
         """Receives frames, or returns None; a wait ends after `IDLE_POLL_MS`, so that the progress counter moves."""
@@ -260,14 +261,6 @@ class WorkerLink:
                 self._pings += 1
                 pong = Pong(self.name, message.serial, self._progress, self._expected_ms, clock.now())
                 socket.send_multipart(encode(pong))
-
-
-def _decoded(frames: list[bytes] | None) -> list[Message]:
-    try:
-        return decode_all(frames) if frames else []
-    except ProtocolError as error:
-        log.warning("dropped a frame: %s", error)
-        return []
 
 
 def _end_on_signals(by_hand: bool) -> None:

@@ -15,12 +15,12 @@ from outrider.orchestrator.http_settings import MOST_SECONDS
 from outrider.orchestrator.settings import MAX_BRANCHES_ASKED, MAX_DRAFT_TOKENS
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Span
-from outrider.protocol.sampling import MAX_SEED, MOST_BIAS, NUMBERS, WHOLE
+from outrider.protocol.sampling import MAX_COUNT, MAX_SEED, MOST_BIAS, SamplingParams
 
 
 def _within(name: str) -> Any:
-    low, high = (WHOLE | NUMBERS)[name]
-    return Field(ge=low, le=high)
+    allowed = SamplingParams.__dataclass_fields__[name].metadata["check"].keywords
+    return Field(ge=allowed["low"], le=allowed["high"])
 
 
 MaxTokens = Annotated[int, _within("max_tokens")]
@@ -137,7 +137,7 @@ class Generation(ApiRequest):
 
     temperature: Annotated[float, _within("temp")] | None = None
     top_p: Annotated[float, _within("top_p")] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=WHOLE["top_k"][1], description="0 and -1 are off")] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT, description="0 and -1 are off")] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     speculation: Speculation | None = None
     timeout: (

@@ -23,7 +23,7 @@ from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.protocol import values
 from outrider.protocol.errors import OutriderError, WorkerError
-from tests.harness.chaos import AT_ONCE, MOST_CHUNKS, ChaosRun, Growth, FaultEffect
+from tests.harness.chaos import AT_ONCE, MOST_CHUNKS, ChaosRun, FaultEffect, Growth
 from tests.harness.random_identity import DIFFERENT, SAME, TIE
 from tests.harness.two_hosts import namespace
 from tests.harness.two_hosts.drafter import NAME, far_cluster, wait_for

@@ -10,22 +10,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from msgspec.inspect import (
-    BoolType,
-    DataclassType,
-    Field,
-    FloatType,
-    IntType,
-    Metadata,
-    NoneType,
-    StrType,
-    StructType,
-    TupleType,
-    Type,
-    UnionType,
-    VarTupleType,
-    type_info,
-)
+from msgspec import inspect as types
 
 from outrider.protocol.clock import ASK_AGAIN_NS, FORGET_NS, MILLISECOND_NS
 from outrider.protocol.codec import MESSAGES, encode
@@ -167,20 +152,20 @@ def _records() -> dict[str, type]:
     return found
 
 
-def _records_in(shape: Type) -> list[type]:
+def _records_in(shape: types.Type) -> list[type]:
     match shape:
-        case StructType(cls=cls) | DataclassType(cls=cls):
+        case types.StructType(cls=cls) | types.DataclassType(cls=cls):
             return [cls]
-        case VarTupleType(item_type=inner):
+        case types.VarTupleType(item_type=inner):
             return _records_in(inner)
-        case UnionType(types=variants):
+        case types.UnionType(types=variants):
             return [cls for variant in variants for cls in _records_in(variant)]
     return []
 
 
-def _fields(cls: type) -> tuple[Field, ...]:
-    info = type_info(cls)
-    return info.fields if isinstance(info, StructType | DataclassType) else ()
+def _fields(cls: type) -> tuple[types.Field, ...]:
+    info = types.type_info(cls)
+    return info.fields if isinstance(info, types.StructType | types.DataclassType) else ()
 
 
 def _section(name: str, cls: type) -> str:
@@ -195,33 +180,33 @@ def _section(name: str, cls: type) -> str:
     return "\n".join(lines)
 
 
-def words(shape: Type) -> str:
+def words(shape: types.Type) -> str:
     """Describes a value of this type."""
     match shape:
-        case IntType(ge=int(low), le=int(high)):
+        case types.IntType(ge=int(low), le=int(high)):
             return f"a whole number from {_power(low)} to {_power(high)}"
-        case IntType():
+        case types.IntType():
             return "a whole number"
-        case FloatType():
+        case types.FloatType():
             return "a finite number"
-        case BoolType():
+        case types.BoolType():
             return "true or false"
-        case StrType(pattern=str(pattern)):
+        case types.StrType(pattern=str(pattern)):
             return f"one of {', '.join(re.findall(r'[a-z][a-z_ -]*', pattern))}"
-        case StrType(max_length=limit):
+        case types.StrType(max_length=limit):
             return "text" if limit is None else f"text of at most {limit:,} characters"
-        case Metadata(extra={"array": Array(dtype, axes, least)}):
+        case types.Metadata(extra={"array": Array(dtype, axes, least)}):
             sign = "" if least is None else f", none under {least}"
             return f"an array of {dtype}, {axes} {'axis' if axes == 1 else 'axes'} of at most {MAX_AXIS:,}{sign}"
-        case VarTupleType(item_type=item, max_length=limit):
+        case types.VarTupleType(item_type=item, max_length=limit):
             return f"at most {limit:,} of: {words(item)}"
-        case TupleType(item_types=items):
+        case types.TupleType(item_types=items):
             return f"({'; '.join(map(words, items))})"
-        case UnionType(types=(inner, NoneType())):
+        case types.UnionType(types=(inner, types.NoneType())):
             return f"nil, or {words(inner)}"
-        case UnionType(types=variants):
+        case types.UnionType(types=variants):
             return ", ".join(map(words, variants[:-1])) + f" or {words(variants[-1])}"
-        case StructType(cls=cls) | DataclassType(cls=cls):
+        case types.StructType(cls=cls) | types.DataclassType(cls=cls):
             return f"{'an' if cls.__name__[0] in 'AEIO' else 'a'} {cls.__name__}"
     raise TypeError(f"{shape} is no type of a field")
 

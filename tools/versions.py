@@ -26,6 +26,7 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.pairing.model_files import PACKAGE
 from outrider.protocol import values
+from outrider.protocol.digest import CACHE, cache_folder
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import mixed_tokens
@@ -66,9 +67,11 @@ def require_checkout(folder: Path) -> None:
 
 @contextmanager
 def cluster_of(folder: Path) -> Iterator[HelperProcess]:
-    """Runs a cluster of a checkout with an empty cache folder, so that it has no estimates of earlier runs."""
+    """Runs a cluster of a checkout whose cache folder has models only, so that it has no estimates of earlier runs."""
     with tempfile.TemporaryDirectory() as fresh:
-        own = {"PYTHONPATH": str(folder.resolve()), "XDG_CACHE_HOME": fresh}
+        for models in cache_folder().glob("*/"):
+            Path(fresh, models.name).symlink_to(models)
+        own = {"PYTHONPATH": str(folder.resolve()), "XDG_CACHE_HOME": fresh, CACHE: fresh}
         with HelperProcess(str(SIDE), environment={**os.environ, **own}) as helper:
             yield helper
 

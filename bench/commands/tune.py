@@ -28,6 +28,7 @@ from outrider.orchestrator.pairing.model_files import ModelFiles, in_process_dra
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.digest import CACHE
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.heads import names_of
 from outrider.protocol.sampling import SamplingParams
@@ -112,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest(f"tune needs a draft model; draft_backend {pair.settings.draft_backend} has none")
     SamplingParams(temp=options.temp)  # before anything starts
     path = tuning.path_for(pair.settings)
-    writable_folder(path.parent, "set XDG_CACHE_HOME to a writable folder")
+    writable_folder(path.parent, f"set {CACHE} to a writable folder")
     screen = Screen()
     try:
         found, waited = _measured(options, pair, screen)

@@ -10,7 +10,7 @@ import os
 import sys
 import termios
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -36,7 +36,6 @@ from outrider.protocol.schema import Origin
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import Completer
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
@@ -76,6 +75,7 @@ class Editor:
 
     def __init__(self, commands: Sequence[str]) -> None:
         from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.output.vt100 import Vt100_Output
         from prompt_toolkit.shortcuts import CompleteStyle
 
@@ -85,7 +85,7 @@ class Editor:
             multiline=True,
             prompt_continuation=NEXT_LINE,
             history=_history(),
-            completer=_completer(commands),
+            completer=WordCompleter(list(commands), sentence=True),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             key_bindings=_keys(),
@@ -136,19 +136,6 @@ def _keys() -> KeyBindings:
         event.current_buffer.insert_text("\n")
 
     return keys
-
-
-def _completer(commands: Sequence[str]) -> Completer:
-    from prompt_toolkit.completion import CompleteEvent, Completer, Completion
-    from prompt_toolkit.document import Document
-
-    class Commands(Completer):
-        def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
-            typed = document.text_before_cursor
-            if typed.startswith("/"):
-                yield from (Completion(command, -len(typed)) for command in commands if command.startswith(typed))
-
-    return Commands()
 
 
 def _history() -> History:
@@ -413,23 +400,19 @@ class Chat:
 
     def _stream(self, texts: list[str]) -> str:
         """Prints the answer, appends its pieces to `texts`, and returns the status line."""
-        while True:
-            tokens = self._fitting()
-            try:
-                return self._stream_once(tokens, texts)
-            except PromptTooLong:
-                if not self._drop_oldest():
-                    raise
-
-    def _stream_once(self, tokens: tuple[int, ...], texts: list[str]) -> str:
-        codec, sampling = self._text.codec, self._sampling
+        tokens, codec, sampling = self._fitting(), self._text.codec, self._sampling
         ends = frozenset[int]() if sampling.ignore_eos else codec.eos
         painter = Painter(TextStream(codec, tokens, sampling.stop, ends))
         stream = self._ask(tokens)
-        for chunk in stream:
-            self._screen.clear()
-            texts += [chunk.text] if chunk.text else []
-            print(painter.of(chunk), end="", flush=True)
+        try:
+            for chunk in stream:
+                self._screen.clear()
+                texts += [chunk.text] if chunk.text else []
+                print(painter.of(chunk), end="", flush=True)
+        except PromptTooLong:
+            if not self._drop_oldest():
+                raise
+            return self._stream(texts)
         result = stream.result
         if result.finish_reason == "length" and len(result.token_ids) < sampling.max_tokens:
             self._context = result.prompt_tokens + len(result.token_ids)

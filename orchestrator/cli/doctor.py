@@ -10,7 +10,6 @@ from typing import Any
 
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import Screen
-from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.machine.system import require_mlx
@@ -25,6 +24,7 @@ from outrider.orchestrator.pairing.model_files import (
 )
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.digest import cache_folder
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.heads import HEADS, OF_TARGET
 
@@ -104,8 +104,9 @@ def _head(name: str, target: str) -> str:
 
 def _learned() -> str:
     """Returns how many pairs `tune` and running servers measured, and in which folder the results are."""
-    counts = [sum(1 for _ in tuning.folder().glob(f"{kind}-*.json")) for kind in ("tuning", "memory")]
-    return "{} pairs measured by tune, {} by running servers, in {}".format(*counts, tuning.folder())
+    folder = cache_folder()
+    counts = [len([*folder.glob(f"{kind}-*.json")]) for kind in ("tuning", "memory")]
+    return "{} pairs measured by tune, {} by running servers, in {}".format(*counts, folder)
 
 
 def _placement(place: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.orchestrator import settings
-from outrider.orchestrator.http_settings import HOST, MAX_BODY_MB, PORT, HttpSettings
+from outrider.orchestrator.http_settings import HTTP, HttpSettings
 from outrider.orchestrator.pairing.pulled import OFFLINE
 from outrider.orchestrator.settings import LOG_LEVELS, ServeSettings
 from outrider.protocol import version
@@ -34,6 +34,7 @@ def read_text_file(path: Path, expected: str) -> str:
         raise InvalidRequest(f"{path} can't be read (it is not UTF-8); expected {expected}") from None
 
 
+_SETTINGS = {field.name: field for record in (ServeSettings, HttpSettings) for field in dataclasses.fields(record)}
 _DEFAULTS = ServeSettings()
 _SAMPLING = SamplingParams()
 OF_MANY_REQUESTS = ("max_active", "max_waiting", "await_target")
@@ -60,30 +61,30 @@ def add_cluster_flags(parser: argparse.ArgumentParser, without: Collection[str] 
 def add_settings(
     parser: argparse.ArgumentParser, group: str, without: Collection[str] = (), **then: tuple[str, dict[str, Any]]
 ) -> Callable[..., None]:
-    """Adds the flags of a group of `ServeSettings`; returns a function that adds more flags to this group.
+    """Adds the flags of a group of settings; returns a function that adds more flags to this group.
 
     `then`: by a setting's name, a further flag to add after the setting's own.
     """
     add = _adder(parser, group, without)
-    for field in dataclasses.fields(ServeSettings):
+    for name, field in _SETTINGS.items():
         if field.metadata["group"] == group:
-            add_setting(add, field.name)
-            if field.name in then:
-                add(then[field.name][0], **then[field.name][1])
+            add_setting(add, name)
+            if name in then:
+                add(then[name][0], **then[name][1])
     return add
 
 
 def add_setting(add: Callable[..., object], name: str) -> None:
     """Adds the flag of one setting; `add` is a parser's or a group's `add_argument`."""
-    field = ServeSettings.__dataclass_fields__[name]
-    flag, kind = name.replace("_", "-"), field.metadata["type"]
+    field = _SETTINGS[name]
+    flag, kind = field.metadata.get("flag", name.replace("_", "-")), field.metadata.get("type")
     options: dict[str, Any] = {"help": field.metadata["help"].format(default=field.default)}
     if kind is bool and field.default:
         add(f"--no-{flag}", dest=name, action="store_false", default=None, **options)
     elif kind is bool:
         add(f"--{flag}", action="store_true", default=None, **options)
     else:
-        options |= {"metavar": field.metadata["metavar"]} | ({"type": kind} if kind is not None else {})
+        options |= {"metavar": field.metadata["metavar"], "dest": name} | ({"type": kind} if kind is not None else {})
         add(f"--{flag}", **options | ({"action": "append"} if isinstance(field.default, tuple) else {}))
 
 
@@ -220,34 +221,9 @@ KEY_VARIABLE = "OUTRIDER_API_KEY"
 
 
 def add_http_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("HTTP")
-    host = f"address to listen on; one that other machines reach needs --api-key (default: {HOST})"
-    group.add_argument("--host", default=HOST, metavar="ADDRESS", help=host)
-    group.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0: any free port (default: {PORT})")
-    group.add_argument("--no-http", dest="http", action="store_false", help="serve Python clients only")
-    key = f"require this key from clients; repeatable (default: {KEY_VARIABLE} in the environment, else none)"
-    group.add_argument("--api-key", dest="api_keys", action="append", default=[], metavar="KEY", help=key)
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="API keys, one per line (default: none)")
-    name = "a name of the model in requests; repeatable (default: its id or folder)"
-    group.add_argument(
-        "--served-model-name", dest="model_names", action="append", default=[], metavar="NAME", help=name
-    )
-    origin = "allow requests from web pages of this origin, or * for all; repeatable (default: none)"
-    group.add_argument("--cors-origin", dest="cors_origins", action="append", default=[], metavar="ORIGIN", help=origin)
-    group.add_argument(
-        "--tls-cert", metavar="FILE", help="certificate (PEM), to serve HTTPS with --tls-key (default: HTTP)"
-    )
-    group.add_argument("--tls-key", metavar="FILE", help="private key (PEM) of --tls-cert (default: none)")
-    body = f"largest accepted request (default: {MAX_BODY_MB})"
-    group.add_argument("--max-body-mb", type=int, default=MAX_BODY_MB, metavar="MB", help=body)
-    late = "cancel answers that take longer (default: no limit)"
-    group.add_argument("--request-timeout", type=int, metavar="SECONDS", help=late)
-    many = "answers at a time for each API key, or client address if no key is sent (default: no limit)"
-    group.add_argument("--max-streams-per-key", type=int, metavar="N", help=many)
-    fallback = "refuse tools for a model whose chat template has none, instead of describing them in the system prompt"
-    group.add_argument("--no-tool-fallback", dest="tool_fallback", action="store_false", help=fallback)
-    spans = "send traces there, like http://127.0.0.1:4318 (default: OTEL_... in the environment)"
-    group.add_argument("--otlp-endpoint", metavar="URL", help=spans)
+    file = ("--api-key-file", {"type": Path, "metavar": "FILE", "help": "API keys, one per line (default: none)"})
+    off = ("--no-http", {"dest": "http", "action": "store_false", "help": "serve Python clients only"})
+    add_settings(parser, HTTP, port=off, api_keys=file)
 
 
 def http_settings_of(options: argparse.Namespace) -> HttpSettings | None:
@@ -259,10 +235,8 @@ def http_settings_of(options: argparse.Namespace) -> HttpSettings | None:
     if not options.http:
         return None
     version.require("serve", "HTTP", otherwise="--no-http")
-    given: dict[str, Any] = {field.name: getattr(options, field.name) for field in dataclasses.fields(HttpSettings)}
-    given["api_keys"] = [*options.api_keys, *keys_in(options.api_key_file), *keys_in_environment()]
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return HttpSettings(**given | lists)
+    keys = [*(options.api_keys or ()), *keys_in(options.api_key_file), *keys_in_environment()]
+    return HttpSettings(**{**_given(options, HttpSettings), "api_keys": keys})
 
 
 def keys_in(path: Path | None) -> list[str]:

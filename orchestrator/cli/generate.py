@@ -15,11 +15,12 @@ from outrider.orchestrator.cli import flags, terminal
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.client import BaseClient, Client, Resumed
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.client.dialogue import EMPTY, GenerateRequest, GenerationResult, plural
+from outrider.orchestrator.client.dialogue import EMPTY, GenerationResult, generate_message, plural
 from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.model_files import default_model, find_model, is_here
 from outrider.orchestrator.pairing.tokenizer import Message, ModelText, load_text
 from outrider.protocol.errors import EndpointError, InvalidRequest
+from outrider.protocol.messages import Generate
 
 # A conversation: in a file a JSON list of messages with `role` and `content`. Knows nothing of models.
 
@@ -175,9 +176,7 @@ def add_server_key_flag(add: Callable[..., object]) -> None:
     add("--server-key", metavar="KEY", help=key)
 
 
-def generate(
-    options: argparse.Namespace, request: GenerateRequest, screen: Screen, show_text: bool
-) -> GenerationResult:
+def generate(options: argparse.Namespace, request: Generate, screen: Screen, show_text: bool) -> GenerationResult:
     """Runs one request on the server that the flags name, or on a cluster of its own, after checking all settings."""
     with server(options, screen) as client:
         stream = client.ask(request, lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens"))
@@ -191,17 +190,17 @@ def generate(
         return stream.result
 
 
-def request_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> GenerateRequest:
+def request_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> Generate:
     """Returns the checked request. A conversation is turned into tokens by the model's chat template."""
-    return GenerateRequest(
-        prompt=prompt if isinstance(prompt, str) else model_text(options).tokens(prompt),
-        sampling=flags.sampling_of(options),
-        mode=options.mode or "auto",
-        num_draft_tokens=options.num_draft_tokens,
-        branches=options.branches,
-        chat_template=not options.ignore_chat_template,
-        drafter=options.drafter or "",
-    )
+    given = prompt if isinstance(prompt, str) else model_text(options).tokens(prompt)
+    chosen = {
+        "mode": options.mode or "auto",
+        "num_draft_tokens": options.num_draft_tokens,
+        "branches": options.branches,
+        "chat_template": not options.ignore_chat_template,
+        "drafter": options.drafter or "",
+    }
+    return generate_message("generate", given, flags.sampling_of(options), False, chosen)
 
 
 @contextmanager
@@ -301,7 +300,7 @@ def read_prompt(given: str) -> str:
 
 
 def as_json(
-    result: GenerationResult, request: GenerateRequest, prompt: str | tuple[Message, ...], templated: bool
+    result: GenerationResult, request: Generate, prompt: str | tuple[Message, ...], templated: bool
 ) -> dict[str, Any]:
     """Returns the result under llama.cpp's names, with everything that `verify` needs."""
     sampling = dataclasses.asdict(request.sampling)

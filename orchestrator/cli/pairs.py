@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 
 from outrider.orchestrator.pairing.model_files import DEFAULT, TINY, ModelFiles, embedded_pair, find_model, is_here
 from outrider.orchestrator.pairing.pulled import PULLED, PulledModel
-from outrider.orchestrator.pairing.tokenizer import compare, load_codec
+from outrider.orchestrator.pairing.tokenizer import difference, load_codec, token_texts
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 # Known model pairs: the draft model is of the target's family, has its tokenizer and is much smaller. Other pairs can
 # be used, too; `outrider pairs TARGET DRAFT` checks any two.
 
-BILLION = 10**9
-
-
-@dataclass(frozen=True, slots=True)
-class KnownPair:
-    """Hugging Face ids and parameter counts of both models; `note` is shown beside the pair."""
-
-    target: str
-    target_parameters: float
-    draft: str
-    draft_parameters: float
-    note: str = ""
-
-
-def _pair(target: str, target_b: float, draft: str, draft_b: float, note: str = "") -> KnownPair:
-    return KnownPair(f"mlx-community/{target}", target_b * BILLION, f"mlx-community/{draft}", draft_b * BILLION, note)
-
-
 KNOWN_PAIRS = (
-    _pair("Llama-3.3-70B-Instruct-4bit", 70.6, "Llama-3.2-1B-Instruct-4bit", 1.24, "of the paper's families"),
-    _pair("Meta-Llama-3.1-8B-Instruct-4bit", 8.03, "Llama-3.2-1B-Instruct-4bit", 1.24, "draft large for the target"),
-    _pair("Qwen3-32B-4bit", 32.8, "Qwen3-0.6B-4bit", 0.6, "of the paper's families"),
-    _pair("Qwen3-14B-4bit", 14.8, "Qwen3-0.6B-4bit", 0.6),
-    _pair("Qwen3-8B-4bit", 8.2, "Qwen3-0.6B-4bit", 0.6),
-    _pair("Qwen2.5-32B-Instruct-4bit", 32.8, "Qwen2.5-0.5B-Instruct-4bit", 0.49),
-    _pair("Qwen2.5-Coder-32B-Instruct-4bit", 32.8, "Qwen2.5-Coder-0.5B-Instruct-4bit", 0.49, "code"),
-    _pair("Qwen2.5-Coder-7B-Instruct-4bit", 7.6, "Qwen2.5-Coder-0.5B-Instruct-4bit", 0.49, "code"),
-    _pair("gemma-3-27b-it-4bit", 27.4, "gemma-3-1b-it-4bit", 1.0, "text only"),
-    _pair("Mistral-Large-Instruct-2407-4bit", 123.0, "Mistral-7B-Instruct-v0.3-4bit", 7.25, "needs 80 GB"),
+    ("Llama-3.3-70B-Instruct-4bit", 70.6, "Llama-3.2-1B-Instruct-4bit", 1.24, "of the paper's families"),
+    ("Meta-Llama-3.1-8B-Instruct-4bit", 8.03, "Llama-3.2-1B-Instruct-4bit", 1.24, "draft large for the target"),
+    ("Qwen3-32B-4bit", 32.8, "Qwen3-0.6B-4bit", 0.6, "of the paper's families"),
+    ("Qwen3-14B-4bit", 14.8, "Qwen3-0.6B-4bit", 0.6, ""),
+    ("Qwen3-8B-4bit", 8.2, "Qwen3-0.6B-4bit", 0.6, ""),
+    ("Qwen2.5-32B-Instruct-4bit", 32.8, "Qwen2.5-0.5B-Instruct-4bit", 0.49, ""),
+    ("Qwen2.5-Coder-32B-Instruct-4bit", 32.8, "Qwen2.5-Coder-0.5B-Instruct-4bit", 0.49, "code"),
+    ("Qwen2.5-Coder-7B-Instruct-4bit", 7.6, "Qwen2.5-Coder-0.5B-Instruct-4bit", 0.49, "code"),
+    ("gemma-3-27b-it-4bit", 27.4, "gemma-3-1b-it-4bit", 1.0, "text only"),
+    ("Mistral-Large-Instruct-2407-4bit", 123.0, "Mistral-7B-Instruct-v0.3-4bit", 7.25, "needs 80 GB"),
 )
+"""Target and draft of mlx-community, each with its billions of parameters, and a note."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,12 +39,13 @@ def run(options: argparse.Namespace) -> int:
     if options.draft is None:
         raise InvalidRequest("the draft model is missing; expected a target and a draft model, or neither for a list")
     target, draft = find_model(options.target, weights=False), find_model(options.draft, weights=False)
-    comparison = compare(load_codec(target), load_codec(draft))
+    codecs = load_codec(target), load_codec(draft)
     for line in _facts(target, draft):
         print(line)
-    if comparison.difference:
-        raise ModelError(f"{options.draft} can't draft for {options.target}: {comparison.difference}")
-    print(f"fits: both have the same {comparison.shared} tokens")
+    if differs := difference(*codecs):
+        raise ModelError(f"{options.draft} can't draft for {options.target}: {differs}")
+    shared = set.intersection(*(set(token_texts(codec)) for codec in codecs))
+    print(f"fits: both have the same {len(shared)} tokens")
     return 0
 
 
@@ -89,10 +72,9 @@ def _to_pull(model: PulledModel) -> str:
 def _listing() -> str:
     """Returns two lines for each pair, to fit long ids into 80 columns."""
     lines = [f"{'TARGET':52}SIZES", f"  + {'DRAFT':48}NOTE"]
-    for pair in KNOWN_PAIRS:
-        target_b, draft_b = pair.target_parameters / BILLION, pair.draft_parameters / BILLION
+    for target, target_b, draft, draft_b, note in KNOWN_PAIRS:
         sizes = f"{target_b:g}B / {draft_b:g}B ({target_b / draft_b:.0f}x)"
-        lines += [f"{pair.target:52}{sizes}", f"  + {pair.draft:48}{pair.note}".rstrip()]
+        lines += [f"{f'mlx-community/{target}':52}{sizes}", f"  + {f'mlx-community/{draft}':48}{note}".rstrip()]
     lines += ["", "to pull (outrider pull NAME, --model NAME):", *map(_to_pull, PULLED.values())]
     if is_here(TINY):
         target, draft = embedded_pair()

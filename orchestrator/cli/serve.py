@@ -46,11 +46,10 @@ def run(options: argparse.Namespace) -> int:
     drain = values.whole("drain_timeout", options.drain_timeout, 0, MOST_SECONDS)
     if options.parent_fd is not None:
         return _for_parent(settings, http, socket.socket(fileno=options.parent_fd))
-    board = StatusBoard(Screen())
     in_json = settings.log_format == "json"  # then all that goes to stderr is logged
-    announce_, status = (_log, None) if in_json else (board.announce, board.status)
+    board = StatusBoard(in_json)
     try:
-        unfinished = serve.run(settings, announce_, status=status, http=http, drain_timeout=drain)
+        unfinished = serve.run(settings, board.announce, status=board.status, http=http, drain_timeout=drain)
         if unfinished is not None:
             raise as_error(unfinished.kind, unfinished.message)
     except OutriderError as error:
@@ -61,16 +60,6 @@ def run(options: argparse.Namespace) -> int:
     finally:
         board.clear()
     return 0
-
-
-def _log(announcement: Announcement) -> None:
-    match announcement:
-        case Stage(text=text):
-            log.info("%s", text)
-        case ServerReady(notes=notes):
-            _print(announcement)
-            for note in notes:
-                log.warning("%s", note)
 
 
 def _for_parent(settings: ServeSettings, http: HttpSettings | None, parent: socket.socket) -> int:
@@ -93,24 +82,25 @@ def _print(ready: ServerReady) -> None:
 
 
 class StatusBoard:
-    """Shows a server in a terminal: the stages of its start, its endpoints, a live status line."""
+    """Shows a server in a terminal, or logs: the stages of its start, its endpoints; and a live status line."""
 
-    def __init__(self, screen: Screen) -> None:
-        self._screen = screen
+    def __init__(self, in_json: bool) -> None:
+        self._in_json = in_json
+        self._screen = Screen(live=not in_json)
         self._ready = False
         self._tokens = 0
         self._at = time.monotonic()
 
     def announce(self, announcement: Announcement) -> None:
         match announcement:
-            case Stage(text=text) if not self._ready:
+            case Stage(text=text) if self._in_json or not self._ready:
                 self._screen.show(text)
             case ServerReady(notes=notes):
                 self._ready = True
                 self._screen.clear()
                 _print(announcement)
                 for note in notes:
-                    say(f"Note: {note}")
+                    log.warning("%s", note) if self._in_json else say(f"Note: {note}")
 
     def status(self, front: Front) -> None:
         """Updates the status line, in a terminal only."""

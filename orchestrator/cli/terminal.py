@@ -39,8 +39,8 @@ def say(text: str, end: str = "\n") -> None:
 class Screen:
     """Shows progress on stderr. Call `clear` before printing to stdout, so that no half line stays before the text."""
 
-    def __init__(self) -> None:
-        self.live = sys.stderr.isatty()
+    def __init__(self, live: bool = True) -> None:
+        self.live = live and sys.stderr.isatty()
         self._shown = ""
 
     def show(self, text: str) -> None:

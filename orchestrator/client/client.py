@@ -21,6 +21,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Never, Self, TypeVar, Unpack
 
 import zmq
@@ -30,9 +31,9 @@ from outrider.orchestrator.client.dialogue import (
     Chunk,
     Dialogue,
     GenerateFields,
-    GenerateRequest,
     GenerationResult,
     Prompt,
+    generate_message,
 )
 from outrider.protocol import values
 from outrider.protocol.codec import decode, encode
@@ -47,7 +48,7 @@ from outrider.protocol.errors import (
     WorkerError,
 )
 from outrider.protocol.keys import ClientKeys
-from outrider.protocol.messages import Message, Stats, StatsQuery
+from outrider.protocol.messages import Generate, Message, Stats, StatsQuery
 from outrider.protocol.sampling import SamplingParams
 
 ASK_AFTER_SECONDS = 1.0
@@ -59,6 +60,7 @@ S = TypeVar("S")
 C = TypeVar("C")
 
 
+@dataclass
 class Patience:
     """Distinguishes a busy server from a lost one: queries it after a silence, and gives up `seconds` later.
 
@@ -66,24 +68,19 @@ class Patience:
         EndpointError: no server is at the endpoint.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        seconds: float,
-        alive: Callable[[], None] | None = None,
-        keys: ClientKeys | None = None,
-    ) -> None:
-        self._endpoint = endpoint
-        self._keys = keys
-        self._seconds = seconds
-        self._alive = alive
+    endpoint: str
+    seconds: float
+    alive: Callable[[], None] | None = None
+    keys: ClientKeys | None = None
+
+    def __post_init__(self) -> None:
         self.on_message()
         self._look()
 
     @property
     def poll_ms(self) -> int:
         """How long to wait for a message before `on_silence` is called."""
-        return max(int(1000 * min(ASK_AFTER_SECONDS, self._seconds / 2)), 1)
+        return max(int(1000 * min(ASK_AFTER_SECONDS, self.seconds / 2)), 1)
 
     def on_message(self) -> None:
         """Resets the count of unanswered queries."""
@@ -98,20 +95,20 @@ class Patience:
             OutriderError: raised by `alive`, since the server has ended.
         """
         self._look()
-        if self._asked == 1 and self._endpoint.startswith("tcp:"):
+        if self._asked == 1 and self.endpoint.startswith("tcp:"):
             with suppress(EndpointError):  # the server may only be suspended; unanswered queries are counted below
-                probe(self._endpoint, self._keys)
+                probe(self.endpoint, self.keys)
         self._asked += 1  # counted, not timed: while this process is suspended it asks nothing and misses no answer
-        if (self._asked - 1) * self.poll_ms > 1000 * self._seconds:
+        if (self._asked - 1) * self.poll_ms > 1000 * self.seconds:
             raise EndpointError(
-                f"nothing answers at {self._endpoint} for {self._seconds:g} s; expected a running `outrider serve`"
+                f"nothing answers at {self.endpoint} for {self.seconds:g} s; expected a running `outrider serve`"
             )
         return StatsQuery(f"s{os.urandom(8).hex()}", about)
 
     def _look(self) -> None:
-        if self._alive is not None:
-            self._alive()
-        require_server(self._endpoint)
+        if self.alive is not None:
+            self.alive()
+        require_server(self.endpoint)
 
 
 class StreamClient(ABC, Generic[S]):
@@ -152,10 +149,10 @@ class StreamClient(ABC, Generic[S]):
         sampling: SamplingParams | None,
         options: Mapping[str, Any],
         rounds: bool = False,
-    ) -> GenerateRequest:
-        return GenerateRequest.of(f"{type(self).__name__}.{method}", prompt, sampling, rounds, options)
+    ) -> Generate:
+        return generate_message(f"{type(self).__name__}.{method}", prompt, sampling, rounds, options)
 
-    def ask(self, request: GenerateRequest, progress: Callable[[int, int], None] | None = None) -> S:
+    def ask(self, request: Generate, progress: Callable[[int, int], None] | None = None) -> S:
         """Streams the completion of a checked request.
 
         Raises:

@@ -2,8 +2,8 @@
 
 `Client` and `AsyncClient` differ only in how they wait; everything else is here. Knows nothing of sockets.
 
-`GenerateRequest`: the keywords of `generate` and `stream` as a checked record. `Chunk` and `GenerationResult`: what a
-client receives while a text grows, and at its end. `Dialogue`: the exchange of messages.
+`generate_message`: checks the keywords of `generate` and `stream`. `Chunk` and `GenerationResult`: what a client
+receives while a text grows, and at its end. `Dialogue`: the exchange of messages.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -55,68 +55,45 @@ class GenerateFields(SamplingFields, GenerateOptions, total=False):
     """The keywords of `generate` and `stream`."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """A prompt and its options, checked on creation.
+def _client_name(name: str, value: object) -> str:
+    text = values.text(name, value)
+    if len(text) > MAX_CLIENT:
+        raise InvalidRequest(f"{name} has {len(text)} characters; expected at most {MAX_CLIENT}")
+    return text
+
+
+CHECKS: dict[str, values.Check] = {
+    **dict.fromkeys(("mode", "num_draft_tokens", "branches"), check_setting),
+    **dict.fromkeys(("chat_template", "origins", "rounds"), values.flag),
+    "drafter": values.text,
+    "client": _client_name,
+}
+"""The check of each option, and of `rounds`."""
+_MAY_BE_NONE = ("num_draft_tokens", "branches")
+
+
+def generate_message(
+    function: str, prompt: Prompt, sampling: SamplingParams | None, rounds: bool, options: Mapping[str, Any]
+) -> Generate:
+    """Returns the message that starts the request of a call; an option overrides the same field of `sampling`.
 
     Raises:
         InvalidRequest: a value is of a wrong type or out of range.
+        TypeError: an option is unknown; the message names `function`.
     """
-
-    prompt: Prompt
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    mode: str = "auto"
-    num_draft_tokens: int | None = None
-    branches: int | None = None
-    chat_template: bool = True
-    origins: bool = False
-    rounds: bool = False
-    drafter: str = ""
-    client: str = ""
-
-    def __post_init__(self) -> None:
-        self._keep("prompt", _as_text(self.prompt) if isinstance(self.prompt, str) else _as_tokens(self.prompt))
-        if not isinstance(self.sampling, SamplingParams):
-            raise InvalidRequest(f"sampling is {self.sampling!r}; expected SamplingParams(...)")
-        self._keep("mode", check_setting("mode", self.mode))
-        for name in ("num_draft_tokens", "branches"):
-            if getattr(self, name) is not None:
-                self._keep(name, check_setting(name, getattr(self, name)))
-        for name in ("chat_template", "origins", "rounds"):
-            self._keep(name, values.flag(name, getattr(self, name)))
-        for name in ("drafter", "client"):
-            self._keep(name, values.text(name, getattr(self, name)))
-        if len(self.client) > MAX_CLIENT:
-            raise InvalidRequest(f"client has {len(self.client)} characters; expected at most {MAX_CLIENT}")
-
-    @classmethod
-    def of(
-        cls, function: str, prompt: Prompt, sampling: SamplingParams | None, rounds: bool, options: Mapping[str, Any]
-    ) -> GenerateRequest:
-        """Returns the request of a call; an option overrides the same field of `sampling`.
-
-        Raises:
-            TypeError: an option is unknown; the message names `function`.
-        """
-        chosen = {name: value for name, value in options.items() if name in GenerateOptions.__annotations__}
-        others = {name: value for name, value in options.items() if name not in chosen}
-        if not others.keys() <= SamplingFields.__annotations__.keys():
-            raise values.unknown_keyword(function, others, (*GenerateFields.__annotations__, "sampling"))
-        sampling = SamplingParams() if sampling is None else sampling
-        if others and isinstance(sampling, SamplingParams):
-            sampling = sampling.changed(**others)
-        return cls(prompt, sampling, rounds=rounds, **chosen)
-
-    def _keep(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the record is frozen after creation
-
-    def message(self, request: str) -> Generate:
-        """Returns the message that starts this request on a server."""
-        options: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        prompt = options.pop("prompt")
-        if isinstance(prompt, str):
-            return Generate(request, prompt=prompt, tokens=None, **options)
-        return Generate(request, prompt=None, tokens=np.asarray(prompt, np.int32), **options)
+    if not options.keys() <= GenerateFields.__annotations__.keys():
+        raise values.unknown_keyword(function, options, (*GenerateFields.__annotations__, "sampling"))
+    text, tokens = (_as_text(prompt), None) if isinstance(prompt, str) else (None, _as_tokens(prompt))
+    sampling = SamplingParams() if sampling is None else sampling
+    if not isinstance(sampling, SamplingParams):
+        raise InvalidRequest(f"sampling is {sampling!r}; expected SamplingParams(...)")
+    sampling = sampling.changed(**{name: value for name, value in options.items() if name not in CHECKS})
+    chosen: dict[str, Any] = {
+        name: None if value is None and name in _MAY_BE_NONE else CHECKS[name](name, value)
+        for name, value in (*options.items(), ("rounds", rounds))
+        if name in CHECKS
+    }
+    return Generate(f"q{os.urandom(8).hex()}", text, tokens, sampling, **chosen)
 
 
 def _as_text(prompt: str) -> str:
@@ -257,11 +234,9 @@ class Dialogue:
     `sources`: how many servers may continue the text, in turn; 1: the next server at the same endpoint; 0: none.
     """
 
-    def __init__(
-        self, request: GenerateRequest, progress: Callable[[int, int], None] | None = None, sources: int = 0
-    ) -> None:
-        self.request = f"q{os.urandom(8).hex()}"
-        self.opening = request.message(self.request)
+    def __init__(self, opening: Generate, progress: Callable[[int, int], None] | None = None, sources: int = 0) -> None:
+        self.request = opening.request
+        self.opening = opening
         self.over = False
         self.was_sent = False
         self.is_closed = False

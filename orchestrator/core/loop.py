@@ -91,7 +91,7 @@ class Core:
         poller = zmq.Poller()
         poller.register(self.pool.socket, zmq.POLLIN)
         poller.register(self._inbox.wake, zmq.POLLIN)
-        poller.register(self.pool.limiter.monitor, zmq.POLLIN)
+        poller.register(self.pool.router.monitor, zmq.POLLIN)
         if self.pool.exits is not None:
             poller.register(self.pool.exits, zmq.POLLIN)
         try:
@@ -99,8 +99,8 @@ class Core:
             going = True
             while going:
                 ready = dict(poller.poll(self._timeout_ms()))
-                if self.pool.limiter.monitor in ready:
-                    self.pool.limiter.watch()
+                if self.pool.router.monitor in ready:
+                    self.pool.router.watch()
                 self._receive_workers()
                 going = self._receive_front()
                 self._check_workers()

@@ -124,8 +124,8 @@ class WorkerPool:
         self.news = False
         self.rejected = 0
         self.seconds_a_ping = settings.worker_timeout / SILENT
-        self._router = WorkerRouter(context, self.endpoint)
-        self.socket, self.limiter = self._router.socket, self._router.limiter
+        self.router = WorkerRouter(context, self.endpoint)
+        self.socket = self.router.socket
         if settings.workers_endpoint is not None:
             self._bind_for_joining(settings, settings.workers_endpoint)
         self._supervisor = Supervisor(self._registry, settings, self.endpoint, run_dir, self.seconds_a_ping)
@@ -154,7 +154,7 @@ class WorkerPool:
             return
         worker.invalid[kind] += 1
         self.news = True
-        self._router.warn("%s sent %s", worker, INVALID[kind])
+        self.router.warn("%s sent %s", worker, INVALID[kind])
         if worker.invalid.total() >= MOST_INVALID and worker.role == "draft":
             counts = ", ".join(f"{INVALID[kind]} ({count})" for kind, count in sorted(worker.invalid.items()))
             why = f"{worker} sent invalid messages: {counts}; disconnected"
@@ -232,7 +232,7 @@ class WorkerPool:
         for name, messages in self._outgoing.items():
             worker = self._registry.named(name)
             if worker is not None and worker.entered:
-                self._router.send(routing_id(worker.incarnation), *messages)
+                self.router.send(routing_id(worker.incarnation), *messages)
         self._outgoing.clear()
 
     def flush_and_yield(self) -> None:
@@ -242,7 +242,7 @@ class WorkerPool:
 
     def receive(self) -> Iterator[tuple[str, Message]]:
         """Yields (worker name, message) for the messages about requests; handles the others; never blocks."""
-        for first, frames in self._router.arrived():
+        for first, frames in self.router.arrived():
             identity = first.bytes
             if self._registry.is_unauthorized(identity, first):
                 self.rejected += 1
@@ -280,7 +280,7 @@ class WorkerPool:
             if worker.key and not self._registry.may_stay(worker.role, worker.key):
                 worker.unwelcome = NOT_ALLOWED
             if worker.entered:
-                self._router.send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
+                self.router.send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
 
     def _on_pong(self, worker: Worker, pong: Pong) -> None:
         is_newest = pong.serial == self._ping_serial
@@ -301,7 +301,7 @@ class WorkerPool:
         for loss in losses:
             self.news = True
             if loss.gone:
-                self._router.send(routing_id(loss.worker.incarnation), Shutdown(loss.why))
+                self.router.send(routing_id(loss.worker.incarnation), Shutdown(loss.why))
         if losses:
             self._share_memory()
         return losses
@@ -310,16 +310,16 @@ class WorkerPool:
         """Ends the workers, then closes the socket."""
         self.flush()
         for worker in self._registry.all():
-            self._router.send(routing_id(worker.incarnation), Shutdown())
+            self.router.send(routing_id(worker.incarnation), Shutdown())
         self._supervisor.close()
-        self.limiter.close()
+        self.router.close()
 
     def _bind_for_joining(self, settings: ServeSettings, endpoint: str) -> None:
         """Binds the endpoint for workers of other machines."""
         keys = self._registry.keys if settings.asks_for_keys(endpoint) else None
         if keys is not None:
             endpoints.prepare(self.socket)
-        self.joining_endpoint = self.limiter.open(endpoint, MAX_CONNECTIONS, keys).endpoint
+        self.joining_endpoint = self.router.open(endpoint, MAX_CONNECTIONS, keys).endpoint
 
     def _hello(self, identity: bytes, hello: Hello, key: str) -> None:
         """Admits a worker that is ready, spawned or joining, or refuses it. A repeated HELLO changes nothing."""
@@ -330,8 +330,8 @@ class WorkerPool:
         why = self._registry.refusal(identity, hello, key) if worker is None else worker.other_model(hello)
         if why is not None:
             self.rejected += 1
-            self._router.warn("refused %r, a %s worker: %s", hello.name[:MAX_NAME], hello.role, why)
-            self._router.send(identity, Shutdown(why))
+            self.router.warn("refused %r, a %s worker: %s", hello.name[:MAX_NAME], hello.role, why)
+            self.router.send(identity, Shutdown(why))
             if worker is not None:
                 worker.fault = why  # it will end, and `losses` will report it
             return
@@ -339,7 +339,7 @@ class WorkerPool:
         worker.hello, worker.state, worker.fault, worker.heartbeat = hello, "ready", "", Heartbeat()
         worker.entered_ns = clock.now()
         self._arrived.append(worker)
-        self._router.send(identity, Welcome(worker.name, round(1000 * self.seconds_a_ping)))
+        self.router.send(identity, Welcome(worker.name, round(1000 * self.seconds_a_ping)))
         self._share_memory()
         self.news = True
         self._dismiss_misfits()
@@ -362,7 +362,7 @@ class WorkerPool:
             share = budget.share(worker.hello.kv, self.target_context) if worker.hello is not None else 0
             if worker.entered and share != worker.kv_limit:
                 worker.kv_limit = share
-                self._router.send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
+                self.router.send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
 
     def _within_rate(self, identity: bytes, frames: Sequence[bytes]) -> bool:
         """Whether the sender is within its rate; messages over it are not decoded."""
@@ -376,7 +376,7 @@ class WorkerPool:
         if worker is not None:
             self.record_invalid(worker.name, "flood")
         elif allowance.is_first(identity):
-            self._router.warn(
+            self.router.warn(
                 "an unknown peer sends too many messages to the workers' socket; dropping more than %d a second",
                 STRANGERS.a_second,
             )
@@ -392,5 +392,5 @@ class WorkerPool:
             if worker is not None:
                 self.record_invalid(worker.name, "frame")
             elif isinstance(error, VersionMismatch):
-                self._router.send(identity, Shutdown(str(error)))  # its header shows that the versions differ
+                self.router.send(identity, Shutdown(str(error)))  # its header shows that the versions differ
             return []

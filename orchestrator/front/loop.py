@@ -118,11 +118,11 @@ class Front:
     def run(self) -> None:
         """Runs until `FrontOrder.END` comes."""
         poller = zmq.Poller()
-        for socket in (self._clients.socket, self._clients.limiter.monitor, self._events.wake, self._orders.wake):
+        for socket in (self._clients.socket, self._clients.monitor, self._events.wake, self._orders.wake):
             poller.register(socket, zmq.POLLIN)
         while True:
-            if self._clients.limiter.monitor in dict(poller.poll()):
-                self._clients.limiter.watch()
+            if self._clients.monitor in dict(poller.poll()):
+                self._clients.watch()
             orders = list(self._orders.take())
             if FrontOrder.END in orders:
                 break
@@ -209,7 +209,7 @@ class Front:
             raise ServerBusy(
                 f"{settings.max_waiting} requests are already waiting, the maximum (max_waiting); try again later"
             )
-        if self._clients.limiter.crowded:
+        if self._clients.crowded:
             raise ServerBusy(
                 "the server has almost reached its connection limit; close idle connections, or try again later"
             )

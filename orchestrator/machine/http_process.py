@@ -145,7 +145,7 @@ class HttpProcess:
         os.close(shared)
         if self._process.stdin is not None:
             order = replace(self._order, log_fd=shared)
-            os.write(self._process.stdin.fileno(), order.to_json().encode() + b"\n")
+            os.write(self._process.stdin.fileno(), order.to_json() + b"\n")
 
 
 def large_pages() -> dict[str, str]:

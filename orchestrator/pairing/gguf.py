@@ -4,8 +4,8 @@
 used, so a truncated or foreign file ends in an error of one sentence. Knows the container and its block types; knows
 no architecture and no tokenizer.
 
-`Grid`: blocks in MLX's form: levels, scales and biases in groups of 32, w = scale q + bias. Q4_0, Q4_1, Q5_0, Q5_1 and
-Q8_0 keep their exact numbers. Q4_K and Q5_K keep their levels; the scale and minimum of a group, products of two
+`Parts`: a tensor in MLX's form: levels, scales and biases in groups of 32, w = scale q + bias. Q4_0, Q4_1, Q5_0, Q5_1
+and Q8_0 keep their exact numbers. Q4_K and Q5_K keep their levels; the scale and minimum of a group, products of two
 numbers in the file, are rounded to half precision. Other block types have no such form (groups of 16, curves): they are
 quantised again, with two bits more than they had, or kept in half precision.
 """
@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+import ml_dtypes  # noqa: F401  (gives numpy the dtype bfloat16)
 import numpy as np
 from numpy.typing import NDArray
 
@@ -243,21 +244,8 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Rows of quantised weights. `levels`: one byte per weight; `scales`, `biases`: one float16 per group."""
-
-    levels: Bytes
-    scales: NDArray[np.float16]
-    biases: NDArray[np.float16]
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A tensor as it is stored: `parts` by their suffix; `bits`: None if it is not quantised."""
-
-    parts: dict[str, NDArray[Any]]
-    bits: int | None = None
+Parts: TypeAlias = "dict[str, NDArray[Any]]"
+"""A tensor as MLX stores it: `weight`; if it is quantised, packed, and `scales` and `biases`, a float16 per group."""
 
 
 def bits_of(kind: str, keep_precision: bool) -> int | None:
@@ -267,29 +255,22 @@ def bits_of(kind: str, keep_precision: bool) -> int | None:
     return None if keep_precision or kind in PLAIN else _ANEW.get(kind)
 
 
-def convert(file: GgufFile, name: str, bits: int | None, dtype: str) -> Matrix:
+def convert(file: GgufFile, name: str, bits: int | None, dtype: str) -> Parts:
     """Converts a tensor of one or two dimensions to `bits`; None: to `dtype` ("float16", "bfloat16" or "float32").
 
     Raises:
         ModelError: its type can't be read, or it holds numbers beyond half precision.
     """
     place = file.tensors[name]
-    kind, raw = place.kind, file.bytes_of(name)
+    pieces = _pieces(file.bytes_of(name), place.shape)
     if bits is None or len(place.shape) == 1:
-        dense = np.concatenate([in_dtype(_dense(file, name, kind, rows), dtype) for rows in _pieces(raw, place.shape)])
-        return Matrix({"weight": dense.reshape(place.shape)})
-    grids = [_grid(file, name, kind, rows, bits) for rows in _pieces(raw, place.shape)]
-    return Matrix(
-        {
-            "weight": np.concatenate([packed(grid.levels, bits) for grid in grids]),
-            "scales": np.concatenate([grid.scales for grid in grids]),
-            "biases": np.concatenate([grid.biases for grid in grids]),
-        },
-        bits,
-    )
+        dense = np.concatenate([_dense(file, name, place.kind, rows).astype(dtype) for rows in pieces])
+        return {"weight": dense.reshape(place.shape)}
+    quantised = [_quantised(file, name, place.kind, rows, bits) for rows in pieces]
+    return {part: np.concatenate([piece[part] for piece in quantised]) for part in quantised[0]}
 
 
-def packed(levels: Bytes, bits: int) -> NDArray[np.uint32]:
+def _packed(levels: Bytes, bits: int) -> NDArray[np.uint32]:
     """Packs levels in `bits` bits each, lowest bits first, as MLX does."""
     if bits == 8:
         return levels.view(np.uint32)
@@ -299,22 +280,15 @@ def packed(levels: Bytes, bits: int) -> NDArray[np.uint32]:
     return np.packbits(single.reshape(len(levels), -1), axis=-1, bitorder="little").view(np.uint32)
 
 
-def anew(weights: Floats, bits: int) -> Grid:
+def anew(weights: Floats, bits: int) -> Parts:
     """Quantises weights on an even grid from the least to the greatest weight of each group."""
     groups = weights.reshape(len(weights), -1, GROUP)
     biases = groups.min(-1).astype(np.float16)
     scales = ((groups.max(-1) - biases.astype(np.float32)) / (2**bits - 1)).astype(np.float16)
     step, least = scales.astype(np.float32)[..., None], biases.astype(np.float32)[..., None]
     levels = np.divide(groups - least, step, out=np.zeros_like(groups), where=step > 0)
-    return Grid(np.clip(np.rint(levels), 0, 2**bits - 1).astype(np.uint8).reshape(weights.shape), scales, biases)
-
-
-def in_dtype(weights: Floats, dtype: str) -> NDArray[Any]:
-    """Rounds weights to nearest in `dtype`; bfloat16, which numpy lacks, is returned as its bits in uint16."""
-    if dtype != "bfloat16":
-        return weights.astype(dtype)
-    bits = np.ascontiguousarray(weights, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    levels = np.clip(np.rint(levels), 0, 2**bits - 1).astype(np.uint8)
+    return {"weight": _packed(levels.reshape(weights.shape), bits), "scales": scales, "biases": biases}
 
 
 def _pieces(raw: Bytes, shape: tuple[int, ...]) -> Iterator[Bytes]:
@@ -340,7 +314,7 @@ def _dense(file: GgufFile, name: str, kind: str, rows: Bytes) -> Floats:
         ) from None
 
 
-def _grid(file: GgufFile, name: str, kind: str, rows: Bytes, bits: int) -> Grid:
+def _quantised(file: GgufFile, name: str, kind: str, rows: Bytes, bits: int) -> Parts:
     if kind not in _GRIDS:
         return anew(_dense(file, name, kind, rows), bits)
     width = _GRIDS[kind][1]
@@ -349,7 +323,7 @@ def _grid(file: GgufFile, name: str, kind: str, rows: Bytes, bits: int) -> Grid:
         halves = [part.astype(np.float16).reshape(len(rows), -1) for part in (scales, biases)]
     if not all(np.isfinite(part).all() for part in halves):
         raise ModelError(f"{file.path}: the tensor {name} holds numbers beyond half precision; download the file again")
-    return Grid(levels.reshape(len(rows), -1), *halves)
+    return {"weight": _packed(levels.reshape(len(rows), -1), bits), "scales": halves[0], "biases": halves[1]}
 
 
 _Unpacked = tuple[Bytes, Floats, Floats]

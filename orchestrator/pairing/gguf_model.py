@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,15 +16,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save
 
 from outrider.orchestrator.pairing import gguf, gguf_tokenizer
-from outrider.orchestrator.pairing.gguf import GROUP, PLAIN, GgufFile, Matrix
+from outrider.orchestrator.pairing.gguf import GROUP, PLAIN, GgufFile
 from outrider.protocol.errors import ModelError
 
 SHARD = 2**29
 """Bytes of weights per file; the conversion holds about twice as many in memory."""
-_SAFE_NAMES = {"uint32": "U32", "uint16": "BF16", "float16": "F16", "float32": "F32"}
-"""safetensors' names of numpy's types; uint16 holds the bits of bfloat16, and nothing else here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +96,9 @@ def write_model(file: GgufFile, folder: Path, keep_precision: bool = False) -> N
         if len(file.tensors[old].shape) > 1 and (width := gguf.bits_of(file.tensors[old].kind, keep_precision))
     }
     config = _config(file, known, dtype) | _quantization(bits)
-    tokenizer = gguf_tokenizer.read_tokenizer(file, config["vocab_size"])
-    config |= tokenizer.ids
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", tokenizer.ids)
-    _write_json(folder / "tokenizer_config.json", tokenizer.config)
-    tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
+    ids = gguf_tokenizer.write_tokenizer(file, folder, config["vocab_size"])
+    _write_json(folder / "config.json", config | ids)
+    _write_json(folder / "generation_config.json", ids)
     _write_weights(folder, _converted(file, known, names, bits, dtype))
 
 
@@ -164,11 +159,11 @@ def _converted(
             raise ModelError(f"{file.path}: the tensor {old} has {len(place.shape)} dimensions; expected 1 or 2")
         of_norm = old.endswith("norm.weight")
         if of_norm and known.norms_plus_one:
-            norm = gguf.convert(file, old, None, "float32").parts["weight"] - np.float32(1)
-            matrix = Matrix({"weight": gguf.in_dtype(norm, dtype)})
+            norm = gguf.convert(file, old, None, "float32")["weight"] - np.float32(1)
+            parts = {"weight": norm.astype(dtype)}
         else:
-            matrix = gguf.convert(file, old, bits.get(new), dtype)
-        for suffix, part in matrix.parts.items():
+            parts = gguf.convert(file, old, bits.get(new), dtype)
+        for suffix, part in parts.items():
             if known.permuted and (".attn_q." in old or ".attn_k." in old):
                 part = _unpermuted(file, old, part, heads if ".attn_q." in old else kv_heads)
             yield new if suffix == "weight" else f"{new.removesuffix('weight')}{suffix}", part
@@ -313,14 +308,14 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, NDArray[Any]]]) ->
     for name, tensor in tensors:
         if waiting and held + tensor.nbytes > SHARD:
             shards += 1
-            _write_shard(folder / f"model-{shards}.safetensors", waiting)
+            (folder / f"model-{shards}.safetensors").write_bytes(save(waiting, {"format": "mlx"}))
             waiting, held = {}, 0
         waiting[name] = tensor
         places[name] = shards + 1
         held += tensor.nbytes
         total += tensor.nbytes
     shards += 1
-    _write_shard(folder / f"model-{shards}.safetensors", waiting)
+    (folder / f"model-{shards}.safetensors").write_bytes(save(waiting, {"format": "mlx"}))
     if shards == 1:
         (folder / "model-1.safetensors").rename(folder / "model.safetensors")
         return
@@ -329,21 +324,6 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, NDArray[Any]]]) ->
         (folder / f"model-{shard}.safetensors").rename(folder / file)
     index = {"metadata": {"total_size": total}, "weight_map": {name: files[shard] for name, shard in places.items()}}
     _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _write_shard(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Writes a safetensors file. The library writes only numpy's types, which lack bfloat16."""
-    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
-    end = 0
-    for name, tensor in tensors.items():
-        place = [end, end := end + tensor.nbytes]
-        header[name] = {"dtype": _SAFE_NAMES[tensor.dtype.name], "shape": tensor.shape, "data_offsets": place}
-    described = json.dumps(header).encode()
-    described += b" " * (-len(described) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(described)) + described)
-        for tensor in tensors.values():
-            file.write(np.ascontiguousarray(tensor).data)
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:

@@ -6,8 +6,9 @@ Two kinds: byte-level BPE ("gpt2"), with merges and the name of the pre-tokenize
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -46,17 +47,10 @@ _ENDS = frozenset({
 _SPACE = "\u2581"
 
 
-@dataclass(frozen=True, slots=True)
-class ReadTokenizer:
-    """`config`: the contents of tokenizer_config.json; `ids`: token ids for config.json and generation_config.json."""
+def write_tokenizer(file: GgufFile, folder: Path, vocabulary: int) -> dict[str, int | list[int]]:
+    """Writes tokenizer.json and tokenizer_config.json; returns the ids for config.json and generation_config.json.
 
-    tokenizer: Tokenizer
-    config: dict[str, Any]
-    ids: dict[str, int | list[int]]
-
-
-def read_tokenizer(file: GgufFile, vocabulary: int) -> ReadTokenizer:
-    """Reads the tokenizer. `vocabulary`: the number of the model's embeddings.
+    `vocabulary`: the number of the model's embeddings.
 
     Raises:
         ModelError: the tokenizer is of another kind or incomplete.
@@ -77,7 +71,10 @@ def read_tokenizer(file: GgufFile, vocabulary: int) -> ReadTokenizer:
     tokenizer.add_tokens(_added(tokenizer, tokens, typed, _USER_DEFINED))
     special = _special(file, tokens)
     _surround(file, tokenizer, special, kind)
-    return ReadTokenizer(tokenizer, _config(file, tokens, special), _ids(tokens, typed, special))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.dumps(_config(file, tokens, special), indent=1, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
+    return _ids(tokens, typed, special)
 
 
 def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:

@@ -42,7 +42,7 @@ _WEIGHTS = ("model*.safetensors",)
 _CODE = ("*.py",)
 _EXPECTED = "expected a model's folder, a GGUF file or a Hugging Face id such as org/name"
 _INSTEAD = "using the tiny test model (--model tiny) instead, whose answers make little sense"
-_CONVERSION = 1
+_CONVERSION = 2
 """The version of the conversion; increased when it writes other files from the same GGUF file."""
 
 
@@ -71,10 +71,10 @@ def find_model(name: str, weights: bool = True, keep_precision: bool = False) ->
     if name == TINY:
         return _described(name, Path(embedded_pair()[0]), weights)
     if name in PULLED:
-        return _described(name, _from_gguf(pull(PULLED[name]), keep_precision), weights)
+        return _described(name, _from_gguf(pull(PULLED[name]), keep_precision, PULLED[name].sha256), weights)
     path = Path(name).expanduser()
     if is_gguf(path):
-        return _described(name, _from_gguf(path, keep_precision), weights)
+        return _described(name, _from_gguf(path, keep_precision, content_hash(path)), weights)
     folder = path if path.exists() else _from_hub(name, weights)
     return _described(name, folder, weights)
 
@@ -162,7 +162,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _from_gguf(path: Path, keep_precision: bool) -> Path:
+def _from_gguf(path: Path, keep_precision: bool, sha256: str) -> Path:
     form = f"{'half' if keep_precision else 'mlx'}{_CONVERSION}"
 
     def convert(folder: Path) -> None:
@@ -171,7 +171,7 @@ def _from_gguf(path: Path, keep_precision: bool) -> Path:
 
         write_model(read_gguf(path), folder, keep_precision)
 
-    return made_once(f"gguf/{content_hash(path)[:24]}-{form}", convert)
+    return made_once(f"gguf/{sha256[:24]}-{form}", convert)
 
 
 def _described(name: str, folder: Path, weights: bool) -> ModelFiles:

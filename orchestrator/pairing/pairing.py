@@ -56,25 +56,20 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
         Profile.read(settings.simulate)
     model, note = default_model() if settings.model is None else (settings.model, None)
     notes = () if note is None else (note,)
-    names = (model, settings.draft_model)
-    if settings.draft_model is None:
-        names = (model, _default_draft(settings, model))
-    if names[1] is None and settings.draft_backend in ("mlx", "auto"):
+    draft = _default_draft(settings, model) if settings.draft_model is None else settings.draft_model
+    if draft is None and settings.draft_backend in ("mlx", "auto"):
         if settings.colocate:
             raise ModelError(f"no draft model comes with {model}; expected --draft-model with --colocate")
         settings = replace(settings, draft_backend="ngram")
         if not settings.head and model not in PULLED:
             note = "there is no draft model (--draft-model), so drafts come only from n-grams of the text"
             notes = (*notes, note)
-    if not settings.needs_draft_model:
-        names = (names[0], None)
-    target_files = find_model(names[0] or "", not settings.await_target, settings.gguf_keep_precision)
-    draft_files = None
-    if names[1] is not None and settings.draft_backend != "replay":
-        settings = _resolve_backend(settings, names[1], target_files)
-        keep = settings.gguf_keep_precision
+    keep = settings.gguf_keep_precision
+    target_files, draft_files = find_model(model, not settings.await_target, keep), None
+    if draft is not None and settings.needs_draft_model and settings.draft_backend != "replay":
+        settings = _resolve_backend(settings, draft, target_files)
         is_mtp = settings.draft_backend == "mtp"
-        draft_files = find_own_head(names[1]) if is_mtp else find_model(names[1], keep_precision=keep)
+        draft_files = find_own_head(draft) if is_mtp else find_model(draft, keep_precision=keep)
         if settings.drafts_by_head:  # a head has the target's tokens and context, whatever its config says
             draft_files = replace(draft_files, vocab_size=None, context_length=None)
     if settings.replay is not None and not settings.replay.is_file():

@@ -7,7 +7,7 @@ tokenizer.json. Knows a model's folder; knows nothing of requests, sockets and r
 tokenizers library needs the whole text: it turns a run of byte tokens into U+FFFD while one character in it is
 incomplete, and drops a space at the beginning.
 
-`VocabularyComparison`: whether each token has the same text in two models, as a draft model needs. The way in which
+`difference`: whether each token has the same text in two models, as a draft model needs. The way in which
 text is split makes no difference (only the target's tokenizer splits text), nor does padding: embedding rows beyond the
 last token, and tokens that are reserved or unused by name.
 
@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -194,38 +194,27 @@ _BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 _FILLER = re.compile(r"reserved|unused|placeholder|dummy|extra_\d|extra_id|^\W*control_\d|^\W*pad\W*$", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class VocabularyComparison:
-    """How two vocabularies compare: the number of tokens in both, and a description of the difference, or ""."""
-
-    shared: int
-    difference: str
-
-
-def compare(target: TextCodec, draft: TextCodec) -> VocabularyComparison:
-    """Compares the text of each token id in both models."""
-    ours, theirs = _by_id(target), _by_id(draft)
+def difference(target: TextCodec, draft: TextCodec) -> str:
+    """Describes how the texts of the token ids differ in two models; empty if they do not."""
+    ours, theirs = token_texts(target), token_texts(draft)
     shared = ours.keys() & theirs.keys()
     unlike = sorted(i for i in shared if ours[i] != theirs[i] and not (_is_filler(ours[i]) or _is_filler(theirs[i])))
     if unlike:
         samples = ", ".join(f"{i} is {ours[i]!r} and {theirs[i]!r}" for i in unlike[:SAMPLES])
-        return VocabularyComparison(len(shared), f"{len(unlike)} of {len(shared)} tokens differ, such as {samples}")
+        return f"{len(unlike)} of {len(shared)} tokens differ, such as {samples}"
     for one, other, owner in ((ours, theirs, "the target's"), (theirs, ours, "the draft's")):
         alone = sorted(i for i in one.keys() - other.keys() if not _is_filler(one[i]))
         if alone:
             samples = ", ".join(f"{i} ({one[i]!r})" for i in alone[:SAMPLES])
-            return VocabularyComparison(
-                len(shared), f"{len(alone)} tokens are only in {owner} vocabulary, such as {samples}"
-            )
-    return VocabularyComparison(len(shared), "")
+            return f"{len(alone)} tokens are only in {owner} vocabulary, such as {samples}"
+    return ""
 
 
 def require_same(target: TextCodec, draft: TextCodec) -> None:
     """Checks that the draft model has the target's vocabulary. Raises ModelError, which says how they differ."""
-    difference = compare(target, draft).difference
-    if difference:
+    if differs := difference(target, draft):
         raise ModelError(
-            f"the vocabularies of {target.model.name} and {draft.model.name} differ: {difference};"
+            f"the vocabularies of {target.model.name} and {draft.model.name} differ: {differs};"
             " use a draft model of the target's family (`outrider pairs` lists some)"
         )
 
@@ -233,13 +222,14 @@ def require_same(target: TextCodec, draft: TextCodec) -> None:
 def fingerprint(codec: TextCodec) -> str:
     """Returns a digest of the texts of all tokens, to compare the vocabularies of models on two machines.
 
-    Names in brackets are left out: models of one family differ in them, and `compare` mostly ignores them.
+    Names in brackets are left out: models of one family differ in them, and `difference` mostly ignores them.
     """
-    ordinary = [(i, token) for i, token in _by_id(codec).items() if not _BRACKETED.fullmatch(token)]
+    ordinary = [(i, token) for i, token in token_texts(codec).items() if not _BRACKETED.fullmatch(token)]
     return hashlib.sha256(repr(sorted(ordinary)).encode()).hexdigest()[:32]
 
 
-def _by_id(codec: TextCodec) -> dict[int, str]:
+def token_texts(codec: TextCodec) -> dict[int, str]:
+    """Returns the text of each token id, special tokens included."""
     return {token_id: token for token, token_id in codec.tokenizer.get_vocab(with_added_tokens=True).items()}
 
 
@@ -333,7 +323,7 @@ def _compiled(template: str) -> Template:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
@@ -347,16 +337,6 @@ def _named_default(value: object) -> str | None:
         default = named.get("default")
         return default if isinstance(default, str) else None
     return None
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import add
 from typing import Annotated, Any
 
-from outrider.protocol.messages.rounds import Span
+from outrider.protocol.messages.rounds import RequestMessage, Span
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import (
     ChunkTokens,
@@ -14,7 +14,6 @@ from outrider.protocol.schema import (
     Count,
     Logprobs,
     Many,
-    Message,
     Mode,
     Name,
     Origins,
@@ -30,7 +29,7 @@ from outrider.protocol.schema import (
 from outrider.protocol.stats import CacheUse, Durations, KvCost, KvUse, Tally, by_name, each
 
 
-class Generate(Message, frozen=True):
+class Generate(RequestMessage, frozen=True):
     """Client -> orchestrator: complete `prompt` (or `tokens`). A setting of None means the server's default.
 
     `origins` asks for the origin of each token, `rounds` for a record of each round when it ends. `drafter` names the
@@ -43,7 +42,6 @@ class Generate(Message, frozen=True):
     the request (OtherModel).
     """
 
-    request: RequestId
     prompt: Text | None
     tokens: Tokens | None
     sampling: SamplingParams
@@ -60,14 +58,13 @@ class Generate(Message, frozen=True):
     client: ClientName = ""
 
 
-class Started(Message, frozen=True):
+class Started(RequestMessage, frozen=True):
     """Orchestrator -> client: the request is admitted. `seed` is the seed in use; `notes` are one-line explanations.
 
     `fingerprint` identifies the weights, the number format of the computation and the tokenizer. Servers with equal
     fingerprints can continue each other's texts. Empty: not known.
     """
 
-    request: RequestId
     prompt_tokens: Count
     mode: Mode
     seed: Serial
@@ -77,10 +74,9 @@ class Started(Message, frozen=True):
     fingerprint: Name = ""
 
 
-class Progress(Message, frozen=True):
+class Progress(RequestMessage, frozen=True):
     """Orchestrator -> client: how many tokens of a long prompt the target has read."""
 
-    request: RequestId
     done: Count
     total: Count
 
@@ -116,7 +112,7 @@ class RoundRecord(Record, frozen=True):
     drafting: Many[DraftWork] = ()
 
 
-class TextChunk(Message, frozen=True):
+class TextChunk(RequestMessage, frozen=True):
     """Orchestrator -> client: committed text, never cut inside a character, and the tokens committed since the last
     chunk.
 
@@ -125,7 +121,6 @@ class TextChunk(Message, frozen=True):
     that produced the tokens.
     """
 
-    request: RequestId
     text: Text
     token_ids: ChunkTokens
     logprobs: Logprobs | None = None
@@ -207,33 +202,28 @@ SUMS: dict[str, Callable[[Any, Any], Any]] = {
 """How fields of `Timings` other than plain sums are added."""
 
 
-class Done(Message, frozen=True):
+class Done(RequestMessage, frozen=True):
     """Orchestrator -> client: the request succeeded. `reason` is eos, stop, length or cancelled."""
 
-    request: RequestId
     reason: Annotated[str, one_of("eos", "stop", "length", "cancelled")]
     timings: Timings
     notes: Many[Name] = ()
 
 
-class Failed(Message, frozen=True):
+class Failed(RequestMessage, frozen=True):
     """Orchestrator -> client: the request failed. `kind` names the error class in protocol.errors."""
 
-    request: RequestId
     kind: Name
     message: Text
 
 
-class Cancel(Message, frozen=True):
+class Cancel(RequestMessage, frozen=True):
     """Client -> orchestrator: stop the request; the rest is not needed."""
 
-    request: RequestId
 
-
-class StatsQuery(Message, frozen=True):
+class StatsQuery(RequestMessage, frozen=True):
     """Client -> orchestrator: send Stats, and whether this client's request `about` is known."""
 
-    request: RequestId
     about: RequestId | None = None
 
 
@@ -266,7 +256,7 @@ class WorkerStats(Record, frozen=True):
     fingerprint: Name = ""
 
 
-class Stats(Message, frozen=True):
+class Stats(RequestMessage, frozen=True):
     """Orchestrator -> client: workers, totals since the start, and counts of dropped messages.
 
     `totals` covers requests that have ended; `generated` also counts the tokens of running ones. `endings` counts how
@@ -275,7 +265,6 @@ class Stats(Message, frozen=True):
     waits on this server. `dropped_branches` counts drafter messages for which the speculation cache had no room.
     """
 
-    request: RequestId
     version: Name
     workers: Many[WorkerStats]
     active: Count

@@ -1,8 +1,8 @@
 """Messages between the orchestrator and its workers about one request: the rounds.
 
-They carry `request`, `epoch`, `round` and `base_len`. `base_len` is the number of committed tokens when the round's
-verify starts, so chain token i stands at absolute position base_len + i. Times are `time.monotonic_ns` of the sender's
-machine; a Pong reports the current value.
+Most are a `RoundMessage`, with `request`, `epoch`, `round` and `base_len`. `base_len` is the number of committed tokens
+when the round's verify starts, so chain token i stands at absolute position base_len + i. Times are `time.monotonic_ns`
+of the sender's machine; a Pong reports the current value.
 """
 
 from __future__ import annotations
@@ -49,7 +49,26 @@ class Span(Record, frozen=True):
     ended_ns: Nanoseconds
 
 
-class Open(Message, frozen=True):
+class RequestMessage(Message, frozen=True):
+    """A message about a request."""
+
+    request: RequestId
+
+
+class EpochMessage(RequestMessage, frozen=True):
+    """A message of one epoch of a request; those of older epochs are void."""
+
+    epoch: Serial
+
+
+class RoundMessage(EpochMessage, frozen=True):
+    """A message about a round of a request."""
+
+    round: Serial
+    base_len: Count
+
+
+class Open(EpochMessage, frozen=True):
     """Orchestrator -> every worker: a request starts, or restarts, with these tokens.
 
     Open is the verify of an empty chain: the target answers Outcome(round 0, accepted 0, bonus). Drafters prepare
@@ -63,8 +82,6 @@ class Open(Message, frozen=True):
     them.
     """
 
-    request: RequestId
-    epoch: Serial
     round: Serial
     tokens: Tokens
     sampling: SamplingParams
@@ -139,16 +156,12 @@ class Autonomous(Record, frozen=True, tag=True):
     draft: InProcess | None = None
 
 
-class Verify(Message, frozen=True):
+class Verify(RoundMessage, frozen=True):
     """Orchestrator -> target: run one forward over the last committed token and the tokens of `proposal`.
 
     `all_cores`: no drafter works for the request until the next Verify, so the target may use the drafters' core.
     """
 
-    request: RequestId
-    epoch: Serial
-    round: Serial
-    base_len: Count
     proposal: Coupled | OneHot | Sparse | DraftInProcess | Autonomous = Coupled()
     all_cores: bool = False
 
@@ -173,11 +186,8 @@ class Verify(Message, frozen=True):
         return self.proposal.draft if isinstance(self.proposal, DraftInProcess | Autonomous) else None
 
 
-class Halt(Message, frozen=True):
+class Halt(EpochMessage, frozen=True):
     """Orchestrator -> target: end autonomous rounds after the one under way."""
-
-    request: RequestId
-    epoch: Serial
 
 
 class Alternatives(Record, frozen=True):
@@ -199,7 +209,7 @@ class Branch(Record, frozen=True):
     alternatives: Alternatives | None = None
 
 
-class Prepare(Message, frozen=True):
+class Prepare(RoundMessage, frozen=True):
     """Orchestrator -> target, during the verify of `round`: the complete branches.
 
     If the outcome commits `committed[i]` (accepted tokens, then the bonus), the target verifies `chains[i]` as the next
@@ -208,10 +218,6 @@ class Prepare(Message, frozen=True):
     fields are plain tuples instead of records, because the message is read between two verifies, with cold caches.
     """
 
-    request: RequestId
-    epoch: Serial
-    round: Serial
-    base_len: Count
     committed: Annotated[tuple[Final, ...], Meta(max_length=MAX_BRANCHES)]
     chains: Annotated[tuple[Chain, ...], Meta(max_length=MAX_BRANCHES)]
     parents: Annotated[tuple[Parents, ...], Meta(max_length=MAX_BRANCHES)] = ()
@@ -230,7 +236,7 @@ class InProcessDraft(Record, frozen=True):
     parents: Parents = ()
 
 
-class Outcome(Message, frozen=True):
+class Outcome(RoundMessage, frozen=True):
     """Target -> orchestrator: `accepted` draft tokens are accepted, then comes `bonus`. In a tree, the accepted nodes
     are those at `path`, or the first ones.
 
@@ -244,10 +250,6 @@ class Outcome(Message, frozen=True):
     - `logprobs` are those of the committed tokens, if the request asked for them.
     """
 
-    request: RequestId
-    epoch: Serial
-    round: Serial
-    base_len: Count
     accepted: Count
     bonus: Token
     work: Span
@@ -265,7 +267,7 @@ class Outcome(Message, frozen=True):
         return self.drafted.chain if self.drafted is not None else ()
 
 
-class Features(Message, frozen=True):
+class Features(EpochMessage, frozen=True):
     """Target -> orchestrator -> drafters that read them: `rows` of committed tokens, the first of them at `position`.
 
     The rows feed the head in the draft worker. They are made from hidden states of the target's forward, in half
@@ -274,13 +276,11 @@ class Features(Message, frozen=True):
     own vectors.
     """
 
-    request: RequestId
-    epoch: Serial
     position: Count
     rows: Halves
 
 
-class Commit(Message, frozen=True):
+class Commit(RoundMessage, frozen=True):
     """Orchestrator -> drafters, sent together with Verify.
 
     `tokens` were committed; with them `base_len` tokens are committed. `verifying` is the chain under verification
@@ -289,10 +289,6 @@ class Commit(Message, frozen=True):
     Report alternatives to a chain's tokens whose probability exceeds `min_prob`; 1: none.
     """
 
-    request: RequestId
-    epoch: Serial
-    round: Serial
-    base_len: Count
     tokens: Committed
     verifying: Chain | None
     depth: Depth
@@ -301,7 +297,7 @@ class Commit(Message, frozen=True):
     min_prob: Real = 1.0
 
 
-class Branches(Message, frozen=True):
+class Branches(RoundMessage, frozen=True):
     """Drafter -> orchestrator, unasked: the branches of this round's outcomes as deep as they are now.
 
     `final`: nothing more will come for the round. `q` is what the chains' tokens were drawn from, one row a token,
@@ -309,10 +305,6 @@ class Branches(Message, frozen=True):
     known.
     """
 
-    request: RequestId
-    epoch: Serial
-    round: Serial
-    base_len: Count
     depth: Depth
     entries: Annotated[tuple[Branch, ...], Meta(max_length=MAX_BRANCHES)]
     work: Span
@@ -321,16 +313,12 @@ class Branches(Message, frozen=True):
     peak_bytes: Serial = 0
 
 
-class Drafted(Message, frozen=True):
+class Drafted(RoundMessage, frozen=True):
     """Drafter -> orchestrator: the continuation requested by Commit(verifying=None), to be verified in `round`.
 
     `q` is what each of its tokens was drawn from; None: they were not drawn at random.
     """
 
-    request: RequestId
-    epoch: Serial
-    round: Serial
-    base_len: Count
     chain: Chain
     work: Span
     q: SparseQ | None = None
@@ -338,52 +326,41 @@ class Drafted(Message, frozen=True):
     alternatives: Alternatives | None = None
 
 
-class Prefill(Message, frozen=True):
+class Prefill(EpochMessage, frozen=True):
     """Orchestrator -> prefill worker: read these tokens for the target and send their keys and values from `start` on.
 
     The last token is left out, because the target feeds it. Close ends the work early.
     """
 
-    request: RequestId
-    epoch: Serial
     tokens: Tokens
     start: Count
 
 
-class PromptKv(Message, frozen=True):
+class PromptKv(EpochMessage, frozen=True):
     """Prefill worker -> orchestrator -> target: keys and values of `count` tokens of the text, from `start` on.
 
     `data` holds layer after layer, keys before values, [kv_heads, count, head_dim] in the model's number format.
     """
 
-    request: RequestId
-    epoch: Serial
     start: Count
     count: Count
     data: Bytes
 
 
-class Prefilled(Message, frozen=True):
+class Prefilled(EpochMessage, frozen=True):
     """Worker -> orchestrator: how much of a long prompt has been read.
 
     `cached` is the number of its first tokens that came from the prompt cache; it is reported for short prompts, too.
     """
 
-    request: RequestId
-    epoch: Serial
     done: Count
     total: Count
     cached: Count = 0
 
 
-class Close(Message, frozen=True):
+class Close(RequestMessage, frozen=True):
     """Orchestrator -> every worker: the request is over; free its slot."""
 
-    request: RequestId
 
-
-class Resync(Message, frozen=True):
+class Resync(EpochMessage, frozen=True):
     """Worker -> orchestrator: messages are missing; answer with Open and the committed tokens."""
-
-    request: RequestId
-    epoch: Serial

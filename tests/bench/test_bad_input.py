@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,7 +120,7 @@ def test_a_profile_that_cannot_be_kept_is_refused_before_anything_is_measured(ca
     code, said = complaint(capsys, "tune")
     assert code == InvalidRequest.exit_code
     assert "nothing can be written to" in said
-    assert "set XDG_CACHE_HOME" in said
+    assert "set OUTRIDER_CACHE" in said
 
 
 def test_a_tune_interrupted_half_way_leaves_no_profile(
@@ -145,9 +144,9 @@ def test_one_interrupted_while_it_is_written_leaves_the_one_before(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tuning, "os", SimpleNamespace(replace=interrupt))
+    monkeypatch.setattr(Path, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
         tuning.save(Tuning(99.0, ((1, 1.0),), 1.0, 1.0, 1.0, 1.0, (0.1,), 0.1, ()), tmp_path / "tuning.json")
     assert tuning.load(tmp_path / "tuning.json") == (record,)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["tuning.json"]
-    assert not list(tmp_path.glob(".tuning-*"))
+    assert not list(tmp_path.glob(".tuning*"))

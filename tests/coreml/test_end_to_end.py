@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.orchestrator import Client, LocalCluster, SamplingParams
+from outrider import Client, LocalCluster, SamplingParams
 from outrider.orchestrator.client.dialogue import GenerationResult
 from tests.coreml.conftest import SIZES
 from tests.tiny import VOCAB_SIZE, Pair

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 
+from outrider import Client, LocalCluster, SamplingParams
 from outrider.fleet.plan import FleetPlan
-from outrider.orchestrator import Client, LocalCluster, SamplingParams
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
 

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from outrider import LocalCluster
 from outrider.fleet.plan import FleetPlan, IngressPlan
-from outrider.orchestrator import LocalCluster
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT
 from outrider.orchestrator.settings import ServeSettings

@@ -114,7 +114,7 @@ def test_resources_in_rays_words():
         ({**ONE, "gate": {"host": "0.0.0.0"}}, "expected gate.api_keys, gate.api_key_file"),
         ({**ONE, "gate": {"api_keys": [12]}}, "gate.api_keys is [12]; expected a list of strings"),
         ({**ONE, "gate": {"port": 70000}}, "gate: port is 70000; expected a whole number from 0 to 65535"),
-        ({**ONE, "gate": {"host": 5}}, "gate has a value of a wrong type"),
+        ({**ONE, "gate": {"host": 5}}, "gate: host is 5; expected text"),
     ],
 )  # fmt: skip
 def test_an_invalid_value_is_named(found, sentence, monkeypatch):

@@ -244,35 +244,15 @@ def test_a_stored_draft_contains_no_weights_of_its_target(draft: Path) -> None:
     assert not any("embed" in name or "lm_head" in name for name in names)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"embedding": None}, "not a draft model that shares its target's embedding"),
-        ({"hidden_size": 128}, "hidden_size 128, and .* has 64"),
-        ({"vocab_size": 5}, "vocab_size 5, and .* has 300"),
-        ({"draft_vocab_size": 12}, "no tensor d2t of 12 tokens"),
-    ],
-)
-def test_a_draft_of_another_target_is_refused(
-    change: dict[str, Any], sentence: str, draft: Path, target: Path, tmp_path: Path
-) -> None:
-    other, out = tmp_path / "other", tmp_path / "out"
-    shutil.copytree(draft, other)
-    out.mkdir()
-    config = json.loads((other / "config.json").read_text()) | change
-    (other / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=sentence):
-        assemble_draft(other, target, out)
-
-
-def test_damaged_weights_are_a_sentence(draft: Path, target: Path, tmp_path: Path) -> None:
+def test_a_draft_that_does_not_fit_its_target_is_refused(draft: Path, target: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(draft, other)
-    (other / "model.safetensors").write_bytes(b"\x09\0\0\0\0\0\0\0not JSON!")
-    with pytest.raises(ModelError, match="can't be read"):
+    config = json.loads((other / "config.json").read_text()) | {"draft_vocab_size": 12}
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="can't be used with"):
         assemble_draft(other, target, tmp_path)
-    (other / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="has no weights"):
+    (other / "model.safetensors").write_bytes(b"\x09\0\0\0\0\0\0\0not JSON!")
+    with pytest.raises(ModelError, match="can't be used with"):
         assemble_draft(other, target, tmp_path)
 
 

@@ -45,4 +45,4 @@ def test_who_was_quiet_for_long_is_forgotten() -> None:
     allowance = RateLimiter(Rate(10, 40))
     for number in range(5 * MOST_PEERS):
         assert allowance.allow(str(number).encode(), (b"x",), number * SECOND_NS // 100)
-    assert len(allowance._levels) <= MOST_PEERS + 1
+    assert len(allowance._full_ns) <= MOST_PEERS + 1

@@ -17,9 +17,9 @@ import pytest
 import zmq
 
 import outrider
-from outrider.orchestrator import AsyncClient, Chunk, Client, LocalCluster, Resumed
+from outrider import AsyncClient, Chunk, Client, LocalCluster, Resumed
 from outrider.orchestrator.client.client import Patience
-from outrider.orchestrator.client.dialogue import GenerateOptions, GenerateRequest, GenerationResult
+from outrider.orchestrator.client.dialogue import CHECKS, GenerateOptions, GenerationResult
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, Stop
 from outrider.protocol.endpoints import probe
 from outrider.protocol.errors import EndpointError, InvalidRequest, ServerStopped, WorkerError
@@ -32,9 +32,9 @@ SILENCE = 0.3
 
 
 def test_what_may_be_wished_for_is_checked_and_told():
-    """`prompt`, `sampling` and `rounds` are arguments of their own."""
+    """`rounds` is an argument of its own."""
     wishes, told = list(get_type_hints(GenerateOptions)), Client.generate.__doc__ or ""
-    assert sorted([*wishes, "prompt", "sampling", "rounds"]) == sorted(field.name for field in fields(GenerateRequest))
+    assert sorted([*wishes, "rounds"]) == sorted(CHECKS)
     assert not [name for name in wishes if name not in told]
 
 

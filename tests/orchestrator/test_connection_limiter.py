@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
-from outrider.orchestrator.sockets import ConnectionLimiter
+from outrider.orchestrator.sockets import RouterSocket
 
 MOST = 8
 
@@ -21,8 +21,8 @@ class Visitors:
     def __init__(self, endpoint: str) -> None:
         self.path = endpoint.removeprefix("ipc://")
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.server = self.context.socket(zmq.ROUTER)
-        self.door = ConnectionLimiter(self.server, endpoint, MOST)
+        self.door = RouterSocket(self.context, endpoint, MOST, unsent=100, unread=100)
+        self.server = self.door.socket
 
     def come(self, many: int) -> list[socket.socket]:
         return [self._one(socket.AF_UNIX, self.path) for _ in range(many)]

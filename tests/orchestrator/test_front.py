@@ -310,7 +310,7 @@ def test_a_key_that_was_shown_is_told_with_each_message(tmp_path):
     auth = CurveAuth(context, ring)
     clients = ClientSocket(context, f"ipc://{tmp_path}/clients")
     try:
-        clients.serve("tcp://127.0.0.1:0", 8, auth.keys(CLIENT))
+        clients.open("tcp://127.0.0.1:0", 8, auth.keys(CLIENT))
         for endpoint, keys in ((clients.own, None), (clients.endpoint, ClientKeys(friend, auth.own.public))):
             with zmq.Context.instance().socket(zmq.DEALER) as socket:
                 connect(socket, endpoint, keys)
@@ -355,7 +355,7 @@ def test_a_server_with_nearly_all_its_connections_takes_no_new_request_and_ends_
     with RawClient(stand.endpoint) as client:
         client.say(ask("runs"))
         admit = stand.core.wait_for(Admit)[0]
-        stand.sockets.limiter.endpoints[0].most = 1
+        stand.sockets.endpoints[0].most = 1
         client.say(ask("late"))
         assert "almost reached its connection limit" in client.hear_until(Failed)[-1].message
         for event in says(codec, "fine")(admit):
@@ -558,7 +558,7 @@ def test_a_drafter_that_cannot_draw_is_noted_for_residual_sampling(make_stand, c
 
 
 def test_a_client_that_floods_is_told_so_and_others_are_not(make_stand, monkeypatch, caplog):
-    monkeypatch.setattr("outrider.orchestrator.sockets.CLIENTS", Rate(0, 50))
+    monkeypatch.setattr("outrider.orchestrator.sockets.CLIENTS", Rate(1e-6, 50))
     stand = make_stand().start()
     with RawClient(stand.endpoint) as flooding, RawClient(stand.endpoint) as modest:
         for number in range(200):

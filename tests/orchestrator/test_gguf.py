@@ -87,9 +87,9 @@ def test_k_blocks_keep_their_levels(tmp_path, kind, bits):
     header = read_gguf(write_gguf(tmp_path / "a.gguf", "qwen2", kind))
     matrix = gguf.convert(header, "blk.0.ffn_up.weight", bits, "float16")
     theirs = dequantize(header.bytes_of("blk.0.ffn_up.weight"), GGMLQuantizationType[kind])
-    parts = [mx.array(matrix.parts[part].astype(np.float32)) for part in ("scales", "biases")]
-    ours = np.array(mx.dequantize(mx.array(matrix.parts["weight"]), *parts, group_size=32, bits=bits))
-    steps = np.repeat(np.abs(matrix.parts["scales"].astype(np.float32)), 32, axis=-1)
+    parts = [mx.array(matrix[part].astype(np.float32)) for part in ("scales", "biases")]
+    ours = np.array(mx.dequantize(mx.array(matrix["weight"]), *parts, group_size=32, bits=bits))
+    steps = np.repeat(np.abs(matrix["scales"].astype(np.float32)), 32, axis=-1)
     assert (np.abs(ours - theirs) <= 0.03 * steps + 2**-11 * np.abs(theirs).max()).all()
 
 
@@ -298,7 +298,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(file, cache, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(gguf_model, "_write_shard", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(ModelError, match=r"can't be stored in .*: No space left on device; .*OUTRIDER_CACHE"):
         converted(file)
     assert not list((cache / "gguf").glob("*"))[1:] and not list(cache.rglob("*.json"))

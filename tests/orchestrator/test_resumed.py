@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from outrider.orchestrator import AsyncClient, AsyncResumed, Client, Resumed
+from outrider import AsyncClient, AsyncResumed, Client, Resumed
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.async_client import AsyncBaseClient, Grown
 from outrider.orchestrator.client.client import MOVES_ON

@@ -10,6 +10,7 @@ import pytest
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.digest import CACHE
 from outrider.protocol.errors import InvalidRequest
 
 RECORD = Tuning(
@@ -59,6 +60,11 @@ def test_a_damaged_file_counts_as_none(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tuning.json"
     path.write_text(content)
     assert tuning.load(path) == ()
+
+
+def test_files_are_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    assert tuning.path_for(ServeSettings()).parent == tuning.memory_for(ServeSettings()).parent == tmp_path
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer, models
 
-from outrider.orchestrator.pairing.tokenizer import compare, fingerprint, require_same
+from outrider.orchestrator.pairing.tokenizer import difference, fingerprint, require_same
 from outrider.protocol.errors import ModelError
 
 WORDS = ["a", "b", "c", "<|end|>"]
@@ -25,7 +25,7 @@ def with_words(codec):
 
 
 def test_the_embedded_pair_fits(codec):
-    assert compare(codec, codec).difference == ""
+    assert difference(codec, codec) == ""
 
 
 @pytest.mark.parametrize(
@@ -72,5 +72,5 @@ def test_the_sentence_names_both_models(with_words):
 def test_added_tokens_count(codec):
     grown = Tokenizer.from_str(codec.tokenizer.to_str())
     grown.add_special_tokens(["<think>"])
-    assert "<think>" in compare(codec, replace(codec, tokenizer=grown)).difference
+    assert "<think>" in difference(codec, replace(codec, tokenizer=grown))
     assert json.loads(codec.tokenizer.to_str())["added_tokens"], "the embedded tokenizer has added tokens of its own"

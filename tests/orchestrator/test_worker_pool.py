@@ -158,8 +158,8 @@ class Hall:
     def __init__(self, directory: Path, settings: ServeSettings) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.pool = WorkerPool(self.context, settings, directory)
-        self.read, self._received = 0, self.pool._router.arrived
-        self.pool._router.arrived = self._receive  # type: ignore[method-assign]
+        self.read, self._received = 0, self.pool.router.arrived
+        self.pool.router.arrived = self._receive  # type: ignore[method-assign]
         self.dealers: list[Counted] = []
         self.said: list[tuple[str, Message]] = []
         self.spawned: dict[str, tuple[int, Spawned]] = {}
@@ -836,7 +836,7 @@ def test_a_stranger_that_floods_is_not_read_and_disturbs_nobody(hall: Hall, capl
 
 def test_a_drafter_that_floods_is_done_without(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
     hall.worker("target-0")
-    monkeypatch.setattr(hall.pool, "_drafters", RateLimiter(Rate(0, 100)))
+    monkeypatch.setattr(hall.pool, "_drafters", RateLimiter(Rate(1e-6, 100)))
     flooding = Peer(hall, "draft", 9)
     flooding.hello("studio")
     for _ in range(200):
@@ -851,7 +851,7 @@ def test_what_a_worker_does_not_read_is_bounded_and_said_once(
     make_hall: Callable[..., Hall], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("outrider.orchestrator.core.worker_pool.MOST_WAITING", 4)
-    monkeypatch.setattr("outrider.orchestrator.core.worker_pool.WARNINGS", Rate(0, 1))
+    monkeypatch.setattr("outrider.orchestrator.core.worker_pool.WARNINGS", Rate(1e-6, 1))
     hall = make_hall()
     deaf = hall.worker("target-0")
     deaf.hot.setsockopt(zmq.RCVHWM, 4)

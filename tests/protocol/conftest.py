@@ -16,52 +16,38 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from msgspec.inspect import (
-    BoolType,
-    DataclassType,
-    FloatType,
-    IntType,
-    Metadata,
-    NoneType,
-    StrType,
-    StructType,
-    TupleType,
-    Type,
-    UnionType,
-    VarTupleType,
-    type_info,
-)
+from msgspec import inspect as types
 
 from outrider.protocol.sampling import MAX_SEED, MOST_LOGPROBS, RULES, Grammar, SamplingParams
 from outrider.protocol.schema import Array
 
 
-def of_shape(shape: Type) -> st.SearchStrategy[Any]:
+def of_shape(shape: types.Type) -> st.SearchStrategy[Any]:
     match shape:
-        case IntType(ge=int(low), le=int(high)):
+        case types.IntType(ge=int(low), le=int(high)):
             return st.integers(low, high) | st.sampled_from((low, high))
-        case FloatType():
+        case types.FloatType():
             return st.floats(allow_nan=False, allow_infinity=False)
-        case BoolType():
+        case types.BoolType():
             return st.booleans()
-        case StrType(pattern=str(pattern)):
+        case types.StrType(pattern=str(pattern)):
             return st.sampled_from(pattern[2:-3].split("|"))
-        case StrType(max_length=int(limit)):
+        case types.StrType(max_length=int(limit)):
             return st.text(max_size=min(limit, 20))
-        case Metadata(extra={"array": Array(dtype, axes, least)}):
+        case types.Metadata(extra={"array": Array(dtype, axes, least)}):
             low = {} if least is None else {"min_value": least}
             finite = {"allow_nan": False, "allow_infinity": False} if dtype.startswith("float") else {}
             lengths = hnp.array_shapes(min_dims=axes, max_dims=axes, min_side=0, max_side=5)
             return hnp.arrays(dtype, lengths, elements={**low, **finite})
-        case VarTupleType(item_type=item, max_length=int(limit)):
+        case types.VarTupleType(item_type=item, max_length=int(limit)):
             return st.lists(of_shape(item), max_size=min(limit, 5)).map(tuple)
-        case TupleType(item_types=items):
+        case types.TupleType(item_types=items):
             return st.tuples(*map(of_shape, items))
-        case UnionType(types=(inner, NoneType())):
+        case types.UnionType(types=(inner, types.NoneType())):
             return st.none() | of_shape(inner)
-        case UnionType(types=variants):
+        case types.UnionType(types=variants):
             return st.one_of(*map(of_shape, variants))
-        case StructType(cls=cls) | DataclassType(cls=cls):
+        case types.StructType(cls=cls) | types.DataclassType(cls=cls):
             narrow = {SamplingParams: sampling, Grammar: grammars}.get(cls)
             return of_class(cls) if narrow is None else narrow()
     raise TypeError(f"{shape} has no bounds")
@@ -69,7 +55,7 @@ def of_shape(shape: Type) -> st.SearchStrategy[Any]:
 
 @cache  # what is drawn from again need not be made again
 def of_class(cls: type[Any]) -> st.SearchStrategy[Any]:
-    return st.builds(cls, **{field.name: of_shape(field.type) for field in type_info(cls).fields})
+    return st.builds(cls, **{field.name: of_shape(field.type) for field in types.type_info(cls).fields})
 
 
 def sampling() -> st.SearchStrategy[SamplingParams]:

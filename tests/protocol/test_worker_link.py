@@ -111,7 +111,7 @@ def test_patience_is_what_the_welcome_says_and_no_longer_after_a_pause(
         later = threading.Timer(30 * 0.02, orchestrator.ping, (2,))
         later.start()
         while link._pings < 2:  # type: ignore[attr-defined]
-            link._poll_once()
+            link._frames(wait=True)
         with pytest.raises(OrchestratorGone, match="no longer answers"):
             link.receive(wait=True)
         assert link.waited == patience  # type: ignore[attr-defined]

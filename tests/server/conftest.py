@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outrider.orchestrator import LocalCluster
+from outrider import LocalCluster
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from tests.server.collector import Collector, collecting
 from tests.server.house import KEY, STREAMS, House, command, serving

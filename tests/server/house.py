@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from outrider.orchestrator import Client
+from outrider import Client
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.machine.spawn import child_environment, python

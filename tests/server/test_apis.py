@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from outrider.orchestrator import EndpointError, Grammar, SamplingParams, WorkerError
+from outrider import EndpointError, Grammar, SamplingParams, WorkerError
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import http_process
 from outrider.orchestrator.machine.http_process import HttpListener

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outrider.orchestrator import SamplingParams
+from outrider import SamplingParams
 from tests.halts import pid_of, slowed, still
 from tests.server.house import KEY, House
 from tools.page import visit as visiting

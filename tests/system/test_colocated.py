@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from outrider import LocalCluster
 from outrider.engine.loading import LoadedModel
-from outrider.orchestrator import LocalCluster
 from outrider.protocol.messages import Message, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.covering import matrix

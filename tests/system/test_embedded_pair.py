@@ -16,9 +16,9 @@ import pytest
 import zmq
 from mlx_lm.generate import generate_step
 
+from outrider import Client, Grammar, LocalCluster, SamplingParams
 from outrider.bench.prompts import Prompt
 from outrider.engine.loading import LoadedModel, load
-from outrider.orchestrator import Client, Grammar, LocalCluster, SamplingParams
 from outrider.orchestrator.client.dialogue import GenerationResult
 from outrider.orchestrator.core.proposal import LONGEST_COPY
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model

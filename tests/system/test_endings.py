@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator import Client, InvalidRequest, SamplingParams
+from outrider import Client, InvalidRequest, SamplingParams
 from outrider.orchestrator.machine.spawn import child_environment, python
 from tests.tiny import Pair
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator import Client, LocalCluster, SamplingParams
+from outrider import Client, LocalCluster, SamplingParams
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
 from tests.halts import in_the_middle, pid_of, slowed
@@ -294,7 +294,7 @@ def test_what_another_made_at_a_killed_servers_path_stays(serve: Callable[..., S
 
 def test_a_killed_parent_takes_its_cluster_along(served: Pair) -> None:
     code = (
-        "from outrider.orchestrator import LocalCluster; import time\n"
+        "from outrider import LocalCluster; import time\n"
         f"held = LocalCluster(model={str(served.target)!r}, draft_backend='ngram')\n"
         "print(held.endpoint, flush=True); time.sleep(600)"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outrider.orchestrator import LocalCluster, SamplingParams
+from outrider import LocalCluster, SamplingParams
 from tests.harness.model_configs import config_of
 from tests.harness.tiny_models import write_model, write_tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outrider.orchestrator import LocalCluster
+from outrider import LocalCluster
 from outrider.protocol.sampling import SamplingParams
 from tests.halts import pid_of, slowed
 from tests.target_worker.block_heads import write_block_head

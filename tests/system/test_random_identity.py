@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from outrider import LocalCluster
 from outrider.bench.comparison.runs import Arrival
-from outrider.orchestrator import LocalCluster
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.sampling import SamplingParams

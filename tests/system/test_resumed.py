@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.orchestrator import LocalCluster
+from outrider import LocalCluster
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.pairing.model_files import VARIABLE as MODEL
 from tests.harness import resume

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider.orchestrator import Client, LocalCluster, Origin
+from outrider import Client, LocalCluster, Origin
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from tests.halts import pid_of, slowed

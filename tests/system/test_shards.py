@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from outrider import GenerationResult, Grammar, LocalCluster, SamplingParams
 from outrider.engine.loading import LoadedModel, load
-from outrider.orchestrator import GenerationResult, Grammar, LocalCluster, SamplingParams
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator import Client, GenerationResult, Grammar, LocalCluster, SamplingParams
+from outrider import Client, GenerationResult, Grammar, LocalCluster, SamplingParams
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import VARIABLE as MODEL

@@ -1,8 +1,8 @@
 """Files with the measurements of a pair on this machine, from which `auto` starts in the next run.
 
-Each pair has two files, named by models, backend and threads: the results of `outrider tune`, and those of a server's
-own rounds (`PolicyStore`). Each holds one record for each temperature class (greedy, sampled). A file is written whole
-or not at all; an unreadable one is ignored.
+Each pair has two files in the cache folder, named by models, backend and threads: the results of `outrider tune`, and
+those of a server's own rounds (`PolicyStore`). Each holds one record for each temperature class (greedy, sampled). A
+file is written whole or not at all; an unreadable one is ignored.
 
 `PolicyStore` is read when a server starts, and written while no request runs and at the end. It never raises if the
 file can't be read or written.
@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from msgspec import Meta
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import SECOND_NS
+from outrider.protocol.digest import cache_folder, replace_file
 from outrider.protocol.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -115,15 +115,6 @@ def memory_for(settings: ServeSettings) -> Path:
     return _file("memory", [*key, list(settings.head)] if settings.head else key)
 
 
-def folder() -> Path:
-    """Returns the folder of all these files."""
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # there is no home folder
-        home = Path(os.devnull)
-    return home / "outrider"
-
-
 def _pair(settings: ServeSettings) -> list[object]:
     key: list[object] = [
         settings.model,
@@ -139,7 +130,7 @@ def _pair(settings: ServeSettings) -> list[object]:
 
 def _file(kind: str, key: Sequence[object]) -> Path:
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    return folder() / f"{kind}-{name}.json"
+    return cache_folder() / f"{kind}-{name}.json"
 
 
 def nearest(tunings: Sequence[Tuning], temp: float) -> Tuning | None:
@@ -161,11 +152,7 @@ def save(tuning: Tuning, path: Path) -> None:
 
 def write(records: Sequence[Tuning], path: Path, after: str = "") -> None:
     """Replaces the file's records atomically; `after`: see `TuningFile`. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tuning-") as temporary:
-        written = Path(temporary, path.name)
-        written.write_text(json.dumps(asdict(TuningFile(FORMAT, after, tuple(records))), indent=1))
-        os.replace(written, path)
+    replace_file(path, json.dumps(asdict(TuningFile(FORMAT, after, tuple(records))), indent=1))
 
 
 def load(path: Path, after: str | None = None) -> tuple[Tuning, ...]:

@@ -6,21 +6,7 @@ import random
 from typing import Any
 
 import numpy as np
-from msgspec.inspect import (
-    BoolType,
-    DataclassType,
-    FloatType,
-    IntType,
-    Metadata,
-    NoneType,
-    StrType,
-    StructType,
-    TupleType,
-    Type,
-    UnionType,
-    VarTupleType,
-    type_info,
-)
+from msgspec import inspect as types
 
 from outrider.protocol.codec import MESSAGES
 from outrider.protocol.errors import InvalidRequest
@@ -48,8 +34,8 @@ def whole(rng: random.Random, low: int, high: int) -> int:
 
 
 def _record(rng: random.Random, cls: type[Any]) -> Any:
-    info = type_info(cls)
-    if cls is SamplingParams or not isinstance(info, StructType | DataclassType):
+    info = types.type_info(cls)
+    if cls is SamplingParams or not isinstance(info, types.StructType | types.DataclassType):
         return _sampling(rng)
     return cls(**{field.name: _value(rng, field.type) for field in info.fields})
 
@@ -69,29 +55,29 @@ def _sampling(rng: random.Random) -> SamplingParams:
     )
 
 
-def _value(rng: random.Random, shape: Type) -> Any:
+def _value(rng: random.Random, shape: types.Type) -> Any:
     match shape:
-        case IntType(ge=int(low), le=int(high)):
+        case types.IntType(ge=int(low), le=int(high)):
             return whole(rng, low, high)
-        case FloatType():
+        case types.FloatType():
             return rng.choice((0.0, -1.5, 1e308, rng.random()))
-        case BoolType():
+        case types.BoolType():
             return rng.random() < 0.5
-        case StrType(pattern=str(pattern)):
+        case types.StrType(pattern=str(pattern)):
             return rng.choice(pattern[2:-3].split("|"))
-        case StrType(max_length=int(limit)):
+        case types.StrType(max_length=int(limit)):
             return "".join(rng.choices(LETTERS, k=rng.randrange(min(limit, FEW) + 1)))
-        case Metadata(extra={"array": Array(dtype, axes)}):
+        case types.Metadata(extra={"array": Array(dtype, axes)}):
             size = [rng.randrange(FEW) for _ in range(axes)]
             return np.array(rng.choices(range(300), k=int(np.prod(size)))).reshape(size).astype(dtype)
-        case VarTupleType(item_type=item, max_length=int(limit)):
+        case types.VarTupleType(item_type=item, max_length=int(limit)):
             return tuple(_value(rng, item) for _ in range(rng.randrange(min(limit, FEW) + 1)))
-        case TupleType(item_types=items):
+        case types.TupleType(item_types=items):
             return tuple(_value(rng, item) for item in items)
-        case UnionType(types=(inner, NoneType())):
+        case types.UnionType(types=(inner, types.NoneType())):
             return _value(rng, inner) if rng.random() < 0.5 else None
-        case UnionType(types=variants):
+        case types.UnionType(types=variants):
             return _value(rng, rng.choice(variants))
-        case StructType(cls=cls) | DataclassType(cls=cls):
+        case types.StructType(cls=cls) | types.DataclassType(cls=cls):
             return _record(rng, cls)
     raise TypeError(f"{shape} has no values")

@@ -138,7 +138,7 @@ class WorkersSocketFuzz:
             arrived = list(self._pool.receive())
             arrived.sort(key=lambda arrival: type(arrival[1]).__name__ == "Outcome")
             self._rounds.handle_all(arrived, now())
-        self._pool.limiter.watch()
+        self._pool.router.watch()
         for worker in self._pool.arrivals():
             if worker.role == "target":
                 self._rounds.on_target_found()
