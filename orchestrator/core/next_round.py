@@ -148,22 +148,19 @@ class Proposer:
         tail = self._tail(request)
         drafter = request.plan.drafter
         if _copies_only(request):
-            return copied(tail) if tail.tokens or self.full_depth else PLAIN
+            return copied(tail.tokens) if tail.tokens or self.full_depth else PLAIN
         if not self._is_fixed(request) and not drafts_better(self.estimates, tail, request.longest, drafter):
-            return copied(tail)
+            return copied(tail.tokens)
         if drafter:
             copy = self._copy_beside(request)
-            return (
-                self._in_process(request, copied(CopiedTail(copy)))
-                if copy
-                else replace(self._in_process(request), autonomous=True)
-            )
+            own = self._in_process(request, copied(copy))
+            return own if copy else replace(own, autonomous=True)
         return self.wait_for_chain(request.longest, now_ns)
 
-    def _in_process(self, request: Request, beside: Proposal | None = None, depth: int = 0) -> Proposal:
+    def _in_process(self, request: Request, beside: Proposal, depth: int = 0) -> Proposal:
         """Returns the proposal of `depth` tokens (0: the plan's K) by the plan's in-process drafter, in one tree with
         `beside`."""
-        drafter, beside = request.plan.drafter, beside or Proposal()
+        drafter = request.plan.drafter
         source = ProposalSource.HEAD if self.estimates.in_process[drafter].is_head else ProposalSource.DRAFTER
         return replace(
             beside,
@@ -274,9 +271,9 @@ class Proposer:
         if choice.wait_for:
             return self.wait_for_chain(choice.wait_for, now_ns, missed=True)
         if choice.own:
-            copy = replace(copied(CopiedTail(self._copy_beside(request))), lookup=Lookup.MISS)
+            copy = replace(copied(self._copy_beside(request)), lookup=Lookup.MISS)
             return self._in_process(request, copy, choice.own)
-        return replace(copied(tail), lookup=Lookup.MISS)
+        return replace(copied(tail.tokens), lookup=Lookup.MISS)
 
     # --- waits ----------------------------------------------------------------------------------------------------
 

@@ -382,10 +382,9 @@ def longest_copy(ngrams: NgramIndex, room: int) -> Copy:
     return ngrams.lookup(min(LONGEST_COPY, room))
 
 
-def copied(tail: CopiedTail) -> Proposal:
+def copied(tokens: tuple[int, ...]) -> Proposal:
     """Returns the proposal of a copy alone; an empty one is an AR step."""
-    source = ProposalSource.NGRAM if tail.tokens else ProposalSource.NONE
-    return Proposal(tail.tokens, source, copied=len(tail.tokens))
+    return Proposal(tokens, ProposalSource.NGRAM if tokens else ProposalSource.NONE, copied=len(tokens))
 
 
 def filled(
@@ -406,7 +405,7 @@ def filled(
     tokens = estimates.drafted.expected_tokens(drafted) - 1.0 + tail.gain
     cost = estimates.tokens_per_ms() * estimates.row_ms() * drafted
     if alone.tokens and alone.gain > tokens - cost:
-        return replace(copied(alone), lookup=branch.lookup)
+        return replace(copied(alone.tokens), lookup=branch.lookup)
     return replace(branch, chain=branch.chain + tail.tokens, copied=len(tail.tokens))
 
 

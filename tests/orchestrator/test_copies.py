@@ -107,7 +107,7 @@ def test_no_chain_is_longer_than_its_room(room: int) -> None:
 
 
 def test_nothing_worth_copying_is_a_decoding_step() -> None:
-    assert copied(best_tail(estimates(holds=False), COPY)).source is ProposalSource.NONE
+    assert copied(best_tail(estimates(holds=False), COPY).tokens).source is ProposalSource.NONE
 
 
 # --- the first rounds ---------------------------------------------------------------------------------------------
