@@ -53,7 +53,7 @@ PATHS = {
     "hit": Path("ssd", "hit", {**HITS, "schedule": AMPLE}),
     "shallow hit": Path("ssd", "hit", {**HITS, "full_depth": False, "schedule": Schedule(turns=(2,))}, share=0.3),
     "miss, then asked": Path("ssd", "drafter", {"branches": 1, "schedule": SLOW, "ngrams": False}, share=0.5),
-    "miss, then alone": Path("ssd", "none", {"branches": 1, "schedule": IMPATIENT, "ngrams": False}, share=0.3),
+    "miss, then alone": Path("ssd", "miss", {"branches": 1, "schedule": IMPATIENT, "ngrams": False}, share=0.3),
     "sd": Path("sd", "drafter", {"ngrams": False}),
     "n-gram": Path("ssd", "ngram", {}, drafts=False),
     "any": Path("ssd", "hit", {"schedule": MIXED, "branches": 4}, share=0.2),
