@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.engine import load_checks as module
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Abilities, Autonomous, Coupled, Fault, OneHot, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
@@ -41,9 +40,12 @@ class Poisoned(Markov):
 
 
 def poisoned(fault: Exception | None) -> LoadedModel:
-    model = replace(markov(TABLE), model=Poisoned(fault))
-    module._abilities_of[model] = Abilities()  # at load it was sound
-    return model
+    return replace(markov(TABLE), model=Poisoned(fault))
+
+
+@pytest.fixture(autouse=True)
+def sound_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.engine.load_checks.abilities", lambda model: Abilities())
 
 
 def asked(request: str, tokens: list[int], sampling: SamplingParams = GREEDY) -> Open:
@@ -107,7 +109,6 @@ def test_plain_rounds_that_fail_are_one_requests_failure() -> None:
     table[np.arange(6), (np.arange(6) + 1) % 6] = 9.0  # 1, 2, 3, 4, poison
     model = replace(markov(table), model=Poisoned(None))
     model.model._table = mx.array(table)
-    module._abilities_of[model] = Abilities()
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, model)  # type: ignore[arg-type]
     answered(worker, link, [asked("doomed", [0, 1]), asked("sound", [0])])
