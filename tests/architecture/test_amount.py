@@ -36,7 +36,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_the_product_is_not_larger_than_the_changelog_allows() -> None:
+def test_product_size_is_within_the_changelog_limit() -> None:
     lines, files = (int(number.replace(",", "")) for number in CEILING.findall((ROOT / "CHANGELOG.md").read_text())[0])
     modules = product()
     assert len(modules) <= files, f"{len(modules)} files; merge some, or say why in CHANGELOG.md and raise its ceiling"
@@ -44,7 +44,7 @@ def test_the_product_is_not_larger_than_the_changelog_allows() -> None:
     assert count <= lines, f"{count} lines; remove some, or say why in CHANGELOG.md and raise its ceiling"
 
 
-def test_a_small_module_has_more_than_one_importer() -> None:
+def test_small_modules_have_more_than_one_importer() -> None:
     """One that has a single importer belongs into it, unless a process begins there, or a package would be missing."""
     importers = defaultdict[str, set[str]](set)
     modules = {module_of(path): path for path in product()}

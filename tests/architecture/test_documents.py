@@ -27,7 +27,7 @@ def links(document: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_leads_somewhere(document: Path) -> None:
+def test_every_link_resolves(document: Path) -> None:
     for link in links(document):
         if re.match(r"[a-z]+:", link):
             continue
@@ -38,17 +38,17 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 
 
 @pytest.mark.parametrize("log", sorted((ROOT / "docs" / "log").glob("*.md")), ids=lambda path: path.stem)
-def test_a_month_of_the_log_lists_its_entries_once(log: Path) -> None:
+def test_log_page_index_lists_each_entry_once(log: Path) -> None:
     listed = [link[1:] for link in links(log) if link.startswith("#")]
     assert sorted(listed) == sorted(anchors(log)[1:])
 
 
-def test_the_page_of_messages_is_up_to_date() -> None:
+def test_messages_page_is_up_to_date() -> None:
     """Written by `python -m tools.messages --write docs/messages.md`."""
     assert (ROOT / "docs" / "messages.md").read_text() == messages.page()
 
 
-def test_errors_help_and_notes_are_among_the_messages() -> None:
+def test_collected_messages_include_errors_help_log_lines_and_notes() -> None:
     """One of each kind: raised here, made elsewhere and raised, a flag's help, a log line, a note, the page."""
     found = {(message.kind, message.text) for message in messages.messages()}
     for kind, words in (

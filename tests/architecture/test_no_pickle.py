@@ -40,7 +40,7 @@ def _says(call: ast.Call, name: str, value: bool) -> bool:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_no_module_knows_pickle(folder):
+def test_no_module_uses_pickle(folder):
     sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
     assert sources
     assert not {str(path): found for path, source in sources.items() if (found := list(pickles(source)))}
@@ -60,5 +60,5 @@ def test_no_module_knows_pickle(folder):
         ("torch.load(f, weights_only=True)", 0),
     ],
 )
-def test_the_rule_sees_what_it_names(source, found):
+def test_pickle_check_finds_each_form(source, found):
     assert len(list(pickles(source))) == found

@@ -37,8 +37,8 @@ MAY_IMPORT = {
     "fleet": {"protocol", "grammar", "orchestrator", "server"},
     "outrider": {"protocol", "orchestrator"},
 }
-ROOMS = set(MAY_IMPORT)
-# Inside a room: what each of its own may use of the others. What stands beside them is for all, but for these.
+FOLDERS = set(MAY_IMPORT)
+# Inside a folder: what each of its own may use of the others. What stands beside them is for all, but for these.
 WITHIN = {
     "orchestrator": {
         "core": {"machine"},
@@ -72,12 +72,12 @@ IN_ORDER = {
         "redrafter", "drafter", "early_exit", "load", "ahead",
     ),
 }  # fmt: skip
-"""The modules of a room in which each may import only those before it."""
+"""The modules of a folder in which each may import only those before it."""
 OUTSIDE = {"launch", "tests", "tools", "models", "docs"}
 WITHOUT_MLX = ("protocol", "grammar", "orchestrator", "server", "fleet", "outrider")
 MLX = {"mlx", "mlx_lm"}
 # Who may ask what time it is: to tell people, never to decide. All else is by clocks that nobody can set.
-TELLS_THE_TIME = {
+MAY_READ_WALL_CLOCKS = {
     "orchestrator/auth.py",  # whether a file is another one than it was
     "orchestrator/pairing/tokenizer.py",
     "orchestrator/pairing/pulled.py",  # the same
@@ -91,29 +91,31 @@ WALL_CLOCKS = {"time", "time_ns", "localtime", "gmtime", "strftime", "ctime", "n
 BROAD = {"Exception", "BaseException"}
 MAY_PRINT = ("orchestrator/cli/", "fleet/commands/", "bench/")
 
-every_inner_room = pytest.mark.parametrize(("house", "room"), [(h, r) for h, rooms in WITHIN.items() for r in rooms])
-every_room = pytest.mark.parametrize("room", MAY_IMPORT)
+every_subfolder = pytest.mark.parametrize(
+    ("house", "folder"), [(h, r) for h, folders in WITHIN.items() for r in folders]
+)
+every_folder = pytest.mark.parametrize("folder", MAY_IMPORT)
 
 
 @cache
-def sources(room: str) -> dict[str, str]:
-    """The room's files by their path from the root."""
-    paths = sorted((ROOT / room).rglob("*.py"))
+def sources(folder: str) -> dict[str, str]:
+    """The folder's files by their path from the root."""
+    paths = sorted((ROOT / folder).rglob("*.py"))
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
 
 
 @cache
-def modules(room: str) -> dict[str, ast.Module]:
-    return {path: ast.parse(text) for path, text in sources(room).items()}
+def modules(folder: str) -> dict[str, ast.Module]:
+    return {path: ast.parse(text) for path, text in sources(folder).items()}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """The room or package of every absolute import, those inside functions too."""
+    """The folder or package of every absolute import, those inside functions too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (room_of(alias.name) for alias in node.names)
+            yield from (folder_of(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield room_of(f"{node.module}.{node.names[0].name}" if node.module == "outrider" else node.module)
+            yield folder_of(f"{node.module}.{node.names[0].name}" if node.module == "outrider" else node.module)
 
 
 def top_level(tree: ast.AST) -> Iterator[str]:
@@ -125,12 +127,12 @@ def top_level(tree: ast.AST) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def room_of(module: str) -> str:
+def folder_of(module: str) -> str:
     return module.removeprefix("outrider.").partition(".")[0]
 
 
 def inner(tree: ast.AST, house: str) -> set[str]:
-    """The next name of every import from `house`: one of its rooms, or a module beside them."""
+    """The next name of every import from `house`: one of its folders, or a module beside them."""
     named = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module]
     below = [node.module.removeprefix(f"{house}.") for node in named if node.module.startswith(f"{house}.")]
     beside = {alias.name for node in named if node.module == house for alias in node.names}
@@ -147,7 +149,7 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
     return any(kind is None or (isinstance(kind, ast.Name) and kind.id in BROAD) for kind in caught)
 
 
-def loose(source: str, *, may_print: bool) -> list[str]:
+def violations(source: str, *, may_print: bool) -> list[str]:
     """Asserts, prints, and broad handlers that go on as if nothing had happened, with their lines."""
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -160,11 +162,11 @@ def loose(source: str, *, may_print: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("room", [room for room in MAY_IMPORT if room != "bench"])
-def test_no_clock_that_can_be_set_decides_anything(room):
+@pytest.mark.parametrize("folder", [folder for folder in MAY_IMPORT if folder != "bench"])
+def test_wall_clocks_are_read_only_to_show_the_time(folder):
     """`time.time()` and its like are asked only where a person is told the time; files' times by nobody."""
     asking = set()
-    for path, tree in modules(room).items():
+    for path, tree in modules(folder).items():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute):
                 continue
@@ -172,82 +174,86 @@ def test_no_clock_that_can_be_set_decides_anything(room):
             of_clock = owner in ("time", "datetime", "date") and node.attr in WALL_CLOCKS
             if of_clock or node.attr in ("st_mtime", "st_ctime", "st_mtime_ns"):
                 asking.add(path)
-    assert asking <= TELLS_THE_TIME
+    assert asking <= MAY_READ_WALL_CLOCKS
 
 
-@every_room
-def test_imports_point_one_way(room):
-    beyond = (ROOMS | OUTSIDE) - {room} - MAY_IMPORT[room]
-    assert not {path: names for path, tree in modules(room).items() if (names := set(imported(tree)) & beyond)}
+@every_folder
+def test_folders_import_only_allowed_folders(folder):
+    beyond = (FOLDERS | OUTSIDE) - {folder} - MAY_IMPORT[folder]
+    assert not {path: names for path, tree in modules(folder).items() if (names := set(imported(tree)) & beyond)}
 
 
-@every_inner_room
-def test_the_rooms_of_a_room_point_one_way(house, room):
+@every_subfolder
+def test_subfolders_import_only_allowed_subfolders(house, folder):
     beside = {path.stem for path in (ROOT / house).glob("*.py")} - {"__init__"}
-    closed = beside - FROM_BESIDE.get(f"{house}/{room}", beside)
-    beyond = (set(WITHIN[house]) | closed) - {room} - WITHIN[house][room]
+    closed = beside - FROM_BESIDE.get(f"{house}/{folder}", beside)
+    beyond = (set(WITHIN[house]) | closed) - {folder} - WITHIN[house][folder]
     name = f"outrider.{house.replace('/', '.')}"
-    found = modules(f"{house}/{room}")
+    found = modules(f"{house}/{folder}")
     assert not {path: names for path, tree in found.items() if (names := beyond & inner(tree, name))}
 
 
-@pytest.mark.parametrize(("room", "order"), IN_ORDER.items())
-def test_modules_import_only_those_before_them(room, order):
-    assert {Path(path).stem for path in modules(room)} == {*order, "__init__"}
+@pytest.mark.parametrize(("folder", "order"), IN_ORDER.items())
+def test_ordered_modules_import_only_earlier_ones(folder, order):
+    assert {Path(path).stem for path in modules(folder)} == {*order, "__init__"}
     for number, name in enumerate(order):
-        beyond = set(order[number:]) & inner(modules(room)[f"{room}/{name}.py"], f"outrider.{room.replace('/', '.')}")
-        assert not beyond, f"{room}/{name}.py imports {beyond}"
+        beyond = set(order[number:]) & inner(
+            modules(folder)[f"{folder}/{name}.py"], f"outrider.{folder.replace('/', '.')}"
+        )
+        assert not beyond, f"{folder}/{name}.py imports {beyond}"
 
 
-@pytest.mark.parametrize("room", WITHOUT_MLX)
-def test_only_the_engine_side_names_mlx(room):
-    assert not [path for path, tree in modules(room).items() if set(imported(tree)) & MLX]
+@pytest.mark.parametrize("folder", WITHOUT_MLX)
+def test_folders_outside_the_engine_do_not_import_mlx(folder):
+    assert not [path for path, tree in modules(folder).items() if set(imported(tree)) & MLX]
 
 
-@every_room
-def test_nothing_is_asserted_swallowed_or_printed(room):
-    complaints = {path: loose(text, may_print=path.startswith(MAY_PRINT)) for path, text in sources(room).items()}
+@every_folder
+def test_modules_do_not_assert_swallow_exceptions_or_print(folder):
+    complaints = {
+        path: violations(text, may_print=path.startswith(MAY_PRINT)) for path, text in sources(folder).items()
+    }
     assert not {path: lines for path, lines in complaints.items() if lines}
 
 
-@every_room
-def test_every_module_states_its_contract(room):
-    assert not [path for path, tree in modules(room).items() if not ast.get_docstring(tree)]
+@every_folder
+def test_every_module_has_a_docstring(folder):
+    assert not [path for path, tree in modules(folder).items() if not ast.get_docstring(tree)]
 
 
 LOAD_ALL = """
 import importlib, outrider.__main__, pkgutil, sys
-for room in sys.argv[1:]:
-    package = importlib.import_module(room)
-    for module in pkgutil.walk_packages(package.__path__, room + "."):
+for folder in sys.argv[1:]:
+    package = importlib.import_module(folder)
+    for module in pkgutil.walk_packages(package.__path__, folder + "."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 sys.exit(", ".join(sorted({"mlx", "mlx_lm"} & set(sys.modules))) or 0)
 """
 
 
-def test_mlx_stays_out_of_the_orchestrators_process():
+def test_importing_the_orchestrator_does_not_load_mlx():
     """Not by way of another library either."""
-    rooms = [f"outrider.{room}" for room in ("protocol", "orchestrator", "server", "bench.commands")]
+    folders = [f"outrider.{folder}" for folder in ("protocol", "orchestrator", "server", "bench.commands")]
     loaded = subprocess.run(
-        [sys.executable, "-c", LOAD_ALL, *rooms],
+        [sys.executable, "-c", LOAD_ALL, *folders],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert loaded.returncode == 0, loaded.stderr
 
 
-@every_room
-def test_rooms_are_imported_below_outrider(room):
-    """What is installed has no other name, and a `protocol.py` of the user's is no room of ours."""
-    beside = (ROOMS | OUTSIDE) - {"outrider"}
-    assert not {path: names for path, tree in modules(room).items() if (names := set(top_level(tree)) & beside)}
+@every_folder
+def test_folders_are_imported_only_as_outrider_packages(folder):
+    """What is installed has no other name, and a `protocol.py` of the user's is no folder of ours."""
+    beside = (FOLDERS | OUTSIDE) - {"outrider"}
+    assert not {path: names for path, tree in modules(folder).items() if (names := set(top_level(tree)) & beside)}
 
 
-def test_every_room_has_its_name_below_outrider():
+def test_every_folder_is_linked_below_outrider():
     """In a checkout by a link; what is installed is what stands below `outrider/`."""
     links = {path.name: path.readlink() for path in (ROOT / "outrider").iterdir() if path.is_symlink()}
-    assert links == {room: Path("..") / room for room in (ROOMS - {"outrider"}) | {"models"}}
-    assert all((path.parent / "__init__.py").exists() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    assert links == {folder: Path("..") / folder for folder in (FOLDERS - {"outrider"}) | {"models"}}
+    assert all((path.parent / "__init__.py").exists() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 @pytest.mark.parametrize(
@@ -263,11 +269,11 @@ def test_every_room_has_its_name_below_outrider():
         ("try: pass\nexcept Exception:\n raise_later()", "broad except"),
     ],
 )
-def test_the_rules_see_what_they_name(source, complaint):
-    found = loose(source, may_print=False)
+def test_code_checks_find_each_form(source, complaint):
+    found = violations(source, may_print=False)
     assert [line.partition(": ")[2] for line in found] == ([complaint] if complaint else [])
 
 
-def test_imports_are_seen_wherever_they_stand():
+def test_imports_inside_functions_are_found():
     source = "import mlx.core as mx\ndef f():\n from outrider.engine.x import y\nfrom . import z"
     assert set(imported(ast.parse(source))) == {"mlx", "engine"}

@@ -38,17 +38,17 @@ def glossary() -> set[str]:
     return {word.lower() for term in terms for word in re.findall(r"[A-Za-z]+", term)}
 
 
-def test_every_word_of_a_public_name_is_known() -> None:
+def test_public_class_names_use_only_known_words() -> None:
     known = {*FIELD, *glossary()}
     unknown = {name: sorted(words(name) - known) for name in classes() if words(name) - known}
     assert not unknown, f"look these up, then extend words.txt or the glossary: {unknown}"
 
 
-def test_a_name_stands_for_one_thing() -> None:
+def test_public_class_names_are_unique() -> None:
     twice = {name: list(map(str, paths)) for name, paths in classes().items() if len(paths) > 1}
     assert not twice
 
 
-def test_the_list_is_sorted_and_used() -> None:
+def test_word_list_is_sorted_and_has_no_unused_words() -> None:
     assert sorted(set(FIELD)) == FIELD
     assert not set(FIELD) - {word for name in classes() for word in words(name)}

@@ -18,7 +18,7 @@ Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def forbid_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Fails a test whose command starts processes instead of refusing its input."""
 
     def started(*_: Any, **__: Any) -> None:
@@ -30,7 +30,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def complaint(captured: Captured, *arguments: str) -> tuple[int, str]:
+def exit_code_and_error(captured: Captured, *arguments: str) -> tuple[int, str]:
     code = main(list(arguments))
     found = captured.readouterr()
     assert found.out == ""
@@ -56,25 +56,25 @@ def complaint(captured: Captured, *arguments: str) -> tuple[int, str]:
         (["--max-tokens", "1"], "max_tokens is 1; expected a whole number from 2"),
     ],
 )
-def test_a_bench_of_nothing_is_refused(capsys: Captured, arguments: list[str], words: str) -> None:
-    code, said = complaint(capsys, "bench", *arguments)
+def test_invalid_bench_arguments_are_refused(capsys: Captured, arguments: list[str], words: str) -> None:
+    code, message = exit_code_and_error(capsys, "bench", *arguments)
     assert code == InvalidRequest.exit_code
-    assert said.startswith("outrider bench: ")
-    assert words in said
+    assert message.startswith("outrider bench: ")
+    assert words in message
 
 
-def test_results_that_cannot_be_written_are_refused_before_the_work(capsys: Captured, tmp_path: Path) -> None:
+def test_unwritable_out_path_is_refused_before_the_bench_starts(capsys: Captured, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    code, said = complaint(capsys, "bench", "--prompts", "1", "--out", str(tmp_path / "file" / "out"))
+    code, message = exit_code_and_error(capsys, "bench", "--prompts", "1", "--out", str(tmp_path / "file" / "out"))
     assert code == InvalidRequest.exit_code
-    assert "nothing can be written to" in said
-    assert "choose another --out" in said
+    assert "nothing can be written to" in message
+    assert "choose another --out" in message
 
 
 def test_a_peer_that_is_not_installed_is_named(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: None)
-    code, said = complaint(capsys, "bench", "--prompts", "1", "--peers", "mlx-lm")
-    assert (code, said) == (
+    code, message = exit_code_and_error(capsys, "bench", "--prompts", "1", "--peers", "mlx-lm")
+    assert (code, message) == (
         InvalidRequest.exit_code,
         f"outrider bench: mlx-lm is left out: mlx_lm is not installed; run {install('bench')}",
     )
@@ -88,44 +88,42 @@ def test_a_peer_that_is_not_installed_is_named(capsys: Captured, monkeypatch: py
         ("", "peers is ''; expected none, or comma-separated names of mlx-lm, llama.cpp"),
     ],
 )
-def test_a_peer_that_cannot_compete_is_refused(
+def test_unusable_or_unknown_peers_are_refused(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, peers: str, words: str
 ) -> None:
     monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: True)
-    code, said = complaint(capsys, "bench", "--prompts", "1", "--peers", peers)
+    code, message = exit_code_and_error(capsys, "bench", "--prompts", "1", "--peers", peers)
     assert code == InvalidRequest.exit_code
-    assert words in said
+    assert words in message
 
 
 @pytest.mark.parametrize("wanted", [(), ("--peers", "none")])
-def test_without_peers_none_need_be_installed(monkeypatch: pytest.MonkeyPatch, wanted: tuple[str, ...]) -> None:
+def test_bench_without_peers_needs_no_peer_installed(monkeypatch: pytest.MonkeyPatch, wanted: tuple[str, ...]) -> None:
     monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: None)
     with pytest.raises(pytest.fail.Exception, match="processes were started"):
         main(["bench", "--prompts", "1", *wanted])
 
 
 @pytest.mark.parametrize("backend", ["ngram", "none"])
-def test_tune_without_a_draft_model_says_so(capsys: Captured, backend: str) -> None:
-    code, said = complaint(capsys, "tune", "--draft-backend", backend)
+def test_tune_without_a_draft_model_is_refused(capsys: Captured, backend: str) -> None:
+    code, message = exit_code_and_error(capsys, "tune", "--draft-backend", backend)
     assert code == InvalidRequest.exit_code
-    assert f"tune needs a draft model; draft_backend {backend} has none" in said
+    assert f"tune needs a draft model; draft_backend {backend} has none" in message
 
 
-def test_tune_for_a_model_that_is_not_there(capsys: Captured) -> None:
-    assert complaint(capsys, "tune", "--model", "/no/such")[0] == ModelError.exit_code
+def test_tune_with_a_missing_model_is_a_model_error(capsys: Captured) -> None:
+    assert exit_code_and_error(capsys, "tune", "--model", "/no/such")[0] == ModelError.exit_code
 
 
-def test_a_profile_that_cannot_be_kept_is_refused_before_anything_is_measured(capsys: Captured, tmp_path: Path) -> None:
+def test_tune_with_an_unwritable_cache_is_refused_before_measuring(capsys: Captured, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
-    code, said = complaint(capsys, "tune")
+    code, message = exit_code_and_error(capsys, "tune")
     assert code == InvalidRequest.exit_code
-    assert "nothing can be written to" in said
-    assert "set OUTRIDER_CACHE" in said
+    assert "nothing can be written to" in message
+    assert "set OUTRIDER_CACHE" in message
 
 
-def test_a_tune_interrupted_half_way_leaves_no_profile(
-    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_tune_saves_nothing(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -135,9 +133,7 @@ def test_a_tune_interrupted_half_way_leaves_no_profile(
     assert "tune: interrupted; nothing was saved" in capsys.readouterr().err
 
 
-def test_one_interrupted_while_it_is_written_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_save_keeps_the_previous_tuning_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = Tuning(10.0, ((1, 10.5),), 3.5, 1.9, 0.3, 0.4, (0.8,), 0.85, (TunedArm("ar", 0, 0, 95.0),))
     tuning.save(record, tmp_path / "tuning.json")
 

@@ -36,7 +36,7 @@ BARS = [
 ]
 
 
-def test_the_parts_are_named_by_the_targets_wait_and_add_up_to_the_whole() -> None:
+def test_breakdown_parts_add_up_to_the_time_between_outcomes() -> None:
     found = breakdown(BARS, 1)
     assert (found.rounds, found.verify) == (4, 10.0)
     assert found.turnaround == pytest.approx(0.5 / 4)
@@ -47,11 +47,11 @@ def test_the_parts_are_named_by_the_targets_wait_and_add_up_to_the_whole() -> No
     assert found.work_ahead == pytest.approx(8.0 / 4)
 
 
-def test_the_first_rounds_can_be_left_out() -> None:
+def test_breakdown_can_skip_the_first_rounds() -> None:
     assert breakdown(BARS, 4).rounds == 1
 
 
-def test_a_trace_of_one_round_is_refused_in_a_sentence() -> None:
+def test_breakdown_of_a_single_round_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="generate more tokens"):
         breakdown(BARS, 5)
 

@@ -53,14 +53,14 @@ def test_auto_is_as_fast_as_the_best_mode_at_any_number_of_requests(profile: Pro
 
 
 @pytest.mark.parametrize("seed", [5, 6])
-def test_crowds_that_follow_each_other_cost_hardly_more_than_the_best_mode(seed: int) -> None:
+def test_successive_batches_in_auto_cost_little_more_than_the_best_mode(seed: int) -> None:
     """Tries are few, none uses a request that is about to end, and a mode that is only as fast is not preferred."""
     best = min(sum(times(NARROW, mode, 8, 3, 96, seed=seed)[0]) for mode in ("ar", "ssd"))
     assert sum(times(NARROW, "auto", 8, 3, 96, seed=seed)[0]) < best / 0.98
 
 
 @pytest.mark.parametrize("profile", [PAIR, NOTHING], ids=lambda profile: profile.name)
-def test_the_first_ten_requests_cost_little_and_less_where_something_is_remembered(profile: Profile) -> None:
+def test_first_ten_auto_requests_cost_little_more_than_the_best_mode(profile: Profile) -> None:
     best = min(sum(times(profile, mode, 1, 10, 64)[0]) for mode in MODES)
     fresh, cluster = times(profile, "auto", 1, 10, 64)
     remembered, _ = times(profile, "auto", 1, 10, 64, cluster.rounds.learned())
@@ -68,7 +68,7 @@ def test_the_first_ten_requests_cost_little_and_less_where_something_is_remember
     assert sum(remembered) < best / 0.95
 
 
-def test_with_many_at_once_the_formula_prefers_shorter_chains_and_fewer_branches() -> None:
+def test_more_concurrent_requests_get_shorter_chains_and_fewer_branches() -> None:
     estimates = Estimates()
     for rows, verify_ms in PAIR.target.points:
         estimates.observe_verify(rows, verify_ms)
@@ -82,7 +82,7 @@ def test_with_many_at_once_the_formula_prefers_shorter_chains_and_fewer_branches
     assert breadths == sorted(breadths, reverse=True) and breadths[-1] < breadths[0]
 
 
-def test_a_mode_found_useless_is_not_tried_first_again() -> None:
+def test_mode_learned_to_be_useless_is_not_tried_first_again() -> None:
     fresh, cluster = times(NOTHING, "auto", 1, 3, 64)
     remembered, _ = times(NOTHING, "auto", 1, 1, 64, cluster.rounds.learned())
     assert remembered[0] < 0.97 * fresh[0]

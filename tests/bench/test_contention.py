@@ -28,7 +28,7 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def test_it_is_busy_on_the_targets_core_and_ends_with_the_bench() -> None:
+def test_contention_process_is_on_the_targets_core_and_ends_with_the_bench() -> None:
     with Contention(ServeSettings()) as busy:
         assert not is_gone(busy.pid)
         core = system.core_of("target", ServeSettings())
@@ -38,13 +38,13 @@ def test_it_is_busy_on_the_targets_core_and_ends_with_the_bench() -> None:
     assert is_gone(busy.pid)
 
 
-def test_it_ends_when_the_bench_fails() -> None:
+def test_contention_process_ends_when_the_bench_fails() -> None:
     with pytest.raises(ValueError, match="bench"), Contention(ServeSettings()) as busy:
         raise ValueError("bench")
     assert is_gone(busy.pid)
 
 
-def test_it_ends_when_its_parent_is_killed() -> None:
+def test_contention_process_ends_when_its_stdin_closes() -> None:
     """Its stdin is a pipe, which the parent's death closes."""
     process = subprocess.Popen(
         python("-m", "outrider.bench.comparison.contention", "cpu"),
@@ -61,7 +61,7 @@ def test_it_ends_when_its_parent_is_killed() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="cores are told apart on Linux alone")
-def test_an_unpinned_target_is_moved_to_the_contended_core_with_all_its_threads() -> None:
+def test_pinning_moves_all_threads_of_a_running_process() -> None:
     """Otherwise it would run on a core without contention, and win."""
     work = "import threading, sys; e = threading.Event(); threading.Thread(target=e.wait, daemon=True).start();"
     work += "print('up', flush=True); sys.stdin.read()"
@@ -77,7 +77,7 @@ def test_an_unpinned_target_is_moved_to_the_contended_core_with_all_its_threads(
         assert all(os.sched_getaffinity(thread) == {core} for thread in threads)
 
 
-def test_one_that_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contention_process_that_fails_to_start_is_a_worker_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.bench.helper.python", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"])
     with pytest.raises(WorkerError, match="ended; see its message"), Contention(ServeSettings()):
         os.kill(os.getpid(), signal.SIGTERM)  # never reached

@@ -28,19 +28,19 @@ def crowd(speed: float) -> list[list[Reply]]:
     return [[reply(n, (n + 1 / speed, 1), (n + 4 / speed, 3)) for _ in range(2)] for n in range(3)]
 
 
-def test_a_token_has_its_share_of_the_wait_for_its_chunk() -> None:
+def test_wait_for_a_chunk_is_divided_among_its_tokens() -> None:
     found = reply(1.0, (1.5, 1), (1.6, 1), (1.9, 3))
     assert found.first_ms == pytest.approx(500)
     assert found.gaps_ms == pytest.approx([100, 300])
     assert found.token_ms == pytest.approx([100, 100, 100, 100])
 
 
-def test_all_tokens_count_from_the_first_sending_to_the_last_end() -> None:
+def test_total_rate_spans_first_send_to_last_arrival() -> None:
     found = timed([reply(1.0, (1.5, 1), (2.0, 4)), reply(1.2, (3.0, 5))])
     assert (found.tokens, found.seconds) == (10, 2.0)
 
 
-def test_a_section_holds_ways_against_the_peer_and_auto_against_the_best() -> None:
+def test_section_compares_modes_with_the_peer_and_auto_with_the_best() -> None:
     found = concurrent_section(2, 0.8, {"ar": crowd(10), "ssd": crowd(20), "auto": crowd(15), "mlx-lm": crowd(40)})
     rates = {row.name: row.rate.value for row in found.rows}
     assert rates == pytest.approx({"ar": 20, "ssd": 40, "auto": 30, "mlx-lm": 80})
@@ -51,20 +51,20 @@ def test_a_section_holds_ways_against_the_peer_and_auto_against_the_best() -> No
     assert "| ssd | 40 [40, 40] | 0.50 [0.50, 0.50] | 50 / 50 | 50.0 / 50.0 |" in concurrent_table(found)
 
 
-def test_an_interval_of_latency_is_over_rounds_and_requests() -> None:
+def test_latency_interval_covers_all_rounds_and_requests() -> None:
     rounds = [[reply(0, (0.1, 1), (0.2, 1)), reply(0, (0.3, 1), (0.6, 1))], [reply(0, (0.5, 1), (0.7, 1))] * 2]
     first = concurrent_section(2, 0.0, {"ar": rounds}).rows[0].first_ms.p50
     assert (first.low, first.value, first.high) == pytest.approx((100, 400, 500))
 
 
-def test_without_peer_and_auto_their_ratios_are_left_out(tmp_path: Path) -> None:
+def test_ratios_are_left_out_without_peer_and_auto(tmp_path: Path) -> None:
     found = [concurrent_section(width, 0.0, {"ar": crowd(10), "sd": crowd(12)}) for width in (1, 2)]
     assert found[0].best is None and found[0].rows[0].against_peer is None
     report.draw_concurrent(found, tmp_path / "picture.png", "two ways")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-class OneByOne:
+class OneTokenPerChunkClient:
     """A client whose stream has one token per chunk, and a last chunk without any."""
 
     def stream(self, tokens: tuple[int, ...], sampling: SamplingParams, **_: Any) -> Any:
@@ -77,9 +77,9 @@ class OneByOne:
         return Chunks([Chunk("x", (7,)) for _ in range(sampling.max_tokens)] + [Chunk("", ())])
 
 
-def test_a_client_records_arrival_times_and_may_cancel() -> None:
+def test_client_records_arrival_times_and_can_cancel() -> None:
     whole, left = send_all(
-        OneByOne(), [TimedRequest((1,), SAMPLING, "ar"), TimedRequest((1,), SAMPLING, "ar", until=2)]
+        OneTokenPerChunkClient(), [TimedRequest((1,), SAMPLING, "ar"), TimedRequest((1,), SAMPLING, "ar", until=2)]
     )  # type: ignore[arg-type]
     assert (len(whole.arrivals), whole.reason, whole.cancelled) == (6, "length", False)
     assert (left.token_ids, left.text, left.cancelled) == ((7, 7), "xx", True)
@@ -87,14 +87,14 @@ def test_a_client_records_arrival_times_and_may_cancel() -> None:
 
 
 @pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def forbid_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         "outrider.bench.commands.concurrency.LocalCluster", lambda **_: pytest.fail("processes were started")
     )
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.usefixtures("forbid_processes")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -108,9 +108,9 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["--rounds", "4"], "rounds is only used with concurrency"),
     ],
 )
-def test_a_bench_of_requests_at_once_refuses_in_a_sentence(
+def test_invalid_concurrency_arguments_are_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     assert main(["bench", *arguments]) == InvalidRequest.exit_code
-    said = capsys.readouterr().err.strip()
-    assert said.startswith("outrider bench: ") and words in said and len(said.splitlines()) == 1
+    message = capsys.readouterr().err.strip()
+    assert message.startswith("outrider bench: ") and words in message and len(message.splitlines()) == 1

@@ -18,7 +18,7 @@ def worker(name: str, state: str, pid: int) -> WorkerStats:
     return WorkerStats(name.partition("-")[0], name, state, pid, "", "", 0, 0, 0, 0, "")
 
 
-def test_only_own_workers_that_run_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_hit_only_running_workers_of_this_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     hit: set[int] = set()
     monkeypatch.setattr(os, "kill", lambda pid, number: hit.add(pid))
     workers = (worker("target-0", "ready", 7), worker("draft-0", "restarting", 8), worker("draft-1", "ready", 1))

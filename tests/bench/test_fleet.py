@@ -68,13 +68,13 @@ def job(name: str, session: str = "s", broken: int = 0) -> Job:
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["flow", "rounds"])
-def test_the_same_seed_gives_the_same_numbers_and_another_one_others(real: bool) -> None:
+def test_simulation_repeats_with_its_seed_and_differs_with_another(real: bool) -> None:
     again = Simulation(FLEET, TRAFFIC, real).run(4.0)
     assert again.sums == outcome(real).sums
     assert Simulation(FLEET, replace(TRAFFIC, seed=1), real).run(4.0).sums != again.sums
 
 
-def test_flows_agree_with_the_real_rounds() -> None:
+def test_flow_simulation_agrees_with_the_real_rounds() -> None:
     flow, rounds = outcome(False).sums, outcome(True).sums
     assert flow.rate == pytest.approx(rounds.rate, rel=0.1)
     assert flow.busy == pytest.approx(rounds.busy, rel=0.1)
@@ -82,7 +82,7 @@ def test_flows_agree_with_the_real_rounds() -> None:
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["flow", "rounds"])
-def test_the_loss_of_a_zone_loses_no_request(real: bool) -> None:
+def test_losing_a_zone_loses_no_request(real: bool) -> None:
     """The real rounds compare all tokens with their texts."""
     found = outcome(real, ZONE)
     broken = [one for one in found.tally.jobs if one.interruptions]
@@ -94,12 +94,12 @@ def test_the_loss_of_a_zone_loses_no_request(real: bool) -> None:
     assert len(table({"0.5": found}).splitlines()) == 3
 
 
-def test_an_interrupted_request_waits_until_the_loss_is_noticed_and_its_prompt_is_read() -> None:
+def test_interrupted_request_waits_until_the_loss_is_noticed() -> None:
     late = replace(ZONE, engine=5.0)
     assert outcome(True, late).sums.gaps[0] > outcome(True, ZONE).sums.gaps[0] > 0.5
 
 
-def test_without_drafters_engines_complete_all_texts_more_slowly() -> None:
+def test_engines_without_drafters_are_slower_but_complete_their_texts() -> None:
     found, whole = outcome(True, Loss("drafters", 4.0, 10.0)), outcome(True)
     assert found.sums.interrupted == 0 and found.sums.ended > 0.8 * whole.sums.ended
     (alone, *_), _ = service.recorded(FLEET, MACHINE, 0)
@@ -114,7 +114,7 @@ def test_spread_drafters_are_in_all_zones() -> None:
 
 
 @pytest.mark.parametrize("router", [PowerOfTwo(0), Least()])
-def test_the_less_loaded_of_two_engines_is_chosen(router: Router) -> None:
+def test_router_chooses_the_less_loaded_engine(router: Router) -> None:
     world = World()
     made = gate(world, router, 2)
     for number in range(4):
@@ -150,7 +150,7 @@ def test_engines_are_added_for_waiting_requests_and_removed_when_idle() -> None:
     assert outcome(False, None, quiet, replace(TRAFFIC, rate=0.02)).tally.samples[-1].engines == 1
 
 
-def test_only_the_new_part_of_a_longer_text_is_read() -> None:
+def test_remembered_texts_are_found_by_prefix_and_evicted_when_full() -> None:
     known = Remembered(100)
     text = tuple(range(60))
     known.keep(text[:40])

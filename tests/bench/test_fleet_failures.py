@@ -66,7 +66,7 @@ def test_a_reader_without_any_gate_gives_up(monkeypatch: pytest.MonkeyPatch) -> 
         Reader([url], WANTED, "").read()
 
 
-def test_the_clockwork_sends_the_time_of_each_chunk() -> None:
+def test_clockwork_engine_sends_the_time_of_each_chunk() -> None:
     with closing(Clockwork(pace=0.0)) as clockwork, asyncio.Runner() as runner:
         lags = stamps_by_client(AsyncClient(clockwork.endpoint), WANTED, runner)
     assert len(lags) == WANTED.length and all(lag > 0 for lag in lags)

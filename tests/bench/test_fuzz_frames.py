@@ -20,24 +20,24 @@ from tests.harness.fuzz.worker import WorkerFuzz
 FRAMES = {"workers": 500, "clients": 500, "target": 400, "drafter": 400, "wire": 100}
 
 
-def stands(name: str, seed: int = 1) -> tuple[bool, list[str]]:
-    told: list[str] = []
-    return fuzz_frames.fuzz(name, FRAMES[name], seed, told.append), told
+def fuzz_passes(name: str, seed: int = 1) -> tuple[bool, list[str]]:
+    log: list[str] = []
+    return fuzz_frames.fuzz(name, FRAMES[name], seed, log.append), log
 
 
 @pytest.fixture(autouse=True)
-def nothing_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+def skip_memory_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the check of memory out: a run this short proves nothing."""
     monkeypatch.setattr(fuzz_frames, "held", lambda pid: (1, 1))
 
 
 @pytest.mark.parametrize("name", fuzz_frames.TARGETS)
 def test_a_socket_survives_broken_frames(name: str) -> None:
-    stood, told = stands(name)
-    assert stood, told
+    passed, log = fuzz_passes(name)
+    assert passed, log
 
 
-def test_broken_frames_are_of_all_kinds() -> None:
+def test_mutated_frames_cover_all_message_types() -> None:
     """Some still decode as messages, most do not."""
     mutator, kinds, refused = Mutator(random.Random(1), list(MESSAGES)), set(), 0
     for _ in range(4000):
@@ -48,36 +48,36 @@ def test_broken_frames_are_of_all_kinds() -> None:
     assert kinds == set(MESSAGES) and 1000 < refused < 3900
 
 
-def test_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fuzzer_detects_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = workers_socket.target
-    said = count()
+    calls = count()
 
-    def errs(message: Message) -> list[Message]:
+    def wrong_target(message: Message) -> list[Message]:
         answers = honest(message)
         wrong = [replace(one, bonus=one.bonus + 1) for one in answers if isinstance(one, Outcome)]
-        return wrong if next(said) > 5 else answers
+        return wrong if next(calls) > 5 else answers
 
-    monkeypatch.setattr(workers_socket, "target", errs)
-    stood, told = stands("workers")
-    assert not stood and "has" in told[-1]
+    monkeypatch.setattr(workers_socket, "target", wrong_target)
+    passed, log = fuzz_passes("workers")
+    assert not passed and "has" in log[-1]
 
 
-def test_a_worker_that_says_something_else_afterwards_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fuzzer_detects_a_worker_that_answers_differently_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     honest, answers = WorkerFuzz._honest, iter(range(100))
 
-    def changes(fuzzed: WorkerFuzz) -> list[object]:
+    def changed_answers(fuzzed: WorkerFuzz) -> list[object]:
         return [*honest(fuzzed), next(answers)]
 
-    monkeypatch.setattr(WorkerFuzz, "_honest", changes)
-    assert not stands("target")[0]
+    monkeypatch.setattr(WorkerFuzz, "_honest", changed_answers)
+    assert not fuzz_passes("target")[0]
 
 
-def test_a_crash_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def falls(self: SentTasks, request: object, from_target: bool, *about: object) -> str:
+def test_fuzzer_does_not_hide_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(self: SentTasks, request: object, from_target: bool, *about: object) -> str:
         if not from_target:
             raise ZeroDivisionError
         return ""
 
-    monkeypatch.setattr(SentTasks, "refusal", falls)
+    monkeypatch.setattr(SentTasks, "refusal", crash)
     with pytest.raises(ZeroDivisionError):
-        stands("workers")
+        fuzz_passes("workers")

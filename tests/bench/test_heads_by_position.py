@@ -17,14 +17,14 @@ ROUNDS = (
 )
 
 
-def test_sums_are_over_all_prompts() -> None:
+def test_head_acceptance_is_summed_over_all_prompts() -> None:
     found = HeadResult("eagle3", 0.8, ROUNDS)
     assert found.per_verify.value == 2.0
     assert found.by_position == pytest.approx([4 / 8, 2 / 6, 1 / 4])
     assert table([found])[1].startswith("0.8   eagle3           2.00 [")
 
 
-def test_it_is_drawn(tmp_path: Path) -> None:
+def test_head_results_are_drawn(tmp_path: Path) -> None:
     draw(
         [HeadResult(name, temp, ROUNDS) for name in ("draft model", "eagle3") for temp in (0.0, 0.8)],
         tmp_path / "a.png",
@@ -32,7 +32,7 @@ def test_it_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
-def test_held_out_files_are_those_of_the_head_s_record(tmp_path: Path) -> None:
+def test_held_out_texts_come_from_the_heads_training_record(tmp_path: Path) -> None:
     assert held_out(tmp_path, 2) == []
     (tmp_path / "training.json").write_text(json.dumps({"held_out": ["gone.py", "argparse.py", "ast.py", "bdb.py"]}))
     texts = held_out(tmp_path, 2)

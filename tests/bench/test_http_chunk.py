@@ -11,7 +11,7 @@ from tools.http_chunk import Costs, report, side
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the clock of another process")
-def test_each_text_is_completed_and_measured() -> None:
+def test_side_completes_and_measures_each_text() -> None:
     with side(PACKAGE.parent, {}) as helper:
         costs = [helper.ask({"tokens": 2, "gap_ms": 1.0, "chunks": chunks}) for chunks in (1, 5)]
     assert costs[0]["chunks"] == 1 and 1 <= costs[1]["chunks"] <= 5  # chunks that come together leave together

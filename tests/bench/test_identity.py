@@ -27,7 +27,7 @@ def judged(monkeypatch: pytest.MonkeyPatch, report: Report) -> Judge:
     return judge
 
 
-def test_the_first_text_is_the_reference_and_the_same_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_texts_are_compared_with_the_first_text(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = judged(monkeypatch, Report(3, 3, (), (), 1024))
     assert [judge.tallies[row, "T=0"].same for row in ("alone", "same", "other")] == [1, 1, 0]
 
@@ -38,19 +38,19 @@ def test_a_difference_within_rounding_is_a_tie(monkeypatch: pytest.MonkeyPatch) 
     assert "1 by a tie" in table(judge)
 
 
-def test_anything_else_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_beyond_rounding_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = judged(monkeypatch, Report(3, 2, (), (DIFFERENCE,), 1024))
     assert len(judge.tallies["other", "T=0"].different) == 1
     assert "1 DIFFERENT" in table(judge)
 
 
-def test_every_house_can_be_built() -> None:
+def test_every_configuration_has_valid_settings() -> None:
     assert set(HOUSES) == set(SETTINGS)
     assert HOUSES["best-first"][0] == Way("ar")
     assert all(ServeSettings(**settings) for settings in SETTINGS.values())
 
 
-def test_a_scrambled_model_has_the_same_values_elsewhere(tmp_path) -> None:
+def test_scrambled_model_keeps_its_values_in_another_order(tmp_path) -> None:
     before = load_file(EMBEDDED_DRAFT / "model.safetensors")
     after = load_file(scrambled(EMBEDDED_DRAFT, tmp_path / "draft") / "model.safetensors")
     assert before.keys() == after.keys()

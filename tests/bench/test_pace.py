@@ -15,7 +15,7 @@ def result(*notes: str) -> GenerationResult:
     return GenerationResult("", (), "length", Timings(), 0, "ssd", 1, "m", "d", notes)
 
 
-def test_a_run_with_times_unlike_the_profiles_fails() -> None:
+def test_run_that_missed_the_times_of_its_profile_fails() -> None:
     require_pace(result("auto: ssd, the best"))
     with pytest.raises(WorkerError, match=f"the simulation failed: target-0: {NOT_KEPT}: 30"):
         require_pace(result("auto: ssd, the best", f"target-0: {NOT_KEPT}: 30 ms late"))

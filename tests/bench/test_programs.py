@@ -40,7 +40,7 @@ def test_a_program_that_fails_has_a_row_with_its_error(tmp_path: Path, monkeypat
         assert words in row and was_right is is_right
 
 
-def test_each_agent_writes_with_its_own_tool(tmp_path: Path) -> None:
+def test_template_selects_the_write_tool_of_each_agent(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", {program.name: tmp_path / program.folder for program in PROGRAMS})
     template, asked = chat_template(folder) or "", [{"role": "user", "content": "hi"}]
     for tool in ("Write", "write_file", "write", "exec_command"):

@@ -28,14 +28,14 @@ def test_no_prompt_occurs_twice() -> None:
 
 
 @pytest.mark.parametrize("count", [4, 8, 50])
-def test_any_number_is_a_fair_mixture(count: int) -> None:
+def test_mixed_prompts_are_balanced_over_classes(count: int) -> None:
     kinds = [prompt.kind for prompt in mixed(count)]
     assert len(kinds) == count
     assert min(kinds.count(kind) for kind in CLASSES) >= count // 5
 
 
 @pytest.mark.parametrize("count", [0, -1, 1000])
-def test_a_number_that_cannot_be_had_is_refused(count: int) -> None:
+def test_invalid_prompt_count_is_refused(count: int) -> None:
     with pytest.raises(InvalidRequest, match="expected 1 to"):
         mixed(count)
 
@@ -46,7 +46,7 @@ def test_an_unknown_class_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", SUITE_CLASSES)
-def test_each_class_of_the_suite_has_twenty_questions_that_differ(kind: str) -> None:
+def test_each_suite_class_has_twenty_distinct_prompts(kind: str) -> None:
     prompts = load_suite()[kind]
     assert len({prompt.text for prompt in prompts}) == 20
     assert all(prompt.text == prompt.text.strip() for prompt in prompts)

@@ -30,23 +30,23 @@ def test_a_table_shows_the_measured_share_of_the_formulas_prediction() -> None:
     assert table.endswith("\n\n- a line")
 
 
-def test_a_table_without_a_prediction_has_no_such_column() -> None:
+def test_table_without_predictions_has_no_prediction_column() -> None:
     second = report.section("code", 0.0, "both cores", second_table_runs(RUNS), "ar, both cores", {})
     assert "of predicted" not in report.table(second)
     assert len({line.count("|") for line in report.table(second).splitlines() if "|" in line}) == 1
 
 
-def test_each_contestant_stands_in_the_table_of_its_cores() -> None:
+def test_each_runner_is_in_the_table_for_its_cores() -> None:
     assert [row.name for row in made().rows] == ["mlx-lm", "auto", "ssd K=3", "sd model K=3", "ar"]
     assert set(second_table_runs(RUNS)) == {"ssd K=3", "auto", *(name for name in NAMES if name.endswith(BOTH_CORES))}
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_the_picture_has_a_panel_per_table(tmp_path: Path, count: int) -> None:
+def test_picture_is_drawn_for_any_number_of_tables(tmp_path: Path, count: int) -> None:
     report.draw([made()] * count, tmp_path / "bench.png", "test")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_unwritable_picture_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="can't be written"):
         report.draw([made()], tmp_path / "missing" / "bench.png", "test")

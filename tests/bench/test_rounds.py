@@ -47,11 +47,11 @@ ROUNDS = [
 ]
 
 
-def test_rounds_and_lookups(tmp_path: Path) -> None:
+def test_rounds_and_lookups_are_read_from_a_trace(tmp_path: Path) -> None:
     assert read_rounds(write(tmp_path / "t.json", *REQUEST), [(PROMPT, TEXT)]) == [ROUNDS]
 
 
-def test_one_request_after_the_other(tmp_path: Path) -> None:
+def test_consecutive_requests_of_a_trace_are_separated(tmp_path: Path) -> None:
     trace = write(tmp_path / "t.json", *REQUEST, *REQUEST)
     assert read_rounds(trace, [(PROMPT, TEXT)] * 2) == [ROUNDS, ROUNDS]
 

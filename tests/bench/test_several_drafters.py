@@ -36,15 +36,15 @@ def rate(timings: tuple[Timings, ...]) -> float:
     return sum(one.predicted_n for one in timings) / sum(one.predicted_ms for one in timings)
 
 
-def test_a_second_drafter_with_as_many_branches_hits_more_often() -> None:
+def test_second_drafter_with_as_many_branches_raises_hit_rate_and_speed() -> None:
     assert hits(runs(16, NEAR)) > hits(runs(8)) + 0.03
     assert rate(runs(16, NEAR)) > 1.02 * rate(runs(8))
 
 
-def test_two_drafters_share_work_that_exceeds_one() -> None:
+def test_two_drafters_are_faster_than_one_overloaded_drafter() -> None:
     assert rate(runs(32, NEAR)) > 1.02 * rate(runs(32))
 
 
 @pytest.mark.parametrize("other", [FAR, HALF, ANOTHER], ids=["far", "slow", "another model"])
-def test_a_second_drafter_that_is_far_or_slow_or_disagrees_costs_nothing(other: Machine) -> None:
+def test_far_slow_or_disagreeing_second_drafter_costs_nothing(other: Machine) -> None:
     assert rate(runs(16, other)) > 0.99 * rate(runs(16))

@@ -31,31 +31,31 @@ def rate(profile: Profile, policy: Policy, batch: int = 1, hop_ms: float = 0.0) 
     return Simulator(profile, policy, batch, hop_ms).run(TOKENS).tokens_per_second
 
 
-def test_plain_decoding_takes_a_step_a_token() -> None:
+def test_plain_decoding_takes_one_forward_per_token() -> None:
     assert rate(MACHINE, Policy("ar")) == pytest.approx(1000 / VERIFY_MS)
     assert rate(MACHINE, Policy("ar"), batch=4) == pytest.approx(4000 / VERIFY_MS)
 
 
 @pytest.mark.parametrize("depth", [1, 4, 8])
-def test_sd_takes_its_steps_and_a_verify_a_round(depth: int) -> None:
+def test_sd_round_takes_its_draft_steps_and_one_verify(depth: int) -> None:
     round_ms = VERIFY_MS + depth * STEP_MS
     assert rate(SURE, Policy("sd", depth)) == pytest.approx(1000 * (depth + 1) / round_ms, rel=0.01)
 
 
 @pytest.mark.parametrize("depth", [1, 4, 8])
-def test_with_sure_hits_and_hidden_drafting_ssd_gains_one_plus_t_sd(depth: int) -> None:
+def test_ssd_over_sd_is_one_plus_t_sd_with_sure_hits_and_hidden_drafting(depth: int) -> None:
     ahead, in_turn = rate(SURE, Policy("ssd", depth, 8)), rate(SURE, Policy("sd", depth))
     assert ahead / in_turn == pytest.approx(1 + depth * STEP_MS / VERIFY_MS, rel=0.01)
 
 
-def test_a_tree_longer_than_the_verify_sets_the_time_of_a_round() -> None:
+def test_round_time_is_that_of_a_tree_longer_than_the_verify() -> None:
     """Full depth waits for it: K + 1 forwards, for the chain's last token is fed with the first."""
     slow = replace(SURE, draft=Latency(((1, 3.0),)))
     assert rate(slow, Policy("ssd", 4, 8, anytime=False)) == pytest.approx(1000 * 5 / 15.0, rel=0.01)
 
 
 @pytest.mark.parametrize("anytime", [True, False])
-def test_without_hits_ssd_is_sd(anytime: bool) -> None:
+def test_ssd_without_hits_is_as_fast_as_sd(anytime: bool) -> None:
     """The third token is never accepted and bonus tokens are never among the candidates."""
     hopeless = replace(MACHINE, acceptance=(0.8, 0.8, 0.0), bonus_ranks=())
     ahead = Simulator(hopeless, Policy("ssd", 3, 8, anytime=anytime, filled=False)).run(TOKENS)
@@ -63,30 +63,30 @@ def test_without_hits_ssd_is_sd(anytime: bool) -> None:
     assert ahead.tokens_per_second == pytest.approx(rate(hopeless, Policy("sd", 3)), rel=0.01)
 
 
-def test_a_link_hidden_by_the_verify_costs_ssd_nothing_and_sd_a_round_trip() -> None:
+def test_link_latency_costs_ssd_nothing_and_sd_a_round_trip() -> None:
     far = replace(SURE, link_ms=2.0)
     assert rate(far, Policy("ssd", 4, 8)) == pytest.approx(rate(SURE, Policy("ssd", 4, 8)), rel=0.01)
     assert rate(far, Policy("sd", 4)) == pytest.approx(1000 * 5 / (VERIFY_MS + 4 * STEP_MS + 4.0), rel=0.01)
 
 
-def test_hops_of_messages_cost_both() -> None:
+def test_message_hops_cost_ssd_and_sd_time() -> None:
     assert rate(SURE, Policy("ssd", 4, 8), hop_ms=0.5) == pytest.approx(1000 * 5 / 11.0, rel=0.01)
     assert rate(SURE, Policy("sd", 4), hop_ms=0.5) == pytest.approx(1000 * 5 / 16.0, rel=0.01)
 
 
-def test_in_a_batch_any_miss_makes_all_wait() -> None:
+def test_gain_of_ssd_shrinks_as_the_batch_grows() -> None:
     policy = Policy("ssd", 4, 8, filled=False)
     gains = [rate(MACHINE, policy, batch) / rate(MACHINE, Policy("sd", 4), batch) for batch in (1, 4, 16)]
     assert gains[0] > gains[1] > gains[2]
 
 
-def test_more_branches_hit_more() -> None:
+def test_more_branches_raise_the_hit_rate() -> None:
     hits = [Simulator(MACHINE, Policy("ssd", 3, branches)).run(TOKENS).hit_rate for branches in (2, 4, 8, 16)]
     assert hits == sorted(hits) and hits[-1] > 0.9 > 0.6 > hits[0]
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
-def test_no_addition_to_the_papers_policy_costs_time_anywhere(profile: Path) -> None:
+def test_no_extension_of_the_papers_policy_costs_speed(profile: Path) -> None:
     machine = Profile.read(profile)
     paper = Policy("ssd", 3, 12, "geometric", anytime=False, filled=False, hoping=False)
     rates = [rate(machine, paper)]
@@ -96,7 +96,7 @@ def test_no_addition_to_the_papers_policy_costs_time_anywhere(profile: Path) -> 
     assert all(after > 0.99 * before for before, after in pairwise(rates)), rates
 
 
-def test_branches_of_full_acceptance_come_with_the_second_forward() -> None:
+def test_branches_for_full_acceptance_arrive_with_the_second_forward() -> None:
     """Here just after the verify: without waiting for it, every outcome of a sure drafter misses."""
     late = replace(SURE, draft=Latency(((1, 6.0),)))
     policy = Policy("ssd", 1, 4, filled=False, hoping=False)
@@ -141,7 +141,7 @@ def luck_of(script: Script, text: tuple[int, ...]) -> Luck:
 
 
 @pytest.mark.parametrize(("profile", "policy"), CASES, ids=lambda case: getattr(case, "name", str(case))[:60])
-def test_the_arithmetic_agrees_with_the_real_rounds(profile: Profile, policy: Policy) -> None:
+def test_simulator_agrees_with_the_real_rounds(profile: Profile, policy: Policy) -> None:
     """With the same outcomes: whether a proposal is right is drawn by position and token, so equally for both.
 
     Real rounds may have fewer branches where that costs no tokens per second, and then some fewer hits.
@@ -161,13 +161,13 @@ def test_the_arithmetic_agrees_with_the_real_rounds(profile: Profile, policy: Po
     assert found.hit_rate == pytest.approx(timings.cache_hits / lookups if lookups else 0.0, abs=0.06)
 
 
-def test_virtual_time_repeats_exactly_and_ends_with_the_texts_own_tokens() -> None:
+def test_runs_in_virtual_time_repeat_exactly() -> None:
     texts = random_texts(1, 300)
     runs = [VirtualCluster(MACHINE, texts, depth=3, branches=8).run(texts[0], 200, "auto") for _ in range(2)]
     assert runs[0] == runs[1]
 
 
-def test_plain_decoding_is_tried_for_a_few_rounds_where_speculation_is_far_better() -> None:
+def test_auto_tries_plain_decoding_only_briefly_when_speculation_wins() -> None:
     cluster = VirtualCluster(SURE, random_texts(3, 1200), depth=4, branches=8)
     plain, longest, tell = [], [], cluster.send_target
 

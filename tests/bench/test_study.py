@@ -40,29 +40,29 @@ def odds(tokens: float, hit: float) -> Odds:
     return Odds(lambda depth: tokens, hit)
 
 
-def test_with_every_lookup_a_hit_and_drafting_hidden_ssd_reaches_its_ceiling() -> None:
+def test_ssd_reaches_its_ceiling_with_all_hits_and_hidden_drafting() -> None:
     """Corollary of theorem 7: SSD over SD is 1 + T_SD."""
     certain = odds(3.0, 1.0)
     assert ssd_rate(FLAT, certain, 3) / sd_rate(FLAT, certain, 3) == pytest.approx(ceiling(FLAT, 3))
 
 
-def test_with_no_hit_ssd_is_no_worse_than_sd() -> None:
+def test_ssd_without_hits_is_no_slower_than_sd() -> None:
     never = odds(3.0, 0.0)
     assert ssd_rate(FLAT, never, 3) >= sd_rate(FLAT, never, 3) * 0.999
 
 
 @pytest.mark.parametrize("hit", [0.1, 0.5, 0.9])
-def test_more_hits_are_more_tokens(hit: float) -> None:
+def test_predicted_ssd_rate_grows_with_the_hit_rate(hit: float) -> None:
     assert ssd_rate(FLAT, odds(3.0, hit + 0.05), 3) > ssd_rate(FLAT, odds(3.0, hit), 3)
 
 
-def test_turnaround_costs_speculation_and_not_plain_decoding() -> None:
+def test_turnaround_slows_ssd_but_not_plain_decoding() -> None:
     slow = replace(FLAT, turnaround_ms=5.0)
     assert ar_rate(slow) == ar_rate(FLAT)
     assert ssd_rate(slow, odds(3.0, 0.9), 3) < ssd_rate(FLAT, odds(3.0, 0.9), 3)
 
 
-def test_a_mix_of_rounds_is_their_tokens_over_their_time() -> None:
+def test_mixed_rate_is_total_tokens_over_total_time() -> None:
     """Theorem 7 term by term: a hit of 10 ms, a requested chain (4 ms more), a tree longer than the verify."""
     slow = replace(FLAT, tree_ms=lambda depth: 4.0 * depth, turnaround_ms=1.0)
     hit, asking, late = (
@@ -75,14 +75,14 @@ def test_a_mix_of_rounds_is_their_tokens_over_their_time() -> None:
 
 
 @pytest.mark.parametrize(("hit", "turnaround_ms"), [(0.0, 0.0), (0.6, 0.4), (1.0, 2.0)])
-def test_ssd_is_a_mix_of_hits_and_the_better_miss(hit: float, turnaround_ms: float) -> None:
+def test_ssd_rate_is_the_mixed_rate_of_hits_and_misses(hit: float, turnaround_ms: float) -> None:
     costs = replace(FLAT, turnaround_ms=turnaround_ms)
     found = ssd_rate(costs, odds(3.0, hit), 3)
     kinds = [RoundKind(hit, 4, 3.0, ahead=3), RoundKind(1 - hit, 4, 3.0, asked=3)]
     assert found == pytest.approx(mixed_rate(costs, kinds))
 
 
-def test_a_ratio_is_of_all_tokens_over_all_time_and_its_interval_holds_it() -> None:
+def test_ratio_of_total_rates_is_within_its_interval() -> None:
     rng = random.Random(0)
     theirs = [Timed(100, rng.uniform(0.9, 1.1)) for _ in range(30)]
     ours = [Timed(100, run.seconds / 1.5) for run in theirs]
@@ -92,7 +92,7 @@ def test_a_ratio_is_of_all_tokens_over_all_time_and_its_interval_holds_it() -> N
     assert found.high >= 1.5 - 1e-9
 
 
-def test_the_interval_of_a_mean_covers_it_about_as_often_as_it_says() -> None:
+def test_bootstrap_interval_covers_the_mean_as_often_as_it_should() -> None:
     rng = random.Random(1)
     covered = 0
     for _ in range(60):
@@ -102,7 +102,7 @@ def test_the_interval_of_a_mean_covers_it_about_as_often_as_it_says() -> None:
     assert 48 <= covered <= 60
 
 
-def test_a_looping_text_is_seen() -> None:
+def test_repeated_share_detects_a_looping_text() -> None:
     assert repeated_share([1, 2, 3, 4] * 20) > 0.9
     assert repeated_share(list(range(80))) == 0.0
 
@@ -117,7 +117,7 @@ def traced(path: Path) -> None:
     trace.close()
 
 
-def test_a_trace_opens_in_perfetto_and_draws(tmp_path: Path) -> None:
+def test_trace_has_perfetto_events_and_can_be_drawn(tmp_path: Path) -> None:
     traced(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
@@ -170,7 +170,7 @@ def overlap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], int]:
         ("v1.5", "v1.5/rounds.png", "v1.5/rounds.json"),
     ],
 )
-def test_overlap_writes_the_picture_that_is_named(
+def test_overlap_writes_picture_and_trace_to_the_given_path(
     overlap: Callable[[Path], int],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -180,8 +180,8 @@ def test_overlap_writes_the_picture_that_is_named(
 ) -> None:
     assert overlap(tmp_path / out) == 0
     assert (tmp_path / picture).is_file() and (tmp_path / trace).is_file()
-    told = capsys.readouterr().out
-    assert f"ten rounds: {tmp_path / picture}" in told and str(tmp_path / trace) in told
+    captured = capsys.readouterr().out
+    assert f"ten rounds: {tmp_path / picture}" in captured and str(tmp_path / trace) in captured
 
 
 @pytest.fixture
@@ -194,22 +194,22 @@ def test_without_matplotlib_overlap_prints_its_tables_and_a_note(
     overlap: Callable[[Path], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert overlap(tmp_path / "x.png") == 0
-    told = capsys.readouterr()
-    assert "overlap efficiency" in told.out and "work ahead" in told.out and "ten rounds" not in told.out
+    captured = capsys.readouterr()
+    assert "overlap efficiency" in captured.out and "work ahead" in captured.out and "ten rounds" not in captured.out
     assert (tmp_path / "x.json").is_file() and not (tmp_path / "x.png").exists()
-    assert told.err == f"Note: no picture was drawn, because Matplotlib is not installed ({install('bench')}).\n"
+    assert captured.err == f"Note: no picture was drawn, because Matplotlib is not installed ({install('bench')}).\n"
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_without_matplotlib_bench_starts_and_leaves_its_results(
+def test_without_matplotlib_bench_starts_and_writes_its_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drawing(_path: Path) -> None:
         pytest.fail("something was drawn")
 
     files.write(tmp_path, "bench", "title", ServeSettings(), {"sections": []}, drawing)
-    told = capsys.readouterr()
-    assert told.out == f"title\nwritten: {tmp_path / 'bench.json'}\n" and "no picture was drawn" in told.err
+    captured = capsys.readouterr()
+    assert captured.out == f"title\nwritten: {tmp_path / 'bench.json'}\n" and "no picture was drawn" in captured.err
     monkeypatch.setattr("outrider.bench.comparison.runners.LocalCluster", lambda **_: pytest.fail("started"))
     with pytest.raises(pytest.fail.Exception, match="started"):
         main(["bench", "--prompts", "1", "--peers", "none", "--out", str(tmp_path)])
@@ -222,19 +222,19 @@ def test_missing_rounds_cannot_be_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "M"}]}'])
-def test_a_file_that_is_no_trace_is_one_sentence(tmp_path: Path, content: str) -> None:
+def test_file_that_is_not_a_trace_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(content)
     with pytest.raises(InvalidRequest, match="is not a trace of Outrider"):
         read(path)
 
 
-def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+def test_unwritable_trace_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="can't be written"):
         Trace(tmp_path / "missing" / "trace.json")
 
 
-def test_a_drafter_in_the_targets_process_has_a_track_in_it(tmp_path: Path) -> None:
+def test_in_process_drafter_has_its_own_track_in_the_targets_process(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "trace.json")
     trace.add(TARGET, "verify 4", Span(5, 9), round=1, accepted=2)
     trace.add(TARGETS_DRAFTER, "chain", Span(1, 5), round=1)
@@ -245,6 +245,6 @@ def test_a_drafter_in_the_targets_process_has_a_track_in_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("both", "word"), [(9.0, "Above 1"), (10.0, ""), (15.0, ""), (21.0, "Below 0")])
-def test_an_overlap_off_its_scale_is_explained(both: float, word: str) -> None:
+def test_overlap_efficiency_outside_zero_to_one_is_explained(both: float, word: str) -> None:
     found = _table(Overlap(9, 4, 16, 10.0, 6.0, both, 10.0, 6.0))
     assert ("Above 1" in found, "Below 0" in found) == (word == "Above 1", word == "Below 0")

@@ -75,7 +75,7 @@ def test_a_ratio_without_contestants_is_left_out() -> None:
     assert "| auto over the best mode | 1.92 [1.60, 2.40] | 1.60 | 2.40 | ar |" in report.ratio_table(found)
 
 
-class ClusterOfSettings:
+class SettingsOnlyCluster:
     """Accepts a cluster's arguments, and starts nothing."""
 
     def __init__(self, progress: Any, **settings: Any) -> None:
@@ -100,7 +100,7 @@ def test_only_modes_the_pair_supports_are_compared(
     backend: str, modes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default model has no draft of its own."""
-    monkeypatch.setattr(runners_module, "LocalCluster", ClusterOfSettings)
+    monkeypatch.setattr(runners_module, "LocalCluster", SettingsOnlyCluster)
     monkeypatch.setattr(runners_module, "pin_process", lambda pid, core: None)
     drafts = {"draft_model": "draft"} if backend == "mlx" else {}
     given = {"model": "target", "draft_backend": backend, **drafts}
@@ -127,7 +127,7 @@ def test_a_suites_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
     assert files.in_turn([[(1,), (2,)], [(3,)]]) == [(1,), (3,), (2,)]
 
 
-def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_file_is_recognised_by_its_first_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: True)
     (tmp_path / "model").write_bytes(b"GGUF\x03")
     (tmp_path / "text").write_bytes(b"hello")
@@ -190,7 +190,7 @@ def started(program: Any, **more: Any) -> Any:
     return program.LlamaCpp(**{"model": "m.gguf", "draft_model": None, "threads": 2, "slots": 3, **more})
 
 
-def test_llama_cpp_samples_as_we_do_and_remembers_nothing(program: Any) -> None:
+def test_llama_cpp_peer_uses_our_sampling_and_no_prompt_cache(program: Any) -> None:
     peer = started(program)
     found = peer.run([1, 2], 4, 0.8, 7, False)
     assert (found["count"], found["decode_seconds"]) == (4, 1.5)
@@ -206,7 +206,7 @@ def test_llama_cpp_samples_as_we_do_and_remembers_nothing(program: Any) -> None:
     assert given.n_ctx == 3 * program.CONTEXT
 
 
-def test_llama_cpps_tokens_count_when_they_come(program: Any) -> None:
+def test_llama_cpp_tokens_are_counted_as_they_arrive(program: Any) -> None:
     replies = started(program).batch([[1], [2]], 4, 0.0, 0)["replies"]
     assert [[count for _, count in reply["arrivals"]] for reply in replies] == [[1, 2, 1]] * 2
     assert all(reply["sent"] <= reply["arrivals"][0][0] for reply in replies)
@@ -223,7 +223,7 @@ def test_each_kind_of_speculation_has_its_own_parameters(program: Any, speculati
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_memory_is_that_of_a_process_and_all_below_it() -> None:
+def test_footprint_includes_the_memory_of_child_processes() -> None:
     hold = "import sys; kept = b'x' * (40 << 20); print('ready', flush=True); sys.stdin.read()"
     below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
     with subprocess.Popen([sys.executable, "-c", below], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -234,7 +234,7 @@ def test_memory_is_that_of_a_process_and_all_below_it() -> None:
     assert footprint.total_memory(process.pid) == 0 or os.name != "posix"
 
 
-def test_prompts_of_a_footprint_begin_differently() -> None:
+def test_footprint_prompts_begin_differently() -> None:
     pieces = footprint._prompts(range(1000), 4, 1500)
     assert [len(piece) for piece in pieces] == [1500] * 4
     assert len({piece[0] for piece in pieces}) == 4

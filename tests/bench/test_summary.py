@@ -20,7 +20,7 @@ from outrider.bench.timing import Curve, IsolatedTimes
 from outrider.protocol.messages import Timings
 
 VERIFY = Curve(((1, 10.0), (2, 11.0), (3, 12.0), (4, 13.0)))
-ALONE = IsolatedTimes(10.0, VERIFY, Curve(((1, 3.0), (3, 5.0))), Curve(((1, 4.0), (3, 8.0))), 0.5)
+ISOLATED = IsolatedTimes(10.0, VERIFY, Curve(((1, 3.0), (3, 5.0))), Curve(((1, 4.0), (3, 8.0))), 0.5)
 # Twenty rounds and the prompt's: 2 of no chain, 8 of two tokens, 10 of three; 5 were asked for. 18 lookups.
 SSD = Timings(
     predicted_n=51,
@@ -44,7 +44,7 @@ def test_rounds_are_counted_by_the_rows_they_verified() -> None:
     assert (found.looked_up, found.hits, found.turnaround_ms) == ((16, 10, 10), (8, 10, 8), pytest.approx(0.4))
 
 
-def test_shares_of_rounds_are_all_of_them() -> None:
+def test_shares_of_round_kinds_add_up_to_one() -> None:
     kinds = kinds_of(summary([SSD]), 3, works_ahead=True)
     assert sum(kind.share for kind in kinds) == pytest.approx(1.0)
     assert {(kind.rows, kind.ahead) for kind in kinds if not kind.asked} == {(1, 0), (3, 2), (4, 3)}
@@ -53,37 +53,37 @@ def test_shares_of_rounds_are_all_of_them() -> None:
     assert all(kind.ahead == 0 for kind in kinds_of(summary([SSD]), 3, works_ahead=False))
 
 
-def test_a_run_at_the_times_measured_alone_reaches_the_formula() -> None:
-    flat = replace(ALONE, chain_ms=Curve(((1, 5.0), (3, 5.0))), between_ms=0.4)
+def test_run_at_isolated_times_reaches_the_predicted_rate() -> None:
+    flat = replace(ISOLATED, chain_ms=Curve(((1, 5.0), (3, 5.0))), between_ms=0.4)
     assert compare_speculative(summary([SSD]), flat, 3, works_ahead=True).share == pytest.approx(1.0)
 
 
-def test_slower_verifies_explain_the_gap_and_are_printed() -> None:
+def test_slower_verifies_lower_the_share_of_the_prediction() -> None:
     slow = structs.replace(SSD, verify_ms=SSD.verify_ms * 1.1, predicted_ms=SSD.predicted_ms + SSD.verify_ms * 0.1)
-    found = compare_speculative(summary([slow]), ALONE, 3, works_ahead=True)
+    found = compare_speculative(summary([slow]), ISOLATED, 3, works_ahead=True)
     assert found.verify_ms / found.verify_alone_ms == pytest.approx(1.1)
-    assert found.share < compare_speculative(summary([SSD]), ALONE, 3, works_ahead=True).share
+    assert found.share < compare_speculative(summary([SSD]), ISOLATED, 3, works_ahead=True).share
 
 
-def test_a_drafter_that_does_not_fit_behind_the_verify_is_in_the_formula() -> None:
-    tall = replace(ALONE, ahead_ms=Curve(((1, 20.0), (3, 40.0))))
+def test_drafting_longer_than_the_verify_lowers_the_prediction() -> None:
+    tall = replace(ISOLATED, ahead_ms=Curve(((1, 20.0), (3, 40.0))))
     found = summary([SSD])
     assert (
         compare_speculative(found, tall, 3, works_ahead=True).predicted
-        < compare_speculative(found, ALONE, 3, works_ahead=True).predicted
+        < compare_speculative(found, ISOLATED, 3, works_ahead=True).predicted
     )
     assert compare_speculative(found, tall, 3, works_ahead=False) == compare_speculative(
-        found, ALONE, 3, works_ahead=False
+        found, ISOLATED, 3, works_ahead=False
     )
 
 
-def test_plain_decoding_is_its_step() -> None:
+def test_plain_decoding_is_compared_with_its_isolated_step() -> None:
     plain = summary([Timings(predicted_n=11, rounds=11, predicted_ms=125.0, verify_ms=90.0)])
-    assert compare_plain(plain, ALONE).share == pytest.approx(0.8)
+    assert compare_plain(plain, ISOLATED).share == pytest.approx(0.8)
 
 
-def test_the_lines_show_costs_ceiling_and_parts_of_a_round() -> None:
-    found = "\n".join(lines(ALONE, [RunnerSummary("ssd K=3", "ssd", 3, summary([SSD]))], 8, 80_000_000))
+def test_summary_lines_show_costs_ceiling_and_parts_of_a_round() -> None:
+    found = "\n".join(lines(ISOLATED, [RunnerSummary("ssd K=3", "ssd", 3, summary([SSD]))], 8, 80_000_000))
     for words in (
         "10.00 ms times 1: 1.00, 2: 1.10, 3: 1.20, 4: 1.30",
         "T_p = 0.62",
@@ -96,5 +96,5 @@ def test_the_lines_show_costs_ceiling_and_parts_of_a_round() -> None:
         assert words in found
 
 
-def test_a_share_is_measured_over_predicted() -> None:
+def test_share_is_the_measured_over_the_predicted_rate() -> None:
     assert FormulaComparison(95.0, 100.0, 1.0, 1.0, 0.0, 0.0).share == 0.95

@@ -117,7 +117,7 @@ def test_every_k_and_b_is_measured_in_turn() -> None:
     assert machine.texts[2:] == [(text, arm) for text in TEXTS for arm in WORKER]  # the first two warm up
 
 
-def test_costs_are_those_of_the_rounds() -> None:
+def test_measured_costs_equal_those_of_the_scripted_rounds() -> None:
     found = measured(Machine())
     assert found.step_ms == pytest.approx(10.0)
     assert found.verify_ms.points == tuple(
@@ -130,7 +130,7 @@ def test_costs_are_those_of_the_rounds() -> None:
     assert measured(Machine(hits=0.0)).turnaround_ms == 0.3
 
 
-def test_the_record_has_the_arms_by_rate_and_the_acceptance_by_position() -> None:
+def test_record_orders_arms_by_rate_and_has_acceptance_by_position() -> None:
     record = measured(Machine(hits=0.5)).record(0.8)
     assert [(one.mode, one.depth) for one in record.choices] == [("ssd", 2), ("sd", 2), ("ar", 0)]
     assert all(one.measured for one in record.choices)
@@ -138,18 +138,18 @@ def test_the_record_has_the_arms_by_rate_and_the_acceptance_by_position() -> Non
     assert (record.draft_ms, record.depth_ms, round(record.hit_rate, 1), record.temp) == (2.0, 4.0, 0.5, 0.8)
 
 
-def test_where_a_row_costs_as_much_as_a_token_ar_is_recommended() -> None:
+def test_ar_is_recommended_when_a_row_costs_as_much_as_a_token() -> None:
     found = measured(Machine(curve((1, 10.0), (4, 40.0))))
     assert verdict(found).startswith("speculation does not pay: ssd reaches ")
 
 
-def test_where_rows_are_cheap_and_drafts_are_accepted_ssd_is_recommended() -> None:
+def test_ssd_is_recommended_when_rows_are_cheap_and_drafts_accepted() -> None:
     bound, recommended = tune._verdict(measured(Machine()))
     assert recommended.startswith("recommended: --mode ssd --num-draft-tokens 2 --branches ")
     assert bound == f"upper bound of SSD over SD at K = 2: {1 + 4.5 / Machine().verify(3):.2f}x"
 
 
-def test_lines_say_what_limits_each_mode() -> None:
+def test_printed_lines_show_the_costs_that_limit_each_mode() -> None:
     found = measured(Machine(slower=1.2))
     ssd, sd, plain = (tune._line(found, found.of(mode)[0]) for mode in ("ssd", "sd", "ar"))
     assert "hit rate 100%" in ssd and "1.20 times that alone" in ssd and "drafting is hidden" in ssd
@@ -182,27 +182,27 @@ def test_a_target_that_waits_for_a_cpu_raises_doubts() -> None:
     assert measured(Machine()).doubts(0.61) == ["the target waited for a CPU for 61% of its time"]
 
 
-def test_tune_on_a_busy_machine_says_so_and_saves_nothing(
+def test_tune_on_a_busy_machine_fails_and_saves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     slower = 0.53
     monkeypatch.setattr(tune, "_measured", lambda *_: (measured(Machine(slower=slower)), 0.0))
     assert main(["tune"]) == 1
-    said = capsys.readouterr().err
-    assert "nothing was saved, because this machine was busy: a verify took 0.53 times as long" in said
+    captured = capsys.readouterr().err
+    assert "nothing was saved, because this machine was busy: a verify took 0.53 times as long" in captured
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     slower = 1.0
     assert main(["tune"]) == 0 and [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_a_curve_goes_through_its_points_and_straight_on() -> None:
+def test_curve_interpolates_and_extrapolates_linearly() -> None:
     points = curve((1, 10.0), (4, 13.0), (8, 21.0))
     assert [points(1), points(4), points(6), points(12)] == [10.0, 13.0, 17.0, 29.0]
     assert curve((3, 5.0))(7) == 5.0
 
 
-def test_tune_names_other_devices_of_a_mac_for_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_suggests_other_drafter_devices_on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     (line,) = tune._other_devices(ServeSettings())
     assert "--draft-device cpu" in line and "--draft-backend coreml" in line
@@ -222,13 +222,13 @@ def test_each_heads_best_depth_and_costs_are_found() -> None:
     assert found.known("mtp").acceptance == (0.0,)
 
 
-def test_a_head_that_is_faster_than_the_draft_worker_is_left_to_auto() -> None:
+def test_auto_is_recommended_when_a_head_beats_the_draft_worker() -> None:
     found = measured(Machine(right={"": 0, "eagle3": 6}), arms_of(True, ("eagle3",)))
     assert verdict(found) == "recommended: --mode auto"
     assert "ms per drafted token; acceptance by position 100%, 100%" in tune._line(found, found.bests()[0])
 
 
-def test_a_head_alone_is_compared_with_plain_decoding(
+def test_tune_without_a_draft_worker_compares_heads_with_plain_decoding(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """`auto` of the next server begins with the result, for the drafter that was measured."""
@@ -236,8 +236,8 @@ def test_a_head_alone_is_compared_with_plain_decoding(
     found = measured(Machine(curve((1, 10.0)), right=HEADS), arms_of(False, ("eagle3", "mtp")))
     monkeypatch.setattr(tune, "_measured", lambda *_: (found, 0.0))
     assert main(["tune", "--draft-backend", "mtp", "--temp", "0.8"]) == 0
-    said = capsys.readouterr().out
-    assert "100.0 tok/s" in said and "recommended: --mode sd --num-draft-tokens 2" in said
+    captured = capsys.readouterr().out
+    assert "100.0 tok/s" in captured and "recommended: --mode sd --num-draft-tokens 2" in captured
     (record,) = tuning.load(tuning.path_for(choose_pair(ServeSettings(draft_backend="mtp")).settings))
     assert [(one.mode, one.drafter, one.depth) for one in record.choices] == [
         ("sd", "eagle3", 2), ("ar", "", 0), ("sd", "mtp", 1),

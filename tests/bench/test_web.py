@@ -24,7 +24,7 @@ USAGE = json.dumps({"choices": [], "usage": {"completion_tokens": 5}}).encode()
 EVENTS = [(1.5, event("")), (2.0, event("a")), (3.0, event("bc")), (3.1, USAGE), (3.2, b"[DONE]\n")]
 
 
-def test_times_begin_with_the_first_text_and_tokens_come_from_the_usage() -> None:
+def test_stream_times_start_at_the_first_text_and_use_the_usage_tokens() -> None:
     assert stream_times(1.0, EVENTS) == StreamTimes(1.0, 2.0, 3.1, 2, 5, "abc")
 
 
@@ -40,7 +40,7 @@ def test_random_times_have_the_given_rate_and_repeat_with_the_seed() -> None:
     assert 4000 / times[-1] == pytest.approx(5.0, rel=0.1)
 
 
-def test_blocks_have_all_requests_once_and_none_of_another_load() -> None:
+def test_load_blocks_cover_each_request_exactly_once() -> None:
     numbers = [
         block.begin + n for share in (0.7, 1.0) for block in blocks(2.0, 25, 10, share) for n in range(len(block.times))
     ]
@@ -77,7 +77,7 @@ def test_the_cost_of_http_is_compared_with_its_limits() -> None:
     assert str(http_cost.Result("x", Interval(1, 1, 1), " ms", "<= 0", False)).endswith("limit <= 0: MISSED")
 
 
-def test_texts_have_to_be_the_same_both_ways() -> None:
+def test_different_texts_over_http_and_client_are_an_error() -> None:
     other = http_cost.Turn((StreamTimes(0.0, 0.1, 1.0, 10, 40, "y"),), 0.0)
     with pytest.raises(WorkerError, match="texts differ"):
         http_cost.require_same({"http": [turn(0.1, 1.0, 0.0)], "client": [other]})

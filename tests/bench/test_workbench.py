@@ -44,7 +44,7 @@ class Pool:
         (Pool(says=(Fault("target-0", "bench", "out of memory"),)), "out of memory"),
     ],
 )
-def test_a_wait_ends_with_the_worker_it_waits_for(pool: Pool, words: str) -> None:
+def test_workbench_wait_ends_when_its_worker_fails(pool: Pool, words: str) -> None:
     bench = Workbench(cast("WorkerPool", pool), lambda stage: None)
     with pytest.raises(WorkerError, match=words):
         bench._wait(Outcome)

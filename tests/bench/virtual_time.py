@@ -78,7 +78,7 @@ class VirtualCluster(VirtualEngine):
         mine = [event for event in told if getattr(event, "request", "") == request]
         if not isinstance(mine[-1], RequestEnded):
             raise WorkerError(f"the simulated request did not end well: {mine[-1]}")
-        said = tuple(token for event in mine if isinstance(event, Committed) for token in event.tokens)
-        if said != text[PROMPT_TOKENS : PROMPT_TOKENS + max_tokens]:
+        generated = tuple(token for event in mine if isinstance(event, Committed) for token in event.tokens)
+        if generated != text[PROMPT_TOKENS : PROMPT_TOKENS + max_tokens]:
             raise WorkerError("the simulated request did not say what its text says")
         return mine[-1].timings

@@ -76,7 +76,7 @@ def ran(pair: tuple[LoadedModel, LoadedModel], drafters: dict[str, Drafter]) -> 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @every_temp
-def test_the_text_is_the_targets_own(ran: Callable[[str, str, float], list[Run]], drafter: str, temp: float) -> None:
+def test_text_equals_that_of_the_target(ran: Callable[[str, str, float], list[Run]], drafter: str, temp: float) -> None:
     alone = [run.tokens for run in ran("none", "ar", temp)]
     assert all(len(tokens) == 40 for tokens in alone)
     assert [run.tokens for run in ran(drafter, "sd", temp)] == alone  # ssd: test_end_to_end.py
@@ -84,7 +84,7 @@ def test_the_text_is_the_targets_own(ran: Callable[[str, str, float], list[Run]]
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @every_temp
-def test_as_much_is_accepted_as_from_mlx(
+def test_acceptance_equals_that_of_mlx(
     ran: Callable[[str, str, float], list[Run]], drafter: str, temp: float, figure: Callable[[str, float], None]
 ) -> None:
     found, expected = (acceptance(ran(name, "sd", temp)) for name in (drafter, "mlx"))

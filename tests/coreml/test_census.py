@@ -29,27 +29,27 @@ def model(request: pytest.FixtureRequest, bench: Callable[..., Bench]) -> SavedM
     return mil_program.read(bench("qwen3", mode=mode, weights=weights).package.path)
 
 
-def test_it_is_an_ios18_package_of_five_functions(model: SavedModel) -> None:
+def test_package_is_for_ios18_and_has_five_functions(model: SavedModel) -> None:
     assert model.version == 9
     assert set(model.functions) == {"q1", "q8", "q16", "q32", "prefill64"}
     assert model.default_function == "q1"
 
 
-def test_only_known_operations(model: SavedModel, request: pytest.FixtureRequest) -> None:
+def test_package_contains_only_known_operations(model: SavedModel, request: pytest.FixtureRequest) -> None:
     mode, weights = request.node.callspec.params["model"]
     allowed = PLAIN | BY_MODE[mode] | ({"constexpr_blockwise_shift_scale"} if weights.startswith("int") else set())
     for function in model.functions.values():
         assert {operation.kind for operation in function.operations} <= allowed
 
 
-def test_ranks_shapes_and_widths(model: SavedModel) -> None:
+def test_ranks_shapes_and_widths_fit_the_neural_engine(model: SavedModel) -> None:
     for function in model.functions.values():
         for shape in _shapes(function):
             assert len(shape) <= 4
             assert all(0 < size <= 16384 for size in shape), shape
 
 
-def test_whole_numbers_are_nowhere_but_in_positions(model: SavedModel, request: pytest.FixtureRequest) -> None:
+def test_integers_occur_only_in_positions(model: SavedModel, request: pytest.FixtureRequest) -> None:
     mode, _ = request.node.callspec.params["model"]
     for function in model.functions.values():
         kinds = Counter(
@@ -64,7 +64,7 @@ def test_whole_numbers_are_nowhere_but_in_positions(model: SavedModel, request: 
 
 
 @pytest.mark.parametrize("mode", ["hybrid", "onehot"])
-def test_states_end_in_a_multiple_of_32(bench: Callable[..., Bench], mode: str) -> None:
+def test_state_dimensions_are_multiples_of_32(bench: Callable[..., Bench], mode: str) -> None:
     model = mil_program.read(bench("qwen3", mode=mode).package.path)
     states = [function.states for function in model.functions.values()]
     assert states[0] and all(other == states[0] for other in states)  # one cache for every function

@@ -39,9 +39,9 @@ def test_one_model_makes_one_package_without_torch_or_tensorflow(
     done = run("--model", str(model), "--out", str(out), "--context", "64", "--mode", "hybrid", "--weights", "int8",
                "--mlx-out", str(twin), program=("-c", WATCHED))  # fmt: skip
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["package"] == str(out) and told["mode"] == "hybrid" and told["weights"] == "int8"
-    assert told["functions"] == ["q1", "q8", "q16", "q32", "prefill64"] and told["bytes"] > told["parameters"] > 0
+    report = json.loads(done.stdout)
+    assert report["package"] == str(out) and report["mode"] == "hybrid" and report["weights"] == "int8"
+    assert report["functions"] == ["q1", "q8", "q16", "q32", "prefill64"] and report["bytes"] > report["parameters"] > 0
     stages = done.stderr.splitlines()
     assert len(stages) == 3 and all("[####" in line for line in stages)  # and nothing of coremltools'
     package = open_package(out, source=model)
@@ -50,7 +50,7 @@ def test_one_model_makes_one_package_without_torch_or_tensorflow(
     assert sorted(path.name for path in out.parent.iterdir()) == ["package"]
 
 
-def test_bad_input_is_one_sentence_and_an_exit_code(
+def test_invalid_input_is_one_error_line_and_an_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = run("--model", str(tmp_path / "none"), "--out", str(tmp_path / "out"))

@@ -87,7 +87,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, bench: Callable[..., Bench]) -> Iterat
 
 
 @pytest.mark.parametrize("mode", ["stateless", "hybrid", "onehot"])
-def test_a_drafter_on_core_ml_drafts_as_on_the_interpreter(
+def test_drafter_on_core_ml_drafts_the_same_as_on_the_interpreter(
     fake: FakeCoreML, bench: Callable[..., Bench], text: list[int], mode: str
 ) -> None:
     made, drafted = bench("llama", mode=mode), []
@@ -110,7 +110,7 @@ def test_a_model_is_compiled_once(fake: FakeCoreML, bench: Callable[..., Bench])
     assert fake.compiled == [str(package.mlpackage)] and len(fake.loaded) == 2
 
 
-def test_what_core_ml_raises_becomes_one_sentence(fake: FakeCoreML, bench: Callable[..., Bench]) -> None:
+def test_core_ml_exceptions_become_one_line_errors(fake: FakeCoreML, bench: Callable[..., Bench]) -> None:
     package = bench("llama").package
     runtime = CoreMLRuntime(package, "CPU_AND_NE", ["q1"])
     inputs = {
@@ -130,7 +130,7 @@ def test_what_core_ml_raises_becomes_one_sentence(fake: FakeCoreML, bench: Calla
         CoreMLRuntime(bench("llama", mode="hybrid").package, "CPU_ONLY")
 
 
-def test_without_core_ml_the_model_drafts_with_mlx_and_a_package_is_refused(
+def test_without_core_ml_a_model_uses_mlx_and_a_package_is_refused(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if sys.platform == "darwin":
@@ -147,7 +147,7 @@ def test_without_core_ml_the_model_drafts_with_mlx_and_a_package_is_refused(
 
 
 @pytest.mark.usefixtures("good_trials")
-def test_a_package_drafts_itself_and_a_model_is_converted_first(
+def test_package_is_used_directly_and_a_model_is_converted_first(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if sys.platform == "darwin":
@@ -164,7 +164,7 @@ def test_a_package_drafts_itself_and_a_model_is_converted_first(
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_on_a_mac_the_probe_decides(
+def test_probe_decides_between_core_ml_and_mlx(
     fake: FakeCoreML, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, works: bool
 ) -> None:
     made, told = bench("llama"), list[str]()

@@ -22,7 +22,7 @@ from tests.coreml.conftest import GOOD, SIZES, Bench
 from tools import coreml_survey as survey
 
 
-def test_the_machine_in_json(tmp_path: Path) -> None:
+def test_doctor_prints_the_machine_as_json(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "outrider.drafters.coreml.doctor"],
         capture_output=True,
@@ -33,10 +33,10 @@ def test_the_machine_in_json(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stderr == ""
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["placements"] == [] and found["model"] is None
-    told = found["machine"]
-    assert told["chip"] and told["cores"] >= 1 and told["memory_bytes"] > 2**30 and told["build"]
-    assert set(told["libraries"]) == {"mlx", "mlx-lm", "coremltools", "numpy"}
-    assert told["mlx_device"] in ("cpu", "gpu") and told["blas"]["gflops"] > 0
+    report = found["machine"]
+    assert report["chip"] and report["cores"] >= 1 and report["memory_bytes"] > 2**30 and report["build"]
+    assert set(report["libraries"]) == {"mlx", "mlx-lm", "coremltools", "numpy"}
+    assert report["mlx_device"] in ("cpu", "gpu") and report["blas"]["gflops"] > 0
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_the_machine_in_json(tmp_path: Path) -> None:
         ("7f0 r-xp /venv/mlx/lib/libblas.so.3\n", "linux", "reference"),
     ],
 )
-def test_the_blas_is_told_from_what_is_loaded(mapped: str, system: str, library: str) -> None:
+def test_blas_is_recognised_from_the_loaded_libraries(mapped: str, system: str, library: str) -> None:
     assert doctor.blas_of(mapped, system)[0] == library
 
 
 @pytest.mark.usefixtures("good_trials")
-def test_placements_of_a_draft(
+def test_doctor_lists_the_placements_of_a_draft(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sys.platform == "darwin":
@@ -92,7 +92,7 @@ def test_without_core_ml_nothing_is_converted(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_draft_that_core_ml_can_not_have_still_has_its_other_places(
+def test_draft_unfit_for_core_ml_still_has_other_placements(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
@@ -100,7 +100,7 @@ def test_a_draft_that_core_ml_can_not_have_still_has_its_other_places(
     assert places[-1].name == "Core ML" and "off the Neural Engine's grid" in places[-1].note and places[0].usable
 
 
-def test_results_become_placements(
+def test_trial_results_become_placements(
     bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = bench("llama").package
@@ -124,13 +124,11 @@ def test_results_become_placements(
     assert not cpu.usable and cpu.note == "it crashed"
 
 
-def test_a_draft_that_is_not_there_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_draft_is_a_one_line_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["doctor", "--model", "/nowhere"])
     assert doctor.main() == 3
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1
+    report = capsys.readouterr()
+    assert report.out == "" and report.err.count("\n") == 1
 
 
 def test_the_survey_has_a_row_for_every_mode_and_kind(

@@ -63,14 +63,16 @@ def run(runs: Runs, client: Client, mode: str, temp: float) -> list[GenerationRe
 
 
 @pytest.mark.parametrize("temp", list(SAMPLINGS))
-def test_the_text_is_the_targets_own(runs: Runs, coreml: Client, temp: float) -> None:
+def test_text_equals_that_of_the_target(runs: Runs, coreml: Client, temp: float) -> None:
     alone = [result.token_ids for result in run(runs, coreml, "ar", temp)]
     for mode in ("sd", "ssd"):
         assert [result.token_ids for result in run(runs, coreml, mode, temp)] == alone
 
 
 @pytest.mark.parametrize("temp", list(SAMPLINGS))
-def test_prompts_read_by_the_package_change_nothing(runs: Runs, coreml: Client, handed: Client, temp: float) -> None:
+def test_prompts_read_by_the_package_do_not_change_the_text(
+    runs: Runs, coreml: Client, handed: Client, temp: float
+) -> None:
     """Same text as AR; and it is the package that reads. Acceptance: test_acceptance.py."""
     (draft,) = [worker for worker in handed.stats().workers if worker.role == "draft"]
     assert draft.backend == "mlx" and draft.note.startswith("prompts of 1 tokens and more are read by")
@@ -79,7 +81,7 @@ def test_prompts_read_by_the_package_change_nothing(runs: Runs, coreml: Client, 
         assert [result.token_ids for result in run(runs, handed, mode, temp)] == alone
 
 
-def test_it_says_what_it_is(coreml: Client) -> None:
+def test_stats_describe_the_core_ml_drafter(coreml: Client) -> None:
     (draft,) = [worker for worker in coreml.stats().workers if worker.role == "draft"]
     assert draft.backend == "coreml" and draft.context_length == 1024
     assert "reference interpreter" in draft.note or "Core ML" in draft.note

@@ -43,7 +43,7 @@ class Failing:
 
 @pytest.mark.parametrize("how", ["dies", "says NaN", "says infinity"])
 @pytest.mark.parametrize("after", [0, 1, 9])
-def test_the_request_goes_on_without_it(
+def test_request_continues_without_a_failed_device(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, text: list[int], how: str, after: int
 ) -> None:
     made, clock = bench("llama"), VirtualClock()

@@ -41,7 +41,7 @@ def logits(made: Bench, runtime: Runtime, text: list[int]) -> NDArray[np.float32
 
 @pytest.mark.parametrize("weights", ["fp16", "int8", "int4"])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_cpu_predicts_what_the_interpreter_does(
+def test_cpu_predictions_match_those_of_the_interpreter(
     bench: Callable[..., Bench], text: list[int], mode: str, weights: str
 ) -> None:
     """Tight: float16 noise. Prefill, trees and single rows share one cache, so this is also state across functions."""
@@ -67,13 +67,13 @@ def test_the_neural_engine_survives_its_trial_or_is_refused(bench: Callable[...,
         assert not row.reason, row.reason
 
 
-def test_a_plan_tells_the_share_of_the_neural_engine(bench: Callable[..., Bench]) -> None:
+def test_compute_plan_gives_the_share_of_the_neural_engine(bench: Callable[..., Bench]) -> None:
     shares = runtimes.engine_share(bench("qwen2").package, "CPU_AND_NE")
     assert "q1" in shares  # a plan may be of the default function only
     assert all(0 <= share <= 1 for share in shares.values())
 
 
-def test_a_thousand_predictions(bench: Callable[..., Bench]) -> None:
+def test_a_thousand_predictions_are_consistent(bench: Callable[..., Bench]) -> None:
     made = bench("qwen2")
     host = PackageHost(made.package, CoreMLRuntime(made.package, "CPU_ONLY", ["q1"]))
     single, line, first = host.layout.functions[0], None, None
@@ -88,7 +88,7 @@ def test_a_thousand_predictions(bench: Callable[..., Bench]) -> None:
             assert line is not None and line.feed([turn % 500], single).logits is not None
 
 
-def test_a_drafter_on_the_cpu_drafts_as_the_interpreter(bench: Callable[..., Bench], text: list[int]) -> None:
+def test_drafter_on_the_cpu_drafts_like_the_interpreter(bench: Callable[..., Bench], text: list[int]) -> None:
     made, drafted = bench("qwen2"), []
     for runtime in (CoreMLRuntime(made.package, "CPU_ONLY"), NumpyRuntime(made.package.path)):
         drafter = CoreMLDrafter(made.package, runtime)
@@ -99,7 +99,9 @@ def test_a_drafter_on_the_cpu_drafts_as_the_interpreter(bench: Callable[..., Ben
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_prompts_read_on_the_cpu_are_the_interpreters(bench: Callable[..., Bench], text: list[int], mode: str) -> None:
+def test_prompts_read_on_the_cpu_match_those_of_the_interpreter(
+    bench: Callable[..., Bench], text: list[int], mode: str
+) -> None:
     package = bench("qwen2", mode=mode).package
     runtimes = (CoreMLRuntime(package, "CPU_ONLY", ["prefill64"]), NumpyRuntime(package.path))
     found, expected = (list(PackageReader(package, runtime, 1).read(text[:150])) for runtime in runtimes)
@@ -108,11 +110,11 @@ def test_prompts_read_on_the_cpu_are_the_interpreters(bench: Callable[..., Bench
             assert np.abs(a - b).max() <= 0.1 * b.std()
 
 
-def test_this_mac_tells_whether_it_has_a_neural_engine() -> None:
+def test_has_engine_returns_a_bool_on_this_mac() -> None:
     assert isinstance(runtimes.has_engine(), bool)
 
 
-def test_the_length_from_which_the_package_reads_quicker_is_found(bench: Callable[..., Bench]) -> None:
+def test_prompt_times_are_measured_on_this_mac(bench: Callable[..., Bench]) -> None:
     made = bench("qwen2")
     found = trial.time_prompts(made.package, "CPU_ONLY", made.model_path)
     assert found.lengths, found.sentence

@@ -78,7 +78,7 @@ def test_constexpr_agrees_with_coremltools() -> None:
             np.testing.assert_allclose(interpreter.blockwise_shift_scale(**given), expected, rtol=2e-3)
 
 
-def test_conv_is_a_matrix_product_a_place() -> None:
+def test_conv_is_a_matrix_product_per_position() -> None:
     draws = np.random.default_rng(1)
     x, weight, bias = draws.random((1, 3, 1, 5)), draws.random((4, 3, 1, 1)), draws.random(4)
     found = np.asarray(interpreter.conv(x, weight, bias, strides=np.array([1, 1])))
@@ -94,7 +94,7 @@ def test_silu_is_x_over_one_plus_e_to_minus_x() -> None:
         assert math.isclose(float(np.asarray(interpreter.silu(np.array(x)))), x / (1 + math.exp(-x)), abs_tol=1e-15)
 
 
-def test_slice_update_writes_its_window_and_nothing_else() -> None:
+def test_slice_update_writes_only_its_window() -> None:
     x, update = np.zeros((2, 6, 3)), np.ones((2, 2, 3))
     begin, end, whole = np.array([0, 3, 0]), np.array([0, 5, 0]), np.array([True, False, True])
     found = interpreter.slice_update(x, update, begin, end, end_mask=whole)
@@ -114,7 +114,7 @@ def test_concat_refuses_to_interleave() -> None:
         interpreter.concat([np.zeros(2)], np.array(0), interleave=True)
 
 
-def test_states_last_from_call_to_call_and_function_to_function(bench: Callable[..., Bench]) -> None:
+def test_state_persists_between_calls_and_functions(bench: Callable[..., Bench]) -> None:
     made = bench("qwen3", mode="hybrid")
     host, text = made.host(), [5, 6, 7, 8, 9, 10, 11, 12, 13]
     several, single = host.layout.functions[1], host.layout.functions[0]
@@ -127,7 +127,7 @@ def test_states_last_from_call_to_call_and_function_to_function(bench: Callable[
     assert np.abs(with_memory[-1] - full[-1]).max() < 0.05 < np.abs(without[-1] - full[-1]).max()
 
 
-def test_two_states_know_nothing_of_each_other(bench: Callable[..., Bench]) -> None:
+def test_two_states_are_independent(bench: Callable[..., Bench]) -> None:
     host = bench("qwen3", mode="onehot").host()
     single = host.layout.functions[0]
     one, other = LinearCache(host), LinearCache(host)
@@ -140,7 +140,7 @@ def test_two_states_know_nothing_of_each_other(bench: Callable[..., Bench]) -> N
     assert first is not None and repeated is not None and (first == repeated).all()
 
 
-def test_a_state_is_asked_for_and_kept_apart(bench: Callable[..., Bench]) -> None:
+def test_only_a_stateful_package_requires_a_state(bench: Callable[..., Bench]) -> None:
     made = bench("qwen3", mode="hybrid")
     runtime = NumpyRuntime(made.package.path)
     inputs = {t.name: np.zeros(t.shape, np.float32) for t in made.package.layout.inputs(made.package.layout.prefill)}
@@ -178,7 +178,7 @@ def test_weights_are_read_as_coremltools_reads_them(bench: Callable[..., Bench])
     assert seen == {"FLOAT16", "FLOAT32", "INT8", "UINT4"}
 
 
-def test_a_blob_that_is_not_there_is_refused(tmp_path: Path, bench: Callable[..., Bench]) -> None:
+def test_missing_blob_is_refused(tmp_path: Path, bench: Callable[..., Bench]) -> None:
     file = mil_program.BlobFile(bench("qwen3").package.path / WEIGHTS)
     for offset, shape in ((0, (4,)), (64, (10**6,)), (10**9, (4,))):
         with pytest.raises(ModelError, match="does not belong to this model"):

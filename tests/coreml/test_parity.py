@@ -25,7 +25,7 @@ NAMES = ["llama", "llama-untied", "llama-biased", "llama3-rope", "qwen2", "qwen3
 
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES, ids=NAMES)
-def test_a_float32_package_is_the_model(
+def test_float32_package_equals_the_model(
     bench: Callable[..., Bench], text: list[int], family: str, config: dict[str, Any], figure: Figure
 ) -> None:
     made = bench(family, weights="fp32", **config)
@@ -38,7 +38,7 @@ def test_a_float32_package_is_the_model(
 
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES, ids=NAMES)
-def test_a_float16_package_errs_as_float16_does(
+def test_float16_package_errs_about_as_much_as_mlx_in_float16(
     bench: Callable[..., Bench], text: list[int], family: str, config: dict[str, Any], figure: Figure
 ) -> None:
     made, text = bench(family, **config), text[:120]
@@ -50,7 +50,7 @@ def test_a_float16_package_errs_as_float16_does(
 
 @pytest.mark.parametrize("mode", ["hybrid", "onehot"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_every_mode_says_the_same(bench: Callable[..., Bench], text: list[int], family: str, mode: str) -> None:
+def test_every_mode_has_the_same_logits(bench: Callable[..., Bench], text: list[int], family: str, mode: str) -> None:
     found, plain = bench(family, mode=mode).logits(text), bench(family).logits(text)
     if mode == "hybrid":
         assert (found == plain).all()
@@ -60,7 +60,7 @@ def test_every_mode_says_the_same(bench: Callable[..., Bench], text: list[int], 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_quantised_package_is_its_mlx_twin(
+def test_quantised_package_equals_its_mlx_twin(
     bench: Callable[..., Bench], text: list[int], weights: str, tied: bool, figure: Figure
 ) -> None:
     made, text = bench("qwen2", weights=weights, tie_word_embeddings=tied), text[:80]

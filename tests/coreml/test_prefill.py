@@ -48,7 +48,7 @@ def reader_of(made: Bench, least: int = 1) -> PackageReader:
 
 
 @kinds
-def test_mlx_goes_on_from_it(
+def test_mlx_continues_from_the_keys_and_values_of_the_package(
     bench: Callable[..., Bench], text: list[int], family: str, mode: str, weights: str, layers: int, figure: Figure
 ) -> None:
     """The keys and values themselves, in mlx-lm's own caches."""
@@ -72,7 +72,7 @@ def test_mlx_goes_on_from_it(
 
 @pytest.mark.parametrize("form", [OrtKVRows, DenseKVRows])
 @pytest.mark.parametrize(("weights", "prompt_length"), [("fp32", 150), ("fp16", 150), ("fp16", 340)])
-def test_a_tree_grows_on_it(
+def test_tree_grows_on_a_prompt_read_by_the_package(
     bench: Callable[..., Bench], text: list[int], form: type[OrtKVRows | DenseKVRows], weights: str, prompt_length: int
 ) -> None:
     """Both forms of columns; of a prompt beyond the package's context of 256 tokens the model reads the rest."""
@@ -94,7 +94,7 @@ def test_a_tree_grows_on_it(
         path.append(token)
 
 
-def test_keys_come_in_the_models_own_number_format(bench: Callable[..., Bench], text: list[int]) -> None:
+def test_keys_are_converted_to_the_number_format_of_the_model(bench: Callable[..., Bench], text: list[int]) -> None:
     made = bench("llama")
     model = load(made.model_path)
     model.model.set_dtype(mx.bfloat16)
@@ -131,7 +131,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("how", ["dies", "says NaN", "says infinity"])
-def test_where_the_device_fails_the_model_reads_on(
+def test_model_reads_on_when_the_device_fails(
     bench: Callable[..., Bench], text: list[int], how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = bench("llama", weights="fp32")
@@ -152,7 +152,7 @@ def test_where_the_device_fails_the_model_reads_on(
         list(reader.read(text[:10]))
 
 
-def test_a_reading_that_is_broken_off_gives_its_cache_back(bench: Callable[..., Bench], text: list[int]) -> None:
+def test_interrupted_reading_returns_its_cache(bench: Callable[..., Bench], text: list[int]) -> None:
     reader = reader_of(bench("llama"))
     pieces = reader.read(text)
     next(pieces)
@@ -202,7 +202,7 @@ def packages(bench: Callable[..., Bench], cache: Path, monkeypatch: pytest.Monke
         ([(1, 2)], None),
     ],
 )
-def test_the_package_reads_from_where_it_is_faster(
+def test_package_reads_prompts_from_the_length_where_faster(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, ms: Sequence[tuple[float, float]], least: int | None
 ) -> None:
     asked, model = scripted(monkeypatch, *ms), str(packages.checkpoint)
@@ -217,7 +217,7 @@ def test_the_package_reads_from_where_it_is_faster(
 
 
 @pytest.mark.parametrize("change", ["mlx_and_device", "os_build"])
-def test_times_of_prompts_hold_for_one_version_of_mlx_and_of_macos(
+def test_prompt_times_are_valid_for_one_version_of_mlx_and_macos(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     asked = scripted(monkeypatch, (9, 1))
@@ -227,7 +227,7 @@ def test_times_of_prompts_hold_for_one_version_of_mlx_and_of_macos(
     assert prompts.timed_here(packages, print).least == 64 and asked == ["CPU_AND_NE"] * 2
 
 
-def test_times_of_a_package_that_was_made_again_are_not_used(
+def test_prompt_times_of_a_rebuilt_package_are_not_used(
     packages: Packages, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted(monkeypatch, (9, 1))
@@ -238,7 +238,7 @@ def test_times_of_a_package_that_was_made_again_are_not_used(
     assert Trials.any_prompts() and prompts.reader_for(str(packages.checkpoint), "auto", print) is None
 
 
-def test_a_measurement_that_dies_leaves_prompts_to_mlx(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_measurement_leaves_prompts_to_mlx(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = scripted(monkeypatch)
     for _ in range(2):
         found = prompts.timed_here(packages, print)
@@ -246,49 +246,51 @@ def test_a_measurement_that_dies_leaves_prompts_to_mlx(packages: Packages, monke
     assert asked == ["CPU_AND_NE"]
 
 
-def test_a_measurement_in_its_own_process(bench: Callable[..., Bench]) -> None:
+def test_prompt_times_are_measured_in_a_separate_process(bench: Callable[..., Bench]) -> None:
     made = bench("llama")
     found = trial.time_prompts(made.package, "CPU_ONLY", made.model_path)
     assert found.lengths == [64, 128, 256] and found.reason == ""
     assert min(*found.mlx_ms, *found.package_ms) > 0
 
 
-def test_a_drafter_uses_it_only_where_it_was_measured_faster(
+def test_drafter_uses_the_package_only_where_measured_faster(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, text: list[int]
 ) -> None:
-    model, heard = str(packages.checkpoint), list[str]()
-    assert prompts.reader_for(model, "auto", heard.append) is None and heard == []
+    model, messages = str(packages.checkpoint), list[str]()
+    assert prompts.reader_for(model, "auto", messages.append) is None and messages == []
     scripted(monkeypatch, (9, 20), (20, 9))
-    assert prompts.timed_here(packages, heard.append).least == 128
-    reader = prompts.reader_for(model, "auto", heard.append)
+    assert prompts.timed_here(packages, messages.append).least == 128
+    reader = prompts.reader_for(model, "auto", messages.append)
     assert reader is not None and reader.readable(127) == 0 and reader.readable(128) == 128
-    assert heard[-1].startswith("prompts of 128 tokens and more are read by the reference interpreter")
-    drafter = make("mlx", model, heard.append)
+    assert messages[-1].startswith("prompts of 128 tokens and more are read by the reference interpreter")
+    drafter = make("mlx", model, messages.append)
     assert isinstance(drafter, MlxDrafter) and drafter.note == reader.note
     tree = drafter.open(text[:150], SamplingParams())
-    alone = make("mlx", model, heard.append, "mlx").open(text[:150], SamplingParams())
+    alone = make("mlx", model, messages.append, "mlx").open(text[:150], SamplingParams())
     assert tree.best([tree.root]) == alone.best([alone.root])
 
 
-def test_without_core_ml_mlx_reads(bench: Callable[..., Bench], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlx_reads_prompts_without_core_ml(
+    bench: Callable[..., Bench], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
     monkeypatch.delenv(STAND_IN)
-    heard: list[str] = []
-    assert prompts.reader_for(str(bench("llama").model_path), "coreml", heard.append) is None
-    assert heard == ["prompts are read by MLX: Core ML runs on macOS only; drafting with MLX instead"]
+    messages: list[str] = []
+    assert prompts.reader_for(str(bench("llama").model_path), "coreml", messages.append) is None
+    assert messages == ["prompts are read by MLX: Core ML runs on macOS only; drafting with MLX instead"]
 
 
 @pytest.mark.parametrize("prefill", ["coreml", "package"])
-def test_it_can_be_asked_for(bench: Callable[..., Bench], cache: Path, prefill: str) -> None:
-    made, heard = bench("llama"), list[str]()
+def test_package_reads_prompts_when_requested(bench: Callable[..., Bench], cache: Path, prefill: str) -> None:
+    made, messages = bench("llama"), list[str]()
     word = str(made.package.path) if prefill == "package" else prefill
-    reader = prompts.reader_for(str(made.model_path), word, heard.append)
+    reader = prompts.reader_for(str(made.model_path), word, messages.append)
     assert reader is not None and reader.least == 1 and "reference interpreter" in reader.note
-    assert ("converting" in heard[0]) == (prefill == "coreml")
+    assert ("converting" in messages[0]) == (prefill == "coreml")
 
 
-def test_bad_settings_are_one_sentence(
+def test_invalid_settings_are_one_line_errors(
     bench: Callable[..., Bench], tiny_model: Callable[..., Path], cache: Path
 ) -> None:
     made = bench("llama")
@@ -302,5 +304,5 @@ def test_bad_settings_are_one_sentence(
         prompts.reader_for(str(tiny_model("llama")), "coreml", print)
 
 
-def test_columns_are_counted() -> None:
+def test_keys_and_values_count_their_columns() -> None:
     assert KeysValues(np.zeros((2, 3, 5, 8), np.float32), np.zeros((2, 3, 5, 8), np.float32)).count == 5

@@ -20,7 +20,9 @@ NOISE = {"fp32": 1e-4, "fp16": 0.1}
 
 @pytest.mark.parametrize("weights", ["fp32", "fp16"])
 @pytest.mark.parametrize("start", [0, 70])
-def test_it_hands_over_what_mlx_would(bench: Callable[..., Bench], text: list[int], weights: str, start: int) -> None:
+def test_package_hands_over_the_keys_and_values_of_mlx(
+    bench: Callable[..., Bench], text: list[int], weights: str, start: int
+) -> None:
     made, prompt = bench("llama", weights=weights, max_position_embeddings=1024), text[:200]
     layout = KVLayout.of(outline(str(made.model_path)).model)
     package = CoreMLReader(PackageReader(made.package, NumpyRuntime(made.package.path), 1), layout)
@@ -37,7 +39,7 @@ def test_it_hands_over_what_mlx_would(bench: Callable[..., Bench], text: list[in
         assert np.abs(mine - other).max() <= NOISE[weights]
 
 
-def test_what_lies_beyond_its_context_is_left_to_the_target(bench: Callable[..., Bench], text: list[int]) -> None:
+def test_prompt_beyond_the_package_context_is_left_to_the_target(bench: Callable[..., Bench], text: list[int]) -> None:
     made = bench("llama", max_position_embeddings=1024)
     reader = CoreMLReader(
         PackageReader(made.package, NumpyRuntime(made.package.path), 1),

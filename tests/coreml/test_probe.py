@@ -31,11 +31,11 @@ from tests.coreml.conftest import GOOD, Bench
         ({"distance": float("nan")}, "its distributions are nan from the reference; expected at most 0.05"),
     ],
 )
-def test_the_gate(change: dict[str, Any], reason: str) -> None:
+def test_fault_of_a_trial_names_the_failed_criterion(change: dict[str, Any], reason: str) -> None:
     assert dataclasses.replace(GOOD, **change).fault == reason
 
 
-def test_a_trial_in_its_own_process(bench: Callable[..., Bench], tmp_path: Path) -> None:
+def test_trial_runs_in_a_separate_process(bench: Callable[..., Bench], tmp_path: Path) -> None:
     """The interpreter stands in for a device; a folder of the user's may be named like a room."""
     package = bench("llama").package
     result = tmp_path / "trial.json"
@@ -50,9 +50,7 @@ def test_a_trial_in_its_own_process(bench: Callable[..., Bench], tmp_path: Path)
     assert set(found.ms) == {"q1", "q8", "q16", "q32", "prefill64"} and all(ms > 0 for ms in found.ms.values())
 
 
-def test_a_machine_without_the_device_says_so_once_and_for_all(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_device_is_a_final_result(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
     monkeypatch.delenv(runtimes.STAND_IN)
@@ -61,9 +59,7 @@ def test_a_machine_without_the_device_says_so_once_and_for_all(
     assert row.final
 
 
-def test_a_unit_that_computes_something_else_fails_its_trial(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unit_with_wrong_logits_fails_its_trial(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is MLX's: a package of other numbers does not pass."""
     made, other = bench("llama").package, bench("qwen2").package
     assert trial.run(made, "CPU_ONLY", 1).fault == ""
@@ -82,7 +78,7 @@ def test_a_unit_that_computes_something_else_fails_its_trial(
         ("import time; time.sleep(60)", "its trial was still running after 1 seconds", True),
     ],
 )
-def test_a_trial_may_die_or_hang(
+def test_trial_that_dies_or_hangs_has_a_reason(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, program: str, reason: str, final: bool
 ) -> None:
     monkeypatch.setattr(trial, "command", lambda *arguments: [sys.executable, "-c", program])
@@ -137,7 +133,9 @@ def planned(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     monkeypatch.setattr(runtimes, "compiled_path", lambda package: Path("model.mlmodelc"))
 
 
-def test_the_share_counts_operations_that_work(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_share_counts_only_operations_that_compute(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, cpu = "MLNeuralEngineComputeDevice", "MLCPUComputeDevice"
     operations = [("ios18.conv", engine), ("ios16.constexpr_blockwise_shift_scale", cpu), ("const", cpu),
                   ("ios18.softmax", cpu), ("ios18.matmul", engine), ("add", None)]  # fmt: skip
@@ -147,7 +145,9 @@ def test_the_share_counts_operations_that_work(bench: Callable[..., Bench], monk
     assert not runtimes.has_engine()
 
 
-def test_without_a_plan_or_a_word_a_trial_goes_on(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_continues_without_a_compute_plan_or_a_device_list(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = bench("llama").package
     planned(monkeypatch, Plan(None, []))
     with pytest.raises(ModelError, match=r"Core ML does not answer: no plan$"):

@@ -47,14 +47,14 @@ def test_mlx_and_core_ml_hold_the_same_bits(seed: int, exponent: int, offset: fl
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.02, 1e-4])
-def test_the_error_is_what_the_bits_allow(scale: float) -> None:
+def test_quantisation_error_stays_within_the_step(scale: float) -> None:
     dense = matrix(1, scale)
     for form, most in ((weights.int8(dense), 0.0095), (weights.int4(dense), 0.11)):
         error = form.values.astype(np.float64) - dense
         assert error.std() <= most * dense.astype(np.float64).std()
 
 
-def test_extremes_are_kept() -> None:
+def test_extreme_values_are_kept() -> None:
     dense = matrix(2, 1.0)
     dense[0, 0], dense[1, 1] = 30.0, -30.0
     for form in (weights.int8(dense), weights.int4(dense)):
@@ -73,7 +73,7 @@ def test_a_width_that_does_not_divide_into_groups_is_refused() -> None:
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_the_package_on_disk_is_its_mlx_twin_bit_for_bit(bench: Callable[..., Bench], weights: str, tied: bool) -> None:
+def test_package_on_disk_equals_its_mlx_twin_bit_for_bit(bench: Callable[..., Bench], weights: str, tied: bool) -> None:
     made = bench("qwen2", weights=weights, tie_word_embeddings=tied)
     assert made.twin is not None
     twin, _ = load_model(made.twin)

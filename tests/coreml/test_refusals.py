@@ -55,7 +55,7 @@ def refused(model: Path, tmp_path: Path, options: Options = SHORT) -> str:
         ),
     ],
 )
-def test_architectures_off_the_grid(
+def test_unsupported_architecture_is_refused(
     tiny_model: Model, tmp_path: Path, family: str, config: dict[str, Any], sentence: str
 ) -> None:
     sizes = {} if family in ("gemma3_text", "qwen3_moe") else {**SIZES, "num_hidden_layers": 2}
@@ -81,7 +81,7 @@ def rewritten(model: Path, change: Callable[[dict[str, mx.array]], None]) -> Pat
     return model
 
 
-def test_a_rope_that_turns_neighbouring_pairs_is_noticed_by_itself(
+def test_traditional_rope_is_detected_by_its_behaviour(
     tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever config.json calls it."""
@@ -96,18 +96,18 @@ def test_a_rope_that_turns_neighbouring_pairs_is_noticed_by_itself(
     assert "does not rotate the two halves of a head" in refused(tiny_model("qwen2", **SIZES), tmp_path)
 
 
-def test_an_untied_head_that_is_missing(tiny_model: Model, tmp_path: Path) -> None:
+def test_missing_untied_head_is_refused(tiny_model: Model, tmp_path: Path) -> None:
     model = edited(tiny_model("llama", **SIZES), tmp_path, tie_word_embeddings=False)
     assert "says the output head is untied, but the checkpoint has no lm_head.weight" in refused(model, tmp_path)
 
 
-def test_a_tied_head_with_weights_of_its_own(tiny_model: Model, tmp_path: Path) -> None:
+def test_tied_head_with_weights_of_its_own_is_refused(tiny_model: Model, tmp_path: Path) -> None:
     untied = tiny_model("llama", **SIZES, tie_word_embeddings=False)
     model = edited(untied, tmp_path, tie_word_embeddings=True)
     assert "says the output head is tied to the embedding, but the checkpoint has another" in refused(model, tmp_path)
 
 
-def test_a_tied_head_that_is_stored_twice_is_fine(tiny_model: Model, tmp_path: Path) -> None:
+def test_tied_head_that_is_stored_twice_is_accepted(tiny_model: Model, tmp_path: Path) -> None:
     model = edited(tiny_model("llama", **SIZES), tmp_path)
     rewritten(model, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
     assert convert(model, tmp_path / "package", SHORT).layout.architecture.tied
@@ -121,7 +121,7 @@ def test_bfloat16_becomes_float16_with_a_note(tiny_model: Model, tmp_path: Path)
 
 
 @pytest.mark.parametrize("bad", [1e5, np.inf, np.nan])
-def test_weights_beyond_float16(tiny_model: Model, tmp_path: Path, bad: float) -> None:
+def test_weights_beyond_float16_are_refused(tiny_model: Model, tmp_path: Path, bad: float) -> None:
     model = edited(tiny_model("llama", **SIZES), tmp_path)
 
     def spoil(tensors: dict[str, mx.array]) -> None:
@@ -131,30 +131,30 @@ def test_weights_beyond_float16(tiny_model: Model, tmp_path: Path, bad: float) -
     assert "model.layers.1.mlp.up_proj has values" in message and "65504" in message
 
 
-def test_a_directory_without_a_model(tmp_path: Path) -> None:
+def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     assert "is not a model folder; expected config.json" in refused(tmp_path / "nowhere", tmp_path)
 
 
-def test_a_config_that_is_not_json_or_not_whole(tiny_model: Model, tmp_path: Path) -> None:
+def test_invalid_or_incomplete_config_is_refused(tiny_model: Model, tmp_path: Path) -> None:
     model = edited(tiny_model("llama", **SIZES), tmp_path, drop=("hidden_size",))
     assert "config.json of this llama model is incomplete (KeyError('hidden_size'))" in refused(model, tmp_path)
     (model / "config.json").write_text("{")
     assert "is not JSON" in refused(model, tmp_path)
 
 
-def test_weights_that_are_not_the_configs(tiny_model: Model, tmp_path: Path) -> None:
+def test_weights_that_do_not_match_the_config_are_refused(tiny_model: Model, tmp_path: Path) -> None:
     model = edited(tiny_model("llama", **SIZES), tmp_path, num_hidden_layers=3)
     assert "can't be loaded" in refused(model, tmp_path)
 
 
-def test_a_truncated_checkpoint(tiny_model: Model, tmp_path: Path) -> None:
+def test_truncated_checkpoint_is_refused(tiny_model: Model, tmp_path: Path) -> None:
     model = edited(tiny_model("llama", **SIZES), tmp_path)
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
     assert "can't be loaded" in refused(model, tmp_path)
 
 
-def test_options_that_do_not_go_together(tiny_model: Model, tmp_path: Path) -> None:
+def test_incompatible_options_are_refused(tiny_model: Model, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="context is 8; expected 64 to 16192"):
         Options(context=8)
     with pytest.raises(InvalidRequest, match="weights is 'int2'; expected one of"):
@@ -165,20 +165,20 @@ def test_options_that_do_not_go_together(tiny_model: Model, tmp_path: Path) -> N
     assert "this model has 128 positions" in refused(model, tmp_path, Options(context=256))
 
 
-def test_int4_of_a_width_that_has_no_groups(tiny_model: Model, tmp_path: Path) -> None:
+def test_int4_of_an_indivisible_width_is_refused(tiny_model: Model, tmp_path: Path) -> None:
     model = tiny_model("llama", **{**SIZES, "intermediate_size": 200})
     assert "down_proj has 200 columns; int4 needs a multiple of 64" in refused(
         model, tmp_path, Options(weights="int4", context=64)
     )
 
 
-def test_a_destination_that_is_there_already(tiny_model: Model, tmp_path: Path) -> None:
+def test_existing_destination_is_refused(tiny_model: Model, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     with pytest.raises(InvalidRequest, match="already exists"):
         convert(tiny_model("llama", **SIZES), tmp_path / "mine", SHORT)
 
 
-def test_a_disk_that_is_too_small_from_the_start(
+def test_conversion_without_enough_free_space_is_refused(
     tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
@@ -187,7 +187,7 @@ def test_a_disk_that_is_too_small_from_the_start(
 
 
 @pytest.mark.parametrize("step", ["weights", "package"])
-def test_a_disk_that_fills_up_half_way(
+def test_disk_that_fills_up_while_converting_leaves_no_files(
     tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """What numpy raises, and what coremltools' C++ writer does."""
@@ -201,7 +201,7 @@ def test_a_disk_that_fills_up_half_way(
     assert expected in refused(tiny_model("llama", **SIZES), tmp_path)
 
 
-def test_a_disk_that_fills_up_under_the_mlx_copy(
+def test_disk_that_fills_up_during_the_mlx_copy_leaves_no_files(
     tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def move(source: Path, destination: Path) -> None:
@@ -235,13 +235,13 @@ def opening(directory: Path, source: Path | None = None) -> str:
     return str(caught.value)
 
 
-def test_a_package_of_other_weights_than_the_draft_that_is_named(copied: Path, tiny_model: Model) -> None:
+def test_package_of_other_weights_than_the_draft_is_refused(copied: Path, tiny_model: Model) -> None:
     message = opening(copied, tiny_model("llama", seed=5, **SIZES))
     assert "was made from llama-" in message and "other weights than" in message
 
 
 @pytest.mark.parametrize("file", [EMBEDDING, EXPECTED, str(WEIGHTS), str(MODEL)])
-def test_a_file_that_is_not_the_manifests(copied: Path, file: str) -> None:
+def test_changed_or_missing_package_file_is_refused(copied: Path, file: str) -> None:
     data = bytearray((copied / file).read_bytes())
     data[-1] ^= 1
     (copied / file).write_bytes(data)
@@ -259,7 +259,9 @@ def test_a_file_that_is_not_the_manifests(copied: Path, file: str) -> None:
         ({"functions": [{"name": "q4", "rows": 4, "logits": True}]}, "does not match the package's function q4"),
     ],
 )
-def test_a_manifest_that_does_not_match_its_package(copied: Path, change: dict[str, Any], sentence: str) -> None:
+def test_manifest_that_does_not_match_its_package_is_refused(
+    copied: Path, change: dict[str, Any], sentence: str
+) -> None:
     file = copied / "manifest.json"
     manifest = json.loads(file.read_text())
     manifest["layout"] |= change
@@ -267,7 +269,7 @@ def test_a_manifest_that_does_not_match_its_package(copied: Path, change: dict[s
     assert sentence in opening(copied)
 
 
-def test_manifests_that_are_none(copied: Path, tmp_path: Path) -> None:
+def test_invalid_or_missing_manifest_is_refused(copied: Path, tmp_path: Path) -> None:
     file = copied / "manifest.json"
     file.write_text('{"format": 99}')
     assert "has format 99; this version reads 2" in opening(copied)

@@ -22,7 +22,7 @@ KILLED = "its trial was ended by SIGKILL"
 
 
 @dataclasses.dataclass
-class Made:
+class PackagesOnDemand:
     """A draft's packages out of a bench, those of other kinds than wanted made on demand like a converter's."""
 
     bench: Callable[..., Bench]
@@ -44,7 +44,7 @@ class Made:
         self.there.discard(str(variant))
 
 
-class Scripted:
+class ScriptedTrials:
     """Trials that end as told by (unit, form) or unit: a time is good, a word is the reason it is not."""
 
     def __init__(self, ends: dict[str, float | str], final: str = "") -> None:
@@ -67,13 +67,15 @@ def choose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Choose:
     """`choose(packages, script, thorough=False)`: what is chosen if trials end by `script`, and what users read."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
 
-    def run(packages: Made | OnePackage, script: Scripted, thorough: bool = False) -> tuple[Selection, list[str]]:
-        heard: list[str] = []
+    def run(
+        packages: PackagesOnDemand | OnePackage, script: ScriptedTrials, thorough: bool = False
+    ) -> tuple[Selection, list[str]]:
+        reported: list[str] = []
         before = len(script.tried)
         monkeypatch.setattr(trial, "try_out", script)
-        chosen = selection.choose(packages, heard.append, thorough)
-        assert len(heard) == len(script.tried) - before and all("(once)" in sentence for sentence in heard)
-        return chosen, heard
+        chosen = selection.choose(packages, reported.append, thorough)
+        assert len(reported) == len(script.tried) - before and all("(once)" in sentence for sentence in reported)
+        return chosen, reported
 
     return run
 
@@ -83,16 +85,16 @@ def units(chosen: Selection) -> str | None:
     return None if chosen.row is None else chosen.row.units
 
 
-def test_the_neural_engine_is_tried_first_and_often_alone(bench: Callable[..., Bench], choose: Choose) -> None:
-    script = Scripted({"CPU_AND_NE": 2.25})
-    chosen, heard = choose(Made(bench), script)
+def test_good_first_trial_on_the_neural_engine_ends_the_selection(bench: Callable[..., Bench], choose: Choose) -> None:
+    script = ScriptedTrials({"CPU_AND_NE": 2.25})
+    chosen, reported = choose(PackagesOnDemand(bench), script)
     assert script.tried == ["CPU_AND_NE stateless fp16"] and units(chosen) == "CPU_AND_NE"
     assert chosen.sentence == "drafting with Core ML on CPU_AND_NE, stateless fp16, 2.25 ms a token"
-    assert heard == ["trying Core ML on CPU_AND_NE with this draft, stateless fp16 (once)"]
+    assert reported == ["trying Core ML on CPU_AND_NE with this draft, stateless fp16 (once)"]
 
 
-def test_another_mode_before_another_unit(bench: Callable[..., Bench], choose: Choose) -> None:
-    script, packages = Scripted({"CPU_AND_NE onehot fp16": 3.0, "CPU_ONLY": 1.0}), Made(bench)
+def test_other_modes_are_tried_before_other_units(bench: Callable[..., Bench], choose: Choose) -> None:
+    script, packages = ScriptedTrials({"CPU_AND_NE onehot fp16": 3.0, "CPU_ONLY": 1.0}), PackagesOnDemand(bench)
     chosen, _ = choose(packages, script)
     assert script.tried == [f"CPU_AND_NE {name}" for name in NAMES[:3]]
     assert chosen.package is not None and chosen.package.layout.mode is Mode.ONEHOT
@@ -100,16 +102,16 @@ def test_another_mode_before_another_unit(bench: Callable[..., Bench], choose: C
     assert f"stateless fp16: {KILLED}; CPU_AND_NE, hybrid fp16: {KILLED})" in chosen.sentence
 
 
-def test_then_the_cpu_with_a_sentence(bench: Callable[..., Bench], choose: Choose) -> None:
-    script = Scripted({"CPU_ONLY": 4.0})
-    chosen, _ = choose(Made(bench), script)
+def test_cpu_is_tried_last_and_all_reasons_are_reported(bench: Callable[..., Bench], choose: Choose) -> None:
+    script = ScriptedTrials({"CPU_ONLY": 4.0})
+    chosen, _ = choose(PackagesOnDemand(bench), script)
     assert script.tried == [*(f"CPU_AND_NE {name}" for name in NAMES), "CPU_ONLY stateless fp16"]
     assert units(chosen) == "CPU_ONLY" and "\n" not in chosen.sentence and chosen.sentence.count(KILLED) == 6
 
 
-def test_without_a_good_trial_mlx_drafts(bench: Callable[..., Bench], choose: Choose) -> None:
-    script = Scripted({})
-    chosen, _ = choose(Made(bench), script)
+def test_mlx_drafts_without_a_good_trial(bench: Callable[..., Bench], choose: Choose) -> None:
+    script = ScriptedTrials({})
+    chosen, _ = choose(PackagesOnDemand(bench), script)
     assert units(chosen) is None and chosen.package is None
     assert chosen.sentence.startswith(
         "Core ML does not help this draft on this machine; drafting with MLX instead (CPU_AND"
@@ -118,20 +120,18 @@ def test_without_a_good_trial_mlx_drafts(bench: Callable[..., Bench], choose: Ch
 
 
 @pytest.mark.parametrize("thorough", [True, False])
-def test_what_no_package_can_mend_ends_the_tries_of_a_unit(
-    bench: Callable[..., Bench], choose: Choose, thorough: bool
-) -> None:
+def test_final_failure_ends_the_trials_of_a_unit(bench: Callable[..., Bench], choose: Choose, thorough: bool) -> None:
     """A unit that is not there, or hangs: twelve waits of fifteen minutes would be no first use."""
-    script = Scripted({"CPU_AND_NE": "no such unit", "CPU_ONLY": 4.0}, final="no such unit")
-    chosen, _ = choose(Made(bench), script, thorough)
+    script = ScriptedTrials({"CPU_AND_NE": "no such unit", "CPU_ONLY": 4.0}, final="no such unit")
+    chosen, _ = choose(PackagesOnDemand(bench), script, thorough)
     assert script.tried[:2] == ["CPU_AND_NE stateless fp16", "CPU_ONLY stateless fp16"]
     assert len(script.tried) == (7 if thorough else 2) and units(chosen) == "CPU_ONLY"
 
 
-def test_thoroughly_everything_is_tried_and_the_quickest_taken(bench: Callable[..., Bench], choose: Choose) -> None:
-    script = Scripted({"CPU_AND_NE": 5.0, "CPU_AND_NE hybrid fp16": 4.6, "CPU_AND_NE stateless int8": 4.0,
+def test_thorough_selection_tries_everything_and_takes_the_fastest(bench: Callable[..., Bench], choose: Choose) -> None:
+    script = ScriptedTrials({"CPU_AND_NE": 5.0, "CPU_AND_NE hybrid fp16": 4.6, "CPU_AND_NE stateless int8": 4.0,
                        "CPU_AND_NE onehot int8": 3.9, "CPU_ONLY": 1.0})  # fmt: skip
-    packages = Made(bench, there={"hybrid fp16"})
+    packages = PackagesOnDemand(bench, there={"hybrid fp16"})
     chosen, _ = choose(packages, script, thorough=True)
     assert script.tried == [f"{units} {name}" for units in ("CPU_AND_NE", "CPU_ONLY") for name in NAMES]
     assert chosen.sentence == "drafting with Core ML on CPU_AND_NE, stateless int8, 4.00 ms a token"  # a tenth counts
@@ -143,7 +143,7 @@ def test_thoroughly_everything_is_tried_and_the_quickest_taken(bench: Callable[.
 def test_verdicts_are_remembered_by_package_and_system(
     bench: Callable[..., Bench], choose: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, packages = Scripted({"CPU_AND_NE hybrid fp16": 2.0}), Made(bench)
+    script, packages = ScriptedTrials({"CPU_AND_NE hybrid fp16": 2.0}), PackagesOnDemand(bench)
     first, _ = choose(packages, script)
     assert packages.there == {"stateless fp16", "hybrid fp16"}
     script.tried.clear()
@@ -162,18 +162,16 @@ def test_verdicts_are_remembered_by_package_and_system(
     assert script.tried == ["CPU_AND_NE stateless fp16", "CPU_AND_NE hybrid fp16"]
 
 
-def test_a_fallback_to_mlx_is_remembered_too(bench: Callable[..., Bench], choose: Choose) -> None:
-    script, packages = Scripted({}), Made(bench)
+def test_fallback_to_mlx_is_remembered(bench: Callable[..., Bench], choose: Choose) -> None:
+    script, packages = ScriptedTrials({}), PackagesOnDemand(bench)
     first, _ = choose(packages, script)
     script.tried.clear()
     again, _ = choose(packages, script)
     assert script.tried == [] and units(again) is None and again.sentence == first.sentence
 
 
-def test_a_file_of_results_that_can_not_be_read_is_written_again(
-    bench: Callable[..., Bench], choose: Choose, tmp_path: Path
-) -> None:
-    script, packages = Scripted({"CPU_AND_NE": 2.0}), Made(bench)
+def test_unreadable_results_file_is_rewritten(bench: Callable[..., Bench], choose: Choose, tmp_path: Path) -> None:
+    script, packages = ScriptedTrials({"CPU_AND_NE": 2.0}), PackagesOnDemand(bench)
     choose(packages, script)
     (file,) = (tmp_path / "coreml" / "probes").iterdir()
     kept = file.read_text()
@@ -185,7 +183,7 @@ def test_a_file_of_results_that_can_not_be_read_is_written_again(
         assert script.tried == ["CPU_AND_NE stateless fp16"]
 
 
-def test_rows_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_saved_trial_rows_are_read_back_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     times = PromptTimes("CPU_AND_NE", "mlx", [64, 128], [1.5, 2.5], [2.0, 1.0])
     rows = [
@@ -201,12 +199,12 @@ def test_rows_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert Trials("e" * 64).rows == [] and Trials.any_prompts()
 
 
-def test_a_package_that_can_not_be_made_is_passed_over(bench: Callable[..., Bench], choose: Choose) -> None:
-    script = Scripted({"CPU_ONLY": 4.0})
-    chosen, _ = choose(Made(bench, refused="hybrid fp16"), script)
+def test_package_that_cannot_be_built_is_skipped(bench: Callable[..., Bench], choose: Choose) -> None:
+    script = ScriptedTrials({"CPU_ONLY": 4.0})
+    chosen, _ = choose(PackagesOnDemand(bench, refused="hybrid fp16"), script)
     assert units(chosen) == "CPU_ONLY" and "CPU_AND_NE, hybrid fp16: the disk is full" in chosen.sentence
     with pytest.raises(ModelError, match="the disk is full"):
-        choose(Made(bench, refused="stateless fp16", source_hash="another draft"), script)
+        choose(PackagesOnDemand(bench, refused="stateless fp16", source_hash="another draft"), script)
 
 
 def test_packages_of_a_checkpoint_are_made_and_removed(

@@ -47,7 +47,7 @@ def check_node(tree: TokenTree, node: int, path: list[int], model: nn.Module, to
 
 
 @pytest.mark.parametrize(("mode", "weights"), KINDS)
-def test_eight_branches_four_deep_know_what_full_runs_know(
+def test_eight_ragged_branches_have_the_scores_of_full_runs(
     bench: Callable[..., Bench], text: list[int], mode: str, weights: str, figure: Figure
 ) -> None:
     made, draws = bench("qwen2", mode=mode, weights=weights), np.random.default_rng(3)
@@ -70,7 +70,7 @@ def test_eight_branches_four_deep_know_what_full_runs_know(
 
 
 @pytest.mark.parametrize(("mode", "weights"), KINDS)
-def test_rollback_and_refeeding_leave_no_trace(
+def test_scores_stay_exact_through_rollback_and_refeeding(
     bench: Callable[..., Bench], text: list[int], mode: str, weights: str, figure: Figure
 ) -> None:
     """Twenty rounds of drafting and committing, more drafted tokens than the cache has slots."""
@@ -127,7 +127,7 @@ def test_a_parent_may_be_fed_in_the_same_call(bench: Callable[..., Bench], text:
         check_node(tree, nodes[3], [*text[:10], 8], model, 1e-4)
 
 
-def test_forty_rows_go_through_in_pieces(bench: Callable[..., Bench], text: list[int]) -> None:
+def test_feed_beyond_the_largest_function_is_split(bench: Callable[..., Bench], text: list[int]) -> None:
     made = bench("llama", weights="fp32")
     with opened(made, text[:10]) as tree:
         first = tree.next_node
@@ -135,7 +135,7 @@ def test_forty_rows_go_through_in_pieces(bench: Callable[..., Bench], text: list
         check_node(tree, nodes[-1], text[:50], made.mlx(), 1e-4)
 
 
-def test_none_feeds_the_best_continuation(bench: Callable[..., Bench], text: list[int]) -> None:
+def test_feeding_none_feeds_the_best_token(bench: Callable[..., Bench], text: list[int]) -> None:
     made = bench("llama", weights="fp32")
     model, path = made.mlx(), list(text[:20])
     with opened(made, path) as tree:
@@ -156,7 +156,7 @@ def test_none_feeds_the_best_continuation(bench: Callable[..., Bench], text: lis
         SamplingParams(repetition_penalty=1.3, presence_penalty=2.0),
     ],
 )
-def test_scores_are_the_sampling_contracts(
+def test_scores_follow_the_sampling_contract(
     bench: Callable[..., Bench], text: list[int], sampling: SamplingParams
 ) -> None:
     made = bench("llama", weights="fp32")
@@ -176,7 +176,7 @@ def test_scores_are_the_sampling_contracts(
             path.append(token)
 
 
-def test_residual_sampling_draws_as_the_mlx_drafter_draws(bench: Callable[..., Bench], text: list[int]) -> None:
+def test_residual_draws_equal_those_of_the_mlx_drafter(bench: Callable[..., Bench], text: list[int]) -> None:
     """The same tokens from the same q, told tokens and drawn ones in turn."""
     made, drawn = bench("llama", weights="fp32"), []
     sampling = SamplingParams(temp=1.0, seed=8, rule="residual", saguaro=0.5, q_width=6)
@@ -211,7 +211,7 @@ def test_several_requests_share_a_drafter(bench: Callable[..., Bench], text: lis
 
 
 @pytest.mark.parametrize(("mode", "weights"), KINDS)
-def test_text_that_nobody_drafted_is_read_in_pieces(
+def test_undrafted_text_is_read_in_pieces(
     bench: Callable[..., Bench], text: list[int], mode: str, weights: str
 ) -> None:
     """After drafts that come to nothing, and again after some that hold; then the tree grows as ever."""
@@ -235,7 +235,7 @@ def test_text_that_nobody_drafted_is_read_in_pieces(
             tree.read([5] * CONTEXT)
 
 
-def test_the_work_ahead_runs_on_it(bench: Callable[..., Bench], text: list[int]) -> None:
+def test_work_ahead_runs_on_a_core_ml_tree(bench: Callable[..., Bench], text: list[int]) -> None:
     """Every branch prepared for a round is what the model itself would say there."""
     made = bench("llama", weights="fp32")
     model, known = made.mlx(), list(text[:24])
@@ -262,7 +262,7 @@ def test_the_work_ahead_runs_on_it(bench: Callable[..., Bench], text: list[int])
 def test_a_scattered_cache_is_packed(bench: Callable[..., Bench], text: list[int]) -> None:
     """Hybrid writes runs of slots; when drafting has scattered what is free, everything is fed anew, without gaps."""
     made = bench("llama", mode="hybrid")
-    model, runtime = made.mlx(), _Watched(made)
+    model, runtime = made.mlx(), _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
     tree = drafter.open(text[:20], GREEDY)
     while "prefill64" not in runtime.calls:  # 20 tokens were read without it
@@ -275,14 +275,14 @@ def test_a_scattered_cache_is_packed(bench: Callable[..., Bench], text: list[int
     check_node(tree, below, [*tree.column_tokens(), 3], model, TOLERANCE["fp16"])
 
 
-def test_progress_counts_the_prompt(bench: Callable[..., Bench], text: list[int]) -> None:
+def test_opening_a_tree_reports_the_progress_of_its_prompt(bench: Callable[..., Bench], text: list[int]) -> None:
     made, seen = bench("llama"), list[tuple[int, int]]()
     drafter = made.drafter()
     drafter.open(text[:150], GREEDY, lambda done, total: seen.append((done, total)))
     assert seen == [(64, 150), (128, 150), (149, 150)]
 
 
-def test_reading_that_is_called_off_leaves_nothing(bench: Callable[..., Bench], text: list[int]) -> None:
+def test_cancelled_reading_leaves_no_state_behind(bench: Callable[..., Bench], text: list[int]) -> None:
     made = bench("llama")
     drafter = made.drafter()
 
@@ -297,7 +297,7 @@ def test_reading_that_is_called_off_leaves_nothing(bench: Callable[..., Bench], 
 
 def test_the_smallest_function_that_fits_is_called(bench: Callable[..., Bench], text: list[int]) -> None:
     made = bench("llama")
-    runtime = _Watched(made)
+    runtime = _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
     tree = drafter.open(text[:1], GREEDY)
     for rows in (1, 2, 8, 9, 17):
@@ -309,12 +309,12 @@ def test_the_smallest_function_that_fits_is_called(bench: Callable[..., Bench], 
     ("tokens", "sentence"),
     [([], "1 to 256"), ([1] * 257, "1 to 256"), ([1, VOCAB], "not in the draft's vocabulary")],
 )
-def test_what_it_cannot_read_is_refused(bench: Callable[..., Bench], tokens: list[int], sentence: str) -> None:
+def test_invalid_prompt_is_refused(bench: Callable[..., Bench], tokens: list[int], sentence: str) -> None:
     with pytest.raises(DrafterFault, match=sentence), opened(bench("llama"), tokens):
         pass
 
 
-def test_the_end_of_the_context_is_refused(bench: Callable[..., Bench], text: list[int]) -> None:
+def test_feeding_a_full_context_is_refused(bench: Callable[..., Bench], text: list[int]) -> None:
     with opened(bench("llama"), [*text, *text][:CONTEXT]) as tree:
         assert tree.room == 0
         tree.best([tree.root])
@@ -333,11 +333,11 @@ def test_too_many_drafted_tokens_are_refused(bench: Callable[..., Bench], text: 
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_logits_that_are_no_numbers_end_the_drafting_of_the_request(
+def test_non_finite_logits_end_drafting_for_the_request(
     bench: Callable[..., Bench], text: list[int], bad: float
 ) -> None:
     made = bench("llama")
-    runtime = _Watched(made)
+    runtime = _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
     tree = drafter.open(text[:10], GREEDY)
     runtime.poison = bad
@@ -350,9 +350,9 @@ def test_logits_that_are_no_numbers_end_the_drafting_of_the_request(
     assert other.best([other.root])
 
 
-def test_a_device_that_fails_ends_the_request_in_one_sentence(bench: Callable[..., Bench], text: list[int]) -> None:
+def test_failed_device_raises_a_runtime_fault(bench: Callable[..., Bench], text: list[int]) -> None:
     made = bench("llama")
-    runtime = _Watched(made)
+    runtime = _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
     tree = drafter.open(text[:10], GREEDY)
     runtime.broken = True
@@ -360,10 +360,10 @@ def test_a_device_that_fails_ends_the_request_in_one_sentence(bench: Callable[..
         tree.best(tree.feed([tree.root], [1]))
 
 
-def test_input_buffers_are_made_once(bench: Callable[..., Bench], text: list[int]) -> None:
+def test_input_buffers_are_allocated_once(bench: Callable[..., Bench], text: list[int]) -> None:
     """Core ML lets go of inputs late, so what it was given must never be freed."""
     made = bench("llama")
-    runtime = _Watched(made)
+    runtime = _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
     for _ in range(2):
         tree = drafter.open(text[:10], GREEDY)
@@ -375,7 +375,7 @@ def test_input_buffers_are_made_once(bench: Callable[..., Bench], text: list[int
         assert len(seen) == 6  # x, cos, sin, mask, k_past, v_past, each always the same memory
 
 
-class _Watched:
+class _RecordingRuntime:
     """The reference interpreter, watched or broken."""
 
     name, compile_seconds = "the watched runtime", 0.0

@@ -9,7 +9,7 @@ from outrider.draft_worker import __main__ as program
 
 
 @pytest.mark.parametrize(("given", "chosen"), [([], []), (["--device", "auto"], []), (["--device", "cpu"], [mx.cpu])])
-def test_a_drafter_may_be_kept_on_the_cpu(monkeypatch, given, chosen):
+def test_device_option_keeps_a_drafter_on_the_cpu(monkeypatch, given, chosen):
     devices = []
 
     monkeypatch.setattr(mx, "set_default_device", devices.append)

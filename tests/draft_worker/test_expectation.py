@@ -19,7 +19,7 @@ FORWARD_MS, CHAIN = 40, 3
 TEXT = tuple(range(60))
 
 
-def test_the_longest_counts_and_fades() -> None:
+def test_expected_time_is_the_longest_seen_and_fades() -> None:
     usual = OpLatency()
     assert usual.expected_ms(Operation.GROW) == 0.0
     for milliseconds in (10.0, 50.0, 10.0, 10.0):
@@ -28,14 +28,14 @@ def test_the_longest_counts_and_fades() -> None:
     assert usual.expected_ms(Operation.GROW, Operation.READ) == 0.0, "it has never read"
 
 
-def test_each_operation_is_announced_by_what_the_like_took_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_operation_announces_its_expected_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = VirtualClock()
     monkeypatch.setattr("outrider.protocol.clock.now", clock)
-    said: list[float] = []
+    announced: list[float] = []
 
-    class Watched(FakeLink):
+    class RecordingLink(FakeLink):
         def expect(self, milliseconds: float) -> None:
-            said.append(round(milliseconds))
+            announced.append(round(milliseconds))
 
     class Slow:
         def __init__(self) -> None:
@@ -58,14 +58,14 @@ def test_each_operation_is_announced_by_what_the_like_took_before(monkeypatch: p
             tree.feed = slowly  # type: ignore[method-assign]
             return tree
 
-    link = Watched("draft-0", deque())
+    link = RecordingLink("draft-0", deque())
     worker = DraftWorker(link, Slow(), POLICIES["best-first"])  # type: ignore[arg-type]
     opened = Open("r", 0, 0, np.array(TEXT[:5], np.int32), SamplingParams(), (), 2, 4, ())
     answered(worker, link, [opened])
-    first, *pieces, grown = said[:4]
+    first, *pieces, grown = announced[:4]
     assert first == grown == 0 and all(100 <= piece < 120 for piece in pieces)
-    assert len(said) > 4 and all(FORWARD_MS - 5 <= expected < 60 for expected in said[4:])
-    said.clear()
+    assert len(announced) > 4 and all(FORWARD_MS - 5 <= expected < 60 for expected in announced[4:])
+    announced.clear()
     for round_ in (1, 2):
         answered(worker, link, [Commit("r", 0, round_, 5, (), None, CHAIN, 0)])
-    assert said[0] == 0 and (CHAIN - 1) * FORWARD_MS <= said[1] < 100
+    assert announced[0] == 0 and (CHAIN - 1) * FORWARD_MS <= announced[1] < 100

@@ -43,7 +43,7 @@ class Poisoned:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("fault", [AttributeError("offset"), TypeError("scale"), ValueError("shapes"), KeyError(3)])
-def test_one_request_fails_and_the_other_is_drafted_for(
+def test_failed_request_does_not_stop_drafting_for_another(
     fault: Exception, late: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     link = FakeLink("draft-0", deque())

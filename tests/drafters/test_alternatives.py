@@ -18,30 +18,30 @@ def chain_of_fives(*found: list[Candidate]) -> ChainAlternatives:
     return ChainAlternatives.of([5] * len(found), found)
 
 
-def test_others_stand_where_the_drafter_was_unsure() -> None:
+def test_alternatives_are_added_where_the_drafter_is_unsure() -> None:
     tree = chain_of_fives(SURE, CLOSE).tree(Calibration(), 0.05)
     assert tree.tokens[:2] == (5, 5) and set(tree.tokens[2:]) <= {6, 7} and tree.tokens[2:]
     assert set(tree.parents[2:]) == {0} and not fault(tree.tokens, tree.parents)
     assert len(tree.odds) == len(tree.tokens) and sum(tree.odds[1:]) <= 1.0
 
 
-def test_where_nothing_is_likely_enough_a_chain_is_left() -> None:
+def test_chain_stays_a_chain_when_no_alternative_is_likely() -> None:
     tree = chain_of_fives(SURE, CLOSE).tree(Calibration(), 0.9)
     assert (tree.tokens, tree.parents) == ((5, 5), ())
     assert worthwhile(4, Calibration(), 0.9) == 0 < worthwhile(4, Calibration(), 0.1) <= 4
 
 
-def test_no_more_than_may_be_told_stand_there() -> None:
+def test_number_of_alternatives_is_limited() -> None:
     tree = chain_of_fives(*[CLOSE] * 40).tree(Calibration(), 0.0)
     assert len(tree.tokens) == 40 + 16 and max(tree.parents.count(node) for node in range(40)) <= WIDTH
 
 
-def test_the_chains_own_token_is_never_beside_it() -> None:
+def test_token_of_the_chain_is_never_its_own_alternative() -> None:
     place = AlternativesAt.of(6, CLOSE)
     assert 6 not in place.others and place.point.own_gap == pytest.approx(-0.1)
 
 
-def test_a_rate_that_was_learned_decides(make_point: Callable[[float], AlternativesAt]) -> None:
+def test_learned_rate_decides_the_odds(make_point: Callable[[float], AlternativesAt]) -> None:
     taught = Calibration()
     for _ in range(200):
         taught.learn([make_point(0.1).point], 1, 0, 0)

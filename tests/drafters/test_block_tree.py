@@ -50,7 +50,7 @@ def are_equal(scores: mx.array, logits: np.ndarray[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", FITTING)
-def test_a_block_with_a_known_beginning_says_what_an_independent_forward_does(tmp_path: Path, name: str) -> None:
+def test_block_with_a_known_prefix_equals_an_independent_forward(tmp_path: Path, name: str) -> None:
     """Outcomes of two texts, with beginnings of any length, in one forward; then along each block's own choices."""
     head, truth = head_of(write(tmp_path, name)), NumpyHead(LAYOUTS[name], EMBEDDING, OUTPUT)
     drafter, lengths = AheadHead(head, "dflash", V), (9, 30)
@@ -75,7 +75,7 @@ def test_a_block_with_a_known_beginning_says_what_an_independent_forward_does(tm
                 are_equal(tree.scores(before), truth.behind(token, slot))
 
 
-def test_a_blocks_own_choices_cost_no_forward_and_one_that_has_ended_is_followed_by_another(tmp_path: Path) -> None:
+def test_own_choices_of_a_block_cost_no_forward_until_the_block_ends(tmp_path: Path) -> None:
     head, truth = head_of(write(tmp_path, "z-lab")), NumpyHead(LAYOUTS["z-lab"], EMBEDDING, OUTPUT)
     tree = opened(head, 20)
     (bonus,) = tree.feed([tree.root], [7])
@@ -97,7 +97,7 @@ def test_a_blocks_own_choices_cost_no_forward_and_one_that_has_ended_is_followed
 
 
 @pytest.mark.parametrize("name", ["z-lab", "DeepSpec"])
-def test_rows_told_later_take_the_place_of_what_was_known_without(tmp_path: Path, name: str) -> None:
+def test_late_rows_replace_nodes_computed_without_them(tmp_path: Path, name: str) -> None:
     head, truth = head_of(write(tmp_path, name)), NumpyHead(LAYOUTS[name], EMBEDDING, OUTPUT)
     text = TEXTS[0].tolist()
     tree = opened(head, 20)
@@ -116,7 +116,7 @@ def test_rows_told_later_take_the_place_of_what_was_known_without(tmp_path: Path
     assert tree.column_tokens() == text[:22] and tree.child(again[1], text[22]) == again[2]
 
 
-def test_rows_that_were_missed_are_a_gap(tmp_path: Path) -> None:
+def test_missing_rows_leave_a_gap_in_the_context(tmp_path: Path) -> None:
     head, truth = head_of(write(tmp_path, "z-lab")), NumpyHead(LAYOUTS["z-lab"], EMBEDDING, OUTPUT)
     tree = AheadHead(head, "dflash", V).open(TEXTS[0][:20].tolist(), SamplingParams())
     assert isinstance(tree, BlockTree) and not tree.ready()
@@ -130,7 +130,7 @@ def test_rows_that_were_missed_are_a_gap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_what_it_chooses_is_drawn_with_the_targets_noise(tmp_path: Path, temp: float) -> None:
+def test_block_tokens_are_drawn_with_the_targets_noise(tmp_path: Path, temp: float) -> None:
     head, truth = head_of(write(tmp_path, "DeepSpec")), NumpyHead(LAYOUTS["DeepSpec"], EMBEDDING, OUTPUT)
     tree = opened(head, 20, temp=temp, seed=5)
     (node,) = tree.feed([tree.root], [9])
@@ -144,16 +144,14 @@ def test_what_it_chooses_is_drawn_with_the_targets_noise(tmp_path: Path, temp: f
         (node,) = tree.feed([node], [None])
 
 
-def test_penalties_see_what_a_block_chose_before(tmp_path: Path) -> None:
+def test_penalties_count_earlier_tokens_of_the_block(tmp_path: Path) -> None:
     tree = opened(head_of(write(tmp_path, "DeepSpec")), 10, repetition_penalty=50.0)
     chain = continued(WorkAhead(tree, (), POLICIES["best-first"], Calibration()), BLOCK).chain
     assert len(set(chain) - set(TEXTS[0][:10].tolist())) == BLOCK
 
 
 @pytest.mark.parametrize("name", ["z-lab", "DeepSpec"])
-def test_no_block_is_longer_than_those_it_was_trained_with(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_never_longer_than_in_training(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wanted beyond is asked for less: chain, outcome and branch share a block."""
     head, lengths = head_of(write(tmp_path, name)), set[int]()
     block = DFlash.block
@@ -177,7 +175,7 @@ def test_no_block_is_longer_than_those_it_was_trained_with(
     assert max(lengths) == BLOCK
 
 
-def test_committed_tokens_that_wait_for_rows_take_room_and_never_fail(tmp_path: Path) -> None:
+def test_committed_tokens_without_rows_take_room_in_the_block(tmp_path: Path) -> None:
     head = head_of(write(tmp_path, "z-lab"))
     tree = opened(head, 20)
     assert tree.room == BLOCK - 1
@@ -190,13 +188,13 @@ def test_committed_tokens_that_wait_for_rows_take_room_and_never_fail(tmp_path: 
     assert tree.room == BLOCK - 1
 
 
-def test_who_was_not_trained_for_known_beginnings_works_ahead_with_a_sentence(tmp_path: Path) -> None:
+def test_head_not_trained_for_known_prefixes_has_a_note(tmp_path: Path) -> None:
     plain = head_of(write(tmp_path / "plain", "z-lab"))
     config = {**LAYOUTS["z-lab"].config["dflash_config"], **VISIBLE}
     trained = head_of(write(tmp_path / "trained", "z-lab", config={"dflash_config": config}))
     assert AheadHead(plain, "dflash", V).note == UNTRAINED and AheadHead(trained, "dflash", V).note == ""
 
 
-def test_a_link_that_remembers_the_chain_is_refused(tmp_path: Path) -> None:
+def test_recurrent_markov_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CannotDraft, match="memory starts with each block"):
         AheadHead(head_of(write(tmp_path, "SpecForge, rnn")), "dflash", V)

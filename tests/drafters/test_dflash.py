@@ -36,7 +36,7 @@ def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V) 
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_head_computes_what_an_independent_forward_does(tmp_path: Path, name: str) -> None:
+def test_head_equals_an_independent_forward(tmp_path: Path, name: str) -> None:
     """Behind contexts of two texts in pieces of any length, blocks of any depth, alone and in company."""
     layout = LAYOUTS[name]
     head, truth = head_of(write(tmp_path, name)), NumpyHead(layout, EMBEDDING, OUTPUT)
@@ -85,7 +85,7 @@ def test_a_chain_is_the_coupled_walk_along_the_block(tmp_path: Path, name: str, 
             np.testing.assert_allclose(found[n].odds, odds, rtol=1e-3, atol=1e-3)
 
 
-def test_links_matter(tmp_path: Path) -> None:
+def test_markov_links_change_the_reference_chain(tmp_path: Path) -> None:
     """Else the walk above would show nothing."""
     for name, layout in LAYOUTS.items():
         truth = NumpyHead(layout, EMBEDDING, OUTPUT)
@@ -97,7 +97,7 @@ def test_links_matter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["z-lab", "DeepSpec"])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temp=0.8, seed=3, repetition_penalty=1.1)])
-def test_what_else_a_place_may_hold_is_told_best_first(tmp_path: Path, name: str, sampling: SamplingParams) -> None:
+def test_candidates_of_each_position_come_best_first(tmp_path: Path, name: str, sampling: SamplingParams) -> None:
     """To who asks for it, in company of who does not; the chain is the same."""
     drafter = HeadDrafter(head_of(write(tmp_path, name)), V)
     chains = []
@@ -113,7 +113,7 @@ def test_what_else_a_place_may_hold_is_told_best_first(tmp_path: Path, name: str
         assert gaps[0] == 0.0 and gaps == sorted(gaps)
 
 
-def test_penalties_are_walked_slot_by_slot(tmp_path: Path) -> None:
+def test_penalties_are_applied_slot_by_slot(tmp_path: Path) -> None:
     drafter = HeadDrafter(head_of(write(tmp_path, "DeepSpec")), V)
     follower = drafter.follow(SamplingParams(repetition_penalty=50.0))
     follower.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
@@ -171,12 +171,14 @@ def test_a_head_of_another_target_is_refused(
         ("speculators", {"d2t": np.zeros(3, np.int64)}, r"maps \(3,\) tokens"),
     ],
 )
-def test_a_head_that_is_not_whole_is_refused(tmp_path: Path, name: str, other: dict[str, Any], sentence: str) -> None:
+def test_incomplete_or_malformed_head_is_refused(
+    tmp_path: Path, name: str, other: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(CannotDraft, match=sentence):
         head_of(write(tmp_path, name, **other))
 
 
-def test_who_names_no_layers_reads_as_many_as_it_has_evenly(tmp_path: Path) -> None:
+def test_head_without_layer_ids_reads_evenly_spaced_layers(tmp_path: Path) -> None:
     config = json.loads((write(tmp_path, "z-lab") / "config.json").read_text())
     del config["dflash_config"]["target_layer_ids"]
     fused = np.ones((H, 2 * H), np.float32)
@@ -185,7 +187,7 @@ def test_who_names_no_layers_reads_as_many_as_it_has_evenly(tmp_path: Path) -> N
     assert head_of(folder, {**TARGET, "num_hidden_layers": 36}).points.layers == (1, 33)
 
 
-def test_half_precision_does_not_stay_half(tmp_path: Path) -> None:
+def test_half_precision_weights_become_float32(tmp_path: Path) -> None:
     from tests.drafters.dflash_heads import weights_of
 
     halves = {key: value.astype(np.float16) for key, value in weights_of(LAYOUTS["z-lab"]).items()}

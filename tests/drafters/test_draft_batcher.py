@@ -47,29 +47,31 @@ def grown(together: DraftBatcher, works: Sequence[WorkAhead], active: int = 1) -
     return list(found.values())
 
 
-def test_each_prepares_in_company_what_it_prepares_alone(drafter: Drafter) -> None:
+def test_batched_requests_prepare_the_branches_of_single_requests(drafter: Drafter) -> None:
     """Continuations, branches, a commit that holds, one that nobody drafted, with budget for all."""
-    company, alone = begun(drafter), begun(drafter)
+    batched, alone = begun(drafter), begun(drafter)
     together = DraftBatcher()
-    drafted = together.continuations(company, [3, 2, 4])
+    drafted = together.continuations(batched, [3, 2, 4])
     assert drafted == [DraftBatcher().continuations([work], [n])[0] for work, n in zip(alone, (3, 2, 4), strict=True)]
     chains = [found.chain if isinstance(found, Continuation) else () for found in drafted]
-    for works in (company, alone):
+    for works in (batched, alone):
         for work, chain in zip(works, chains, strict=True):
             work.commit((), BranchTask(chain, 2, 6))
     for turn in range(4):
-        found = grown(together, company)
+        found = grown(together, batched)
         assert found == [grown(DraftBatcher(), [work])[0] for work in alone]
         assert all(len(branches) == 6 for branches in found)
         for i, branches in enumerate(found):
             outcome = list(branches)[turn]
             new = outcome if i != turn else (7, 9)
-            for work in (company[i], alone[i]):
+            for work in (batched[i], alone[i]):
                 work.commit(new, BranchTask(branches[outcome] if i != turn else (4,), 2, 6))
-    assert [w.tree.column_tokens() for w in company] == [w.tree.column_tokens() for w in alone]
+    assert [w.tree.column_tokens() for w in batched] == [w.tree.column_tokens() for w in alone]
 
 
-def test_one_that_fails_in_company_fails_alone(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_request_of_a_batch_does_not_affect_the_others(
+    drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever it fails: before the forward, in it, or when its answer is read."""
     for where in ("candidates", "feed", "best"):
         works, sound = begun(drafter), begun(drafter)
@@ -93,7 +95,7 @@ def points(chain: int, own_gap: float) -> list[ForkPoint | None]:
     return [*(ForkPoint(own_gap, GAPS) for _ in range(chain)), ForkPoint(None, GAPS)]
 
 
-def test_the_budget_goes_where_branches_are_likely_and_nobody_is_left_out() -> None:
+def test_budget_goes_to_likely_branches_and_leaves_no_request_out() -> None:
     sure, unsure = BranchRequest(points(3, 9.0), 16, 3), BranchRequest(points(3, 0.1), 16, 3)
     calibration = Calibration()
     assert shares([sure, unsure], None, calibration) == [16, 16]
@@ -107,7 +109,7 @@ def test_the_budget_goes_where_branches_are_likely_and_nobody_is_left_out() -> N
     assert shares([], 4, calibration) == []
 
 
-def test_as_many_branches_as_fit_in_a_round() -> None:
+def test_capacity_is_the_number_of_branches_that_fit_in_a_round() -> None:
     capacity = Capacity()
     assert capacity.branches(3) is None
     for turn in range(3 * int(ENOUGH)):
@@ -121,7 +123,7 @@ def test_as_many_branches_as_fit_in_a_round() -> None:
     assert capacity.branches(5) == 0
 
 
-def test_forwards_of_one_size_tell_a_cost_too() -> None:
+def test_capacity_is_learned_from_forwards_of_one_size() -> None:
     capacity = Capacity()
     for _ in range(20):
         capacity.forward(8, 4.0)
@@ -129,7 +131,7 @@ def test_forwards_of_one_size_tell_a_cost_too() -> None:
     assert capacity.branches(3) == 10
 
 
-def test_a_short_budget_is_shared(tiny_model: Callable[..., Any]) -> None:
+def test_short_budget_is_shared_among_requests(tiny_model: Callable[..., Any]) -> None:
     """Each has fewer branches than it wishes for, all as deep and as true as ever."""
     drafter = MlxDrafter(load(tiny_model("llama")))
     works, free = begun(drafter), begun(drafter)
@@ -145,7 +147,7 @@ def test_a_short_budget_is_shared(tiny_model: Callable[..., Any]) -> None:
         assert all(theirs.get(outcome, chain) == chain and len(chain) == 2 for outcome, chain in ours.items())
 
 
-def test_alone_every_wish_is_granted(tiny_model: Callable[..., Any]) -> None:
+def test_single_request_gets_all_requested_branches(tiny_model: Callable[..., Any]) -> None:
     drafter = MlxDrafter(load(tiny_model("llama")))
     work, together = begun(drafter)[0], DraftBatcher()
     for _ in range(int(2 * ENOUGH)):

@@ -51,7 +51,7 @@ def same(q: SparseQ | None, other: SparseQ | None) -> bool:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("forwards", [1, 2, 3, 10])
-def test_every_pushed_branch_is_drawn_as_a_fresh_drafter_draws(
+def test_pushed_branches_equal_the_draws_of_a_fresh_drafter(
     begin: Callable[[tuple[int, ...]], WorkAhead], forwards: int, seed: int
 ) -> None:
     """Whatever is verified: the branch, its beginning, another drafter's chain or one that was waited for in vain."""
@@ -89,7 +89,7 @@ def test_every_pushed_branch_is_drawn_as_a_fresh_drafter_draws(
     assert checked > 20
 
 
-def test_what_a_drafter_prepares_does_not_follow_the_noise_of_anothers_chain() -> None:
+def test_branches_do_not_depend_on_the_noise_of_another_drafter() -> None:
     """Both were asked, the first one's chain is verified, and the second prepares what it had drafted itself.
 
     How many branches there are depends on the chain under verification, so what its tokens were drawn by decides which
@@ -115,14 +115,14 @@ def test_what_a_drafter_prepares_does_not_follow_the_noise_of_anothers_chain() -
     assert expected > 10 and abs(alike - expected) < 4 * variance**0.5, (alike, expected)
 
 
-def test_there_is_no_chain_without_room(begin: Callable[[tuple[int, ...]], WorkAhead]) -> None:
+def test_continuation_without_room_is_empty(begin: Callable[[tuple[int, ...]], WorkAhead]) -> None:
     assert continued(begin(PROMPT), 0) == Continuation()
 
 
 # --- the worker -----------------------------------------------------------------------------------------------------
 
 
-def said(drafter: Any, sampling: SamplingParams, kind: type[Message]) -> list[Any]:
+def messages_of(drafter: Any, sampling: SamplingParams, kind: type[Message]) -> list[Any]:
     """What a worker says of this kind when it is told to work ahead, then for the continuation."""
     tokens = np.array(PROMPT, np.int32)
     link = FakeLink("draft-0")
@@ -134,24 +134,24 @@ def said(drafter: Any, sampling: SamplingParams, kind: type[Message]) -> list[An
 
 
 @pytest.mark.parametrize("kind", [Branches, Drafted])
-def test_a_drawing_drafter_tells_q_for_residual_sampling_alone(drafter: MlxDrafter, kind: type[Message]) -> None:
+def test_drawing_drafter_sends_q_only_for_residual_sampling(drafter: MlxDrafter, kind: type[Message]) -> None:
     coupled = replace(SAMPLING, rule="coupled", saguaro=1.0)
-    assert all(message.q is not None for message in said(drafter, SAMPLING, kind))
+    assert all(message.q is not None for message in messages_of(drafter, SAMPLING, kind))
     for sampling in (coupled, replace(SAMPLING, temp=0.0)):
-        messages = said(drafter, sampling, kind)
+        messages = messages_of(drafter, sampling, kind)
         assert messages and all(message.q is None for message in messages)
 
 
 @pytest.mark.parametrize("kind", [Branches, Drafted])
-def test_a_drafter_that_cannot_draw_tells_none(kind: type[Message]) -> None:
+def test_drafter_that_cannot_draw_sends_no_q(kind: type[Message]) -> None:
     replay = ReplayDrafter(Script(((*PROMPT, *range(64)),), (0.7,), (0.5,), 64))
-    messages = said(replay, SAMPLING, kind)
+    messages = messages_of(replay, SAMPLING, kind)
     assert messages and all(message.q is None for message in messages)
 
 
-def test_saguaros_factor_lowers_an_even_share_of_the_branches(drafter: MlxDrafter) -> None:
+def test_saguaro_factor_lowers_an_even_share_of_the_branches(drafter: MlxDrafter) -> None:
     """Six branches over the three places of a chain of two: two tokens a place."""
-    found = said(drafter, replace(SAMPLING, q_width=V), Drafted)[0]
+    found = messages_of(drafter, replace(SAMPLING, q_width=V), Drafted)[0]
     row = TABLE[3].astype(np.float64)
     best = np.argsort(-row)[:2]
     weight = np.exp(row) * np.where(np.isin(np.arange(V), best), SAMPLING.saguaro, 1.0)

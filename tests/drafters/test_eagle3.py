@@ -26,7 +26,7 @@ def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V) 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_head_computes_what_an_independent_forward_does(tmp_path: Path, layout: str) -> None:
+def test_head_equals_an_independent_forward(tmp_path: Path, layout: str) -> None:
     """Pairs of two texts in pieces of any length, and behind them those that the head makes itself."""
     head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING)
     assert head.points.layers == TAPS.get(layout, OFFICIAL_TAPS)
@@ -50,7 +50,7 @@ def test_a_head_computes_what_an_independent_forward_does(tmp_path: Path, layout
 
 
 @pytest.mark.parametrize("layout", PARALLEL)
-def test_several_tokens_are_drafted_by_pairs_of_a_mask(tmp_path: Path, layout: str) -> None:
+def test_masked_pairs_draft_several_tokens_in_one_forward(tmp_path: Path, layout: str) -> None:
     """In one forward with the true pairs, of one text or two, whatever else is drafted beside them."""
     head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING)
     assert isinstance(head, PEagle) and head.depth == (5 if "spec" in layout else 8)
@@ -76,7 +76,7 @@ def test_several_tokens_are_drafted_by_pairs_of_a_mask(tmp_path: Path, layout: s
 
 
 @pytest.mark.parametrize("token", [None, 258])
-def test_a_mask_that_nobody_has_is_refused(tmp_path: Path, token: int | None) -> None:
+def test_unknown_mask_token_is_refused(tmp_path: Path, token: int | None) -> None:
     folder = write(tmp_path, "SpecForge, P-EAGLE")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": token}))
@@ -117,12 +117,12 @@ def test_a_head_of_another_target_is_refused(
         ({"norm.weight": np.full(H, np.inf, np.float32)}, "NaN or infinite"),
     ],
 )
-def test_a_head_that_is_not_whole_is_refused(tmp_path: Path, other: dict[str, Any], sentence: str) -> None:
+def test_incomplete_or_malformed_head_is_refused(tmp_path: Path, other: dict[str, Any], sentence: str) -> None:
     with pytest.raises(CannotDraft, match=sentence):
         head_of(write(tmp_path, "SafeAI", **other))
 
 
-def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
+def test_invalid_head_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CannotDraft, match="can't be read"):
         head_of(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
@@ -139,7 +139,7 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
         head_of(tmp_path)
 
 
-def test_half_precision_does_not_stay_half(tmp_path: Path) -> None:
+def test_half_precision_weights_become_float32(tmp_path: Path) -> None:
     """Rows beyond 65,504 are usual in targets; bfloat16 and float32 hold them, float16 does not."""
     from tests.drafters.eagle3_heads import weights_of
 

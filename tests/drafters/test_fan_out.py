@@ -35,24 +35,24 @@ def test_the_budget_is_spent_exactly(chain_length: int, budget: int, policy: str
     assert min(counts) >= 0
 
 
-def test_geometric_lifts_the_full_acceptance() -> None:
+def test_geometric_gives_more_to_the_full_acceptance() -> None:
     """Theorem 12: without a rejection needed, the last fork point gets more than its neighbour."""
     counts = geometric([None] * 6, 60, calibrated(0.8, 0))
     assert counts[5] > counts[4]
     assert counts[0] >= counts[1] >= counts[2] >= counts[3] >= counts[4]
 
 
-def test_best_first_begins_where_the_text_goes() -> None:
+def test_best_first_begins_at_the_likeliest_outcome() -> None:
     assert best_first(points(4), 1, calibrated(1.0, 0)) == [0, 0, 0, 0, 1]
     assert best_first(points(4), 1, calibrated(0.0, 0)) == [1, 0, 0, 0, 0]
 
 
-def test_best_first_widens_where_the_bonus_stands_deep() -> None:
+def test_best_first_widens_when_the_bonus_token_ranks_low() -> None:
     shallow, deep = calibrated(0.5, 0), calibrated(0.5, 3)
     assert max(best_first(points(4), 10, deep)) > max(best_first(points(4), 10, shallow))
 
 
-def test_best_first_goes_where_the_drafter_is_unsure() -> None:
+def test_best_first_prefers_points_where_the_drafter_is_unsure() -> None:
     unsure = [ForkPoint(5.0, GAPS), ForkPoint(0.05, GAPS), ForkPoint(5.0, GAPS), ForkPoint(None, GAPS)]
     counts = best_first(unsure, 8, Calibration())
     assert counts[1] > counts[0]
@@ -72,7 +72,7 @@ def test_calibration_finds_the_acceptance(rate: float) -> None:
     assert calibration.bonus_share(False, MAX_RANK - 1) < 0.05
 
 
-def test_what_was_never_seen_keeps_its_prior() -> None:
+def test_unseen_gap_keeps_its_prior() -> None:
     """A rank that always wins at one gap says nothing about another gap."""
     calibration = calibrated(0.0, 1)
     near, far = ForkPoint(1.0, (0.0, 0.4)), ForkPoint(1.0, (0.0, 8.0))
@@ -80,7 +80,7 @@ def test_what_was_never_seen_keeps_its_prior() -> None:
     assert calibration.bonus_share(False, 1, far) < 0.05
 
 
-def test_best_first_passes_over_points_without_candidates() -> None:
+def test_best_first_skips_points_without_candidates() -> None:
     """Top-p or top-k may leave nothing but the chain's own token."""
     assert best_first([ForkPoint(1.0, ()), ForkPoint(None, GAPS)], 5, Calibration()) == [0, 5]
     assert best_first([ForkPoint(None, ())], 5, Calibration()) == [0]

@@ -28,9 +28,7 @@ def target(tiny_model: Callable[..., Path]) -> Callable[[str], LoadedModel]:
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_a_head_computes_what_an_independent_forward_does(
-    target: Callable[[str], LoadedModel], tmp_path: Path, family: str
-) -> None:
+def test_head_equals_an_independent_forward(target: Callable[[str], LoadedModel], tmp_path: Path, family: str) -> None:
     model, draws = target(family), np.random.default_rng(1)
     head = read(written(tmp_path, family), model)
     assert head.points == HiddenStatePoints(after_norm=True)
@@ -44,9 +42,9 @@ def test_a_head_computes_what_an_independent_forward_does(
             PairFeed(sequence, mx.array(tokens[part]), mx.array(rows[part])),
             PairFeed(other, mx.array([3]), mx.ones((1, H))),
         ]
-        hidden, said = pairs.slots(feeds, [1, 1])
+        hidden, slot_logits = pairs.slots(feeds, [1, 1])
         done += count
-        np.testing.assert_allclose(np.array(said)[0], logits[done - 1], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(np.array(slot_logits)[0], logits[done - 1], rtol=1e-3, atol=1e-3)
         np.testing.assert_allclose(np.array(head.onward(hidden))[0], onward[done - 1], rtol=1e-3, atol=1e-3)
     own = weights_of(family)
     size = sum(value.shape[0] for key, value in own.items() if key.endswith(("k_proj.weight", "v_proj.weight")))
@@ -59,7 +57,7 @@ def nextn(tiny_model: Callable[..., Path]) -> Callable[[str], LoadedModel]:
 
 
 @pytest.mark.parametrize("family", nextn_heads.MODELS)
-def test_a_layer_more_computes_what_an_independent_forward_does(
+def test_nextn_layer_equals_an_independent_forward(
     nextn: Callable[[str], LoadedModel], tmp_path: Path, family: str
 ) -> None:
     """DeepSeek's and GLM's, whose latent attention takes one text after the other; rows before the norm, theirs too."""
@@ -77,9 +75,9 @@ def test_a_layer_more_computes_what_an_independent_forward_does(
             PairFeed(sequence, mx.array(tokens[part]), mx.array(rows[part])),
             PairFeed(other, mx.array([3]), mx.ones((1, H))),
         ]
-        hidden, said = pairs.slots(feeds, [1, 1])
+        hidden, slot_logits = pairs.slots(feeds, [1, 1])
         done += count
-        np.testing.assert_allclose(np.array(said)[0], logits[done - 1], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(np.array(slot_logits)[0], logits[done - 1], rtol=1e-3, atol=1e-3)
         np.testing.assert_allclose(np.array(head.onward(hidden))[0], onward[done - 1], rtol=1e-3, atol=1e-3)
     saved = pairs.save(sequence, 30)
     assert saved.nbytes == 30 * head.bytes_per_pair
@@ -101,7 +99,7 @@ def test_tensors_in_float8_are_read_with_their_scale(nextn: Callable[[str], Load
         ("mlp.gate.e_score_correction_bias", "lacks layers.0.mlp.gate.e_score_correction_bias"),
     ],
 )
-def test_of_a_layer_more_all_has_to_be_there(
+def test_nextn_layer_with_missing_tensors_is_refused(
     nextn: Callable[[str], LoadedModel], tmp_path: Path, missing: str, sentence: str
 ) -> None:
     model = nextn("glm4_moe")
@@ -110,7 +108,7 @@ def test_of_a_layer_more_all_has_to_be_there(
         read(write(tmp_path, {**weights, f"{nextn_heads.PREFIX}{missing}": None}), model)
 
 
-def test_what_cannot_be_used_is_refused_in_a_sentence(target: Callable[[str], LoadedModel], tmp_path: Path) -> None:
+def test_unusable_head_is_refused_with_a_reason(target: Callable[[str], LoadedModel], tmp_path: Path) -> None:
     model = target("qwen3_5")
     with pytest.raises(CannotDraft, match=r"holds no mtp\.\* tensors"):
         read(tmp_path, model)

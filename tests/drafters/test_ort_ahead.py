@@ -36,7 +36,7 @@ Made = Callable[[LoadedModel], PairHead]
 Prepared = list[dict[tuple[int, ...], tuple[int, ...]]]
 
 
-class Played:
+class PlayedRequests:
     """Requests whose target says what is prepared, or what nobody drafted, and tells rows drawn by their position."""
 
     def __init__(self, head: PairHead, target: LoadedModel, cpu: OrtForward | None, temp: float) -> None:
@@ -57,9 +57,9 @@ class Played:
         """What is prepared in each: first of continuations, then of what follows the first branches."""
         self.tell(range(len(self.works)))
         found = []
-        for work, said in zip(self.works, self.together.continuations(self.works, [3, 2, 4]), strict=True):
-            assert isinstance(said, Continuation) and said.chain
-            work.commit((), BranchTask(said.chain, 3, 6))
+        for work, continuation in zip(self.works, self.together.continuations(self.works, [3, 2, 4]), strict=True):
+            assert isinstance(continuation, Continuation) and continuation.chain
+            work.commit((), BranchTask(continuation.chain, 3, 6))
         for turn in range(count):
             found.append(self._grown())
             for number, (work, branches) in enumerate(zip(self.works, found[-1], strict=True)):
@@ -87,15 +87,17 @@ class Played:
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("made", [mtp_head, random_head, token_head, parallel_token_head])
-def test_branches_are_those_of_mlx(target: LoadedModel, fed: list[int], made: Made, temp: float) -> None:
+def test_branches_by_onnx_runtime_equal_those_by_mlx(
+    target: LoadedModel, fed: list[int], made: Made, temp: float
+) -> None:
     """Hits, misses, rows that come late, a text that is read in pieces."""
     head = made(target)
-    by_ort = Played(head, target, unrounded(head, target), temp)
+    by_ort = PlayedRequests(head, target, unrounded(head, target), temp)
     prepared = by_ort.rounds(12)
     assert max(fed) >= 6 * len(LENGTHS)
     assert any(isinstance(work.tree, HeadTree) and work.tree._layout.prefix > LONG for work in by_ort.works)
     fed.clear()
-    by_mlx = Played(head, target, None, temp)
+    by_mlx = PlayedRequests(head, target, None, temp)
     assert prepared == by_mlx.rounds(12) and not fed
     assert all(len(branches) == 6 for branches in prepared[0])
     columns = [[work.tree.column_tokens() for work in played.works] for played in (by_ort, by_mlx)]

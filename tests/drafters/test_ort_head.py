@@ -58,7 +58,7 @@ def chains(head: Head, target: LoadedModel, cpu: OrtForward | None, temp: float)
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("make", [mtp_head, random_head, token_head, parallel_token_head])
-def test_drafts_are_those_of_mlx(
+def test_drafts_by_onnx_runtime_equal_those_by_mlx(
     target: LoadedModel, fed: list[int], make: Callable[[LoadedModel], Head], temp: float
 ) -> None:
     head = make(target)
@@ -71,7 +71,7 @@ def test_drafts_are_those_of_mlx(
 
 
 @pytest.mark.parametrize("make", [mtp_head, random_head, parallel_token_head])
-def test_rounding_changes_logits_little(target: LoadedModel, make: Callable[[LoadedModel], Any]) -> None:
+def test_rounding_to_8_bits_changes_logits_little(target: LoadedModel, make: Callable[[LoadedModel], Any]) -> None:
     head, draws = make(target), np.random.default_rng(2)
     cpu = forward_of(head, target)
     assert cpu is not None and cpu.quantised
@@ -101,13 +101,15 @@ def test_other_heads_are_left_to_mlx(target: LoadedModel, make: Callable[[Loaded
     assert forward_of(make(target), target) is None
 
 
-def test_heads_are_left_to_mlx_if_the_kernels_are(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_are_left_to_mlx_when_the_cpu_kernels_are_mlx(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(CPU_KERNELS, "mlx")
     assert forward_of(mtp_head(target), target) is None
 
 
 @pytest.mark.parametrize("make", [mtp_head, random_head])
-def test_wrong_logits_are_caught_at_load(
+def test_graph_with_wrong_logits_is_rejected_at_load(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch, make: Callable[[LoadedModel], Head]
 ) -> None:
     head = make(target)

@@ -22,7 +22,7 @@ class Clock:
         self.now += seconds
 
 
-def test_each_forward_costs_its_rows_once_its_answer_is_read():
+def test_forward_takes_its_time_once_its_result_is_read():
     clock = Clock()
     inner = ReplayDrafter(Script((TEXT,), (1.0,), (), 64))
     paced = PacedDrafter(inner, PROFILE.name, Pace(PROFILE.draft, clock.nap, clock), clock)
@@ -39,7 +39,7 @@ def test_each_forward_costs_its_rows_once_its_answer_is_read():
     assert round(clock.now, 6) == 0.008, "what is computed is not computed again"
 
 
-def test_replay_errs_as_the_profile_says():
+def test_replay_errs_at_the_rate_of_the_profile():
     script = Script((TEXT,), (1.0,), (), 64)
     drafter = ReplayDrafter(script).erring_like(PROFILE)
     tree = drafter.open(TEXT[:4], SamplingParams())

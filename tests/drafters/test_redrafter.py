@@ -86,7 +86,7 @@ def _silu(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_head_computes_what_an_independent_forward_does(target: LoadedModel, tmp_path: Path, layout: str) -> None:
+def test_head_equals_an_independent_forward(target: LoadedModel, tmp_path: Path, layout: str) -> None:
     """Two chains in company, token after token; what it does not know scores nothing."""
     head, draws = read(written(tmp_path, layout), target), np.random.default_rng(1)
     assert head.points == HiddenStatePoints(after_norm=True) and head.reach == 1 and head.bytes_per_pair == 0
@@ -97,8 +97,8 @@ def test_a_head_computes_what_an_independent_forward_does(target: LoadedModel, t
     places = [pairs.open() for _ in rows]
     for depth in range(5):
         feeds = [PairFeed(places[n], mx.array(tokens[n, depth : depth + 1]), features[n : n + 1]) for n in range(2)]
-        hidden, said = pairs.slots(feeds, [1, 1])
-        features, logits = head.onward(hidden), np.array(said)
+        hidden, slot_logits = pairs.slots(feeds, [1, 1])
+        features, logits = head.onward(hidden), np.array(slot_logits)
         assert logits.shape == (2, 258) and np.isneginf(logits[:, V:]).all()
         for n in range(2):
             np.testing.assert_allclose(logits[n, :V], truth[n][depth], rtol=1e-3, atol=1e-3)
@@ -117,14 +117,14 @@ def test_a_head_computes_what_an_independent_forward_does(target: LoadedModel, t
         ({}, {"rnn_u.bias": np.full(H, np.inf)}, "NaN or infinite"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_a_sentence(
+def test_unusable_head_is_refused_with_a_reason(
     target: LoadedModel, tmp_path: Path, config: dict[str, Any], other: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(CannotDraft, match=sentence):
         read(written(tmp_path, "rnn", config, **other), target)
 
 
-def test_its_weights_are_written_under_the_names_they_are_read_by(target: LoadedModel, tmp_path: Path) -> None:
+def test_saved_weights_can_be_read_again(target: LoadedModel, tmp_path: Path) -> None:
     head: Redrafter = read(written(tmp_path, "no rnn"), target)
     head.save_weights(str(tmp_path / "model.safetensors"))
     again = read(tmp_path, target)

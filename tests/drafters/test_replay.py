@@ -16,7 +16,7 @@ PROMPT = (1, 2, 3)
 TEXT = PROMPT + tuple(random.Random(1).randrange(1, 300) for _ in range(6000))
 
 
-def test_acceptance_by_position_and_bonus_rank_are_as_prescribed() -> None:
+def test_acceptance_by_position_and_bonus_rank_follow_the_script() -> None:
     drafter = ReplayDrafter(Script((TEXT,), (0.9, 0.6), (0.5, 0.25), 300))
     held, tried, ranks = [0, 0], [0, 0], [0, 0, 0]
     tree = drafter.open(PROMPT, SamplingParams())
@@ -49,13 +49,13 @@ def test_a_script_is_read_from_json(tmp_path: Path) -> None:
     "content",
     ["", "[]", "{}", '{"texts": 3}', '{"texts": [], "acceptance": [2.0], "bonus_ranks": [], "vocab_size": 100}'],
 )
-def test_a_bad_script_is_one_sentence(tmp_path: Path, content: str) -> None:
+def test_invalid_script_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "script.json"
     path.write_text(content)
     with pytest.raises(InvalidRequest, match="replay script"):
         Script.read(path)
 
 
-def test_a_missing_script_is_one_sentence(tmp_path: Path) -> None:
+def test_missing_script_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"none\.json"):
         Script.read(tmp_path / "none.json")

@@ -55,13 +55,13 @@ def test_only_the_last_push_is_final() -> None:
 
 
 @pytest.mark.parametrize(("context", "branches"), [(len(PROMPT) + 1, 8), (1 << 20, 0)])
-def test_that_there_is_nothing_to_prepare_is_said_once(context: int, branches: int) -> None:
+def test_lack_of_anything_to_prepare_is_reported_once(context: int, branches: int) -> None:
     work = work_ahead(context=context)
     work.commit((), BranchTask((), 3, branches))
     assert finish(work) == [ReadyBranches((), 0, True)]
 
 
-def test_no_branch_is_wasted_on_the_end_of_the_text() -> None:
+def test_no_branch_is_prepared_for_an_eos_outcome() -> None:
     eos = TEXT[10]
     work = work_ahead(eos=(eos,))
     work.commit((), BranchTask((), 2, 12))
@@ -69,7 +69,7 @@ def test_no_branch_is_wasted_on_the_end_of_the_text() -> None:
 
 
 @pytest.mark.parametrize("forwards", [0, 1, 2, 3, 10])
-def test_every_pushed_branch_is_what_a_fresh_drafter_says_there(forwards: int) -> None:
+def test_pushed_branches_equal_those_of_a_fresh_drafter(forwards: int) -> None:
     """Whatever was prepared, pruned or missed before, a branch depends on its place in the text alone."""
     rng = random.Random(forwards)
     work = work_ahead()
@@ -95,7 +95,7 @@ def test_every_pushed_branch_is_what_a_fresh_drafter_says_there(forwards: int) -
         assert work.committed_len == len(committed)
 
 
-def test_near_the_end_of_the_context_branches_get_shorter_then_none() -> None:
+def test_branches_get_shorter_near_the_end_of_the_context() -> None:
     work = work_ahead(context=len(PROMPT) + 4)
     work.commit((), BranchTask((), 6, 4))
     assert {len(e.chain) for e in finish(work)[-1].entries} == {3}
@@ -106,9 +106,7 @@ def test_near_the_end_of_the_context_branches_get_shorter_then_none() -> None:
 
 @pytest.mark.parametrize("policy", ["best-first", "uniform"])
 @pytest.mark.parametrize("chain_length", [0, 4])
-def test_what_drafters_of_one_model_prepare_by_rank_is_what_one_would_prepare_alone(
-    policy: str, chain_length: int
-) -> None:
+def test_drafters_that_divide_outcomes_prepare_those_of_a_single_one(policy: str, chain_length: int) -> None:
     def prepared(branches: int, skip: int) -> set[tuple[int, ...]]:
         tree = ReplayDrafter(SCRIPT).open(PROMPT, SamplingParams())
         work = WorkAhead(tree, (), POLICIES[policy], Calibration())

@@ -32,7 +32,7 @@ SAMPLE = (
 TIED_BY_HAND = ("llama4_text", "seed_oss")  # whose code multiplies by the embeddings' weights itself
 
 
-def test_the_page_has_every_type_and_no_wrong_text() -> None:
+def test_models_page_lists_every_type_and_none_as_wrong() -> None:
     assert sorted({line.split("`")[1] for line in ROWS}) == model_types()
     assert not {WRONG, FAILED} & {line.split(" | ")[2] for line in ROWS}
 
@@ -41,14 +41,14 @@ TRIED = [*((name, False) for name in SAMPLE), *((name, True) for name in TIED_BY
 
 
 @pytest.mark.parametrize(("name", "tied"), TRIED)
-def test_a_type_can_do_what_the_page_says(name: str, tied: bool) -> None:
+def test_examined_type_matches_its_row_on_the_models_page(name: str, tied: bool) -> None:
     row = examine(name, tied)
     assert row.target not in (WRONG, FAILED), row.why
     lines = [replace(row, tied=which, why="").line.removesuffix(" |") for which in (tied, None)]
     assert [line for line in ROWS if line.startswith(tuple(lines))]
 
 
-def test_a_type_whose_trial_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_trial_of_a_type_becomes_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(model: LoadedModel) -> None:
         raise AttributeError("no attribute 'weight'")
 
@@ -57,13 +57,13 @@ def test_a_type_whose_trial_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> N
     assert row.target == FAILED and "no attribute 'weight'" in row.why
 
 
-def test_a_type_that_is_the_same_tied_and_untied_is_one_row() -> None:
+def test_equal_rows_of_a_tied_and_untied_type_are_merged() -> None:
     rows = [ModelTypeRow(name, tied, SPECULATES) for name in "ab" for tied in (True, False)]
     rows[2] = replace(rows[2], target=FAILED)
     assert merged(rows) == [ModelTypeRow("a", None, SPECULATES), *rows[2:]]
 
 
-def unknown(model: LoadedModel) -> LoadedModel:
+def without_ort(model: LoadedModel) -> LoadedModel:
     """The same model, of which nothing is known yet, and whose forwards are MLX's."""
     return replace(model, cpu=None)
 
@@ -81,11 +81,11 @@ def by_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("window", [32, 700])
-def test_a_cache_that_is_wrong_only_past_the_window_is_found_out(
+def test_cache_that_is_wrong_only_past_the_window_is_detected(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     model = loaded("gemma3_text", sliding_window=window)
-    assert not abilities(unknown(model)).own_caches
+    assert not abilities(without_ort(model)).own_caches
 
     sound = FlatCache.make_mask
 
@@ -93,16 +93,16 @@ def test_a_cache_that_is_wrong_only_past_the_window_is_found_out(
         return sound(cache, n, return_array, window_size and window_size + 1)
 
     monkeypatch.setattr(FlatCache, "make_mask", one_too_many)
-    assert abilities(unknown(model)).own_caches
+    assert abilities(without_ort(model)).own_caches
 
 
-def test_a_rollback_that_forgets_too_little_is_found_out(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollback_that_drops_too_little_is_detected(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sound = loaded("llama"), SeparateSequence.roll_back
     monkeypatch.setattr(SeparateSequence, "roll_back", lambda kv, length: sound(kv, length + 1))
-    assert abilities(unknown(model)).own_caches  # whose copies go further back
+    assert abilities(without_ort(model)).own_caches  # whose copies go further back
 
     monkeypatch.setattr(SeparateSequence, "roll_back", lambda kv, length: None)
-    found = abilities(unknown(model))
+    found = abilities(without_ort(model))
     assert not found.chains
     assert found.why.startswith("a llama model can't verify several tokens at once (")
 
@@ -122,15 +122,13 @@ class Broken(nn.Module):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("what", [AttributeError("no offset"), TypeError("unexpected 'scale'"), KeyError("x"), mx.nan])
-def test_a_model_that_cannot_decode_is_refused_with_a_sentence(loaded: Loaded, what: Exception | float) -> None:
+def test_model_that_cannot_decode_is_refused_with_a_reason(loaded: Loaded, what: Exception | float) -> None:
     broken = replace(loaded("llama"), model=Broken(what))
     with pytest.raises(ModelError, match="of this llama model"):
         abilities(broken)
 
 
-def test_a_model_whose_warm_up_fails_is_refused_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_whose_warm_up_fails_is_refused_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_model(tmp_path, config_of("llama"))
 
     def fails(model: nn.Module) -> None:
@@ -141,12 +139,12 @@ def test_a_model_whose_warm_up_fails_is_refused_with_a_sentence(
         load(path)
 
 
-def test_a_draft_that_no_tree_fits_is_refused_as_one(loaded: Loaded) -> None:
+def test_model_without_a_working_tree_form_is_refused_as_draft(loaded: Loaded) -> None:
     with pytest.raises(CannotDraft, match="a llama model can't be a draft model"):
         tree_form(replace(loaded("llama"), model=Broken(ValueError("shapes"))))
 
 
-def test_a_rope_keeps_what_models_read_off_it(loaded: Loaded) -> None:
+def test_wrapped_rope_exposes_the_attributes_that_models_read(loaded: Loaded) -> None:
     rope = loaded("llama").model.layers[0].self_attn.rope
     assert rope.base == 10000.0 and rope.dims == 16
     with pytest.raises(AttributeError):

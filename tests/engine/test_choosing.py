@@ -33,7 +33,7 @@ def test_the_choice_is_the_argmax_of_the_scores(temp: float, spread: float, seed
         assert chosen == expected
 
 
-def test_an_unlikely_token_is_chosen_by_the_greatest_noise() -> None:
+def test_unlikely_token_is_chosen_when_its_noise_exceeds_the_gap() -> None:
     """A token is found as far below the best one as noise can lift it."""
     sampler = Sampler(SamplingParams(temp=1.0, seed=3), WIDTH)
     noise = gumbel_numpy(3, range(400), WIDTH)
@@ -48,14 +48,14 @@ def test_an_unlikely_token_is_chosen_by_the_greatest_noise() -> None:
         assert sampler.choose(rows, [int(position)]) == [expected]
 
 
-def test_no_noise_is_greater_than_the_greatest() -> None:
+def test_noise_stays_below_its_upper_bound() -> None:
     nothing = np.float32(2.0**-25)  # what stands for 1 - u at most, see `noise`
     assert 17.3 < -np.log(nothing) < GREATEST
     assert gumbel_numpy(0, range(64), 4096).max() < GREATEST
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_what_rounding_could_decide_is_left_to_the_exact_steps(temp: float) -> None:
+def test_near_ties_are_left_to_the_exact_steps(temp: float) -> None:
     sampler = Sampler(SamplingParams(temp=temp, seed=1), WIDTH)
     noise = gumbel_numpy(1, [7], WIDTH)[0] * np.float32(temp)
     rows = np.full((1, WIDTH), -200, np.float32)
@@ -66,7 +66,7 @@ def test_what_rounding_could_decide_is_left_to_the_exact_steps(temp: float) -> N
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_is_left_to_the_exact_steps(bad: float) -> None:
+def test_non_finite_logits_are_left_to_the_exact_steps(bad: float) -> None:
     rows = np.zeros((1, 64), np.float32)
     rows[:] = bad
     assert Sampler(SamplingParams(temp=0.8, seed=1), 64).choose(rows, [3]) is None
@@ -81,7 +81,7 @@ def test_what_is_no_number_is_left_to_the_exact_steps(bad: float) -> None:
     spread=[0.5, 2.0, 4.0],
     seed=range(6),
 )
-def test_filters_keep_what_the_exact_steps_keep(
+def test_filtered_choice_equals_that_of_the_exact_steps(
     temp: float, top_p: float, top_k: int, min_p: float, spread: float, seed: int
 ) -> None:
     params = SamplingParams(temp=temp, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
@@ -104,7 +104,7 @@ def test_filters_seldom_need_the_exact_steps() -> None:
     assert left <= 10
 
 
-def test_what_a_filter_may_keep_or_not_is_left_to_the_exact_steps() -> None:
+def test_ties_at_the_border_of_a_filter_are_left_to_the_exact_steps() -> None:
     """Of two equal tokens only one is within the nucleus or among the best k."""
     rows = np.full((1, WIDTH), -100, np.float32)
     rows[0, 5] = rows[0, 9] = 10

@@ -36,7 +36,7 @@ def keys(rows: int) -> Keys:
 
 @pytest.mark.parametrize("width", [5, 64, 4096, 5000])
 @pytest.mark.parametrize(("count", "saguaro"), [(20, 1.0), (20, 0.4), (3000, 0.4), (1, 0.4)])
-def test_numpy_and_mlx_draw_alike(count: int, saguaro: float, width: int) -> None:
+def test_numpy_and_mlx_draw_the_same_tokens(count: int, saguaro: float, width: int) -> None:
     draws = Draws(1, count, saguaro, 3)
     rows = scores(6, width)
     ours, theirs = draw(np, draws, keys(6), rows), draw(mx, draws, keys(6), mx.array(rows))
@@ -47,7 +47,7 @@ def test_numpy_and_mlx_draw_alike(count: int, saguaro: float, width: int) -> Non
     assert np.allclose(dense[0], dense[1], atol=1e-5)
 
 
-def test_q_is_the_likeliest_tokens_normalised() -> None:
+def test_q_holds_the_likeliest_tokens_normalised() -> None:
     rows = scores(4, 4096)
     drawn = draw(np, Draws(1, 20, 1.0, 2), keys(4), rows)
     for row, ids, probs in zip(rows, drawn.ids, drawn.probs, strict=True):
@@ -56,7 +56,7 @@ def test_q_is_the_likeliest_tokens_normalised() -> None:
         assert np.allclose(probs, expected / expected.sum(), atol=1e-6)
 
 
-def test_saguaro_lowers_the_weight_of_what_is_cached_and_of_nothing_else() -> None:
+def test_saguaro_lowers_the_weight_of_cached_tokens_only() -> None:
     rows = scores(4, 4096)
     plain, scaled = (draw(np, Draws(1, 20, factor, 3), keys(4), rows) for factor in (1.0, 0.25))
     for row in range(4):
@@ -64,7 +64,7 @@ def test_saguaro_lowers_the_weight_of_what_is_cached_and_of_nothing_else() -> No
         assert np.allclose(scaled.probs[row], weight / weight.sum(), atol=1e-6)
 
 
-def test_what_filters_rule_out_has_no_probability() -> None:
+def test_filtered_tokens_have_no_probability() -> None:
     rows = scores(1, 64)
     rows[0, np.argsort(-rows[0])[3:]] = -np.inf
     drawn = draw(np, Draws(1, 20, 1.0, 2), keys(1), rows)
@@ -72,7 +72,7 @@ def test_what_filters_rule_out_has_no_probability() -> None:
 
 
 @pytest.mark.parametrize("saguaro", [1.0, 0.3])
-def test_draws_have_the_probabilities_they_tell_of(saguaro: float) -> None:
+def test_draws_follow_the_reported_probabilities(saguaro: float) -> None:
     row, count = scores(1, 64), 4000
     drawn = draw(np, Draws(1, 5, saguaro, 2), keys(count), np.repeat(row, count, axis=0))
     tokens = drawn.ids[0]
@@ -96,7 +96,7 @@ def fed_chain(tree: Tree, depth: int) -> list[int]:
 
 
 @pytest.mark.parametrize("params", [PARAMS, PENALISED], ids=["plain", "penalised"])
-def test_a_chains_q_is_a_fresh_forwards(loaded: Callable[..., LoadedModel], params: SamplingParams) -> None:
+def test_q_of_a_chain_equals_that_of_fresh_forwards(loaded: Callable[..., LoadedModel], params: SamplingParams) -> None:
     model = loaded("llama")
     tree = drawing_tree(model, params)
     nodes = fed_chain(tree, 4)
@@ -112,7 +112,7 @@ def test_a_chains_q_is_a_fresh_forwards(loaded: Callable[..., LoadedModel], para
             assert share == pytest.approx(shares.get(token, 0.0), abs=1e-4)
 
 
-def test_candidates_are_the_likeliest_and_know_no_draw(loaded: Callable[..., LoadedModel]) -> None:
+def test_candidates_are_the_likeliest_tokens_regardless_of_seed(loaded: Callable[..., LoadedModel]) -> None:
     model = loaded("llama")
     row = np.array(model.model(mx.array([PROMPT]))[0, -1])
     for seed in (1, 2):
@@ -120,7 +120,7 @@ def test_candidates_are_the_likeliest_and_know_no_draw(loaded: Callable[..., Loa
         assert [c.token for c in tree.candidates([tree.root], 5)[0]] == np.argsort(-row)[:5].tolist()
 
 
-def test_draws_are_the_same_however_they_are_fed(loaded: Callable[..., LoadedModel]) -> None:
+def test_draws_do_not_depend_on_how_they_are_fed(loaded: Callable[..., LoadedModel]) -> None:
     """One by one, side by side with others, or again after a commit of what comes before."""
     model = loaded("llama")
     tree = drawing_tree(model)
@@ -141,7 +141,7 @@ def test_draws_are_the_same_however_they_are_fed(loaded: Callable[..., LoadedMod
     assert tree.best(fed_chain(tree, 3)) == again.best(fed_chain(again, 3))
 
 
-def test_a_chain_that_begins_elsewhere_is_drawn_by_other_noise(loaded: Callable[..., LoadedModel]) -> None:
+def test_chains_that_begin_at_different_nodes_use_different_noise(loaded: Callable[..., LoadedModel]) -> None:
     """Else what an earlier round saw of its chain would tell how the next one is drawn."""
     model = loaded("llama")
     flat = replace(PARAMS, temp=100.0, q_width=200)
@@ -153,7 +153,7 @@ def test_a_chain_that_begins_elsewhere_is_drawn_by_other_noise(loaded: Callable[
     assert tree.best(nodes[1:]) != tree.best(told)
 
 
-def test_without_draws_a_tree_for_residual_sampling_says_its_best(loaded: Callable[..., LoadedModel]) -> None:
+def test_residual_tree_without_draws_proposes_its_best_tokens(loaded: Callable[..., LoadedModel]) -> None:
     model = loaded("llama")
     tree = open_tree(model, PROMPT, PARAMS)
     nodes = fed_chain(tree, 4)

@@ -28,7 +28,7 @@ from tests.warp import warp
         {"top_p": 0.9, "min_p": 0.02, "top_k": 20},
     ],
 )
-def test_the_same_tokens_with_the_same_scores(vocab_size: int, spread: float, changes: dict) -> None:
+def test_numpy_filters_keep_the_tokens_and_scores_of_mlx_lm(vocab_size: int, spread: float, changes: dict) -> None:
     logits = (np.random.default_rng(1).standard_normal((6, vocab_size)) * spread).astype(np.float32)
     params = SamplingParams(temp=0.7, seed=1, **changes)
     theirs, ours = np.array(warp(mx.array(logits), None, params)), steps.filtered(logits, params)
@@ -41,7 +41,7 @@ def test_the_same_tokens_with_the_same_scores(vocab_size: int, spread: float, ch
         np.testing.assert_allclose(np.ptp(own[kept] - mlx[kept]), 0.0, atol=1e-3)
 
 
-def test_ties_at_the_border_stay_together() -> None:
+def test_ties_at_the_border_of_top_p_are_all_kept() -> None:
     logits = np.log(np.array([[0.4, 0.2, 0.2, 0.2]], dtype=np.float32))
     params = SamplingParams(temp=1.0, seed=1, top_p=0.5)
     assert np.isfinite(steps.filtered(logits, params)).all()

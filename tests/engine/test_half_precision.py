@@ -34,7 +34,7 @@ def half(kind: str) -> mx.array:
     return mx.array(LOGITS).astype(HALVES[kind])
 
 
-def law(logits: mx.array, temp: float) -> np.ndarray:
+def probabilities_of(logits: mx.array, temp: float) -> np.ndarray:
     """softmax(logits / temp) in float64, [V]."""
     scaled = np.array(logits.astype(mx.float32)).astype(np.float64)[0] / temp
     p = np.exp(scaled - scaled.max())
@@ -65,9 +65,9 @@ def drawn(logits: mx.array, temp: float, rule: str, seeds: Sequence[int]) -> np.
 
 @pytest.mark.parametrize("temp", [0.5, 0.7, 1.0])
 @pytest.mark.parametrize("kind", sorted(HALVES))
-def test_choices_have_the_probabilities_of_the_logits(kind: str, temp: float) -> None:
+def test_choices_follow_the_softmax_of_the_logits(kind: str, temp: float) -> None:
     logits = half(kind)
-    p = law(logits, temp)
+    p = probabilities_of(logits, temp)
     ours = drawn(logits, temp, "coupled", range(SEEDS))
     mx.random.seed(1)
     theirs = make_sampler(temp)(mx.repeat(logits - mx.logsumexp(logits, keepdims=True), SEEDS, axis=0))
@@ -83,14 +83,16 @@ def test_choices_have_the_probabilities_of_the_logits(kind: str, temp: float) ->
 @pytest.mark.parametrize("kind", sorted(HALVES))
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("rule", ["coupled", "residual"])
-def test_scores_without_their_noise_are_the_logits_law(kind: str, temp: float, normalised: bool, rule: str) -> None:
+def test_scores_minus_noise_have_the_distribution_of_the_logits(
+    kind: str, temp: float, normalised: bool, rule: str
+) -> None:
     """The distribution itself, not a sample of it."""
     params, logits = SamplingParams(temp=temp, seed=4, rule=rule), half(kind)
     sampler = target_sampler(params, V) if rule == "residual" else Sampler(params, V, normalised=normalised)
     scores = sampler.scores(logits, [6])
     assert scores.dtype == mx.float32
     # A float32 score of 30 / 0.05 has steps of 6e-5.
-    assert variation(law(scores - sampler.noise([6]), 1.0), law(logits, temp)) < 1e-4
+    assert variation(probabilities_of(scores - sampler.noise([6]), 1.0), probabilities_of(logits, temp)) < 1e-4
 
 
 @pytest.mark.parametrize("kind", sorted(HALVES))
@@ -116,7 +118,7 @@ def test_every_path_scores_half_precision_as_float32(kind: str, changes: dict) -
 
 
 @pytest.mark.parametrize("kind", sorted(HALVES))
-def test_greedy_scores_stay_mlx_lms(kind: str) -> None:
+def test_greedy_scores_equal_mlx_lms_bit_for_bit(kind: str) -> None:
     """Bit for bit, so that greedy choices round as `mlx_lm.generate` rounds them."""
     logits = half(kind)
     scores = target_sampler(SamplingParams(), V).scores(logits, [3])
@@ -140,7 +142,7 @@ def test_a_temperature_near_zero_is_greedy(kind: str, temp: float, changes: dict
 
 
 @pytest.mark.parametrize("kind", ["float32", *sorted(HALVES)])
-def test_the_least_temperature_still_shares_between_equals(kind: str) -> None:
+def test_lowest_temperature_still_chooses_among_equal_logits(kind: str) -> None:
     """Two best logits alike, as bfloat16 often makes them: either is chosen half the time."""
     logits = mx.full((1, V), 16.0, getattr(mx, kind))
     logits[:, [20, 40]] = mx.array(31.0, getattr(mx, kind))

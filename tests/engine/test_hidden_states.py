@@ -55,7 +55,7 @@ def tapped(model: LoadedModel, kv_cache: KVCache, **others: Any) -> KVCache:
 
 
 @dataclass
-class Line:
+class FedText:
     """A text under test: what was fed is `tokens[: sequence.length]`."""
 
     text: Any
@@ -63,16 +63,16 @@ class Line:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "qwen3_next", "qwen3_5"])
-def test_rows_equal_a_layer_loop_by_hand(loaded: Loaded, family: str) -> None:
+def test_hidden_rows_equal_a_manual_loop_over_the_layers(loaded: Loaded, family: str) -> None:
     """In pieces of prompts, chains, several texts in one row, behind a rollback and behind a place given back."""
     model, draws, worst = loaded(family), random.Random(2), 0.0
     kv_cache = tapped(model, open_kv_cache(model))
-    lines, read = [Line(kv_cache.open()) for _ in range(3)], 0
+    lines, read = [FedText(kv_cache.open()) for _ in range(3)], 0
     for step in range(10):
         if step == 6:
             kv_cache.close(lines.pop(0).text)
-            lines.append(Line(kv_cache.open()))
-        feeds, heard = [], []
+            lines.append(FedText(kv_cache.open()))
+        feeds, received = [], []
         for line in draws.sample(lines, draws.randint(1, 3)):
             if line.text.length > 3 and draws.random() < 0.5:
                 line.text.roll_back(line.text.length - draws.randint(1, 3))
@@ -84,31 +84,31 @@ def test_rows_equal_a_layer_loop_by_hand(loaded: Loaded, family: str) -> None:
             rows: list[mx.array] = []
             takes = rows.append if draws.random() < 0.8 else None
             feeds.append(Feed(line.text, new, 0 if prompt else len(new), prompt, takes))
-            heard += [(line, start, len(new), rows)] if takes else []
+            received += [(line, start, len(new), rows)] if takes else []
         kv_cache.forward(feeds)
-        for line, start, count, rows in heard:
+        for line, start, count, rows in received:
             assert [r.shape for r in rows] == [(count, POINTS.count * 64)]
             worst, read = max(worst, off(model, line.tokens, start, rows[0])), read + 1
     assert read > 8 and worst < CLOSE
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
-def test_a_slots_listener_hears_every_committed_row_once_and_in_order(loaded: Loaded, family: str) -> None:
+def test_listener_of_a_slot_gets_every_committed_row_once_in_order(loaded: Loaded, family: str) -> None:
     """Pieces of the prompt, plain steps begun ahead, chains that hold in part, in company of one nobody listens to."""
     model = loaded(family)
     kv_cache = tapped(model, open_kv_cache(model))
-    wish = SamplingParams(temp=0.8, seed=5)
+    params = SamplingParams(temp=0.8, seed=5)
     prompt = [40, 41, 42, *range(50, 70)]
-    truth = truth_of(model, prompt, wish, 30)
-    slot = CacheSlot(model, kv_cache, prompt, wish)
+    truth = truth_of(model, prompt, params, 30)
+    slot = CacheSlot(model, kv_cache, prompt, params)
     other = open_slots(model, [[9, 8, 7]], [SamplingParams()], kv_cache=kv_cache)[0]
-    heard: list[mx.array] = []
+    received: list[mx.array] = []
 
-    def hears(position: int, rows: mx.array) -> None:
-        assert position == sum(r.shape[0] for r in heard)
-        heard.append(rows)
+    def receive(position: int, rows: mx.array) -> None:
+        assert position == sum(r.shape[0] for r in received)
+        received.append(rows)
 
-    slot.listener = hears
+    slot.listener = receive
     begin([VerifyInput(other)], [PrefillChunk(slot, 7)]).verdicts()
     begin([], [PrefillChunk(slot, len(prompt) - 8)]).verdicts()
     for accepted in (0, 2, 3, 1, 0, 3):
@@ -122,18 +122,18 @@ def test_a_slots_listener_hears_every_committed_row_once_and_in_order(loaded: Lo
         second = begin([VerifyInput(slot)], after=first)
         first.verdicts()
         second.verdicts()
-    rows = mx.concatenate(heard)
+    rows = mx.concatenate(received)
     assert rows.shape[0] == len(slot.tokens) - 1
     assert slot.tokens[len(prompt) :] == truth[: len(slot.tokens) - len(prompt)]
     assert off(model, slot.tokens, 0, rows) < CLOSE
 
 
-def truth_of(model: LoadedModel, prompt: list[int], wish: SamplingParams, count: int) -> list[int]:
-    slot = open_slots(model, [prompt], [wish])[0]
+def truth_of(model: LoadedModel, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
+    slot = open_slots(model, [prompt], [params])[0]
     return [verify(slot).bonus for _ in range(count)]
 
 
-def test_nobody_who_reads_none_has_any(loaded: Loaded) -> None:
+def test_forward_without_a_reader_holds_no_hidden_rows(loaded: Loaded) -> None:
     """While the model runs and behind it, a forward that nobody taps holds no hidden row."""
     model = loaded()
     hidden_states = HiddenStates(model.model, POINTS)
@@ -153,7 +153,7 @@ def test_nobody_who_reads_none_has_any(loaded: Loaded) -> None:
     assert not held
 
 
-def test_fused_rows_are_of_all_the_tapped_ones(loaded: Loaded) -> None:
+def test_fuse_is_applied_to_all_tapped_rows(loaded: Loaded) -> None:
     model = loaded()
     mix = mx.random.normal((POINTS.count * 64, 5))
     plain, fused = FlatKVCache(model.model), FlatKVCache(model.model)
@@ -166,7 +166,7 @@ def test_fused_rows_are_of_all_the_tapped_ones(loaded: Loaded) -> None:
     assert rows[0].shape == (3, 5) and mx.allclose(rows[0], own[0] @ mix, atol=1e-3)
 
 
-def test_a_forward_that_fails_leaves_nothing_behind(loaded: Loaded) -> None:
+def test_failed_forward_leaves_no_hidden_rows_behind(loaded: Loaded) -> None:
     model = loaded()
     hidden_states = HiddenStates(model.model, POINTS)
     kv_cache = SeparateKVCache(model.model)
@@ -180,7 +180,7 @@ def test_a_forward_that_fails_leaves_nothing_behind(loaded: Loaded) -> None:
     assert hidden_states._seen is None
 
 
-def test_a_tapped_model_says_what_it_said(loaded: Loaded) -> None:
+def test_tapping_keeps_the_logits_classes_and_weight_names(loaded: Loaded) -> None:
     """Its layers are what they were to all who ask: classes, attributes, names of weights."""
     model = loaded("gemma3_text")
     tokens = mx.array([[5, 6, 7, 8]])
@@ -201,12 +201,12 @@ def test_a_tapped_model_says_what_it_said(loaded: Loaded) -> None:
         (HiddenStatePoints((-1,)), "there is no layer -1"),
     ],
 )
-def test_a_layer_that_is_not_there(loaded: Loaded, points: HiddenStatePoints, sentence: str) -> None:
+def test_unknown_layer_is_refused(loaded: Loaded, points: HiddenStatePoints, sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         HiddenStates(loaded().model, points)
 
 
-def test_a_model_without_a_known_norm(loaded: Loaded) -> None:
+def test_model_without_a_known_norm_is_refused(loaded: Loaded) -> None:
     class Bare(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()

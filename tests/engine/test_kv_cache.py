@@ -27,7 +27,7 @@ TOGETHER = ("llama", "gemma3_text", "mistral", "qwen3", "qwen3_moe")
 
 
 @dataclass
-class Line:
+class FedText:
     """A text under test: what was fed is `tokens[: sequence.length]`."""
 
     text: Any
@@ -36,10 +36,10 @@ class Line:
 
 def walk(model: LoadedModel, kv_cache: KVCache, steps: int, seed: int = 1) -> float:
     """Feeds, rolls back, opens and closes at random; the largest difference from the model's own logits."""
-    draws, lines, worst = random.Random(seed), [Line(kv_cache.open())], 0.0
+    draws, lines, worst = random.Random(seed), [FedText(kv_cache.open())], 0.0
     for _ in range(steps):
         if len(lines) < 5 and draws.random() < 0.4:
-            lines.append(Line(kv_cache.open()))
+            lines.append(FedText(kv_cache.open()))
         if len(lines) > 1 and draws.random() < 0.15:
             kv_cache.close(lines.pop(draws.randrange(len(lines))).text)
         feeds, fed = [], []
@@ -61,21 +61,21 @@ def walk(model: LoadedModel, kv_cache: KVCache, steps: int, seed: int = 1) -> fl
 
 
 @pytest.mark.parametrize("family", TOGETHER)
-def test_each_text_gets_the_logits_it_gets_alone(loaded: Loaded, family: str) -> None:
+def test_texts_that_share_a_forward_get_the_logits_of_separate_forwards(loaded: Loaded, family: str) -> None:
     model = loaded(family)
     kv_cache = open_kv_cache(model)
     assert isinstance(kv_cache, FlatKVCache)
     assert walk(model, kv_cache, 40) < 1e-3
 
 
-def test_a_models_way_is_tried_once(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_layout_of_a_model_is_tried_only_once(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     first = open_kv_cache(loaded("llama"))
     monkeypatch.setattr(load_checks, "batch_agrees", lambda *_: False)
     again = open_kv_cache(loaded("llama"))
     assert isinstance(again, FlatKVCache) and again is not first and again.trees and not any(again.state())
 
 
-def test_layers_make_room_one_after_the_other(loaded: Loaded) -> None:
+def test_at_most_one_layer_grows_its_buffer_in_a_forward(loaded: Loaded) -> None:
     """Nobody who decodes waits for a forward that copies what all layers remember."""
     kv_cache = open_kv_cache(loaded("llama"))
     assert isinstance(kv_cache, FlatKVCache)
@@ -90,7 +90,7 @@ def test_layers_make_room_one_after_the_other(loaded: Loaded) -> None:
     assert max(map(sum, grown)) == 1
 
 
-def test_a_text_that_sees_anothers_columns_is_caught(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_sees_the_columns_of_another_is_detected(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above proves nothing."""
     model = loaded("llama")
     monkeypatch.setattr(flat.SegmentGroup, "mask", lambda self, window: None)
@@ -98,11 +98,11 @@ def test_a_text_that_sees_anothers_columns_is_caught(loaded: Loaded, monkeypatch
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma2"])
-def test_what_cannot_share_a_forward_goes_one_after_the_other(loaded: Loaded, family: str) -> None:
+def test_models_that_cannot_share_a_forward_get_separate_caches(loaded: Loaded, family: str) -> None:
     assert isinstance(open_kv_cache(loaded(family)), SeparateKVCache)
 
 
-class OfItsOwnLayers(nn.Module):  # type: ignore[misc]
+class RejectsWrappedLayers(nn.Module):  # type: ignore[misc]
     """A model whose code can't do with a wrapped layer."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -121,12 +121,12 @@ class OfItsOwnLayers(nn.Module):  # type: ignore[misc]
         return logits
 
 
-def test_a_layout_that_fails_leaves_nothing_in_the_model(tiny_model: Callable[..., Path]) -> None:
+def test_failed_layout_leaves_the_model_unchanged(tiny_model: Callable[..., Path]) -> None:
     model = load(tiny_model("llama", seed=91))
     attention = llama.scaled_dot_product_attention
     llama.scaled_dot_product_attention = flat.scaled_dot_product_attention
     try:
-        model = replace(model, model=OfItsOwnLayers(model.model), cpu=None)
+        model = replace(model, model=RejectsWrappedLayers(model.model), cpu=None)
         kv_cache = open_kv_cache(model)
         assert isinstance(kv_cache, SeparateKVCache)
         assert llama.scaled_dot_product_attention is flat.scaled_dot_product_attention
@@ -135,7 +135,7 @@ def test_a_layout_that_fails_leaves_nothing_in_the_model(tiny_model: Callable[..
         llama.scaled_dot_product_attention = attention
 
 
-def test_a_layer_that_is_wrapped_shows_its_weights(tiny_model: Callable[..., Path]) -> None:
+def test_wrapped_layer_exposes_its_weights(tiny_model: Callable[..., Path]) -> None:
     model = load(tiny_model("llama", seed=92)).model
     weight = model.model.embed_tokens.weight
     hidden_states.install(model)
@@ -143,7 +143,7 @@ def test_a_layer_that_is_wrapped_shows_its_weights(tiny_model: Callable[..., Pat
     assert isinstance(model.model.embed_tokens, nn.Embedding)
 
 
-def test_places_are_given_back(loaded: Loaded) -> None:
+def test_closed_texts_free_their_places(loaded: Loaded) -> None:
     kv_cache = FlatKVCache(loaded("llama").model)
     places = [kv_cache.open() for _ in range(3)]
     kv_cache.forward([Feed(place, [5, 6, 7], 1) for place in places])
@@ -153,19 +153,19 @@ def test_places_are_given_back(loaded: Loaded) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
-def test_a_batch_says_what_each_request_says_alone(loaded: Loaded, family: str) -> None:
+def test_batched_requests_generate_the_texts_of_single_requests(loaded: Loaded, family: str) -> None:
     model = loaded(family)
-    wishes = [
+    params_list = [
         SamplingParams(), SamplingParams(temp=0.8, seed=1), SamplingParams(temp=0.8, seed=2),
         SamplingParams(temp=1.0, seed=3, top_p=0.9, repetition_penalty=1.2),
     ]  # fmt: skip
-    prompts = [[40 + n, 41, 42 + n, *range(50, 50 + 5 * n)] for n in range(len(wishes))]
+    prompts = [[40 + n, 41, 42 + n, *range(50, 50 + 5 * n)] for n in range(len(params_list))]
     truths = []
-    for prompt, wish in zip(prompts, wishes, strict=True):
-        slot = open_slots(model, [prompt], [wish])[0]
+    for prompt, params in zip(prompts, params_list, strict=True):
+        slot = open_slots(model, [prompt], [params])[0]
         truths.append([verify(slot).bonus for _ in range(24)])
     kv_cache, draws = open_kv_cache(model), random.Random(4)
-    slots = open_slots(model, prompts, wishes, kv_cache=kv_cache)
+    slots = open_slots(model, prompts, params_list, kv_cache=kv_cache)
     late = open_slots(model, [[9] * 3], [SamplingParams()], kv_cache=kv_cache)[0]
     late.tokens += [7] * 60
     while min(len(slot.tokens) - len(prompt) for slot, prompt in zip(slots, prompts, strict=True)) < 16:

@@ -25,7 +25,7 @@ from tests.tiny import HYBRIDS, VOCAB_SIZE
 TinyModel = Callable[..., Path]
 
 
-def test_what_is_told_about_a_model(tiny_model: TinyModel) -> None:
+def test_loaded_model_reports_its_type_sizes_and_progress(tiny_model: TinyModel) -> None:
     stages: list[str] = []
     loaded = load(tiny_model("llama", max_position_embeddings=96), progress=stages.append)
     assert (loaded.model_type, loaded.vocab_size, loaded.context_length) == ("llama", VOCAB_SIZE, 96)
@@ -36,11 +36,11 @@ def test_what_is_told_about_a_model(tiny_model: TinyModel) -> None:
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_hybrids_are_told_apart(tiny_model: TinyModel, family: str) -> None:
+def test_hybrid_models_are_not_attention_only(tiny_model: TinyModel, family: str) -> None:
     assert not load(tiny_model(family)).attention_only
 
 
-def test_padded_vocabulary_is_the_logits_width(tiny_model: TinyModel) -> None:
+def test_vocab_size_is_the_padded_width_of_the_logits(tiny_model: TinyModel) -> None:
     assert load(tiny_model("mistral", vocab_size=272)).vocab_size == 272
 
 
@@ -81,7 +81,7 @@ def test_quantised_weights_become_dense_float32_for_mlx_on_a_cpu(
         ("bad id/ x", "neither a local folder nor"),
     ],
 )
-def test_missing_models(where: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_model_is_refused_in_one_line(where: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match=expected) as caught:
         load(where)
@@ -126,25 +126,27 @@ def broken(source: Path, tmp_path: Path, name: str) -> Path:
         ("truncated", "can't be loaded as llama"),
     ],
 )
-def test_what_is_no_model_is_refused(tiny_model: TinyModel, tmp_path: Path, name: str, expected: str) -> None:
+def test_invalid_model_folder_is_refused_in_one_line(
+    tiny_model: TinyModel, tmp_path: Path, name: str, expected: str
+) -> None:
     with pytest.raises(ModelError, match=expected) as caught:
         load(broken(tiny_model("llama"), tmp_path, name))
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_is_refused(tiny_model: TinyModel) -> None:
+def test_path_to_a_file_is_refused(tiny_model: TinyModel) -> None:
     with pytest.raises(ModelError, match="is a file"):
         load(tiny_model("llama") / "config.json")
 
 
-def test_limits_leave_room_and_never_pass_the_recommended() -> None:
+def test_wired_limit_leaves_room_within_the_recommended_size() -> None:
     small = memory.wired_limit(2**30, 96 * 2**30)
     assert 2**30 < small < 8 * 2**30
     assert memory.wired_limit(95 * 2**30, 96 * 2**30) == 96 * 2**30
 
 
 @pytest.mark.parametrize("compiler", ["none", "broken"])
-def test_a_machine_without_a_working_compiler(tiny_model: TinyModel, tmp_path: Path, compiler: str) -> None:
+def test_model_loads_and_runs_without_a_working_compiler(tiny_model: TinyModel, tmp_path: Path, compiler: str) -> None:
     """MLX compiles small kernels with g++ at run time; a model must load and run without."""
     (tmp_path / "bin").mkdir()
     if compiler == "broken":

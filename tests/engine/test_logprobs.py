@@ -56,19 +56,19 @@ def by_hand(model: LoadedModel, params: SamplingParams, tokens: Sequence[int]) -
     return wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max()
 
 
-def check(model: LoadedModel, params: SamplingParams, tokens: Sequence[int], told: Logprobs) -> None:
+def check(model: LoadedModel, params: SamplingParams, tokens: Sequence[int], reported: Logprobs) -> None:
     """`tokens` were generated behind PROMPT."""
     width = 1 + (params.logprobs or 0)
-    assert told.ids.shape == told.values.shape == (len(tokens), width)
+    assert reported.ids.shape == reported.values.shape == (len(tokens), width)
     for i, token in enumerate(tokens):
         own = by_hand(model, params, [*PROMPT, *tokens[:i]])
-        known = told.values[i] > NEVER
-        assert told.ids[i, 0] == token
-        assert np.abs(told.values[i][known] - own[told.ids[i][known]]).max() < 1e-4
-        assert (own[told.ids[i][~known]] == -np.inf).all()
+        known = reported.values[i] > NEVER
+        assert reported.ids[i, 0] == token
+        assert np.abs(reported.values[i][known] - own[reported.ids[i][known]]).max() < 1e-4
+        assert (own[reported.ids[i][~known]] == -np.inf).all()
         best = np.sort(own)[::-1][: width - 1]
-        assert np.abs(np.exp(told.values[i, 1:]) - np.exp(best)).max(initial=0) < 1e-4
-        assert len(set(told.ids[i, 1:].tolist())) == width - 1
+        assert np.abs(np.exp(reported.values[i, 1:]) - np.exp(best)).max(initial=0) < 1e-4
+        assert len(set(reported.ids[i, 1:].tolist())) == width - 1
 
 
 def tokens_and_logprobs(slot: CacheSlot, verdicts: Sequence[VerifyOutput]) -> tuple[list[int], Logprobs]:
@@ -76,7 +76,7 @@ def tokens_and_logprobs(slot: CacheSlot, verdicts: Sequence[VerifyOutput]) -> tu
 
 
 @every_setting
-def test_of_plain_steps(loaded: Loaded, setting: str) -> None:
+def test_logprobs_of_plain_steps_equal_single_forwards(loaded: Loaded, setting: str) -> None:
     model, params = loaded(), SETTINGS[setting]
     slot = slot_of(model, params)
     check(model, params, *tokens_and_logprobs(slot, [verify(slot) for _ in range(COUNT)]))
@@ -84,7 +84,7 @@ def test_of_plain_steps(loaded: Loaded, setting: str) -> None:
 
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "residual"])
 @pytest.mark.parametrize("right", [0, 2, 4])
-def test_of_chains_right_and_wrong(loaded: Loaded, setting: str, right: int) -> None:
+def test_logprobs_of_right_and_wrong_chains_equal_single_forwards(loaded: Loaded, setting: str, right: int) -> None:
     model, params = loaded(), SETTINGS[setting]
     plain = slot_of(model, params)
     truth = [verify(plain).bonus for _ in range(COUNT)]
@@ -97,7 +97,7 @@ def test_of_chains_right_and_wrong(loaded: Loaded, setting: str, right: int) -> 
     check(model, params, *tokens_and_logprobs(slot, verdicts))
 
 
-def test_in_company_and_begun_before_the_last_was_read(loaded: Loaded) -> None:
+def test_logprobs_of_overlapping_batches_equal_single_forwards(loaded: Loaded) -> None:
     model = loaded()
     kv_cache = FlatKVCache(model.model)
     slots = {name: slot_of(model, params, kv_cache) for name, params in SETTINGS.items()}
@@ -113,5 +113,5 @@ def test_in_company_and_begun_before_the_last_was_read(loaded: Loaded) -> None:
         check(model, SETTINGS[name], *tokens_and_logprobs(slot, found[name]))
 
 
-def test_nobody_has_them_who_did_not_ask(loaded: Loaded) -> None:
+def test_logprobs_are_absent_unless_requested(loaded: Loaded) -> None:
     assert verify(slot_of(loaded(), SamplingParams())).logprobs is None

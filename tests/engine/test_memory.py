@@ -20,7 +20,7 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(getattr(ctypes.CDLL(None), "malloc_trim", None) is None, reason="glibc alone keeps it")
-def test_what_lies_free_between_longer_lived_blocks_is_given_back() -> None:
+def test_free_memory_between_live_blocks_returns_to_the_system() -> None:
     blocks = [np.ones(4 * PAGE, np.float32) for _ in range(1024)]
     give_back()
     full = resident()
@@ -31,7 +31,7 @@ def test_what_lies_free_between_longer_lived_blocks_is_given_back() -> None:
     assert all(block[0] == 1 for block in kept)
 
 
-def test_it_is_given_back_after_some_texts_once_none_runs_and_after_many_in_any_case(
+def test_memory_is_given_back_when_idle_or_after_many_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[int] = []
@@ -43,7 +43,7 @@ def test_it_is_given_back_after_some_texts_once_none_runs_and_after_many_in_any_
 
 
 @pytest.mark.skipif(memory.mx.default_device().type != memory.mx.cpu, reason="on a GPU it is MLX's own count")
-def test_on_a_cpu_the_peak_counts_what_mlx_does_not_hold() -> None:
+def test_peak_memory_on_a_cpu_counts_allocations_outside_mlx() -> None:
     held = PeakMemory()
     held.restart()
     block = np.ones(16 * 2**20, np.float32)

@@ -33,7 +33,7 @@ print(*heavy)
 
 
 @pytest.mark.parametrize(("more", "heavy"), [([], ""), (["mlx_lm.tokenizer_utils"], ALL)])
-def test_what_computes_imports_no_text_and_no_downloads(
+def test_loading_a_model_imports_no_tokenizers_or_downloads(
     tiny_model: Callable[..., Path], more: list[str], heavy: str
 ) -> None:
     """Of a mlx-lm that takes more of them than we know, everything."""

@@ -30,7 +30,7 @@ def integers(seed: int, positions: list[int], vocab_size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("seed", "position", "token", "integer", "value"), KNOWN)
-def test_known_answers(seed: int, position: int, token: int, integer: int, value: float) -> None:
+def test_noise_matches_known_values(seed: int, position: int, token: int, integer: int, value: float) -> None:
     assert integers(seed, [position], token + 1)[0, token] == integer
     assert gumbel_numpy(seed, [position], token + 1)[0, token] == np.float32(value)
     assert gumbel(seed, [position], token + 1)[0, token].item() == np.float32(value)
@@ -53,7 +53,7 @@ def test_numpy_and_mlx_agree_on_keys_of_all_sizes() -> None:
         assert np.array_equal(gumbel_numpy(int(seed), positions, 1000), np.array(gumbel(int(seed), positions, 1000)))
 
 
-def test_no_dependence_on_vocabulary_or_batch() -> None:
+def test_noise_does_not_depend_on_vocabulary_or_batch() -> None:
     wide = gumbel_numpy(3, range(20), 4224)
     assert np.array_equal(wide[:, :4096], gumbel_numpy(3, range(20), 4096))
     assert np.array_equal(wide[13:14], gumbel_numpy(3, [13], 4224))
@@ -82,7 +82,7 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 16, 64, 256, 1024])
-def test_neighbours_are_independent(step: int) -> None:
+def test_neighbouring_tokens_positions_and_seeds_are_uncorrelated(step: int) -> None:
     x = integers(5, list(range(64 + step)), 4096 + step).astype(np.float64)
     assert abs(correlation(x[:64, :4096], x[:64, step:])) < 5  # tokens
     assert abs(correlation(x[:64, :4096], x[step:, :4096])) < 5  # positions
@@ -92,14 +92,14 @@ def test_neighbours_are_independent(step: int) -> None:
         assert abs(correlation(x[:64, :4096], other)) < 5
 
 
-def test_no_row_is_another_row_shuffled_by_xor_or_shift() -> None:
+def test_no_row_is_a_permutation_of_another_row() -> None:
     """Keys that only permute the tokens would give rows that share values; random rows share about V^2/2^24."""
     rows = integers(9, list(range(200)), 4096)
     shared = [len(np.intersect1d(rows[0], row)) for row in rows[1:]]
     assert np.mean(shared) < 1.2 and max(shared) < 12
 
 
-def test_either_half_of_a_key_makes_another_row() -> None:
+def test_changing_either_half_of_a_key_changes_the_row() -> None:
     """With one half the same, rows share no more values than chance has them share, nor are they correlated."""
     tokens = np.arange(4096, dtype=np.uint32)
     same, others = np.full((64, 1), 12345, dtype=np.uint32), np.arange(64, dtype=np.uint32)[:, None]
@@ -131,18 +131,18 @@ STREAMS = {
 }
 
 
-def test_streams_are_known() -> None:
+def test_streams_match_known_values() -> None:
     assert {which: stream(*which) for which in STREAMS} == STREAMS
 
 
-def test_one_purpose_tells_nothing_of_another_nor_of_the_coupled_noise() -> None:
+def test_streams_are_uncorrelated_with_each_other_and_coupled_noise() -> None:
     rows = [gumbel_numpy(seed, range(64), 512).ravel() for seed in (0, *(stream(*which) for which in STREAMS))]
     correlation = np.corrcoef(rows) - np.eye(len(rows))
     assert np.abs(correlation).max() < 5 / np.sqrt(64 * 512)
 
 
 @pytest.mark.parametrize("xp", [np, mx])
-def test_noise_at_some_tokens_is_the_noise_of_those_tokens(xp: Any) -> None:
+def test_gumbel_at_some_tokens_equals_the_full_row_there(xp: Any) -> None:
     seeds, positions = [3, stream(5, Purpose.DRAFT, 9)], [12, 4]
     tokens = np.array([[0, 4095, 7], [9, 9, 1]], np.int32)
     found = np.array(noise.gumbel_at(xp, seeds, positions, xp.array(tokens)))
@@ -150,7 +150,7 @@ def test_noise_at_some_tokens_is_the_noise_of_those_tokens(xp: Any) -> None:
         assert np.array_equal(found[row], gumbel_numpy(seed, [position], 4096)[0, tokens[row]])
 
 
-def test_clocks_are_standard_exponentials_and_never_0() -> None:
+def test_exponential_noise_is_standard_and_never_0() -> None:
     clocks = noise.exponential_numpy(5, range(20000))
     assert scipy.stats.kstest(clocks, "expon").pvalue > 1e-3
     assert noise._exponential(np, np.array([2**24 - 1], np.uint32))[0] > 0

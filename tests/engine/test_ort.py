@@ -68,7 +68,7 @@ def quantised(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
     return get
 
 
-def told(number: int, length: int) -> list[int]:
+def some_tokens(number: int, length: int) -> list[int]:
     return [(7 * i + 31 * number) % 250 for i in range(length)]
 
 
@@ -82,21 +82,21 @@ def on_mlx(model: LoadedModel) -> LoadedModel:
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_ragged_chains_have_the_logits_that_mlx_gives_them(loaded: Loaded, family: str) -> None:
+def test_ragged_chains_have_the_logits_of_mlx(loaded: Loaded, family: str) -> None:
     model, found = loaded(family), []
     assert model.cpu is not None and not model.cpu.quantised
     for kv_cache in (open_kv_cache(model), FlatKVCache(model.model)):
         places = [kv_cache.open() for _ in range(3)]
         for number, (place, length) in enumerate(zip(places, (30, 7, 60), strict=True)):  # past gemma's window of 32
-            kv_cache.forward([Feed(place, told(number, length), 0, True)])
-        feeds = [Feed(place, told(9, count), count) for place, count in zip(places, (5, 1, 3), strict=True)]
+            kv_cache.forward([Feed(place, some_tokens(number, length), 0, True)])
+        feeds = [Feed(place, some_tokens(9, count), count) for place, count in zip(places, (5, 1, 3), strict=True)]
         found.append(np.array(kv_cache.forward(feeds)))
     assert np.abs(found[0] - found[1]).max() < 2e-4
     assert not np.array_equal(*found)  # else one of them was not asked
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SERVED])
-def test_other_families_are_left_to_mlx(loaded: Loaded, family: str) -> None:
+def test_unsupported_families_are_left_to_mlx(loaded: Loaded, family: str) -> None:
     model = loaded(family)
     assert model.cpu is None
     with pytest.raises(ModelError):
@@ -104,25 +104,25 @@ def test_other_families_are_left_to_mlx(loaded: Loaded, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_quantised_weights_stay_what_they_are(quantised: Quantised, family: str) -> None:
+def test_logits_of_a_quantised_model_stay_close_to_those_of_mlx(quantised: Quantised, family: str) -> None:
     """Only activations are rounded: logits are MLX's own but for that, and the model keeps its bits in memory."""
     model = quantised(family)
     assert model.cpu is not None and model.cpu.quantised
     assert model.number_format.startswith("int8-onnxruntime-")
-    kv_cache, tokens = open_kv_cache(model), told(1, 40)
+    kv_cache, tokens = open_kv_cache(model), some_tokens(1, 40)
     found = fed(kv_cache, kv_cache.open(), tokens)
     own = np.array(model.model(mx.array([tokens]))[0])
     assert np.sqrt(np.square(found - own).mean()) < 0.1 * own.std()
 
 
 @pytest.mark.parametrize(("bits", "group", "kind"), SETTINGS)
-def test_every_form_of_affine_weights_has_its_own_biases(
+def test_biases_of_every_form_of_affine_weights_are_applied(
     quantised: Quantised, bits: int, group: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = quantised("llama", bits, group, kind)
     _, rest = Affine.of(model.model.layers[0].mlp.down_proj).zero_points()
     assert rest.any() == (kind == "uneven")
-    kv_cache, tokens = open_kv_cache(model), told(1, 12)
+    kv_cache, tokens = open_kv_cache(model), some_tokens(1, 12)
     own = np.array(model.model(mx.array([tokens]))[0])
     assert np.sqrt(np.square(fed(kv_cache, kv_cache.open(), tokens) - own).mean()) < 0.1 * own.std()
     if kind == "uneven":  # rounded zero points alone are another model
@@ -135,7 +135,7 @@ def test_every_form_of_affine_weights_has_its_own_biases(
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", [(40, 5), (40, 32), (40, 48)])
-def test_biases_that_zero_points_leave_are_coded_within_a_quarter_of_a_step(bits: int, shape: tuple[int, int]) -> None:
+def test_rest_of_the_biases_is_coded_within_a_quarter_of_a_step(bits: int, shape: tuple[int, int]) -> None:
     """Also where a few are far from all multiples of the row's steps, as of groups whose weights have one sign."""
     noise = np.random.default_rng(5)
     steps = noise.uniform(0.5, 1.0, (shape[0], 1)).astype(np.float32)
@@ -151,10 +151,12 @@ def test_biases_that_zero_points_leave_are_coded_within_a_quarter_of_a_step(bits
     ("bits", "group", "kind"), [(4, 32, "native"), (4, 64, "native"), (4, 32, "uneven"), (8, 64, "native")]
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
-def test_bits_are_the_same_at_every_width(quantised: Quantised, family: str, bits: int, group: int, kind: str) -> None:
+def test_logits_are_bit_equal_at_every_forward_width(
+    quantised: Quantised, family: str, bits: int, group: int, kind: str
+) -> None:
     """1 to 32 tokens a forward, chains and pieces of prompts alike."""
     kv_cache = open_kv_cache(quantised(family, bits, group, kind))
-    tokens, whole = told(3, 70), kv_cache.open()
+    tokens, whole = some_tokens(3, 70), kv_cache.open()
     truth = fed(kv_cache, whole, tokens, True)
     for width in range(1, 33):
         sequence = kv_cache.open()
@@ -163,7 +165,7 @@ def test_bits_are_the_same_at_every_width(quantised: Quantised, family: str, bit
         kv_cache.close(sequence)
 
 
-def test_a_text_passes_the_end_of_the_tabulated_angles(loaded: Loaded) -> None:
+def test_text_can_pass_the_end_of_the_tabulated_angles(loaded: Loaded) -> None:
     """A token that is fed alone is padded to two rows, so it wants one column more than it has positions."""
     made = OrtForward(DecoderLayers.of(loaded("llama").model, "llama"))
     end = len(made._angles[0][0])
@@ -172,14 +174,14 @@ def test_a_text_passes_the_end_of_the_tabulated_angles(loaded: Loaded) -> None:
     layers = [(keys.copy(), values) for keys, values in buffers]
     for start, count in ((0, end - 1), (end - 1, 1), (end, 1)):
         part = Segment(0, start, count)
-        logits = made(np.array(told(3, count)), [part], layers, np.arange(1))["logits"]
+        logits = made(np.array(some_tokens(3, count)), [part], layers, np.arange(1))["logits"]
         assert np.isfinite(logits).all()
 
 
-def test_bits_are_the_same_in_company(quantised: Quantised) -> None:
+def test_logits_are_bit_equal_with_concurrent_requests(quantised: Quantised) -> None:
     """Neighbours of other lengths before and behind, one that reads its prompt, one that is idle, one that leaves."""
     kv_cache = open_kv_cache(quantised())
-    tokens = told(3, 60)
+    tokens = some_tokens(3, 60)
     truth = fed(kv_cache, kv_cache.open(), tokens)
     others = [kv_cache.open() for _ in range(2)]
     own = kv_cache.open()
@@ -187,10 +189,12 @@ def test_bits_are_the_same_in_company(quantised: Quantised) -> None:
     found, counts = [], iter((7, 1, 2, 1, 13, 5, 1, 8, 1, 3, 18))
     while own.length < 60:
         number, count = own.length, next(counts)
-        feeds = [Feed(o, told(i, 4 + number % 5), 1 + number % 3) for i, o in enumerate(others) if number % 4 != i]
+        feeds = [
+            Feed(o, some_tokens(i, 4 + number % 5), 1 + number % 3) for i, o in enumerate(others) if number % 4 != i
+        ]
         before = min(number % 3, len(feeds))
         feeds.insert(before, Feed(own, tokens[number : number + count], count))
-        feeds.append(Feed(kv_cache.open(), told(8, 40), 0, True))
+        feeds.append(Feed(kv_cache.open(), some_tokens(8, 40), 0, True))
         logits, begin = np.array(kv_cache.forward(feeds)), sum(feed.wanted for feed in feeds[:before])
         found.append(logits[begin : begin + count])
         kv_cache.close(feeds[-1].sequence)
@@ -199,62 +203,64 @@ def test_bits_are_the_same_in_company(quantised: Quantised) -> None:
     assert np.array_equal(np.concatenate(found), truth)
 
 
-def test_bits_are_the_same_after_rollbacks_and_copies(quantised: Quantised) -> None:
+def test_logits_are_bit_equal_after_rollbacks_and_copies(quantised: Quantised) -> None:
     kv_cache = open_kv_cache(quantised())
-    tokens = told(3, 50)
+    tokens = some_tokens(3, 50)
     truth = fed(kv_cache, kv_cache.open(), tokens)
     sequence = kv_cache.open()
     fed(kv_cache, sequence, tokens[:20])
     for length in (19, 11, 3):
-        fed(kv_cache, sequence, told(5, 9))
+        fed(kv_cache, sequence, some_tokens(5, 9))
         sequence.roll_back(length)
         fed(kv_cache, sequence, tokens[length:20])
     assert np.array_equal(fed(kv_cache, sequence, tokens[20:30]), truth[20:30])
     saved = kv_cache.save(sequence, 25)
-    fed(kv_cache, sequence, told(6, 30))
+    fed(kv_cache, sequence, some_tokens(6, 30))
     other = kv_cache.open()
     kv_cache.adopt(other, CachedPrefix(saved, 23))
     assert np.array_equal(fed(kv_cache, other, tokens[23:]), truth[23:])
 
 
-def test_an_idle_text_is_not_written_to(quantised: Quantised) -> None:
+def test_forward_does_not_write_to_an_idle_text(quantised: Quantised) -> None:
     """It lies between two that are fed, in the buffers that the forward has."""
     kv_cache = open_kv_cache(quantised())
     places = [kv_cache.open() for _ in range(3)]
     for number, place in enumerate(places):
-        fed(kv_cache, place, told(number, 20))
+        fed(kv_cache, place, some_tokens(number, 20))
     before = [np.array(part) for part in kv_cache.save(places[1], 20).layers[0]]
-    kv_cache.forward([Feed(place, told(4, 6), 6) for place in (places[0], places[2])])
+    kv_cache.forward([Feed(place, some_tokens(4, 6), 6) for place in (places[0], places[2])])
     after = [np.array(part) for part in kv_cache.save(places[1], 20).layers[0]]
     assert all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-def test_keys_and_values_of_a_quantised_model_take_half_the_memory(quantised: Quantised, loaded: Loaded) -> None:
+def test_keys_and_values_of_a_quantised_model_are_float16(quantised: Quantised, loaded: Loaded) -> None:
     """Its saved prefix, which the prompt cache holds, is in the same format; a float32 model is not rounded."""
     for model, dtype in ((quantised(), mx.float16), (loaded("llama"), mx.float32)):
         kv_cache = open_kv_cache(model)
         sequence = kv_cache.open()
-        fed(kv_cache, sequence, told(1, 20))
+        fed(kv_cache, sequence, some_tokens(1, 20))
         assert {part.dtype for part in kv_cache.save(sequence, 20).layers[0]} == {dtype}
 
 
 @pytest.mark.parametrize(
     "points", [HiddenStatePoints((1,)), HiddenStatePoints(before_norm=True), HiddenStatePoints((0, 2), after_norm=True)]
 )
-def test_hidden_rows_are_the_model_s(loaded: Loaded, points: HiddenStatePoints) -> None:
+def test_hidden_rows_equal_those_of_mlx(loaded: Loaded, points: HiddenStatePoints) -> None:
     model, found = loaded("llama"), []
     for kv_cache in (open_kv_cache(model), FlatKVCache(model.model)):
         kv_cache.tap_hidden_states(HiddenStates(model.model, points))
-        heard: list[mx.array] = []
+        received: list[mx.array] = []
         places = [kv_cache.open() for _ in range(2)]
-        kv_cache.forward([Feed(places[0], told(1, 9), 0, True, heard.append), Feed(places[1], told(2, 3), 3)])
-        kv_cache.forward([Feed(place, told(3, 2), 2, False, heard.append) for place in places])
-        found.append(np.concatenate([np.array(rows) for rows in heard]))
+        kv_cache.forward(
+            [Feed(places[0], some_tokens(1, 9), 0, True, received.append), Feed(places[1], some_tokens(2, 3), 3)]
+        )
+        kv_cache.forward([Feed(place, some_tokens(3, 2), 2, False, received.append) for place in places])
+        found.append(np.concatenate([np.array(rows) for rows in received]))
     assert found[0].shape == (13, points.count * 64)
     assert np.abs(found[0] - found[1]).max() < 1e-4
 
 
-def test_rows_that_were_wanted_once_are_not_written_again(loaded: Loaded) -> None:
+def test_returned_rows_are_not_overwritten_by_the_next_forward(loaded: Loaded) -> None:
     """What a forward returned is its reader's, whatever the next one over the same buffers is asked for."""
     model = loaded("llama")
     forward = OrtForward(DecoderLayers.of(model.model, model.model_type))
@@ -268,7 +274,7 @@ def test_rows_that_were_wanted_once_are_not_written_again(loaded: Loaded) -> Non
     assert np.array_equal(rows, before)
 
 
-def test_buffers_that_grew_apart_are_bound_as_they_are(loaded: Loaded) -> None:
+def test_layer_buffers_of_different_sizes_are_bound_as_they_are(loaded: Loaded) -> None:
     """Layers' buffers grow one after the other, so one may lie where a smaller one lay."""
     model = loaded("llama")
     forward = OrtForward(DecoderLayers.of(model.model, model.model_type))
@@ -292,7 +298,7 @@ def test_buffers_that_grew_apart_are_bound_as_they_are(loaded: Loaded) -> None:
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_a_tree_says_what_mlx_says(loaded: Loaded, family: str) -> None:
+def test_tree_scores_and_choices_equal_those_of_mlx(loaded: Loaded, family: str) -> None:
     """Through forks, a commit, more forks and a gather; also past the first buffer of columns."""
     model, params = loaded(family), SamplingParams(temp=0.8, seed=3)
     prompt = [(7 * i) % 250 for i in range(300)]
@@ -314,7 +320,7 @@ def test_a_tree_says_what_mlx_says(loaded: Loaded, family: str) -> None:
         assert both[0].column_tokens() == both[1].column_tokens()
 
 
-def test_trees_that_end_leave_their_rows_to_others(quantised: Quantised) -> None:
+def test_rows_of_a_closed_tree_are_reused_without_a_trace(quantised: Quantised) -> None:
     """What a row held before says nothing in the next text."""
     model = quantised()
     assert tree_form(model) is OrtKVRows
@@ -323,38 +329,38 @@ def test_trees_that_end_leave_their_rows_to_others(quantised: Quantised) -> None
         sampler = Sampler(SamplingParams(), model.vocab_size, normalised=False)
         return Tree(OrtKVRows(model), sampler, model.context_length, tokens)
 
-    first, second = tree(told(1, 40)), tree(told(2, 9))
+    first, second = tree(some_tokens(1, 40)), tree(some_tokens(2, 9))
     alone = np.array(second.scores(second.feed([second.root], [5])[0]))
     second.close()
     del second
-    again = tree(told(2, 9))
+    again = tree(some_tokens(2, 9))
     nodes = feed_together([first, again], [TreeFeed([t.root], [5]) for t in (first, again)])
     assert np.array_equal(np.array(again.scores(nodes[1][0])), alone)
 
 
-def test_a_rounded_target_takes_no_trees(quantised: Quantised, loaded: Loaded) -> None:
+def test_quantised_target_verifies_no_trees(quantised: Quantised, loaded: Loaded) -> None:
     """A side branch's keys are added up in another order than its chain's would be."""
     assert not open_kv_cache(quantised()).trees
     assert open_kv_cache(loaded("llama")).trees
 
 
-def test_no_step_is_begun_ahead_where_it_would_be_made_at_once(loaded: Loaded) -> None:
+def test_ort_texts_begin_no_step_ahead(loaded: Loaded) -> None:
     assert not open_kv_cache(loaded("llama")).open().marks_freely
 
 
-def test_what_is_saved_stays_when_its_place_is_written_again(loaded: Loaded) -> None:
+def test_saved_prefix_survives_rewriting_of_its_place(loaded: Loaded) -> None:
     """Forwards write in place: nothing may share a text's columns."""
     kv_cache = open_kv_cache(loaded("llama"))
     sequence = kv_cache.open()
-    fed(kv_cache, sequence, told(1, 30))
+    fed(kv_cache, sequence, some_tokens(1, 30))
     saved = kv_cache.save(sequence, 30)
     before = [np.array(keys) for keys, _ in saved.layers]
     sequence.roll_back(3)
-    fed(kv_cache, sequence, told(2, 20))
+    fed(kv_cache, sequence, some_tokens(2, 20))
     assert all(np.array_equal(old, keys) for old, (keys, _) in zip(before, saved.layers, strict=True))
 
 
-def test_mlx_may_be_asked_for(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_kernels_variable_selects_mlx(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CPU_KERNELS, "mlx")
     assert load(tiny_model("llama")).cpu is None
     monkeypatch.setenv(CPU_KERNELS, "cuda")
@@ -363,18 +369,18 @@ def test_mlx_may_be_asked_for(tiny_model: Callable[..., Path], monkeypatch: pyte
 
 
 @pytest.mark.parametrize("fault", ["rope", "order", "weight"])
-def test_a_graph_that_computes_another_model_is_not_used(
+def test_graph_that_computes_another_model_is_not_used(
     tiny_model: Callable[..., Path], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MLX computes the model if rotations are left out, keys and values change places, or weights differ."""
 
-    def unturned(table: object, positions: np.ndarray) -> np.ndarray:
+    def without_rotation(table: object, positions: np.ndarray) -> np.ndarray:
         still = np.zeros((2, len(positions), 16), np.float32)
         still[0] = 1
         return still
 
     if fault == "rope":
-        monkeypatch.setattr("outrider.engine.positions.RopeTable.on_host", unturned)
+        monkeypatch.setattr("outrider.engine.positions.RopeTable.on_host", without_rotation)
     elif fault == "order":
         monkeypatch.setattr(
             "outrider.engine.ort.graph._projections", lambda layer: [layer.q_proj, layer.v_proj, layer.k_proj]
@@ -386,7 +392,7 @@ def test_a_graph_that_computes_another_model_is_not_used(
     assert load(tiny_model("llama")).cpu is not None
 
 
-def test_what_the_graph_does_not_know_is_refused(loaded: Loaded) -> None:
+def test_layer_that_the_graph_does_not_know_is_refused(loaded: Loaded) -> None:
     model = loaded("llama").model
     decoder = DecoderLayers.of(model, "llama")
     layout = Layout.of(decoder)

@@ -47,21 +47,21 @@ def kept(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / "graphs").glob("*/*"))
 
 
-def unused(*_: Any, **__: Any) -> None:
+def fail_if_called(*_: Any, **__: Any) -> None:
     raise AssertionError("the kept graph was not used")
 
 
-def test_a_kept_graph_is_used_without_building_and_checking_it_again(
+def test_cached_graph_is_used_without_another_build_or_check(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = logits(model)
     assert [path.name for path in kept(tmp_path)[0].iterdir()]
-    monkeypatch.setattr(forward, "build", unused)
-    monkeypatch.setattr(forward, "check", unused)
+    monkeypatch.setattr(forward, "build", fail_if_called)
+    monkeypatch.setattr(forward, "check", fail_if_called)
     assert np.array_equal(logits(model), first)
 
 
-def test_another_file_or_kernel_makes_another_graph_and_removes_the_old_one(
+def test_changed_model_file_or_kernel_replaces_the_cached_graph(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits(model)
@@ -77,7 +77,7 @@ def test_another_file_or_kernel_makes_another_graph_and_removes_the_old_one(
 
 
 @pytest.mark.parametrize("name", ["graph.onnx", "weights.bin", "checked.json"])
-def test_a_damaged_file_is_made_again(model: Path, tmp_path: Path, name: str) -> None:
+def test_damaged_cache_file_is_rebuilt(model: Path, tmp_path: Path, name: str) -> None:
     first = logits(model)
     file = kept(tmp_path)[0] / name
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -86,20 +86,20 @@ def test_a_damaged_file_is_made_again(model: Path, tmp_path: Path, name: str) ->
     assert file.exists()
 
 
-def test_a_cache_that_cannot_be_written_only_costs_time(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_unwritable_cache_does_not_change_the_logits(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     first = logits(model)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(CACHE, str(tmp_path / "file" / "below"))
     assert np.array_equal(logits(model), first)
 
 
-def test_a_large_model_is_not_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_of_a_large_model_is_not_cached(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_LARGEST", 1)
     logits(model)
     assert kept(tmp_path) == []
 
 
-def test_bits_do_not_depend_on_the_number_of_cores(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_bit_equal_for_any_number_of_cores(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = logits(model)
     core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     monkeypatch.setenv(DRAFTER_CORE, str(core))

@@ -33,16 +33,16 @@ def clock():
 
 
 @pytest.fixture
-def complaints():
+def reports():
     return []
 
 
 @pytest.fixture
-def pace(clock, complaints):
-    return Pace(LATENCY, clock.nap, clock, complaints.append)
+def pace(clock, reports):
+    return Pace(LATENCY, clock.nap, clock, reports.append)
 
 
-def test_a_forward_takes_the_profiles_time_whatever_the_real_one_took(clock, pace):
+def test_forward_takes_the_time_of_the_profile(clock, pace):
     pace.begin(clock.now)
     clock.now += 0.004
     pace.end(3)
@@ -60,11 +60,11 @@ def test_forwards_in_a_row_take_the_sum_of_their_times(clock, pace):
     assert clock.now == pytest.approx(100.024)
 
 
-def test_what_the_host_does_between_two_forwards_lies_within_the_second(clock, pace):
-    heard = clock.now
+def test_host_work_between_two_forwards_counts_to_the_second(clock, pace):
+    received_at = clock.now
     for _ in range(3):
         clock.now += 0.001
-        pace.begin(heard)
+        pace.begin(received_at)
         pace.end(1)
         pace.wait()
     assert clock.now == pytest.approx(100.030)
@@ -81,7 +81,7 @@ def test_idle_time_before_a_forward_is_not_made_up_for(clock, pace):
     assert clock.now == pytest.approx(101.020)
 
 
-def test_waiting_for_nothing_takes_no_time(clock, pace):
+def test_wait_without_a_forward_takes_no_time(clock, pace):
     pace.wait()
     assert clock.naps == []
 
@@ -94,26 +94,26 @@ def late(clock, pace, seconds, times):
         pace.wait()
 
 
-def test_real_work_slower_than_the_profile_is_complained_of_and_goes_on(clock, pace, complaints):
+def test_forwards_slower_than_the_profile_are_reported_each_time(clock, pace, reports):
     late(clock, pace, 0.003, 8)
-    (said,) = complaints
-    assert said.startswith(NOT_KEPT) and "forwards ended 24 ms late in 80 ms" in said
+    (report,) = reports
+    assert report.startswith(NOT_KEPT) and "forwards ended 24 ms late in 80 ms" in report
     late(clock, pace, 0.003, 8)
-    assert len(complaints) == 2
+    assert len(reports) == 2
 
 
-def test_hiccups_are_borne_in_proportion(clock, pace, complaints):
+def test_occasional_late_forwards_are_not_reported(clock, pace, reports):
     late(clock, pace, 0.015, 1)
     late(clock, pace, -0.005, 300)
     late(clock, pace, 0.015, 1)
-    assert not complaints
+    assert not reports
     late(clock, pace, 0.015, 9)
-    assert complaints
+    assert reports
 
 
-def test_work_a_little_slower_than_the_profile_is_complained_of_in_the_end(clock, pace, complaints):
+def test_forwards_slightly_slower_than_the_profile_are_reported_at_last(clock, pace, reports):
     late(clock, pace, 0.0005, 120)
-    assert complaints
+    assert reports
 
 
 def test_sleep_never_ends_early():

@@ -51,7 +51,7 @@ def extended(rope: nn.Module, tables: dict[Any, RopeTable | None]) -> nn.Module:
 
 @pytest.mark.parametrize("name", sorted(ROPES))
 @pytest.mark.parametrize("tabulated", [True, False])
-def test_each_token_has_its_position(name: str, tabulated: bool) -> None:
+def test_each_token_of_a_row_is_rotated_by_its_own_position(name: str, tabulated: bool) -> None:
     rope = ROPES[name]()
     x = mx.random.normal((1, 3, len(POSITIONS), 16))
     wrapped = extended(ROPES[name](), {(signature(rope), 16): None} if not tabulated else {})
@@ -62,7 +62,7 @@ def test_each_token_has_its_position(name: str, tabulated: bool) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(ROPES) - {"traditional"}))
-def test_plain_text_is_roped_to_the_bit(name: str) -> None:
+def test_consecutive_text_is_bit_equal_to_the_plain_rope(name: str) -> None:
     """From the table where it is exact, by the rope itself where it is not."""
     rope = ROPES[name]()
     wrapped = extended(ROPES[name](), {})
@@ -74,7 +74,7 @@ def test_plain_text_is_roped_to_the_bit(name: str) -> None:
     assert table is not None and table.exact == (name not in ("longrope", "yarn"))
 
 
-def test_other_offsets_go_to_the_rope_itself() -> None:
+def test_other_offsets_are_passed_to_the_wrapped_rope() -> None:
     rope, wrapped = ROPES["default"](), extended(ROPES["default"](), {})
     x = mx.random.normal((3, 2, 3, 16))
     for offset in (0, 5, mx.array(5), mx.array([4, 9, 1])):
@@ -82,7 +82,7 @@ def test_other_offsets_go_to_the_rope_itself() -> None:
     assert mx.array_equal(wrapped(x), rope(x))
 
 
-def test_layers_with_one_rope_share_a_table_and_others_do_not() -> None:
+def test_only_layers_with_equal_ropes_share_a_table() -> None:
     tables: dict = {}
     ropes = [extended(initialize_rope(16, base, False), tables) for base in (10000.0, 10000.0, 500.0)]
     x = mx.random.normal((1, 2, len(POSITIONS), 16))
@@ -91,7 +91,7 @@ def test_layers_with_one_rope_share_a_table_and_others_do_not() -> None:
     assert len(tables) == 2
 
 
-def test_installing_changes_nothing_for_plain_decoding(tiny_model: Callable[..., Path]) -> None:
+def test_install_does_not_change_plain_decoding(tiny_model: Callable[..., Path]) -> None:
     for family in ("llama3", "phi3", "gemma3_text"):
         logits = []
         for wrap in (False, True):

@@ -59,7 +59,7 @@ def keep(cache: PromptCache, tokens: Sequence[int], whole: bool = False) -> None
     cache.keep(tokens, saved(tokens, whole))
 
 
-def test_the_longest_common_beginning_is_found_up_to_the_last_token() -> None:
+def test_longest_common_prefix_is_found_up_to_the_last_token() -> None:
     cache = PromptCache(COST, 1 << 20)
     keep(cache, [*text(40), 1, 1, 1])
     keep(cache, [*text(60), 1, 1, 1])
@@ -71,21 +71,21 @@ def test_the_longest_common_beginning_is_found_up_to_the_last_token() -> None:
     assert (use.entries, use.lookups, use.hits, use.tokens_saved) == (2, 4, 2, 109)
 
 
-def test_a_state_that_cannot_be_cut_serves_only_what_begins_with_all_of_it() -> None:
+def test_indivisible_state_serves_only_texts_that_begin_with_all_of_it() -> None:
     cache = PromptCache(COST, 1 << 20)
     keep(cache, text(40), whole=True)
     keep(cache, text(60), whole=True)
     assert [found(cache, [*text(n), 0]) for n in (39, 40, 59, 60, 90)] == [0, 40, 40, 60, 60]
 
 
-def test_a_text_that_goes_on_from_another_takes_its_place() -> None:
+def test_longer_text_replaces_the_entry_of_its_prefix() -> None:
     cache = PromptCache(COST, 1 << 20)
     for tokens in (text(40), text(60), text(50)):
         keep(cache, tokens)
     assert (cache.use.entries, cache.use.bytes) == (1, 60 * 8)
 
 
-def test_the_least_recently_used_goes_when_the_room_is_short() -> None:
+def test_least_recently_used_entry_is_evicted_when_room_is_short() -> None:
     cache = PromptCache(COST, 3 * 100 * 8)
     for seed in range(3):
         keep(cache, text(100, seed))
@@ -102,7 +102,7 @@ def test_the_least_recently_used_goes_when_the_room_is_short() -> None:
     assert cache.use.bytes == 0 and found(cache, [*text(100, 3), 0]) == 0
 
 
-def test_a_running_text_lends_what_it_has_read() -> None:
+def test_running_text_lends_its_prefix() -> None:
     cache = PromptCache(COST, 1 << 20)
     keep(cache, text(20))
     cache.enter(runs := Running(text(50)), 100)
@@ -111,14 +111,14 @@ def test_a_running_text_lends_what_it_has_read() -> None:
     assert found(cache, [*text(60)]) == 20
 
 
-def test_nothing_is_kept_without_room() -> None:
+def test_cache_without_room_keeps_nothing() -> None:
     cache = PromptCache(COST)
     keep(cache, text(40))
     assert not cache.is_on and found(cache, text(60)) == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2", "qwen3_next"])
-def test_a_text_that_begins_with_a_copy_goes_on_as_if_it_had_read(loaded: Loaded, family: str) -> None:
+def test_text_begun_from_a_copy_has_the_logits_of_a_full_read(loaded: Loaded, family: str) -> None:
     model, prompt = loaded(family, seed=2), text(90)
     kv_cache = open_kv_cache(model)
     others, source = kv_cache.open(), kv_cache.open()
@@ -138,7 +138,7 @@ def test_a_text_that_begins_with_a_copy_goes_on_as_if_it_had_read(loaded: Loaded
         kv_cache.close(begun)
 
 
-def test_what_was_saved_does_not_hold_on_to_the_buffer() -> None:
+def test_saved_rows_do_not_keep_their_buffer_alive() -> None:
     cache = FlatCache(FlatAttentionMetadata())
     cache.keys = cache.values = mx.zeros((2, 1, 4096, 16)) + 1
     mx.eval(cache.keys)
@@ -150,7 +150,7 @@ def test_what_was_saved_does_not_hold_on_to_the_buffer() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
-def test_a_slot_that_is_cut_short_saves_committed_tokens_only(loaded: Loaded, family: str) -> None:
+def test_interrupted_slot_saves_only_committed_tokens(loaded: Loaded, family: str) -> None:
     """A chain that was never ruled on stands behind them."""
     model, prompt = loaded(family, seed=2), text(50)
     kv_cache = open_kv_cache(model)
@@ -167,7 +167,7 @@ def test_a_slot_that_is_cut_short_saves_committed_tokens_only(loaded: Loaded, fa
 
 
 @pytest.mark.parametrize(("form", "family"), FORMS)
-def test_a_tree_with_a_warm_cache_is_that_of_a_cold_one(loaded: Loaded, form: Form, family: str) -> None:
+def test_tree_from_a_warm_cache_equals_that_from_a_cold_one(loaded: Loaded, form: Form, family: str) -> None:
     model = loaded(family, seed=1)  # not that of the tests above, whose forwards have changed its output layer
     sampler = Sampler(SamplingParams(max_tokens=8), model.vocab_size, normalised=False)
     cache = PromptCache(KvCost(0, 1), 1 << 30)
@@ -191,7 +191,7 @@ def test_a_tree_with_a_warm_cache_is_that_of_a_cold_one(loaded: Loaded, form: Fo
         assert beside.cached == 50, "lent by the tree that still grows"
 
 
-def test_a_tree_that_failed_is_not_kept(loaded: Loaded) -> None:
+def test_failed_tree_is_not_kept(loaded: Loaded) -> None:
     model = loaded("llama", seed=1)
     cache = PromptCache(tree_cost(model), 1 << 30)
     open_tree(model, text(40), SamplingParams(), cache=cache).close(spoilt=True)

@@ -82,7 +82,7 @@ def arrays(state: Any) -> list[mx.array]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
-def test_a_follower_remembers_what_rank_0_remembers(tiny_model: Callable[..., Path], family: str) -> None:
+def test_cache_of_a_follower_equals_that_of_rank_0(tiny_model: Callable[..., Path], family: str) -> None:
     """Texts come and go, are fed together, marked, cut, copied into others and dropped; some tokens are unread."""
     two, draws = Two(tiny_model(family)), random.Random(1)
     lines, copies = [two.texts.open()], list[Any]()
@@ -117,7 +117,7 @@ def test_a_follower_remembers_what_rank_0_remembers(tiny_model: Callable[..., Pa
     assert not two.follower._copies
 
 
-def test_hidden_rows_are_read_on_rank_0_and_nobody_else_is_told_of_it(tiny_model: Callable[..., Path]) -> None:
+def test_hidden_rows_are_read_on_rank_0_only(tiny_model: Callable[..., Path]) -> None:
     two, rows = Two(tiny_model("llama")), list[mx.array]()
     two.texts.tap_hidden_states(HiddenStates(two.model.model, HiddenStatePoints((1,))))
     two.forward([Feed(two.texts.open(), [5, 6, 7], 1, hidden=rows.append)])
@@ -125,7 +125,7 @@ def test_hidden_rows_are_read_on_rank_0_and_nobody_else_is_told_of_it(tiny_model
     assert [r.shape for r in rows] == [(3, 64)] and mx.isfinite(rows[0]).all()
 
 
-def test_what_a_model_s_code_refuses_a_follower_survives(
+def test_follower_survives_a_forward_that_fails_on_rank_0(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = Two(tiny_model("llama"))
@@ -139,7 +139,7 @@ def test_what_a_model_s_code_refuses_a_follower_survives(
     two.check()
 
 
-class Among:
+class GroupOfSize:
     """A place in a group of so many ranks that nobody else is in."""
 
     def __init__(self, size: int) -> None:
@@ -159,8 +159,8 @@ class Among:
         ("llama", 3, "this llama model can't be sharded over 3 ranks"),
     ],
 )
-def test_a_model_that_can_t_be_shared_out_is_refused(
+def test_model_that_cannot_be_sharded_is_refused(
     loaded: Callable[..., LoadedModel], family: str, size: int, why: str
 ) -> None:
     with pytest.raises(ModelError, match=why):
-        Ranks(Among(size)).share_out(loaded(family).model, family)  # type: ignore[arg-type]
+        Ranks(GroupOfSize(size)).share_out(loaded(family).model, family)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from outrider.engine.kv_rows import DenseKVRows
 from outrider.engine.kv_transfer import KeysValues, PromptReader, ReadingFault
 
 
-class Watched(DenseKVRows):
+class RecordingKVRows(DenseKVRows):
     """Columns that note what they are told."""
 
     def __init__(self, reader: PromptReader) -> None:
@@ -53,15 +53,15 @@ class Reader:
         (Reader(10, good=0), [("read", 0, 10)]),
     ],
 )
-def test_the_model_reads_what_the_reader_left(reader: Reader, told: list[tuple[str, int, int]]) -> None:
-    columns, seen = Watched(reader), list[tuple[int, int]]()
+def test_model_reads_the_tokens_that_the_reader_left(reader: Reader, told: list[tuple[str, int, int]]) -> None:
+    columns, seen = RecordingKVRows(reader), list[tuple[int, int]]()
     columns.prefill(list(range(10)), lambda *at: seen.append(at), 11)
     assert columns.told == told and columns.read == told[-1][1]
     assert seen == [(end, 11) for what, _, end in told if what == "adopt" and end < 10]
 
 
-def test_progress_that_raises_ends_the_reading() -> None:
-    columns = Watched(Reader(10))
+def test_exception_in_the_progress_callback_ends_the_reading() -> None:
+    columns = RecordingKVRows(Reader(10))
 
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt

@@ -38,7 +38,7 @@ PARAMS = SamplingParams(temp=1.0, seed=11, rule="residual")
 _rng = np.random.default_rng(1)
 TARGET = _rng.normal(size=(V, V)).astype(np.float32) * 1.2
 DRAFT = TARGET + _rng.normal(size=(V, V)).astype(np.float32)
-STRANGER = -DRAFT / 2
+UNRELATED = -DRAFT / 2
 LOG_P = ResidualSampler(PARAMS, V).log_p(mx.array(TARGET))
 
 
@@ -71,7 +71,7 @@ def drafted(
     return Chain(tokens[len(text) :], SparseQ(np.array(ids, np.int32), np.array(probs, np.float32)))
 
 
-def spoken(
+def generated_text(
     propose: Propose, sampler: ResidualSampler | None = None, log_p: np.ndarray = LOG_P, count: int = TOKENS
 ) -> list[int]:
     """A text of rounds: each verifies what `propose` says after the text so far."""
@@ -147,22 +147,22 @@ EXACT: dict[str, Propose] = {
     "one-hot": certain,
     "plain steps": lambda text: drafted(text, 0),
     "any mix": mixed,
-    "a stranger": lambda text: drafted(text, table=STRANGER),
+    "a stranger": lambda text: drafted(text, table=UNRELATED),
 }
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_texts_have_the_targets_distribution(name: str) -> None:
-    assert min(p_values(spoken(EXACT[name]))) > ALPHA
+    assert min(p_values(generated_text(EXACT[name]))) > ALPHA
 
 
-def test_filters_and_temperature_shape_p() -> None:
+def test_residual_texts_follow_p_under_filters_and_temperature() -> None:
     params = SamplingParams(temp=0.7, top_p=0.9, min_p=0.02, top_k=4, seed=5, rule="residual")
     sampler = ResidualSampler(params, V)
     log_p = sampler.log_p(mx.array(TARGET))
     expected = np.array(mx.softmax(warp(mx.array(TARGET), None, params), axis=-1))
     assert np.allclose(np.exp(log_p), expected, atol=1e-6) and (expected == 0).any()
-    assert min(p_values(spoken(drafted, sampler, log_p), log_p)) > ALPHA
+    assert min(p_values(generated_text(drafted, sampler, log_p), log_p)) > ALPHA
 
 
 # --- through trees, and through what two drafters propose at once ----------------------------------------------------
@@ -190,7 +190,7 @@ def coupled(choose: Choose, count: int = LONG) -> list[int]:
     sampler, draws = Sampler(COUPLED, V), random.Random(3)
     scores = sampler.warped(mx.array(TARGET))[:, None] + sampler.noise(range(count + 8))[None]
     own = mx.argmax(scores, axis=-1).tolist()  # the token at a position, behind each token
-    drafters = [np.argsort(-table).tolist() for table in (DRAFT, STRANGER)]
+    drafters = [np.argsort(-table).tolist() for table in (DRAFT, UNRELATED)]
     text, accepted = [0], 0
     while len(text) < count:
         first, other = (tree_of(text, best, draws) for best in draws.sample(drafters, 2))
@@ -230,7 +230,7 @@ def test_coupled_texts_of_united_trees_have_the_targets_distribution() -> None:
 
 
 @pytest.mark.parametrize("choose", [of_another_branch, by_the_draft])
-def test_a_tree_that_is_ruled_on_wrongly_is_caught(choose: Choose) -> None:
+def test_wrong_verification_of_a_tree_is_detected(choose: Choose) -> None:
     assert min(p_values(coupled(choose, TOKENS))) < CAUGHT
 
 
@@ -239,7 +239,7 @@ def of_a_union(text: Sequence[int], peek: bool = False) -> Chain:
 
     Which one depends on nothing that was drawn. `peek`: it is the one whose token its drafter finds likelier.
     """
-    chains = [drafted(text, 2, table=table, seed=seed) for table, seed in ((DRAFT, 12), (STRANGER, 13))]
+    chains = [drafted(text, 2, table=table, seed=seed) for table, seed in ((DRAFT, 12), (UNRELATED, 13))]
     lead = int(chains[0].q.of(chains[0].tokens)[0] < chains[1].q.of(chains[1].tokens)[0]) if peek else len(text) % 2
     first, other = (DraftTree(tuple(chain.tokens)) for chain in (chains[lead], chains[1 - lead]))
     both = united(first, other, 12)
@@ -248,11 +248,11 @@ def of_a_union(text: Sequence[int], peek: bool = False) -> Chain:
 
 
 def test_residual_texts_of_united_drafters_have_the_targets_distribution() -> None:
-    assert min(p_values(spoken(of_a_union, count=LONG))) > ALPHA
+    assert min(p_values(generated_text(of_a_union, count=LONG))) > ALPHA
 
 
-def test_a_union_whose_branch_is_chosen_by_what_was_drawn_is_caught() -> None:
-    assert min(p_values(spoken(partial(of_a_union, peek=True), count=2 * TOKENS))) < CAUGHT
+def test_union_branch_chosen_by_its_drawn_tokens_is_detected() -> None:
+    assert min(p_values(generated_text(partial(of_a_union, peek=True), count=2 * TOKENS))) < CAUGHT
 
 
 # --- each known way to lose it is caught ----------------------------------------------------------------------------
@@ -293,12 +293,12 @@ def cut_by_value(text: Sequence[int]) -> Chain:
 
 def knows_the_targets_noise(text: Sequence[int]) -> Chain:
     """Of two draws the drafter proposes the one that it knows will hold."""
-    one = drafted(text, 1, table=STRANGER)
+    one = drafted(text, 1, table=UNRELATED)
     holds = ResidualSampler(PARAMS, V).accepted(LOG_P[[text[-1]]], [len(text)], one.tokens, one.q)
-    return one if holds else drafted(text, 1, table=STRANGER, seed=12)
+    return one if holds else drafted(text, 1, table=UNRELATED, seed=12)
 
 
-class Seen:
+class LeaksRejectedDraft:
     """What was to follow a rejected token decides whether the next chain is served, as a fan-out may that looks at it.
 
     With `fork` None draws are keyed by where their chain begins, as they are; else by their position alone.
@@ -309,7 +309,7 @@ class Seen:
 
     def __call__(self, text: Sequence[int]) -> Chain:
         lost = self._last.tokens[len(text) - self._at :]
-        self._last, self._at = drafted(text, 4, fork=self._fork, table=STRANGER), len(text)
+        self._last, self._at = drafted(text, 4, fork=self._fork, table=UNRELATED), len(text)
         return self._last if not lost or lost[0] in (0, 1) else drafted(text, 0)
 
 
@@ -320,18 +320,18 @@ FAULTS: dict[str, Callable[[], Propose]] = {
     "content decides between branches": lambda: chosen_by_content,
     "a value ends the chain": lambda: cut_by_value,
     "known noise": lambda: knows_the_targets_noise,
-    "noise that was seen": lambda: Seen(0),
+    "noise that was seen": lambda: LeaksRejectedDraft(0),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_proposal_that_is_not_what_it_says_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proposal_with_a_wrong_q_or_a_biased_choice_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SparseQ, "fits", lambda *_: True)
-    assert min(p_values(spoken(FAULTS[name]()))) < CAUGHT
+    assert min(p_values(generated_text(FAULTS[name]()))) < CAUGHT
 
 
-def test_draws_of_another_fork_have_not_been_seen() -> None:
-    assert min(p_values(spoken(Seen(None)))) > ALPHA
+def test_draws_keyed_by_fork_keep_the_target_distribution() -> None:
+    assert min(p_values(generated_text(LeaksRejectedDraft(None)))) > ALPHA
 
 
 class GreedyOnGuesses(ResidualSampler):
@@ -355,14 +355,14 @@ class Unadjusted(ResidualSampler):
 @pytest.mark.parametrize(
     ("rule", "propose"), [(GreedyOnGuesses, certain), (Unadjusted, drafted), (Unadjusted, certain)]
 )
-def test_a_rule_that_is_not_the_papers_is_caught(rule: type[ResidualSampler], propose: Propose) -> None:
-    assert min(p_values(spoken(propose, rule(PARAMS, V)))) < CAUGHT
+def test_wrong_acceptance_rule_is_detected(rule: type[ResidualSampler], propose: Propose) -> None:
+    assert min(p_values(generated_text(propose, rule(PARAMS, V)))) < CAUGHT
 
 
 # --- the rule, place by place ---------------------------------------------------------------------------------------
 
 
-def test_a_draft_that_is_the_target_is_always_accepted() -> None:
+def test_draft_equal_to_the_target_is_always_accepted() -> None:
     sampler, text = ResidualSampler(PARAMS, V), [0]
     for _ in range(500):
         chain = drafted(text, table=TARGET)
@@ -371,7 +371,7 @@ def test_a_draft_that_is_the_target_is_always_accepted() -> None:
         text += chain.tokens
 
 
-def test_acceptance_is_the_overlap_of_p_and_q() -> None:
+def test_acceptance_rate_is_the_overlap_of_p_and_q() -> None:
     sampler, p, q = ResidualSampler(PARAMS, V), np.exp(LOG_P[0]), np.exp(DRAFT[0]) / np.exp(DRAFT[0]).sum()
     held = 0
     for position in range(2000):
@@ -380,7 +380,7 @@ def test_acceptance_is_the_overlap_of_p_and_q() -> None:
     assert abs(held / 2000 - np.minimum(p, q).sum()) < 0.03
 
 
-def test_a_token_with_no_probability_never_holds_and_an_equal_one_needs_a_later_clock(
+def test_token_without_probability_or_with_an_equal_clock_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampler = ResidualSampler(PARAMS, V)
@@ -393,19 +393,19 @@ def test_a_token_with_no_probability_never_holds_and_an_equal_one_needs_a_later_
     assert sampler.accepted(sure, [1], [2], one_hot([2])) == 0  # log q/p is 0, and 0 is not above it
 
 
-def test_where_nothing_is_left_of_p_the_token_is_drawn_from_p() -> None:
+def test_token_is_drawn_from_p_when_the_residual_is_empty() -> None:
     sampler = ResidualSampler(PARAMS, V)
     own = SparseQ(np.arange(V, dtype=np.int32)[None], np.exp(LOG_P[[0]]) + np.float32(1e-6))
     found = [sampler.instead(LOG_P[0], position, own) for position in range(300)]
     assert found == [sampler.instead(LOG_P[0], position, None) for position in range(300)] and len(set(found)) == V
 
 
-def test_a_rejected_certain_token_never_comes_back() -> None:
+def test_rejected_one_hot_token_is_never_resampled() -> None:
     sampler = ResidualSampler(PARAMS, V)
     assert all(sampler.instead(LOG_P[0], position, one_hot([2])) != 2 for position in range(500))
 
 
-def test_ids_beyond_the_targets_vocabulary_count_for_nothing() -> None:
+def test_q_ids_beyond_the_target_vocabulary_are_ignored() -> None:
     q = SparseQ(np.array([[1, V + 3]], np.int32), np.array([[0.5, 0.5]], np.float32))
     rest = residual.residual(LOG_P[0], q)
     alone = residual.residual(LOG_P[0], SparseQ(q.ids[:, :1], q.probs[:, :1]))
@@ -436,7 +436,7 @@ PENALISED = SamplingParams(
 )  # fmt: skip
 
 
-def test_p_is_the_targets_own_at_every_place_with_the_chain_in_its_history(
+def test_p_at_each_position_counts_the_chain_in_its_history(
     loaded: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, chain = loaded("llama"), [50, 41, 50, 7]
@@ -454,7 +454,7 @@ def test_p_is_the_targets_own_at_every_place_with_the_chain_in_its_history(
         assert np.allclose(np.exp(seen[0][place]), np.array(mx.softmax(alone[0])), atol=1e-5)
 
 
-def test_plain_steps_bonus_tokens_and_running_ahead_draw_alike(loaded: Callable[..., LoadedModel]) -> None:
+def test_plain_steps_bonus_tokens_and_running_ahead_draw_the_same(loaded: Callable[..., LoadedModel]) -> None:
     model = loaded("llama")
     steps = open_slots(model, [PROMPT], [PENALISED])
     text = [verify(steps[0]).bonus for _ in range(24)]
@@ -468,7 +468,7 @@ def test_plain_steps_bonus_tokens_and_running_ahead_draw_alike(loaded: Callable[
         assert (verdict.accepted, verdict.bonus) == (2, text[done + 2])
 
 
-def test_at_temperature_0_every_kind_is_verified_by_equality(loaded: Callable[..., LoadedModel]) -> None:
+def test_residual_chains_at_temperature_0_are_verified_by_equality(loaded: Callable[..., LoadedModel]) -> None:
     model, greedy = loaded("llama"), SamplingParams(rule="residual")
     slots = open_slots(model, [PROMPT], [greedy])
     text = [verify(slots[0]).bonus for _ in range(4)]
@@ -476,7 +476,7 @@ def test_at_temperature_0_every_kind_is_verified_by_equality(loaded: Callable[..
         assert verify(open_slots(model, [PROMPT], [greedy])[0], text[:3], q).bonus == text[3]
 
 
-def test_a_kind_that_the_request_does_not_sample_by_is_refused(loaded: Callable[..., LoadedModel]) -> None:
+def test_chain_has_a_q_exactly_if_the_request_is_residual(loaded: Callable[..., LoadedModel]) -> None:
     model = loaded("llama")
     with pytest.raises(InvalidRequest, match="no q; expected one with q"):
         verify(open_slots(model, [PROMPT], [PENALISED])[0], [1, 2])

@@ -47,14 +47,14 @@ def reference(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     "changes",
     [{}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 5}, {"top_p": 0.9, "min_p": 0.05, "top_k": 4}, {"top_k": V}],
 )
-def test_filters_by_their_definitions(logits: mx.array, changes: dict) -> None:
+def test_filters_match_their_definitions(logits: mx.array, changes: dict) -> None:
     params = SamplingParams(temp=0.7, seed=1, **changes)
     ours = np.array(warp(logits, None, params))
     for row in range(4):
         np.testing.assert_allclose(ours[row], reference(np.array(logits[row]), params), rtol=1e-5, atol=1e-5)
 
 
-def test_every_row_has_its_own_history(logits: mx.array) -> None:
+def test_penalties_use_the_history_of_each_row(logits: mx.array) -> None:
     params = SamplingParams(
         repetition_penalty=1.3,
         repetition_context_size=4,
@@ -104,7 +104,7 @@ def test_rows_do_not_influence_each_other(logits: mx.array) -> None:
         assert mx.array_equal(together[row], Sampler(params, V).scores(logits[row : row + 1], [9 + row])[0])
 
 
-def test_unnormalised_scores_differ_by_a_constant_a_row(logits: mx.array) -> None:
+def test_unnormalised_scores_differ_by_a_constant_per_row(logits: mx.array) -> None:
     for changes in ({}, {"temp": 0.8, "top_k": 7}, {"temp": 0.8, "top_p": 0.9}):
         params = SamplingParams(seed=1, **changes)
         scores = [np.array(Sampler(params, V, normalised=n).scores(logits, range(4))) for n in (True, False)]
@@ -114,7 +114,7 @@ def test_unnormalised_scores_differ_by_a_constant_a_row(logits: mx.array) -> Non
             assert np.ptp(exact[kept] - loose[kept]) < 1e-5
 
 
-def test_padding_changes_no_choice(logits: mx.array) -> None:
+def test_padding_of_the_vocabulary_changes_no_choice(logits: mx.array) -> None:
     params = SamplingParams(temp=1.0, seed=3, top_p=0.9)
     padded = mx.concatenate([logits, mx.full((4, 14), -mx.inf)], axis=-1)
     narrow = mx.argmax(Sampler(params, V).scores(logits, range(4)), axis=-1)
@@ -122,7 +122,7 @@ def test_padding_changes_no_choice(logits: mx.array) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"temp": 1.0}, {"temp": 0.6, "top_p": 0.9}, {"temp": 1.5, "min_p": 0.1}])
-def test_choices_are_distributed_as_warp_says(logits: mx.array, changes: dict) -> None:
+def test_choices_follow_the_warped_distribution(logits: mx.array, changes: dict) -> None:
     wanted = None
     counts = np.zeros(V)
     rows = mx.repeat(logits[:1], 256, axis=0)

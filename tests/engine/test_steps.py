@@ -16,7 +16,7 @@ def test_the_best_tokens_are_those_of_a_stable_sort(size: int, count: int, seed:
 
 
 @pytest.mark.parametrize("allowed", [1, 5, 12_288, 49_152])
-def test_tokens_that_may_not_be_said_come_last(allowed: int) -> None:
+def test_forbidden_tokens_come_last(allowed: int) -> None:
     """As a grammar forbids them, or a draft with a part of the vocabulary cannot say them."""
     draws = np.random.default_rng(allowed)
     scores = np.full(49_152, -np.inf, np.float32)

@@ -71,40 +71,42 @@ def same(ours: Tree, theirs: Tree, nodes: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize(("family", "form"), FORMS)
-def test_a_tree_in_company_is_the_tree_alone(loaded: Loaded, family: str, form: Callable[..., Any]) -> None:
+def test_tree_grown_with_others_equals_a_tree_grown_separately(
+    loaded: Loaded, family: str, form: Callable[..., Any]
+) -> None:
     """Some join, some are away; in between each commits at its own times."""
     model, draws = loaded(family), random.Random(family)
-    company, alone = planted(model, form), planted(model, form)
+    shared, alone = planted(model, form), planted(model, form)
     for turn in range(6):
         present = [i for i in range(len(KINDS)) if draws.random() < 0.8] or [0]
-        feeds = [some_feed(company[i], draws) for i in present]
-        grown = feed_together([company[i] for i in present], feeds)
+        feeds = [some_feed(shared[i], draws) for i in present]
+        grown = feed_together([shared[i] for i in present], feeds)
         for i, feed, nodes in zip(present, feeds, grown, strict=True):
             assert alone[i].feed(feed.parents, feed.tokens) == nodes
-            same(company[i], alone[i], nodes)
+            same(shared[i], alone[i], nodes)
             if turn % 2 == i % 2:
-                below = [node for node, parent in zip(nodes, feed.parents, strict=True) if parent == company[i].root]
-                company[i].commit(below[:1])
+                below = [node for node, parent in zip(nodes, feed.parents, strict=True) if parent == shared[i].root]
+                shared[i].commit(below[:1])
                 alone[i].commit(below[:1])
-    for ours, theirs in zip(company, alone, strict=True):
+    for ours, theirs in zip(shared, alone, strict=True):
         same(ours, theirs, [ours.root])
 
 
 @pytest.mark.parametrize(
     ("family", "form"), [("llama", OrtKVRows), ("qwen3", JointKVRows), ("qwen3_5", RecurrentKVRows)]
 )
-def test_a_forward_that_fails_leaves_every_tree_as_it_was(
+def test_failed_forward_leaves_every_tree_unchanged(
     loaded: Loaded, family: str, form: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded(family)
-    company, alone = planted(model, form), planted(model, form)
-    feeds = [TreeFeed([tree.root, tree.root, tree.next_node], [5, None, 6]) for tree in company]
+    shared, alone = planted(model, form), planted(model, form)
+    feeds = [TreeFeed([tree.root, tree.root, tree.next_node], [5, None, 6]) for tree in shared]
     with pytest.raises(InvalidRequest, match="not in the tree"):
-        feed_together(company, [*feeds[:-1], TreeFeed([-7], [1])])
+        feed_together(shared, [*feeds[:-1], TreeFeed([-7], [1])])
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr("outrider.engine.tree.score", lambda *_, **__: 1 // 0)
-        feed_together(company, feeds)
-    for ours, theirs, feed, nodes in zip(company, alone, feeds, feed_together(company, feeds), strict=True):
+        feed_together(shared, feeds)
+    for ours, theirs, feed, nodes in zip(shared, alone, feeds, feed_together(shared, feeds), strict=True):
         assert theirs.feed(feed.parents, feed.tokens) == nodes
         same(ours, theirs, nodes)
         after = TreeFeed([nodes[0]], [9])

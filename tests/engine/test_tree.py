@@ -39,7 +39,7 @@ def expected(model: LoadedModel, params: SamplingParams, text: Sequence[int]) ->
     return np.array(Sampler(params, model.vocab_size).scores(logits, [len(text)], [list(text)]))[0]
 
 
-class Grown:
+class TreeUnderTest:
     """A tree, and the text of each of its nodes as it should be."""
 
     def __init__(self, model: LoadedModel, params: SamplingParams, prompt: list[int], seed: str) -> None:
@@ -95,8 +95,8 @@ class Grown:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("setting", ["greedy", "sampled"])
-def test_nodes_say_what_the_model_says(loaded: Loaded, family: str, setting: str) -> None:
-    grown = Grown(loaded(family), SETTINGS[setting], [2 + 11 * i % 250 for i in range(23)], family + setting)
+def test_node_scores_equal_plain_forwards(loaded: Loaded, family: str, setting: str) -> None:
+    grown = TreeUnderTest(loaded(family), SETTINGS[setting], [2 + 11 * i % 250 for i in range(23)], family + setting)
     for _ in range(3):
         for count in (5, 3, 1):
             grown.feed(count)
@@ -108,8 +108,8 @@ def test_nodes_say_what_the_model_says(loaded: Loaded, family: str, setting: str
 
 @pytest.mark.parametrize("setting", ["filtered", "penalised"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_nodes_under_filters_and_penalties(loaded: Loaded, family: str, setting: str) -> None:
-    grown = Grown(loaded(family), SETTINGS[setting], list(range(40, 60)), family + setting)
+def test_node_scores_equal_plain_forwards_with_filters_and_penalties(loaded: Loaded, family: str, setting: str) -> None:
+    grown = TreeUnderTest(loaded(family), SETTINGS[setting], list(range(40, 60)), family + setting)
     for _ in range(4):
         for count in (4, 3):
             grown.feed(count)
@@ -119,12 +119,12 @@ def test_nodes_under_filters_and_penalties(loaded: Loaded, family: str, setting:
 
 @pytest.mark.parametrize("form", [OrtKVRows, DenseKVRows, RecurrentKVRows])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
-def test_text_that_nobody_drafted_is_read_in_pieces(loaded: Loaded, family: str, form: Callable[..., Any]) -> None:
+def test_undrafted_text_is_read_in_pieces(loaded: Loaded, family: str, form: Callable[..., Any]) -> None:
     """After drafts that came to nothing, and again after some that hold; then the tree grows as ever."""
     model = loaded(family)
     if form is not RecurrentKVRows and (not model.attention_only or (family, form) == ("gemma3_text", OrtKVRows)):
         pytest.skip("not a form of this model")
-    grown = Grown(model, PENALISED, [2 + 11 * i % 250 for i in range(23)], family)
+    grown = TreeUnderTest(model, PENALISED, [2 + 11 * i % 250 for i in range(23)], family)
     sampler = Sampler(PENALISED, model.vocab_size, normalised=False)
     grown.tree = Tree(form(model), sampler, model.context_length, grown.texts[0])
     for pieces in ((1,), (30, 17, 3), (2, 1)):
@@ -143,8 +143,8 @@ def test_text_that_nobody_drafted_is_read_in_pieces(loaded: Loaded, family: str,
     assert grown.worst < 1e-4
 
 
-def test_many_rounds_gather_and_grow_the_buffers(loaded: Loaded) -> None:
-    grown = Grown(loaded("llama"), GREEDY, [5], "many")
+def test_scores_stay_exact_while_buffers_grow_and_are_gathered(loaded: Loaded) -> None:
+    grown = TreeUnderTest(loaded("llama"), GREEDY, [5], "many")
     while grown.tree.committed_len < 30:
         for count in (40, 12):
             grown.feed(count, lazy=0.0, checked=2)
@@ -153,8 +153,8 @@ def test_many_rounds_gather_and_grow_the_buffers(loaded: Loaded) -> None:
     assert grown.worst < 1e-4
 
 
-def test_survivors_keep_their_ancestors_when_columns_are_gathered(loaded: Loaded) -> None:
-    grown = Grown(loaded("llama"), GREEDY, list(range(30, 40)), "survivors")
+def test_surviving_nodes_keep_their_ancestors_after_a_gather(loaded: Loaded) -> None:
+    grown = TreeUnderTest(loaded("llama"), GREEDY, list(range(30, 40)), "survivors")
     tree, fed = grown.tree, {}
     for name, parent, token in [
         *(("", "root", token) for token in range(60, 70)),
@@ -176,16 +176,16 @@ def test_survivors_keep_their_ancestors_when_columns_are_gathered(loaded: Loaded
     assert grown.worst < 1e-4
 
 
-def test_the_window_of_a_sliding_layer_is_kept(loaded: Loaded) -> None:
+def test_sliding_window_holds_through_forks_and_commits(loaded: Loaded) -> None:
     """A prompt much longer than the window of 32; forks and commits beyond it."""
-    grown = Grown(loaded("gemma3_text"), GREEDY, [2 + 7 * i % 250 for i in range(90)], "window")
+    grown = TreeUnderTest(loaded("gemma3_text"), GREEDY, [2 + 7 * i % 250 for i in range(90)], "window")
     for _ in range(4):
         grown.feed(6)
         grown.commit(2)
     assert grown.worst < 1e-4
 
 
-def test_pure_attention_works_as_rows_too(loaded: Loaded) -> None:
+def test_attention_model_has_the_same_scores_in_recurrent_form(loaded: Loaded) -> None:
     model = loaded("llama")
     sampler = Sampler(GREEDY, model.vocab_size, normalised=False)
     row, rows = (Tree(form(model), sampler, 1024, range(30, 50)) for form in (DenseKVRows, RecurrentKVRows))
@@ -197,13 +197,13 @@ def test_pure_attention_works_as_rows_too(loaded: Loaded) -> None:
         np.testing.assert_allclose(np.array(row.scores(node)), np.array(rows.scores(node)), atol=1e-5)
 
 
-def test_forms(loaded: Loaded) -> None:
+def test_each_family_gets_its_tree_form(loaded: Loaded) -> None:
     for family in FAMILIES:
         joins = JointKVRows if family not in OWN_ATTENTION else DenseKVRows
         assert tree_form(replace(loaded(family, seed=6), cpu=None)) is (RecurrentKVRows if family in HYBRIDS else joins)
 
 
-def test_chains_are_lazy_and_equal_step_by_step(loaded: Loaded) -> None:
+def test_lazy_chains_equal_chains_read_step_by_step(loaded: Loaded) -> None:
     model = loaded("llama")
     for params in (GREEDY, SAMPLED):
         lazy, read = (open_tree(model, list(range(30, 50)), params) for _ in range(2))
@@ -227,7 +227,7 @@ def test_chains_are_lazy_and_equal_step_by_step(loaded: Loaded) -> None:
                 text.append(token)
 
 
-def test_lazy_and_known_tokens_in_one_feed(loaded: Loaded) -> None:
+def test_lazy_and_known_tokens_can_share_a_feed(loaded: Loaded) -> None:
     model = loaded("llama")
     tree = open_tree(model, list(range(30, 50)), GREEDY)
     a, b = tree.feed([tree.root, tree.root], [60, 61])
@@ -260,7 +260,7 @@ def test_candidates_are_the_best_scores_in_order(loaded: Loaded) -> None:
                 assert found[0].token == tree.best([node])[0]
 
 
-def test_the_drafter_guesses_what_its_own_target_says(loaded: Loaded) -> None:
+def test_model_that_drafts_for_itself_is_always_accepted(loaded: Loaded) -> None:
     """A model drafting for itself is always right, greedy or sampled: the noise is the same."""
     model = loaded("llama")
     for params in SETTINGS.values():
@@ -286,13 +286,13 @@ def test_room_ends_with_the_context(loaded: Loaded) -> None:
     assert tree.room == 3
 
 
-def test_a_long_prompt_is_reported(loaded: Loaded) -> None:
+def test_reading_a_long_prompt_reports_progress(loaded: Loaded) -> None:
     seen: list[tuple[int, int]] = []
     open_tree(loaded("llama"), [5] * 700, GREEDY, lambda done, total: seen.append((done, total)))
     assert seen == [*((done, 700) for done in range(128, 699, 128)), (699, 700)]
 
 
-def test_what_is_not_in_the_tree_is_refused(loaded: Loaded) -> None:
+def test_nodes_outside_the_tree_are_refused(loaded: Loaded) -> None:
     tree = open_tree(loaded("llama"), [5, 6], GREEDY)
     a, b = tree.feed([0, 0], [1, 2])
     c = tree.feed([b], [3])[0]
@@ -305,7 +305,7 @@ def test_what_is_not_in_the_tree_is_refused(loaded: Loaded) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[], [258], [-1, 3]])
-def test_bad_prompts(loaded: Loaded, prompt: list[int]) -> None:
+def test_invalid_prompt_is_refused(loaded: Loaded, prompt: list[int]) -> None:
     with pytest.raises(InvalidRequest):
         open_tree(loaded("llama"), prompt, GREEDY)
 
@@ -314,7 +314,9 @@ def one_position_a_row(rope: Callable[..., mx.array], x: mx.array, offset: int |
     return rope(x, offset=offset if isinstance(offset, int) or x.shape[0] > 1 else offset[:1])
 
 
-def test_a_model_that_ignores_the_tree_is_found_out(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_ignores_tree_masks_or_positions_is_detected(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the mask nothing works; without a position for each token, a row for each token still does."""
     model = replace(loaded("llama", seed=77), cpu=None)
     with monkeypatch.context() as patch:
@@ -339,7 +341,7 @@ def exact_joint(model: LoadedModel, prompt: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("path", ["decoded", "drafted by itself", "drafted by a stranger"])
-def test_two_tokens_are_distributed_as_the_target_says(loaded: Loaded, path: str) -> None:
+def test_two_tokens_follow_the_distribution_of_the_target(loaded: Loaded, path: str) -> None:
     model, prompt = loaded("mistral", **TOY), [3, 1, 4]
     stranger = loaded("mistral", seed=5, **TOY)
     counts = np.zeros(64)

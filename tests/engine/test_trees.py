@@ -109,7 +109,7 @@ def test_trees_chains_steps_and_prompts_share_a_forward(loaded: Loaded) -> None:
         check_remembered(model, slot)
 
 
-def test_what_is_read_beside_a_tree_is_remembered(loaded: Loaded) -> None:
+def test_prompt_read_beside_a_tree_has_correct_keys_and_values(loaded: Loaded) -> None:
     model = loaded("gemma3_text")
     kv_cache = open_kv_cache(model)
     (slot,) = open_slots(model, [PROMPT], [GREEDY], kv_cache=kv_cache)
@@ -124,7 +124,7 @@ def test_what_is_read_beside_a_tree_is_remembered(loaded: Loaded) -> None:
     check_remembered(model, reader)
 
 
-def test_a_branch_that_is_not_the_first_is_heard_row_by_row(loaded: Loaded) -> None:
+def test_listener_gets_the_rows_of_a_later_branch_in_order(loaded: Loaded) -> None:
     from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
 
     model = loaded("qwen3", 3)
@@ -133,19 +133,19 @@ def test_a_branch_that_is_not_the_first_is_heard_row_by_row(loaded: Loaded) -> N
     def rows(*asks: tuple[list[int], list[int]]) -> mx.array:
         kv_cache = open_kv_cache(model)
         kv_cache.tap_hidden_states(HiddenStates(model.model, HiddenStatePoints((1,), after_norm=True)))
-        heard: list[mx.array] = []
+        received: list[mx.array] = []
         (slot,) = open_slots(model, [PROMPT], [GREEDY], kv_cache=kv_cache)
-        slot.listener = lambda place, found: heard.append(found)
+        slot.listener = lambda place, found: received.append(found)
         for tokens, parents in asks:
             verify(slot, tokens, parents=parents)
-        return mx.concatenate(heard)[:6]
+        return mx.concatenate(received)[:6]
 
     plain = rows(*[([], [])] * 6)
     in_tree = rows(([7, truth[0], 9, truth[1]], [-1, -1, 0, 1]), ([truth[3], 8, truth[4]], [-1, -1, 0]))
     assert mx.allclose(plain, in_tree, atol=1e-4)
 
 
-def test_log_probabilities_are_those_of_the_branch(loaded: Loaded) -> None:
+def test_log_probabilities_are_those_of_the_accepted_branch(loaded: Loaded) -> None:
     model, params = loaded("llama"), SamplingParams(logprobs=2)
     truth = decoded(model, params, 6)
     (plain, slot) = slots_of(model, [params, params], [PROMPT, PROMPT])
@@ -156,7 +156,7 @@ def test_log_probabilities_are_those_of_the_branch(loaded: Loaded) -> None:
         assert one is not None and (one.ids[0] == found.ids[row]).all()
 
 
-def test_a_tree_accepts_at_least_what_its_first_chain_does(loaded: Loaded) -> None:
+def test_tree_accepts_at_least_as_much_as_its_first_chain(loaded: Loaded) -> None:
     model, draws = loaded("llama"), random.Random(5)
     params = SETTINGS["sampled"]
     truth = decoded(model, params, 12)
@@ -177,7 +177,7 @@ def test_a_tree_accepts_at_least_what_its_first_chain_does(loaded: Loaded) -> No
         ([4, 4], [-1, -1], "follows node -1 of a tree twice"),
     ],
 )
-def test_what_is_no_tree_is_refused(loaded: Loaded, tokens: list[int], parents: list[int], words: str) -> None:
+def test_invalid_tree_is_refused(loaded: Loaded, tokens: list[int], parents: list[int], words: str) -> None:
     (slot,) = slots_of(loaded("llama"), [GREEDY], [PROMPT])
     with pytest.raises(InvalidRequest, match=words):
         verify(slot, tokens, parents=parents)
@@ -185,13 +185,13 @@ def test_what_is_no_tree_is_refused(loaded: Loaded, tokens: list[int], parents: 
     assert [verify(slot).bonus for _ in range(2)] == truth
 
 
-def test_who_samples_residual_is_given_chains(loaded: Loaded) -> None:
+def test_residual_request_refuses_trees(loaded: Loaded) -> None:
     (slot,) = slots_of(loaded("llama"), [SamplingParams(temp=1.0, seed=3, rule="residual")], [PROMPT])
     with pytest.raises(InvalidRequest, match="expected a chain"):
         verify(slot, [4, 5], parents=[-1, -1])
 
 
-def test_a_target_that_was_not_found_able_refuses_trees(loaded: Loaded) -> None:
+def test_target_without_tree_support_refuses_trees(loaded: Loaded) -> None:
     model = loaded("llama")
     (slot,) = open_slots(model, [PROMPT], [GREEDY], kv_cache=FlatKVCache(model.model, trees=False))
     with pytest.raises(InvalidRequest, match="can't verify a tree"):
@@ -199,9 +199,7 @@ def test_a_target_that_was_not_found_able_refuses_trees(loaded: Loaded) -> None:
     assert not open_kv_cache(loaded("qwen3_5")).trees
 
 
-def test_the_check_at_load_sees_a_wrong_position_and_a_wrong_mask(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_check_detects_wrong_positions_and_wrong_masks(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     def fresh() -> LoadedModel:
         return replace(loaded("llama"), cpu=None)
 
@@ -213,7 +211,7 @@ def test_the_check_at_load_sees_a_wrong_position_and_a_wrong_mask(
             assert isinstance(kv_cache, FlatKVCache) and not kv_cache.trees
 
 
-def test_trees_are_described_by_their_parents() -> None:
+def test_depths_spine_and_walk_follow_from_the_parents() -> None:
     parents = (-1, 0, 0, -1, 2)
     assert depths(parents) == [0, 1, 1, 0, 2]
     assert spine(parents) == [0, 1] and spine(()) == []
@@ -222,14 +220,14 @@ def test_trees_are_described_by_their_parents() -> None:
     assert fault([5, 6, 7, 8, 9], parents) == "" and line(3) == (-1, 0, 1)
 
 
-def test_spoilt_trees_hold_nothing(loaded: Loaded) -> None:
+def test_tree_of_wrong_tokens_accepts_nothing(loaded: Loaded) -> None:
     truth = decoded(loaded("llama"), GREEDY, 4)
     (slot,) = slots_of(loaded("llama"), [GREEDY], [PROMPT])
     verdict = verify(slot, spoilt(truth[:3], 0), parents=[-1, 0, 0])
     assert (verdict.accepted, verdict.path, verdict.bonus) == (0, None, truth[0])
 
 
-def test_a_model_is_asked_once_for_each_text_that_several_ways_are_tried_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_logits_are_computed_once_per_text(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def model(tokens: mx.array, cache: None) -> mx.array:

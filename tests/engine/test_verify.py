@@ -74,7 +74,7 @@ def test_verified_text_is_the_decoded_text(loaded: Loaded, family: str, setting:
         check_slot(slot)
 
 
-def test_penalties_copy_no_more_of_the_text_than_they_see(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_copy_only_the_history_that_they_reach(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     slot = slot_of(loaded("llama"), PENALISED, [2 + 7 * i % 250 for i in range(600)])
     seen: list[int] = []
     penalise = slot.sampler.penalise
@@ -90,7 +90,7 @@ def test_penalties_copy_no_more_of_the_text_than_they_see(loaded: Loaded, monkey
 
 
 @pytest.mark.parametrize("length", range(9))
-def test_every_length_and_every_acceptance(loaded: Loaded, length: int) -> None:
+def test_every_chain_length_and_acceptance_gives_the_decoded_text(loaded: Loaded, length: int) -> None:
     model = loaded("llama")
     truth = decoded(model, SAMPLED, 20)
     for right in range(length + 1):
@@ -100,14 +100,14 @@ def test_every_length_and_every_acceptance(loaded: Loaded, length: int) -> None:
         assert [verify(slot).bonus for _ in range(3)] == truth[right + 1 : right + 4]
 
 
-def test_a_right_token_after_a_wrong_one_does_not_count(loaded: Loaded) -> None:
+def test_right_token_after_a_wrong_one_is_not_accepted(loaded: Loaded) -> None:
     model = loaded("llama")
     truth = decoded(model, GREEDY, 6)
     chain = [truth[0], truth[1] + 1, truth[2], truth[3]]
     assert verify(slot_of(model), chain).accepted == 1
 
 
-def test_slots_do_not_mix(loaded: Loaded) -> None:
+def test_slots_do_not_affect_each_other(loaded: Loaded) -> None:
     model = loaded("llama")
     prompts, params = [PROMPT, PROMPT[:4]], [GREEDY, SAMPLED]
     truths = [decoded(model, p, 12, prompt) for p, prompt in zip(params, prompts, strict=True)]
@@ -140,7 +140,7 @@ def test_penalised_greedy_text_is_mlx_lms(loaded: Loaded) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", *HYBRIDS])
 @pytest.mark.parametrize("setting", sorted(SETTINGS))
-def test_running_ahead_and_stopping_changes_nothing(loaded: Loaded, family: str, setting: str) -> None:
+def test_running_ahead_and_stopping_does_not_change_the_text(loaded: Loaded, family: str, setting: str) -> None:
     model, params = loaded(family), SETTINGS[setting]
     truth = decoded(model, params, 40)
     slot, done = slot_of(model, params), 0
@@ -156,7 +156,7 @@ def test_running_ahead_and_stopping_changes_nothing(loaded: Loaded, family: str,
 
 
 @pytest.mark.parametrize("family", ["llama", *HYBRIDS])
-def test_nothing_is_computed_that_nobody_reads(loaded: Loaded, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_ahead_feeds_no_unneeded_tokens(loaded: Loaded, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     truth, slot, fed = decoded(loaded(family), GREEDY, 5), slot_of(loaded(family)), 0
     forward = type(slot.kv_cache).forward
 
@@ -181,12 +181,12 @@ def test_a_long_prompt_is_read_in_pieces(loaded: Loaded) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[], [1, 258], [-1]])
-def test_bad_prompts(loaded: Loaded, prompt: list[int]) -> None:
+def test_invalid_prompt_is_refused(loaded: Loaded, prompt: list[int]) -> None:
     with pytest.raises(InvalidRequest):
         open_slots(loaded("llama"), [prompt], [GREEDY])
 
 
-def test_the_buffer_grows_past_every_boundary(loaded: Loaded) -> None:
+def test_logits_stay_exact_when_the_buffer_grows(loaded: Loaded) -> None:
     model = loaded("llama")
     slot = slot_of(model, GREEDY, [2 + i % 250 for i in range(250)])
     while len(slot.tokens) < 800:
@@ -200,7 +200,7 @@ def test_the_buffer_grows_past_every_boundary(loaded: Loaded) -> None:
         slot.sequence.roll_back(len(slot.tokens) - 1)
 
 
-def test_rollback_never_fails_in_silence(loaded: Loaded) -> None:
+def test_impossible_rollback_raises(loaded: Loaded) -> None:
     slot = slot_of(loaded("llama"))
     with pytest.raises(RollbackError, match="only 8"):
         slot.sequence.roll_back(9)
@@ -243,7 +243,7 @@ def test_a_cache_that_cannot_be_shortened_is_copied_at_a_mark() -> None:
         assert mx.array_equal(history.caches[0].keys_and_values()[0], keys)
 
 
-def test_nested_caches_are_rolled_back_too() -> None:
+def test_nested_caches_are_rolled_back() -> None:
     kv_cache = SeparateKVCache(Nested())
     history = kv_cache.open()
     state, keys = history.caches[0].caches
@@ -259,7 +259,7 @@ def test_nested_caches_are_rolled_back_too() -> None:
 
 @pytest.mark.parametrize("setting", sorted(SETTINGS))
 @pytest.mark.parametrize("foreign", [258, 10**6, 2**31 - 1])
-def test_tokens_the_target_does_not_know_are_rejected(loaded: Loaded, setting: str, foreign: int) -> None:
+def test_tokens_outside_the_target_vocabulary_are_rejected(loaded: Loaded, setting: str, foreign: int) -> None:
     """A draft with a wider vocabulary may propose them; an embedding has no row for them."""
     model, params = loaded("llama"), SETTINGS[setting]
     truth = decoded(model, params, 8)
@@ -270,7 +270,7 @@ def test_tokens_the_target_does_not_know_are_rejected(loaded: Loaded, setting: s
 
 
 @pytest.mark.parametrize("foreign", [258, 2**31 - 1])
-def test_a_drawn_token_that_the_target_does_not_know_is_rejected(loaded: Loaded, foreign: int) -> None:
+def test_drawn_token_outside_the_target_vocabulary_is_rejected(loaded: Loaded, foreign: int) -> None:
     model = loaded("llama")
     slot = slot_of(model, SamplingParams(temp=1.0, seed=3, rule="residual"))
     verdict = verify(slot, [foreign, 5], one_hot([foreign, 5]))

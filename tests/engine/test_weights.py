@@ -15,7 +15,7 @@ from outrider.engine import loading
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "qwen3_next"])
-def test_the_same_model_in_another_layout(tiny_model: Callable[..., Path], family: str) -> None:
+def test_laid_out_weights_keep_their_values_and_logits(tiny_model: Callable[..., Path], family: str) -> None:
     (plain, _), (laid, _) = (load_model(tiny_model(family)) for _ in range(2))
     assert loading.lay_out(laid, 0)
     ours, theirs = dict(tree_flatten(laid.parameters())), dict(tree_flatten(plain.parameters()))
@@ -28,7 +28,7 @@ def test_the_same_model_in_another_layout(tiny_model: Callable[..., Path], famil
         assert mx.array_equal(laid(text), plain(text))
 
 
-def test_a_tied_head_multiplies_the_transposed_copy(tiny_model: Callable[..., Path]) -> None:
+def test_tied_head_multiplies_by_the_transposed_copy(tiny_model: Callable[..., Path]) -> None:
     tied, _ = load_model(tiny_model("llama"))
     untied, _ = load_model(tiny_model("mistral"))
     for model in (tied, untied):
@@ -37,7 +37,7 @@ def test_a_tied_head_multiplies_the_transposed_copy(tiny_model: Callable[..., Pa
     assert type(untied.model.embed_tokens) is nn.Embedding
 
 
-def test_large_weights_stay_as_they_are_with_openblas(
+def test_large_weights_are_not_laid_out_with_openblas(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = load_model(tiny_model("llama"))

@@ -50,6 +50,6 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def alone() -> str:
+def expected_text() -> str:
     """The text that the target generates without a drafter."""
     return plain_text()

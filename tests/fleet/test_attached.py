@@ -21,38 +21,39 @@ SHARDS = (1, 2)
 
 
 @pytest.fixture(scope="module")
-def unlike() -> Iterator[LocalCluster]:
+def foreign() -> Iterator[LocalCluster]:
     """A server with other weights."""
     with LocalCluster(endpoint="tcp://127.0.0.1:0", model=str(EMBEDDED_DRAFT), draft_backend="none") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def fleet(hosts: Any, unlike: LocalCluster) -> Iterator[Fleet]:
+def fleet(hosts: Any, foreign: LocalCluster) -> Iterator[Fleet]:
     with ExitStack() as stack:
         servers = [LocalCluster(endpoint="tcp://127.0.0.1:0", shards=ranks, pin_cores=False) for ranks in SHARDS]
         for server in servers:
             stack.callback(server.close)
         gate = IngressPlan(http=HttpSettings(port=0, api_keys=(KEY,)))
-        plan = FleetPlan(ServeSettings(), attached=tuple(server.endpoint for server in (*servers, unlike)), gate=gate)
+        plan = FleetPlan(ServeSettings(), attached=tuple(server.endpoint for server in (*servers, foreign)), gate=gate)
         yield stack.enter_context(running(plan, "attached", len(servers)))
 
 
-def test_an_engine_with_other_weights_stays_out_and_status_names_it(fleet: Fleet, unlike: LocalCluster) -> None:
+def test_engine_with_other_weights_is_left_out_and_named_in_the_status(fleet: Fleet, foreign: LocalCluster) -> None:
     from ray import serve
 
-    def said() -> str:
+    def status_message() -> str:
         return serve.status().applications[fleet.name].deployments[fleet.kind].message
 
-    until(lambda: f"{unlike.endpoint} has other weights, or another number format, than the one at" in said(), said())
-    assert unlike.endpoint not in [place.endpoint for place in fleet.places()]
-    unlike.close()
+    until(
+        lambda: f"{foreign.endpoint} has other weights, or another number format, than the one at" in status_message(),
+        status_message(),
+    )
+    assert foreign.endpoint not in [place.endpoint for place in fleet.places()]
+    foreign.close()
 
 
-def test_a_text_goes_on_elsewhere_when_its_server_is_killed_and_without_any_there_is_a_plain_503(
-    fleet: Fleet, alone: str
-) -> None:
-    assert fleet.stream(lambda: kill(server_of(fleet.busy()[1]))) == alone
+def test_text_continues_on_another_engine_and_503_follows_without_any(fleet: Fleet, expected_text: str) -> None:
+    assert fleet.stream(lambda: kill(server_of(fleet.busy()[1]))) == expected_text
     ((_, last),) = fleet.stats()
     kill(server_of(last))
     asked, headers = {"prompt": PROMPT}, {"x-api-key": KEY}

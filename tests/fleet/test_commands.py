@@ -95,7 +95,7 @@ def test_help_works_without_ray_and_fits_80_columns(run: Run, arguments: list[st
         (["unit", "tcp://10.0.0.1:7777", "--max-active", "0"], 2, "max_active is 0"),
     ],
 )
-def test_a_mistake_is_one_sentence(run: Run, arguments: list[str], code: int, sentence: str) -> None:
+def test_invalid_command_line_is_a_one_line_error(run: Run, arguments: list[str], code: int, sentence: str) -> None:
     got, out, err = run(*arguments)
     assert (got, out) == (code, "") and sentence in err and len(err.splitlines()) == 1
 
@@ -118,7 +118,7 @@ def test_invalid_input_is_refused_before_ray_is_used(
     assert (got, out) == (code, "") and sentence in err and len(err.splitlines()) == 1
 
 
-def test_a_plan_is_read_back_without_starting_anything(run: Run, tmp_path: Path) -> None:
+def test_run_check_prints_the_plan_and_starts_nothing(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text("placed: {replicas: 2, needs: {metal: 1}}\nattached: [tcp://10.0.0.1:7777]\n")
     code, out, err = run("run", str(file), "--check")
@@ -126,7 +126,7 @@ def test_a_plan_is_read_back_without_starting_anything(run: Run, tmp_path: Path)
     assert "2 of the default model, each needs metal 1" in out and "attached: tcp://10.0.0.1:7777" in out
 
 
-def test_a_unit_prints_the_command_and_the_next_step(run: Run, tmp_path: Path) -> None:
+def test_unit_prints_a_service_file_and_the_next_step(run: Run, tmp_path: Path) -> None:
     flags = ("--model", str(tmp_path), "--max-active", "4", "--user", "ann", "--home", "/Users/ann b")
     code, out, err = run("unit", "tcp://10.0.0.1:7777", "--for", "launchd", *flags)
     plist = plistlib.loads(out.encode())
@@ -143,12 +143,12 @@ def test_a_unit_prints_the_command_and_the_next_step(run: Run, tmp_path: Path) -
     assert "systemctl enable" in err and "keys" not in err
 
 
-def test_systemd_expands_no_word_of_a_command() -> None:
+def test_systemd_unit_escapes_the_words_of_its_command() -> None:
     told = systemd(("/bin/x", "100%", "a b", "$HOME", 'say "hi"'), "ann", "/home/ann")
     assert 'ExecStart=/bin/x "100%%" "a b" "$$HOME" "say \\"hi\\""\n' in told
 
 
-def test_only_the_owner_reads_the_token(tmp_path: Path) -> None:
+def test_token_file_must_be_readable_only_by_its_owner(tmp_path: Path) -> None:
     file = create_token(tmp_path / "fleet")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(file.read_text()) == 64
     assert create_token(tmp_path / "fleet").read_text() == file.read_text(), "it is made once"
@@ -172,7 +172,7 @@ def test_only_processes_started_here_are_ended(family: HostProcess) -> None:
     assert family.process() is None and not psutil.wait_procs(own, 10)[1]
 
 
-def test_running_processes_are_known_to_the_next_command(family: HostProcess, tmp_path: Path, run: Run) -> None:
+def test_running_process_is_found_and_ended_by_a_later_command(family: HostProcess, tmp_path: Path, run: Run) -> None:
     host = FleetHost(tmp_path)
     assert host.running() is None
     host.keep(family)
@@ -182,7 +182,9 @@ def test_running_processes_are_known_to_the_next_command(family: HostProcess, tm
     assert "No fleet runs on this host." in run("down", "--folder", str(tmp_path))[2]
 
 
-def test_a_host_has_one_head(family: HostProcess, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_and_join_are_refused_on_a_host_with_a_running_head(
+    family: HostProcess, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("outrider.fleet.host.find_spec", lambda name: True)
     FleetHost(tmp_path).keep(replace(family, head=True))
     for command in (("head", "--port", "7001"), ("join", "192.0.2.9:6379")):
@@ -204,7 +206,7 @@ def test_ray_is_private_sends_no_statistics_and_keeps_its_state(
     assert stat.S_IMODE(Path(told["RAY_gcs_storage_path"]).stat().st_mode) == 0o700
 
 
-def test_a_head_that_died_keeps_its_state_and_one_that_was_ended_or_moved_does_not(
+def test_only_a_restarted_head_at_the_same_address_keeps_its_state(
     family: HostProcess, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, known = FleetHost(tmp_path), tmp_path / "gcs" / "known"
@@ -232,9 +234,9 @@ def test_a_port_in_use_is_refused() -> None:
     require_free("127.0.0.1", port)
 
 
-def test_addresses_of_this_host_are_recognised() -> None:
+def test_loopback_addresses_are_recognised() -> None:
     assert is_loopback("127.0.0.1:6379") and not is_loopback("10.0.0.1:6379") and not is_loopback("studio:6379")
 
 
-def test_a_table_is_as_wide_as_its_words() -> None:
+def test_table_columns_fit_their_content() -> None:
     assert table(("A", "B"), [("long", "x"), ("y", "")]) == "A     B\nlong  x\ny"

@@ -20,12 +20,12 @@ GATE = IngressPlan(http=HttpSettings(port=0, api_keys=(KEY,)))
 METAL = Resources(metal=1)
 
 
-def test_with_load_an_engine_comes_without_it_goes_and_texts_are_the_same(hosts: Any, alone: str) -> None:
+def test_engines_scale_with_the_load_and_texts_stay_the_same(hosts: Any, expected_text: str) -> None:
     scale = Scale(min=1, max=2, requests_per_engine=1, upscale_delay_s=0, downscale_delay_s=0)
     plan = FleetPlan(ServeSettings(memory=False), Placed(needs=METAL), gate=GATE, scale=scale)
     with running(plan, "scaled", 1) as fleet:
-        assert set(read(fleet, 4, lambda: fleet.whole(2))) == {alone}
-        assert set(read(fleet, 1, lambda: len(fleet.places()) == 1)) == {alone}
+        assert set(read(fleet, 4, lambda: fleet.whole(2))) == {expected_text}
+        assert set(read(fleet, 1, lambda: len(fleet.places()) == 1)) == {expected_text}
 
 
 def read(fleet: Fleet, readers: int, enough: Callable[[], bool]) -> list[str]:
@@ -47,7 +47,7 @@ def read(fleet: Fleet, readers: int, enough: Callable[[], bool]) -> list[str]:
         return [text for one in reading for text in one.result()]
 
 
-def test_an_engine_may_have_a_target_of_several_ranks_and_a_rank_s_death_is_a_pause(hosts: Any, alone: str) -> None:
+def test_text_continues_on_the_same_engine_after_a_rank_is_killed(hosts: Any, expected_text: str) -> None:
     plan = FleetPlan(ServeSettings(memory=False, shards=2), Placed(needs=METAL), gate=GATE)
     with running(plan, "ranks", 1) as fleet:
         before = fleet.places()
@@ -58,5 +58,5 @@ def test_an_engine_may_have_a_target_of_several_ranks_and_a_rank_s_death_is_a_pa
             kill(rank_1)
             killed.append(rank_1)
 
-        assert fleet.stream(kill_rank_1) == alone and killed
+        assert fleet.stream(kill_rank_1) == expected_text and killed
         assert fleet.places() == before, "it is the same engine"

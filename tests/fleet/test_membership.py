@@ -17,7 +17,7 @@ from outrider.fleet.host import FleetHost, HostProcess
 from outrider.orchestrator.cli import main
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
-Said = tuple[int, str]
+Result = tuple[int, str]
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def address(hosts: Any) -> str:
 
 
 @pytest.fixture
-def call(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    def called(*arguments: str) -> Said:
+def call(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    def called(*arguments: str) -> Result:
         capfd.readouterr()
         code = main(["fleet", *arguments, "--folder", str(folder)])
         return code, last_line(capfd.readouterr().err)
@@ -56,7 +56,7 @@ def call(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Said]
     ],
 )
 def test_a_host_with_another_version_does_not_join(
-    call: Callable[..., Said], address: str, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, sentence: str
+    call: Callable[..., Result], address: str, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, sentence: str
 ) -> None:
     import outrider.fleet.membership  # noqa: F401  # before anything is replaced
 
@@ -65,7 +65,7 @@ def test_a_host_with_another_version_does_not_join(
     assert code == 6 and sentence in err
 
 
-def test_a_host_without_the_model_does_not_join(call: Callable[..., Said], address: str) -> None:
+def test_a_host_without_the_model_does_not_join(call: Callable[..., Result], address: str) -> None:
     from outrider.fleet.membership import FleetHead
 
     FleetHead(address).store_models(["/no/such/model"])  # as `outrider fleet run` does
@@ -80,11 +80,11 @@ def test_a_host_without_the_model_does_not_join(call: Callable[..., Said], addre
 def test_a_host_with_another_token_does_not_join(folder: Path, address: str) -> None:
     (folder / "token").write_text("b" * 64)
     refused = command("join", address, "--folder", str(folder))
-    said = last_line(refused.stderr)
-    assert refused.returncode == 8 and "refuses this host's token; expected a copy of the head's own" in said
+    last_error = last_line(refused.stderr)
+    assert refused.returncode == 8 and "refuses this host's token; expected a copy of the head's own" in last_error
 
 
-def test_an_address_without_a_head_is_refused(call: Callable[..., Said]) -> None:
+def test_an_address_without_a_head_is_refused(call: Callable[..., Result]) -> None:
     code, err = call("join", "localhost:1")
     assert code == 4 and "no fleet's head is at localhost:1" in err and "expected the address that" in err
 
@@ -97,7 +97,7 @@ def at_head(hosts: Any, folder: Path) -> Path:
     return folder
 
 
-def test_needs_that_no_host_offers_are_refused_at_once(call: Callable[..., Said], at_head: Path) -> None:
+def test_plan_whose_needs_no_host_offers_is_refused(call: Callable[..., Result], at_head: Path) -> None:
     (at_head / "fleet.yaml").write_text("placed: {needs: {cuda: 1}}\n")
     code, err = call("run", str(at_head / "fleet.yaml"))
     assert code == 2 and "placed needs cuda 1, but no host of the fleet offers that; run" in err
@@ -108,9 +108,9 @@ def test_a_gates_port_in_use_is_refused(at_head: Path) -> None:
         port = taken.getsockname()[1]
         (at_head / "fleet.yaml").write_text(f"placed:\ngate: {{port: {port}}}\n")
         refused = command("run", str(at_head / "fleet.yaml"), "--folder", str(at_head))
-    said = last_line(refused.stderr)
-    assert refused.returncode == 4 and f"the gate can't listen at 127.0.0.1:{port}" in said
-    assert "expected another gate.port or gate.host" in said
+    last_error = last_line(refused.stderr)
+    assert refused.returncode == 4 and f"the gate can't listen at 127.0.0.1:{port}" in last_error
+    assert "expected another gate.port or gate.host" in last_error
 
 
 def last_line(err: str) -> str:

@@ -47,8 +47,8 @@ def whole(fleet: Fleet) -> None:
     until(lambda: fleet.whole(2), "the fleet is not whole")
 
 
-def test_targets_and_drafters_are_where_they_should_be_and_draft_for_each_other(
-    fleet: Fleet, hosts: Any, alone: str
+def test_placed_drafters_join_from_other_hosts_and_their_chains_are_accepted(
+    fleet: Fleet, hosts: Any, expected_text: str
 ) -> None:
     def drafting() -> list[str]:
         workers = [worker for _, one in fleet.stats() for worker in one.workers]
@@ -57,36 +57,36 @@ def test_targets_and_drafters_are_where_they_should_be_and_draft_for_each_other(
     until(lambda: len(drafting()) == 2, "the drafters did not join")
     where = {place.host for place in fleet.places()}
     assert len(where) == 2 and hosts.head_node.node_id not in where
-    assert fleet.stream() == alone
+    assert fleet.stream() == expected_text
     _, busiest = max(fleet.stats(), key=lambda one: one[1].finished)
     assert sum(one.count for one in busiest.totals.draft_n_accepted_by if one.name in drafting()) > 0
 
 
-def test_the_gate_is_the_servers_own_http_with_keys(fleet: Fleet, alone: str) -> None:
+def test_gate_serves_the_http_api_and_requires_keys(fleet: Fleet, expected_text: str) -> None:
     refused = httpx.post(f"{fleet.url}/v1/completions", json=BODY)
     assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
     headers = {"x-api-key": KEY}
     answer = httpx.post(f"{fleet.url}/v1/completions", json=BODY, headers=headers, timeout=PATIENCE)
-    assert answer.json()["choices"][0]["text"] == alone
+    assert answer.json()["choices"][0]["text"] == expected_text
     assert httpx.get(f"{fleet.url}/ready").json()["status"] == "ready"
     assert "outrider:up 1.0" in httpx.get(f"{fleet.url}/metrics", headers=headers).text
 
 
 @pytest.mark.parametrize("victim", [actor_of, server_of, target_of, drafters_actor_of])
-def test_a_text_goes_on_unchanged_when_a_process_that_makes_it_is_killed(
-    fleet: Fleet, alone: str, victim: Callable[..., psutil.Process]
+def test_text_is_unchanged_when_one_of_its_processes_is_killed(
+    fleet: Fleet, expected_text: str, victim: Callable[..., psutil.Process]
 ) -> None:
-    assert fleet.stream(lambda: kill(victim(fleet.busy()[1]))) == alone
+    assert fleet.stream(lambda: kill(victim(fleet.busy()[1]))) == expected_text
 
 
-def test_a_text_goes_on_unchanged_when_its_host_is_gone(fleet: Fleet, hosts: Any, alone: str) -> None:
+def test_text_is_unchanged_when_its_host_is_lost(fleet: Fleet, hosts: Any, expected_text: str) -> None:
     def lose_the_host() -> None:
         host = fleet.busy()[0].host
         (lost,) = [node for node in hosts.list_all_nodes() if node.node_id == host]
         hosts.remove_node(lost, allow_graceful=False)
 
     try:
-        assert fleet.stream(lose_the_host) == alone
+        assert fleet.stream(lose_the_host) == expected_text
     finally:
         hosts.add_node(num_cpus=1, resources={"metal": 1})
 
@@ -105,7 +105,7 @@ def test_a_request_whose_client_leaves_is_cancelled(fleet: Fleet) -> None:
     until(lambda: not any(one.active for _, one in fleet.stats()), "the text went on")
 
 
-def test_a_lease_holds_as_long_as_its_gate_lives(fleet: Fleet) -> None:
+def test_lease_is_held_as_long_as_its_gate_lives(fleet: Fleet) -> None:
     import ray
     from ray import serve
 

@@ -35,7 +35,7 @@ def file(tmp_path, monkeypatch):
     return written
 
 
-def test_every_key_has_its_place(file):
+def test_every_key_is_read_into_the_plan(file):
     assert read_plan(file(WHOLE)) == FleetPlan(
         engine=ServeSettings(model="org/big", draft_model="org/small", max_active=4),
         placed=Placed(4, Resources(metal=1), DrafterPlan("other-host", Resources(ane=1))),
@@ -51,26 +51,26 @@ def test_a_key_without_a_value_has_its_defaults(file):
     )
 
 
-def test_without_a_drafter_nobody_drafts():
+def test_drafter_none_disables_drafting_unless_a_backend_is_given():
     assert plan_of({"placed": {"drafter": "none"}}).engine.draft_backend == "none"
     assert (
         plan_of({"placed": {"drafter": "none"}, "engine": {"draft_backend": "ngram"}}).engine.draft_backend == "ngram"
     )
 
 
-def test_api_keys_come_from_the_file_and_the_environment_too(file, tmp_path, monkeypatch):
+def test_api_keys_come_from_the_plan_the_key_file_and_the_environment(file, tmp_path, monkeypatch):
     (tmp_path / "keys").write_text("two\nthree\n")
     monkeypatch.setenv("OUTRIDER_API_KEY", "four")
     gate = {"host": "0.0.0.0", "api_keys": ["one"], "api_key_file": str(tmp_path / "keys")}
     assert plan_of({**ONE, "gate": gate}).gate.http.api_keys == ("one", "two", "three", "four")
 
 
-def test_a_plan_survives_serialization():
+def test_plan_round_trips_through_pickle():
     plan = plan_of({"placed": {"needs": {"cuda": 1, "memory": "2GiB"}}})
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-def test_resources_in_rays_words():
+def test_resources_are_converted_to_rays_names():
     assert Resources(0.5, 0, 0, 2, "1KiB").as_ray() == {"metal": 0.5, "CPU": 2, "memory": 1024}
     assert undetected_resources(Resources(1, 1, 0, 8, 10**9)) == {"metal": 1, "ane": 1}
     assert str(Resources(metal=0.5, memory=2**31)) == "metal 0.5, memory 2.0 GiB"
@@ -117,7 +117,7 @@ def test_resources_in_rays_words():
         ({**ONE, "gate": {"host": 5}}, "gate: host is 5; expected text"),
     ],
 )  # fmt: skip
-def test_an_invalid_value_is_named(found, sentence, monkeypatch):
+def test_error_of_an_invalid_value_names_its_key(found, sentence, monkeypatch):
     monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
     with pytest.raises(InvalidRequest) as refused:
         plan_of(found)
@@ -133,19 +133,19 @@ def test_an_invalid_value_is_named(found, sentence, monkeypatch):
         ("!!python/object/apply:os.getcwd []\n", "is not YAML"),
     ],
 )
-def test_the_file_is_named(file, text, sentence):
+def test_invalid_plan_file_is_a_one_line_error(file, text, sentence):
     with pytest.raises(InvalidRequest) as refused:
         read_plan(file(text))
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_plan_file_is_refused(tmp_path):
     with pytest.raises(InvalidRequest, match="expected a fleet"):
         read_plan(tmp_path / "none.yaml")
 
 
 @pytest.mark.fleet
-def test_ray_serves_command_line_finds_the_application() -> None:
+def test_serve_run_finds_the_application() -> None:
     """`serve run outrider.fleet:app`: `app` is a function, and no module of the name is in its way."""
     import outrider.fleet
     from outrider.fleet.deployment import app

@@ -19,7 +19,7 @@ AS_IF_TYPED = "import signal, sys; signal.signal(signal.SIGINT, signal.default_i
 SERVE = (sys.executable, "-c", AS_IF_TYPED + "from ray.serve.scripts import cli; cli()", "run", "outrider.fleet:app")
 
 
-def test_it_answers_by_http_and_leaves_nothing_behind(hosts: Any, alone: str, tmp_path: Path) -> None:
+def test_serve_run_answers_over_http_and_stops_on_interrupt(hosts: Any, expected_text: str, tmp_path: Path) -> None:
     from ray import serve
 
     (tmp_path / "fleet.yaml").write_text(f"placed: {{needs: {{metal: 1}}}}\ngate: {{port: 0, api_keys: [{KEY}]}}\n")
@@ -31,9 +31,9 @@ def test_it_answers_by_http_and_leaves_nothing_behind(hosts: Any, alone: str, tm
             fleet = Fleet(NAME, "placed", url)
             until(lambda: fleet.whole(1), "no engine")
             answer = httpx.post(f"{url}/v1/completions", json=BODY, headers={"x-api-key": KEY}, timeout=PATIENCE)
-            assert answer.json()["choices"][0]["text"] == alone
-            astray = serve.get_deployment_handle("gate", NAME).remote(None).result()  # by Serve's proxy
-            assert astray.status_code == 421 and url in astray.body.decode()
+            assert answer.json()["choices"][0]["text"] == expected_text
+            proxied_answer = serve.get_deployment_handle("gate", NAME).remote(None).result()  # by Serve's proxy
+            assert proxied_answer.status_code == 421 and url in proxied_answer.body.decode()
         finally:
             run.send_signal(signal.SIGINT)
         assert run.wait(PATIENCE) == 0

@@ -68,14 +68,14 @@ def paths(seed: int, count: int) -> list[list[int]]:
     return found
 
 
-def test_just_the_tokens_that_lead_on_to_a_text_are_allowed() -> None:
+def test_only_tokens_that_lead_to_a_text_are_allowed() -> None:
     texts = paths(1, 8)
     assert len({tuple(text) for text in texts}) > 20
     for text, words in zip(texts, constraint().allowed(texts), strict=True):
         assert is_right(words, text), CODEC.decode(tuple(text))
 
 
-def test_the_answer_does_not_depend_on_what_was_asked_before() -> None:
+def test_allowed_tokens_do_not_depend_on_earlier_queries() -> None:
     texts = paths(2, 6)
     random.Random(3).shuffle(texts)
     one = constraint()
@@ -86,13 +86,13 @@ def test_the_answer_does_not_depend_on_what_was_asked_before() -> None:
         assert is_right(words[0], text) and (words == constraint().allowed([text])).all()
 
 
-def test_what_stands_before_the_start_does_not_count() -> None:
+def test_tokens_before_the_start_are_ignored() -> None:
     prompt = list(CODEC.encode("raise Value, and no grammar", special=False))
     for text in paths(4, 2):
         assert is_right(constraint(start=len(prompt)).allowed([prompt + text])[0], text)
 
 
-def test_what_broke_the_grammar_forbids_nothing_more() -> None:
+def test_text_that_broke_the_grammar_is_unconstrained() -> None:
     one = constraint()
     assert (one.allowed([[CODEC.encode("print", special=False)[0], 7]]) == 0xFFFFFFFF).all()
     assert is_right(one.allowed([[]])[0], [])
@@ -115,7 +115,7 @@ LIST = {"type": "array"}
         ({**LIST, "x-guidance": {"whitespace_pattern": " {1,3}"}}, "[    1]", False),
     ],
 )
-def test_json_has_one_space_or_none_unless_its_schema_says_more(
+def test_json_has_at_most_one_space_unless_its_schema_allows_more(
     schema: dict[str, Any], text: str, is_allowed: bool
 ) -> None:
     """A small model fills its budget with white space wherever it may."""
@@ -128,7 +128,7 @@ def test_json_has_one_space_or_none_unless_its_schema_says_more(
             one.check(tokens)
 
 
-def test_no_end_is_among_the_first_tokens_unless_nothing_else_is_allowed() -> None:
+def test_min_tokens_forbids_an_end_unless_nothing_else_is_allowed() -> None:
     params = SamplingParams(min_tokens=3)
     free = COMPILER.constraint_for(params, (END, 1), 2)
     assert free is not None
@@ -144,7 +144,7 @@ def test_no_end_is_among_the_first_tokens_unless_nothing_else_is_allowed() -> No
         SamplingParams(min_tokens=5, max_tokens=4)
 
 
-def test_any_end_token_may_end_it_and_nothing_but_an_end_a_finished_one() -> None:
+def test_finished_text_allows_all_end_tokens_and_nothing_else() -> None:
     text = list(CODEC.encode("raise ValueError", special=False))
     assert tokens_of(constraint(ends=(END, 1)).allowed([text])[0]) == {END, 1}
     assert tokens_of(constraint(ends=(END, 1)).allowed([[]])[0]).isdisjoint({END, 1})
@@ -179,7 +179,7 @@ def test_a_grammar_is_compiled_once() -> None:
         ("llguidance", '{"grammars": []}', "empty"),
     ],
 )
-def test_what_cant_be_compiled_or_met_is_refused_with_the_reason(kind: str, text: str, words: str) -> None:
+def test_grammar_that_cannot_be_compiled_is_refused_with_a_reason(kind: str, text: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         check(Grammar(kind, text))
 
@@ -194,7 +194,7 @@ def test_what_cant_be_compiled_or_met_is_refused_with_the_reason(kind: str, text
         ("grammar", 'root ::= "a" root | "b" [0-9]+'),
     ],
 )
-def test_what_can_be_is_not(kind: str, text: str) -> None:
+def test_valid_grammar_is_accepted(kind: str, text: str) -> None:
     check(Grammar(kind, text))
     assert tokens_of(constraint(Grammar(kind, text)).allowed([[]])[0])
 
@@ -210,12 +210,12 @@ def test_what_can_be_is_not(kind: str, text: str) -> None:
         ("regex", "a" * 70_000, "70000 characters; expected at most 65536"),
     ],
 )
-def test_what_is_no_grammar_is_refused_before_it_is_sent(kind: str, text: str, words: str) -> None:
+def test_invalid_grammar_is_refused_when_constructed(kind: str, text: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         Grammar(kind, text)
 
 
-def test_where_the_library_gives_up_it_is_told_and_a_new_text_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exhausted_limits_are_an_error_and_a_new_text_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "LIMITS", LLParserLimits(step_lexer_fuel=300, verbose_errors=False))
     hard, own = Grammar("regex", "go ((a|b)*a(a|b){12}|c{3,900}d)+"), Compiler(EMBEDDED_TARGET)
     for _ in range(2):
@@ -232,7 +232,7 @@ def test_where_the_library_gives_up_it_is_told_and_a_new_text_begins_anew(monkey
             one.check(bad)
 
 
-def test_behind_its_end_a_text_is_nobodys_business() -> None:
+def test_text_after_its_end_is_unconstrained() -> None:
     text = [*CODEC.encode("raise ValueError", special=False), END]
     one = constraint()
     for after in (text, [*text, 7, 8], [*text, END]):
@@ -240,7 +240,7 @@ def test_behind_its_end_a_text_is_nobodys_business() -> None:
         one.check(after)
 
 
-def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+def test_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json can't be used for grammars"):
         Compiler(tmp_path).constraint(CHOICE, (END,), 0)
 
@@ -257,7 +257,7 @@ MARKS = Vocabulary(4096, ((7, "<think>"), (8, "</think>"), (3, "[CALL]")))
         ("llguidance", '{"grammars": [{"lark_grammar": "start: <think> @form"}, {"name": "form", "json_schema": {}}]}'),
     ],
 )
-def test_a_grammar_may_name_the_marks_that_the_model_has(kind: str, text: str) -> None:
+def test_grammar_may_name_special_tokens_of_the_model(kind: str, text: str) -> None:
     check(Grammar(kind, text), MARKS)
     for other in (Vocabulary(), Vocabulary(4096, MARKS.marks[2:])) if "think" in text else ():
         with pytest.raises(InvalidRequest, match="unknown special token"):

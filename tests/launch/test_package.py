@@ -56,7 +56,7 @@ def test_one_name_goes_into_site_packages(wheels):
     assert {name for name in names if not name.endswith(".dist-info")} == {"outrider"}
 
 
-def test_the_default_models_draft_the_prompts_the_profiles_the_page_and_the_types_are_there(wheels):
+def test_wheel_contains_default_draft_prompts_profiles_page_and_types(wheels):
     found, bench = set(wheels[0]), ROOT / "bench"
     texts = {f"outrider/bench/{path.relative_to(bench)}" for folder in ("prompts", "profiles")
              for path in (bench / folder).rglob("*.*")}  # fmt: skip
@@ -74,7 +74,7 @@ def test_the_wheel_is_small_and_leaves_out_the_tiny_pair(wheels, tmp_path):
     assert {name.split("/")[2] for name in wheels[0] if name.startswith("outrider/models/")} == {"smollm2"}
 
 
-def test_every_module_of_every_room_is_there_and_no_test_or_training(wheels):
+def test_wheel_contains_exactly_the_modules_of_the_package(wheels):
     rooms = [path for path in (ROOT / "outrider").iterdir() if path.is_symlink() and path.name != "models"]
     modules = {f"outrider/{room.name}/{path.relative_to(room)}" for room in rooms for path in room.rglob("*.py")}
     beside = {"outrider/__init__.py", "outrider/__main__.py"}
@@ -86,17 +86,17 @@ def test_the_sdist_builds_the_same_wheel(wheels):
 
 
 @pytest.mark.parametrize("name", ["LocalCluster", "Client", "SamplingParams", "InvalidRequest", "OutriderError"])
-def test_what_a_script_needs_comes_from_outrider(name):
+def test_main_classes_are_exported_by_outrider(name):
     assert name in outrider.__all__ and getattr(outrider, name).__name__ == name
 
 
-def test_every_public_name_is_there_and_no_other():
+def test_public_names_resolve_and_others_raise_attribute_error():
     assert all(getattr(outrider, name) is not None for name in outrider.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Sampling'"):
         outrider.Sampling  # noqa: B018
 
 
-def test_a_program_beside_a_clone_finds_the_package(tmp_path):
+def test_program_beside_a_clone_imports_the_installed_package(tmp_path):
     """In the folder that `git clone` was called in, `outrider` is also the clone's own folder."""
     (tmp_path / "outrider" / "orchestrator").mkdir(parents=True)
     (tmp_path / "program.py").write_text("from outrider import LocalCluster")
@@ -106,7 +106,7 @@ def test_a_program_beside_a_clone_finds_the_package(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_checkout_answers_by_its_folders_names_too():
+def test_folders_are_importable_by_their_own_names_in_a_checkout():
     """From its root, with nothing installed; and they are the same classes."""
     script = "import outrider; from orchestrator import Client; raise SystemExit(Client is not outrider.Client)"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -19,18 +19,18 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["p
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 
-def test_the_page_tells_of_every_extra_that_is_for_users():
-    told = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/install.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(told) == set(EXTRAS) - {"test", "load"}
+def test_install_page_lists_every_user_extra():
+    listed = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/install.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(listed) == set(EXTRAS) - {"test", "load"}
 
 
 @pytest.mark.parametrize("extra", ["cpu", "cuda", "cuda13"])
-def test_mlx_on_linux_is_chosen_and_elsewhere_nothing_is(extra):
+def test_mlx_extras_apply_only_to_linux(extra):
     (needed,) = EXTRAS[extra]
     assert re.fullmatch(r"mlx\[\w+\]; sys_platform == 'linux'", needed)
 
 
-def test_the_container_serves_to_other_machines_as_nobody_special(monkeypatch):
+def test_container_listens_on_all_interfaces_with_a_key_and_without_root(monkeypatch):
     monkeypatch.delenv(flags.KEY_VARIABLE, raising=False)
     begins = ast.literal_eval(re.search(r"^ENTRYPOINT (\[.*\])$", CONTAINER, re.MULTILINE).group(1))
     assert begins[:2] == ["outrider", "serve"]
@@ -45,7 +45,7 @@ def test_the_container_serves_to_other_machines_as_nobody_special(monkeypatch):
     assert CONTAINER.rfind("USER 10001") > CONTAINER.rfind("FROM ")
 
 
-def test_what_the_container_is_built_of_is_not_left_out():
+def test_dockerignore_keeps_exactly_the_package_folders():
     """All rooms, and no folder that makes no part of the wheel."""
     lines = (ROOT / "packaging/Containerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     rooms = {path.name for path in (ROOT / "outrider").iterdir() if path.is_symlink()} | {"outrider"}
@@ -57,7 +57,7 @@ def test_what_the_container_is_built_of_is_not_left_out():
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_actions_of_others_are_held_to_a_commit_and_no_workflow_may_write_by_itself(workflow):
+def test_workflow_actions_are_pinned_and_permissions_are_read_only(workflow):
     text = workflow.read_text(encoding="utf-8")
     used = re.findall(r"uses: (\S+)", text)
     assert used and all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}|\./\S+", one) for one in used)
@@ -66,7 +66,7 @@ def test_actions_of_others_are_held_to_a_commit_and_no_workflow_may_write_by_its
     assert all((ROOT / name).is_file() for name in called)
 
 
-def test_the_formula_has_a_digest_for_all_that_it_fetches():
+def test_homebrew_formula_has_a_digest_for_every_download():
     formula = (ROOT / "packaging/homebrew/outrider.rb").read_text(encoding="utf-8")
     fetched = re.findall(r'url "(\S+)"(?:, using: :nounzip)?\n\s+sha256 "([0-9a-f]{64})"', formula)
     assert len(fetched) == formula.count("url ") > 30 and "$" not in re.sub(r"#\{.*?\}", "", formula)

@@ -51,7 +51,7 @@ def run(root, script, *arguments, path="/usr/bin:/bin", **environment):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_bash_can_read_it_and_no_word_is_newer_than_bash_3(script):
+def test_scripts_parse_and_use_no_syntax_newer_than_bash_3(script):
     text = (ROOT / "launch" / script).read_text()
     assert subprocess.run(["bash", "-n", str(ROOT / "launch" / script)]).returncode == 0
     for newer in ("declare -A", "mapfile", "readarray", "${!", "|&", "&>>", "local -n", ",,}", "^^}", "coproc"):
@@ -59,7 +59,7 @@ def test_bash_can_read_it_and_no_word_is_newer_than_bash_3(script):
 
 
 @pytest.mark.parametrize("flag", [["--prompt", "a b"], ["--prompt=a b"], ["-p", "a b"], ["-pa b"]])
-def test_with_a_prompt_it_generates_without_it_serves(copy, flag):
+def test_run_local_generates_with_a_prompt_and_serves_without(copy, flag):
     with_venv(copy)
     done = run(copy, "run_local.sh", *flag, "--seed", "1")
     assert done.stdout == "|".join(["-P", "-m", "outrider", "generate", *flag, "--seed", "1", "cwd=/\n"]), done.stderr
@@ -75,13 +75,13 @@ def test_the_second_start_installs_nothing_until_pyproject_changes(copy):
 
 
 @pytest.mark.parametrize(("environment", "extras"), [({}, "serve,cpu"), ({"OUTRIDER_MLX": "cuda"}, "serve,cuda")])
-def test_a_start_brings_the_server_and_the_mlx_that_was_chosen(copy, environment, extras):
+def test_first_start_installs_the_server_and_the_chosen_mlx_extra(copy, environment, extras):
     with_venv(copy)
     assert f"-e {copy}[{extras}]\n" in run(copy, "run_local.sh", **environment).stderr
     assert run(copy, "run_local.sh", **environment).stderr == ""
 
 
-def test_the_tests_bring_what_they_need_and_cover_a_plain_start(copy):
+def test_test_script_installs_its_extra_which_covers_run_local(copy):
     with_venv(copy)
     done = run(copy, "test.sh", "tests/protocol", "-k", "codec")
     assert f"-e {copy}[test]" in done.stderr
@@ -89,7 +89,7 @@ def test_the_tests_bring_what_they_need_and_cover_a_plain_start(copy):
     assert run(copy, "run_local.sh").stderr == ""
 
 
-def test_the_fleets_tests_bring_ray_and_run_alone(copy):
+def test_fleet_test_script_installs_ray_and_runs_only_fleet_tests(copy):
     with_venv(copy)
     done = run(copy, "test_fleet.sh")
     assert f"-e {copy}[test,fleet]" in done.stderr
@@ -97,7 +97,7 @@ def test_the_fleets_tests_bring_ray_and_run_alone(copy):
 
 
 @pytest.mark.parametrize("link", ["elsewhere/outrider", "a tree/relative"])
-def test_a_script_may_be_called_through_a_link(copy, tmp_path, link):
+def test_script_can_be_called_through_a_symlink(copy, tmp_path, link):
     with_venv(copy)
     path = tmp_path / link
     path.parent.mkdir(exist_ok=True)
@@ -110,7 +110,7 @@ def test_a_script_may_be_called_through_a_link(copy, tmp_path, link):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["-p", "x", "--help"], ["--help", "-p", "x"]])
-def test_help_tells_of_everything_it_takes(copy, arguments):
+def test_help_of_run_local_covers_generate_and_serve(copy, arguments):
     with_venv(copy)
     out = run(copy, "run_local.sh", *arguments).stdout
     assert "-P|-m|outrider|generate|--help|" in out and "-P|-m|outrider|serve|--help|" in out
@@ -138,7 +138,7 @@ def as_another_user(copy):
     return start
 
 
-def test_another_user_starts_what_its_owner_has_installed(copy, as_another_user):
+def test_other_user_can_start_an_installed_checkout_but_not_install_it(copy, as_another_user):
     with_venv(copy)
     done = as_another_user("run_local.sh")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
@@ -148,7 +148,7 @@ def test_another_user_starts_what_its_owner_has_installed(copy, as_another_user)
     assert (done.stdout, done.stderr) == ("-P|-m|outrider|serve|cwd=/\n", "")
 
 
-def test_the_mac_check_shows_its_progress_and_runs_on_the_blas_there_is(copy, tmp_path):
+def test_mac_check_shows_progress_preloads_blas_and_writes_a_report(copy, tmp_path):
     executable(
         copy / ".venv/bin/python",
         'case "$*" in\n'
@@ -162,9 +162,9 @@ def test_the_mac_check_shows_its_progress_and_runs_on_the_blas_there_is(copy, tm
     done = run(copy, "mac_check.sh", "--quick", "--report", str(report))
     assert done.returncode == 0 and done.stdout == ""
     assert "survey: half way" in done.stderr and done.stderr.count("on the way") > 5
-    told = report.read_text()
-    assert "a table, /lib/such-a-blas.so" in told and "exit code 3" in told and told.count("exit code 0") > 5
-    assert "survey: half way" in told  # of a step that failed, for whoever reads the report
+    written = report.read_text()
+    assert "a table, /lib/such-a-blas.so" in written and "exit code 3" in written and written.count("exit code 0") > 5
+    assert "survey: half way" in written  # of a step that failed, for whoever reads the report
     assert not list(tmp_path.glob("*.stderr"))
 
 
@@ -178,7 +178,7 @@ def test_a_failed_installation_is_tried_again(copy):
     assert "INSTALL" in run(copy, "run_local.sh").stderr
 
 
-def test_a_too_old_python_is_one_sentence(copy, tmp_path):
+def test_too_old_python_is_a_one_line_error(copy, tmp_path):
     old = tmp_path / "old"
     for name in ("python3", "python"):
         executable(old / name, '[ "$1" = --version ] && echo "Python 3.9.6" && exit 0\nexit 1')
@@ -189,7 +189,7 @@ def test_a_too_old_python_is_one_sentence(copy, tmp_path):
     assert done.stderr.count("\n") == 1 and "3.11 or newer is needed, and Python 3.9.6 is installed" in done.stderr
 
 
-def test_uv_is_used_where_it_is(copy, tmp_path):
+def test_uv_is_used_when_available(copy, tmp_path):
     with_venv(copy)
     executable(tmp_path / "bin/uv", 'echo "UV $*" >&2')
     done = run(copy, "run_local.sh", path=f"{tmp_path}/bin:/usr/bin:/bin")
@@ -198,7 +198,7 @@ def test_uv_is_used_where_it_is(copy, tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="OpenBLAS is a matter of Linux")
-def test_openblas_is_installed_once_by_root_and_else_only_told(copy, tmp_path):
+def test_openblas_is_installed_once_by_root_and_only_reported_to_others(copy, tmp_path):
     tools = tmp_path / "tools"
     executable(tools / "apt-get", f'echo "$*" >>{tmp_path}/apt; exit 100')
     python = copy / ".venv/bin/python"

@@ -24,7 +24,7 @@ def library(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_split_is_the_same_every_time_and_another_with_another_seed(library: Path) -> None:
+def test_split_is_deterministic_and_depends_on_the_seed(library: Path) -> None:
     once, again = gather(library, seed=1, held_out=5), gather(library, seed=1, held_out=5)
     assert once == again
     assert once.digest() == again.digest()
@@ -38,7 +38,7 @@ def test_the_split_does_not_depend_on_where_the_library_lies(library: Path, tmp_
     assert gather(moved, seed=1, held_out=5) == before
 
 
-def test_held_out_files_and_training_files_are_all_the_files_and_share_none(library: Path) -> None:
+def test_held_out_and_training_files_partition_the_library(library: Path) -> None:
     corpus = gather(library, seed=1, held_out=5)
     held_out, train = ({source.name for source in part} for part in (corpus.held_out, corpus.train))
     assert len(held_out) == 5
@@ -55,14 +55,14 @@ def test_a_copy_of_a_held_out_file_is_not_trained_on(library: Path, tmp_path: Pa
     assert "new.py" in {source.name for source in train}
 
 
-def test_files_are_held_out_of_the_library_alone(library: Path, tmp_path: Path) -> None:
+def test_only_library_files_are_held_out(library: Path, tmp_path: Path) -> None:
     for index in range(50):
         write(tmp_path / "extra", f"extra{index}.py", f"extra = {index}\n" * 40)
     corpus = gather(library, [tmp_path / "extra"], seed=1, held_out=5)
     assert corpus.held_out == gather(library, seed=1, held_out=5).held_out
 
 
-def test_short_long_foreign_and_installed_files_are_passed_over(library: Path) -> None:
+def test_short_long_foreign_and_installed_files_are_skipped(library: Path) -> None:
     before = gather(library, seed=1, held_out=5)
     write(library, "short.py", "x" * 199)
     write(library, "long.py", "x" * 400_001)
@@ -81,7 +81,7 @@ def test_max_characters_ends_the_text_early_and_keeps_its_beginning(library: Pat
     assert 1000 <= cut.characters < 2000
 
 
-def test_a_missing_folder_and_one_without_python_are_named(library: Path, tmp_path: Path) -> None:
+def test_folder_missing_or_without_python_files_is_refused(library: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="nowhere is not a folder"):
         gather(library, [tmp_path / "nowhere"], seed=1, held_out=5)
     (tmp_path / "empty").mkdir()

@@ -14,7 +14,7 @@ def teacher_view(logits: object, top: int) -> tuple[object, object]:
     return best.indices, best.values
 
 
-def test_it_is_the_divergence_between_the_lumped_distributions() -> None:
+def test_loss_is_the_divergence_between_the_lumped_distributions() -> None:
     torch.manual_seed(0)
     teacher, student = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     ids, log_probs = teacher_view(teacher, 5)
@@ -24,7 +24,7 @@ def test_it_is_the_divergence_between_the_lumped_distributions() -> None:
     assert kl_to_teacher(student, ids, log_probs).item() == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_it_is_zero_at_the_teacher_whatever_the_lump_holds() -> None:
+def test_loss_is_zero_at_the_teacher_for_any_lumped_rest() -> None:
     torch.manual_seed(1)
     teacher = torch.randn(4, 8)
     swapped = teacher.clone()
@@ -35,7 +35,7 @@ def test_it_is_zero_at_the_teacher_whatever_the_lump_holds() -> None:
     assert kl_to_teacher(swapped, ids, log_probs).item() == pytest.approx(0, abs=1e-6)
 
 
-def test_a_teacher_that_is_sure_gives_a_finite_loss_and_gradient() -> None:
+def test_certain_teacher_gives_a_finite_loss_and_gradient() -> None:
     student = torch.randn(1, 6, requires_grad=True)
     ids, log_probs = torch.tensor([[2, 4]]), torch.tensor([[0.0, -60000.0]])
     loss = kl_to_teacher(student, ids, log_probs)

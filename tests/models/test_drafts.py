@@ -115,7 +115,7 @@ def _often(init: Callable[..., None]) -> Callable[..., None]:
     return lambda *args, **more: init(*args, **{**more, "save_s": 0.0, "judge_s": 0.0})
 
 
-def test_a_run_that_was_stopped_goes_on_from_its_last_step(run_folder: Path, target: Path) -> None:
+def test_stopped_run_resumes_from_its_last_step(run_folder: Path, target: Path) -> None:
     seen: list[tuple[int, int]] = []
     original = Trainer._step
 
@@ -190,7 +190,7 @@ def test_held_out_prompts_are_not_trained_on(tmp_path: Path) -> None:
     assert {prompt.kind for prompt in asked} == set(prompts.KINDS)
 
 
-def test_the_probability_of_equal_choices_is_that_of_shared_noise() -> None:
+def test_coupled_probability_equals_that_of_shared_noise() -> None:
     generator = torch.Generator().manual_seed(0)
     target = 3 * torch.randn(1, 40, generator=generator)
     draft = target + torch.randn(1, 40, generator=generator)
@@ -201,7 +201,7 @@ def test_the_probability_of_equal_choices_is_that_of_shared_noise() -> None:
     assert float(found[0]) == pytest.approx(float(equal), abs=0.01)
 
 
-def test_four_bits_are_read_by_mlx_as_they_were_meant() -> None:
+def test_packed_4_bit_weights_are_read_correctly_by_mlx() -> None:
     weight = torch.randn(16, 96, generator=torch.Generator().manual_seed(0))
     steps, scales, biases = quantise(weight)
     parts = [mx.array(packed(steps).numpy()), mx.array(scales.numpy()), mx.array(biases.numpy())]
@@ -277,7 +277,7 @@ def test_answers_to_one_prompt_may_lie_in_several_shards(tmp_path: Path) -> None
     assert [answer.temp for answer in Store(tmp_path, FORM).answers] == [0.0, 0.8]
 
 
-def test_a_damaged_shard_and_a_foreign_store_are_sentences(tmp_path: Path) -> None:
+def test_damaged_shard_and_foreign_store_are_refused(tmp_path: Path) -> None:
     answer = Answer(
         0, "chat", 0.0, 1, torch.zeros(3, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4)
     )
@@ -300,7 +300,7 @@ def test_a_damaged_shard_and_a_foreign_store_are_sentences(tmp_path: Path) -> No
         (["--draft", "--target", "t", "--store", "s", "--export"], "no such path: t"),
     ],
 )
-def test_contradicting_arguments_are_refused_in_a_sentence(
+def test_contradicting_arguments_are_refused_with_a_reason(
     arguments: list[str],
     sentence: str,
     tmp_path: Path,

@@ -12,12 +12,12 @@ MODELS = Path(__file__).resolve().parents[2] / "models"
 ROLES = ("target", "draft")
 
 
-def test_both_folders_together_stay_under_48_megabytes() -> None:
+def test_embedded_pair_stays_under_48_megabytes() -> None:
     files = [path for role in ROLES for path in (MODELS / role).iterdir()]
     assert sum(path.stat().st_size for path in files) < 48_000_000
 
 
-def test_both_have_the_same_tokenizer() -> None:
+def test_target_and_draft_have_the_same_tokenizer() -> None:
     target, draft = ((MODELS / role / "tokenizer.json").read_bytes() for role in ROLES)
     assert target == draft
 
@@ -30,7 +30,7 @@ def test_the_weights_are_dense_float16_and_finite(role: str) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_mlx_lm_opens_it_and_it_has_learned_some_python(role: str) -> None:
+def test_mlx_lm_loads_each_model_and_each_predicts_some_python(role: str) -> None:
     model, tokenizer = mlx_lm.load(str(MODELS / role))
     model.set_dtype(mx.float32)
     tokens = tokenizer.encode("import os\nimport sys\n\n\ndef main():\n    for i in range(")

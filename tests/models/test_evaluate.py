@@ -28,7 +28,7 @@ class Fixed:
         return mx.broadcast_to(self.logits, (*tokens.shape, self.logits.shape[0]))
 
 
-def test_the_figures_are_those_of_the_definitions() -> None:
+def test_figures_match_their_definitions() -> None:
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.7, 0.1])
     loss_p, loss_q, agreement, overlap, cold = measure_window(Fixed(list(p)), Fixed(list(q)), [0, 1, 0, 2], [1.0, 0.5])
     assert loss_p == pytest.approx(-np.log(p[[1, 0, 2]]).mean(), abs=1e-5)
@@ -39,7 +39,7 @@ def test_the_figures_are_those_of_the_definitions() -> None:
     assert cold == pytest.approx(np.minimum(squared_p, squared_q).sum(), abs=1e-5)
 
 
-def test_a_model_agrees_with_itself_padding_apart() -> None:
+def test_model_agrees_with_its_padded_copy() -> None:
     small, padded = Fixed([0.5, 0.3, 0.2]), Fixed([0.5, 0.3, 0.2, 1e-9])
     comparison = compare(small, padded, [[0, 1, 2, 1]], length=2, limit=100, temps=[1.0])
     assert comparison.agreement.mean == 1
@@ -89,7 +89,7 @@ def test_a_pair_with_a_record_is_read_on_its_held_out_files(tmp_path: Path, caps
         ({"python": platform.python_version()}, "not a record"),
     ],
 )
-def test_a_record_that_cannot_be_used_is_one_sentence(
+def test_unusable_record_is_a_one_line_error(
     record: dict[str, object] | None, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if record is not None:
@@ -108,7 +108,7 @@ def test_a_record_that_cannot_be_used_is_one_sentence(
         (["--text", __file__, "--context", "1"], 2, "--context"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_invalid_input_is_a_one_line_error(
     arguments: list[str], code: int, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.main(arguments) == code

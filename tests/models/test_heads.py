@@ -82,7 +82,7 @@ def test_a_head_is_trained_and_no_other_file_is_left(head: Path) -> None:
     assert record["held_out_agreement"][0] > 0.1  # chance is 1 in 300
 
 
-def test_a_stopped_run_goes_on_to_the_same_head(
+def test_stopped_run_resumes_to_the_same_head(
     head: Path, target: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, steps = recipe(head.name), []
@@ -105,7 +105,7 @@ def test_a_stopped_run_goes_on_to_the_same_head(
     assert all(mx.array_equal(ours[name], theirs[name]).item() for name in theirs)
 
 
-def test_the_loss_falls(target: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_lowers_the_loss(target: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     step = Loop._step
     monkeypatch.setattr(Loop, "_step", lambda *args: seen.append(step(*args)) or seen[-1])
@@ -122,7 +122,7 @@ def lesson_of(model: Any, taps: tuple[int, ...], length: int) -> Lesson:
     return Lesson(tokens, torch.stack([rows[tap] for tap in taps], dim=2), tokens[..., None], torch.zeros(1, length, 1))
 
 
-def test_an_mtp_head_begins_as_the_last_layer(target: Path) -> None:
+def test_mtp_head_is_initialised_from_the_last_layer(target: Path) -> None:
     """Its output for a row and a token is nearer to the last layer's input than any single vector."""
     made, model = recipe("mtp"), read_target(target, CPU).float()
     learner = kinds.build(made, Subject(model, made.taps(TINY), torch.arange(TINY.vocab), 7, {}))
@@ -162,7 +162,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_the_loader_computes_what_was_trained(target: Path, tmp_path: Path, name: str) -> None:
+def test_loaded_head_computes_the_logits_of_the_trained_one(target: Path, tmp_path: Path, name: str) -> None:
     """After true pairs and after the head's own pairs, to as many steps as it is trained for."""
     made = recipe(name.partition(",")[0], **CHAINS[name])
     model = read_target(target, CPU).float()
@@ -186,7 +186,7 @@ def test_the_loader_computes_what_was_trained(target: Path, tmp_path: Path, name
             assert np.isinf(logits).sum() == TINY.vocab - len(ids)
 
 
-def test_the_loader_computes_the_blocks_that_were_trained(target: Path, tmp_path: Path) -> None:
+def test_loaded_block_head_computes_the_trained_blocks(target: Path, tmp_path: Path) -> None:
     made, model = recipe("dflash", layers=2), read_target(target, CPU).float()
     config = json.loads((target / "config.json").read_text())
     learner = kinds.build(made, Subject(model, made.taps(TINY), torch.arange(TINY.vocab), 7, config)).eval()
@@ -226,7 +226,7 @@ def test_blocks_are_trained_after_prefixes_as_in_the_draft_worker(target: Path, 
         steps = learner(lesson)
         known = learner._known(lesson, (60 - made.steps - 1) // (made.steps + 1) + 1)[0].tolist()
     assert len(set(known)) > 1
-    said = {step: iter(np.array(one.hidden @ learner.output.T)) for step, one in enumerate(steps)}
+    trained_rows = {step: iter(np.array(one.hidden @ learner.output.T)) for step, one in enumerate(steps)}
     begun = 1 + int(tokens.sum()) % (made.steps + 1)
     for block, count in enumerate(known):
         anchor = begun + block * (made.steps + 1)
@@ -238,11 +238,11 @@ def test_blocks_are_trained_after_prefixes_as_in_the_draft_worker(target: Path, 
         for token in tokens[anchor + 1 : anchor + 1 + count].tolist():
             (node,) = tree.feed([node], [token])
         for step in range(made.steps - count):
-            np.testing.assert_allclose(np.array(tree.scores(node)), next(said[step]), atol=5e-3)
+            np.testing.assert_allclose(np.array(tree.scores(node)), next(trained_rows[step]), atol=5e-3)
             (node,) = tree.feed([node], [None])
 
 
-def test_the_loader_computes_the_exit_that_was_trained(target: Path, tmp_path: Path) -> None:
+def test_loaded_exit_computes_the_logits_of_the_trained_one(target: Path, tmp_path: Path) -> None:
     made, model = recipe("early-exit", hidden=16), read_target(target, CPU).float()
     learner = kinds.build(made, Subject(model, made.taps(TINY), torch.arange(TINY.vocab), 7, {})).eval()
     with torch.no_grad():
@@ -272,7 +272,7 @@ def chain(head: Any, model: Any, lesson: Lesson, row: int, steps: int) -> list[n
     return found
 
 
-def test_the_divergence_and_its_gradients_are_those_of_its_definition() -> None:
+def test_divergence_and_its_gradients_match_the_definition() -> None:
     torch.manual_seed(0)
     hidden, matrix = torch.randn(300, 8).bfloat16().float(), torch.randn(40, 8).bfloat16().float()
     log_probs = torch.log_softmax(2 * torch.randn(310, 50), dim=-1)
@@ -335,7 +335,9 @@ def test_generation_follows_the_targets_own_logits(target: Path) -> None:
         ({"tokens": 5}, "expected at least a batch"),
     ],
 )
-def test_bad_settings_are_one_sentence(target: Path, tmp_path: Path, settings: dict[str, Any], sentence: str) -> None:
+def test_invalid_settings_are_refused_with_a_reason(
+    target: Path, tmp_path: Path, settings: dict[str, Any], sentence: str
+) -> None:
     made = recipe(**{"kind": "eagle3", **settings})
     with pytest.raises(InvalidRequest, match=sentence):
         pipeline.run(made, target, tmp_path / "head")
@@ -373,7 +375,7 @@ def test_a_target_that_cannot_have_a_head_is_refused(
         (["--head", "eagle3", "--target", "nowhere"], "nowhere holds no readable config.json"),
     ],
 )
-def test_contradicting_arguments_are_one_sentence(
+def test_contradicting_arguments_are_a_one_line_error(
     arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(["--out", str(tmp_path / "head"), *arguments]) != 0
@@ -381,7 +383,7 @@ def test_contradicting_arguments_are_one_sentence(
     assert sentence in captured and captured.count("\n") == 1
 
 
-def test_a_store_of_another_target_is_left_alone(target: Path, tmp_path: Path) -> None:
+def test_store_of_another_origin_is_refused_and_unchanged(target: Path, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "mine").write_text("mine")
     with pytest.raises(InvalidRequest, match="holds files of another origin"):

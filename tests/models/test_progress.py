@@ -12,7 +12,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_sees_one_line_that_ends_when_the_stage_does() -> None:
+def test_terminal_shows_one_line_per_stage() -> None:
     stream = Terminal()
     progress = Progress("target", 2000, "steps", stream=stream)
     for done in range(1, 2001):
@@ -22,7 +22,7 @@ def test_a_terminal_sees_one_line_that_ends_when_the_stage_does() -> None:
     assert "2,000/2,000 steps  loss 3.0" in written.split("\r")[-1]
 
 
-def test_a_log_gets_the_end_and_no_control_characters() -> None:
+def test_log_shows_the_end_without_control_characters() -> None:
     stream = io.StringIO()
     progress = Progress("target", 50, "steps", stream=stream)
     for done in range(1, 51):

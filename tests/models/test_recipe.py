@@ -35,7 +35,7 @@ def test_every_model_ends_its_training_at_full_context(name: str) -> None:
     assert recipe.teacher_top < recipe.target.vocab
 
 
-def test_tokens_asked_for_are_the_tokens_of_the_phases() -> None:
+def test_requested_tokens_are_divided_among_the_phases() -> None:
     recipe = preset("embedded", target_tokens=1_000_000, draft_tokens=2_000_000)
     assert sum(phase.tokens for phase in recipe.target_phases) == 1_000_000
     assert sum(phase.tokens for phase in recipe.draft_phases) == 2_000_000
@@ -61,6 +61,6 @@ def test_a_setting_out_of_range_is_named(settings: dict[str, int], word: str) ->
         preset("embedded", **settings)  # type: ignore[arg-type]
 
 
-def test_an_unknown_preset_is_answered_with_the_known_ones() -> None:
+def test_unknown_preset_is_refused_with_the_known_names() -> None:
     with pytest.raises(InvalidRequest, match="embedded, tiny"):
         preset("huge")

@@ -12,7 +12,7 @@ from outrider.protocol.errors import InvalidRequest
 IDENTITY: dict[str, object] = {"seed": 1}
 
 
-def test_a_file_appears_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_file_appears_only_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
     with pytest.raises(KeyboardInterrupt), replacing(path) as temporary:
@@ -24,7 +24,7 @@ def test_a_file_appears_only_when_it_is_whole(tmp_path: Path) -> None:
     assert path.read_text() == "new"
 
 
-def test_the_pair_appears_when_it_is_published_and_nothing_else_stays(tmp_path: Path) -> None:
+def test_published_pair_appears_and_nothing_else_stays(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "pair"
     with workspace(out, IDENTITY) as space:
         (space.pair / "target").mkdir(parents=True)
@@ -59,7 +59,7 @@ def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
         pass
 
 
-def test_a_full_out_folder_and_a_file_are_refused(tmp_path: Path) -> None:
+def test_existing_output_folder_or_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pair").mkdir()
     (tmp_path / "pair" / "mine").write_text("mine")
     for out in (tmp_path / "pair", tmp_path / "pair" / "mine"):
@@ -75,7 +75,7 @@ def test_a_folder_that_is_only_named_partial_is_not_cleared(tmp_path: Path) -> N
     assert (tmp_path / "pair.partial" / "mine").read_text() == "mine"
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_destination_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match="can't write"), workspace(tmp_path / "file" / "pair", IDENTITY):
         pass

@@ -51,7 +51,7 @@ def outcomes(target: LoadedModel, own: HeadDrafter, temp: float) -> list[Outcome
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_enough_is_accepted(target: LoadedModel, name: str) -> None:
+def test_shipped_head_reaches_its_minimum_acceptance(target: LoadedModel, name: str) -> None:
     folder = SHIPPED[name]
     kind = head_kind(json.loads((folder / "config.json").read_text()), target.config)
     assert kind is not None
@@ -64,7 +64,7 @@ def test_enough_is_accepted(target: LoadedModel, name: str) -> None:
         assert share > floor, (temp, share)
 
 
-def test_together_they_are_small_and_their_weights_are_numbers() -> None:
+def test_shipped_heads_are_small_and_have_finite_weights() -> None:
     files = [path for folder in SHIPPED.values() for path in folder.iterdir()]
     assert sum(path.stat().st_size for path in files) < 12_000_000
     for path in files:
@@ -73,6 +73,6 @@ def test_together_they_are_small_and_their_weights_are_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_each_has_its_record(name: str) -> None:
+def test_shipped_head_has_a_training_record(name: str) -> None:
     record = json.loads((SHIPPED[name] / "training.json").read_text())
     assert record["recipe"]["kind"] == name and record["held_out"]

@@ -45,13 +45,13 @@ def test_the_command_writes_two_models_and_a_record_and_nothing_else(pair: Path)
     assert len(record["held_out"]) == 4
 
 
-def test_plain_mlx_lm_opens_and_generates_with_it(pair: Path) -> None:
+def test_mlx_lm_loads_both_models_and_generates(pair: Path) -> None:
     for role in ("target", "draft"):
         model, words = mlx_lm.load(str(pair / role))
         assert len(mlx_lm.generate(model, words, prompt="def f(", max_tokens=8)) > 0
 
 
-def test_evaluate_finds_the_loss_that_training_noted(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_finds_the_loss_that_training_recorded(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main(["--pair", str(pair), "--context", "128", "--tokens", "65536"]) == 0
     shown = {line[:28].strip(): float(line[28:].split()[0]) for line in capsys.readouterr().out.splitlines()[1:]}
     record = json.loads((pair / "training.json").read_text())
@@ -60,7 +60,7 @@ def test_evaluate_finds_the_loss_that_training_noted(pair: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("stage", ["teacher", "distill"])
-def test_a_stopped_run_leaves_no_pair_and_goes_on_to_the_same_one(
+def test_stopped_run_leaves_no_pair_and_resumes_to_the_same_one(
     stage: str, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from models.training import distill, teacher
@@ -85,9 +85,7 @@ def stop(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_loop_that_was_stopped_between_checkpoints_ends_where_an_unbroken_one_ends(
-    torch: Any, tmp_path: Path
-) -> None:
+def test_interrupted_loop_ends_with_the_weights_of_an_unbroken_one(torch: Any, tmp_path: Path) -> None:
     from models.training.loop import Loop
 
     phases = (Phase(tokens=40, length=2, rate=0.1), Phase(tokens=20, length=4, rate=0.01))
@@ -132,7 +130,7 @@ def test_the_exported_model_computes_as_the_trained_one(torch: Any, tmp_path: Pa
     assert np.abs(np.array(opened(mx.array(tokens))) - expected).max() < 1e-3
 
 
-def test_a_machine_without_pytorch_is_told_what_to_install(
+def test_missing_pytorch_is_reported_with_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "models.training.pipeline", raising=False)
@@ -151,7 +149,7 @@ def test_a_machine_without_pytorch_is_told_what_to_install(
         (["--batch-tokens", "7"], "a batch must have between"),
     ],
 )
-def test_bad_settings_are_one_sentence(
+def test_invalid_settings_are_a_one_line_error(
     arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(["--out", str(tmp_path / "pair"), *arguments]) == 2
@@ -161,7 +159,7 @@ def test_bad_settings_are_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_folders_are_one_sentence(torch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_folders_are_a_one_line_error(torch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--out", str(tmp_path / "pair"), "--extra-dir", str(tmp_path / "gone")]) == 2
     assert capsys.readouterr().err == f"train: {tmp_path / 'gone'} is not a folder; expected a folder with .py files\n"
     (tmp_path / "full").mkdir()

@@ -78,9 +78,7 @@ def run(world: World, mode: str, most: int = 3000) -> Any:
 @pytest.mark.parametrize("nth", [1, 2, 5])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_word_that_is_lost_stalls_no_request(
-    world: Any, losing: Any, mode: str, kind: type[Message], nth: int
-) -> None:
+def test_lost_message_stalls_no_request(world: Any, losing: Any, mode: str, kind: type[Message], nth: int) -> None:
     seen: list[Message] = []
 
     def is_lost(message: Message) -> bool:
@@ -92,7 +90,7 @@ def test_a_word_that_is_lost_stalls_no_request(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_answer_to_a_lost_word_may_be_lost_too(world: Any, losing: Any, mode: str) -> None:
+def test_lost_retries_and_answers_stall_no_request(world: Any, losing: Any, mode: str) -> None:
     """All that anybody says about the third round and later, until it has been said three times."""
     said: dict[tuple[object, ...], int] = {}
 
@@ -107,7 +105,7 @@ def test_the_answer_to_a_lost_word_may_be_lost_too(world: Any, losing: Any, mode
     assert isinstance(run(world(), mode, 20_000), RequestEnded)
 
 
-def test_a_target_that_went_on_beyond_a_lost_outcome_begins_anew(world: Any, losing: Any) -> None:
+def test_lost_outcome_of_an_autonomous_target_starts_a_new_epoch(world: Any, losing: Any) -> None:
     """It has forgotten that outcome by the time it is asked again."""
     cluster = world(ngrams=False)
     losing(lambda message: isinstance(message, Outcome) and message.round == 4 and message.epoch == 0)
@@ -115,7 +113,7 @@ def test_a_target_that_went_on_beyond_a_lost_outcome_begins_anew(world: Any, los
     assert cluster.journal.counts["heard"] and cluster.watch.requests["r"].place[0] == 1
 
 
-def test_an_open_said_twice_begins_nothing_anew(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_open_starts_no_new_epoch(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = world()
     opened: list[Message] = []
     put = Way.put
@@ -133,7 +131,7 @@ def test_an_open_said_twice_begins_nothing_anew(world: Any, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_lost_close_holds_memory_only_until_others_come(world: Any, losing: Any, mode: str) -> None:
+def test_request_with_a_lost_close_is_freed_when_others_come(world: Any, losing: Any, mode: str) -> None:
     cluster = world()
     lost = losing(lambda message: isinstance(message, Close) and message.request == "r")
     run(cluster, mode)

@@ -24,7 +24,7 @@ MOST = 6
 
 
 @pytest.mark.timeout(0 if STEPS else 240)
-def test_what_always_holds_holds_in_every_story() -> None:
+def test_invariants_hold_in_random_stories() -> None:
     rounds = 0
     while TALLY.steps.total() < STEPS if STEPS else rounds < MOST and set(TALLY.judged) != set(HOLDS):
         rounds += 1

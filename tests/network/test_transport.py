@@ -19,23 +19,23 @@ def arrived(weather: Weather, sealed: bool = True, ticks: int = 20, seed: int = 
     journal = Journal()
     way = Way("a -> b", random.Random(seed), journal, sealed)
     way.weather = weather
-    heard: list[Message] = []
+    received: list[Message] = []
     for name in NAMES:
         way.put(Close(name))
         journal.tick += 1
-        heard += way.arrived()
+        received += way.arrived()
     for _ in range(ticks):
         journal.tick += 1
-        heard += way.arrived()
-    return [message.request for message in heard if isinstance(message, Close)]
+        received += way.arrived()
+    return [message.request for message in received if isinstance(message, Close)]
 
 
-def test_in_good_weather_all_arrives_once_in_its_order_also_late() -> None:
+def test_messages_arrive_once_and_in_order_without_faults() -> None:
     assert arrived(CLEAR) == NAMES
     assert arrived(Weather(delay=7)) == NAMES
 
 
-def test_each_fault_is_its_own() -> None:
+def test_each_fault_has_only_its_own_effect() -> None:
     lost = arrived(Weather(lose=0.2))
     assert 100 < len(lost) < 190 and lost == sorted(lost, key=NAMES.index)
     twice = arrived(Weather(twice=0.2))
@@ -45,12 +45,12 @@ def test_each_fault_is_its_own() -> None:
     assert len(arrived(Weather(alter=0.5))) < 150
 
 
-def test_the_same_seed_is_the_same_weather() -> None:
+def test_same_seed_gives_the_same_faults() -> None:
     storm = Weather(0.1, 0.2, 0.3, 0.1, 5)
     assert arrived(storm) == arrived(storm) != arrived(storm, seed=2)
 
 
-def test_on_a_cut_link_words_wait_and_with_its_connection_they_are_lost() -> None:
+def test_cut_link_holds_messages_and_a_lost_connection_drops_them() -> None:
     journal = Journal()
     way = Way("a -> b", random.Random(0), journal, sealed=True)
     way.cut = True
@@ -65,14 +65,14 @@ def test_on_a_cut_link_words_wait_and_with_its_connection_they_are_lost() -> Non
     assert way.arrived() == [] and way.is_empty
 
 
-def test_what_is_altered_arrives_as_a_lie_only_where_nothing_keeps_it_out() -> None:
+def test_altered_messages_arrive_only_on_unsealed_links() -> None:
     assert set(arrived(Weather(alter=0.5))) <= set(NAMES)
     lies = {name for seed in range(9) for name in arrived(Weather(alter=1.0), sealed=False, seed=seed)} - set(NAMES)
     assert lies, "an altered name is still a name"
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_altered_frames_are_refused_or_say_something(seed: int) -> None:
+def test_altered_frames_are_decoded_or_raise_protocol_error(seed: int) -> None:
     rng = random.Random(seed)
     frames = altered([bytes(frame) for frame in encode_all([Close("abc"), Close("d")])], rng)
     try:

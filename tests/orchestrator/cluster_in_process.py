@@ -133,9 +133,9 @@ class Cluster(HonestWorkers):
             for link, known in scripts
             if known
         }
-        self.told_drafters: list[tuple[str, Message]] = []
+        self.sent_to_drafters: list[tuple[str, Message]] = []
         self.told: list[ToFront] = []
-        self.told_target: list[Message] = []
+        self.sent_to_target: list[Message] = []
         self.target_abilities = Abilities()
         self.said: list[str] = []
         self._to_target: deque[Message] = deque()
@@ -156,7 +156,7 @@ class Cluster(HonestWorkers):
         return set(self.workers)
 
     def send_target(self, message: Message) -> None:
-        self.told_target.append(message)
+        self.sent_to_target.append(message)
         if not self._drop(message):
             self._to_target.append(through_the_codec(message))
 
@@ -164,7 +164,7 @@ class Cluster(HonestWorkers):
         """Nothing waits for anything here."""
 
     def send_worker(self, name: str, message: Message) -> None:
-        self.told_drafters.append((name, message))
+        self.sent_to_drafters.append((name, message))
         if not self._drop(message):
             next(link for link in self.links if link.name == name).inbox.append(through_the_codec(message))
 

@@ -67,7 +67,7 @@ class Targets:
             raise Died
 
 
-class Mortal(Cluster):
+class FailingCluster(Cluster):
     """Requests r0, r1, ... say these texts. `deaths` of the target so far; it comes back by `find_target` only."""
 
     def __init__(self, texts: Sequence[tuple[int, ...]], poison: dict[str, int] | None = None, **options: Any) -> None:

@@ -21,7 +21,7 @@ def test_a_target_without_chains_decodes_plainly_in_every_mode(mode: str) -> Non
     cluster.said = [f"speculation is off: {WHY}"]
     ended = cluster.run(TEXT[:5], 40, mode)
     assert cluster.generated == list(TEXT[5:45])
-    assert not any(message.chain or message.draft for message in cluster.told_target if isinstance(message, Verify))
+    assert not any(message.chain or message.draft for message in cluster.sent_to_target if isinstance(message, Verify))
     began = next(event for event in cluster.told if isinstance(event, RequestBegan))
     assert began.mode == "ar"
     assert [*began.notes, *ended.notes].count(cluster.said[0]) == (0 if mode == "ar" else 2)

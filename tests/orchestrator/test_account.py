@@ -34,7 +34,7 @@ def account(rounds: int, accepted: int = 2) -> RequestMetrics:
 
 @pytest.mark.parametrize("rounds", [1, 20, 500])
 @pytest.mark.parametrize("later", [1, 3, RECENT_ROUNDS - 1])
-def test_rounds_behind_the_last_token_that_counts_do_not(rounds: int, later: int) -> None:
+def test_rounds_after_the_last_kept_token_are_not_counted(rounds: int, later: int) -> None:
     tokens = 1 + 3 * rounds
     found = account(rounds + later).timings(7, tokens)
     other = account(rounds).timings(7, tokens)
@@ -45,7 +45,7 @@ def test_rounds_behind_the_last_token_that_counts_do_not(rounds: int, later: int
 
 
 @pytest.mark.parametrize(("kept", "drafted", "accepted"), [(1, 1, 1), (2, 2, 2), (3, 3, 2)])
-def test_of_the_last_round_counts_what_lies_before_the_end(kept: int, drafted: int, accepted: int) -> None:
+def test_last_round_counts_only_tokens_before_the_end(kept: int, drafted: int, accepted: int) -> None:
     before, found = account(5).timings(7, 16), account(8).timings(7, 16 + kept)
     assert found.rounds == before.rounds + 1
     assert found.draft_n == before.draft_n + drafted
@@ -64,7 +64,7 @@ def test_of_the_last_round_counts_what_lies_before_the_end(kept: int, drafted: i
         (ProposalSource.NGRAM, Lookup.LATE, (0, 0, 0, 1)),
     ],
 )
-def test_a_miss_is_counted_by_what_followed(
+def test_a_miss_is_counted_by_its_fallback(
     source: ProposalSource, lookup: Lookup, counts: tuple[int, ...], asked: bool
 ) -> None:
     found = account(3)
@@ -84,7 +84,7 @@ def test_a_round_under_way_is_not_counted() -> None:
     assert found.timings(7, 13) == account(4).timings(7, 13)
 
 
-def test_the_memory_is_of_all_workers_each_at_its_most() -> None:
+def test_peak_bytes_is_the_sum_of_each_workers_peak() -> None:
     found = account(2)
     for worker, held in (("target-0", 50), ("draft-0", 7), ("target-0", 40), ("draft-1", 3)):
         found.on_peak_memory(worker, held)

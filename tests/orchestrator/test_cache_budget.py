@@ -24,12 +24,12 @@ def branches(bonus: int, kilobytes: int, final: bool = False) -> Branches:
 
 
 @pytest.fixture(autouse=True)
-def little(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "A_REQUEST", 10 << 10)
     monkeypatch.setattr(request, "IN_ALL", 15 << 10)
 
 
-def test_a_request_has_its_bound_and_all_have_theirs() -> None:
+def test_branches_are_limited_per_request_and_in_total() -> None:
     budget = CacheBudget()
     first, second = SpeculationCache(budget), SpeculationCache(budget)
     for cache in (first, second):
@@ -39,7 +39,7 @@ def test_a_request_has_its_bound_and_all_have_theirs() -> None:
     assert budget.held <= 15 << 10
 
 
-def test_what_a_round_or_a_request_held_is_given_back() -> None:
+def test_budget_is_freed_when_a_round_or_request_ends() -> None:
     budget = CacheBudget()
     first, second = SpeculationCache(budget), SpeculationCache(budget)
     first.add(branches(1, 8), "draft-0")
@@ -51,14 +51,14 @@ def test_what_a_round_or_a_request_held_is_given_back() -> None:
     assert budget.held == 0
 
 
-def test_who_was_dropped_has_finished_all_the_same() -> None:
+def test_drafter_with_dropped_branches_still_counts_as_finished() -> None:
     cache = SpeculationCache(CacheBudget())
     cache.start({"draft-0": 4})
     cache.add(branches(1, 100, final=True), "draft-0")
     assert cache.final and not cache._branches
 
 
-def test_a_text_is_the_same_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_unchanged_when_branches_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "A_REQUEST", 300)
     cluster = Cluster(TEXT, Script((TEXT,), (0.7,), (1.0,), 4096), ngrams=False)
     cluster.run(TEXT[:10], 100)

@@ -22,7 +22,7 @@ def write_config(folder, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def test_the_prompt_is_what_transformers_makes(model_folder):
+def test_prompt_equals_transformers_chat_template(model_folder):
     from transformers import AutoTokenizer
 
     write_config(model_folder, chat_template=TEMPLATE)
@@ -34,24 +34,24 @@ def test_the_prompt_is_what_transformers_makes(model_folder):
     assert ModelText(codec, chat_template(model_folder)).tokens(" hi <there> ") == tuple(expected)
 
 
-def test_no_template_no_chat(model_folder):
+def test_chat_template_is_none_without_a_template(model_folder):
     assert chat_template(model_folder) is None
 
 
-def test_the_jinja_file_goes_before_the_config(model_folder):
+def test_jinja_file_takes_precedence_over_config(model_folder):
     write_config(model_folder, chat_template="from config")
     assert chat_template(model_folder) == "from config"
     (model_folder / "chat_template.jinja").write_text("from file")
     assert chat_template(model_folder) == "from file"
 
 
-def test_of_several_templates_the_default_is_taken(model_folder):
+def test_default_is_chosen_among_several_templates(model_folder):
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     write_config(model_folder, chat_template=named)
     assert chat_template(model_folder) == "yes"
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% if %}", "{{ messages.append(1) }}"])
-def test_a_template_that_fails_or_reaches_out_is_a_sentence(template):
+def test_failing_or_unsafe_template_raises_model_error(template):
     with pytest.raises(ModelError, match="chat template failed"):
         render(template, [{"role": "user", "content": "hi"}], {})

@@ -44,16 +44,16 @@ def run(capsys):
     return call
 
 
-def test_exit_codes_tell_errors_apart():
+def test_each_error_type_has_its_own_exit_code():
     kinds = (InvalidRequest, ModelError, EndpointError, WorkerError, ProtocolError)
     assert len({kind.exit_code for kind in kinds} | {0, 1}) == len(kinds) + 2
 
 
-HERE = [command for command in COMMANDS if command not in PROGRAMS]
+OWN_COMMANDS = [command for command in COMMANDS if command not in PROGRAMS]
 
 
 @pytest.fixture(autouse=True)
-def become(monkeypatch):
+def executed(monkeypatch):
     """Commands that replace this process are caught: a test that became one would end the whole run unnoticed."""
     became = []
 
@@ -66,30 +66,30 @@ def become(monkeypatch):
 
 
 @pytest.mark.parametrize("command", PROGRAMS)
-def test_a_program_of_another_room_is_handed_its_arguments(run, become, command):
+def test_program_commands_receive_their_arguments(run, executed, command):
     assert run(command, "--help")[0] == 99
-    assert become[0][-3:] == ["-m", PROGRAMS[command], "--help"]
+    assert executed[0][-3:] == ["-m", PROGRAMS[command], "--help"]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere MLX's package brings its library")
 @pytest.mark.parametrize("command", ["convert", "bench", "doctor", "completion"])
-def test_without_mlx_s_library_the_remedy_is_told_before_anything_imports_it(run, monkeypatch, command):
+def test_missing_mlx_backend_is_reported_before_mlx_is_imported(run, monkeypatch, command):
     monkeypatch.setattr(system, "LIBRARY", Path("lib", "libnone.so"))
     code, out, err = run(command, *(["bash"] if command == "completion" else []))
     assert (code, out) == (InvalidRequest.exit_code, "") and err.count("\n") == 1
     assert err.startswith(f"outrider {command}: MLX has no backend installed") and "pip install '.[cpu]'" in err
 
 
-def test_a_worker_is_handed_its_models_and_its_endpoint(run, become, model_folder, endpoint):
+def test_worker_command_receives_models_and_endpoint(run, executed, model_folder, endpoint):
     folder = str(model_folder)
     with socket.socket(socket.AF_UNIX) as cluster:
         cluster.bind(endpoint.removeprefix("ipc://"))
         cluster.listen()
         code, _, _ = run("worker", "draft", "--connect", endpoint, "--model", folder, "--draft-model", folder)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # what the worker does when it can end in order
-    assert code == 99 and "outrider.draft_worker" in become[0] and "--parent-fd" not in become[0]
-    assert become[0][become[0].index("--endpoint") + 1] == endpoint
-    assert become[0][become[0].index("--model") + 1] == str(model_folder.resolve())
+    assert code == 99 and "outrider.draft_worker" in executed[0] and "--parent-fd" not in executed[0]
+    assert executed[0][executed[0].index("--endpoint") + 1] == endpoint
+    assert executed[0][executed[0].index("--model") + 1] == str(model_folder.resolve())
 
 
 def actions(text):
@@ -104,15 +104,15 @@ def actions(text):
     return entries
 
 
-LONG = [command for command in HERE if getattr(module_of(command), "COMMON", ())]
+COMMANDS_WITH_HELP_ALL = [command for command in OWN_COMMANDS if getattr(module_of(command), "COMMON", ())]
 
 
 @pytest.mark.parametrize("command", ["pairs", "completion", "doctor", "keys", "pull"])
-def test_help_all_is_taken_where_help_shows_all(run, command):
+def test_help_all_equals_help_where_help_shows_all_flags(run, command):
     assert run(command, "--help-all") == run(command, "--help")
 
 
-@pytest.mark.parametrize("command", LONG)
+@pytest.mark.parametrize("command", COMMANDS_WITH_HELP_ALL)
 def test_help_shows_some_flags_and_help_all_shows_all(run, command):
     few, every = run(command, "--help")[1], run(command, "--help-all")[1]
     assert f"outrider {command} --help-all shows all flags." in few
@@ -126,8 +126,8 @@ def test_help_shows_some_flags_and_help_all_shows_all(run, command):
     assert not [name for name, said in known.items() if said is not argparse.SUPPRESS and name not in every]
 
 
-@pytest.mark.parametrize("command", [command for command in HERE if command != "fleet"])
-def test_every_flag_says_what_it_does_and_its_default(run, command):
+@pytest.mark.parametrize("command", [command for command in OWN_COMMANDS if command != "fleet"])
+def test_every_flag_has_help_and_a_default(run, command):
     parser = Parser(prog="x")
     module_of(command).add_flags(parser)
     told = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
@@ -136,20 +136,20 @@ def test_every_flag_says_what_it_does_and_its_default(run, command):
     assert [action.option_strings[0] for action in valued if "(default" not in action.help] == []
 
 
-@pytest.mark.parametrize("command", HERE)
-def test_help_before_a_command_is_its_help(run, command):
+@pytest.mark.parametrize("command", OWN_COMMANDS)
+def test_help_command_prints_the_commands_help(run, command):
     assert run("help", command) == run(command, "--help")
     assert run("help") == run()
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], *([command, "--help"] for command in HERE)])
-def test_help_is_there(run, arguments):
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([command, "--help"] for command in OWN_COMMANDS)])
+def test_help_prints_usage_and_exits_with_zero(run, arguments):
     code, out, err = run(*arguments)
     assert code == 0 and "usage: outrider" in out and not err
 
 
-@pytest.mark.parametrize("arguments", [[], ["pairs"], *([command, "--help"] for command in HERE)])
-def test_what_is_printed_fits_80_columns(run, monkeypatch, arguments):
+@pytest.mark.parametrize("arguments", [[], ["pairs"], *([command, "--help"] for command in OWN_COMMANDS)])
+def test_output_fits_80_columns(run, monkeypatch, arguments):
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run(*arguments)
     assert not [line for line in out.splitlines() if len(line) > 80 and not line.strip("+ ").startswith(str(PACKAGE))]
@@ -163,7 +163,7 @@ def test_the_status_line_fits_80_columns(state):
     assert ("draft-0 starting" in line) is (state == "starting")
 
 
-def test_the_version_is_told(run):
+def test_version_is_printed(run):
     assert run("--version")[1].startswith("outrider ")
 
 
@@ -241,13 +241,13 @@ def test_the_version_is_told(run):
         (["verify"], 2, "nothing to verify; expected --json-file, or --prompt"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_its_code(run, arguments, code, words):
+def test_mistake_prints_one_sentence_and_exits_with_its_code(run, arguments, code, words):
     got, out, err = run(*arguments)
     assert (got, out) == (code, "") and words in err
     assert err.startswith("outrider") and len(err.strip().splitlines()) == 1 and "Traceback" not in err
 
 
-def test_generate_streams_text_alone_to_stdout(run, stand, codec):
+def test_generate_writes_only_text_to_stdout(run, stand, codec):
     stand.core.play = says(codec, "return 1\n")
     code, out, err = run("generate", "-p", "def f(", "--connect", stand.endpoint, "--seed", "5", "--stop", "zz")
     assert (code, out) == (0, "return 1\n\n")
@@ -255,7 +255,7 @@ def test_generate_streams_text_alone_to_stdout(run, stand, codec):
     assert stand.core.wait_for(Admit)[0].sampling == SamplingParams(seed=5, stop=("zz",))
 
 
-def test_json_is_one_object_with_the_promised_names(run, stand, codec):
+def test_json_output_is_one_object_with_documented_keys(run, stand, codec):
     stand.core.play = says(codec, "x = 'é'", "length")
     code, out, err = run("generate", "-p", "def f(", "--connect", stand.endpoint, "--json", "--seed", "5")
     found = json.loads(out)
@@ -274,7 +274,7 @@ def test_json_is_one_object_with_the_promised_names(run, stand, codec):
     assert found["chat_template"] is False, "this model has none"
 
 
-def test_json_says_that_a_template_was_used_where_the_model_has_one(run, stand, codec, monkeypatch):
+def test_json_reports_whether_a_chat_template_was_used(run, stand, codec, monkeypatch):
     monkeypatch.setattr("outrider.orchestrator.pairing.tokenizer.chat_template", lambda folder: "{{ messages }}")
     stand.core.play = says(codec, "x")
     for flags, expected in (((), True), (("--ignore-chat-template",), False)):
@@ -296,7 +296,7 @@ def test_the_prompt_may_be_an_argument(run, stand, codec, arguments):
         ("2000", "x", "Note: the text was cut off because the context is full ("),
     ],
 )
-def test_a_text_that_was_cut_off_says_so_and_why(run, stand, codec, limit, prompt, words):
+def test_cut_off_text_prints_a_note_with_the_reason(run, stand, codec, limit, prompt, words):
     tokens = codec.encode("def f(x): return 1", special=False)[:3]
     stand.core.play = lambda admit: [
         RequestBegan(admit.request, "ssd"),
@@ -309,7 +309,7 @@ def test_a_text_that_was_cut_off_says_so_and_why(run, stand, codec, limit, promp
     assert "cut off" not in run("generate", prompt, "--connect", stand.endpoint, "-m", "3")[2]
 
 
-def test_a_start_is_told_on_a_terminal_alone_on_one_line_that_is_wiped(capsys, monkeypatch):
+def test_start_progress_is_one_erased_line_on_terminals_only(capsys, monkeypatch):
     piped = Screen()
     piped.show("target: loading")
     piped.clear()
@@ -342,7 +342,7 @@ def test_a_prompt_may_begin_with_a_dash(run, stand, codec, monkeypatch, flag, te
     assert admit.sampling.stop == ("-y",)
 
 
-def test_flags_have_the_spellings_of_others(run, stand, codec):
+def test_common_flag_aliases_are_accepted(run, stand, codec):
     stand.core.play = says(codec, "x")
     run(
         "generate",
@@ -361,7 +361,7 @@ def test_flags_have_the_spellings_of_others(run, stand, codec):
     assert (sampling.temp, sampling.max_tokens, sampling.frequency_penalty) == (0.5, 9, -0.1)
 
 
-def test_a_server_that_says_no_is_an_exit_code(run, stand):
+def test_server_refusal_sets_the_exit_code(run, stand):
     code, out, err = run("generate", "-p", "x " * 3000, "--connect", stand.endpoint)
     assert (code, out) == (2, "") and "expected at most 1023" in err
 
@@ -390,7 +390,7 @@ def test_every_sampling_flag_reaches_the_core(run, stand, codec):
     assert (admit.mode, admit.num_draft_tokens, admit.branches) == ("sd", 2, 6)
 
 
-def test_pairs_lists_and_checks(run, model_folder):
+def test_pairs_lists_models_and_checks_a_pair(run, model_folder):
     code, out, _ = run("pairs")
     assert code == 0 and "Qwen3-0.6B" in out and "models/target" in out
     code, out, _ = run("pairs", str(model_folder), str(model_folder))
@@ -443,7 +443,7 @@ def test_verify_takes_model_prompt_and_sampling_from_the_file(run, codec, output
     assert claims == [(EMBEDDED_TARGET, codec.encode("def f("), tuple(found["token_ids"]), expected)]
 
 
-def test_a_grammar_and_log_probabilities_go_there_and_come_back(run, stand, codec, tmp_path, claims):
+def test_grammar_and_logprobs_round_trip_through_json(run, stand, codec, tmp_path, claims):
     tokens = codec.encode("12", special=False)
     rows = Logprobs(np.array([[t, t] for t in tokens], np.int32), np.full((len(tokens), 2), -0.25, np.float32))
     stand.core.play = lambda admit: [
@@ -466,7 +466,7 @@ def test_a_grammar_and_log_probabilities_go_there_and_come_back(run, stand, code
     assert run("generate", *wish, "--grammar", str(tmp_path / "none"))[0] == 2
 
 
-def test_flags_beside_the_file_take_its_place(run, codec, output, claims):
+def test_verify_flags_override_the_file(run, codec, output, claims):
     _, file = output
     run("verify", "--json-file", str(file), "--prompt", "def g(", "--temp", "0", "--seed", "6")
     assert claims[0][1] == codec.encode("def g(") and (claims[0][3].temp, claims[0][3].seed) == (0, 6)
@@ -481,7 +481,7 @@ def test_flags_beside_the_file_take_its_place(run, codec, output, claims):
         ({"finish_reason": "eos"}, "is eos, but it ends with length"),
     ],
 )
-def test_verify_finds_a_file_that_was_changed(run, output, claims, changes, fault):
+def test_verify_detects_a_changed_file(run, output, claims, changes, fault):
     found, file = output
     file.write_text(json.dumps({**found, **changes}))
     code, out, _ = run("verify", "--json-file", str(file))
@@ -498,14 +498,14 @@ def test_verify_finds_a_file_that_was_changed(run, output, claims, changes, faul
         {"sampling": {"temp": -1}}, {"prompt_tokens": None}, {"prompt": None}, {"model": 3}, {"prompt_tokens": 999},
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_output_is_a_sentence(run, output, claims, changes):
+def test_verify_refuses_a_file_that_is_not_an_output(run, output, claims, changes):
     found, file = output
     file.write_text(json.dumps({**found, **changes}))
     code, out, err = run("verify", "--json-file", str(file))
     assert (code, out) == (InvalidRequest.exit_code, "") and len(err.splitlines()) == 1 and "expected" in err
 
 
-def test_a_file_of_before_is_verified_with_its_flags(run, codec, output, claims):
+def test_verify_accepts_an_older_file_with_flags(run, codec, output, claims):
     found, file = output
     for name in ("prompt", "chat_template", "sampling"):
         del found[name]
@@ -522,7 +522,7 @@ def test_verify_reads_a_prompt_on_stdin_once(run, stand, codec, claims, monkeypa
     assert claims[0][1] == codec.encode("from stdin")
 
 
-def test_a_residual_text_cannot_be_proved_and_verify_says_so(run):
+def test_verify_refuses_residual_sampling(run):
     code, out, err = run("verify", "--prompt", "x", "--temp", "1", "--sampling", "residual")
     assert (code, out) == (InvalidRequest.exit_code, "")
     assert err == (

@@ -85,7 +85,7 @@ def as_prompt(*turns):
     return render(TEMPLATE, [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)], {})
 
 
-def test_every_turn_goes_with_all_that_was_said_before(served, talk, templated):
+def test_each_turn_sends_the_whole_conversation(served, talk, templated):
     served.core.play = says(served.codec, "yes")
     code, out, err = talk("one", "two", "/undo", "three", "/clear", "four", "/quit", "never said")
     assert code == 0 and out.count("yes\n") == 4 and err.count("tok/s") == 4
@@ -94,20 +94,20 @@ def test_every_turn_goes_with_all_that_was_said_before(served, talk, templated):
 
 
 @pytest.mark.parametrize("name", ["/quit", "/exit", "/bye"])
-def test_it_ends_by_the_name_that_any_chat_has_for_it(served, talk, templated, name):
+def test_quit_exit_and_bye_end_the_chat(served, talk, templated, name):
     served.core.play = says(served.codec, "yes")
     code, _, err = talk("one", name, "never said")
     assert code == 0 and "unknown command" not in err and len(prompts(served)) == 1
 
 
-def test_without_a_template_the_texts_are_one_and_it_is_said_so(served, talk):
+def test_without_a_template_turns_are_concatenated_with_a_note(served, talk):
     served.core.play = says(served.codec, "    return 1")
     _, _, err = talk("def f(x):", "print(", person=False)
     assert prompts(served) == [f"<|endoftext|>{text}" for text in ("def f(x):", "def f(x):    return 1\nprint(")]
     assert err.startswith("Note: this model has no chat template")
 
 
-def test_the_conversation_is_saved_and_taken_up_again(served, talk, templated, tmp_path):
+def test_conversation_is_saved_and_resumed(served, talk, templated, tmp_path):
     served.core.play = says(served.codec, "yes, é")
     file = tmp_path / "talk.json"
     talk("hello", f"/save {file}", flags=("--system-prompt", "Be brief."))
@@ -118,7 +118,7 @@ def test_the_conversation_is_saved_and_taken_up_again(served, talk, templated, t
     assert main(["chat", "--connect", served.endpoint, "--chat", str(file), "--system-prompt", "x"]) == 2
 
 
-def test_tokens_have_the_colours_of_their_origins_and_the_text_is_the_same(served, talk):
+def test_colors_show_token_origins_and_leave_the_text_unchanged(served, talk):
     tokens = served.codec.encode("def f(x): return 'é☃'\n", special=False)
     told = tuple(Origin(i % len(Origin)) for i in range(len(tokens)))
     served.core.play = lambda admit: [
@@ -140,13 +140,13 @@ def test_tokens_have_the_colours_of_their_origins_and_the_text_is_the_same(serve
     assert "Colours: " in err
 
 
-def test_without_colours_nothing_is_asked_and_nothing_painted(served, talk):
+def test_without_colors_origins_are_not_requested_or_shown(served, talk):
     served.core.play = says(served.codec, "yes")
     _, out, err = talk("x")
     assert not served.core.told[0].origins and "\x1b" not in out + err
 
 
-def test_an_interrupt_stops_the_answer_and_not_the_program(served, talk, templated, monkeypatch):
+def test_interrupt_stops_the_answer_but_not_the_chat(served, talk, templated, monkeypatch):
     def interrupted(admit):
         if len(prompts(served)) > 1:
             return says(served.codec, "done")(admit)
@@ -201,13 +201,13 @@ class Typist:
         os.close(self._ours)
 
     def until(self, words):
-        heard = b""
-        while words not in heard:
-            assert select.select([self._ours], [], [], 100)[0], f"silence, after {heard!r}"
+        received = b""
+        while words not in received:
+            assert select.select([self._ours], [], [], 100)[0], f"silence, after {received!r}"
             more = os.read(self._ours, 4096)
-            assert more, f"the end, after {heard!r}"
-            heard += more
-        return heard
+            assert more, f"the end, after {received!r}"
+            received += more
+        return received
 
     def types(self, keys):
         os.write(self._ours, keys)
@@ -226,7 +226,7 @@ class Typist:
         return termios.tcgetattr(self._ours)
 
 
-def test_a_signal_on_a_terminal_stops_the_answer_and_quit_ends(served, tmp_path):
+def test_sigint_on_a_terminal_stops_the_answer_and_quit_exits(served, tmp_path):
     """The target never gets to its end by itself."""
     half = served.codec.encode("half", special=False)
     served.core.play = lambda admit: [RequestBegan(admit.request, "ssd"), Committed(admit.request, half)]
@@ -240,7 +240,7 @@ def test_a_signal_on_a_terminal_stops_the_answer_and_quit_ends(served, tmp_path)
     assert served.core.wait_for(Stop)[0].reason == "cancelled"
 
 
-def test_a_message_may_have_lines_and_is_remembered(served, tmp_path):
+def test_multiline_messages_are_sent_and_kept_in_the_history(served, tmp_path):
     served.core.play = says(served.codec, "yes")
     with Typist(tmp_path, "--connect", served.endpoint) as typist:
         typist.until(READY)
@@ -262,7 +262,7 @@ def test_a_message_may_have_lines_and_is_remembered(served, tmp_path):
         assert typist.process.wait(200) == 128 + signal.SIGTERM and typist.attributes == typist.before
 
 
-def test_an_interrupt_while_the_server_starts_ends_all_of_it_without_a_word(tmp_path):
+def test_interrupt_during_server_start_ends_all_processes_quietly(tmp_path):
     with Typist(tmp_path) as typist:
         typist.until(b"target:")
         server = psutil.Process(typist.process.pid).children(recursive=True)
@@ -273,7 +273,7 @@ def test_an_interrupt_while_the_server_starts_ends_all_of_it_without_a_word(tmp_
         assert server and not psutil.wait_procs(server, 100)[1]
 
 
-def test_a_pipe_is_read_as_it_comes(served, talk):
+def test_piped_lines_are_sent_verbatim(served, talk):
     served.core.play = says(served.codec, "yes")
     talk('"""', "one\\", person=False)
     assert prompts(served) == ['<|endoftext|>"""', '<|endoftext|>"""yes\none\\']
@@ -291,11 +291,11 @@ def test_a_pipe_is_read_as_it_comes(served, talk):
         ('"""Doc."""\nimport os', '"""Doc."""\nimport os', False),
     ],
 )
-def test_a_block_is_its_text_and_no_command(typed, text, command):
+def test_quoted_block_is_text_and_not_a_command(typed, text, command):
     assert entry_of(typed) == UserInput(text, command)
 
 
-def test_a_full_context_is_said_and_the_oldest_message_makes_room(served, talk, templated):
+def test_full_context_is_reported_and_drops_the_oldest_message(served, talk, templated):
     served.core.play = says(served.codec, "yes", "length")
     code, _, err = talk("one", "two", "/clear", "three")
     assert code == 0
@@ -304,7 +304,7 @@ def test_a_full_context_is_said_and_the_oldest_message_makes_room(served, talk, 
     assert "oldest message and its answer were removed: one" in err
 
 
-def test_a_conversation_that_outgrew_the_context_goes_on_without_its_beginning(served, talk, templated):
+def test_too_long_conversation_continues_without_its_beginning(served, talk, templated):
     served.core.play = says(served.codec, "yes")
     first, second = "a " * 600, "b " * 600
     code, _, err = talk(first, second, "c " * 9999, "short")
@@ -314,18 +314,18 @@ def test_a_conversation_that_outgrew_the_context_goes_on_without_its_beginning(s
     assert prompts(served)[-1].endswith("<user>short\n<a>")
 
 
-def test_a_text_cut_at_its_limit_says_that(served, talk):
+def test_answer_cut_at_max_tokens_is_marked(served, talk):
     served.core.play = says(served.codec, "yes", "length")
     tokens = len(served.codec.encode("yes", special=False))
     assert "[cut off at --max-tokens | " in talk("x", flags=("-m", str(tokens)))[2]
 
 
-def test_undo_says_what_it_removed(served, talk):
+def test_undo_prints_the_removed_message(served, talk):
     served.core.play = says(served.codec, "yes")
     assert "Removed with its answer: first " + "word " * 10 in talk("first " + "word " * 50, "/undo")[2]
 
 
-class Dead:
+class DyingClient:
     """A client of a server that dies at each question."""
 
     def stream(self, *_, **__):
@@ -333,11 +333,11 @@ class Dead:
 
 
 @pytest.fixture
-def of_ones_own(served, monkeypatch, capsys):
+def chat_with_own_servers(served, monkeypatch, capsys):
     """`chat` with servers of its own, of which the first `dead` die; typed lines -> exit code, stdout, stderr."""
 
     def call(*lines, dead, person=True):
-        clients = iter([*(Dead() for _ in range(dead)), served.client()])
+        clients = iter([*(DyingClient() for _ in range(dead)), served.client()])
 
         @contextmanager
         def server(options, screen):
@@ -353,22 +353,22 @@ def of_ones_own(served, monkeypatch, capsys):
     return call
 
 
-def test_a_server_that_died_is_started_again_if_that_is_wanted(served, of_ones_own, templated):
+def test_dead_server_is_restarted_if_the_user_agrees(served, chat_with_own_servers, templated):
     served.core.play = says(served.codec, "yes")
-    code, out, err = of_ones_own("one", "", "y", "two", dead=2)
+    code, out, err = chat_with_own_servers("one", "", "y", "two", dead=2)
     assert code == 0 and out.count("yes") == 2 and err.count("Start the server again and continue? [Y/n]") == 2
     assert prompts(served) == [as_prompt("one"), as_prompt("one", "yes", "two")]
     assert err.count("/help lists") == 1
 
 
 @pytest.mark.parametrize("person", [True, False])
-def test_a_server_that_died_is_the_reason_to_quit(served, of_ones_own, person):
-    code, _, err = of_ones_own("one", "n", dead=1, person=person)
+def test_dead_server_ends_the_chat_unless_a_restart_is_accepted(served, chat_with_own_servers, person):
+    code, _, err = chat_with_own_servers("one", "n", dead=1, person=person)
     assert code == WorkerError.exit_code and err.endswith("outrider chat: the server died (signal 9)\n")
     assert ("[Y/n]" in err) is person and not served.core.told
 
 
-def test_an_interrupt_between_turns_ends_nothing(served, monkeypatch, capsys):
+def test_interrupt_at_the_prompt_does_not_end_the_chat(served, monkeypatch, capsys):
     lines = iter([KeyboardInterrupt, "x", EOFError])
 
     def typed(_prompt):
@@ -385,7 +385,7 @@ def test_an_interrupt_between_turns_ends_nothing(served, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("person", [True, False])
-def test_what_is_no_text_is_a_sentence_and_a_person_goes_on(served, monkeypatch, capsys, person):
+def test_invalid_utf8_is_reported_and_ends_only_piped_input(served, monkeypatch, capsys, person):
     served.core.play = says(served.codec, "yes")
     lines = iter([b"\xff", b"x"])
 
@@ -404,7 +404,7 @@ def test_what_is_no_text_is_a_sentence_and_a_person_goes_on(served, monkeypatch,
 
 
 @pytest.mark.parametrize("person", [True, False])
-def test_a_failure_is_told_and_a_person_goes_on(served, talk, templated, person):
+def test_failed_request_is_reported_and_ends_only_piped_input(served, talk, templated, person):
     def play(admit):
         if len(prompts(served)) > 1:
             return says(served.codec, "yes")(admit)
@@ -428,7 +428,7 @@ def test_a_failure_is_told_and_a_person_goes_on(served, talk, templated, person)
         ("", ""),
     ],
 )
-def test_a_command_asks_the_model_nothing(served, talk, line, words):
+def test_slash_commands_send_no_request(served, talk, line, words):
     code, _, err = talk(line)
     assert code == 0 and words in err and not served.core.told
 
@@ -437,7 +437,7 @@ def test_a_command_asks_the_model_nothing(served, talk, line, words):
     "text", ["", "{", "[]", "7", '[{"role": "user"}]', '[["user", "x"]]', '[{"role": 1, "content": "x"}]']
 )
 @pytest.mark.parametrize("command", ["chat", "generate"])
-def test_a_file_that_is_no_conversation_is_a_sentence(capsys, tmp_path, text, command):
+def test_invalid_conversation_file_prints_one_sentence(capsys, tmp_path, text, command):
     file = tmp_path / "talk.json"
     file.write_text(text)
     assert main([command, "--chat", str(file)]) == InvalidRequest.exit_code
@@ -445,7 +445,7 @@ def test_a_file_that_is_no_conversation_is_a_sentence(capsys, tmp_path, text, co
     assert told.out == "" and len(told.err.splitlines()) == 1 and "expected a JSON list" in told.err
 
 
-def test_generate_takes_a_conversation_and_verify_knows_it(served, templated, tmp_path, capsys, monkeypatch):
+def test_generate_continues_a_conversation_and_verify_accepts_it(served, templated, tmp_path, capsys, monkeypatch):
     served.core.play = says(served.codec, "yes", "length")
     file, output = tmp_path / "talk.json", tmp_path / "output.json"
     file.write_text(json.dumps([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]))
@@ -476,7 +476,7 @@ def test_generate_takes_a_conversation_and_verify_knows_it(served, templated, tm
         (("--preset", "greedy"), (0.0, 1.0, 0.0)),
     ],
 )
-def test_a_preset_is_settings_by_name_and_a_flag_goes_before_it(served, flags, expected):
+def test_preset_sets_sampling_and_flags_override_it(served, flags, expected):
     served.core.play = says(served.codec, "x")
     assert main(["generate", "-p", "x", "--connect", served.endpoint, *flags]) == 0
     sampling = served.core.told[0].sampling

@@ -66,7 +66,7 @@ def test_a_key_is_made_shown_allowed_listed_and_revoked(run: Run, tmp_path: Path
     assert run("keys", "make", "--force")[1] not in (made, "")
 
 
-def test_two_folders_are_two_identities(run: Run, tmp_path: Path) -> None:
+def test_each_keys_folder_has_its_own_identity(run: Run, tmp_path: Path) -> None:
     first, second = (run("keys", "make", "--keys", str(tmp_path / name))[1] for name in "ab")
     assert first != second and run("keys", "show", "--keys", str(tmp_path / "a"))[1] == first
     assert run("keys", "show")[0] == KeyFault.exit_code
@@ -99,7 +99,9 @@ def test_two_folders_are_two_identities(run: Run, tmp_path: Path) -> None:
         (["generate", "-p", "x", "--connect", "tcp://no-such-host.invalid:5", "--server-key", KEY], 8, "keys make"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_its_code(run: Run, arguments: list[str], code: int, words: str) -> None:
+def test_mistake_prints_one_sentence_and_exits_with_its_code(
+    run: Run, arguments: list[str], code: int, words: str
+) -> None:
     got, out, err = run(*arguments)
     assert (got, out) == (code, "") and words in err and len(err.splitlines()) == 1
 
@@ -120,7 +122,7 @@ class Served:
         self.context.term()
 
 
-def test_a_drafter_knocks_before_it_loads_and_is_handed_its_keys(run: Run, tmp_path: Path, model_folder: Path) -> None:
+def test_drafter_checks_its_key_with_the_server_before_loading(run: Run, tmp_path: Path, model_folder: Path) -> None:
     served = Served(tmp_path / "server")
     own, join = run("keys", "make")[1].strip(), ("worker", "draft", "--connect", served.bound.endpoint)
     try:
@@ -139,7 +141,7 @@ def test_a_drafter_knocks_before_it_loads_and_is_handed_its_keys(run: Run, tmp_p
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # what the worker does when it can end in order
 
 
-def test_a_host_that_is_found_nowhere_is_told_by_clients(run: Run) -> None:
+def test_client_reports_an_unknown_host(run: Run) -> None:
     run("keys", "make")
     code, out, err = run("generate", "-p", "x", "--connect", "tcp://no-such-host.invalid:5", "--server-key", KEY)
     assert (code, out) == (4, "") and "the host no-such-host.invalid can't be found" in err

@@ -30,7 +30,7 @@ def outrider(*arguments, shell="", before="", **environment):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["pairs"], ["generate", "--help"]])
-def test_an_output_that_is_full_is_a_sentence(arguments, unbuffered):
+def test_full_output_device_prints_one_sentence(arguments, unbuffered):
     done = outrider(*arguments, shell=">/dev/full", PYTHONUNBUFFERED=unbuffered)
     if unbuffered and "--help" in arguments:
         assert done.stderr == b""  # argparse itself bears it
@@ -40,27 +40,27 @@ def test_an_output_that_is_full_is_a_sentence(arguments, unbuffered):
         assert done.stderr.count(b"\n") == 1
 
 
-def test_a_reader_that_has_enough_is_no_error():
+def test_closed_pipe_reader_is_not_an_error():
     done = outrider("pairs", shell="| head -n 1")
     assert done.stdout.count(b"\n") == 1 and done.stderr == b""
 
 
 @pytest.mark.parametrize("shell", ["2>&-", "2>&- <&-", ">&- 2>&- <&-", "2>/dev/full"])
-def test_closed_streams_are_no_reason_to_fail(shell):
+def test_closed_standard_streams_do_not_fail_the_command(shell):
     done = outrider("pairs", shell=shell)
     assert done.returncode == 0 and done.stderr == b""
     assert ("models/target" in done.stdout.decode()) is (">&- 2" not in shell)
     assert outrider("generate", "-p", "", shell=shell).returncode == 2
 
 
-def test_a_server_is_heard_through_closed_streams(stand, codec):
+def test_generate_works_with_closed_standard_streams(stand, codec):
     """No socket has got the number of a stream, and a text goes to stdout alone."""
     stand.core.play = says(codec, "x = 1")
     done = outrider("generate", "-p", "x", "--connect", stand.endpoint, shell="2>&- <&-")
     assert (done.returncode, done.stdout, done.stderr) == (0, b"x = 1\n", b"")
 
 
-def test_what_an_ascii_terminal_cannot_show_is_no_error(stand, codec):
+def test_ascii_terminal_replaces_unprintable_characters(stand, codec):
     stand.core.play = says(codec, "x = 'é'")
     ask = ("generate", "-p", "x", "--connect", stand.endpoint)
     done = outrider(*ask, PYTHONIOENCODING="ascii")
@@ -82,7 +82,7 @@ sys.exit(main(sys.argv[2:]))
 
 
 @pytest.mark.parametrize("module", ["numpy", "zmq", "outrider.orchestrator.cli.generate"])
-def test_an_interrupt_during_an_import_is_an_end_without_a_word(module):
+def test_interrupt_during_an_import_exits_quietly(module):
     command = python("-c", INTERRUPTED_IMPORT, module, "generate", "-p", "x", "--connect", "ipc:///no/such")
     done = subprocess.run(command, env=child_environment(), capture_output=True, timeout=LIMIT)
     assert (done.stdout, done.stderr) == (b"", b"") and done.returncode in (-signal.SIGINT, 130)
@@ -107,7 +107,7 @@ with ended_in_order():
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", -signal.SIGINT)])
-def test_a_signal_while_a_finalizer_runs_waits_for_its_end_and_is_not_lost(name, code):
+def test_signal_during_a_finalizer_takes_effect_after_it(name, code):
     done = subprocess.run(
         python("-c", ENDED_IN_A_FINALIZER, name), env=child_environment(), capture_output=True, timeout=LIMIT
     )
@@ -125,7 +125,7 @@ def corrupt(folder):
     not sys.platform.startswith("linux"), reason="/dev/full and limits of the address space are Linux's"
 )
 @pytest.mark.parametrize("case", ["corrupt weights", "little memory", "full trace"])
-def test_a_start_that_fails_is_one_sentence(case, tmp_path):
+def test_failed_start_prints_one_sentence(case, tmp_path):
     model = ["--model", corrupt(tmp_path / "model")] if case == "corrupt weights" else []
     trace = ["--trace", "/dev/full"] if case == "full trace" else []
     before = "ulimit -v 500000;" if case == "little memory" else ""

@@ -31,7 +31,7 @@ from tests.orchestrator.stand import says
 SILENCE = 0.3
 
 
-def test_what_may_be_wished_for_is_checked_and_told():
+def test_generate_options_match_request_fields_and_are_documented():
     """`rounds` is an argument of its own."""
     wishes, told = list(get_type_hints(GenerateOptions)), Client.generate.__doc__ or ""
     assert sorted([*wishes, "rounds"]) == sorted(CHECKS)
@@ -46,7 +46,7 @@ def begins(codec):
     ]
 
 
-def test_the_facade_has_the_same_names():
+def test_outrider_exports_the_orchestrators_names():
     for name in outrider.__all__:
         assert getattr(outrider, name) is getattr(__import__("orchestrator"), name)
     assert isinstance(outrider.__version__, str)
@@ -57,7 +57,7 @@ def test_the_facade_has_the_same_names():
 @pytest.mark.parametrize(
     "prompt", [(5, 6), [5, 6], range(5, 7), [np.int64(5), 6], np.array([5, 6]), np.array([5, 6], np.uint64)]
 )
-def test_tokens_may_be_the_prompt(stand, codec, prompt):
+def test_prompt_may_be_token_ids(stand, codec, prompt):
     stand.core.play = says(codec, "x")
     assert stand.client().generate(prompt).prompt_tokens == 2
     assert stand.core.wait_for(Admit)[0].tokens == (5, 6)
@@ -92,7 +92,7 @@ def test_bad_input_is_refused_before_it_is_sent(changes, words):
 
 @pytest.mark.parametrize("make", [Client, AsyncClient])
 @pytest.mark.parametrize("endpoint", ["nonsense", "tcp://127.0.0.1", "ipc://" + "x" * 200, "tcp://*:5"])
-def test_an_endpoint_that_is_none_is_a_sentence(make, endpoint):
+def test_invalid_endpoint_raises_endpoint_error(make, endpoint):
     with pytest.raises(EndpointError):
         result = make(endpoint).stats()
         if asyncio.iscoroutine(result):
@@ -100,7 +100,7 @@ def test_an_endpoint_that_is_none_is_a_sentence(make, endpoint):
 
 
 @pytest.mark.parametrize("make", [Client, AsyncClient])
-def test_a_socket_that_is_not_there_is_known_before_anything_is_waited_for(make, tmp_path, monkeypatch):
+def test_missing_server_socket_fails_without_waiting(make, tmp_path, monkeypatch):
     monkeypatch.setattr(Patience, "on_silence", lambda self: pytest.fail("it waited"))
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(tmp_path / "dead"))
@@ -122,12 +122,12 @@ def mute():
         yield directory.endpoint("mute")
 
 
-def test_nobody_who_answers_is_an_error_and_no_hang(mute):
+def test_silent_server_raises_after_the_timeout(mute):
     with pytest.raises(EndpointError, match=r"nothing answers at .*expected a running `outrider serve`"):
         Client(mute, timeout=SILENCE).generate("x")
 
 
-def test_patience_ends_when_a_question_was_not_answered_for_too_long(mute):
+def test_patience_ends_after_too_many_unanswered_queries(mute):
     """Counted in questions: a client that was stopped has not asked meanwhile."""
     patience = Patience(mute, 10.0)
     for _ in range(3):
@@ -141,7 +141,7 @@ def test_patience_ends_when_a_question_was_not_answered_for_too_long(mute):
 
 
 @pytest.mark.parametrize("make", [LocalCluster.client, LocalCluster.async_client])
-def test_a_cluster_of_ones_own_is_waited_for_as_long_as_it_lives(mute, make):
+def test_local_cluster_is_waited_for_while_it_lives(mute, make):
     """Silent for an hour on a machine with too much to do, then ended."""
     cluster = object.__new__(LocalCluster)
     cluster.own_endpoint, ended = mute, [None]
@@ -158,7 +158,7 @@ def test_a_cluster_of_ones_own_is_waited_for_as_long_as_it_lives(mute, make):
             impatient.on_silence()
 
 
-def test_a_far_server_that_shakes_no_hands_has_as_much_time_as_any(monkeypatch):
+def test_remote_server_without_handshake_gets_the_full_timeout(monkeypatch):
     """It may have been stopped: only a key that is refused ends the patience at once."""
     monkeypatch.setattr("outrider.protocol.endpoints.SECONDS", 0.01)
     monkeypatch.setattr("outrider.orchestrator.client.client.probe", partial(probe, seconds=0.01))
@@ -172,12 +172,12 @@ def test_a_far_server_that_shakes_no_hands_has_as_much_time_as_any(monkeypatch):
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "long", None])
 @pytest.mark.parametrize("make", [Client, AsyncClient])
-def test_a_timeout_is_a_time(make, timeout):
+def test_invalid_timeout_is_refused(make, timeout):
     with pytest.raises(InvalidRequest, match="timeout is"):
         make("ipc:///tmp/x", timeout)
 
 
-def test_a_server_that_is_only_busy_is_heard(stand, codec, monkeypatch):
+def test_busy_server_does_not_time_out(stand, codec, monkeypatch):
     """The core is silent; the front's answers to the client's questions show that the server lives."""
     heard = threading.Semaphore(0)
     monkeypatch.setattr("outrider.orchestrator.client.client.ASK_AFTER_SECONDS", 0.02)
@@ -195,7 +195,7 @@ def test_a_server_that_is_only_busy_is_heard(stand, codec, monkeypatch):
     assert results[0].text == "late"
 
 
-def test_a_server_known_to_be_gone_is_told_at_once(stand):
+def test_server_known_to_be_gone_fails_at_once(stand):
     def gone():
         raise WorkerError("it ended")
 
@@ -203,7 +203,7 @@ def test_a_server_known_to_be_gone_is_told_at_once(stand):
         Client(stand.endpoint, alive=gone).generate("x")
 
 
-def test_the_result_is_asked_for_at_the_end_only(stand, codec):
+def test_result_of_an_unfinished_stream_raises(stand, codec):
     stand.core.play = begins(codec)
     stream = stand.client().stream("x")
     for _ in stream:
@@ -213,7 +213,7 @@ def test_the_result_is_asked_for_at_the_end_only(stand, codec):
 
 
 @pytest.mark.parametrize("leave", [True, False])
-def test_a_stream_is_read_once(stand, codec, leave):
+def test_stream_can_be_read_only_once(stand, codec, leave):
     stand.core.play = says(codec, "a b c")
     stream = stand.client().stream("x")
     for _ in stream:
@@ -226,7 +226,7 @@ def test_a_stream_is_read_once(stand, codec, leave):
         assert stream.result.text == "a b c"
 
 
-def test_an_async_stream_is_read_once(stand, codec):
+def test_async_stream_can_be_read_only_once(stand, codec):
     stand.core.play = says(codec, "a b c")
 
     async def ask():
@@ -240,7 +240,7 @@ def test_an_async_stream_is_read_once(stand, codec):
     assert asyncio.run(ask()).text == "a b c"
 
 
-def test_numbers_and_words_may_be_numpys(stand, codec):
+def test_numpy_scalars_are_accepted(stand, codec):
     stand.core.play = says(codec, "x")
     sampling = SamplingParams(max_tokens=np.int64(9), temp=np.float32(0.5), stop=["zz"], logit_bias={np.int32(11): -5})
     stand.client().generate(
@@ -270,7 +270,7 @@ def test_one_client_serves_several_threads(make_stand, codec):
 # --- asyncio ------------------------------------------------------------------------------------------------------
 
 
-def test_the_async_client_gives_the_same(stand, codec):
+def test_async_client_streams_and_generates_the_same_text(stand, codec):
     stand.core.play = says(codec, "a b c")
 
     async def ask():
@@ -297,7 +297,7 @@ def test_many_async_requests_run_at_once(make_stand, codec):
 
 
 @pytest.mark.parametrize("leave", ["break", "cancel"])
-def test_leaving_an_async_loop_cancels(stand, codec, leave):
+def test_leaving_an_async_stream_cancels_the_request(stand, codec, leave):
     stand.core.play = begins(codec)
 
     async def ask():
@@ -322,7 +322,7 @@ def test_leaving_an_async_loop_cancels(stand, codec, leave):
 # --- results ------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_may_be_followed_instead(stand, codec):
+def test_follow_passes_all_chunks_to_the_listener(stand, codec):
     stand.core.play = says(codec, "a b c")
 
     async def ask():
@@ -338,7 +338,7 @@ def test_a_stream_may_be_followed_instead(stand, codec):
     assert asyncio.run(ask()) == "a b c"
 
 
-def test_who_follows_hears_of_what_its_listener_raised_and_the_text_is_cancelled(stand, codec):
+def test_listener_error_is_raised_and_cancels_the_request(stand, codec):
     stand.core.play = begins(codec)
 
     def listener(chunk):
@@ -349,7 +349,7 @@ def test_who_follows_hears_of_what_its_listener_raised_and_the_text_is_cancelled
     stand.core.wait_for(Stop)
 
 
-def test_the_summary_has_mlx_lms_lines_and_one_for_speculation():
+def test_summary_has_mlx_lm_lines_and_a_speculation_line():
     timings = Timings(
         prompt_n=10, prompt_ms=20.0, predicted_n=60, predicted_per_second=123.456, rounds=20, draft_n=80,
         draft_n_accepted=40, draft_rounds=20, cache_hits=15, cache_misses=5,
@@ -362,12 +362,12 @@ def test_the_summary_has_mlx_lms_lines_and_one_for_speculation():
     ]
 
 
-def test_the_summary_of_a_run_without_speculation_says_off():
+def test_summary_without_speculation_says_off():
     result = GenerationResult("", (), "eos", Timings(rounds=9), 0, "ar", 1, "m", "d", ("mode ar was asked for",))
     assert result.summary().splitlines()[-2:] == ["Speculation: off", "Note: mode ar was asked for"]
 
 
-def test_a_mode_that_drafts_is_not_called_off_where_nothing_was_drafted():
+def test_summary_of_a_drafting_mode_without_drafts_does_not_say_off():
     result = GenerationResult("", (), "eos", Timings(rounds=4), 0, "auto", 1, "m", "d", ("auto: ssd",))
     assert "Speculation: nothing was drafted in 3 rounds" in result.summary()
 
@@ -376,7 +376,7 @@ def test_a_mode_that_drafts_is_not_called_off_where_nothing_was_drafted():
     ("cached", "read", "words"),
     [(0, 1, "Prompt: 1 token, "), (0, 2000, "Prompt: 2,000 tokens, "), (9, 1, "Prompt: 10 tokens (9 cached, 1 read)")],
 )
-def test_the_summary_counts_in_english_and_tells_cached_from_read(cached, read, words):
+def test_summary_uses_correct_plurals_and_shows_cached_prompt_tokens(cached, read, words):
     timings = Timings(prompt_n=read, cache_n=cached, prompt_ms=2.0, predicted_n=1, rounds=2, draft_n=1, cache_hits=1)
     lines = GenerationResult("", (), "eos", timings, 0, "ssd", 10, "m", "d").summary().splitlines()
     assert lines[0].startswith(words) and lines[1].startswith("Generation: 1 token, ")
@@ -386,12 +386,12 @@ def test_the_summary_counts_in_english_and_tells_cached_from_read(cached, read, 
 # --- as Python has it -----------------------------------------------------------------------------------------------
 
 
-def test_the_module_shows_its_api_and_nothing_else():
+def test_dir_of_outrider_lists_only_its_api():
     assert dir(outrider) == sorted([*outrider.__all__, "__version__"])
     assert issubclass(outrider.ServerStopped, outrider.WorkerError) and issubclass(outrider.KeyFault, Exception)
 
 
-def test_sampling_keywords_are_taken_beside_the_prompt(stand, codec):
+def test_sampling_keywords_are_accepted_by_generate(stand, codec):
     stand.core.play = says(codec, "x")
     stand.client().generate("x", max_tokens=10, temperature=0.5, stop="zz")
     stand.client().generate("x", SamplingParams(temp=0.25, top_p=0.5), max_tokens=11)
@@ -406,7 +406,7 @@ def test_sampling_keywords_are_taken_beside_the_prompt(stand, codec):
     assert (asked[0].stop, asked[1].top_p, asked[2].seed) == (("zz",), 0.5, 4)
 
 
-def test_the_sampling_keywords_are_the_fields():
+def test_sampling_keywords_match_sampling_params_fields():
     names = {field.name for field in fields(SamplingParams)} | {"temperature"}
     assert set(get_type_hints(SamplingFields)) == names
 
@@ -425,14 +425,14 @@ def _called_wrongly():
 
 
 @pytest.mark.parametrize("call, function, meant", list(_called_wrongly()))
-def test_a_wrong_keyword_names_the_function_that_was_called(call, function, meant):
+def test_unknown_keyword_error_names_the_called_function(call, function, meant):
     with pytest.raises(TypeError) as told:
         call()
     assert str(told.value).startswith(f"{function}() got an unexpected keyword argument")
     assert meant is None or str(told.value).endswith(f"did you mean {meant!r}?")
 
 
-def test_a_closed_stream_cancels_and_says_so(stand, codec):
+def test_closing_a_stream_cancels_the_request(stand, codec):
     stand.core.play = begins(codec)
     stream = stand.client().stream("x")
     reading = iter(stream)
@@ -449,7 +449,7 @@ def test_a_closed_stream_cancels_and_says_so(stand, codec):
 
 
 @pytest.mark.parametrize("brings", ["chunks", "nothing"])
-def test_a_stream_that_another_thread_reads_may_be_closed(stand, codec, monkeypatch, brings):
+def test_stream_read_by_another_thread_can_be_closed(stand, codec, monkeypatch, brings):
     monkeypatch.setattr("outrider.orchestrator.client.client.ASK_AFTER_SECONDS", 0.02)
     stand.core.play = begins(codec) if brings == "chunks" else lambda admit: [RequestBegan(admit.request, "ssd")]
     stream, left = stand.client().stream("x"), threading.Event()
@@ -461,7 +461,7 @@ def test_a_stream_that_another_thread_reads_may_be_closed(stand, codec, monkeypa
     assert not thread.is_alive() and stand.core.wait_for(Stop)
 
 
-def test_a_program_that_ends_in_the_middle_of_a_stream_cancels_without_a_word(stand, codec):
+def test_exiting_during_a_stream_cancels_the_request_quietly(stand, codec):
     stand.core.play = begins(codec)
     program = (
         f"import outrider; reading = iter(outrider.Client({stand.endpoint!r}).stream('x')); next(reading)\n"
@@ -472,7 +472,7 @@ def test_a_program_that_ends_in_the_middle_of_a_stream_cancels_without_a_word(st
     assert stand.core.wait_for(Stop)
 
 
-def test_leaving_a_client_closes_what_it_streams(stand, codec):
+def test_leaving_a_client_context_closes_its_streams(stand, codec):
     stand.core.play = begins(codec)
     with stand.client() as client:
         reading = iter(client.stream("x"))
@@ -490,7 +490,7 @@ def test_leaving_a_client_closes_what_it_streams(stand, codec):
 
 
 @pytest.mark.parametrize("by", ["stream", "client", "task"])
-def test_an_async_stream_may_be_closed(stand, codec, by):
+def test_async_stream_can_be_closed(stand, codec, by):
     stand.core.play = begins(codec)
 
     async def ask():
@@ -518,7 +518,7 @@ def test_an_async_stream_may_be_closed(stand, codec, by):
     assert stand.core.wait_for(Stop)[0].reason == "cancelled"
 
 
-def test_what_is_printed_says_something(stand, codec):
+def test_reprs_are_informative(stand, codec):
     stand.core.play = says(codec, "a b")
     result = stand.client().generate("x", seed=3)
     assert repr(result).startswith("GenerationResult(text='a b', finish_reason='eos', seed=3, ")

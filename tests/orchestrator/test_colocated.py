@@ -36,7 +36,7 @@ class Target(HonestWorkers):
     target_abilities = Abilities(drafters=(InProcessDrafter("draft"),))
 
     def __init__(self, accepted: int, ngrams: bool = False) -> None:
-        self.told: list[Any] = []
+        self.sent: list[Any] = []
         self.events: list[Any] = []
         self.accepted = accepted
         settings = round_settings(4, 8, ngrams=ngrams)
@@ -51,7 +51,7 @@ class Target(HonestWorkers):
         return set()
 
     def send_target(self, message: Any) -> None:
-        self.told.append(message)
+        self.sent.append(message)
 
     def send_worker(self, name: str, message: Any) -> None:
         raise AssertionError("there is none")
@@ -62,14 +62,14 @@ class Target(HonestWorkers):
     def run(
         self, max_tokens: int, mode: str = "sd", eos: frozenset[int] = frozenset(), origins: bool = False
     ) -> RequestEnded:
-        self.told.clear()
+        self.sent.clear()
         sampling = SamplingParams(max_tokens=max_tokens)
         self.rounds.begin(Admit("r", (1, 2, 3), sampling, mode, eos, origins=origins), self._now)
         self._answer(0, 3, 0, 0)
         for _ in range(1000):
             if not self.rounds.active:
                 return next(event for event in reversed(self.events) if isinstance(event, RequestEnded))
-            self._rounds_of([message for message in self.told if isinstance(message, Verify)][-1])
+            self._rounds_of([message for message in self.sent if isinstance(message, Verify)][-1])
         raise TimeoutError("the request hangs")
 
     def _rounds_of(self, verify: Verify) -> None:
@@ -80,13 +80,13 @@ class Target(HonestWorkers):
         )
         more = True
         while more:
-            halted = isinstance(self.told[-1], Halt)
+            halted = isinstance(self.sent[-1], Halt)
             depth = min(verify.draft.depth, room - 1) if verify.draft else len(verify.chain)
             accepted = min(self.accepted, depth) if verify.draft else 0
             more = verify.autonomous and not halted and room > accepted + 1
             self._answer(number, base_len, depth, accepted, bool(verify.draft), Coupled() if more else None)
             base_len, number, room = base_len + accepted + 1, number + 1, room - accepted - 1
-            if isinstance(self.told[-1], Close):
+            if isinstance(self.sent[-1], Close):
                 return
 
     def _answer(
@@ -117,15 +117,15 @@ class Recorded(Trace):
         self.names.append((track, name))
 
 
-def test_one_verify_asks_for_the_whole_request_and_says_how_much_room_there_is() -> None:
+def test_one_verify_covers_the_whole_request_with_its_token_limit() -> None:
     target = Target(accepted=2)
     target.run(60)
-    (verify,) = [message for message in target.told if isinstance(message, Verify)]
+    (verify,) = [message for message in target.sent if isinstance(message, Verify)]
     assert verify.proposal == Autonomous(59, verify.draft) and verify.draft is not None and verify.draft.depth == 4
 
 
 @pytest.mark.parametrize(("max_tokens", "rounds"), [(61, 20), (62, 21), (63, 21)])
-def test_chains_are_counted_as_they_were_drafted(max_tokens: int, rounds: int) -> None:
+def test_drafted_and_accepted_tokens_are_counted(max_tokens: int, rounds: int) -> None:
     """Three tokens a round after the first token; the last round is cut to what was asked for."""
     times = Target(accepted=2).run(max_tokens).timings
     assert times.predicted_n == max_tokens
@@ -138,7 +138,7 @@ def test_chains_are_counted_as_they_were_drafted(max_tokens: int, rounds: int) -
     assert (times.cache_hits, times.cache_misses, times.draft_waits) == (0, 0, 0)
 
 
-def test_a_chain_of_its_own_drafter_is_drafted_just_in_time() -> None:
+def test_in_process_chain_tokens_have_origin_drafted() -> None:
     target = Target(accepted=2)
     times = target.run(61, origins=True).timings
     found = [o for event in target.events if isinstance(event, Committed) for o in event.origins or ()]
@@ -154,7 +154,7 @@ def test_tokens_past_the_end_are_not_counted() -> None:
     assert (ended.timings.draft_n, ended.timings.draft_n_accepted) == (3, 3)
 
 
-def test_drafting_and_verifying_are_learned_apart() -> None:
+def test_draft_and_verify_costs_are_learned_separately() -> None:
     target = Target(accepted=2)
     target.run(60)
     estimates = target.rounds._planner.estimates
@@ -164,22 +164,22 @@ def test_drafting_and_verifying_are_learned_apart() -> None:
     assert holding.rate(0) > 0.9 > 0.4 > holding.rate(2)
 
 
-def test_time_of_verifying_is_the_verifys_alone() -> None:
+def test_verify_time_excludes_drafting() -> None:
     times = Target(accepted=4).run(51).timings
     assert (times.verify_ms, times.idle_ms) == (10 * 14.0, 10 * 8.0)
 
 
-def test_auto_chooses_between_plain_decoding_and_own_chains() -> None:
+def test_auto_chooses_between_plain_decoding_and_in_process_chains() -> None:
     good, bad = Target(accepted=4), Target(accepted=0)
     for target in (good, bad):
         for _ in range(12):
             target.run(100, "auto")
-    drafts = [message.draft for message in good.told if isinstance(message, Verify)]
+    drafts = [message.draft for message in good.sent if isinstance(message, Verify)]
     assert sum(draft is not None for draft in drafts) > 0.8 * len(drafts)
-    assert sum(message.draft is not None for message in bad.told if isinstance(message, Verify)) <= 1
+    assert sum(message.draft is not None for message in bad.sent if isinstance(message, Verify)) <= 1
 
 
-def test_each_chain_is_in_the_trace_with_its_drafting() -> None:
+def test_trace_has_each_chain_with_its_drafting() -> None:
     target = Target(accepted=2)
     target.run(59)
     tracks = [track for track, name in target.trace.names if name == "chain"]

@@ -52,7 +52,7 @@ def script(tmp_path_factory):
     return written
 
 
-def told(script, *command: str) -> set[str]:
+def completions(script, *command: str) -> set[str]:
     done = subprocess.run(command, capture_output=True, text=True, cwd=script.parent, timeout=200)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return {line.partition("\t")[0] for line in done.stdout.splitlines() if line}
@@ -61,17 +61,17 @@ def told(script, *command: str) -> set[str]:
 def test_bash_completes(script):
     path = script("bash")
     for line, words in CASES.items():
-        assert {word.rstrip("/") for word in told(path, "bash", "-c", BASH, "bash", str(path), line)} == {
+        assert {word.rstrip("/") for word in completions(path, "bash", "-c", BASH, "bash", str(path), line)} == {
             word.rstrip("/") for word in words
         }, line
-    assert told(path, "bash", "-c", BASH, "bash", str(path), "outrider ") >= set(COMMANDS)
+    assert completions(path, "bash", "-c", BASH, "bash", str(path), "outrider ") >= set(COMMANDS)
 
 
 @needs("fish")
 def test_fish_completes(script):
     path = script("fish")
     for line, words in CASES.items():
-        assert told(path, "fish", "--no-config", "-c", f"source {path}; complete -C '{line}'") == words, line
+        assert completions(path, "fish", "--no-config", "-c", f"source {path}; complete -C '{line}'") == words, line
 
 
 @needs("zsh")
@@ -107,13 +107,13 @@ def typed(path, line: str) -> str:
 
 
 @pytest.mark.parametrize("given", [["completion"], ["completion", "csh"]])
-def test_no_such_shell_is_one_sentence(capsys, given):
+def test_missing_or_unknown_shell_prints_one_sentence(capsys, given):
     with pytest.raises(SystemExit):
         main(given)
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_every_command_is_known_to_the_shells():
+def test_completion_knows_every_command():
     from outrider.orchestrator.cli.completion import whole_parser
 
     (commands,) = (action for action in whole_parser()._actions if action.dest == "command")

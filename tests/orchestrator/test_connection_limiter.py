@@ -16,13 +16,13 @@ MOST = 8
 
 
 class Visitors:
-    """Connections to a door, and the thread that would watch it."""
+    """Connections to a limiter, and the thread that would watch it."""
 
     def __init__(self, endpoint: str) -> None:
         self.path = endpoint.removeprefix("ipc://")
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.door = RouterSocket(self.context, endpoint, MOST, unsent=100, unread=100)
-        self.server = self.door.socket
+        self.limiter = RouterSocket(self.context, endpoint, MOST, unsent=100, unread=100)
+        self.server = self.limiter.socket
 
     def come(self, many: int) -> list[socket.socket]:
         return [self._one(socket.AF_UNIX, self.path) for _ in range(many)]
@@ -40,24 +40,24 @@ class Visitors:
         return one
 
     def settle(self) -> None:
-        while self.door.monitor.poll(50):
-            self.door.watch()
+        while self.limiter.monitor.poll(50):
+            self.limiter.watch()
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Watches the door until this holds."""
+        """Watches the limiter until this holds."""
         while not holds():
             self.settle()
 
-    def hear(self) -> bytes:
+    def receive(self) -> bytes:
         self.until(lambda: bool(self.server.poll(50)))
         return self.server.recv_multipart()[1]
 
     @property
     def inside(self) -> int:
-        return sum(len(door.inside) for door in self.door.endpoints)
+        return sum(len(limiter.inside) for limiter in self.limiter.endpoints)
 
     def close(self) -> None:
-        self.door.close()
+        self.limiter.close()
         self.context.destroy(linger=0)
 
 
@@ -73,28 +73,26 @@ def leave() -> Iterator[Callable[..., None]]:
     yield lambda *leaving: [one.close() for one in leaving] and None
 
 
-def test_more_than_its_places_are_never_inside_and_all_come_in_in_the_end(
-    visitors: Visitors, leave: Callable[..., None]
-) -> None:
+def test_connections_never_exceed_the_limit_and_all_are_served(visitors: Visitors, leave: Callable[..., None]) -> None:
     with ExitStack() as stack:
         came = [stack.enter_context(one) for one in visitors.come(3 * MOST)]
-        assert visitors.inside == MOST and visitors.door.crowded
+        assert visitors.inside == MOST and visitors.limiter.crowded
         for first in range(0, 2 * MOST, 2):
             leave(*came[first : first + 2])
             visitors.settle()
             visitors.come(0)
             assert visitors.inside <= MOST
-    visitors.until(lambda: visitors.inside == 0 and not visitors.door.crowded)
+    visitors.until(lambda: visitors.inside == 0 and not visitors.limiter.crowded)
 
 
-def test_who_is_inside_is_heard_while_the_door_is_shut(visitors: Visitors, endpoint: str) -> None:
+def test_connected_peer_is_served_while_the_limit_is_reached(visitors: Visitors, endpoint: str) -> None:
     friend, late = (visitors.context.socket(zmq.DEALER) for _ in range(2))
     friend.connect(endpoint)
     visitors.settle()
     with ExitStack() as stack:
         came = [stack.enter_context(one) for one in visitors.come(2 * MOST)]
         friend.send(b"still here")
-        assert visitors.hear() == b"still here"
+        assert visitors.receive() == b"still here"
         late.connect(endpoint)
         late.send(b"at last")
         visitors.settle()
@@ -102,24 +100,24 @@ def test_who_is_inside_is_heard_while_the_door_is_shut(visitors: Visitors, endpo
         for one in came:
             one.close()
         visitors.settle()
-        assert visitors.hear() == b"at last"
+        assert visitors.receive() == b"at last"
 
 
-def test_a_crowd_at_a_port_is_sent_away_and_shuts_no_other_door(visitors: Visitors, endpoint: str) -> None:
-    far = visitors.door.open("tcp://127.0.0.1:0", MOST)
+def test_full_tcp_port_refuses_excess_and_leaves_other_endpoints_open(visitors: Visitors, endpoint: str) -> None:
+    far = visitors.limiter.open("tcp://127.0.0.1:0", MOST)
     friend, near = (visitors.context.socket(zmq.DEALER) for _ in range(2))
     friend.connect(far.endpoint)
     visitors.settle()
     with ExitStack() as stack:
         came = [stack.enter_context(one) for one in visitors.come_by_tcp(3 * MOST, far.endpoint)]
-        assert visitors.inside <= MOST + 1 and visitors.door.crowded
+        assert visitors.inside <= MOST + 1 and visitors.limiter.crowded
         for one in came[MOST:]:
             visitors.until(lambda one=one: bool(select.select([one], [], [], 0)[0]))  # type: ignore[misc]
         assert sum(one.recv(99) == b"" or one.recv(99) == b"" for one in came[MOST:]) == 2 * MOST
         near.connect(endpoint)
         for one, word in ((near, b"at home"), (friend, b"still here")):
             one.send(word)
-            assert visitors.hear() == word
+            assert visitors.receive() == word
         for one in came:
             one.close()
         visitors.settle()
@@ -127,4 +125,4 @@ def test_a_crowd_at_a_port_is_sent_away_and_shuts_no_other_door(visitors: Visito
         late.connect(far.endpoint)
         late.send(b"at last")
         visitors.settle()
-        assert visitors.hear() == b"at last"
+        assert visitors.receive() == b"at last"

@@ -35,23 +35,23 @@ def estimates(row_ms: float = 0.5, holds: bool = True, drafted: int = 3) -> Esti
     return found
 
 
-def test_copies_that_hold_are_taken_whole_and_those_that_do_not_not_at_all() -> None:
+def test_copies_are_used_fully_if_they_hold_and_not_otherwise() -> None:
     assert best_tail(estimates(), COPY).tokens == COPY.chain
     assert best_tail(estimates(holds=False), COPY).tokens == ()
 
 
-def test_rows_that_cost_much_leave_a_copy_short() -> None:
+def test_costly_rows_shorten_a_copy() -> None:
     lengths = [len(best_tail(estimates(row_ms), COPY).tokens) for row_ms in (0.5, 4.6, 9.0)]
     assert lengths[0] == 6 and lengths == sorted(lengths, reverse=True) and lengths[2] < 6
 
 
-def test_a_copy_behind_tokens_that_may_not_hold_is_worth_that_much_less() -> None:
+def test_copy_after_uncertain_tokens_has_less_gain() -> None:
     sure, unsure = best_tail(estimates(), COPY), best_tail(estimates(), COPY, held=0.1)
     assert 0 <= unsure.gain < sure.gain
 
 
 @pytest.mark.parametrize(("rows", "seen"), [((4,), 1.0), ((3, 4, 5), 1.0), ((1, 4), 2.0)])
-def test_what_a_row_costs_is_learned_from_rows_that_differ(rows: tuple[int, ...], seen: float) -> None:
+def test_row_cost_is_learned_from_differing_row_counts(rows: tuple[int, ...], seen: float) -> None:
     found = Estimates()
     for number in range(300):
         for count in rows:
@@ -59,7 +59,7 @@ def test_what_a_row_costs_is_learned_from_rows_that_differ(rows: tuple[int, ...]
     assert found.row_ms() == pytest.approx(2.0 if len(rows) > 1 else 0.1 * found.verify_ms(1), rel=0.1)
 
 
-def test_copies_that_held_in_one_text_are_soon_given_up_in_another() -> None:
+def test_copies_that_stop_holding_are_soon_shortened() -> None:
     """A greedy text that repeats itself is followed by a sampled one that does not."""
     found = estimates()
     for _ in range(300):
@@ -77,7 +77,7 @@ def branch(*chain: int) -> Proposal:
     return Proposal(chain, ProposalSource.CACHE, lookup=Lookup.HIT)
 
 
-def test_a_branch_in_a_text_that_repeats_goes_on_as_the_text_did() -> None:
+def test_branch_in_a_repeating_text_is_extended_by_a_copy() -> None:
     ngrams = NgramIndex((*LOOP, *LOOP, 1))
     found = filled(estimates(), ngrams, branch(3, 4, 5), committed=(2,), room=50)
     assert found.chain[:6] == (3, 4, 5, 6, 7, 1) and 6 <= len(found.chain) <= LONGEST_COPY
@@ -86,7 +86,7 @@ def test_a_branch_in_a_text_that_repeats_goes_on_as_the_text_did() -> None:
     )
 
 
-def test_a_better_copy_stands_in_the_place_of_a_branch_and_a_worse_one_does_not() -> None:
+def test_copy_replaces_a_branch_only_if_better() -> None:
     ngrams = NgramIndex((*LOOP, *LOOP, 1))
     other = branch(9, 9, 9)
     taken = filled(estimates(drafted=0), ngrams, other, committed=(2,), room=50)
@@ -95,25 +95,25 @@ def test_a_better_copy_stands_in_the_place_of_a_branch_and_a_worse_one_does_not(
     assert kept == other
 
 
-def test_without_a_match_a_branch_stays_what_it_is() -> None:
+def test_branch_is_unchanged_without_an_ngram_match() -> None:
     assert filled(estimates(drafted=0), NgramIndex((1, 2, 3)), branch(7, 8), committed=(9,), room=50) == branch(7, 8)
 
 
 @pytest.mark.parametrize("room", [0, 1, 3, 4])
-def test_no_chain_is_longer_than_its_room(room: int) -> None:
+def test_chains_fit_the_remaining_room(room: int) -> None:
     ngrams = NgramIndex(LOOP * 3)
     assert len(filled(estimates(), ngrams, branch(*LOOP[: min(room, 3)]), committed=(), room=room).chain) <= room
     assert len(longest_copy(ngrams, room).chain) == room
 
 
-def test_nothing_worth_copying_is_a_decoding_step() -> None:
+def test_no_worthwhile_copy_gives_a_plain_step() -> None:
     assert copied(best_tail(estimates(holds=False), COPY).tokens).source is ProposalSource.NONE
 
 
 # --- the first rounds ---------------------------------------------------------------------------------------------
 
 
-def test_a_few_slow_forwards_at_the_start_do_not_make_rows_seem_dear() -> None:
+def test_few_slow_first_forwards_do_not_inflate_the_row_cost() -> None:
     """Eight rounds, of which one was disturbed: what is known of rows anyway outweighs them."""
     found = Estimates()
     for rows, milliseconds in ((5, 22.0), (5, 23.0), (3, 21.0), (6, 45.0), (5, 22.0), (5, 23.0), (4, 22.0), (5, 22.0)):
@@ -121,7 +121,7 @@ def test_a_few_slow_forwards_at_the_start_do_not_make_rows_seem_dear() -> None:
     assert found.row_ms() < 0.2 * found.forward_ms(1)
 
 
-def test_a_slow_first_sample_is_soon_one_among_many() -> None:
+def test_slow_first_sample_soon_loses_weight() -> None:
     average = Average()
     for value in (20.0, 2.0, 2.0, 2.0):
         average.add(value)
@@ -131,13 +131,13 @@ def test_a_slow_first_sample_is_soon_one_among_many() -> None:
     assert average() == pytest.approx(4.0, abs=0.1)
 
 
-def test_one_missed_lookup_does_not_make_all_of_them_misses() -> None:
+def test_one_missed_lookup_only_lowers_the_hit_rate() -> None:
     found = Estimates()
     found.observe_lookup(False, 16)
     assert 0.5 < found.hit_rate() < 0.8 and found.covered(16) > 0.5
 
 
-def test_what_a_copy_would_have_brought_is_learned_though_it_was_never_verified() -> None:
+def test_copy_acceptance_is_learned_without_verifying() -> None:
     found = Estimates()
     before = found.copied(5).rate(0)
     for _ in range(10):
@@ -148,7 +148,7 @@ def test_what_a_copy_would_have_brought_is_learned_though_it_was_never_verified(
     assert found.copied(5).rate(0) < 0.6
 
 
-def test_a_text_without_a_copy_teaches_nothing() -> None:
+def test_empty_copy_leaves_estimates_unchanged() -> None:
     found, fresh = Estimates(), Estimates()
     found.observe_copy(Copy(), (1, 2, 3))
     assert [found.copied(n).rate(0) for n in range(6)] == [fresh.copied(n).rate(0) for n in range(6)]

@@ -44,22 +44,22 @@ class Server:
     def keys(self, pair: Any = FRIEND, server: str = "") -> ClientKeys:
         return ClientKeys(pair, server or self.gate.own.public)
 
-    def comes(self, keys: ClientKeys | None, endpoint: str = "") -> None:
+    def connect_peer(self, keys: ClientKeys | None, endpoint: str = "") -> None:
         """A peer that says something as soon as it may, and would say it until the end."""
         self.came.append(self.context.socket(zmq.DEALER))
         connect(self.came[-1], endpoint or self.endpoint, keys)
         self.came[-1].send(b"word")
 
-    def turned_away(self, many: int) -> None:
+    def await_rejections(self, many: int) -> None:
         """Waits until so many handshakes have failed."""
         for _ in range(many):
             assert self.monitor.poll(WAIT_MS)
             recv_monitor_message(self.monitor)
 
-    def heard(self) -> list[bytes]:
+    def received(self) -> list[bytes]:
         return self.socket.recv_multipart()[1:] if self.socket.poll(WAIT_MS) else []
 
-    def lets_in(self, keys: ClientKeys | None) -> bool:
+    def admits(self, keys: ClientKeys | None) -> bool:
         try:
             probe(self.endpoint, keys)
         except KeyFault:
@@ -89,25 +89,25 @@ def server(tmp_path: Path) -> Iterator[Server]:
     ],
     ids=["unauthenticated", "wrongly keyed", "another server's key"],
 )
-def test_of_who_may_not_come_in_no_message_is_accepted(
+def test_no_message_is_accepted_from_unauthorized_peers(
     server: Server, who: Callable[[Server], ClientKeys | None], why: str
 ) -> None:
     keys = who(server)
     for _ in range(MANY):
-        server.comes(keys)
-    server.turned_away(MANY)
+        server.connect_peer(keys)
+    server.await_rejections(MANY)
     with pytest.raises(KeyFault, match=why):
         probe(server.endpoint, keys)
-    server.comes(server.keys())
-    assert server.heard() == [b"word"]  # the friend's, who came last
+    server.connect_peer(server.keys())
+    assert server.received() == [b"word"]  # the friend's, who came last
     assert not server.socket.poll(200)
 
 
 class Recorder:
-    """Carries one connection to `port`, and keeps what its client said."""
+    """Carries one connection to `port`, and keeps what its client sent."""
 
     def __init__(self, port: int) -> None:
-        self.said = b""
+        self.sent = b""
         self._listener = sockets.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._port = port
@@ -124,62 +124,62 @@ class Recorder:
                     data = ready.fileobj.recv(65536)  # type: ignore[union-attr]
                     if not data:
                         return
-                    self.said += data if ready.fileobj is near else b""
+                    self.sent += data if ready.fileobj is near else b""
                     ready.data.sendall(data)
 
     def close(self) -> None:
         self._listener.close()
 
 
-def test_of_a_recorded_session_that_is_said_again_no_message_is_accepted(server: Server) -> None:
+def test_no_message_is_accepted_from_a_replayed_session(server: Server) -> None:
     port = parse(server.endpoint)
     assert isinstance(port, Tcp)
     recorder = Recorder(port.port)
-    server.comes(server.keys(), recorder.endpoint)
-    assert server.heard() == [b"word"]
+    server.connect_peer(server.keys(), recorder.endpoint)
+    assert server.received() == [b"word"]
     recorder.close()
-    assert b"CURVE" in recorder.said and b"INITIATE" in recorder.said and b"word" not in recorder.said
+    assert b"CURVE" in recorder.sent and b"INITIATE" in recorder.sent and b"word" not in recorder.sent
     for _ in range(MANY):
         with sockets.create_connection(("127.0.0.1", port.port)) as replaying:
             replaying.settimeout(WAIT_MS / 1000)
-            replaying.sendall(recorder.said)
+            replaying.sendall(recorder.sent)
             while replaying.recv(65536):  # until the server hangs up
                 pass
-    server.turned_away(MANY)
+    server.await_rejections(MANY)
     assert not server.socket.poll(200)
-    server.comes(server.keys())
-    assert server.heard() == [b"word"]
+    server.connect_peer(server.keys())
+    assert server.received() == [b"word"]
 
 
-def test_a_key_is_for_one_door(server: Server) -> None:
+def test_key_is_valid_for_one_role_only(server: Server) -> None:
     client = make_pair()
     server.ring.allow(AllowedKey(CLIENT, client.public, "laptop"))
-    assert not server.lets_in(server.keys(client))
+    assert not server.admits(server.keys(client))
     assert server.gate.is_allowed(CLIENT, client.public) and not server.gate.is_allowed(CLIENT, FRIEND.public)
 
 
-def test_who_is_allowed_or_revoked_is_known_at_the_next_handshake(server: Server) -> None:
-    assert server.lets_in(server.keys()) and not server.lets_in(server.keys(STRANGER))
+def test_allowing_or_revoking_a_key_applies_at_the_next_handshake(server: Server) -> None:
+    assert server.admits(server.keys()) and not server.admits(server.keys(STRANGER))
     server.ring.allow(AllowedKey(DRAFTER, STRANGER.public, "new"))
-    assert server.lets_in(server.keys(STRANGER))
+    assert server.admits(server.keys(STRANGER))
     server.ring.revoke("friend")
-    assert not server.lets_in(server.keys())
+    assert not server.admits(server.keys())
 
 
-def test_a_key_that_is_refused_stays_out_although_it_is_allowed(server: Server) -> None:
+def test_refused_key_stays_refused_even_if_allowed_again(server: Server) -> None:
     server.gate.refuse(FRIEND.public, "it lied")
-    assert not server.lets_in(server.keys())
+    assert not server.admits(server.keys())
     server.ring.allow(AllowedKey(DRAFTER, FRIEND.public, "friend-again"))
-    assert not server.lets_in(server.keys())
+    assert not server.admits(server.keys())
 
 
 @pytest.mark.parametrize("spoil", [lambda file: file.chmod(0o644), lambda file: file.write_text("who knows")])
-def test_a_list_that_cannot_be_trusted_lets_nobody_in(server: Server, spoil: Callable[[Path], None]) -> None:
+def test_untrusted_allowed_keys_file_admits_no_one(server: Server, spoil: Callable[[Path], None]) -> None:
     spoil(server.ring.allowed_file)
-    assert not server.lets_in(server.keys())
+    assert not server.admits(server.keys())
 
 
-def test_without_authentication_there_is_no_way_in(tmp_path: Path) -> None:
+def test_socket_without_authenticator_admits_no_one(tmp_path: Path) -> None:
     """ZeroMQ itself would then let everybody in."""
     context: zmq.Context[Any] = zmq.Context()
     pair = make_pair()
@@ -192,7 +192,7 @@ def test_without_authentication_there_is_no_way_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:0", "tcp://0.0.0.0:0", "tcp://192.0.2.1:5555", "tcp://studio.local:5"])
-def test_beyond_this_machine_nothing_is_opened_without_keys(endpoint: str, tmp_path: Path) -> None:
+def test_remote_endpoints_require_keys(endpoint: str, tmp_path: Path) -> None:
     context: zmq.Context[Any] = zmq.Context()
     with context.socket(zmq.ROUTER) as socket:
         with pytest.raises(EndpointError, match=r"accept connections without a key; expected keys"):
@@ -210,7 +210,7 @@ def _set(settings: ServeSettings) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "tcp://localhost:0", "tcp://[::1]:0", "ipc:///tmp/x"])
-def test_on_this_machine_keys_are_asked_for_when_somebody_wants_it(endpoint: str, tmp_path: Path) -> None:
+def test_local_endpoints_require_keys_only_if_keyed(endpoint: str, tmp_path: Path) -> None:
     context: zmq.Context[Any] = zmq.Context()
     assert curve_auth_for(ServeSettings(endpoint=endpoint), context) is None
     assert curve_auth_for(ServeSettings(keyed=True), context) is None

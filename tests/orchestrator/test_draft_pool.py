@@ -17,13 +17,13 @@ from tests.orchestrator.test_scheduler import PROMPT, random_text, script
 pytestmark = pytest.mark.usefixtures("counted_clock")
 
 TEXT = random_text(21)
-LIKE = script(TEXT)
-OTHER = script(random_text(22))
+SAME_SCRIPT = script(TEXT)
+OTHER_SCRIPT = script(random_text(22))
 NONE = Span(0, 1)
 
 
 def cluster(others: int = 1, **settings: object) -> Cluster:
-    return Cluster(TEXT, LIKE, ngrams=False, others=[LIKE] * others, **settings)  # type: ignore[arg-type]
+    return Cluster(TEXT, SAME_SCRIPT, ngrams=False, others=[SAME_SCRIPT] * others, **settings)  # type: ignore[arg-type]
 
 
 def begun(others: int = 1, mode: str = "ssd", **settings: object) -> Cluster:
@@ -33,35 +33,37 @@ def begun(others: int = 1, mode: str = "ssd", **settings: object) -> Cluster:
 
 
 def told(made: Cluster, name: str, kind: type[Message]) -> list[Message]:
-    return [message for receiver, message in made.told_drafters if receiver == name and isinstance(message, kind)]
+    return [message for receiver, message in made.sent_to_drafters if receiver == name and isinstance(message, kind)]
 
 
-def caught(made: Cluster) -> list[tuple[str, str]]:
-    """The lies that are noticed from now on."""
-    lies: list[tuple[str, str]] = []
-    made.record_invalid = lambda name, kind: lies.append((name, kind))  # type: ignore[method-assign]
-    return lies
+def invalid_messages(made: Cluster) -> list[tuple[str, str]]:
+    """The invalid that are noticed from now on."""
+    invalid: list[tuple[str, str]] = []
+    made.record_invalid = lambda name, kind: invalid.append((name, kind))  # type: ignore[method-assign]
+    return invalid
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
 @pytest.mark.parametrize("full_depth", [False, True])
-@pytest.mark.parametrize("others", [[LIKE], [OTHER], [LIKE, OTHER]], ids=["alike", "another", "both"])
-def test_the_text_is_the_targets_whoever_drafts(mode: str, full_depth: bool, others: list[Script]) -> None:
-    made = Cluster(TEXT, LIKE, full_depth=full_depth, others=others)
+@pytest.mark.parametrize(
+    "others", [[SAME_SCRIPT], [OTHER_SCRIPT], [SAME_SCRIPT, OTHER_SCRIPT]], ids=["alike", "another", "both"]
+)
+def test_text_is_the_targets_with_any_drafters(mode: str, full_depth: bool, others: list[Script]) -> None:
+    made = Cluster(TEXT, SAME_SCRIPT, full_depth=full_depth, others=others)
     made.run(PROMPT, 100, mode)
     assert made.generated == list(TEXT[10:110])
 
 
-def test_all_ranks_of_a_round_are_asked_for_once_and_come_from_all() -> None:
+def test_each_rank_is_requested_once_across_all_drafters() -> None:
     made = cluster(2, branches=12, full_depth=True)
     timings = made.run(PROMPT, 100).timings
     asked = [[m for m in told(made, f"draft-{n}", Commit) if m.round == 9] for n in range(3)]  # type: ignore[attr-defined]
     assert [(m.rank_offset, m.branches) for (m,) in asked] == [(0, 4), (4, 4), (8, 4)]  # type: ignore[attr-defined]
-    alone = Cluster(TEXT, LIKE, ngrams=False, branches=12, full_depth=True).run(PROMPT, 100).timings
+    alone = Cluster(TEXT, SAME_SCRIPT, ngrams=False, branches=12, full_depth=True).run(PROMPT, 100).timings
     assert timings.cache_hits == alone.cache_hits
 
 
-def test_a_round_is_complete_when_all_who_were_asked_have_finished() -> None:
+def test_round_is_complete_when_all_asked_drafters_finish() -> None:
     made = begun(branches=8, full_depth=True, steps=0)
     request = made.rounds._requests["r"]
     for name in ("draft-0", "draft-1"):
@@ -70,17 +72,17 @@ def test_a_round_is_complete_when_all_who_were_asked_have_finished() -> None:
     assert request.cache.final and request.cache.covered == 8
 
 
-def test_a_branch_is_prepared_as_soon_as_its_drafter_has_finished() -> None:
+def test_branches_are_prepared_once_their_drafter_finishes() -> None:
     made = begun(branches=8, full_depth=True, steps=0)
     entries = (Branch((5,), (8, 9, 10)),)
     made.rounds.handle("draft-1", Branches("r", 0, 0, len(PROMPT), 3, entries, NONE, final=True), 0)
-    assert [m.committed for m in made.told_target if isinstance(m, Prepare)] == [((5,),)]
+    assert [m.committed for m in made.sent_to_target if isinstance(m, Prepare)] == [((5,),)]
     made.rounds.handle("draft-0", Branches("r", 0, 0, len(PROMPT), 1, (Branch((6,), (8,)),), NONE), 0)
-    assert len([m for m in made.told_target if isinstance(m, Prepare)]) == 1
+    assert len([m for m in made.sent_to_target if isinstance(m, Prepare)]) == 1
 
 
 @pytest.mark.parametrize("first", ["draft-0", "draft-1"])
-def test_of_two_branches_for_one_outcome_the_deeper_counts_whosever_it_is(first: str) -> None:
+def test_deeper_of_two_branches_for_an_outcome_is_kept(first: str) -> None:
     made = begun(full_depth=True, steps=0)
     pushes = {"draft-0": (8,), "draft-1": (8, 9)}
     for name in sorted(pushes, reverse=first == "draft-1"):
@@ -90,7 +92,7 @@ def test_of_two_branches_for_one_outcome_the_deeper_counts_whosever_it_is(first:
     assert found is not None and (found.chain, found.drafter) == ((8, 9), "draft-1")
 
 
-def test_one_that_missed_something_is_told_all_and_the_others_nothing() -> None:
+def test_resync_reopens_only_the_drafter_that_asked() -> None:
     made = begun()
     for _ in range(5):
         made._turn()
@@ -99,7 +101,7 @@ def test_one_that_missed_something_is_told_all_and_the_others_nothing() -> None:
     assert len(told(made, "draft-1", Open)) == 2 and len(told(made, "draft-0", Open)) == before == 1
 
 
-def test_one_that_joins_reads_the_text_and_the_others_hear_nothing_of_it() -> None:
+def test_joining_drafter_gets_the_whole_text_and_others_get_nothing() -> None:
     made = begun()
     late = made.workers.pop("draft-1")
     made.rounds.on_drafter_lost("draft-1", "it was lost", 0)
@@ -115,7 +117,7 @@ def test_one_that_joins_reads_the_text_and_the_others_hear_nothing_of_it() -> No
     assert made.generated == list(TEXT[10:110]) and told(made, "draft-1", Commit)
 
 
-def test_who_is_left_out_hears_of_the_text_only_when_it_is_tried() -> None:
+def test_left_out_drafter_gets_tokens_only_at_its_trial() -> None:
     made = begun()
     for name, lag_ms in (("draft-0", 1.0), ("draft-1", 10_000.0)):
         made.rounds._draft_pool._latencies[name].lag_ms.add(lag_ms)
@@ -123,7 +125,7 @@ def test_who_is_left_out_hears_of_the_text_only_when_it_is_tried() -> None:
         made._turn()
     tried, told_since = told(made, "draft-1", Commit)[0], len(told(made, "draft-1", Open))
     assert made.generated == list(TEXT[10:110])
-    others = [receiver for receiver, message in made.told_drafters if isinstance(message, Commit)]
+    others = [receiver for receiver, message in made.sent_to_drafters if isinstance(message, Commit)]
     assert isinstance(tried, Commit) and tried.rank_offset == 8 and others.index("draft-1") >= TRIAL_ROUNDS - 1
     assert list(tried.tokens) == list(TEXT[10 : tried.base_len]) and told_since == 1
 
@@ -145,7 +147,7 @@ def stops(made: Cluster, name: str) -> None:
 @pytest.mark.parametrize("name", ["draft-0", "draft-1"])
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 @pytest.mark.parametrize("after", [1, 4])
-def test_the_others_go_on_when_one_is_gone(
+def test_remaining_drafters_continue_when_one_is_gone(
     fate: Callable[[Cluster, str], None], name: str, mode: str, after: int
 ) -> None:
     made = begun(mode=mode, steps=4)
@@ -159,7 +161,7 @@ def test_the_others_go_on_when_one_is_gone(
     assert ended[0].timings.draft_n_accepted > 20
 
 
-def test_of_several_the_quickest_is_asked_for_a_chain() -> None:
+def test_fastest_drafter_is_asked_for_a_chain() -> None:
     made = begun(mode="sd")
     for name, lag_ms in (("draft-0", 9.0), ("draft-1", 2.0)):
         made.rounds._draft_pool._latencies[name].lag_ms.add(lag_ms)
@@ -168,7 +170,7 @@ def test_of_several_the_quickest_is_asked_for_a_chain() -> None:
     assert len(told(made, "draft-1", Commit)) > 3 and not told(made, "draft-0", Commit)
 
 
-def test_the_chain_of_one_that_was_not_asked_is_dropped_and_counted() -> None:
+def test_chain_from_an_unasked_drafter_is_dropped_and_counted() -> None:
     made = begun(mode="sd", steps=0)
     made.rounds._draft_pool._latencies["draft-0"].lag_ms.add(2.0)
     made.rounds._draft_pool._latencies["draft-1"].lag_ms.add(9.0)
@@ -176,24 +178,24 @@ def test_the_chain_of_one_that_was_not_asked_is_dropped_and_counted() -> None:
     made._prepare()
     for outcome in made.target.answer(made._to_target.popleft()):
         made.rounds.handle("target-0", outcome, 0)
-    before, lies = made.rounds.stale, caught(made)
+    before, invalid = made.rounds.stale, invalid_messages(made)
     made.rounds.handle("draft-1", Drafted("r", 0, 1, len(PROMPT) + 1, (1, 2), NONE), 0)
-    assert made.rounds.stale == before + 1 and made.rounds._requests["r"].wait and lies == [("draft-1", "round")]
+    assert made.rounds.stale == before + 1 and made.rounds._requests["r"].wait and invalid == [("draft-1", "round")]
     made.rounds.handle("draft-0", Drafted("r", 0, 1, len(PROMPT) + 1, (1, 2), NONE), 0)
     assert not made.rounds._requests["r"].wait
 
 
-def test_branches_that_were_never_asked_for_are_dropped_and_counted() -> None:
+def test_unrequested_branches_are_dropped_and_counted() -> None:
     made = begun(branches=4, full_depth=True, steps=0)
-    lies = caught(made)
+    invalid = invalid_messages(made)
     many = tuple(Branch((n,), (8,)) for n in range(3))
     made.rounds.handle("draft-1", Branches("r", 0, 0, len(PROMPT), 1, many, NONE), 0)
     made.rounds.handle("draft-1", Branches("r", 0, 5, len(PROMPT), 1, many[:1], NONE), 0)
-    assert lies == [("draft-1", "length"), ("draft-1", "round")]
+    assert invalid == [("draft-1", "length"), ("draft-1", "round")]
     assert made.rounds.stale == 2 and not made.rounds._requests["r"].cache._branches
 
 
-def test_the_timings_tell_whose_tokens_held() -> None:
+def test_timings_count_accepted_tokens_per_drafter() -> None:
     made = cluster(2, branches=12)
     timings = made.run(PROMPT, 100).timings
     held = {tally.name: tally.count for tally in timings.draft_n_accepted_by}

@@ -26,15 +26,13 @@ def waited_ms(active: int, missed: bool, full_depth: bool = False) -> float:
 
 
 @pytest.mark.parametrize(("active", "missed"), [(1, True), (8, False)])
-def test_alone_or_where_all_wait_for_chains_a_drafter_gets_three_times_what_it_should_take(
-    active: int, missed: bool
-) -> None:
+def test_wait_is_three_expected_times_alone_or_without_a_miss(active: int, missed: bool) -> None:
     assert waited_ms(active, missed) > 3 * 90
 
 
-def test_who_missed_in_company_goes_along_in_the_forward_behind_the_next() -> None:
+def test_a_miss_joins_the_forward_after_the_next() -> None:
     assert waited_ms(8, True) == pytest.approx(VERIFY_MS, rel=0.2)
 
 
-def test_full_depth_waits_as_ever() -> None:
+def test_full_depth_waits_the_full_patience() -> None:
     assert waited_ms(8, True, full_depth=True) >= PATIENCE_MS

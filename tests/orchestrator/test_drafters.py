@@ -50,7 +50,7 @@ def plan(found: Planner, admit: Admit, workers: int = 1) -> Arm:
     return found.first_plan(admit, workers)[0]
 
 
-def test_without_a_name_draft_workers_draft_then_heads_then_the_text() -> None:
+def test_default_drafter_is_a_worker_then_a_head_then_ngrams() -> None:
     assert plan(planner(GOOD), asked("ssd")) == Arm("ssd", 4, 16)
     assert plan(planner(GOOD), asked("sd")) == Arm("sd", 4, 16)
     assert plan(planner(GOOD, POOR), asked("sd"), workers=0) == Arm("sd", 4, 16, "eagle3")
@@ -58,7 +58,7 @@ def test_without_a_name_draft_workers_draft_then_heads_then_the_text() -> None:
     assert plan(planner(), asked("sd"), workers=0) == Arm("sd", 4, 16)
 
 
-def test_who_is_named_drafts_alone() -> None:
+def test_named_drafter_is_the_only_one_used() -> None:
     found = planner(POOR, GOOD)
     assert plan(found, asked("sd", "eagle3")) == Arm("sd", 4, 16, "eagle3")
     assert plan(found, asked("sd", "draft")) == Arm("sd", 4, 16)
@@ -83,13 +83,13 @@ def slow_drafter(admit: Admit, full_depth: bool = False) -> Arm:
     return request.plan
 
 
-def test_ssd_prepares_what_the_drafter_can_finish_unless_b_is_given() -> None:
+def test_ssd_branches_are_limited_to_what_finishes_unless_b_is_given() -> None:
     assert slow_drafter(asked("ssd")).branches in (1, 2, 4, 8)
     assert slow_drafter(replace(asked("ssd"), branches=16)).branches == 16
     assert slow_drafter(asked("ssd"), full_depth=True).branches == 16
 
 
-def test_what_requests_with_a_k_or_b_of_their_own_taught_is_not_kept_without_end() -> None:
+def test_number_of_policies_for_custom_k_or_b_is_bounded() -> None:
     found, usual = planner(), asked()
     first = found._policy(usual, found._sources(usual.drafter, 1))
     for number in range(3 * MOST_REQUESTED):
@@ -100,37 +100,37 @@ def test_what_requests_with_a_k_or_b_of_their_own_taught_is_not_kept_without_end
 
 def rates(policy: Policy, found: dict[str, float], rounds: int = 4000) -> list[str]:
     """Who drafts, a round; each way brings so many tokens a round of `STEP_MS`."""
-    said = []
+    chosen = []
     for _ in range(rounds):
         plan = policy.plan()
         name = plan.drafter or plan.mode
-        said.append(name)
+        chosen.append(name)
         tokens = found[name]
-        policy.observe_round(plan, int(tokens) + (len(said) % 10 < 10 * (tokens % 1)), STEP_MS)
-    return said
+        policy.observe_round(plan, int(tokens) + (len(chosen) % 10 < 10 * (tokens % 1)), STEP_MS)
+    return chosen
 
 
 @pytest.mark.parametrize("best", ["ar", "sd", "ssd", "eagle3", "mtp", "ngram"])
-def test_auto_comes_to_the_best_of_them_and_stays(best: str) -> None:
+def test_auto_converges_to_the_best_drafter(best: str) -> None:
     """Whatever it believes of each at first."""
     estimates = Estimates()
     estimates.add_drafters([GOOD, POOR])
     policy = Policy(estimates, ("ar", "sd", "ssd"), 4, 16, others=("eagle3", "mtp", "ngram"))
     found = {"ar": 1.0, "sd": 1.1, "ssd": 1.2, "eagle3": 1.3, "mtp": 1.15, "ngram": 1.05} | {best: 2.0}
-    said = rates(policy, found)
-    assert sum(name == best for name in said[2000:]) > 0.9 * 2000
-    brought = sum(found[name] for name in said[1000:]) / 3000
+    chosen = rates(policy, found)
+    assert sum(name == best for name in chosen[2000:]) > 0.9 * 2000
+    brought = sum(found[name] for name in chosen[1000:]) / 3000
     assert brought > 0.97 * 2.0
 
 
-def test_of_one_that_never_drafted_the_trial_at_load_is_believed() -> None:
+def test_unused_drafter_is_judged_by_its_trial_at_load() -> None:
     estimates = Estimates()
     estimates.add_drafters([GOOD, POOR])
     policy = Policy(estimates, ("ar",), 4, 16, others=("mtp", "eagle3"))
     assert policy.plan().drafter == "eagle3"
 
 
-def test_what_each_taught_is_remembered_by_its_name(tmp_path: Path) -> None:
+def test_learned_rates_are_stored_by_drafter_name(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
     before = Estimates()
     before.add_drafters([GOOD, POOR])
@@ -151,7 +151,7 @@ def test_what_each_taught_is_remembered_by_its_name(tmp_path: Path) -> None:
     assert without.plan().drafter != "mtp"
 
 
-def test_copies_are_forecast_by_what_rounds_show_of_them() -> None:
+def test_ngram_forecast_follows_observed_copies() -> None:
     estimates = Estimates()
     policy = Policy(estimates, ("ar",), 4, 16, others=("ngram",))
     for _ in range(200):
@@ -159,7 +159,7 @@ def test_copies_are_forecast_by_what_rounds_show_of_them() -> None:
     assert policy.plan().drafter == "ngram"
 
 
-def test_one_that_says_nothing_or_nothing_that_holds_is_of_no_use() -> None:
+def test_drift_reports_silent_and_never_accepted_drafters() -> None:
     silent, poor, fair = Drift(), Drift(), Drift()
     assert [bool(silent.observe(0, 0)) for _ in range(SILENT_ROUNDS)] == [False] * (SILENT_ROUNDS - 1) + [True]
     assert [bool(poor.observe(4, 0)) for _ in range(TOKENS // 4)] == [False] * (TOKENS // 4 - 1) + [True]
@@ -167,7 +167,7 @@ def test_one_that_says_nothing_or_nothing_that_holds_is_of_no_use() -> None:
     assert not any(Drift(silent=1).observe(n % 2, 0) for n in range(8))
 
 
-def test_a_text_that_repeats_itself_or_is_held_is_of_its_own_kind() -> None:
+def test_repeating_held_and_code_texts_have_their_own_kinds() -> None:
     assert kind_of(range(100), held=False) == FREE
     assert kind_of([*range(30), *range(20)], held=False) == REPEATING
     assert kind_of([1, 2] * 4, held=False) == FREE  # too short to tell
@@ -176,13 +176,13 @@ def test_a_text_that_repeats_itself_or_is_held_is_of_its_own_kind() -> None:
     assert [kind_of(text, held=False, code=True) for text in (range(9), [1, 2] * 40)] == [CODE, REPEATING]
 
 
-def test_the_benchs_code_looks_like_code_and_its_prose_does_not() -> None:
+def test_is_code_recognizes_bench_code_and_not_prose() -> None:
     looks = {kind: {is_code(prompt.text) for prompt in prompts.load(kind)} for kind in ("code", "prose", "json")}
     assert looks == {"code": {True}, "prose": {False}, "json": {True}}
     assert not is_code("f(x)")
 
 
-def test_who_drafts_best_is_learned_by_kind_of_text_and_remembered() -> None:
+def test_best_drafter_is_learned_and_kept_per_kind_of_text() -> None:
     first = planner(GOOD)
     best = {FREE: "eagle3", REPEATING: "ngram"}
     for kind, drafter in best.items():

@@ -12,7 +12,7 @@ from tests.harness.settings import round_settings
 from tests.orchestrator.test_hoping import Wires
 
 
-def test_a_bound_is_in_its_own_bucket_and_what_exceeds_all_in_the_last() -> None:
+def test_bounds_are_inclusive_and_excess_goes_to_the_last_bucket() -> None:
     watch = DurationHistogram()
     for bound in BOUNDS_MS:
         watch.add(int(bound * MILLISECOND_NS))
@@ -22,7 +22,7 @@ def test_a_bound_is_in_its_own_bucket_and_what_exceeds_all_in_the_last() -> None
     assert told.bounds[0] == 0.0005 and abs(told.seconds - (sum(BOUNDS_MS) + BOUNDS_MS[-1]) / 1000) < 1e-6
 
 
-def test_two_requests_have_a_round_each_and_share_a_forward_and_reading_a_prompt_is_neither() -> None:
+def test_shared_forward_counts_once_and_prompt_reading_not_at_all() -> None:
     scheduler = Scheduler(Wires(), round_settings(4, 8, ngrams=False), list[ToFront]().append, Trace(None))
     ms = MILLISECOND_NS
     for name in ("a", "b"):

@@ -40,7 +40,7 @@ class Far:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("ahead_ns", [-50 * HOUR_NS, -SECOND_NS, 30 * MILLISECOND_NS, 5000 * HOUR_NS])
-def test_the_offset_is_known_to_half_of_the_shortest_round_trip(ahead_ns: int, seed: int) -> None:
+def test_offset_error_is_at_most_half_the_shortest_round_trip(ahead_ns: int, seed: int) -> None:
     rng, far = random.Random(seed), Far(ahead_ns)
     shortest = 1e9
     for _ in range(40):
@@ -51,7 +51,7 @@ def test_the_offset_is_known_to_half_of_the_shortest_round_trip(ahead_ns: int, s
 
 
 @pytest.mark.parametrize("drift", [-0.9 * DRIFT, 0.9 * DRIFT])
-def test_a_clock_that_drifts_is_followed(drift: float) -> None:
+def test_drifting_clock_is_followed(drift: float) -> None:
     far = Far(HOUR_NS, drift)
     far.beat(0.1, 0.1)
     for _ in range(4000):  # some 17 minutes, of slower answers
@@ -60,7 +60,7 @@ def test_a_clock_that_drifts_is_followed(drift: float) -> None:
 
 
 @pytest.mark.parametrize("jump_ns", [-2 * HOUR_NS, -SECOND_NS, SECOND_NS, 3 * HOUR_NS])
-def test_a_clock_that_jumps_is_believed_at_the_next_heartbeat(jump_ns: int) -> None:
+def test_clock_jump_is_followed_at_the_next_heartbeat(jump_ns: int) -> None:
     far = Far(HOUR_NS)
     far.beat(0.1, 0.1)
     far.ahead_ns += jump_ns
@@ -68,13 +68,13 @@ def test_a_clock_that_jumps_is_believed_at_the_next_heartbeat(jump_ns: int) -> N
     assert far.error_ns() <= 20 * MILLISECOND_NS
 
 
-def test_a_clock_that_may_be_the_same_is_the_same() -> None:
+def test_possibly_equal_clock_has_zero_offset() -> None:
     far = Far(0)
     far.beat(0.1, 4.0)
     assert far.clock.ahead_ns(far.now_ns) == 0 and far.error_ns() == 0
 
 
-def test_work_ends_before_it_is_heard_of_and_lasts_as_long_whatever_a_clock_says() -> None:
+def test_converted_work_ends_by_now_and_keeps_its_duration() -> None:
     clock = FarClock()
     for work in (Span(7, 12), Span(5 * HOUR_NS, 5 * HOUR_NS + 5)):
         for _ in range(2):
@@ -86,5 +86,5 @@ def test_work_ends_before_it_is_heard_of_and_lasts_as_long_whatever_a_clock_says
         clock = FarClock()
 
 
-def test_words_without_times_stay_as_they_are() -> None:
+def test_messages_without_times_are_unchanged() -> None:
     assert FarClock().to_local(Resync("r", 0), 5) == Resync("r", 0)

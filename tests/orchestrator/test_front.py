@@ -101,7 +101,7 @@ def test_text_tokens_and_settings_reach_the_client(stand, codec):
     assert result.timings.predicted_n == len(result.token_ids)
 
 
-def test_the_core_is_told_tokens_seed_and_ends(stand, codec):
+def test_core_receives_tokens_seed_and_end_tokens(stand, codec):
     stand.core.play = says(codec, "x")
     stand.client().generate("def f(", SamplingParams(temp=0.5), mode="sd", num_draft_tokens=3, branches=7)
     admit = stand.core.wait_for(Admit)[0]
@@ -110,7 +110,7 @@ def test_the_core_is_told_tokens_seed_and_ends(stand, codec):
     assert (admit.mode, admit.num_draft_tokens, admit.branches) == ("sd", 3, 7)
 
 
-def test_ignored_ends_are_not_the_cores_business(stand, codec):
+def test_ignore_eos_admits_without_end_tokens(stand, codec):
     stand.core.play = says(codec, "x", "length")
     stand.client().generate("def f(", SamplingParams(ignore_eos=True))
     assert stand.core.wait_for(Admit)[0].eos == frozenset()
@@ -134,12 +134,12 @@ def test_a_stop_string_ends_the_text_before_it_and_stops_the_core(stand, codec):
     assert result.timings.predicted_n == len(kept), "tokens past the stop string count"
 
 
-def test_a_text_that_only_begins_like_a_stop_string_comes_out_whole(stand, codec):
+def test_partial_stop_string_at_the_end_is_kept(stand, codec):
     stand.core.play = says(codec, "abc", "length")
     assert stand.client().generate("x", SamplingParams(stop=("c d",))).text == "abc"
 
 
-def test_log_probabilities_come_with_their_tokens_and_end_with_the_text(stand, codec):
+def test_logprobs_match_the_kept_tokens(stand, codec):
     tokens = codec.encode("abc def ghi", special=False)
     ids = np.array([[token, 7, token] for token in tokens], np.int32)
     values = np.array([[-float(i), NEVER, -0.5] for i in range(len(tokens))], np.float32)
@@ -158,7 +158,7 @@ def test_log_probabilities_come_with_their_tokens_and_end_with_the_text(stand, c
     assert stand.client().generate("x").logprobs is None
 
 
-def test_origins_come_with_their_tokens_and_end_with_the_text(stand, codec):
+def test_origins_match_the_kept_tokens(stand, codec):
     tokens = codec.encode("abc def ghi", special=False)
     told = tuple(Origin(i % len(Origin)) for i in range(len(tokens)))
     stand.core.play = lambda admit: [
@@ -174,7 +174,7 @@ def test_origins_come_with_their_tokens_and_end_with_the_text(stand, codec):
     assert stand.client().generate("x", SamplingParams(stop=("c d",))).origins is None
 
 
-def test_rounds_come_with_their_tokens(stand, codec):
+def test_round_records_come_with_their_tokens_if_requested(stand, codec):
     tokens, rounds = codec.encode("abc", special=False), [RoundRecord(n, "hit", "cache", 2, 1, 2, Span(n, n + 1), None,
         (DraftWork("draft-0", n, 1, 3, Span(n, n)),)) for n in range(2)]  # fmt: skip
     stand.core.play = lambda admit: [
@@ -187,13 +187,13 @@ def test_rounds_come_with_their_tokens(stand, codec):
     assert all(chunk.rounds is None for chunk in stand.client().stream("x"))
 
 
-def test_a_model_without_an_end_token_takes_no_grammar(stand):
+def test_grammar_is_refused_without_an_end_token(stand):
     stand.admission._text = replace(stand.admission._text, codec=replace(stand.codec, eos=frozenset()))
     with pytest.raises(InvalidRequest, match="has no end token"):
         stand.client().generate("x", SamplingParams(grammar=Grammar.json_object()))
 
 
-def test_progress_of_a_long_prompt_is_told(stand, codec):
+def test_prompt_progress_is_reported(stand, codec):
     told = []
     stand.core.play = lambda admit: [Progress(admit.request, 5, 9), *says(codec, "x")(admit)]
     for _ in stand.client().stream("def f(", progress=lambda done, total: told.append((done, total))):
@@ -201,7 +201,7 @@ def test_progress_of_a_long_prompt_is_told(stand, codec):
     assert told == [(5, 9)]
 
 
-def test_notes_of_the_start_and_of_the_end_are_both_told(stand):
+def test_notes_from_start_and_end_are_both_reported(stand):
     stand.core.play = lambda admit: [
         RequestBegan(admit.request, "ar", ("no drafter",)),
         RequestEnded(admit.request, "length", Timings(), ("too late",)),
@@ -211,13 +211,13 @@ def test_notes_of_the_start_and_of_the_end_are_both_told(stand):
     assert "Note: no drafter\nNote: too late" in result.summary()
 
 
-def test_a_request_that_broke_raises_the_named_error(stand):
+def test_failed_request_raises_the_named_error(stand):
     stand.core.play = lambda admit: [Failed(admit.request, "WorkerError", "the target died")]
     with pytest.raises(WorkerError, match="the target died"):
         stand.client().generate("x")
 
 
-def test_leaving_the_loop_cancels(stand, codec):
+def test_leaving_the_stream_loop_cancels_the_request(stand, codec):
     stand.core.play = lambda admit: [
         RequestBegan(admit.request, "ssd"),
         Committed(admit.request, codec.encode("a b c")),
@@ -228,7 +228,7 @@ def test_leaving_the_loop_cancels(stand, codec):
     assert stop == Stop(stand.core.wait_for(Admit)[0].request, "cancelled")
 
 
-def test_a_client_that_is_gone_is_cancelled(stand):
+def test_request_of_a_disconnected_client_is_cancelled(stand):
     with RawClient(stand.endpoint) as client:
         client.say(ask())
         admit = stand.core.wait_for(Admit)[0]
@@ -280,7 +280,7 @@ def test_clients_take_turns(stand):
     assert order == ["def g(", "def g(", "def m(", "def g("] or order == ["def g(", "def m(", "def g(", "def g("]
 
 
-def test_those_for_whom_a_client_of_this_machine_asks_take_turns_like_clients(stand):
+def test_users_of_a_local_gateway_take_turns_like_clients(stand):
     with RawClient(stand.endpoint, client_key() + b"1") as gate:
         for serial, user in enumerate(("greedy", "greedy", "greedy", "modest")):
             gate.say(ask(f"q{serial}", prompt=f"def {user[0]}(", client=user))
@@ -293,7 +293,7 @@ def test_those_for_whom_a_client_of_this_machine_asks_take_turns_like_clients(st
     assert "def m(" in order[:3]
 
 
-def test_whose_turn_it_is():
+def test_queue_path_depends_on_key_and_user():
     """A key is one client's, whatever it says of itself; without one a client is believed."""
     one, other = client_key() + b"1", client_key() + b"2"
     assert queue_path(one, "", "") == (one[:9],) and queue_path(one, "ann", "") == queue_path(other, "ann", "") == (
@@ -302,7 +302,7 @@ def test_whose_turn_it_is():
     assert queue_path(one, "ann", "key") == (b"key", b"for ann") and queue_path(other, "", "key") == (b"key", other[:9])
 
 
-def test_a_key_that_was_shown_is_told_with_each_message(tmp_path):
+def test_client_key_is_attached_to_each_message(tmp_path):
     ring, friend = Keyring(tmp_path / "keys"), make_pair()
     ring.make()
     ring.allow(AllowedKey(CLIENT, friend.public, "friend"))
@@ -334,7 +334,7 @@ def test_no_more_than_max_active_run_at_once(make_stand):
         assert (stats.active, stats.queued) == (2, 1)
 
 
-def test_a_line_that_is_full_refuses_in_a_sentence_and_takes_again_when_it_is_shorter(make_stand):
+def test_full_queue_refuses_requests_until_it_is_shorter(make_stand):
     stand = make_stand(max_active=2, max_waiting=3).start()
     with RawClient(stand.endpoint) as client:
         for serial in range(7):
@@ -351,7 +351,7 @@ def test_a_line_that_is_full_refuses_in_a_sentence_and_takes_again_when_it_is_sh
         assert not any(isinstance(message, Failed) for message in heard) and heard[-1].queued == 3
 
 
-def test_a_server_with_nearly_all_its_connections_takes_no_new_request_and_ends_what_it_has(stand, codec):
+def test_server_near_its_connection_limit_refuses_only_new_requests(stand, codec):
     with RawClient(stand.endpoint) as client:
         client.say(ask("runs"))
         admit = stand.core.wait_for(Admit)[0]
@@ -376,13 +376,13 @@ def test_nothing_runs_before_the_workers_are_ready(make_stand, codec):
     assert stand.announced[0] == Stage("target: reading weights") and isinstance(stand.announced[1], ServerReady)
 
 
-def test_a_drafter_lost_later_does_not_close_the_front(stand, codec):
+def test_losing_a_drafter_does_not_stop_requests(stand, codec):
     stand.core.play = says(codec, "x")
     stand.core.outbox.put(WorkersChanged((worker_stats("target"), worker_stats("draft", "lost")), False))
     assert stand.client().generate("x").text == "x"
 
 
-def test_a_fatal_loss_fails_all_that_run_and_all_that_wait(stand):
+def test_fatal_loss_fails_running_and_waiting_requests(stand):
     with RawClient(stand.endpoint) as client:
         client.say(ask("runs"))
         client.say(ask("waits"))
@@ -395,7 +395,7 @@ def test_a_fatal_loss_fails_all_that_run_and_all_that_wait(stand):
     assert stand.announced[-1] == Failure("WorkerError", "the target is gone")
 
 
-def test_the_end_of_the_server_is_an_error_and_no_hang(stand):
+def test_stopping_the_server_raises_in_waiting_clients(stand):
     errors = []
 
     def wait():
@@ -412,7 +412,7 @@ def test_the_end_of_the_server_is_an_error_and_no_hang(stand):
     assert isinstance(errors[0], WorkerError) and "stopped" in str(errors[0])
 
 
-def test_stats_tell_workers_totals_and_what_was_dropped(stand, codec):
+def test_stats_report_workers_totals_and_dropped_messages(stand, codec):
     stand.core.play = says(codec, "a b c")
     stand.client().generate("x")
     with pytest.raises(InvalidRequest):
@@ -431,7 +431,7 @@ def test_stats_tell_workers_totals_and_what_was_dropped(stand, codec):
     assert stats.round_seconds == Durations((0.1,), (3, 1), 2.0) and stats.verify_seconds == Durations()
 
 
-def test_totals_go_on_past_what_one_request_can_have(stand):
+def test_totals_may_exceed_a_single_requests_limits(stand):
     many = Timings(prompt_n=2**31 - 1, predicted_n=2**31 - 1)
     stand.core.play = lambda admit: [RequestBegan(admit.request, "ar"), RequestEnded(admit.request, "length", many)]
     for _ in range(2):
@@ -460,7 +460,7 @@ def test_totals_go_on_past_what_one_request_can_have(stand):
         (ask(sampling=SamplingParams(grammar=Grammar("grammar", "start: start"))), "can't be followed"),
     ],
 )
-def test_a_request_that_cannot_run_is_refused_in_a_sentence(stand, message, words):
+def test_invalid_request_is_refused_with_a_message(stand, message, words):
     with RawClient(stand.endpoint) as client:
         client.say(message)
         failed = client.hear()
@@ -468,7 +468,7 @@ def test_a_request_that_cannot_run_is_refused_in_a_sentence(stand, message, word
     assert words in failed.message
 
 
-def test_the_last_prompt_that_fits_gets_the_room_that_is_left(stand, codec):
+def test_longest_prompt_gets_the_remaining_context(stand, codec):
     stand.core.play = says(codec, "x", "length")
     result = stand.client().generate([5] * 1023, SamplingParams(max_tokens=50))
     assert stand.core.wait_for(Admit)[0].sampling.max_tokens == 1
@@ -484,7 +484,7 @@ def test_modes_that_need_a_drafter_are_refused_without_one(make_stand, codec):
     assert stand.core.wait_for(Admit)[0].mode == "ar"
 
 
-def test_a_colocated_drafter_is_named_and_cannot_work_ahead(make_stand, codec):
+def test_colocated_drafter_is_named_and_refuses_ssd(make_stand, codec):
     stand = make_stand(colocate=True).start()
     stand.core.play = says(codec, "x")
     with pytest.raises(InvalidRequest, match="take turns in one process; expected mode sd, ar or auto"):
@@ -492,7 +492,7 @@ def test_a_colocated_drafter_is_named_and_cannot_work_ahead(make_stand, codec):
     assert stand.client().generate("x", mode="sd").draft_model.endswith("models/draft")
 
 
-def test_out_of_range_sampling_from_another_client_is_answered(stand):
+def test_out_of_range_sampling_on_the_wire_gets_an_error_reply(stand):
     header = msgpack.decode(bytes(encode(ask())[0]))
     header[1]["sampling"]["temp"] = -1.0
     with RawClient(stand.endpoint) as client:
@@ -502,7 +502,7 @@ def test_out_of_range_sampling_from_another_client_is_answered(stand):
     assert isinstance(as_error(failed.kind, failed.message), InvalidRequest)
 
 
-def test_another_protocol_version_is_answered_in_a_sentence(stand):
+def test_other_protocol_version_gets_an_error_reply(stand):
     header = msgpack.decode(bytes(encode(ask())[0]))
     header[0] = 999
     with RawClient(stand.endpoint) as client:
@@ -511,7 +511,7 @@ def test_another_protocol_version_is_answered_in_a_sentence(stand):
     assert failed.kind == "VersionMismatch" and "999" in failed.message
 
 
-def test_random_frames_disturb_nobody(stand, codec):
+def test_random_frames_do_not_affect_other_clients(stand, codec):
     stand.core.play = says(codec, "fine")
     with RawClient(stand.endpoint) as client:
         for length in (0, 1, 7, 300):
@@ -522,7 +522,7 @@ def test_random_frames_disturb_nobody(stand, codec):
     assert stand.client().generate("x").text == "fine"
 
 
-def test_a_name_in_use_is_refused_and_its_request_goes_on(stand, codec):
+def test_duplicate_request_name_is_refused_and_the_first_continues(stand, codec):
     with RawClient(stand.endpoint) as client:
         client.say(ask("same"))
         admit = stand.core.wait_for(Admit)[0]
@@ -533,21 +533,21 @@ def test_a_name_in_use_is_refused_and_its_request_goes_on(stand, codec):
         assert "".join(m.text for m in client.hear_until(Done) if isinstance(m, TextChunk)) == "on"
 
 
-def test_a_chat_template_that_refuses_is_a_sentence(stand):
+def test_chat_template_error_raises_model_error(stand):
     object.__setattr__(stand.admission._text, "template", "{{ raise_exception('no users here') }}")
     with pytest.raises(ModelError, match="no users here"):
         stand.client().generate("x")
 
 
 @pytest.mark.parametrize("backend", ["mlx", "coreml", "ngram"])
-def test_nothing_is_noted_where_the_drafter_draws(make_stand, codec, backend):
+def test_sampling_drafters_add_no_note_for_residual_sampling(make_stand, codec, backend):
     stand = make_stand(draft_backend=backend).start()
     stand.core.play = says(codec, "x")
     result = stand.client().generate("x", SamplingParams(temp=1.0, rule="residual"))
     assert not any("does not draw" in note for note in result.notes)
 
 
-def test_a_drafter_that_cannot_draw_is_noted_for_residual_sampling(make_stand, codec, tmp_path):
+def test_replay_drafter_adds_a_note_for_residual_sampling(make_stand, codec, tmp_path):
     script = tmp_path / "script.json"
     script.write_text('{"texts": [], "acceptance": [0.5], "bonus_ranks": [], "vocab_size": 4096}')
     stand = make_stand(draft_backend="replay", replay=script).start()
@@ -557,7 +557,7 @@ def test_a_drafter_that_cannot_draw_is_noted_for_residual_sampling(make_stand, c
         assert any("does not draw" in note for note in result.notes) is noted
 
 
-def test_a_client_that_floods_is_told_so_and_others_are_not(make_stand, monkeypatch, caplog):
+def test_flooding_client_is_refused_and_others_are_served(make_stand, monkeypatch, caplog):
     monkeypatch.setattr("outrider.orchestrator.sockets.CLIENTS", Rate(1e-6, 50))
     stand = make_stand().start()
     with RawClient(stand.endpoint) as flooding, RawClient(stand.endpoint) as modest:

@@ -63,7 +63,7 @@ def random_texts(count: int, seed: int = 0) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_simple_blocks_keep_their_very_numbers(tmp_path, kind):
+def test_simple_quantized_blocks_keep_their_exact_values(tmp_path, kind):
     file = write_gguf(tmp_path / "a.gguf", "qwen2", kind)
     found, header = weights(converted(file)), read_gguf(file)
     for old, new in (("blk.1.ffn_down", "model.layers.1.mlp.down_proj"), ("token_embd", "model.embed_tokens")):
@@ -74,7 +74,7 @@ def test_simple_blocks_keep_their_very_numbers(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-def test_simple_blocks_are_as_mlx_reads_them(tmp_path, kind):
+def test_simple_quantized_blocks_equal_those_loaded_by_mlx(tmp_path, kind):
     file = write_gguf(tmp_path / "a.gguf", "qwen2", kind)
     theirs, ours = mx.load(str(file)), weights(converted(file))
     for part in ("weight", "scales", "biases"):
@@ -82,7 +82,7 @@ def test_simple_blocks_are_as_mlx_reads_them(tmp_path, kind):
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("Q4_K", 4), ("Q5_K", 5)])
-def test_k_blocks_keep_their_levels(tmp_path, kind, bits):
+def test_k_quant_blocks_keep_their_levels(tmp_path, kind, bits):
     """And their groups' scales to half precision."""
     header = read_gguf(write_gguf(tmp_path / "a.gguf", "qwen2", kind))
     matrix = gguf.convert(header, "blk.0.ffn_up.weight", bits, "float16")
@@ -94,7 +94,7 @@ def test_k_blocks_keep_their_levels(tmp_path, kind, bits):
 
 
 @pytest.mark.parametrize(("kind", "bits"), FINER.items())
-def test_other_blocks_are_quantised_anew_or_kept_in_half_precision(tmp_path, kind, bits):
+def test_other_blocks_are_requantized_or_kept_in_half_precision(tmp_path, kind, bits):
     file = write_gguf(tmp_path / "a.gguf", "qwen2", kind)
     theirs = dequantize(read_gguf(file).bytes_of("blk.0.ffn_up.weight"), GGMLQuantizationType[kind])
     anew, kept = weights(converted(file)), weights(converted(file, keep_precision=True))
@@ -109,12 +109,12 @@ def test_other_blocks_are_quantised_anew_or_kept_in_half_precision(tmp_path, kin
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", mx.float32), ("F16", mx.float16), ("BF16", mx.bfloat16)])
-def test_what_is_not_quantised_stays_as_it_is(tmp_path, kind, dtype):
+def test_unquantized_tensors_keep_their_dtype(tmp_path, kind, dtype):
     found = weights(converted(write_gguf(tmp_path / "a.gguf", "gemma3", kind)))
     assert {value.dtype for value in found.values()} == {dtype}
 
 
-def test_q_and_k_of_a_llama_get_their_order_back(tmp_path):
+def test_llama_q_and_k_rows_are_unpermuted(tmp_path):
     """The converter's own permutation, undone."""
     rows = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
     permuted = rows.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
@@ -122,7 +122,7 @@ def test_q_and_k_of_a_llama_get_their_order_back(tmp_path):
     assert (np.array(weights(converted(file))["model.layers.0.self_attn.q_proj.weight"]) == rows).all()
 
 
-def test_biases_of_a_llama_are_its_own(tmp_path):
+def test_llama_attention_biases_are_unpermuted(tmp_path):
     file = write_gguf(tmp_path / "a.gguf", biased=True)
     found = weights(converted(file))
     pairs = np.frombuffer(read_gguf(file).bytes_of("blk.0.attn_q.bias"), np.float32).reshape(4, 8, 2).swapaxes(1, 2)
@@ -131,7 +131,7 @@ def test_biases_of_a_llama_are_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("architecture", SIZES)
-def test_every_architecture_is_loaded_with_its_own_head(tmp_path, architecture):
+def test_every_architecture_loads_with_an_untied_head(tmp_path, architecture):
     file = write_gguf(tmp_path / "a.gguf", architecture, "Q8_0", tied=False)
     logits = load(str(converted(file))).model(mx.array([TEXT]))
     assert logits.shape == (1, len(TEXT), 265) and np.isfinite(np.array(logits)).all()
@@ -139,7 +139,7 @@ def test_every_architecture_is_loaded_with_its_own_head(tmp_path, architecture):
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize("architecture", [one for one in SIZES if one != "mistral"])
-def test_logits_are_those_of_transformers(tmp_path, architecture, kind):
+def test_logits_match_transformers(tmp_path, architecture, kind):
     """Held to an independent reader, where torch and accelerate are installed (CONTRIBUTING.md)."""
     torch = pytest.importorskip("torch", reason="transformers reads GGUF files with torch")
     pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
@@ -156,7 +156,7 @@ def test_logits_are_those_of_transformers(tmp_path, architecture, kind):
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_K"])
 @pytest.mark.parametrize("architecture", [one for one in SIZES if one != "mistral"])
-def test_greedy_text_is_that_of_llama_cpp_up_to_near_ties(tmp_path, architecture, kind):
+def test_greedy_text_matches_llama_cpp_up_to_near_ties(tmp_path, architecture, kind):
     """llama.cpp itself, where its package is installed (CONTRIBUTING.md); of K-quants it rounds activations, too."""
     xllamacpp = pytest.importorskip("xllamacpp", reason="xllamacpp, which has llama.cpp inside, is not installed")
     file = write_gguf(tmp_path / "a.gguf", architecture, kind, tied=architecture != "phi3")
@@ -175,7 +175,7 @@ def test_greedy_text_is_that_of_llama_cpp_up_to_near_ties(tmp_path, architecture
     assert sum(margin > 0 for margin in behind) <= 4
 
 
-def test_rope_of_llama_3_is_found_in_its_factors(tmp_path):
+def test_llama3_rope_scaling_is_recovered_from_its_factors(tmp_path):
     from mlx_lm.models.rope_utils import Llama3RoPE
 
     scaling = {
@@ -198,7 +198,7 @@ def read_config(folder: Path) -> dict:
 
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2", "tekken", "gpt-4o"])
-def test_text_comes_back_from_its_tokens(tmp_path, pre):
+def test_text_round_trips_through_tokens(tmp_path, pre):
     folder = converted(write_gguf(tmp_path / "a.gguf", pre=pre))
     tokenizer, composed = Tokenizer.from_file(str(folder / "tokenizer.json")), normalizers.NFC().normalize_str
     for text in random_texts(2000):
@@ -206,7 +206,7 @@ def test_text_comes_back_from_its_tokens(tmp_path, pre):
         assert decoded == text or (pre == "qwen2" and composed(decoded) == composed(text))  # as Qwen 2's tokenizer does
 
 
-def test_splits_decide_what_is_merged(tmp_path):
+def test_pre_tokenizer_splits_limit_merges(tmp_path):
     def pieces(pre: str, text: str) -> list[str]:
         folder = converted(write_gguf(tmp_path / f"{pre}.gguf", pre=pre))
         return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).tokens
@@ -216,7 +216,7 @@ def test_splits_decide_what_is_merged(tmp_path):
     assert pieces("smollm", "hell a") == ["hel", "l", "Ġa"]
 
 
-def test_sentencepiece_is_read_with_its_bytes_and_spaces(tmp_path):
+def test_sentencepiece_tokenizer_keeps_bytes_and_spaces(tmp_path):
     spelled = [
         "<unk>",
         "<s>",
@@ -245,20 +245,20 @@ def test_sentencepiece_is_read_with_its_bytes_and_spaces(tmp_path):
             assert codec.tokenizer.decode(list(codec.encode(text, special=False)), skip_special_tokens=False) == text
 
 
-def test_an_answer_ends_where_its_chat_format_does(file):
+def test_end_token_of_the_chat_format_ends_the_text(file):
     text = load_text(find_model(str(file)))
     assert text.codec.eos == {0, 2} and text.codec.special["eos_token"] == "<|im_end|>"
     assert text.codec.decode(text.tokens("a")) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_pair_of_files_is_a_pair(file, tmp_path):
+def test_two_gguf_files_form_a_pair(file, tmp_path):
     draft = write_gguf(tmp_path / "draft.gguf", kind="Q4_0")
     pair = choose_pair(ServeSettings(model=str(file), draft_model=str(draft)))
     assert pair.target.name == str(file) and pair.draft is not None and pair.draft.name == str(draft)
     assert read_pair(pair).template is not None
 
 
-def test_a_file_is_converted_once_by_its_content(file, tmp_path, monkeypatch):
+def test_same_content_is_converted_once(file, tmp_path, monkeypatch):
     made: list[Path] = []
     real = gguf_model.write_model
     monkeypatch.setattr(gguf_model, "write_model", lambda *given: (made.append(given[1]), real(*given)))
@@ -271,7 +271,7 @@ def test_a_file_is_converted_once_by_its_content(file, tmp_path, monkeypatch):
     assert converted(file, keep_precision=True) not in folders
 
 
-def test_threads_that_hash_one_file_at_once_agree(file, cache, monkeypatch):
+def test_threads_hashing_one_file_agree(file, cache, monkeypatch):
     all_hashed = threading.Barrier(4)
 
     def hash_together(path: Path) -> str:
@@ -286,7 +286,7 @@ def test_threads_that_hash_one_file_at_once_agree(file, cache, monkeypatch):
     assert len(list((cache / "hashes").iterdir())) == 20
 
 
-def test_what_a_killed_run_left_is_made_anew(file, cache):
+def test_unfinished_conversion_is_redone(file, cache):
     folder = converted(file)
     (folder / "model.safetensors").unlink()
     folder.rename(folder.with_name(f".{folder.name}.unfinished"))
@@ -294,7 +294,7 @@ def test_what_a_killed_run_left_is_made_anew(file, cache):
     assert not list(cache.rglob("*.unfinished"))
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(file, cache, monkeypatch):
+def test_full_disk_is_reported_and_leaves_no_model(file, cache, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -304,14 +304,14 @@ def test_a_full_disk_is_told_and_leaves_nothing(file, cache, monkeypatch):
     assert not list((cache / "gguf").glob("*"))[1:] and not list(cache.rglob("*.json"))
 
 
-def test_a_cache_that_is_not_ours_to_write_is_told(file, tmp_path, monkeypatch):
+def test_unwritable_cache_is_reported(file, tmp_path, monkeypatch):
     (tmp_path / "plain").write_text("")
     monkeypatch.setenv(CACHE, str(tmp_path / "plain" / "below"))
     with pytest.raises(ModelError, match="can't be stored in"):
         converted(file)
 
 
-def test_a_file_that_is_cut_short_is_told_wherever_it_ends(file, tmp_path, cache):
+def test_truncated_file_is_reported_at_any_length(file, tmp_path, cache):
     whole = file.read_bytes()
     cut = tmp_path / "cut.gguf"
     for end in [*range(4, 9000, 211), len(whole) - 1]:
@@ -324,7 +324,7 @@ def test_a_file_that_is_cut_short_is_told_wherever_it_ends(file, tmp_path, cache
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_header_with_wrong_bytes_ends_in_a_model_error_or_not_at_all(file, tmp_path, seed):
+def test_corrupt_header_raises_only_model_error(file, tmp_path, seed):
     chance, broken = random.Random(seed), bytearray(file.read_bytes())
     for _ in range(3):
         broken[chance.randrange(4, 9000)] = chance.randrange(256)
@@ -338,7 +338,7 @@ def test_a_header_with_wrong_bytes_ends_in_a_model_error_or_not_at_all(file, tmp
         assert len(str(error).splitlines()) == 1
 
 
-def test_other_files_are_refused(tmp_path):
+def test_non_gguf_files_are_refused(tmp_path):
     other = tmp_path / "other.gguf"
     other.write_bytes(b"PK\x03\x04 something else")
     with pytest.raises(ModelError, match="is not a GGUF file"):
@@ -372,7 +372,7 @@ def test_other_files_are_refused(tmp_path):
         ({"metadata": {"llama.embedding_length": 32}}, "has embeddings of 64 numbers, but an embedding_length of 32"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named(tmp_path, changes, said):
+def test_inconsistent_file_error_names_the_fault(tmp_path, changes, said):
     file = write_gguf(tmp_path / "a.gguf", **changes)
     with pytest.raises(ModelError) as refused:
         converted(file)

@@ -35,20 +35,20 @@ def estimates() -> Estimates:
     return found
 
 
-def hopes(estimates: Estimates, wait_ms: float) -> bool:
+def is_wait_worthwhile(estimates: Estimates, wait_ms: float) -> bool:
     return worth_hoping(estimates, after_miss(estimates, CopiedTail(), 4, True), 4, wait_ms)
 
 
-def test_a_short_wait_for_a_likely_hit_is_worth_it_and_a_long_one_is_not(estimates: Estimates) -> None:
-    assert hopes(estimates, 0.2)
-    assert not hopes(estimates, 50.0)
+def test_short_wait_for_a_likely_hit_pays_and_a_long_one_does_not(estimates: Estimates) -> None:
+    assert is_wait_worthwhile(estimates, 0.2)
+    assert not is_wait_worthwhile(estimates, 50.0)
 
 
-def test_what_never_comes_is_not_hoped_for(estimates: Estimates) -> None:
-    wait_ms = next(ms for ms in (3.0, 2.0, 1.0, 0.5) if hopes(estimates, ms))
+def test_repeated_misses_end_waiting_for_branches(estimates: Estimates) -> None:
+    wait_ms = next(ms for ms in (3.0, 2.0, 1.0, 0.5) if is_wait_worthwhile(estimates, ms))
     for _ in range(60):
         estimates.observe_lookup(False)
-    assert not hopes(estimates, wait_ms)
+    assert not is_wait_worthwhile(estimates, wait_ms)
 
 
 def push(*accepted: int, final: bool = False) -> Branches:
@@ -59,7 +59,7 @@ def push(*accepted: int, final: bool = False) -> Branches:
 DEPTH_MS_NS = int(DEPTH_MS * MILLISECOND_NS)
 
 
-def test_branches_of_full_acceptance_may_come_with_the_second_push_and_all_others_with_the_first() -> None:
+def test_only_full_acceptance_branches_may_need_a_second_push() -> None:
     cache = SpeculationCache()
     cache.start({"lead": 8, "other": 8})
     cache.add(push(0, 1, 2, 3), "other")
@@ -103,7 +103,7 @@ class Wires(HonestWorkers):
         pass
 
 
-def test_a_drafter_that_pushes_and_pushes_holds_a_request_no_longer_than_its_whole_tree_would_take() -> None:
+def test_wait_for_a_pushing_drafter_is_bounded_by_its_tree_time() -> None:
     wires, told = Wires(), list[ToFront]()
     scheduler = Scheduler(wires, round_settings(4, 8, ngrams=False), told.append, Trace(None))
     scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
@@ -121,7 +121,7 @@ def test_a_drafter_that_pushes_and_pushes_holds_a_request_no_longer_than_its_who
     assert now_ns - asked_ns <= (longest_wait_ms(5 * 1.0 + 0.5) + 1.0) * MILLISECOND_NS
 
 
-def test_a_branch_that_came_after_its_outcome_is_served_and_is_no_hit() -> None:
+def test_branch_after_its_outcome_is_used_and_counted_as_late() -> None:
     wires, told = Wires(), list[ToFront]()
     scheduler = Scheduler(wires, round_settings(4, 8, ngrams=False), told.append, Trace(None))
     scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=9), "ssd", frozenset()), 0)

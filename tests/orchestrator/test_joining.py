@@ -30,7 +30,7 @@ MINI, STUDIO = make_pair(), make_pair()
 HELLO = Hello("draft", "", 7, 77, "mlx", "m", 10, 100, 1, 1)
 
 
-class Door:
+class JoiningPool:
     """A pool that drafters join by TCP, with keys."""
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
@@ -42,7 +42,7 @@ class Door:
         self.gate = CurveAuth(self.context, self.ring)
         settings = ServeSettings(workers_endpoint="tcp://127.0.0.1:0", keyed=True, keys=folder)
         self.pool = WorkerPool(self.context, settings, run_dir, self.gate)
-        self.heard: list[tuple[str, Message]] = []
+        self.received: list[tuple[str, Message]] = []
         self.came: list[zmq.Socket[Any]] = []
 
     def keys(self, pair: KeyPair) -> ClientKeys:
@@ -68,7 +68,7 @@ class Door:
         return decode(socket.recv_multipart())
 
     def listen(self) -> None:
-        self.heard += self.pool.receive()
+        self.received += self.pool.receive()
 
     def tick(self, seconds: int) -> list[str]:
         """What is found out when so much time has passed."""
@@ -82,9 +82,9 @@ class Door:
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
+def joining_pool(tmp_path: Path) -> Iterator[JoiningPool]:
     with PrivateDirectory() as run_dir:
-        made = Door(tmp_path / "keys", run_dir.path)
+        made = JoiningPool(tmp_path / "keys", run_dir.path)
         yield made
         made.close()
 
@@ -94,74 +94,74 @@ def reason(answer: Message) -> str:
     return answer.reason
 
 
-def test_a_drafter_of_another_machine_joins_and_is_heard(door: Door) -> None:
-    far = door.peer(7, MINI)
-    answer = door.hello(far, 7, name="mini")
+def test_remote_drafter_joins_and_its_messages_arrive(joining_pool: JoiningPool) -> None:
+    far = joining_pool.peer(7, MINI)
+    answer = joining_pool.hello(far, 7, name="mini")
     assert isinstance(answer, Welcome) and answer.name == "mini"
     far.send_multipart(encode(Resync("r", 0)))
-    while not door.heard:
-        door.listen()
-    assert door.heard == [("mini", Resync("r", 0))]
+    while not joining_pool.received:
+        joining_pool.listen()
+    assert joining_pool.received == [("mini", Resync("r", 0))]
 
 
-def test_whose_key_is_revoked_is_sent_away_and_stays_out(door: Door) -> None:
-    far = door.peer(7, MINI)
-    door.hello(far, 7, name="mini")
-    assert not door.tick(100)
-    door.ring.revoke("mini")
-    (why,) = door.tick(200)
+def test_drafter_with_a_revoked_key_is_dismissed_for_good(joining_pool: JoiningPool) -> None:
+    far = joining_pool.peer(7, MINI)
+    joining_pool.hello(far, 7, name="mini")
+    assert not joining_pool.tick(100)
+    joining_pool.ring.revoke("mini")
+    (why,) = joining_pool.tick(200)
     assert "mini is dismissed: its key is not allowed" in why
     assert "is dismissed" in reason(decode(far.recv_multipart()[-1:]) if far.poll(WAIT_MS) else Welcome(""))
-    assert "its key is not allowed" in reason(door.hello(far, 7, name="mini"))  # by its old connection
+    assert "its key is not allowed" in reason(joining_pool.hello(far, 7, name="mini"))  # by its old connection
     with pytest.raises(KeyFault, match="refuses this side's key"):
-        probe(door.pool.joining_endpoint, door.keys(MINI))
+        probe(joining_pool.pool.joining_endpoint, joining_pool.keys(MINI))
 
 
-def test_who_is_dismissed_for_lies_is_not_let_in_again_by_its_key(door: Door) -> None:
-    far = door.peer(7, MINI)
-    door.hello(far, 7, name="mini")
+def test_key_of_a_drafter_dismissed_for_invalid_messages_is_refused(joining_pool: JoiningPool) -> None:
+    far = joining_pool.peer(7, MINI)
+    joining_pool.hello(far, 7, name="mini")
     for _ in range(1000):
-        door.pool.record_invalid("mini", "frame")
+        joining_pool.pool.record_invalid("mini", "frame")
     with pytest.raises(KeyFault, match="refuses this side's key"):
-        probe(door.pool.joining_endpoint, door.keys(MINI))
-    probe(door.pool.joining_endpoint, door.keys(STUDIO))
+        probe(joining_pool.pool.joining_endpoint, joining_pool.keys(MINI))
+    probe(joining_pool.pool.joining_endpoint, joining_pool.keys(STUDIO))
 
 
-def test_nobody_speaks_by_anothers_routing_id(door: Door) -> None:
+def test_message_with_another_keys_routing_id_is_rejected(joining_pool: JoiningPool) -> None:
     """ZeroMQ gives a far peer that comes again the routing id of its old connection; so might another, with its own
     key."""
-    far = door.peer(7, MINI)
-    door.hello(far, 7, name="mini")
-    before = door.pool.rejected
-    impostor = door.peer(7, STUDIO)
+    far = joining_pool.peer(7, MINI)
+    joining_pool.hello(far, 7, name="mini")
+    before = joining_pool.pool.rejected
+    impostor = joining_pool.peer(7, STUDIO)
     impostor.send_multipart(encode(Resync("r", 0)))
-    while door.pool.rejected == before:
-        door.listen()
-    assert not door.heard
+    while joining_pool.pool.rejected == before:
+        joining_pool.listen()
+    assert not joining_pool.received
 
 
-def test_two_drafters_of_one_name_are_told_of_each_other(door: Door) -> None:
-    door.hello(door.peer(7, MINI), 7, name="mini", model="/one")
-    told = reason(door.hello(door.peer(8, STUDIO), 8, name="mini", model="/two"))
+def test_duplicate_drafter_name_error_names_both_models(joining_pool: JoiningPool) -> None:
+    joining_pool.hello(joining_pool.peer(7, MINI), 7, name="mini", model="/one")
+    told = reason(joining_pool.hello(joining_pool.peer(8, STUDIO), 8, name="mini", model="/two"))
     assert "the name mini is taken" in told and "/one" in told and "/two" in told and "omit it" in told
 
 
-def test_a_drafter_whose_tokens_mean_other_things_is_turned_away(door: Door) -> None:
-    door.pool.set_language(ModelVocabulary("target-model", "abc"))
-    told = reason(door.hello(door.peer(7, MINI), 7, model="/draft", vocabulary="xyz"))
+def test_drafter_with_another_vocabulary_is_refused(joining_pool: JoiningPool) -> None:
+    joining_pool.pool.set_language(ModelVocabulary("target-model", "abc"))
+    told = reason(joining_pool.hello(joining_pool.peer(7, MINI), 7, model="/draft", vocabulary="xyz"))
     assert "/draft" in told and "target-model" in told and "`outrider pairs`" in told
-    assert isinstance(door.hello(door.peer(8, MINI), 8, vocabulary="abc"), Welcome)
-    assert isinstance(door.hello(door.peer(9, None), 9), Welcome)  # nobody has looked
+    assert isinstance(joining_pool.hello(joining_pool.peer(8, MINI), 8, vocabulary="abc"), Welcome)
+    assert isinstance(joining_pool.hello(joining_pool.peer(9, None), 9), Welcome)  # nobody has looked
 
 
-def test_a_drafter_of_another_release_hears_both_versions(door: Door) -> None:
-    far = door.peer(7, MINI)
+def test_drafter_of_another_version_is_sent_both_versions(joining_pool: JoiningPool) -> None:
+    far = joining_pool.peer(7, MINI)
     header = msgpack.decode(bytes(encode(HELLO)[0]))
-    answer = door.answer(far, [msgpack.encode([999, *header[1:]])])
+    answer = joining_pool.answer(far, [msgpack.encode([999, *header[1:]])])
     assert "speaks protocol version 999, this side version 1" in reason(answer)
 
 
-def test_a_worker_that_is_answered_in_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_reports_a_reply_in_another_protocol_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_link, "_end_on_signals", lambda by_hand: None)
     context: zmq.Context[Any] = zmq.Context()
     server = context.socket(zmq.ROUTER)

@@ -34,24 +34,22 @@ def estimates(own_ms: float, link_ms: float = 1.0, row_ms: float = 0.1) -> Estim
 
 
 @pytest.mark.parametrize(("own_ms", "link_ms", "drafts"), [(2.0, 30.0, True), (2.0, 0.2, False), (20.0, 30.0, False)])
-def test_after_a_miss_whoever_brings_more_for_its_time_drafts(own_ms: float, link_ms: float, drafts: bool) -> None:
+def test_after_a_miss_the_more_productive_drafter_is_used(own_ms: float, link_ms: float, drafts: bool) -> None:
     found = after_miss(estimates(own_ms, link_ms), CopiedTail(), DEPTH, True, HEAD)
     assert bool(found.own) == drafts
     assert not (found.own and found.wait_for)
 
 
-def test_where_nobody_is_beside_nobody_is_asked() -> None:
+def test_after_a_miss_no_head_is_used_without_one() -> None:
     assert not after_miss(estimates(0.1, 30.0), CopiedTail(), DEPTH, True).own
 
 
 @pytest.mark.parametrize(("own_ms", "row_ms", "unite"), [(0.1, 0.1, True), (5.0, 0.1, False), (0.1, 8.0, False)])
-def test_a_head_drafts_beside_a_branch_where_that_and_its_rows_are_cheap(
-    own_ms: float, row_ms: float, unite: bool
-) -> None:
+def test_head_drafts_beside_a_branch_only_if_both_are_cheap(own_ms: float, row_ms: float, unite: bool) -> None:
     assert unites(estimates(own_ms, row_ms=row_ms), HEAD, DEPTH) == unite
 
 
-def test_the_formula_sees_what_a_quick_head_spares() -> None:
+def test_joint_rate_exceeds_ssd_only_with_a_fast_head() -> None:
     """Against a draft worker that is far away; and that nothing is prepared for where a head's chain holds."""
     costs = Costs(10.0, lambda rows: 10.0, lambda depth: 30.0, lambda depth: 5.0, 0.1)
     odds = Odds(lambda depth: 1.0 + 0.5 * depth, 0.5)
@@ -63,7 +61,7 @@ def test_the_formula_sees_what_a_quick_head_spares() -> None:
 
 
 @pytest.mark.parametrize(("own_ms", "link_ms", "joint"), [(0.5, 60.0, True), (5.0, 0.2, False)])
-def test_auto_takes_both_only_where_they_promise_more(own_ms: float, link_ms: float, joint: bool) -> None:
+def test_auto_combines_head_and_worker_only_if_forecast_faster(own_ms: float, link_ms: float, joint: bool) -> None:
     """A drafter far away, so that all but SSD pays for it, and a head that is poor alone."""
     known = estimates(own_ms, link_ms)
     policy = Policy(known, ("ar", "sd", "ssd"), DEPTH, 16, others=(HEAD,))
@@ -79,6 +77,6 @@ def test_auto_takes_both_only_where_they_promise_more(own_ms: float, link_ms: fl
     assert (("ssd", HEAD) in taken) == joint
 
 
-def test_what_is_copied_works_ahead_of_nobody() -> None:
+def test_ngrams_are_not_combined_with_ssd() -> None:
     policy = Policy(Estimates(), ("ar", "sd", "ssd"), DEPTH, 16, others=("ngram",))
     assert Arm("ssd", drafter="ngram") not in policy._kinds

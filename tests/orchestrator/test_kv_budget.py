@@ -27,7 +27,7 @@ def ask(name, prompt="x", **sampling):
     return Generate(name, prompt, None, SamplingParams(**sampling))
 
 
-def test_both_workers_hold_the_same_tokens():
+def test_budget_shares_hold_the_same_tokens_in_both_workers():
     budget = kv_budget(41_000, WORKERS, memory=0)
     assert budget == KVBudget(41_000, KvCost(1000, 40)) and budget.tokens == 1000
     shares = [budget.share(cost, 1000) for cost in (TARGET, DRAFT)]
@@ -35,7 +35,7 @@ def test_both_workers_hold_the_same_tokens():
     assert budget.places(450) == 2 and budget.places(5000) == 1
 
 
-def test_by_itself_half_of_what_the_weights_leave_and_only_of_workers_that_are_there():
+def test_default_limit_is_half_of_the_memory_left_by_weights():
     heavy = tuple(replace(worker, weight_bytes=300) for worker in WORKERS)
     assert kv_budget(None, heavy, memory=1000).limit == 200
     gone = (heavy[0], replace(heavy[1], state="lost"))
@@ -44,7 +44,7 @@ def test_by_itself_half_of_what_the_weights_leave_and_only_of_workers_that_are_t
     assert KVBudget(100, KvCost()).tokens > 10**9, "what takes nothing has no bound"
 
 
-def test_the_machines_memory_is_that_of_its_container(tmp_path: Path):
+def test_physical_memory_respects_the_container_limit(tmp_path: Path):
     bound = tmp_path / "memory.max"
     bound.write_text("12345\n")
     assert physical(bound) == 12345
@@ -52,13 +52,13 @@ def test_the_machines_memory_is_that_of_its_container(tmp_path: Path):
     assert physical(bound) == physical(tmp_path / "none") > 2**20
 
 
-def test_less_than_one_context_is_refused_with_the_numbers():
+def test_limit_below_one_context_is_refused_with_the_numbers():
     words = "kv_memory is 0.0 MB, and one text of 1024 tokens, the context of m, takes 30.7 MB in all workers"
     assert KVBudget(1000, KvCost(0, 30_000)).shortage(1024, "m").startswith(words)
     assert not KVBudget(30_720_000, KvCost(0, 30_000)).shortage(1024, "m")
 
 
-def test_a_request_waits_until_its_text_fits_beside_the_others(make_stand):
+def test_request_waits_until_its_text_fits_beside_the_others(make_stand):
     """Places are left all the time; it is the memory of three texts that is not."""
     stand = make_stand(max_active=8).start(ready=False)
     limit = 2 * KvCost(1000, 40).of(50)
@@ -77,7 +77,7 @@ def test_a_request_waits_until_its_text_fits_beside_the_others(make_stand):
     assert told == ["r1", "r2", "r1", "r3"], "the third begins when the first is stopped, and before the fourth"
 
 
-def test_what_can_never_fit_is_refused_and_what_fits_in_part_is_cut_short(stand, codec):
+def test_oversized_prompt_is_refused_and_oversized_output_is_cut(stand, codec):
     stand.core.play = lambda admit: []
     budget = kv_budget(KvCost(1000, 40).of(20), WORKERS, 0)
     stand.lines.events.put(WorkersChanged(WORKERS, True, kv_budget=budget))
@@ -93,7 +93,7 @@ def test_what_can_never_fit_is_refused_and_what_fits_in_part_is_cut_short(stand,
     assert any("kv_memory (0.0 MB) is full then" in note for note in notes)
 
 
-def test_a_cluster_that_cannot_hold_one_context_does_not_begin(make_stand):
+def test_cluster_without_room_for_one_context_does_not_start(make_stand):
     stand = make_stand(kv_memory=20_000).start(ready=False)
     stand.lines.events.put(WorkersChanged(WORKERS, True, kv_budget=kv_budget(20_000, WORKERS, 0)))
     with pytest.raises(WorkerError, match=r"kv_memory is 0\.0 MB"):
@@ -102,7 +102,7 @@ def test_a_cluster_that_cannot_hold_one_context_does_not_begin(make_stand):
 
 
 @pytest.mark.parametrize(("said", "places"), [(None, (1, 1, 3, 16)), (40, (40, 40, 40, 40))])
-def test_unsaid_as_many_run_at_once_as_memory_holds_and_no_more_than_were_measured(said, places):
+def test_default_max_active_is_what_memory_holds_up_to_a_cap(said, places):
     admission = Admission(read_pair(choose_pair(ServeSettings(max_active=said))))
     admission.context_length = 100_000
     for texts, most in zip((0, 1, 3, 1000), places, strict=True):

@@ -29,35 +29,37 @@ def beacon() -> Iterator[Beacon]:
     made.close()
 
 
-def test_a_server_is_found_by_its_key_and_not_by_announcing_itself(beacon: Beacon) -> None:
+def test_server_is_discovered_only_by_a_trusted_key(beacon: Beacon) -> None:
     assert find({OWN, OTHER}, interfaces=HERE) == DiscoveredServer("tcp://127.0.0.1:45556", OWN, str(PROTOCOL_VERSION))
     with pytest.raises(EndpointError, match=r"found no server with a trusted key, only tcp://127.0.0.1:45556"):
         find({OTHER}, interfaces=HERE)
 
 
-def heard(monkeypatch: pytest.MonkeyPatch, *found: DiscoveredServer) -> None:
+def announce(monkeypatch: pytest.MonkeyPatch, *found: DiscoveredServer) -> None:
     monkeypatch.setattr(lan, "_announced", lambda seconds, interfaces: list(found))
 
 
-def test_what_cannot_be_joined_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard(monkeypatch)
+def test_discovery_failures_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch)
     with pytest.raises(EndpointError, match=r"found no server within .* --advertise"):
         find({OWN})
-    heard(monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN, "1"), DiscoveredServer("tcp://10.0.0.2:1", OTHER, "1"))
+    announce(
+        monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN, "1"), DiscoveredServer("tcp://10.0.0.2:1", OTHER, "1")
+    )
     with pytest.raises(EndpointError, match=r"found several servers .* tcp://10.0.0.1:1 .* choose one with --connect"):
         find({OWN, OTHER})
-    heard(monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN, "999"))
+    announce(monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN, "999"))
     with pytest.raises(EndpointError, match=r"version 999, this side version 1; run the same release"):
         find({OWN})
 
 
-def test_without_zeroconf_there_is_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_zeroconf_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(version.EXTRAS, "discovery", ("no_zeroconf",))
     for use in (lambda: find({OWN}), lambda: Beacon("tcp://127.0.0.1:1", OWN)):
         with pytest.raises(InvalidRequest, match=r"run pip install '\.\[discovery\]'"):
             use()
 
 
-def test_a_path_is_not_announced() -> None:
+def test_ipc_endpoint_is_not_announced() -> None:
     with pytest.raises(InvalidRequest, match="expected tcp://HOST:PORT"):
         Beacon("ipc:///tmp/x", OWN)

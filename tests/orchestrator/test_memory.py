@@ -36,7 +36,7 @@ def experienced() -> Estimates:
 RECORD = experienced().snapshot((TunedArm("ssd", 0, 0, 150.0, True), TunedArm("ar", 0, 0, 90.0, True, 4)), 0.0)
 
 
-def test_what_was_learned_comes_back(tmp_path: Path) -> None:
+def test_learned_rates_are_restored_from_the_policy_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "memory.json"
     PolicyStore(path, 0).write((RECORD,), 0)
     assert PolicyStore(path, 0).read(NONE) == (RECORD,)
@@ -51,7 +51,7 @@ def test_what_was_learned_comes_back(tmp_path: Path) -> None:
     assert abs(fresh.drafted.rate(2) - old.drafted.rate(2)) < abs(Estimates().drafted.rate(2) - old.drafted.rate(2))
 
 
-def test_a_controller_begins_where_another_ended() -> None:
+def test_policy_starts_where_another_ended() -> None:
     first = Policy(experienced(), MODES, 4, 16)
     for _ in range(40 * EPISODE_ROUNDS):
         plan = first.plan()
@@ -61,14 +61,14 @@ def test_a_controller_begins_where_another_ended() -> None:
     assert second.plan() == Arm("ar", 1, 16) and "measured before" in second.why
 
 
-def test_a_tuned_k_and_b_outlive_what_was_learned_of_others() -> None:
+def test_tuned_k_and_b_are_kept_over_learned_ones() -> None:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.start_from([TunedArm("ssd", 6, 4, 204.0), TunedArm("ar", 0, 0, 92.0)])
     policy.start_from([TunedArm("ssd", 3, 8, 500.0, True), TunedArm("ssd", 6, 4, 210.0, True)])
     assert policy.plan() == Arm("ssd", 6, 4) and "fastest measured before (210 tokens/s)" in policy.why
 
 
-def test_a_pair_that_was_tuned_since_starts_from_that(tmp_path: Path) -> None:
+def test_changed_tuning_file_discards_the_learned_rates(tmp_path: Path) -> None:
     tuned, learned = tmp_path / "tuning.json", tmp_path / "memory.json"
     PolicyStore(learned, 0).write((RECORD,), 0)
     tuned.write_text("tuned")
@@ -95,7 +95,7 @@ def test_a_pair_that_was_tuned_since_starts_from_that(tmp_path: Path) -> None:
         '{"format": 2, "tunings": [{"choices": [3]}]}',
     ],
 )
-def test_a_damaged_file_is_as_none(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_policy_file_is_ignored(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "memory.json"
     path.write_text(content)
     assert PolicyStore(path, 0).read(NONE) == ()
@@ -104,7 +104,7 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, content: str, caplog: pytest.
 
 
 @pytest.mark.parametrize("word", ["1e999", "NaN", "Infinity", "-3.0", '"x"', "null"])
-def test_a_number_that_is_none_spoils_the_file_and_nothing_else(tmp_path: Path, word: str) -> None:
+def test_policy_file_with_an_invalid_number_is_ignored(tmp_path: Path, word: str) -> None:
     path = tmp_path / "memory.json"
     PolicyStore(path, 0).write((RECORD,), 0)
     text = path.read_text()
@@ -114,9 +114,7 @@ def test_a_number_that_is_none_spoils_the_file_and_nothing_else(tmp_path: Path, 
         assert PolicyStore(path, 0).read(NONE) == ()
 
 
-def test_where_nothing_can_be_written_nothing_is_and_that_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unwritable_policy_file_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     memory = PolicyStore(tmp_path / "file" / "memory.json", 0)
     for minute in range(3):
@@ -126,7 +124,7 @@ def test_where_nothing_can_be_written_nothing_is_and_that_is_said_once(
     assert "can't be saved" in told and told.endswith("the next server starts without it")
 
 
-def test_who_has_no_home_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_home_folder_disables_the_policy_file(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -137,20 +135,20 @@ def test_who_has_no_home_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.write((RECORD,), 0)
 
 
-def test_without_a_memory_nothing_is_read_or_written() -> None:
+def test_policy_file_is_not_read_or_written_when_disabled() -> None:
     memory = PolicyStore(None, 0)
     memory.write((RECORD,), 0)
     assert memory.read(NONE) == () and not memory.is_due(10**18)
 
 
-def test_it_is_written_now_and_then(tmp_path: Path) -> None:
+def test_policy_file_is_written_periodically(tmp_path: Path) -> None:
     memory, later = PolicyStore(tmp_path / "memory.json", 0), (SECONDS + 1) * 10**9
     assert not memory.is_due(1) and memory.is_due(later)
     memory.write((RECORD,), later)
     assert not memory.is_due(later + 1)
 
 
-def test_each_pair_way_of_drafting_and_machine_has_its_own() -> None:
+def test_each_pair_and_way_of_drafting_has_its_own_policy_file() -> None:
     pair = {"model": "a", "draft_model": "b"}
     others: list[dict[str, object]] = [{"draft_model": "c"}, {"threads": 2}, {"ngrams": False}, {"colocate": True}]
     ways = [ServeSettings(**{**pair, **other}) for other in ({}, *others)]  # type: ignore[arg-type]
@@ -158,7 +156,7 @@ def test_each_pair_way_of_drafting_and_machine_has_its_own() -> None:
     assert tuning.memory_for(ways[0]).parent == tuning.path_for(ways[0]).parent
 
 
-def test_an_old_tunings_file_is_still_read(tmp_path: Path) -> None:
+def test_old_tuning_file_is_still_read(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     path.write_text(
         '{"format": 2, "tunings": [{"step_ms": 9, "verify_ms": [[1, 10]], "depth_ms": 3, "draft_ms": 2, "link_ms": 0.3,'

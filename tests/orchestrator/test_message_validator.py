@@ -41,7 +41,7 @@ VOCABULARY = 5000
 pytestmark = pytest.mark.usefixtures("counted_clock")
 
 
-class Judging(Cluster):
+class ValidatingCluster(Cluster):
     """Notes what is taken for a lie."""
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ class Judging(Cluster):
 
 
 @pytest.fixture
-def cluster() -> Judging:
-    made = Judging()
+def cluster() -> ValidatingCluster:
+    made = ValidatingCluster()
     made.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
     return made
 
@@ -86,23 +86,23 @@ FOREIGN: list[tuple[str, Message, str]] = [
 
 
 @pytest.mark.parametrize(("sender", "message", "lie"), FOREIGN, ids=lambda value: getattr(value, "__name__", None))
-def test_a_word_that_is_not_its_senders_to_say_changes_nothing(
-    cluster: Judging, sender: str, message: Message, lie: str
+def test_foreign_or_stale_message_is_dropped_and_counted(
+    cluster: ValidatingCluster, sender: str, message: Message, lie: str
 ) -> None:
     cluster.rounds.handle(sender, message, 0)
     assert cluster.rounds.stale == 1 and cluster.lies == [lie] * bool(lie)
     assert not [event for event in cluster.told if isinstance(event, Committed)]
-    assert [type(told) for told in cluster.told_target] == [Open]
+    assert [type(told) for told in cluster.sent_to_target] == [Open]
 
 
 CHAIN = (5, 6, 7)
-TOLD = Commit("r", 2, 9, 40, (1,), CHAIN, depth=2, branches=3)
-ASKED = replace(TOLD, request="asked", verifying=None)
+BRANCHES_TASK = Commit("r", 2, 9, 40, (1,), CHAIN, depth=2, branches=3)
+CHAIN_TASK = replace(BRANCHES_TASK, request="asked", verifying=None)
 GOOD = Branches("r", 2, 9, 40, 2, (Branch((8,), (9, 9)), Branch((5, 6, 7, 8), (9,))), NONE, final=True)
 DRAFT = Drafted("asked", 2, 9, 40, (1, 2), NONE)
 Q = SparseQ(np.array([[9]], np.int32), np.array([[1.0]], np.float32))
 
-JUDGED: dict[str, tuple[Message, str]] = {
+CASES: dict[str, tuple[Message, str]] = {
     "what was asked for": (GOOD, ""),
     "less than was asked for": (replace(GOOD, entries=()), ""),
     "the chain that was asked for": (DRAFT, ""),
@@ -132,22 +132,24 @@ JUDGED: dict[str, tuple[Message, str]] = {
 }
 
 
-@pytest.mark.parametrize(("message", "verdict"), JUDGED.values(), ids=JUDGED)
-def test_a_drafters_word_is_judged_by_what_it_was_told(cluster: Judging, message: Message, verdict: str) -> None:
+@pytest.mark.parametrize(("message", "verdict"), CASES.values(), ids=CASES)
+def test_drafter_message_is_checked_against_its_tasks(
+    cluster: ValidatingCluster, message: Message, verdict: str
+) -> None:
     validator, request = SentTasks(), cluster.rounds._requests["r"]
     request.epoch = 2
-    for told in (TOLD, ASKED):
+    for told in (BRANCHES_TASK, CHAIN_TASK):
         validator.record("draft-0", told)
     assert validator.refusal(request, False, "draft-0", message, VOCABULARY) == verdict
     assert verdict in ("", LATE, *INVALID)
 
 
-def test_nothing_that_a_drafter_was_told_becomes_a_lie_later(cluster: Judging) -> None:
+def test_answer_to_an_old_task_is_late_and_never_invalid(cluster: ValidatingCluster) -> None:
     """However many rounds and requests follow, and whether it still drafts for it."""
     validator, request = SentTasks(), cluster.rounds._requests["r"]
     said = []
     for number in range(MOST_ROUNDS * 3):
-        validator.record("draft-0", replace(TOLD, epoch=number // 9, round=number, base_len=40 + number))
+        validator.record("draft-0", replace(BRANCHES_TASK, epoch=number // 9, round=number, base_len=40 + number))
         said.append(replace(GOOD, epoch=number // 9, round=number, base_len=40 + number))
     request.epoch = 1
     assert {validator.refusal(request, False, "draft-0", message, VOCABULARY) for message in said} <= {"", LATE}
@@ -155,30 +157,30 @@ def test_nothing_that_a_drafter_was_told_becomes_a_lie_later(cluster: Judging) -
     assert {validator.refusal(of, False, "draft-0", m, VOCABULARY) for m in said for of in (request, None)} == {LATE}
 
 
-def test_what_is_said_of_a_request_that_has_ended_is_late_and_no_more(cluster: Judging) -> None:
+def test_message_about_an_ended_request_is_late_from_its_drafter_only(cluster: ValidatingCluster) -> None:
     validator = SentTasks()
-    validator.record("draft-0", TOLD)
+    validator.record("draft-0", BRANCHES_TASK)
     validator.forget("r")
     verdicts = {sender: validator.refusal(None, False, sender, GOOD, VOCABULARY) for sender in ("draft-0", "draft-1")}
     assert verdicts == {"draft-0": LATE, "draft-1": "request"}
 
 
-def test_what_is_remembered_of_drafters_is_bounded() -> None:
+def test_recorded_tasks_are_bounded() -> None:
     sent = SentTasks()
     for number in range(MOST_OVER + 5):
-        sent.record("draft-0", replace(TOLD, request=f"r{number}"))
+        sent.record("draft-0", replace(BRANCHES_TASK, request=f"r{number}"))
         sent.forget(f"r{number}")
     assert len(sent._forgotten) == MOST_OVER and not sent._tasks["draft-0"]
     for number in range(100):
-        sent.record("draft-0", replace(TOLD, request="r9999", round=number))
-        sent.record("draft-0", replace(TOLD, request="r9999", base_len=number))
+        sent.record("draft-0", replace(BRANCHES_TASK, request="r9999", round=number))
+        sent.record("draft-0", replace(BRANCHES_TASK, request="r9999", base_len=number))
     held = sent._tasks["draft-0"]["r9999"]
     assert len(held) == MOST_ROUNDS and max(map(len, held.values())) <= MOST_ROUNDS + 1
 
 
 @pytest.mark.parametrize("message", [outcome(), Drafted("r", 0, 1, len(PROMPT) + 1, (7,), NONE), Close("r")])
-def test_a_drafter_that_lies_all_the_time_does_not_change_the_text(message: Message) -> None:
-    cluster = Judging()
+def test_constantly_invalid_drafter_does_not_change_the_text(message: Message) -> None:
+    cluster = ValidatingCluster()
     handle: Callable[..., None] = cluster.rounds.handle
 
     def lies(sender: str, said: Message, now_ns: int) -> None:
@@ -196,7 +198,7 @@ def test_a_drafter_that_lies_all_the_time_does_not_change_the_text(message: Mess
     assert len(cluster.lies) > 10
 
 
-def test_only_the_target_tells_how_far_the_prompt_is_read(cluster: Judging) -> None:
+def test_prompt_progress_is_taken_from_the_target_only(cluster: ValidatingCluster) -> None:
     for sender, done in (("draft-0", 3), ("target-0", 4)):
         cluster.rounds.handle(sender, Prefilled("r", 0, done, 10), 0)
     assert [event for event in cluster.told if isinstance(event, Progress)] == [Progress("r", 4, 10)]

@@ -30,7 +30,7 @@ def test_a_folder_is_read_without_its_weights():
     assert (found.model_type, found.vocab_size, found.context_length) == ("llama", 4096, 1024)
 
 
-def test_sizes_may_stand_in_text_config(model_folder):
+def test_sizes_are_read_from_text_config(model_folder):
     (model_folder / "config.json").write_text(
         json.dumps({"model_type": "gemma3", "text_config": {"vocab_size": 9, "max_position_embeddings": 8}})
     )
@@ -39,17 +39,17 @@ def test_sizes_may_stand_in_text_config(model_folder):
 
 
 @pytest.mark.parametrize("name", ["/no/such/path", "./nope", "~/nope-nope", "nope", "a/b/c", "org/na me"])
-def test_no_such_path(name):
+def test_missing_path_raises_model_error(name):
     with pytest.raises(ModelError, match=r"no such path: .*expected a model's folder, a GGUF file or"):
         find_model(name)
 
 
-def test_an_id_that_is_not_in_the_cache_says_why_it_was_not_fetched():
+def test_uncached_model_error_says_why_it_was_not_fetched():
     with pytest.raises(ModelError, match="no model org/name: there is no such folder, and offline mode is on"):
         find_model("org/name")
 
 
-def test_what_is_no_model_says_so(tmp_path, model_folder):
+def test_invalid_model_folders_raise_model_error(tmp_path, model_folder):
     with pytest.raises(ModelError, match=r"is not a model folder: config.json is missing"):
         find_model(str(tmp_path))
     with pytest.raises(ModelError, match="is a file"):
@@ -61,7 +61,7 @@ def test_what_is_no_model_says_so(tmp_path, model_folder):
         find_model(str(model_folder))
 
 
-def test_weights_are_asked_for_only_when_they_are_needed(model_folder):
+def test_weights_are_required_only_when_needed(model_folder):
     (model_folder / "model.safetensors").unlink()
     assert find_model(str(model_folder), weights=False).folder == model_folder.resolve()
     with pytest.raises(ModelError, match="has no weights"):
@@ -71,7 +71,7 @@ def test_weights_are_asked_for_only_when_they_are_needed(model_folder):
 # --- pairs --------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_name_the_embedded_pair_runs():
+def test_embedded_pair_is_chosen_without_a_model():
     pair = choose_pair(ServeSettings())
     assert embedded_pair() == (str(EMBEDDED_TARGET), str(EMBEDDED_DRAFT))
     assert (pair.settings.model, pair.settings.draft_model) == embedded_pair()
@@ -79,31 +79,31 @@ def test_without_a_name_the_embedded_pair_runs():
 
 
 @pytest.mark.parametrize("kind", embedded_heads())
-def test_a_kind_of_head_alone_is_the_embedded_target_s(kind):
+def test_head_kind_without_a_model_uses_the_embedded_target(kind):
     alone = choose_pair(ServeSettings(draft_backend=kind))
     assert alone.settings.model == str(EMBEDDED_TARGET) and alone.settings.draft_model == embedded_heads()[kind]
     assert choose_pair(ServeSettings(head=(kind,))).settings.head == (embedded_heads()[kind],)
 
 
-def test_a_kind_of_head_that_does_not_come_along_is_refused():
+def test_head_kind_without_an_embedded_head_is_refused():
     with pytest.raises(ModelError, match="no redrafter head comes with the embedded target; expected --draft-backend"):
         choose_pair(ServeSettings(draft_backend="redrafter"))
     assert choose_pair(ServeSettings(head=("early-exit",))).settings.head == ("early-exit",)
 
 
-def test_a_target_alone_drafts_from_its_text_and_says_so(model_folder):
+def test_target_without_draft_model_uses_ngrams_with_a_note(model_folder):
     pair = choose_pair(ServeSettings(model=str(model_folder)))
     assert pair.draft is None and pair.settings.draft_backend == "ngram"
     assert "no draft model (--draft-model)" in pair.notes[0]
 
 
-def test_backends_without_a_model_have_none():
+def test_backends_without_a_draft_model_choose_none():
     for backend in ("ngram", "none"):
         pair = choose_pair(ServeSettings(draft_backend=backend))
         assert pair.draft is None and pair.settings.draft_model is None
 
 
-def test_a_replay_script_must_be_there(tmp_path):
+def test_missing_replay_script_is_refused(tmp_path):
     with pytest.raises(ModelError, match="replay drafter's script"):
         choose_pair(ServeSettings(draft_backend="replay", replay=tmp_path / "none.json"))
 
@@ -124,7 +124,7 @@ HEADS = [
 
 
 @pytest.mark.parametrize(("config", "kind"), HEADS)
-def test_auto_knows_a_head_from_a_model_by_its_config(tmp_path, config, kind):
+def test_auto_backend_detects_heads_by_their_config(tmp_path, config, kind):
     """A head has no tokenizer: its tokens are the target's, and so is its context."""
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     (tmp_path / "model.safetensors").write_bytes(b"")
@@ -140,7 +140,7 @@ def test_auto_knows_a_head_from_a_model_by_its_config(tmp_path, config, kind):
 
 
 @pytest.mark.parametrize("named", ["mtp.fc.weight", "model.layers.6.eh_proj.weight"])
-def test_of_a_repository_with_the_head_only_its_shards_are_fetched(tmp_path, monkeypatch, named):
+def test_only_the_shards_of_the_head_are_fetched(tmp_path, monkeypatch, named):
     asked = []
     places = {"model.layers.0.norm.weight": "model-1.safetensors", named: "model-2.safetensors"}
 
@@ -160,7 +160,7 @@ def test_of_a_repository_with_the_head_only_its_shards_are_fetched(tmp_path, mon
     assert find_own_head("org/name").folder == tmp_path.resolve() and asked[2:] == [[]]
 
 
-def test_a_models_own_head_is_in_its_folder_or_in_another_of_the_same_sizes(tmp_path, model_folder):
+def test_own_head_is_found_in_the_model_or_one_of_the_same_sizes(tmp_path, model_folder):
     """A smaller model of the family has a head as well, and is a draft model all the same."""
     config = json.loads((model_folder / "config.json").read_text())
     (model_folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1}))
@@ -178,7 +178,7 @@ def test_a_models_own_head_is_in_its_folder_or_in_another_of_the_same_sizes(tmp_
 
 
 @pytest.mark.parametrize("colocate", [False, True])
-def test_a_draft_that_means_something_else_is_refused(model_folder, colocate):
+def test_draft_with_a_different_vocabulary_is_refused(model_folder, colocate):
     tokenizer = json.loads((model_folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     first, second = [word for word, i in vocabulary.items() if i in (300, 301)]

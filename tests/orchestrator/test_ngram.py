@@ -14,9 +14,7 @@ texts = st.lists(st.integers(0, 3), max_size=40)
 
 
 @given(texts, texts, st.integers(0, 12))
-def test_a_copy_is_what_followed_the_longest_suffix_that_was_followed_before(
-    text: list[int], then: list[int], length: int
-) -> None:
+def test_copy_continues_the_latest_match_of_the_longest_suffix(text: list[int], then: list[int], length: int) -> None:
     found = NgramIndex(text).lookup(length, then)
     whole = text + then
     for n in range(min(LONGEST, len(whole)), SHORTEST - 1, -1):
@@ -31,19 +29,19 @@ def test_a_copy_is_what_followed_the_longest_suffix_that_was_followed_before(
 
 
 @given(texts, st.integers(0, 40))
-def test_what_is_said_bit_by_bit_is_known_like_what_is_said_at_once(text: list[int], cut: int) -> None:
+def test_extending_in_steps_equals_indexing_at_once(text: list[int], cut: int) -> None:
     index = NgramIndex(text[:cut])
     index.extend(text[cut:])
     assert index.lookup(8) == NgramIndex(text).lookup(8)
 
 
-def test_a_loop_goes_on_past_the_end_of_the_text() -> None:
+def test_copy_of_a_loop_continues_past_the_end_of_the_text() -> None:
     assert NgramIndex([1, 2, 3, 1, 2, 3, 1, 2]).lookup(7) == Copy((3, 1, 2, 3, 1, 2, 3), 5)
     assert NgramIndex([1, 2, 3, 1, 2, 3]).lookup(4, then=[1, 2]) == Copy((3, 1, 2, 3), 5)
 
 
 @given(texts, texts, st.integers(1, 9))
-def test_what_is_looked_through_in_pieces_is_known_like_the_whole(text: list[int], then: list[int], piece: int) -> None:
+def test_reading_in_pieces_equals_indexing_at_once(text: list[int], then: list[int], piece: int) -> None:
     long = [9] * PIECE + text
     index = NgramIndex()
     index.extend(long)
@@ -54,7 +52,7 @@ def test_what_is_looked_through_in_pieces_is_known_like_the_whole(text: list[int
     assert index.lookup(8) == NgramIndex(long + then).lookup(8)
 
 
-def test_what_is_not_looked_through_yet_is_not_found_and_what_is_is() -> None:
+def test_lookup_finds_only_indexed_text() -> None:
     index = NgramIndex()
     index.extend([*range(PIECE), 1, 2])
     assert index.lookup(3) == Copy((3, 4, 5), 2)
@@ -62,7 +60,7 @@ def test_what_is_not_looked_through_yet_is_not_found_and_what_is_is() -> None:
     assert index.lookup(3) == Copy()
 
 
-def test_the_index_of_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_of_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proposal, "WINDOW", 50)
     index = NgramIndex(range(1000))
     assert index.lookup(2, then=[960, 961]) == Copy((962, 963), 2)

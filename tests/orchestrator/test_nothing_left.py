@@ -37,18 +37,18 @@ def left_by(ask: Callable[[int], object], many: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
-def test_in_the_rounds_and_with_a_drafter(mode: str) -> None:
+def test_ended_requests_leave_no_objects_in_scheduler_and_drafter(mode: str) -> None:
     cluster = Cluster(TEXT, Script((TEXT,), (0.7,), (1.0,), 4096))
 
     def ask(number: int) -> None:
         cluster.run(TEXT[:10], 12, mode, request=f"r{number}")
-        for heard in (cluster.told, cluster.told_target, cluster.told_drafters, cluster.target.verified):
-            heard.clear()
+        for sent in (cluster.told, cluster.sent_to_target, cluster.sent_to_drafters, cluster.target.verified):
+            sent.clear()
 
     assert not left_by(ask, 30)
 
 
-def test_with_the_front_whoever_asks(stand: Stand) -> None:
+def test_ended_requests_leave_no_objects_in_the_front(stand: Stand) -> None:
     stand.core.play = says(stand.codec, "return 1")
 
     def ask(_number: int) -> None:

@@ -31,21 +31,21 @@ def world(**rates: float) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("best", MODES)
-def test_it_settles_on_the_fastest_mode(best: str) -> None:
+def test_policy_settles_on_the_fastest_mode(best: str) -> None:
     rates = {mode: 0.12 if mode == best else 0.08 for mode in MODES}
     policy = Policy(Estimates(), MODES, 4)
     run(policy, rates, 20 * EPISODE_ROUNDS)
     assert run(policy, rates, 200 * EPISODE_ROUNDS)[best] > 0.9 * 200 * EPISODE_ROUNDS
 
 
-def test_where_nothing_pays_nearly_every_round_is_plain_decoding() -> None:
+def test_nearly_all_rounds_are_plain_if_speculation_does_not_pay() -> None:
     rates = world(ar=0.1, sd=0.03, ssd=0.05)
     policy = Policy(Estimates(), MODES, 4)
     run(policy, rates, 50 * EPISODE_ROUNDS)
     assert run(policy, rates, 400 * EPISODE_ROUNDS)["ar"] > 0.97 * 400 * EPISODE_ROUNDS
 
 
-def test_a_try_that_brings_little_ends_early() -> None:
+def test_slow_trial_ends_early() -> None:
     policy = Policy(Estimates(), MODES, 4)
     rates = world(ar=0.1, sd=0.03, ssd=0.05)
     run(policy, rates, 50 * EPISODE_ROUNDS)
@@ -61,7 +61,7 @@ def test_a_try_that_brings_little_ends_early() -> None:
     assert lengths and max(lengths) < EPISODE_ROUNDS / 2
 
 
-def test_it_notices_when_the_world_changes() -> None:
+def test_policy_adapts_to_changed_rates() -> None:
     policy = Policy(Estimates(), MODES, 4)
     run(policy, world(ar=0.1, sd=0.12, ssd=0.2), 50 * EPISODE_ROUNDS)
     changed = world(ar=0.1, sd=0.05, ssd=0.04)
@@ -69,7 +69,7 @@ def test_it_notices_when_the_world_changes() -> None:
     assert run(policy, changed, 50 * EPISODE_ROUNDS)["ar"] > 40 * EPISODE_ROUNDS
 
 
-def test_the_same_story_gives_the_same_plans() -> None:
+def test_plans_are_deterministic() -> None:
     def plans() -> list[Arm]:
         policy = Policy(Estimates(), MODES, 4)
         found = []
@@ -82,7 +82,7 @@ def test_the_same_story_gives_the_same_plans() -> None:
     assert plans() == plans()
 
 
-def test_a_tuning_saves_the_first_tries() -> None:
+def test_tuning_skips_the_first_trials() -> None:
     policy = Policy(Estimates(), MODES, 4)
     choices = [TunedArm("ssd", 3, 8, 200.0), TunedArm("sd", 3, 0, 150.0), TunedArm("ar", 0, 0, 90.0)]
     policy.start_from(choices)
@@ -100,7 +100,7 @@ def tuned(choices: tuple[TunedArm, ...] = TUNED) -> Policy:
 
 
 @pytest.mark.parametrize("best", [TunedArm("ssd", 6, 4, 204.0), TunedArm("sd", 8, 0, 300.0)])
-def test_it_begins_with_the_tuned_k_and_b(best: TunedArm) -> None:
+def test_policy_starts_with_the_tuned_k_and_b(best: TunedArm) -> None:
     others = [choice for choice in TUNED if choice.mode != best.mode]
     assert tuned((*others, best)).plan() == Arm(best.mode, best.depth, best.branches or 16)
 
@@ -118,14 +118,14 @@ def rounds_at(policy: Policy, rates: dict[int, float], episodes: int) -> Counter
 
 
 @pytest.mark.parametrize("others", [0.12, 0.19])
-def test_the_tuned_k_and_b_are_kept_where_the_formula_errs(others: float) -> None:
+def test_tuned_k_and_b_are_kept_despite_a_wrong_forecast(others: float) -> None:
     """Whatever the formula thinks of them, the other K bring less."""
     rates = dict.fromkeys(range(1, 9), others) | {6: 0.204}
     seen = rounds_at(tuned(), rates, 100)
     assert seen[Arm("ssd", 6, 4)] > 0.93 * seen.total()
 
 
-def test_another_k_is_taken_where_it_was_measured_to_be_better() -> None:
+def test_another_k_is_used_once_measured_faster() -> None:
     estimates = Estimates()
     for _ in range(200):
         estimates.observe_chain(4, 1)  # the second token hardly ever holds: the formula wants short chains
@@ -139,7 +139,7 @@ def test_another_k_is_taken_where_it_was_measured_to_be_better() -> None:
     assert sum(count for plan, count in late.items() if plan.depth in (1, 2)) > 0.85 * late.total()
 
 
-def test_a_forecast_is_called_one_until_it_was_measured() -> None:
+def test_reason_says_forecast_until_measured() -> None:
     policy = tuned()
     policy.plan()
     assert "forecast" in policy.why and "K = 6, B = 4" in policy.why and "measured" not in policy.why
@@ -147,7 +147,7 @@ def test_a_forecast_is_called_one_until_it_was_measured() -> None:
     assert "forecast" not in policy.why and "measured" in policy.why
 
 
-def test_what_was_never_measured_has_no_figure() -> None:
+def test_reason_has_no_rate_before_a_measurement() -> None:
     policy = Policy(Estimates(), MODES, 4)
     seen = set()
     for _ in range(5 * EPISODE_ROUNDS):
@@ -158,7 +158,7 @@ def test_what_was_never_measured_has_no_figure() -> None:
     assert seen == {False, True}
 
 
-def test_what_an_earlier_run_measured_is_called_that() -> None:
+def test_reason_says_measured_before_for_an_earlier_run() -> None:
     policy = tuned(tuple(replace(choice, measured=True) for choice in TUNED))
     policy.plan()
     assert "measured before" in policy.why and "forecast" not in policy.why
@@ -172,7 +172,7 @@ def test_every_choice_has_a_reason() -> None:
         policy.observe_round(plan, 1, 10.0)
 
 
-def test_without_a_drafter_there_is_nothing_to_choose() -> None:
+def test_policy_with_only_ar_always_chooses_ar() -> None:
     policy = Policy(Estimates(), ("ar",), 4)
     assert {policy.plan().mode for _ in range(50)} == {"ar"}
 
@@ -188,7 +188,7 @@ def crowd(policy: Policy, rates: dict[str, float], rounds: int, active: int = 8)
     return seen
 
 
-def test_while_a_crowds_prompts_are_read_nothing_is_tried_and_nothing_counts() -> None:
+def test_policy_pauses_trials_and_measurements_while_prompts_are_read() -> None:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.set_load(8)
     rates = world(ar=0.3, sd=0.1, ssd=0.2)
@@ -203,14 +203,14 @@ def test_while_a_crowds_prompts_are_read_nothing_is_tried_and_nothing_counts() -
     assert crowd(policy, rates, 10 * EPISODE_ROUNDS)["ar"] > 9 * EPISODE_ROUNDS * 8
 
 
-def test_where_some_prompt_is_always_read_rounds_beside_it_count_after_all() -> None:
+def test_rounds_count_if_some_prompt_is_always_being_read() -> None:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.set_load(8, reading=True)
     crowd(policy, world(ar=0.3, sd=0.1, ssd=0.2), 20 * EPISODE_ROUNDS)
     assert list(policy.learned())
 
 
-def test_what_was_measured_long_ago_in_company_gives_way_to_the_formula() -> None:
+def test_old_measurement_with_concurrent_requests_yields_to_the_forecast() -> None:
     """A mode that did badly once, on a disturbed machine, is tried again where the formula sees most in it."""
     estimates = Estimates()
     for rows, milliseconds in ((1, 10.0), (4, 11.0), (16, 14.0)):
@@ -223,7 +223,7 @@ def test_what_was_measured_long_ago_in_company_gives_way_to_the_formula() -> Non
     assert crowd(policy, world(ar=0.38, sd=0.1, ssd=0.7), 150 * EPISODE_ROUNDS, 4)["ssd"] > 50 * EPISODE_ROUNDS * 4
 
 
-def test_a_round_that_was_held_up_drives_nobody_from_the_best() -> None:
+def test_one_delayed_round_does_not_change_the_chosen_mode() -> None:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.set_load(8)
     rates = world(ar=0.3, sd=0.1, ssd=0.25)
@@ -232,7 +232,7 @@ def test_a_round_that_was_held_up_drives_nobody_from_the_best() -> None:
     assert crowd(policy, rates, 20 * EPISODE_ROUNDS)["ar"] > 18 * EPISODE_ROUNDS * 8
 
 
-def test_in_company_plain_decoding_is_measured_first_and_in_few_rounds() -> None:
+def test_plain_decoding_is_measured_first_with_concurrent_requests() -> None:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.set_load(8)
     assert policy.plan().mode == "ar"
@@ -242,7 +242,7 @@ def test_in_company_plain_decoding_is_measured_first_and_in_few_rounds() -> None
     assert Policy(Estimates(), MODES, 4, 16).plan().mode != "ar"
 
 
-def test_in_company_plain_decoding_that_began_badly_is_soon_measured_again() -> None:
+def test_plain_decoding_with_a_slow_start_is_soon_remeasured() -> None:
     """A crowd's first rounds are those of a process that has only begun."""
     estimates = Estimates()
     for rows, milliseconds in ((1, 38.0), (8, 40.0), (16, 44.0)):
@@ -254,7 +254,7 @@ def test_in_company_plain_decoding_that_began_badly_is_soon_measured_again() -> 
     assert seen["ar"] > 8 * 10 * EPISODE_ROUNDS
 
 
-def test_in_company_what_promises_as_much_does_not_wait_for_its_first_try() -> None:
+def test_equally_promising_mode_is_tried_early_with_concurrent_requests() -> None:
     """A crowd ends after a few episodes."""
     estimates = Estimates()
     for rows, milliseconds in ((1, 10.0), (4, 11.0), (16, 14.0)):
@@ -266,7 +266,7 @@ def test_in_company_what_promises_as_much_does_not_wait_for_its_first_try() -> N
     assert seen["ssd"] > EPISODE_ROUNDS * 4
 
 
-def test_what_a_tuning_says_of_a_way_is_not_the_formulas_to_change() -> None:
+def test_formula_does_not_change_a_tuned_rate() -> None:
     """Until it was measured: the formula learns what its costs are meanwhile."""
     estimates = Estimates()
     policy = Policy(estimates, MODES, 4, 16)
@@ -282,14 +282,14 @@ def test_what_a_tuning_says_of_a_way_is_not_the_formulas_to_change() -> None:
         policy.observe_round(plan, 1, 0.0)
 
 
-def test_one_episode_that_confirms_a_tuning_changes_nothing_of_what_is_believed() -> None:
+def test_confirming_episode_keeps_the_tuned_rate() -> None:
     policy = tuned()
     rounds_at(policy, {6: 0.204}, 1)
     policy.plan()
     assert "204 tokens/s" in policy.why
 
 
-def test_a_try_that_is_better_goes_on_until_it_is_believed() -> None:
+def test_faster_trial_continues_until_adopted() -> None:
     """However little the formula thought of it."""
     policy = tuned()
     rates = world(ar=0.092, sd=0.14, ssd=0.1)

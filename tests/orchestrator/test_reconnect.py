@@ -25,7 +25,7 @@ TEXT = "def héllo(x):\n    return '你好' + x\n"
 Make = Callable[..., Stand]
 
 
-def goes_on(codec: TextCodec, until: int | None = None, text: str = TEXT) -> Play:
+def continues_text(codec: TextCodec, until: int | None = None, text: str = TEXT) -> Play:
     """A core that says the text behind what was said of it before, token by token; all of it, or so much of it."""
     tokens = codec.encode(text, special=False)
 
@@ -37,7 +37,7 @@ def goes_on(codec: TextCodec, until: int | None = None, text: str = TEXT) -> Pla
     return play
 
 
-def abandoned(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+def stop_abruptly(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends it without a word to its clients, as SIGKILL does."""
     monkeypatch.setattr(stand.front, "_fail_all", lambda *_: None)
     stand.stop()
@@ -73,19 +73,19 @@ def read(client: Client, tokens: int = 5, sampling: SamplingParams | None = None
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_the_text_goes_on_behind_what_was_received(
+def test_text_continues_after_the_received_tokens(
     make_stand: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, in_order: bool
 ) -> None:
     tokens = codec.encode(TEXT, special=False)
     first = make_stand().start()
-    first.core.play = goes_on(codec, 5)
+    first.core.play = continues_text(codec, 5)
     reader = read(Client(first.endpoint, reconnect=True))
     if in_order:
         first.stop()
     else:
-        abandoned(first, monkeypatch)
+        stop_abruptly(first, monkeypatch)
     second = make_stand()
-    second.core.play = goes_on(codec)
+    second.core.play = continues_text(codec)
     second.start()
     reader.join(JOIN_SECONDS)
     assert reader.result is not None
@@ -97,9 +97,9 @@ def test_the_text_goes_on_behind_what_was_received(
     assert reader.result.timings.predicted_n == len(tokens) - 5
 
 
-def test_the_async_client_goes_on_alike(make_stand: Make, codec: TextCodec) -> None:
+def test_async_client_continues_on_the_next_server(make_stand: Make, codec: TextCodec) -> None:
     first = make_stand().start()
-    first.core.play = goes_on(codec, 5)
+    first.core.play = continues_text(codec, 5)
 
     async def run() -> str:
         stream, seen, second = AsyncClient(first.endpoint, reconnect=True).stream("x"), 0, None
@@ -108,7 +108,7 @@ def test_the_async_client_goes_on_alike(make_stand: Make, codec: TextCodec) -> N
             if seen >= 5 and second is None:
                 await asyncio.to_thread(first.stop)
                 second = make_stand()
-                second.core.play = goes_on(codec)
+                second.core.play = continues_text(codec)
                 second.start()
         return stream.result.text
 
@@ -116,33 +116,33 @@ def test_the_async_client_goes_on_alike(make_stand: Make, codec: TextCodec) -> N
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_unasked_it_is_an_error_and_no_hang_even_where_the_next_server_answers(
+def test_client_without_reconnect_raises_when_its_server_ends(
     make_stand: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, in_order: bool
 ) -> None:
     first = make_stand().start()
-    first.core.play = goes_on(codec, 5)
+    first.core.play = continues_text(codec, 5)
     reader = read(Client(first.endpoint))
     if in_order:
         first.stop()
     else:
-        abandoned(first, monkeypatch)
+        stop_abruptly(first, monkeypatch)
     second = make_stand().start()
     reader.join(JOIN_SECONDS)
     assert isinstance(reader.error, ServerStopped | EndpointError)
     assert second.core.told == []
 
 
-def test_who_never_reached_a_server_does_not_wait_for_one(endpoint: str) -> None:
+def test_reconnect_does_not_wait_for_a_server_never_reached(endpoint: str) -> None:
     with pytest.raises(EndpointError, match="no server at"):
         Client(endpoint, reconnect=True).generate("x")
 
 
-def test_a_server_that_does_not_come_is_an_error_in_the_end(
+def test_reconnect_raises_when_no_server_returns(
     make_stand: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.orchestrator.client.dialogue.RECONNECT_SECONDS", 0.5)
     first = make_stand().start()
-    first.core.play = goes_on(codec, 5)
+    first.core.play = continues_text(codec, 5)
     reader = read(Client(first.endpoint, reconnect=True))
     first.stop()
     reader.join(JOIN_SECONDS)
@@ -163,16 +163,16 @@ def answered(stand: Stand, said: Sequence[int], seed: int | None = 1, **changes:
 
 
 @pytest.mark.parametrize("count", range(0, 12))
-def test_only_what_is_new_is_told_wherever_a_character_was_cut(stand: Stand, codec: TextCodec, count: int) -> None:
+def test_resumed_stream_sends_only_new_text_at_any_cut(stand: Stand, codec: TextCodec, count: int) -> None:
     tokens = codec.encode(TEXT, special=False)
     whole = TextStream(codec, codec.encode("x"), (), frozenset())
-    stand.core.play = goes_on(codec)
+    stand.core.play = continues_text(codec)
     before, result = whole.feed(tokens[:count]).text, answered(stand, tokens[:count])
     assert (before + result.text, result.token_ids) == (TEXT, tokens[count:])
 
 
-def test_a_stop_string_is_found_across_the_border(stand: Stand, codec: TextCodec) -> None:
-    stand.core.play = goes_on(codec)
+def test_stop_string_is_found_across_the_resume_point(stand: Stand, codec: TextCodec) -> None:
+    stand.core.play = continues_text(codec)
     whole = Client(stand.endpoint).generate("x", SamplingParams(seed=1, stop=("turn '",)))
     result = answered(stand, whole.token_ids[:-1], stop=("turn '",))
     assert (result.finish_reason, result.token_ids) == ("stop", whole.token_ids[-1:])
@@ -183,7 +183,7 @@ def test_a_stop_string_is_found_across_the_border(stand: Stand, codec: TextCodec
     [({"stop": ("return",)}, (), "stop"), ({"max_tokens": 12}, (), "length"), ({}, (0,), "eos")],
     ids=["stop", "length", "eos"],
 )
-def test_what_was_complete_is_told_so_and_costs_no_work(
+def test_complete_text_ends_at_once_without_work(
     stand: Stand, codec: TextCodec, changes: dict[str, Any], last: tuple[int, ...], reason: str
 ) -> None:
     result = answered(stand, codec.encode(TEXT, special=False)[:12] + last, **changes)
@@ -191,7 +191,7 @@ def test_what_was_complete_is_told_so_and_costs_no_work(
     assert stand.core.told == [] and Client(stand.endpoint).stats().active == 0
 
 
-def test_a_text_that_goes_on_needs_its_seed_and_tokens_that_there_are(stand: Stand) -> None:
+def test_resuming_requires_a_seed_and_valid_tokens(stand: Stand) -> None:
     with pytest.raises(InvalidRequest, match="the text so far has token 5000; expected ids from 0 to 4095"):
         answered(stand, [1, 5000])
     with pytest.raises(InvalidRequest, match="has no seed"):

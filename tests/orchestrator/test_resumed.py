@@ -83,7 +83,7 @@ def clients(stands: list[Stand]) -> list[Client]:
     return [stand.client() for stand in stands]
 
 
-def test_it_breaks_at_each_token_once_or_twice(stands: Callable[..., list[Stand]], codec: TextCodec) -> None:
+def test_text_is_complete_after_breaks_at_any_token(stands: Callable[..., list[Stand]], codec: TextCodec) -> None:
     tokens = codec.encode(TEXT, special=False)
     for first in range(len(tokens)):
         made = list(stands(first, first // 2, None))
@@ -96,14 +96,14 @@ def test_it_breaks_at_each_token_once_or_twice(stands: Callable[..., list[Stand]
             stand.stop()
 
 
-def test_the_async_one_does_so_too(stands: Callable[..., list[Stand]]) -> None:
+def test_async_resumed_completes_the_text(stands: Callable[..., list[Stand]]) -> None:
     async def run() -> str:
         return (await AsyncResumed([AsyncClient(s.endpoint) for s in stands(3, 0, 4, None)]).generate("x")).text
 
     assert asyncio.run(run()) == TEXT
 
 
-def test_servers_take_turns_until_the_text_is_whole(stands: Callable[..., list[Stand]]) -> None:
+def test_servers_take_turns_until_the_text_is_complete(stands: Callable[..., list[Stand]]) -> None:
     """And the one that answered last is asked first the next time."""
     made = stands(4, 5)
     both = Resumed(clients(made))
@@ -113,7 +113,7 @@ def test_servers_take_turns_until_the_text_is_whole(stands: Callable[..., list[S
     assert min(told) >= 2
 
 
-def test_who_is_dead_from_the_start_is_passed_over(stands: Callable[..., list[Stand]]) -> None:
+def test_dead_server_is_skipped(stands: Callable[..., list[Stand]]) -> None:
     dead, alive = stands(None, None)
     asks = Resumed(clients([dead, alive]))
     dead.stop()
@@ -128,7 +128,7 @@ def known_as(stand: Stand, fingerprint: str) -> None:
     stand.lines.events.put(WorkersChanged(workers, True))
 
 
-def test_other_weights_are_passed_over_and_no_token_of_theirs_is_shown(stands: Callable[..., list[Stand]]) -> None:
+def test_server_with_other_weights_is_skipped(stands: Callable[..., list[Stand]]) -> None:
     made = stands(4, None, None)
     for stand, fingerprint in zip(made, ("a", "b", "a"), strict=True):
         known_as(stand, fingerprint)
@@ -140,21 +140,21 @@ def test_other_weights_are_passed_over_and_no_token_of_theirs_is_shown(stands: C
         Resumed(clients(made[:2])).generate("x", SAMPLING)
 
 
-def test_what_kills_workers_is_not_carried_from_server_to_server(stands: Callable[..., list[Stand]]) -> None:
+def test_request_that_kills_workers_is_given_up_after_two_servers(stands: Callable[..., list[Stand]]) -> None:
     made = stands(2, 2, 2, 2, None, kind="WorkerError")
     with pytest.raises(WorkerError, match=GONE):
         Resumed(clients(made)).generate("x", SAMPLING)
     assert sum(isinstance(one, Admit) for stand in made for one in stand.core.told) == 2
 
 
-def test_a_busy_server_is_passed_over(stands: Callable[..., list[Stand]]) -> None:
+def test_busy_server_is_skipped(stands: Callable[..., list[Stand]]) -> None:
     made = stands(0, None, kind="ServerBusy")
     assert Resumed(clients(made)).generate("x", SAMPLING).text == TEXT
     with pytest.raises(ServerBusy):
         Resumed(clients(made[:1])).generate("x", SAMPLING)
 
 
-def test_a_wrong_request_is_nobodys_fault(stands: Callable[..., list[Stand]]) -> None:
+def test_invalid_request_raises_and_servers_stay_usable(stands: Callable[..., list[Stand]]) -> None:
     made = stands(None, None)
     with pytest.raises(InvalidRequest, match="expected ids from 0"):
         Resumed(clients(made)).generate([10**6], SAMPLING)
@@ -163,7 +163,7 @@ def test_a_wrong_request_is_nobodys_fault(stands: Callable[..., list[Stand]]) ->
         Resumed([])
 
 
-def test_who_is_in_the_middle_of_a_text_goes_before_all() -> None:
+def test_resumed_request_goes_first_in_the_queue() -> None:
     queue = FairQueue[str]()
     for client, name in (((b"a",), "a1"), ((b"b",), "b1"), ((b"a",), "a2")):
         queue.put(client, name)
@@ -172,7 +172,7 @@ def test_who_is_in_the_middle_of_a_text_goes_before_all() -> None:
     assert [queue.take() for _ in range(len(queue))] == ["c0", "a0", "b1", "a1", "a2"]
 
 
-def test_the_command_line_goes_on_with_the_next_server(
+def test_generate_command_continues_on_the_next_server(
     stands: Callable[..., list[Stand]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = ",".join(stand.endpoint for stand in stands(3, None))
@@ -189,7 +189,7 @@ def test_the_command_line_goes_on_with_the_next_server(
         (["--connect", "ipc:///tmp/no/a,ipc:///tmp/no/b", "--server-key", "x"], 2, "`outrider keys trust` for each"),
     ],
 )
-def test_what_is_wrong_with_several_servers_is_one_sentence(
+def test_invalid_server_list_prints_one_sentence(
     arguments: list[str], code: int, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "-p", "x", *arguments]) == code
@@ -289,7 +289,7 @@ def speaks(codec: TextCodec, text: str, reason: str = "length", sizes: Sequence[
     ],
     ids=["held", "stop", "plain", "character", "stop of a cut character"],
 )
-def test_a_text_whose_end_was_lost_says_its_end_once(
+def test_text_with_a_lost_end_is_completed_once(
     stands: Callable[..., list[Stand]],
     codec: TextCodec,
     monkeypatch: pytest.MonkeyPatch,
@@ -310,7 +310,7 @@ def test_a_text_whose_end_was_lost_says_its_end_once(
     assert (found.text, found.token_ids, found.finish_reason) == (whole.text, whole.token_ids, whole.finish_reason)
 
 
-def test_a_text_is_the_same_wherever_its_connection_breaks(
+def test_text_is_the_same_wherever_the_connection_breaks(
     stands: Callable[..., list[Stand]], codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With OUTRIDER_LOST_ENDS=1000 the long form: so many resumptions, each kind of client in turn."""

@@ -24,7 +24,7 @@ def branches(number: int, work: Span) -> Branches:
     return Branches("r", 0, number, 5, 2, (Branch((7,), (8, 9)), Branch((6,), (4, 9))), work)
 
 
-def test_a_round_is_told_with_its_chain_and_on_the_requests_clock() -> None:
+def test_round_record_has_its_chain_and_times_since_the_start() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
     hit = Proposal((1, 2), ProposalSource.CACHE, Lookup.HIT)
     metrics.on_proposed(3, hit, 1, BEGAN + 40)
@@ -34,7 +34,7 @@ def test_a_round_is_told_with_its_chain_and_on_the_requests_clock() -> None:
     assert found.verify == Span(50, 90) and found.decided == Span(40, 40)
 
 
-def test_a_wait_begins_with_the_first_of_its_kind_and_ends_with_the_chain() -> None:
+def test_wait_spans_from_the_first_wait_to_the_chain() -> None:
     """A wait for a branch may be followed by one for a chain: the round was undecided all the time, and missed."""
     metrics = RequestMetrics(BEGAN, reports=True)
     metrics.on_wait(1, BEGAN + 10)
@@ -46,7 +46,7 @@ def test_a_wait_begins_with_the_first_of_its_kind_and_ends_with_the_chain() -> N
     assert [record.lookup for record in told] == ["miss", "none"]
 
 
-def test_drafters_work_is_told_once_with_the_next_round_that_ends() -> None:
+def test_draft_work_is_reported_once_with_the_next_ended_round() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
     metrics.on_drafts("draft-0", branches(4, Span(1_010, 1_020)), BEGAN + 25)
     metrics.on_drafts("draft-0", Drafted("r", 0, 5, 8, (1, 2, 3), Span(1_030, 1_033)), BEGAN + 35)
@@ -59,14 +59,14 @@ def test_drafters_work_is_told_once_with_the_next_round_that_ends() -> None:
     assert not second.drafting
 
 
-def test_work_on_another_machines_clock_is_left_out() -> None:
+def test_draft_work_outside_the_time_of_the_request_is_left_out() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
     for work in (Span(10, 20), Span(990, 1_010), Span(1_010, 9_999)):
         metrics.on_drafts("draft-1", branches(1, work), BEGAN + 100)
     assert not report(metrics, 1, Proposal(), outcome(1, 0, Span(1_000, 1_050)), 1).drafting
 
 
-def test_a_chain_that_the_target_drafted_itself_is_work_of_a_drafter() -> None:
+def test_in_process_chain_is_reported_as_draft_work() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
     own = outcome(2, 1, Span(1_030, 1_060), drafted=InProcessDraft((4, 5), Span(1_010, 1_030)))
     found = report(metrics, 2, Proposal((4, 5), ProposalSource.DRAFTER, draft=2), own, 2)

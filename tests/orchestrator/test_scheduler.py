@@ -58,7 +58,7 @@ def script(
 @pytest.mark.parametrize("depth", [1, 3, 6])
 @pytest.mark.parametrize("branches", [1, 6, 20])
 @pytest.mark.parametrize("policy", ["best-first", "geometric", "uniform"])
-def test_every_mode_says_what_the_target_says(mode: str, depth: int, branches: int, policy: str) -> None:
+def test_every_mode_generates_the_targets_text(mode: str, depth: int, branches: int, policy: str) -> None:
     text = random_text(1)
     cluster = Cluster(text, script(text), depth=depth, branches=branches, policy=policy)
     ended = cluster.run(PROMPT, 100, mode)
@@ -68,7 +68,7 @@ def test_every_mode_says_what_the_target_says(mode: str, depth: int, branches: i
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
-def test_branches_that_come_late_or_never_change_no_token(steps: int) -> None:
+def test_late_or_missing_branches_change_no_token(steps: int) -> None:
     text = random_text(2)
     cluster = Cluster(text, script(text), steps=steps)
     cluster.run(PROMPT, 120)
@@ -112,7 +112,7 @@ def test_origins_agree_with_the_timings(mode: str, text: tuple[int, ...], steps:
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
 @pytest.mark.parametrize("text", [random_text(1), REPEATING], ids=["new", "repeating"])
 @pytest.mark.parametrize("steps", [1, 100])
-def test_the_rounds_that_are_told_agree_with_the_timings(mode: str, text: tuple[int, ...], steps: int) -> None:
+def test_round_records_agree_with_the_timings(mode: str, text: tuple[int, ...], steps: int) -> None:
     cluster = Cluster(text, script(text), steps=steps)
     times = cluster.run(PROMPT, 300, mode, rounds=True).timings
     told = cluster.records
@@ -126,7 +126,7 @@ def test_the_rounds_that_are_told_agree_with_the_timings(mode: str, text: tuple[
     assert (times.cache_hits > 0) is (mode in ("ssd", "auto"))
 
 
-def test_origins_and_rounds_are_told_only_when_asked_for() -> None:
+def test_origins_and_rounds_are_reported_only_on_request() -> None:
     text = random_text(1)
     cluster = Cluster(text, script(text))
     cluster.run(PROMPT, 20)
@@ -156,7 +156,7 @@ def test_hits_follow_the_prescribed_bonus_rank() -> None:
     assert lost.cache_hits < 0.4 * found.cache_hits
 
 
-def test_eos_ends_the_text_and_what_follows_does_not_count() -> None:
+def test_eos_ends_the_text_and_later_tokens_do_not_count() -> None:
     text = random_text(6)
     end = text[10 + 37]
     first = text.index(end, 10) - 10
@@ -170,7 +170,7 @@ def test_eos_ends_the_text_and_what_follows_does_not_count() -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
-def test_the_shortest_requests_end_at_their_length(max_tokens: int, mode: str) -> None:
+def test_shortest_requests_end_at_max_tokens(max_tokens: int, mode: str) -> None:
     text = random_text(7)
     cluster = Cluster(text, script(text))
     ended = cluster.run(PROMPT, max_tokens, mode)
@@ -179,7 +179,7 @@ def test_the_shortest_requests_end_at_their_length(max_tokens: int, mode: str) -
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
-def test_generation_ends_where_the_targets_context_ends(mode: str) -> None:
+def test_generation_ends_at_the_targets_context_length(mode: str) -> None:
     text = random_text(8)
     cluster = Cluster(text, script(text), context=30)
     ended = cluster.run(PROMPT, 200, mode)
@@ -187,11 +187,11 @@ def test_generation_ends_where_the_targets_context_ends(mode: str) -> None:
     assert ended.reason == "length"
 
 
-def test_a_hit_whose_branch_was_complete_costs_no_verify() -> None:
+def test_hit_on_a_prepared_branch_sends_no_verify() -> None:
     text = random_text(13)
     cluster = Cluster(text, script(text))
     ended = cluster.run(PROMPT, 100)
-    asked = sum(isinstance(message, Verify) for message in cluster.told_target)
+    asked = sum(isinstance(message, Verify) for message in cluster.sent_to_target)
     assert cluster.generated == list(text[10:110])
     assert ended.timings.cache_hits > 10
     # The prompt's own round needs no VERIFY and its hit is told: nothing can be prepared while the prompt is read.
@@ -199,11 +199,11 @@ def test_a_hit_whose_branch_was_complete_costs_no_verify() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [5, 6, 7, 8, 9])
-def test_the_target_is_prepared_for_nothing_that_ends_the_request_or_goes_past_its_end(max_tokens: int) -> None:
+def test_no_branch_is_prepared_at_or_past_the_end_of_the_request(max_tokens: int) -> None:
     text = random_text(14)
     cluster = Cluster(text, script(text, (0.9,)), depth=3)
     cluster.run(PROMPT, max_tokens, eos=frozenset({text[18]}))
-    known = [message for message in cluster.told_target if isinstance(message, Prepare)]
+    known = [message for message in cluster.sent_to_target if isinstance(message, Prepare)]
     assert known
     for message in known:
         for committed, following in zip(message.committed, message.chains, strict=True):
@@ -212,40 +212,40 @@ def test_the_target_is_prepared_for_nothing_that_ends_the_request_or_goes_past_i
     assert cluster.generated == list(text[10 : 10 + min(max_tokens, 9)])
 
 
-def test_a_drafter_that_goes_past_the_end_of_the_text_does_not_mislead_the_target() -> None:
+def test_branches_past_an_end_token_are_not_prepared() -> None:
     text = random_text(16)
     cluster = Cluster(text, script(text))
     cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset({7})), 0)
     entries = (Branch((7,), (8, 9)), Branch((5,), (8, 9, 10)))
     cluster.rounds.handle("draft-0", Branches("r", 0, 0, len(PROMPT), 3, entries, Span(0, 1), final=True), 0)
-    known = [message for message in cluster.told_target if isinstance(message, Prepare)]
+    known = [message for message in cluster.sent_to_target if isinstance(message, Prepare)]
     assert [(message.committed, message.chains) for message in known] == [(((5,),), ((8, 9, 10),))]
 
 
-def test_plain_decoding_goes_on_without_a_word_until_something_else_is_to_be_tried() -> None:
+def test_plain_decoding_needs_no_messages_until_a_trial() -> None:
     text = random_text(11)
     plain = Cluster(text, None, ngrams=False)
     plain.run(PROMPT, 100, "auto")
     assert plain.generated == list(text[10:110])
-    assert len([message for message in plain.told_target if isinstance(message, Verify)]) == 1
+    assert len([message for message in plain.sent_to_target if isinstance(message, Verify)]) == 1
 
     trying = Cluster(text, script(text))
     trying.run(PROMPT, 300, "auto")
-    halts = [message for message in trying.told_target if isinstance(message, Halt)]
-    plain_runs = [message for message in trying.told_target if isinstance(message, Verify) and message.autonomous]
+    halts = [message for message in trying.sent_to_target if isinstance(message, Halt)]
+    plain_runs = [message for message in trying.sent_to_target if isinstance(message, Verify) and message.autonomous]
     assert trying.generated == list(text[10:310]) and 0 < len(halts) <= len(plain_runs)
 
 
-def test_the_target_gets_the_drafters_core_in_auto_only() -> None:
+def test_target_uses_all_cores_in_auto_only() -> None:
     """The mode ar keeps the cores that the other modes have, to be compared with them."""
     text = random_text(11)
     auto, plain = Cluster(text, script(text)), Cluster(text, script(text))
     auto.run(PROMPT, 300, "auto")
     plain.run(PROMPT, 100, "ar")
-    verifies = [message for message in auto.told_target if isinstance(message, Verify)]
+    verifies = [message for message in auto.sent_to_target if isinstance(message, Verify)]
     assert {message.autonomous for message in verifies} == {True, False}
     assert all(message.all_cores == message.autonomous for message in verifies)
-    assert not any(isinstance(message, Verify) and message.all_cores for message in plain.told_target)
+    assert not any(isinstance(message, Verify) and message.all_cores for message in plain.sent_to_target)
 
 
 @pytest.mark.parametrize(
@@ -259,9 +259,7 @@ def test_the_target_gets_the_drafters_core_in_auto_only() -> None:
         (Arm("ssd", 3, 16, "mtp"), False, False),
     ],
 )
-def test_in_auto_the_target_has_all_cores_while_no_draft_worker_computes(
-    plan: Arm, alone: bool, together: bool
-) -> None:
+def test_target_uses_all_cores_in_auto_while_drafters_rest(plan: Arm, alone: bool, together: bool) -> None:
     planner = Planner(round_settings(8, 16))
     for active, expected in ((1, alone), (4, together)):
         planner.estimates.active = active
@@ -271,11 +269,11 @@ def test_in_auto_the_target_has_all_cores_while_no_draft_worker_computes(
             assert planner.drafters_rest(request) == (expected and mode == "auto")
 
 
-def test_a_text_without_copies_is_decoded_plainly_by_n_grams_and_a_copy_ends_that() -> None:
+def test_ngram_drafting_decodes_plainly_until_a_copy_is_found() -> None:
     text = random_text(11)[:80] + random_text(11)[10:80] * 3
     cluster = Cluster(text, None)
     cluster.run(PROMPT, 250, "sd")
-    verifies = [message for message in cluster.told_target if isinstance(message, Verify)]
+    verifies = [message for message in cluster.sent_to_target if isinstance(message, Verify)]
     assert cluster.generated == list(text[10:260])
     assert any(message.autonomous for message in verifies)
     assert sum(len(message.chain) for message in verifies) > 100
@@ -286,11 +284,11 @@ def test_nothing_is_prepared_for_residual_sampling() -> None:
     text = random_text(15)
     cluster = Cluster(text, script(text))
     cluster.run(PROMPT, 60, sampling=SamplingParams(temp=1.0, rule="residual"))
-    assert not [message for message in cluster.told_target if isinstance(message, Prepare)]
+    assert not [message for message in cluster.sent_to_target if isinstance(message, Prepare)]
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
-def test_ngrams_alone_say_what_the_target_says(mode: str) -> None:
+def test_ngrams_without_a_drafter_generate_the_targets_text(mode: str) -> None:
     text = PROMPT + tuple(random_text(9)[10:40]) * 8
     cluster = Cluster(text, None)
     ended = cluster.run(PROMPT, 200, mode)
@@ -302,7 +300,7 @@ def test_ngrams_alone_say_what_the_target_says(mode: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("kind", [Branches, Drafted, Commit, Prepare])
 @pytest.mark.parametrize("mode", ["sd", "ssd", "auto"])
-def test_lost_messages_cost_time_never_text(seed: int, kind: type[Message], mode: str) -> None:
+def test_lost_messages_do_not_change_the_text(seed: int, kind: type[Message], mode: str) -> None:
     rng = random.Random(seed)
     text = random_text(seed)
     cluster = Cluster(text, script(text), drop=lambda message: isinstance(message, kind) and rng.random() < 0.3)
@@ -310,7 +308,7 @@ def test_lost_messages_cost_time_never_text(seed: int, kind: type[Message], mode
     assert cluster.generated == list(text[10:90])
 
 
-def test_a_drafter_lost_in_the_middle_leaves_the_target_to_finish_alone() -> None:
+def test_target_finishes_without_a_lost_drafter() -> None:
     text = random_text(10)
     cluster = Cluster(text, script(text))
     turns = iter(range(1000))
@@ -329,7 +327,7 @@ def test_a_drafter_lost_in_the_middle_leaves_the_target_to_finish_alone() -> Non
 
 
 @pytest.mark.parametrize("last_words", [Resync("r", 0), Fault("draft-0", "r", "again")])
-def test_what_a_drafter_still_says_when_it_was_given_up_concerns_nobody(last_words: Message) -> None:
+def test_messages_of_a_dropped_drafter_are_ignored(last_words: Message) -> None:
     text = random_text(13)
     cluster = Cluster(text, script(text), ngrams=False)
     handle, heard = cluster.rounds.handle, []
@@ -344,10 +342,10 @@ def test_what_a_drafter_still_says_when_it_was_given_up_concerns_nobody(last_wor
     cluster.rounds.handle = fails  # type: ignore[method-assign]
     cluster.run(PROMPT, 80)
     assert cluster.generated == list(text[10:90])
-    assert sum(isinstance(message, Open) for message in cluster.told_target) == 1
+    assert sum(isinstance(message, Open) for message in cluster.sent_to_target) == 1
 
 
-def test_a_drafter_that_missed_something_is_told_everything_once() -> None:
+def test_resync_sends_the_drafter_all_tokens_once() -> None:
     text = random_text(14)
     cluster = Cluster(text, script(text), ngrams=False, steps=0)
     to_drafter: list[Message] = []
@@ -371,7 +369,7 @@ def test_a_drafter_that_missed_something_is_told_everything_once() -> None:
     assert known and known == told[len(opened.tokens) :][: len(known)]
 
 
-def test_a_simulation_without_its_drafter_fails() -> None:
+def test_simulation_fails_when_its_drafter_fails() -> None:
     text = random_text(12)
     cluster = Cluster(text, script(text), simulated=True)
     cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
@@ -381,7 +379,7 @@ def test_a_simulation_without_its_drafter_fails() -> None:
 
 
 @pytest.mark.parametrize("sender", ["target-0", "draft-0"])
-def test_what_a_worker_remarks_is_told_once_with_the_text(sender: str) -> None:
+def test_worker_note_is_reported_once_with_the_result(sender: str) -> None:
     text = random_text(12)
     cluster = Cluster(text, script(text), simulated=True)
     handle = cluster.rounds.handle
@@ -414,7 +412,7 @@ def test_stale_and_duplicate_messages_are_dropped_and_counted() -> None:
     assert cluster.rounds.stale > 0
 
 
-def test_a_long_prompt_is_looked_through_after_its_open_has_left_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompt_is_indexed_in_pieces_after_open_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     text = random_text(17)
     cluster = Cluster(text, script(text))
     read: list[tuple[int, bool]] = []
@@ -422,7 +420,7 @@ def test_a_long_prompt_is_looked_through_after_its_open_has_left_and_in_pieces(m
 
     def noted(index: NgramIndex, count: int) -> None:
         if not index.is_empty:
-            read.append((count, any(isinstance(message, Open) for message in cluster.told_target)))
+            read.append((count, any(isinstance(message, Open) for message in cluster.sent_to_target)))
         read_on(index, count)
 
     monkeypatch.setattr(NgramIndex, "read_on", noted)
@@ -436,7 +434,7 @@ def test_a_long_prompt_is_looked_through_after_its_open_has_left_and_in_pieces(m
     assert all(opened and count <= PIECE for count, opened in read)
 
 
-def test_with_full_depth_a_branch_that_comes_after_its_outcome_is_late_and_no_hit() -> None:
+def test_full_depth_branch_after_its_outcome_counts_as_late() -> None:
     text = random_text(18)
     cluster = Cluster(text, script(text, (1.0,)), depth=3, full_depth=True, ngrams=False, steps=0)
     came: list[bool] = []  # by outcome: whether its branch had come

@@ -62,12 +62,12 @@ from outrider.protocol.errors import InvalidRequest
         ({"draft_device": "gpu"}, "expected one of auto, cpu"),
     ],
 )
-def test_what_is_out_of_range_is_refused_in_a_sentence(given, words):
+def test_invalid_settings_are_refused_with_the_reason(given, words):
     with pytest.raises(InvalidRequest, match=words):
         ServeSettings(**given)
 
 
-def test_paths_texts_and_numpys_numbers_say_the_same():
+def test_settings_from_converts_paths_texts_and_numpy_values():
     said = settings_from(
         {
             "model": Path("m"),
@@ -83,7 +83,7 @@ def test_paths_texts_and_numpys_numbers_say_the_same():
     assert all(type(getattr(said, f.name)) is type(getattr(plain, f.name)) for f in fields(said))
 
 
-def test_a_clusters_keywords_are_the_settings_typed_and_told():
+def test_local_cluster_keywords_match_settings_and_are_documented():
     assert list(get_type_hints(Settings)) == [field.name for field in fields(ServeSettings)]
     told = LocalCluster.__doc__ or ""
     assert not [field.name for field in fields(ServeSettings) if f"`{field.name}`" not in told]
@@ -93,11 +93,11 @@ def test_a_clusters_keywords_are_the_settings_typed_and_told():
     ("said", "count"),
     [("2GB", 2 * 10**9), ("512mb", 512 * 10**6), ("1.5 GiB", 3 * 2**29), ("7", 7), (np.int64(9), 9), ("3B", 3)],
 )
-def test_sizes_are_bytes(said, count):
+def test_memory_sizes_are_parsed_to_bytes(said, count):
     assert settings_from({"kv_memory": said}).kv_memory == count
 
 
-def test_every_setting_is_a_flag_that_says_the_same():
+def test_every_setting_round_trips_through_flags():
     said = ServeSettings(
         model="m", draft_model="d", draft_backend="replay", num_draft_tokens=7, branches=3, fan_out="uniform",
         branch_depth="full", ngrams=False, trees=True, mode="sd", endpoint="tcp://127.0.0.1:5", threads=2, max_active=3,

@@ -43,7 +43,7 @@ def spawned(monkeypatch, tmp_path):
         worker.wait(200)
 
 
-def test_commands_say_what_the_settings_say():
+def test_worker_commands_follow_the_settings():
     target = spawn.worker_command("target", "target-0", "ipc:///e", SETTINGS, 9)
     assert target[1:] == [
         "-P", "-m", "outrider.target_worker", "--endpoint", "ipc:///e", "--name", "target-0", "--model", "/m",
@@ -69,7 +69,7 @@ def test_commands_say_what_the_settings_say():
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_the_workers_understand_their_command_lines(role):
+def test_workers_accept_their_command_lines(role):
     command = spawn.worker_command(role, "w", "ipc:///e", SETTINGS, 9)
     asked = subprocess.run(
         [*command, "--help"], env=spawn.child_environment(), capture_output=True, text=True, timeout=200
@@ -79,25 +79,25 @@ def test_the_workers_understand_their_command_lines(role):
         assert flag in asked.stdout
 
 
-def test_a_worker_is_in_a_session_of_its_own(spawned):
+def test_worker_has_its_own_session(spawned):
     worker = spawned(WAITS)
     assert os.getsid(worker.pid) == worker.pid != os.getsid(0)
 
 
-def test_a_closed_pipe_ends_a_worker_that_misses_the_signal(spawned):
+def test_closed_pipe_ends_a_worker_that_ignores_the_signal(spawned):
     worker = spawned("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + WAITS)
     worker.terminate()
     assert worker.wait(200) == 0
 
 
-def test_a_second_worker_does_not_hold_the_first_ones_pipe(spawned):
+def test_second_worker_does_not_inherit_the_first_workers_pipe(spawned):
     first = spawned("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + WAITS)
     spawned(WAITS)
     first.terminate()
     assert first.wait(200) == 0
 
 
-def test_a_worker_that_does_not_end_is_killed_after_its_grace(spawned):
+def test_worker_is_killed_after_its_grace_period(spawned):
     worker = spawned(STUBBORN)
     worker.terminate()
     assert worker.wait(0.2) == -signal.SIGKILL
@@ -110,14 +110,14 @@ def test_a_stopped_worker_can_be_killed(spawned):
     assert worker.wait(200) == -signal.SIGKILL
 
 
-def test_last_words_are_kept(spawned):
+def test_stderr_of_an_ended_worker_is_kept(spawned):
     worker = spawned(FAILS, wait_for=None)
     assert worker.wait(200) == 7
     assert worker.log_tail() == "first | last words"
     worker.terminate()  # nobody is signalled: the process is gone
 
 
-def test_a_process_that_cannot_start_is_a_sentence(monkeypatch, tmp_path):
+def test_failed_process_start_raises_worker_error(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", "/no/python")
     before = len(os.listdir("/dev/fd"))
     with pytest.raises(WorkerError, match="can't be started"):
@@ -125,7 +125,7 @@ def test_a_process_that_cannot_start_is_a_sentence(monkeypatch, tmp_path):
     assert len(os.listdir("/dev/fd")) == before, "a pipe was left open"
 
 
-def test_the_workers_find_our_rooms_from_anywhere(tmp_path):
+def test_workers_import_our_packages_from_any_folder(tmp_path):
     (tmp_path / "protocol").mkdir()
     (tmp_path / "protocol" / "__init__.py").write_text("raise SystemExit('the wrong room')")
     found = subprocess.run(
@@ -138,7 +138,7 @@ def test_the_workers_find_our_rooms_from_anywhere(tmp_path):
 # --- BLAS and cores -----------------------------------------------------------------------------------------------
 
 
-def test_a_drafter_on_the_cpu_is_told_so_and_nobody_else():
+def test_draft_device_flag_goes_to_the_drafter_only():
     settings = replace(SETTINGS, draft_device="cpu")
     lines = {role: spawn.worker_command(role, "w", "ipc:///e", settings) for role in ("target", "draft", "prefill")}
     assert lines["draft"][lines["draft"].index("--device") :][:2] == ["--device", "cpu"]
@@ -146,14 +146,14 @@ def test_a_drafter_on_the_cpu_is_told_so_and_nobody_else():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere MLX's package brings its library")
-def test_mlx_without_its_library_is_told_before_anything_starts(monkeypatch, tmp_path):
+def test_missing_mlx_backend_is_reported_before_any_start(monkeypatch, tmp_path):
     monkeypatch.setattr(system, "LIBRARY", Path("lib", "libnone.so"))
     with pytest.raises(InvalidRequest, match=r"pip install '\.\[cpu\]' in a checkout"):
         supervisor.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path, 1)
     assert not list(tmp_path.iterdir())
 
 
-def test_openblas_is_preloaded_where_there_is_one(monkeypatch):
+def test_openblas_is_preloaded_if_found(monkeypatch):
     monkeypatch.setattr(system, "openblas", lambda: Path("/lib/libopenblas.so.0"))
     made = system.environment({"LD_PRELOAD": "/other.so", "A": "b"}, 3)
     assert made["LD_PRELOAD"] == "/other.so:/lib/libopenblas.so.0" and made["A"] == "b"
@@ -161,7 +161,7 @@ def test_openblas_is_preloaded_where_there_is_one(monkeypatch):
     assert system.environment({"LD_PRELOAD": "/my/libopenblas.so"}, 1)["LD_PRELOAD"] == "/my/libopenblas.so"
 
 
-def test_the_library_can_be_chosen_or_left_out(monkeypatch, tmp_path):
+def test_openblas_library_can_be_chosen_or_disabled(monkeypatch, tmp_path):
     monkeypatch.setattr(system, "needs_openblas", lambda: True)
     mine = tmp_path / "libopenblas.so.0"
     monkeypatch.setenv(system.CHOICE, str(mine))
@@ -174,7 +174,7 @@ def test_the_library_can_be_chosen_or_left_out(monkeypatch, tmp_path):
     assert "LD_PRELOAD" not in system.environment({}, 1)
 
 
-def test_a_missing_openblas_is_told_with_what_it_costs(monkeypatch):
+def test_missing_openblas_is_noted_with_its_cost(monkeypatch):
     monkeypatch.setattr(system, "openblas", lambda: None)
     monkeypatch.setattr(system, "needs_openblas", lambda: True)
     assert "LD_PRELOAD" not in system.environment({}, 1)
@@ -183,7 +183,7 @@ def test_a_missing_openblas_is_told_with_what_it_costs(monkeypatch):
     assert system.notes() == ()
 
 
-def test_on_two_cores_target_and_drafter_have_one_each_and_the_orchestrator_is_on_the_drafters(monkeypatch):
+def test_orchestrator_shares_the_drafters_core_on_two_cores(monkeypatch):
     monkeypatch.setattr(system, "GIVEN", [4, 9])
     assert [system.core_of(role, SETTINGS) for role in ("target", "orchestrator", "draft", "prefill")] == [
         4,
@@ -201,7 +201,7 @@ def test_on_two_cores_target_and_drafter_have_one_each_and_the_orchestrator_is_o
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="cores are told apart on Linux")
-def test_who_shares_a_core_with_the_orchestrator_is_behind_it_and_what_is_free_again_has_all_cores():
+def test_process_can_be_put_behind_pinned_and_unpinned():
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
         system.put_behind(process.pid)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == system.BEHIND
@@ -215,7 +215,7 @@ def test_who_shares_a_core_with_the_orchestrator_is_behind_it_and_what_is_free_a
 # --- sweeping -----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_killed_server_leaves_is_swept(tmp_path):
+def test_sweeper_removes_the_files_of_a_killed_server(tmp_path):
     left = tmp_path / "run"
     left.mkdir()
     (left / "target-0.log").write_text("x")
@@ -235,12 +235,12 @@ def test_what_a_killed_server_leaves_is_swept(tmp_path):
         os.sched_yield()
 
 
-def test_a_dismissed_sweeper_sweeps_nothing(tmp_path):
+def test_dismissed_sweeper_removes_nothing(tmp_path):
     Sweeper(tmp_path, None).dismiss()
     assert tmp_path.exists()
 
 
-def test_a_worker_whose_log_cannot_be_written_runs_without_one(spawned, tmp_path, caplog):
+def test_worker_runs_without_a_log_if_unwritable(spawned, tmp_path, caplog):
     (tmp_path / "target-0.log").mkdir()
     worker = spawned(WAITS, wait_for="")
     assert worker.exit_code() is None and worker.log_tail() == ""

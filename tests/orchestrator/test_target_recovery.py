@@ -8,16 +8,19 @@ import pytest
 
 from outrider.orchestrator.events import Committed, RequestEnded
 from outrider.protocol.messages import Failed, Open, Verify
-from tests.orchestrator.mortal import Mortal, random_text
+from tests.orchestrator.mortal import FailingCluster, random_text
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
 
-WAYS = ((Mortal.kill_drafter, Mortal.find_drafter), (Mortal.kill_target, Mortal.find_target))
+WAYS = (
+    (FailingCluster.kill_drafter, FailingCluster.find_drafter),
+    (FailingCluster.kill_target, FailingCluster.find_target),
+)
 MODES = ("ar", "sd", "ssd", "auto")
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
-def whole(cluster: Mortal, name: str = "r0", length: int = 60) -> list[int]:
+def expected_tokens(cluster: FailingCluster, name: str = "r0", length: int = 60) -> list[int]:
     return list(cluster.texts[name][11 : 11 + length])
 
 
@@ -26,9 +29,9 @@ def whole(cluster: Mortal, name: str = "r0", length: int = 60) -> list[int]:
 
 @every_mode
 @pytest.mark.parametrize("seed", range(6))
-def test_a_drafter_that_comes_and_goes_changes_no_token(mode: str, seed: int) -> None:
+def test_drafter_that_dies_and_returns_changes_no_token(mode: str, seed: int) -> None:
     rng = random.Random(seed)
-    cluster = Mortal([random_text(1), random_text(2)])
+    cluster = FailingCluster([random_text(1), random_text(2)])
     cluster.begin(mode)
     for _ in range(4):
         cluster.turns(rng.randrange(1, 12))
@@ -37,12 +40,12 @@ def test_a_drafter_that_comes_and_goes_changes_no_token(mode: str, seed: int) ->
         cluster.find_drafter()
     cluster.to_the_end()
     for name in cluster.texts:
-        assert cluster.text_of(name) == whole(cluster, name)
+        assert cluster.text_of(name) == expected_tokens(cluster, name)
 
 
 @pytest.mark.parametrize("ngrams", [True, False])
-def test_a_drafter_that_returns_hits_again_in_the_same_request(ngrams: bool) -> None:
-    cluster = Mortal([random_text(1)], ngrams=ngrams)
+def test_returning_drafter_gets_hits_in_the_same_request(ngrams: bool) -> None:
+    cluster = FailingCluster([random_text(1)], ngrams=ngrams)
     cluster.begin("ssd", 200)
     cluster.turns(10)
     cluster.kill_drafter()
@@ -51,25 +54,25 @@ def test_a_drafter_that_returns_hits_again_in_the_same_request(ngrams: bool) -> 
     cluster.find_drafter()
     cluster.to_the_end()
     ended = cluster.end("r0")
-    assert isinstance(ended, RequestEnded) and cluster.text_of("r0") == whole(cluster, length=200)
+    assert isinstance(ended, RequestEnded) and cluster.text_of("r0") == expected_tokens(cluster, length=200)
     assert ended.timings.cache_hits > before + 10
     assert ended.timings.rejoined == 1
     assert ended.notes == ("speculation: draft worker draft-0 ended with code -9", "speculation: draft-0 drafts again")
 
 
-def test_who_waits_for_a_drafter_that_dies_goes_on_at_once() -> None:
-    cluster = Mortal([random_text(1)], ngrams=False, steps=0)
+def test_request_waiting_for_a_dead_drafter_continues_at_once() -> None:
+    cluster = FailingCluster([random_text(1)], ngrams=False, steps=0)
     cluster.begin("sd")
     while cluster.rounds._requests["r0"].wait is None:
         cluster._turn()
-    told = len(cluster.told_target)
+    told = len(cluster.sent_to_target)
     cluster.kill_drafter()
-    assert [type(message) for message in cluster.told_target[told:]] == [Verify]
+    assert [type(message) for message in cluster.sent_to_target[told:]] == [Verify]
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd", "auto"])
-def test_a_request_that_began_without_a_drafter_takes_one_that_comes(mode: str) -> None:
-    cluster = Mortal([random_text(1)], ngrams=False)
+def test_request_started_without_a_drafter_uses_one_that_joins(mode: str) -> None:
+    cluster = FailingCluster([random_text(1)], ngrams=False)
     cluster.kill_drafter()
     cluster.begin(mode, 300)
     cluster.turns(5)
@@ -77,11 +80,11 @@ def test_a_request_that_began_without_a_drafter_takes_one_that_comes(mode: str) 
     cluster.to_the_end()
     ended = cluster.end("r0")
     assert isinstance(ended, RequestEnded) and ended.timings.draft_n_accepted > 0
-    assert cluster.text_of("r0") == whole(cluster, length=300)
+    assert cluster.text_of("r0") == expected_tokens(cluster, length=300)
 
 
-def test_plain_decoding_that_was_asked_for_takes_none() -> None:
-    cluster = Mortal([random_text(1)])
+def test_ar_request_does_not_use_a_joining_drafter() -> None:
+    cluster = FailingCluster([random_text(1)])
     cluster.kill_drafter()
     cluster.begin("ar")
     cluster.turns(5)
@@ -91,8 +94,8 @@ def test_plain_decoding_that_was_asked_for_takes_none() -> None:
     assert isinstance(ended, RequestEnded) and (ended.timings.rejoined, ended.notes) == (0, ())
 
 
-def test_a_request_that_a_drafter_seems_to_die_of_is_left_alone_by_it() -> None:
-    cluster = Mortal([random_text(1)])
+def test_request_that_seems_to_kill_drafters_continues_without_them() -> None:
+    cluster = FailingCluster([random_text(1)])
     cluster.begin("ssd")
     cluster.turns(3)
     for _ in range(4):
@@ -101,7 +104,7 @@ def test_a_request_that_a_drafter_seems_to_die_of_is_left_alone_by_it() -> None:
     assert not cluster.rounds._requests["r0"].drafters
     assert cluster.rounds._requests["r0"].metrics.rejoined == 1
     cluster.to_the_end()
-    assert cluster.text_of("r0") == whole(cluster)
+    assert cluster.text_of("r0") == expected_tokens(cluster)
 
 
 # --- the target ---------------------------------------------------------------------------------------------------
@@ -110,9 +113,9 @@ def test_a_request_that_a_drafter_seems_to_die_of_is_left_alone_by_it() -> None:
 @every_mode
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("ngrams", [True, False])
-def test_a_target_that_dies_and_returns_changes_no_token(mode: str, seed: int, ngrams: bool) -> None:
+def test_target_that_dies_and_returns_changes_no_token(mode: str, seed: int, ngrams: bool) -> None:
     rng = random.Random(seed)
-    cluster = Mortal([random_text(1), random_text(2), random_text(3)], ngrams=ngrams)
+    cluster = FailingCluster([random_text(1), random_text(2), random_text(3)], ngrams=ngrams)
     cluster.begin(mode)
     for _ in range(3):
         cluster.turns(rng.randrange(1, 25))
@@ -122,15 +125,15 @@ def test_a_target_that_dies_and_returns_changes_no_token(mode: str, seed: int, n
     cluster.to_the_end()
     for name in cluster.texts:
         ended = cluster.end(name)
-        assert cluster.text_of(name) == whole(cluster, name)
+        assert cluster.text_of(name) == expected_tokens(cluster, name)
         assert isinstance(ended, RequestEnded) and ended.timings.predicted_n == 60
 
 
 @every_mode
 @pytest.mark.parametrize("seed", range(6))
-def test_both_die_at_random(mode: str, seed: int) -> None:
+def test_random_deaths_of_target_and_drafter_change_no_token(mode: str, seed: int) -> None:
     rng = random.Random(seed)
-    cluster = Mortal([random_text(1), random_text(2)])
+    cluster = FailingCluster([random_text(1), random_text(2)])
     cluster.begin(mode)
     for _ in range(5):
         cluster.turns(rng.randrange(2, 12))
@@ -143,23 +146,23 @@ def test_both_die_at_random(mode: str, seed: int) -> None:
             cluster.turns(rng.randrange(0, 2))
     cluster.to_the_end()
     for name in cluster.texts:
-        assert cluster.text_of(name) == whole(cluster, name)
+        assert cluster.text_of(name) == expected_tokens(cluster, name)
 
 
-def test_a_replacement_is_told_all_committed_tokens_and_how_many_are_the_prompts() -> None:
-    cluster = Mortal([random_text(1)])
+def test_replacement_target_gets_committed_tokens_and_prompt_length() -> None:
+    cluster = FailingCluster([random_text(1)])
     cluster.begin("ssd")
     cluster.turns(12)
     cluster.kill_target()
     said = cluster.text_of("r0")
     cluster.find_target()
-    opened = cluster.told_target[-1]
+    opened = cluster.sent_to_target[-1]
     assert isinstance(opened, Open) and opened.tokens.tolist() == [*cluster.texts["r0"][:11], *said]
     assert (opened.prompt_len, opened.epoch, opened.verifying) == (11, 1, None)
 
 
-def test_what_the_dead_target_and_the_drafters_still_say_is_dropped() -> None:
-    cluster = Mortal([random_text(1)])
+def test_late_messages_of_a_dead_target_and_drafters_are_dropped() -> None:
+    cluster = FailingCluster([random_text(1)])
     cluster.begin("ssd")
     cluster.turns(12)
     late = list(cluster.target.answer(cluster._to_target[0])) if cluster._to_target else []
@@ -171,8 +174,8 @@ def test_what_the_dead_target_and_the_drafters_still_say_is_dropped() -> None:
     assert cluster.text_of("r0") == said and cluster.rounds.stale >= stale + len(late)
 
 
-def test_the_pause_teaches_nothing_about_verifies_and_is_told() -> None:
-    cluster = Mortal([random_text(1)])
+def test_outage_is_noted_and_does_not_affect_estimates() -> None:
+    cluster = FailingCluster([random_text(1)])
     cluster.begin("ssd")
     cluster.turns(12)
     cluster.kill_target()
@@ -190,8 +193,8 @@ def test_the_pause_teaches_nothing_about_verifies_and_is_told() -> None:
     assert ended.notes == ("the text continued after a pause: target worker target-0 ended with code -9",)
 
 
-def test_who_comes_while_there_is_no_target_begins_with_the_next() -> None:
-    cluster = Mortal([random_text(1), random_text(2)])
+def test_request_during_an_outage_starts_with_the_next_target() -> None:
+    cluster = FailingCluster([random_text(1), random_text(2)])
     cluster.kill_target()
     cluster.begin("ssd")
     cluster.turns(3)
@@ -200,21 +203,21 @@ def test_who_comes_while_there_is_no_target_begins_with_the_next() -> None:
     for name in cluster.texts:
         ended = cluster.end(name)
         assert isinstance(ended, RequestEnded) and ended.timings.resumed == 0
-        assert cluster.text_of(name) == whole(cluster, name)
+        assert cluster.text_of(name) == expected_tokens(cluster, name)
 
 
-def test_who_leaves_during_the_outage_is_let_go() -> None:
-    cluster = Mortal([random_text(1), random_text(2)])
+def test_request_cancelled_during_an_outage_is_not_resumed() -> None:
+    cluster = FailingCluster([random_text(1), random_text(2)])
     cluster.begin("ssd")
     cluster.turns(12)
     cluster.kill_target()
     cluster.rounds.stop("r0", "cancelled")
     cluster.to_the_end()
-    assert cluster.opened[-1] == ["r1"] and cluster.text_of("r1") == whole(cluster, "r1")
+    assert cluster.opened[-1] == ["r1"] and cluster.text_of("r1") == expected_tokens(cluster, "r1")
 
 
-def test_where_no_target_comes_any_more_every_request_ends_with_the_reason() -> None:
-    cluster = Mortal([random_text(1), random_text(2)])
+def test_permanent_target_loss_fails_every_request_with_the_reason() -> None:
+    cluster = FailingCluster([random_text(1), random_text(2)])
     cluster.begin("ssd")
     cluster.turns(12)
     cluster.kill_target(for_good=True)
@@ -223,8 +226,8 @@ def test_where_no_target_comes_any_more_every_request_ends_with_the_reason() -> 
     ]
 
 
-def test_a_simulated_target_that_dies_ends_what_it_stood_for() -> None:
-    cluster = Mortal([random_text(1)], simulated=True)
+def test_death_of_a_simulated_target_fails_its_request() -> None:
+    cluster = FailingCluster([random_text(1)], simulated=True)
     cluster.begin("ssd")
     cluster.kill_target()
     assert isinstance(cluster.end("r0"), Failed) and not cluster.rounds.active
@@ -236,20 +239,20 @@ def test_a_simulated_target_that_dies_ends_what_it_stood_for() -> None:
 @every_mode
 @pytest.mark.parametrize("poisoned", ["r0", "r2", "r3"])
 @pytest.mark.parametrize("at", [0, 30])
-def test_a_request_that_kills_the_target_again_and_again_ends_alone(mode: str, poisoned: str, at: int) -> None:
-    cluster = Mortal([random_text(n) for n in range(4)], poison={poisoned: at}, ngrams=False)
+def test_only_the_request_that_keeps_killing_the_target_fails(mode: str, poisoned: str, at: int) -> None:
+    cluster = FailingCluster([random_text(n) for n in range(4)], poison={poisoned: at}, ngrams=False)
     cluster.begin(mode)
     cluster.to_the_end()
     ended = cluster.end(poisoned)
     assert isinstance(ended, Failed) and "the third time" in ended.message
     for name in set(cluster.texts) - {poisoned}:
-        assert isinstance(cluster.end(name), RequestEnded) and cluster.text_of(name) == whole(cluster, name)
+        assert isinstance(cluster.end(name), RequestEnded) and cluster.text_of(name) == expected_tokens(cluster, name)
     assert cluster.deaths == 3 or at  # where the others get tokens between two deaths they are no suspects
     assert cluster.deaths <= 4
 
 
-def test_suspects_are_tried_one_at_a_time_with_nobody_beside_them() -> None:
-    cluster = Mortal([random_text(n) for n in range(3)])
+def test_suspect_requests_are_tried_one_at_a_time() -> None:
+    cluster = FailingCluster([random_text(n) for n in range(3)])
     cluster.begin("ssd")
     for _ in range(2):
         cluster.kill_target()
@@ -262,11 +265,11 @@ def test_suspects_are_tried_one_at_a_time_with_nobody_beside_them() -> None:
     assert sorted(cluster.opened[-1]) == ["r0", "r0", "r1", "r1", "r2", "r2"]
     cluster.to_the_end()
     for name in cluster.texts:
-        assert cluster.text_of(name) == whole(cluster, name)
+        assert cluster.text_of(name) == expected_tokens(cluster, name)
 
 
-def test_who_comes_while_suspects_are_tried_waits() -> None:
-    cluster = Mortal([random_text(0)])
+def test_new_request_waits_while_suspects_are_tried() -> None:
+    cluster = FailingCluster([random_text(0)])
     cluster.begin("ssd")
     for _ in range(2):
         cluster.kill_target()
@@ -280,17 +283,17 @@ def test_who_comes_while_suspects_are_tried_waits() -> None:
     assert cluster.opened[-1][:1] == ["r0"] and sorted(cluster.opened[-1]) == ["r0", "r0", "r1"]
 
 
-def test_two_poisons_at_once_both_end() -> None:
-    cluster = Mortal([random_text(n) for n in range(4)], poison={"r1": 0, "r2": 0})
+def test_two_requests_that_kill_the_target_both_fail() -> None:
+    cluster = FailingCluster([random_text(n) for n in range(4)], poison={"r1": 0, "r2": 0})
     cluster.begin("ssd")
     cluster.to_the_end()
     assert {name for name in cluster.texts if isinstance(cluster.end(name), Failed)} == {"r1", "r2"}
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
-def test_a_target_that_dies_while_a_drafter_is_waited_for_leaves_the_books_right(mode: str) -> None:
+def test_counts_are_right_after_target_deaths_during_drafter_waits(mode: str) -> None:
     """The round before has ended and stays counted; the one that was waited for has not begun."""
-    cluster = Mortal([random_text(1)], ngrams=False)
+    cluster = FailingCluster([random_text(1)], ngrams=False)
     cluster.begin(mode, 120)
     for _ in range(5):
         while cluster.rounds.active and cluster.rounds._requests["r0"].wait is None:
@@ -301,5 +304,5 @@ def test_a_target_that_dies_while_a_drafter_is_waited_for_leaves_the_books_right
     times = cluster.end("r0").timings  # type: ignore[union-attr]
     followed = times.missed_then_plain + times.missed_then_copied + times.missed_then_drafted + times.cache_late
     told = [event for event in cluster.told if isinstance(event, Committed)]
-    assert cluster.text_of("r0") == whole(cluster, length=120) and times.resumed == 5
+    assert cluster.text_of("r0") == expected_tokens(cluster, length=120) and times.resumed == 5
     assert times.cache_misses == followed and times.rounds == len(told)

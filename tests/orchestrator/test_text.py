@@ -45,13 +45,13 @@ def test_pieces_are_whole_characters_and_add_up_to_the_text(text, sizes):
 
 @given(st.lists(st.integers(0, 4095), min_size=1, max_size=60), sizes)
 @settings(max_examples=200, deadline=None)
-def test_any_tokens_give_the_same_text_however_they_are_grouped(tokens, sizes):
+def test_text_does_not_depend_on_token_grouping(tokens, sizes):
     one = "".join(piece.text for piece in read(tokens, []))
     many = "".join(piece.text for piece in read(tokens, sizes))
     assert one == many == CODEC.decode(tuple(tokens))
 
 
-def test_bytes_that_never_become_a_character_do_not_hold_the_text_back():
+def test_invalid_bytes_do_not_hold_back_the_text():
     continuation = CODEC.encode("你", special=False)[1]
     reader = stream()
     shown = "".join(reader.feed([continuation]).text for _ in range(12))
@@ -61,7 +61,7 @@ def test_bytes_that_never_become_a_character_do_not_hold_the_text_back():
 @given(texts, texts, texts, sizes)
 @example(before=BROKEN, stop="\x80", after="0", sizes=[])
 @settings(max_examples=200, deadline=None)
-def test_a_stop_string_is_found_across_any_borders(before, stop, after, sizes):
+def test_stop_string_is_found_across_group_borders(before, stop, after, sizes):
     whole = before + stop + after
     tokens = CODEC.encode(whole, special=False)
     pieces = read(tokens, sizes, (stop,))
@@ -74,7 +74,7 @@ def test_a_stop_string_is_found_across_any_borders(before, stop, after, sizes):
 
 @given(texts, sizes)
 @settings(max_examples=100, deadline=None)
-def test_what_looked_like_a_stop_string_comes_out_at_the_end(text, sizes):
+def test_partial_stop_string_is_released_at_the_end(text, sizes):
     pieces = read(CODEC.encode(text, special=False), sizes, (text + "!",))
     assert "".join(piece.text for piece in pieces) == text
 
@@ -84,31 +84,31 @@ def test_the_earliest_of_several_stop_strings_ends_the_text():
     assert finder.feed("hello world") == "hel" and finder.found
 
 
-def test_a_token_that_ends_the_text_counts_and_is_not_shown():
+def test_end_token_counts_but_is_not_shown():
     piece = stream(ends=frozenset({0})).feed([*CODEC.encode("hi", special=False), 0])
     assert piece.text == "hi" and piece.tokens[-1] == 0
     assert stream().feed([0]).text == "<|endoftext|>", "an ignored end is a token like any other"
 
 
-def test_the_first_token_keeps_the_space_that_parts_it_from_the_prompt(spm_codec):
+def test_first_token_keeps_its_leading_space(spm_codec):
     prompt = spm_codec.encode("hello")
     assert spm_codec.decode(spm_codec.encode("world")) == "world", "alone, its space is lost"
     assert TextStream(spm_codec, prompt, (), NO_ENDS).feed(spm_codec.encode("world")).text == " world"
 
 
-def test_a_prompt_that_ends_inside_a_character_gives_it_to_the_output():
+def test_character_split_between_prompt_and_output_is_shown():
     tokens = CODEC.encode("你", special=False)
     assert len(tokens) > 1
     reader = TextStream(CODEC, (0, *tokens[:1]), (), NO_ENDS)
     assert "".join(reader.feed([token]).text for token in tokens[1:]) == "你"
 
 
-def test_a_prompt_that_ends_in_a_replacement_character_does_not_show_it_again():
+def test_replacement_character_at_the_prompt_end_is_not_repeated():
     prompt = CODEC.encode(f"what is {BROKEN}", special=False)
     assert stream(prompt=prompt).feed(CODEC.encode("?", special=False)).text == "?"
 
 
-def test_an_id_without_a_token_is_no_text():
+def test_unknown_token_id_gives_no_text():
     assert stream().feed([CODEC.tokenizer.get_vocab_size() + 7]).text == ""
 
 

@@ -45,7 +45,7 @@ def read(one: Kind, prompt: list[int], groups: list[list[int]], stop: tuple[str,
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_valid_text_comes_out_as_it_is_however_it_is_spelled_and_cut(layout):
+def test_valid_text_is_unchanged_by_tokenization_and_grouping(layout):
     one = cached_kind(layout)
     for seed in streams(layout):
         random = Random(seed)
@@ -55,7 +55,7 @@ def test_valid_text_comes_out_as_it_is_however_it_is_spelled_and_cut(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_whole_characters_are_shown_at_once_and_only_whole_ones(layout):
+def test_only_complete_characters_are_shown_and_at_once(layout):
     one = cached_kind(layout)
     for seed in streams(layout, 0.2):
         random = Random(seed)
@@ -67,7 +67,7 @@ def test_whole_characters_are_shown_at_once_and_only_whole_ones(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_prompt_that_ends_anywhere_leaves_the_rest_to_the_output(layout):
+def test_output_completes_a_prompt_cut_anywhere(layout):
     one = cached_kind(layout)
     for seed in streams(layout):
         random = Random(seed)
@@ -79,7 +79,7 @@ def test_a_prompt_that_ends_anywhere_leaves_the_rest_to_the_output(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_stop_string_ends_the_text_at_every_place_and_every_split(layout):
+def test_stop_string_ends_the_text_at_any_place_and_split(layout):
     one = cached_kind(layout)
     for seed in streams(layout, 0.02):
         random = Random(seed)
@@ -95,7 +95,7 @@ def test_a_stop_string_ends_the_text_at_every_place_and_every_split(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_of_any_bytes_nothing_is_taken_back_or_shown_twice(layout):
+def test_shown_text_is_never_retracted_or_repeated(layout):
     """What a stream shows is always a beginning of what the bytes spell, each that is none once as U+FFFD."""
     one = cached_kind(layout)
     for seed in streams(layout):
@@ -109,7 +109,7 @@ def test_of_any_bytes_nothing_is_taken_back_or_shown_twice(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_finished_text_is_what_the_library_decodes(layout):
+def test_finished_text_equals_library_decoding(layout):
     """Behind a prompt, so that no space at a text's beginning is dropped."""
     one = cached_kind(layout)
     for seed in streams(layout):

@@ -36,16 +36,16 @@ def learned() -> TextProfiles:
 
 
 @pytest.mark.parametrize("name", GOOD_IN)
-def test_a_text_is_of_the_kind_that_its_rounds_are_like(name: str) -> None:
+def test_rounds_determine_the_kind_of_a_text(name: str) -> None:
     texts, rng = learned(), random.Random(2)
-    for told in (CODE, FREE):
-        text = texts.open(told, greedy=True)
+    for initial_kind in (CODE, FREE):
+        text = texts.open(initial_kind, greedy=True)
         for _ in range(10):
             texts.observe(text, name, DEPTH, chain(rng, 0.85))
         assert text.kind == GOOD_IN[name]
 
 
-def test_one_unlucky_token_moves_no_text_and_a_grammar_is_believed_for_good() -> None:
+def test_kind_is_kept_after_one_rejection_and_always_with_a_grammar() -> None:
     texts = learned()
     text = texts.open(CODE, greedy=True)
     texts.observe(text, "eagle3", 1, 0)
@@ -56,7 +56,7 @@ def test_one_unlucky_token_moves_no_text_and_a_grammar_is_believed_for_good() ->
     assert held.kind == HELD
 
 
-def test_what_is_known_of_other_kinds_and_temperatures_is_believed_until_something_is_seen() -> None:
+def test_unseen_kind_uses_general_rates_until_observed() -> None:
     estimates = Estimates()
     texts = TextProfiles(estimates)
     for _ in range(200):
@@ -68,7 +68,7 @@ def test_what_is_known_of_other_kinds_and_temperatures_is_believed_until_somethi
     assert fresh.holding().rate(0) > 0.6 > 0.1 > texts.odds(REPEATING, greedy=True).holding().rate(0)
 
 
-def test_the_first_rejections_count_once_and_not_at_each_level() -> None:
+def test_first_rejections_are_not_counted_at_every_level() -> None:
     """A server's first text is all that is known of its kind, and of everything; it must not be believed thrice."""
     estimates = Estimates()
     estimates.add_drafters([InProcessDrafter("draft", agreement=0.6)])
@@ -84,7 +84,7 @@ def test_the_first_rejections_count_once_and_not_at_each_level() -> None:
     assert text.odds.holding("draft").rate(0) < 0.2
 
 
-def test_a_kind_that_nothing_is_known_of_takes_no_text() -> None:
+def test_kind_without_observations_is_not_assigned() -> None:
     texts = learned()
     text = texts.open(CODE, greedy=True)
     for _ in range(20):
@@ -93,7 +93,7 @@ def test_a_kind_that_nothing_is_known_of_takes_no_text() -> None:
 
 
 @pytest.mark.parametrize(("agreement", "held"), [(0.0, DEPTH), (1.0, 0), (1.0, DEPTH), (0.0, 0)])
-def test_what_was_thought_impossible_may_be_seen(agreement: float, held: int) -> None:
+def test_rates_of_zero_and_one_accept_contrary_observations(agreement: float, held: int) -> None:
     estimates = Estimates()
     estimates.add_drafters([InProcessDrafter("mtp", agreement=agreement)])
     texts = TextProfiles(estimates)
@@ -105,7 +105,7 @@ def test_what_was_thought_impossible_may_be_seen(agreement: float, held: int) ->
     assert 0 <= again.odds.holding("mtp").rate(0) <= 1
 
 
-def test_a_text_is_believed_to_be_as_its_kind_until_its_own_rounds_say_otherwise() -> None:
+def test_text_starts_with_the_rates_of_its_kind_and_learns_its_own() -> None:
     errors = []
     for seed in range(8):
         texts, rng = learned(), random.Random(seed)
@@ -120,12 +120,12 @@ def test_a_text_is_believed_to_be_as_its_kind_until_its_own_rounds_say_otherwise
     assert fmean(errors) < 0.12
 
 
-def test_auto_is_near_the_best_of_each_class_where_prompts_deceive() -> None:
+def test_auto_is_near_the_best_of_each_kind_with_misleading_prompts() -> None:
     found = [auto(seed, 100, 256, wrong=0.2) for seed in (1, 2)]
     assert fmean(one[kind] / best_of(kind) for one in found for kind in ("code", "prose")) > 0.95
 
 
-def test_a_text_is_hard_or_easy_as_a_whole() -> None:
+def test_first_tokens_shift_the_rates_of_all_positions() -> None:
     """What its first tokens show is believed of the later ones, each place keeping its own odds."""
     texts = learned()
     kind = texts.odds(CODE, greedy=True)

@@ -36,13 +36,13 @@ REQUESTS = ("a", "b", "c")
 
 
 class Wires(HonestWorkers):
-    """A target and no drafter; keeps what is said, to the target and to the front, in one order."""
+    """A target and no drafter; keeps what is sent, to the target and to the front, in one order."""
 
     target_context = 10_000
     target_abilities = Abilities()
 
     def __init__(self) -> None:
-        self.said: list[Message | ToFront | str] = []
+        self.sent: list[Message | ToFront | str] = []
 
     def notes(self) -> list[str]:
         return []
@@ -51,22 +51,22 @@ class Wires(HonestWorkers):
         return set()
 
     def send_target(self, message: Message) -> None:
-        self.said.append(message)
+        self.sent.append(message)
 
     def send_worker(self, name: str, message: Message) -> None:
         raise AssertionError("there is no drafter")
 
     def flush_and_yield(self) -> None:
-        self.said.append("let go")
+        self.sent.append("let go")
 
 
 def under_way(max_tokens: int) -> tuple[Scheduler, Wires]:
     """Three requests that were opened."""
     wires = Wires()
-    scheduler = Scheduler(wires, round_settings(4, 8, ngrams=False), wires.said.append, Trace(None))
+    scheduler = Scheduler(wires, round_settings(4, 8, ngrams=False), wires.sent.append, Trace(None))
     for request in REQUESTS:
         scheduler.begin(Admit(request, (1, 2, 3), SamplingParams(max_tokens=max_tokens), "ar", frozenset()), 0)
-    wires.said.clear()
+    wires.sent.clear()
     return scheduler, wires
 
 
@@ -74,26 +74,26 @@ def outcome(request: str) -> Outcome:
     return Outcome(request=request, epoch=0, round=0, base_len=3, accepted=0, bonus=5, work=Span(0, 1))
 
 
-def test_every_verify_leaves_before_the_front_hears_of_any_token() -> None:
+def test_all_verifies_are_sent_before_any_committed_event() -> None:
     scheduler, wires = under_way(9)
     scheduler.handle_all([("target-0", outcome(request)) for request in REQUESTS], 1)
-    kinds = [type(said) if said != "let go" else said for said in wires.said]
+    kinds = [type(sent) if sent != "let go" else sent for sent in wires.sent]
     assert kinds == [Verify] * 3 + ["let go"] + [Committed] * 3
-    assert [said.request for said in wires.said if not isinstance(said, str)] == [*REQUESTS, *REQUESTS]  # type: ignore[union-attr]
+    assert [sent.request for sent in wires.sent if not isinstance(sent, str)] == [*REQUESTS, *REQUESTS]  # type: ignore[union-attr]
 
 
-def test_an_outcome_said_twice_in_one_breath_counts_once_also_when_it_is_the_last() -> None:
+def test_duplicate_outcome_in_one_batch_counts_once() -> None:
     for max_tokens in (1, 9):
         scheduler, wires = under_way(max_tokens)
         scheduler.handle_all([("target-0", outcome("a"))] * 2, 1)
-        assert [said for said in wires.said if isinstance(said, Committed)] == [Committed("a", (5,))]
+        assert [sent for sent in wires.sent if isinstance(sent, Committed)] == [Committed("a", (5,))]
         assert scheduler.stale == 1
-        ended = [said.timings.predicted_n for said in wires.said if isinstance(said, RequestEnded)]
+        ended = [sent.timings.predicted_n for sent in wires.sent if isinstance(sent, RequestEnded)]
         assert ended == ([1] if max_tokens == 1 else [])
-        assert (Close("a") in wires.said) == (max_tokens == 1)
+        assert (Close("a") in wires.sent) == (max_tokens == 1)
 
 
-def test_tokens_that_wait_behind_each_other_are_one_event_and_nothing_overtakes_them() -> None:
+def test_queued_tokens_are_merged_without_reordering() -> None:
     told: list[ToFront] = [
         RequestBegan("a", "ar"),
         Committed("a", (1,)),
@@ -111,7 +111,7 @@ def test_tokens_that_wait_behind_each_other_are_one_event_and_nothing_overtakes_
     ]  # fmt: skip
 
 
-def test_log_probabilities_origins_and_rounds_stay_with_their_tokens() -> None:
+def test_merged_tokens_keep_logprobs_origins_and_rounds() -> None:
     rows = Logprobs(np.array([[1], [2], [3]], np.int32), np.array([[-1], [-2], [-3]], np.float32))
     rounds = tuple(RoundRecord(n, "none", "none", 0, 0, 1, Span(n, n)) for n in range(2))
     first = Committed("a", (1,), rows.part(0, 1), (Origin.TARGET,), rounds[:1])
@@ -122,10 +122,10 @@ def test_log_probabilities_origins_and_rounds_stay_with_their_tokens() -> None:
     assert told.origins == (Origin.TARGET, Origin.COPIED, Origin.TARGET) and told.rounds == rounds
 
 
-def test_plain_rounds_whose_outcomes_come_together_say_nothing_of_their_time() -> None:
+def test_plain_outcomes_in_one_batch_do_not_affect_time_estimates() -> None:
     scheduler, wires = under_way(9)
     following = [replace(outcome("a"), round=n, base_len=3 + n, next_proposal=Coupled()) for n in (1, 2)]
-    scheduler.handle_all([("target-0", said) for said in (outcome("a"), *following)], 1)
-    assert [said.tokens for said in wires.said if isinstance(said, Committed)] == [(5,), (5,), (5,)]
+    scheduler.handle_all([("target-0", sent) for sent in (outcome("a"), *following)], 1)
+    assert [sent.tokens for sent in wires.sent if isinstance(sent, Committed)] == [(5,), (5,), (5,)]
     scheduler.begin(Admit("d", (1, 2, 3), SamplingParams(), "auto", frozenset()), 1)
-    assert wires.said[-1] == RequestBegan("d", "auto")
+    assert wires.sent[-1] == RequestBegan("d", "auto")

@@ -22,7 +22,7 @@ def change(folder, file, **fields):
 
 
 @pytest.mark.parametrize("add_bos", [None, True, False])
-def test_tokens_are_those_of_transformers(model_folder, add_bos):
+def test_tokens_match_transformers(model_folder, add_bos):
     from transformers import AutoTokenizer
 
     if add_bos is not None:
@@ -51,7 +51,7 @@ SPACES = ["hello", " hello", "  hello", "x<s> hello", "x</s>hello", "\nhe", " ",
         {},
     ],
 )
-def test_leading_spaces_are_those_of_transformers_whatever_tokenizer_json_says(model_folder, layout, config):
+def test_leading_spaces_match_transformers(model_folder, layout, config):
     """A family's own class there makes its tokenizer anew and takes no more than the vocabulary from the file."""
     from transformers import AutoTokenizer
 
@@ -64,7 +64,7 @@ def test_leading_spaces_are_those_of_transformers_whatever_tokenizer_json_says(m
         assert codec.encode(text, special=False) == tuple(theirs.encode(text, add_special_tokens=False))
 
 
-def test_a_tokenizer_that_transformers_refuses_is_taken_from_its_file(model_folder):
+def test_tokenizer_refused_by_transformers_is_read_from_its_file(model_folder):
     mine = byte_fallback(BYTE_FALLBACK["llama"])
     mine.save(str(model_folder / "tokenizer.json"))
     change(model_folder, "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Slow", "own.Fast"]})
@@ -72,7 +72,7 @@ def test_a_tokenizer_that_transformers_refuses_is_taken_from_its_file(model_fold
     assert load_codec(find_model(str(model_folder))).encode(" hello", special=False) == tuple(mine.encode(" hello").ids)
 
 
-def test_ends_come_from_generation_config_config_and_tokenizer(model_folder):
+def test_end_tokens_come_from_generation_config_config_and_tokenizer(model_folder):
     def ends():
         return load_codec(find_model(str(model_folder))).eos
 
@@ -95,20 +95,20 @@ def test_special_tokens_may_be_objects(model_folder):
     assert load_codec(find_model(str(model_folder))).eos == {0}
 
 
-def test_a_tokenizer_that_cannot_be_read_is_a_sentence(model_folder):
+def test_unreadable_tokenizer_raises_model_error(model_folder):
     (model_folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="expected a tokenizer"):
         load_codec(find_model(str(model_folder)))
 
 
-def test_a_model_without_a_tokenizer_is_a_sentence(model_folder):
+def test_missing_tokenizer_raises_model_error(model_folder):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model_folder / name).unlink()
     with pytest.raises(ModelError, match="tokenizer"):
         load_codec(find_model(str(model_folder)))
 
 
-def test_other_threads_go_on_while_a_long_text_is_tokenized():
+def test_other_threads_run_while_a_long_text_is_tokenized():
     """The rounds and every stream are such threads: seconds of a long prompt would be theirs, too."""
     codec = load_codec(find_model(str(EMBEDDED_TARGET)))
     text = "def fibonacci(n):\n    return n\n" * 6000

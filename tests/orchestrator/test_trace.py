@@ -11,7 +11,7 @@ from outrider.orchestrator.core import metrics
 from outrider.orchestrator.core.metrics import Trace
 
 
-def test_a_trace_holds_so_many_events_and_says_once_that_there_were_more(
+def test_trace_drops_events_past_its_limit_and_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(metrics, "MOST_EVENTS", 5)

@@ -41,27 +41,27 @@ def drafted(*odds: float) -> DraftTrie:
     return drafts
 
 
-def test_a_chain_is_what_comes_of_one() -> None:
+def test_single_chain_grows_into_a_chain() -> None:
     found = grown(drafted(0.9, 0.8, 0.7), flat)
     assert (found.tokens, found.parents) == ((10, 11, 12), ())
     assert found.expects == pytest.approx(1 + 0.9 + 0.72 + 0.504)
     assert found.by == (Origin.PREPARED,) * 3
 
 
-def test_rows_that_cost_more_than_their_tokens_bring_are_left_out() -> None:
+def test_rows_that_do_not_pay_are_left_out() -> None:
     assert grown(drafted(0.9, 0.8, 0.7), steep).tokens == (10,)
     assert grown(drafted(0.7, 0.5), steep).tokens == ()
     assert grown(drafted(0.9, 0.8, 0.05), flat, worth=6.0).tokens == (10, 11)
 
 
-def test_a_cliff_of_the_cost_is_seen_behind_a_plain() -> None:
+def test_tree_fills_the_rows_up_to_a_cost_step() -> None:
     """Where rows cost nothing up to the next tile a tree fills the tile."""
     drafts = drafted(0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
     assert len(grown(drafts, lambda rows: 1.0 if rows <= 4 else 4.0).tokens) == 3
     assert len(grown(drafts, lambda rows: 1.0 if rows <= 8 else 4.0).tokens) == 7
 
 
-def test_what_several_said_stands_once_and_the_rest_forks() -> None:
+def test_shared_prefixes_are_merged_and_the_rest_branches() -> None:
     drafts = drafted(0.6, 0.7, 0.7)
     drafts.add((10, 5, 6), (0.3, 0.25, 0.9), Origin.COPIED)
     drafts.add((4,), (0.35,), Origin.GUESSED)
@@ -71,14 +71,14 @@ def test_what_several_said_stands_once_and_the_rest_forks() -> None:
     assert found.by == (Origin.PREPARED,) * 3 + (Origin.COPIED,) * 2 + (Origin.GUESSED,)
 
 
-def test_of_tokens_that_exclude_each_other_no_more_than_one_is_expected() -> None:
+def test_exclusive_tokens_add_at_most_one_expected_token() -> None:
     drafts = drafted(0.8)
     drafts.add((5,), (0.8,), Origin.COPIED)
     assert grown(drafts, flat).expects == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_heaviest_nodes_are_the_best_tree_of_their_number(seed: int) -> None:
+def test_grown_tree_is_the_best_of_its_size(seed: int) -> None:
     """Against every tree that there is."""
     draws, drafts = random.Random(seed), DraftTrie()
     for _ in range(3):
@@ -101,7 +101,7 @@ def hit(*chain: int) -> Proposal:
     return Proposal(chain, ProposalSource.CACHE, Lookup.HIT, drafter="draft-0")
 
 
-def test_a_copy_that_says_otherwise_stands_beside_the_branch() -> None:
+def test_differing_copy_is_added_beside_the_branch() -> None:
     known, ngrams = estimates(), NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2))
     for _ in range(50):
         known.observe_alternatives(ngrams.lookup(4), (3, 4, 5, 6))
@@ -112,7 +112,7 @@ def test_a_copy_that_says_otherwise_stands_beside_the_branch() -> None:
     assert [found.chain[node] for node in found.drafter_nodes] == [3, 9, 9]
 
 
-def test_where_all_agree_or_rows_are_dear_there_is_no_tree() -> None:
+def test_merged_is_none_if_proposals_agree_or_rows_are_costly() -> None:
     ngrams = NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2))
     assert merged(estimates(), ngrams, hit(3, 4, 5), (), room=50) is None
     assert merged(estimates(), ngrams, hit(), (), room=50) is None
@@ -122,7 +122,7 @@ def test_where_all_agree_or_rows_are_dear_there_is_no_tree() -> None:
     assert 0.0 < min_alternative(estimates(row_ms=0.1), True) < 0.3
 
 
-def test_what_the_drafter_thought_next_best_stands_beside_its_tokens() -> None:
+def test_alternatives_of_the_drafter_are_added_beside_its_tokens() -> None:
     beside = Alternatives((7, 8, 6), (-1, 0, 2), (0.5, 0.5, 0.5))
     found = merged(estimates(), NgramIndex(), hit(3, 4), (), room=50, alternatives=beside)
     assert found is not None and Origin.GUESSED in found.by
@@ -130,7 +130,7 @@ def test_what_the_drafter_thought_next_best_stands_beside_its_tokens() -> None:
     assert 6 not in found.chain, "what it stood behind was cut off"
 
 
-def test_nothing_deeper_than_there_is_room() -> None:
+def test_tree_depth_fits_the_remaining_room() -> None:
     known, ngrams = estimates(), NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2))
     for _ in range(50):
         known.observe_alternatives(ngrams.lookup(4), (3, 4, 5, 6))
@@ -139,7 +139,7 @@ def test_nothing_deeper_than_there_is_room() -> None:
         assert found is not None and found.depth == room
 
 
-def test_an_outcome_of_a_tree_names_the_branch_that_holds() -> None:
+def test_tree_outcome_identifies_the_accepted_path() -> None:
     tree = Proposal(
         (3, 9, 4, 5), ProposalSource.CACHE, parents=(-1, 0, 0, 2), by=(Origin.PREPARED,) * 2 + (Origin.COPIED,) * 2
     )
@@ -155,7 +155,7 @@ def test_an_outcome_of_a_tree_names_the_branch_that_holds() -> None:
     assert Proposal((3, 9)).nodes(outcome(2)) == range(2) and Proposal((3, 9)).nodes(outcome(3)) is None
 
 
-def test_copies_that_a_drafter_contradicts_are_judged_by_themselves() -> None:
+def test_contradicted_copies_have_their_own_acceptance_rate() -> None:
     found = Estimates()
     copy = NgramIndex((1, 2, 3, 4, 5, 1, 2)).lookup(3)
     before = found.copied(copy.matched).rate(0)

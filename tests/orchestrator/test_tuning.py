@@ -26,14 +26,14 @@ RECORD = Tuning(
 )
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_record_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "tuning.json"
     tuning.save(RECORD, path)
     assert tuning.load(path) == (RECORD,)
     assert [found.name for found in path.parent.iterdir()] == ["tuning.json"]
 
 
-def test_each_class_of_temperature_has_its_record(tmp_path: Path) -> None:
+def test_each_temperature_class_has_its_own_record(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     warm, hot = replace(RECORD, temp=0.7, hit_rate=0.7), replace(RECORD, temp=1.0, hit_rate=0.6)
     for record in (warm, RECORD, hot):
@@ -41,7 +41,7 @@ def test_each_class_of_temperature_has_its_record(tmp_path: Path) -> None:
     assert set(tuning.load(path)) == {RECORD, hot}
 
 
-def test_the_record_for_a_temperature_is_of_its_class_and_then_the_nearest() -> None:
+def test_nearest_prefers_a_record_of_the_temperature_class() -> None:
     warm, hot = replace(RECORD, temp=0.6), replace(RECORD, temp=1.2)
     everything = (hot, RECORD, warm)
     assert [tuning.nearest(everything, temp) for temp in (0.0, 0.05, 0.8, 2.0)] == [RECORD, warm, warm, hot]
@@ -49,14 +49,14 @@ def test_the_record_for_a_temperature_is_of_its_class_and_then_the_nearest() -> 
     assert tuning.nearest((), 0.0) is None
 
 
-def test_no_file_has_no_records(tmp_path: Path) -> None:
+def test_missing_file_has_no_records(tmp_path: Path) -> None:
     assert tuning.load(tmp_path / "none.json") == ()
 
 
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"format": 2}', '{"format": 99}', '{"format": 2, "tunings": [{"choices": 3}]}']
 )
-def test_a_damaged_file_counts_as_none(tmp_path: Path, content: str) -> None:
+def test_damaged_file_has_no_records(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tuning.json"
     path.write_text(content)
     assert tuning.load(path) == ()
@@ -67,13 +67,13 @@ def test_files_are_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert tuning.path_for(ServeSettings()).parent == tuning.memory_for(ServeSettings()).parent == tmp_path
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_unwritable_folder_raises_invalid_request(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match="can't be written"):
         tuning.save(RECORD, tmp_path / "file" / "tuning.json")
 
 
-def test_another_pair_or_thread_count_has_another_record() -> None:
+def test_each_pair_and_thread_count_has_its_own_path() -> None:
     first = ServeSettings(model="a", draft_model="b")
     others = [ServeSettings(model="a", draft_model="c"), ServeSettings(model="a", draft_model="b", threads=2)]
     assert len({tuning.path_for(settings) for settings in [first, *others]}) == 3

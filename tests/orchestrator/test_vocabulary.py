@@ -24,7 +24,7 @@ def with_words(codec):
     return make
 
 
-def test_the_embedded_pair_fits(codec):
+def test_identical_vocabularies_have_no_difference(codec):
     assert difference(codec, codec) == ""
 
 
@@ -36,7 +36,7 @@ def test_the_embedded_pair_fits(codec):
         [*WORDS[:3], "<|reserved_special_token_0|>"],
     ],
 )
-def test_padding_alone_is_no_difference(with_words, draft):
+def test_padding_tokens_are_ignored(with_words, draft):
     require_same(with_words(WORDS), with_words(draft))
     require_same(with_words(draft), with_words(WORDS))
 
@@ -50,12 +50,12 @@ def test_padding_alone_is_no_difference(with_words, draft):
         ([*WORDS[:3], "<|other|>"], "differ"),
     ],
 )
-def test_any_other_difference_is_refused_with_what_it_is(with_words, draft, words):
+def test_different_vocabularies_are_refused_with_the_difference(with_words, draft, words):
     with pytest.raises(ModelError, match=words):
         require_same(with_words(WORDS), with_words(draft))
 
 
-def test_a_fingerprint_is_what_the_ordinary_tokens_stand_for(with_words):
+def test_fingerprint_depends_on_ordinary_tokens_only(with_words):
     """Of one family it is one: there only names in brackets differ."""
     ours = fingerprint(with_words(WORDS))
     for family in ([*WORDS, "<|reserved_3|>", "[PAD]"], [*WORDS[:3], "<|eom|>"]):
@@ -64,12 +64,12 @@ def test_a_fingerprint_is_what_the_ordinary_tokens_stand_for(with_words):
         assert fingerprint(with_words(stranger)) != ours
 
 
-def test_the_sentence_names_both_models(with_words):
+def test_vocabulary_error_names_both_models(with_words):
     with pytest.raises(ModelError, match=r"vocabularies of .*target and .*target differ"):
         require_same(with_words(WORDS), with_words(["x"]))
 
 
-def test_added_tokens_count(codec):
+def test_added_tokens_count_as_a_difference(codec):
     grown = Tokenizer.from_str(codec.tokenizer.to_str())
     grown.add_special_tokens(["<think>"])
     assert "<think>" in difference(codec, replace(codec, tokenizer=grown))

@@ -16,7 +16,7 @@ def test_clients_take_turns_and_each_keeps_its_own_order():
     assert drain(queue) == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-def test_a_newcomer_waits_behind_those_whose_turn_has_not_come():
+def test_new_client_waits_behind_clients_not_yet_served():
     queue = FairQueue()
     for item in ("a1", "a2", "b1"):
         queue.put((item[0].encode(),), item)
@@ -25,7 +25,7 @@ def test_a_newcomer_waits_behind_those_whose_turn_has_not_come():
     assert drain(queue) == ["b1", "a2", "c1"]
 
 
-def test_what_is_dropped_is_not_served():
+def test_dropped_item_is_not_served():
     queue = FairQueue()
     for item in ("a1", "a2"):
         queue.put((b"a",), item)
@@ -33,7 +33,7 @@ def test_what_is_dropped_is_not_served():
     assert len(queue) == 1 and drain(queue) == ["a2"] and len(queue) == 0
 
 
-def test_who_asks_for_many_shares_its_turns_with_them():
+def test_users_of_one_gateway_share_its_turns():
     """A gate's users take turns among themselves, and all of them with whoever asks alone."""
     queue = FairQueue()
     for whose, item in (
@@ -50,7 +50,7 @@ def test_who_asks_for_many_shares_its_turns_with_them():
     assert drain(queue) == ["x1", "a1", "y1", "a2", "x2"]
 
 
-def test_who_goes_before_all_does_so_in_every_line():
+def test_first_item_goes_ahead_at_every_level_of_the_queue():
     queue = FairQueue()
     queue.put((b"a",), "a1")
     queue.put((b"gate", b"x"), "x1")

@@ -49,21 +49,21 @@ def prompt(tokens):
     max_examples=int(os.environ.get("OUTRIDER_FUZZ", "20")), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(data=st.data())
-def test_every_message_survives_the_wire(cls, random_message, same_message, data):
+def test_every_message_round_trips_through_the_codec(cls, random_message, same_message, data):
     message = data.draw(random_message(cls))
     frames = [bytes(frame) for frame in encode(message)]
     assert same_message(decode(frames), message)
     assert request_of(frames) == getattr(message, "request", None)
 
 
-def test_arrays_travel_as_raw_little_endian_frames_and_come_back_read_only():
+def test_arrays_are_sent_as_raw_little_endian_frames_and_decoded_read_only():
     header, raw = encode(prompt(np.array([1, 258], np.int32)))
     assert bytes(raw) == bytes([1, 0, 0, 0, 2, 1, 0, 0])
     assert msgpack.decode(header)[1]["tokens"] == ["int32", [2]]
     assert not decode([header, bytes(raw)]).tokens.flags.writeable
 
 
-def test_two_arrays_keep_their_places_and_an_absent_one_takes_no_frame():
+def test_two_arrays_keep_their_order_and_an_absent_one_takes_no_frame():
     ids, probs = np.array([[1, 2]], np.int32), np.array([[0.5, 0.25]], np.float32)
     both = decode(encode(replace(VERIFY, proposal=Sparse((4,), SparseQ(ids, probs))))).proposal
     assert (both.q.ids == ids).all() and (both.q.probs == probs).all()
@@ -71,7 +71,7 @@ def test_two_arrays_keep_their_places_and_an_absent_one_takes_no_frame():
     assert len(frames) == 1 and decode(frames).logprobs is None
 
 
-def test_rows_travel_in_half_precision():
+def test_feature_rows_are_sent_in_half_precision():
     rows = np.array([[0.5, -65504.0]], np.float16)
     frames = encode(Features("r", 1, 7, rows))
     assert len(frames[1]) == 4 and (decode(frames).rows == rows).all()
@@ -82,17 +82,17 @@ def test_a_coupled_rounds_messages_are_one_frame_each():
         assert len(encode(message)) == 1
 
 
-def test_a_strided_array_is_sent_in_its_own_order():
+def test_strided_array_is_sent_in_logical_order():
     tokens = np.arange(10, dtype=np.int32)[::-3]
     assert decode(encode(prompt(tokens))).tokens.tolist() == [9, 6, 3, 0]
 
 
-def test_a_whole_number_stands_for_the_float_of_its_value():
+def test_integer_sampling_value_is_decoded_as_a_float():
     sampling = decode(encode(Generate("r", "p", None, SamplingParams(temp=1)))).sampling
     assert sampling.temp == 1.0 and type(sampling.temp) is float
 
 
-UNSAYABLE = {
+INVALID_MESSAGES = {
     "negative": (replace(VERIFY, round=-1), "Verify.round is invalid: expected `int` >= 0"),
     "too large": (replace(VERIFY, base_len=2**31), "Verify.base_len"),
     "bool for int": (replace(VERIFY, epoch=True), "Verify.epoch is invalid: expected `int`, got `bool`"),
@@ -137,19 +137,19 @@ UNSAYABLE = {
 }
 
 
-@pytest.mark.parametrize(("message", "sentence"), UNSAYABLE.values(), ids=UNSAYABLE)
-def test_the_sender_hears_of_what_cannot_be_said(message, sentence):
+@pytest.mark.parametrize(("message", "sentence"), INVALID_MESSAGES.values(), ids=INVALID_MESSAGES)
+def test_encoding_an_invalid_message_raises_protocol_error(message, sentence):
     with pytest.raises(ProtocolError, match=sentence):
         encode(message)
 
 
-def test_every_committed_token_of_a_full_round_fits_a_commit():
+def test_commit_holds_all_tokens_of_a_fully_accepted_chain():
     """K = MAX_CHAIN chain tokens accepted and the bonus token make one more than a chain."""
     longest = tuple(range(64))
     assert decode(encode(Commit("r", 1, 2, 300, (*longest, 7), longest, 64, 12))).tokens == (*longest, 7)
 
 
-def test_what_leaves_together_arrives_as_it_was_said_in_its_order():
+def test_messages_encoded_together_are_decoded_in_order():
     ids, probs = np.array([[1, 2]], np.int32), np.array([[0.5, 0.25]], np.float32)
     drawn = replace(VERIFY, proposal=Sparse((4,), SparseQ(ids, probs)))
     together = encode_all((OUTCOME, drawn, Close("r"), VERIFY))
@@ -159,7 +159,7 @@ def test_what_leaves_together_arrives_as_it_was_said_in_its_order():
     assert rest == [Close("r"), VERIFY]
 
 
-def test_of_messages_that_came_together_none_is_taken_when_one_is_refused():
+def test_one_invalid_message_refuses_all_messages_sent_with_it():
     header, raw = encode(prompt(np.array([1], np.int32)))
     for frames in ([], [*encode(VERIFY), header], [*encode(VERIFY), raw], [header, *encode(VERIFY)]):
         with pytest.raises(ProtocolError):
@@ -168,7 +168,7 @@ def test_of_messages_that_came_together_none_is_taken_when_one_is_refused():
         decode([*encode(VERIFY), *encode(OUTCOME), *encode(VERIFY)])
 
 
-def test_what_no_socket_would_take_is_refused_before_it_is_sent(monkeypatch):
+def test_oversized_frame_is_refused_before_sending(monkeypatch):
     monkeypatch.setattr("outrider.protocol.codec.MAX_FRAME", 1000)
     encode(Generate("q", "x" * 500, None, SamplingParams()))
     tokens = np.ones(251, np.int32)

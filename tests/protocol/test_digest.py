@@ -22,6 +22,6 @@ def test_other_weights_have_another_digest(tiny_model: Callable[..., Path], tmp_
         digest(tmp_path / "nowhere")
 
 
-def test_who_has_no_weights_knows_a_model_by_its_configuration() -> None:
+def test_digest_without_weights_matches_by_configuration() -> None:
     assert fits("ab-cd", "ab-cd") and fits("ab-", "ab-cd") and fits("ab-cd", "ab-")
     assert not fits("ab-cd", "ab-ce") and not fits("ab-", "ac-cd") and not fits("ab-cd", "")

@@ -29,7 +29,7 @@ def temporary(short, monkeypatch):
     return short
 
 
-def test_only_its_owner_may_enter_and_closing_removes_it(temporary):
+def test_socket_directory_is_private_and_removed_on_close(temporary):
     with PrivateDirectory() as private:
         assert stat.S_IMODE(private.path.stat().st_mode) == 0o700
         assert private.path.parent == temporary
@@ -40,12 +40,12 @@ def test_only_its_owner_may_enter_and_closing_removes_it(temporary):
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "x" * 33, "é"])
-def test_a_name_that_is_no_socket_name_is_refused(temporary, name):
+def test_invalid_socket_name_is_refused(temporary, name):
     with PrivateDirectory() as private, pytest.raises(ValueError, match="socket name"):
         private.endpoint(name)
 
 
-def test_a_long_temporary_folder_is_left_for_tmp(tmp_path, monkeypatch):
+def test_socket_directory_is_in_tmp_when_the_temporary_path_is_too_long(tmp_path, monkeypatch):
     long = tmp_path / ("x" * MAX_PATH)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -54,7 +54,7 @@ def test_a_long_temporary_folder_is_left_for_tmp(tmp_path, monkeypatch):
         assert parse(private.endpoint("x" * socket_files.MAX_NAME))
 
 
-def test_what_a_killed_maker_left_is_swept_and_what_a_living_one_holds_is_not(temporary, run_and_be_killed):
+def test_directory_of_a_killed_process_is_removed_and_a_live_one_is_kept(temporary, run_and_be_killed):
     run_and_be_killed(KILLED, str(temporary))
     (left,) = temporary.iterdir()
     (left / "target-0.log").write_text("what a worker wrote there")
@@ -63,7 +63,7 @@ def test_what_a_killed_maker_left_is_swept_and_what_a_living_one_holds_is_not(te
     assert not list(temporary.iterdir())
 
 
-def test_files_of_a_person_are_never_swept(temporary):
+def test_directories_of_users_are_never_removed(temporary):
     mine = temporary / "outrider-run-notes"
     mine.mkdir()
     (mine / "thesis.tex").write_text("x")
@@ -71,7 +71,7 @@ def test_files_of_a_person_are_never_swept(temporary):
         assert (mine / "thesis.tex").exists()
 
 
-def test_without_room_for_it_a_sentence_says_where_and_what_to_do(temporary, monkeypatch):
+def test_full_disk_error_names_the_place_and_the_remedy(temporary, monkeypatch):
     def full(*about, **more):
         raise OSError(28, "No space left on device")
 

@@ -10,18 +10,18 @@ from tools.protocol_page import page
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 
-def test_the_page_is_up_to_date():
+def test_protocol_page_is_up_to_date():
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tools.protocol_page"
 
 
-def test_every_message_and_every_field_of_it_is_listed_once():
+def test_protocol_page_lists_every_message_and_field_once():
     sections = {part.partition("\n")[0]: part for part in page().split("\n### ")[1:]}
     for name, cls in MESSAGES.items():
         rows = [line for line in sections[name].splitlines() if line.startswith("| `")]
         assert [row.split("`")[1] for row in rows] == list(cls.__struct_fields__)
 
 
-def test_every_message_and_record_says_what_it_is_for():
+def test_every_message_and_record_has_a_description():
     assert all(not part.split("\n")[2].startswith(("|", "###")) for part in page().split("\n### ")[1:])
     assert {"Span", "Branch", "Timings", "WorkerStats", "SamplingParams"} <= {
         part.partition("\n")[0] for part in page().split("\n### ")

@@ -49,7 +49,7 @@ def ipc(short):
         ("tcp://[fe80::1]:80", Tcp("fe80::1", 80)),
     ],
 )
-def test_endpoints_are_read_and_written_alike(text, endpoint):
+def test_endpoints_round_trip_through_text(text, endpoint):
     assert parse(text) == endpoint
     assert parse(str(endpoint)) == endpoint
 
@@ -68,12 +68,12 @@ def test_a_relative_path_becomes_absolute(tmp_path, monkeypatch):
         "tcp://[zz]:5", "tcp://h/p:1", "tcp://eth0;1.2.3.4:5",
     ],
 )  # fmt: skip
-def test_what_is_no_endpoint_is_refused_in_a_sentence(text):
+def test_invalid_endpoint_is_refused(text):
     with pytest.raises(EndpointError, match="expected"):
         parse(text)
 
 
-def test_a_path_may_be_as_long_as_the_system_allows_and_no_longer():
+def test_path_longer_than_the_system_allows_is_refused():
     start = "/tmp/"
     assert parse("ipc://" + start.ljust(MAX_PATH, "x"))
     with pytest.raises(EndpointError, match=f"{MAX_PATH + 1} bytes; this system allows {MAX_PATH}"):
@@ -83,7 +83,7 @@ def test_a_path_may_be_as_long_as_the_system_allows_and_no_longer():
 
 
 @pytest.mark.parametrize("text", ["tcp://127.0.0.1:0", "tcp://[::1]:0", "tcp://localhost:0"])
-def test_a_free_port_is_chosen_and_reported_and_reached(sockets, text):
+def test_port_zero_binds_a_free_port_and_reports_it(sockets, text):
     server, client = sockets(), sockets(zmq.DEALER)
     try:
         bound = bind(server, text)
@@ -95,7 +95,7 @@ def test_a_free_port_is_chosen_and_reported_and_reached(sockets, text):
     assert server.poll(10_000) and server.recv_multipart()[1:] == [b"hello"]
 
 
-def test_a_port_in_use_is_refused_and_its_server_goes_on(sockets):
+def test_port_in_use_is_refused(sockets):
     with bind(sockets(), "tcp://127.0.0.1:0") as first, pytest.raises(EndpointError, match="port is in use"):
         bind(sockets(), first.endpoint)
 
@@ -106,7 +106,7 @@ def test_an_address_of_another_machine_is_refused(sockets):
             bind(sockets(), f"tcp://{host}:0", ServerKeys(make_pair(), "client"))
 
 
-def test_a_second_server_on_a_path_is_refused_and_the_first_goes_on(sockets, ipc):
+def test_second_server_on_a_path_is_refused_and_the_first_continues(sockets, ipc):
     server, client = sockets(), sockets(zmq.DEALER)
     with bind(server, ipc) as bound:
         for _ in range(2):
@@ -134,7 +134,7 @@ def test_a_server_removes_only_the_socket_that_it_made(sockets, ipc, short):
     assert (short / "s").read_text() == "thesis" and len(list(short.iterdir())) == 1
 
 
-def test_a_socket_that_another_program_made_in_its_place_stays(sockets, ipc, short):
+def test_close_keeps_a_socket_created_by_another_program(sockets, ipc, short):
     bound = bind(sockets(), ipc)
     (short / "s").unlink()
     with plain.socket(plain.AF_UNIX) as other:
@@ -143,7 +143,7 @@ def test_a_socket_that_another_program_made_in_its_place_stays(sockets, ipc, sho
         assert (short / "s").is_socket()
 
 
-def test_who_comes_while_nobody_listens_waits_and_is_let_in(sockets, ipc, short):
+def test_client_waits_while_the_server_does_not_listen(sockets, ipc, short):
     with bind(server := sockets(), ipc) as bound:
         inside, outside = sockets(zmq.DEALER), sockets(zmq.DEALER)
         connect(inside, bound.endpoint)
@@ -170,7 +170,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_server_left_is_taken_over(sockets, ipc, short, run_and_be_killed):
+def test_socket_of_a_killed_server_is_taken_over(sockets, ipc, short, run_and_be_killed):
     run_and_be_killed(KILLED, ipc)
     assert {path.name for path in short.iterdir()} == {"s", "s.lock"}
     with bind(sockets(), ipc):
@@ -178,7 +178,7 @@ def test_what_a_killed_server_left_is_taken_over(sockets, ipc, short, run_and_be
     assert not list(short.iterdir())
 
 
-def test_of_many_that_start_at_once_exactly_one_serves(short):
+def test_at_most_one_thread_holds_a_socket_lock(short):
     """The holders come and go, so that the lock file is removed while others open it; never do two hold it at once."""
     path, holding, most = str(short / "s"), [], []
 
@@ -202,7 +202,7 @@ def test_of_many_that_start_at_once_exactly_one_serves(short):
     assert not list(short.iterdir())
 
 
-def test_a_lock_file_removed_between_open_and_lock_is_not_relied_on(short, monkeypatch):
+def test_lock_file_removed_before_it_is_locked_is_created_again(short, monkeypatch):
     path, flock, removed = str(short / "s"), socket_files.fcntl.flock, []
 
     def slow(descriptor, how):
@@ -217,7 +217,7 @@ def test_a_lock_file_removed_between_open_and_lock_is_not_relied_on(short, monke
     held.release()
 
 
-def test_another_programs_live_socket_is_not_taken(sockets, ipc, short):
+def test_live_socket_of_another_program_is_not_taken_over(sockets, ipc, short):
     with plain.socket(plain.AF_UNIX) as other:
         other.bind(str(short / "s"))
         other.listen()
@@ -226,14 +226,14 @@ def test_another_programs_live_socket_is_not_taken(sockets, ipc, short):
     assert [path.name for path in short.iterdir()] == ["s"]
 
 
-def test_a_file_that_is_no_socket_is_never_replaced(sockets, ipc, short):
+def test_file_that_is_not_a_socket_is_never_replaced(sockets, ipc, short):
     (short / "s").write_text("thesis")
     with pytest.raises(EndpointError, match="exists and is not a socket"):
         bind(sockets(), ipc)
     assert (short / "s").read_text() == "thesis" and len(list(short.iterdir())) == 1
 
 
-def test_a_missing_directory_and_a_forbidden_one_are_told(sockets, ipc, short, monkeypatch):
+def test_missing_or_forbidden_directory_is_an_endpoint_error(sockets, ipc, short, monkeypatch):
     with pytest.raises(EndpointError, match="No such file or directory; choose a directory"):
         bind(sockets(), f"{ipc}/none/x")
 
@@ -245,7 +245,7 @@ def test_a_missing_directory_and_a_forbidden_one_are_told(sockets, ipc, short, m
         bind(sockets(), ipc)
 
 
-def test_a_forbidden_port_is_told_and_the_path_is_given_back_when_zeromq_refuses(ipc, short):
+def test_bind_refused_by_zeromq_is_an_error_and_leaves_no_file(ipc, short):
     class Refusing:
         def bind(self, _):
             os.close(self.use_fd)  # the listener that it was lent
@@ -258,12 +258,12 @@ def test_a_forbidden_port_is_told_and_the_path_is_given_back_when_zeromq_refuses
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5", "tcp://127.0.0.1:0", "tcp://h:70000"])
-def test_an_endpoint_nobody_can_reach_is_refused_by_connect(sockets, endpoint):
+def test_connect_refuses_an_unreachable_endpoint(sockets, endpoint):
     with pytest.raises(EndpointError):
         connect(sockets(zmq.DEALER), endpoint)
 
 
-def test_a_frame_larger_than_allowed_is_never_delivered_and_others_go_on(sockets, ipc, monkeypatch):
+def test_oversized_frame_is_dropped_and_other_clients_continue(sockets, ipc, monkeypatch):
     monkeypatch.setattr(endpoints, "MAX_FRAME", 1000)
     server, flooding, honest = sockets(), sockets(zmq.DEALER), sockets(zmq.DEALER)
     with bind(server, ipc) as bound:

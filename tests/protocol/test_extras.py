@@ -13,16 +13,16 @@ from outrider.protocol.errors import InvalidRequest
 ROOT = Path(__file__).parents[2]
 
 
-def test_what_is_there_is_passed_over():
+def test_installed_extras_are_accepted():
     for extra in set(version.EXTRAS) - {"fleet"}:  # ray is no part of the plain tests
         version.require(extra, "this")
 
 
-def test_what_is_missing_is_named_with_its_extra_and_the_way_around_it(monkeypatch):
+def test_missing_packages_are_named_with_their_extra_and_an_alternative(monkeypatch):
     monkeypatch.setitem(version.EXTRAS, "serve", ("json", "no_such_a", "no_such_b"))
-    with pytest.raises(InvalidRequest) as told:
+    with pytest.raises(InvalidRequest) as raised:
         version.require("serve", "HTTP", otherwise="--no-http")
-    assert str(told.value) == (
+    assert str(raised.value) == (
         "HTTP needs no_such_a and no_such_b, which are not installed; run pip install '.[serve]' in a checkout"
         " (docs/install.md), or --no-http"
     )
@@ -30,6 +30,6 @@ def test_what_is_missing_is_named_with_its_extra_and_the_way_around_it(monkeypat
         version.require("serve", "HTTP")
 
 
-def test_every_extra_is_one_of_the_package():
+def test_every_extra_is_defined_in_pyproject():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert set(version.EXTRAS) <= set(project["optional-dependencies"])

@@ -96,13 +96,13 @@ def ends(
     cable.close()
 
 
-def said(dealer: Any, router: Any, word: bytes) -> None:
+def exchange(dealer: Any, router: Any, word: bytes) -> None:
     """There and back, as soon as it gets through: a link that is given up takes along what was on its way."""
-    heard = b""
-    while heard != word:
+    received = b""
+    while received != word:
         dealer.send(word)
-        while heard != word and router.poll(50):
-            identity, heard = router.recv_multipart()
+        while received != word and router.poll(50):
+            identity, received = router.recv_multipart()
             assert identity == b"far"
     answered = b""
     while answered != word:
@@ -111,11 +111,11 @@ def said(dealer: Any, router: Any, word: bytes) -> None:
             answered = dealer.recv()
 
 
-def test_a_silent_link_is_given_up_and_made_anew_by_the_same_name(ends: tuple[Any, Any, Cable]) -> None:
+def test_silent_link_reconnects_with_the_same_identity(ends: tuple[Any, Any, Cable]) -> None:
     router, dealer, cable = ends
-    said(dealer, router, b"before")
+    exchange(dealer, router, b"before")
     cable.cut()
     threading.Event().wait(0.3)
     cable.heal()
-    said(dealer, router, b"after")
+    exchange(dealer, router, b"after")
     assert cable.connections > 1

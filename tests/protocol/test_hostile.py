@@ -66,7 +66,7 @@ def test_random_frames_are_refused(frames):
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
 @settings(QUIET, max_examples=EACH)
 @given(data=st.data())
-def test_a_flipped_bit_or_a_lost_byte_never_escapes(cls, random_message, data):
+def test_flipped_bits_and_lost_bytes_raise_only_protocol_error(cls, random_message, data):
     frames = [bytes(frame) for frame in encode(data.draw(random_message(cls)))]
     which = data.draw(st.integers(0, len(frames) - 1))
     if frames[which]:
@@ -83,7 +83,7 @@ def test_a_flipped_bit_or_a_lost_byte_never_escapes(cls, random_message, data):
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
 @settings(QUIET, max_examples=EACH)
 @given(data=st.data())
-def test_anything_in_place_of_a_field_never_escapes(cls, random_message, data):
+def test_arbitrary_field_values_raise_only_protocol_error(cls, random_message, data):
     header, *raw = [bytes(frame) for frame in encode(data.draw(random_message(cls)))]
     fields = msgpack.decode(header)[1]
     for name in ("type", *cls.__struct_fields__):
@@ -94,7 +94,7 @@ def test_anything_in_place_of_a_field_never_escapes(cls, random_message, data):
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
 @settings(QUIET, max_examples=3)
 @given(data=st.data())
-def test_a_missing_or_unknown_field_is_refused_by_its_name(cls, random_message, data):
+def test_missing_or_unknown_field_is_refused_and_named(cls, random_message, data):
     message = data.draw(random_message(cls))
     header, *raw = [bytes(frame) for frame in encode(message)]
     fields = msgpack.decode(header)[1]
@@ -106,12 +106,12 @@ def test_a_missing_or_unknown_field_is_refused_by_its_name(cls, random_message, 
                 decode(framed({name: fields[name] for name in fields if name != field.name}, *raw))
 
 
-def test_a_list_is_refused():
+def test_message_encoded_as_a_list_is_refused():
     with pytest.raises(ProtocolError, match="the message name is ''; expected the name"):
         decode(framed(["Close", "r"]))
 
 
-def test_another_version_is_told_both_versions_and_what_to_do():
+def test_version_mismatch_error_names_both_versions_and_the_remedy():
     later = PROTOCOL_VERSION + 1
     for frames in (framed(CLOSE, version=later), [msgpack.encode([later])]):
         with pytest.raises(ProtocolError, match=f"version {later}, .* version {PROTOCOL_VERSION} .* same release"):
@@ -120,7 +120,7 @@ def test_another_version_is_told_both_versions_and_what_to_do():
 
 
 @pytest.mark.parametrize("version", [True, None, 1.0, "1", [1]])
-def test_a_version_that_is_no_whole_number_is_refused(version):
+def test_version_that_is_not_an_integer_is_refused(version):
     with pytest.raises(ProtocolError, match=r"the header is invalid: .* expected \[version, message\]"):
         decode(framed(CLOSE, version=version))
 
@@ -165,7 +165,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("message", "change", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_a_bad_field_is_refused_with_its_place_and_what_was_expected(message, change, sentence):
+def test_invalid_field_error_names_the_field_and_the_expected_value(message, change, sentence):
     raw = [bytes(frame) for frame in encode(message)[1:]]
     with pytest.raises(ProtocolError, match=sentence):
         decode(framed(fields_sent(message, **change), *raw))
@@ -186,7 +186,7 @@ def test_negative_tokens_in_an_array_are_refused():
         decode(framed(fields_sent(PROMPT), np.array([-1, 2], "<i4").tobytes()))
 
 
-def test_frames_missing_or_left_over_are_refused():
+def test_missing_or_extra_frames_are_refused():
     with pytest.raises(ProtocolError, match=r"Generate.tokens is invalid: .* bytes in a separate frame"):
         decode(framed(fields_sent(PROMPT)))
     with pytest.raises(ProtocolError, match=r"Close has 2 frames too many"):
@@ -198,14 +198,14 @@ def generate_with(**sampling):
     return framed(fields_sent(GENERATE, sampling=fields_sent(GENERATE)["sampling"] | sampling))
 
 
-def test_sampling_out_of_range_is_an_invalid_request_that_can_be_answered():
+def test_out_of_range_sampling_raises_refused_request():
     with pytest.raises(RefusedRequest, match=r"^temp is -1.0; expected a number from 0 to 100") as caught:
         decode(generate_with(temp=-1.0))
     assert isinstance(caught.value, InvalidRequest) and caught.value.exit_code == InvalidRequest.exit_code
     assert request_of(generate_with(temp=-1.0)) == "r"
 
 
-def test_a_request_is_read_from_its_field_only():
+def test_request_of_reads_only_the_request_field():
     assert request_of(framed({"type": "Fault", "name": "target-0", "request": "r", "message": 7})) == "r"
     for fields in ("r", ["r"], {"request": 1}, {"request": "x" * 65}, {}, {"name": "r"}):
         assert request_of(framed(fields)) is None
@@ -224,7 +224,7 @@ def test_deep_nesting_is_refused(opening):
 
 
 @pytest.mark.parametrize(("claimed", "most"), [(2**32 - 1, 2**20), (60_000, 2**20), (5_000, 2**26)])
-def test_a_claimed_length_is_not_believed(claimed, most):
+def test_claimed_array_length_allocates_no_memory(claimed, most):
     """5 KB of nested arrays, each claiming `claimed` items: no memory is taken for what cannot have been sent."""
     tracemalloc.start()
     try:
@@ -234,7 +234,7 @@ def test_a_claimed_length_is_not_believed(claimed, most):
         tracemalloc.stop()
 
 
-def test_a_long_unknown_name_is_quoted_in_part():
+def test_long_unknown_field_name_is_truncated_in_the_error():
     with pytest.raises(ProtocolError) as caught:
         decode(framed(CLOSE | {"x" * 100_000: 1}))
     assert len(str(caught.value)) < 250

@@ -43,7 +43,7 @@ def secret(ring: Keyring) -> Path:
     return ring.folder / "secret"
 
 
-def test_a_key_is_zeromqs_own_in_44_characters_that_no_shell_minds() -> None:
+def test_key_is_zeromqs_key_in_44_shell_safe_characters() -> None:
     public, hidden = zmq.curve_keypair()
     pair = pair_of(from_zmq(hidden))
     assert pair.public == from_zmq(public) and raw(pair.public) == z85.decode(public)
@@ -55,12 +55,12 @@ def test_a_key_is_zeromqs_own_in_44_characters_that_no_shell_minds() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", KEY[:-1], KEY + "=", KEY[:-4], "é" * 44, KEY.replace("=", "!"), KEY * 2])
-def test_what_is_no_key_is_refused(text: str) -> None:
+def test_invalid_key_is_refused(text: str) -> None:
     with pytest.raises(KeyFault, match="is not a key; expected 44 characters"):
         parse_key(text)
 
 
-def test_what_is_made_is_its_owners_alone_and_is_not_replaced_by_chance(ring: Keyring) -> None:
+def test_key_files_are_private_and_not_overwritten_without_force(ring: Keyring) -> None:
     assert stat.S_IMODE(ring.folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(secret(ring).stat().st_mode) == 0o600
     before = ring.own()
@@ -70,7 +70,7 @@ def test_what_is_made_is_its_owners_alone_and_is_not_replaced_by_chance(ring: Ke
     assert [path.name for path in ring.folder.iterdir()] == ["secret"]
 
 
-def test_a_wide_open_umask_changes_nothing(tmp_path: Path) -> None:
+def test_key_files_are_private_under_an_open_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         Keyring(tmp_path / "k").make()
@@ -79,13 +79,13 @@ def test_a_wide_open_umask_changes_nothing(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "k", tmp_path / "k" / "secret")} == {0o700, 0o600}
 
 
-def test_the_own_key_is_asked_for_where_it_is_missing(tmp_path: Path) -> None:
+def test_missing_own_key_error_names_the_command_that_creates_it(tmp_path: Path) -> None:
     with pytest.raises(KeyFault, match=r"there is no key in .*; create one with `outrider keys make`"):
         Keyring(tmp_path / "none").own()
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666, 0o644])
-def test_keys_that_others_may_read_or_write_are_refused_with_the_remedy(ring: Keyring, mode: int) -> None:
+def test_keys_accessible_to_others_are_refused_with_the_remedy(ring: Keyring, mode: int) -> None:
     secret(ring).chmod(mode)
     with pytest.raises(KeyFault, match=rf"can be read by other users \(mode {mode:o}\); run `chmod 600 "):
         ring.own()
@@ -104,7 +104,7 @@ def test_keys_of_another_user_are_refused(ring: Keyring, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\xff\xfe", b"%s\n%s" % (KEY.encode(), KEY.encode())])
-def test_a_bad_file_of_the_own_key_is_refused_without_telling_what_it_holds(ring: Keyring, content: bytes) -> None:
+def test_invalid_secret_file_error_does_not_reveal_its_content(ring: Keyring, content: bytes) -> None:
     secret(ring).write_bytes(content)
     with pytest.raises(KeyFault) as refused:
         ring.own()
@@ -112,7 +112,7 @@ def test_a_bad_file_of_the_own_key_is_refused_without_telling_what_it_holds(ring
 
 
 @pytest.mark.parametrize("line", ["client", "guest KEY n", "client x n", f"{KEY} laptop", "# a note"])
-def test_a_line_of_the_list_that_says_nothing_is_refused(ring: Keyring, line: str) -> None:
+def test_invalid_line_of_the_allowed_list_is_refused(ring: Keyring, line: str) -> None:
     ring.allow(AllowedKey(CLIENT, KEY, "laptop"))
     with ring.allowed_file.open("a") as file:
         file.write(line + "\n")
@@ -120,7 +120,7 @@ def test_a_line_of_the_list_that_says_nothing_is_refused(ring: Keyring, line: st
         ring.allowed()
 
 
-def test_a_list_is_kept_and_changed(ring: Keyring) -> None:
+def test_allowed_keys_are_added_renamed_and_revoked(ring: Keyring) -> None:
     other = make_pair().public
     ring.allow(AllowedKey(CLIENT, KEY, "laptop"))
     ring.allow(AllowedKey(DRAFTER, KEY, "laptop"))
@@ -137,7 +137,7 @@ def test_a_list_is_kept_and_changed(ring: Keyring) -> None:
         ring.revoke("laptop")
 
 
-def test_a_server_is_known_by_its_place_and_the_nearer_one_counts(ring: Keyring) -> None:
+def test_trusted_key_for_host_and_port_precedes_that_for_the_host(ring: Keyring) -> None:
     other = make_pair().public
     ring.trust(KnownServer("studio.local", KEY))
     assert keys_to(FAR, folder=ring.folder) == ClientKeys(ring.own(), KEY)
@@ -153,7 +153,7 @@ def test_a_server_is_known_by_its_place_and_the_nearer_one_counts(ring: Keyring)
         ring.forget("studio.local")
 
 
-def test_this_machine_needs_no_keys_unless_they_are_known(ring: Keyring, tmp_path: Path) -> None:
+def test_local_endpoint_needs_no_keys_unless_one_is_trusted(ring: Keyring, tmp_path: Path) -> None:
     for endpoint in ("ipc:///tmp/x", "tcp://127.0.0.1:5", "tcp://localhost:5"):
         assert keys_to(endpoint, folder=tmp_path / "none") is None
         assert keys_to(endpoint, folder=ring.folder) is None
@@ -167,14 +167,14 @@ def test_this_machine_needs_no_keys_unless_they_are_known(ring: Keyring, tmp_pat
         keys_to(FAR, "x", ring.folder)
 
 
-def test_keys_lie_where_settings_of_a_user_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_key_folder_follows_xdg_config_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "outrider" / "keys"
     monkeypatch.delenv("XDG_CONFIG_HOME")
     assert default_folder() == Path.home() / ".config" / "outrider" / "keys"
 
 
-def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+def test_unwritable_key_folder_is_a_key_fault(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(KeyFault, match="can't be written"):
         Keyring(tmp_path / "file" / "keys").make()

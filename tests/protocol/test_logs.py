@@ -14,7 +14,7 @@ import pytest
 from outrider.protocol.process import JsonFormatter, current_request
 
 
-def told(message: str, *values: object, **extra: Any) -> dict[str, Any]:
+def logged(message: str, *values: object, **extra: Any) -> dict[str, Any]:
     """A record as JSON, which is one line."""
     record = logging.getLogger("room").makeRecord("room", logging.WARNING, "", 0, message, values, None, extra=extra)
     line = JsonFormatter("target-0").format(record)
@@ -23,20 +23,20 @@ def told(message: str, *values: object, **extra: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_line_has_its_words_and_the_fields_that_it_was_given() -> None:
-    found = told("of %d\n\ud800\u2028", 7, request="r1", round=3, password="x")
+def test_json_log_line_has_its_message_and_only_known_fields() -> None:
+    found = logged("of %d\n\ud800\u2028", 7, request="r1", round=3, password="x")
     assert (found["level"], found["logger"], found["process"]) == ("warning", "room", "target-0")
     assert found["message"] == "of 7\n\ud800\u2028" and (found["request"], found["round"]) == ("r1", 3)
     assert found["pid"] == os.getpid() and "password" not in found and "status" not in found
 
 
-def test_a_line_that_names_no_request_concerns_the_one_that_is_being_worked_at() -> None:
+def test_log_line_without_a_request_gets_the_current_request() -> None:
     token = current_request.set("req_1")
     try:
-        assert told("x")["request"] == "req_1" and told("x", request="r2")["request"] == "r2"
+        assert logged("x")["request"] == "req_1" and logged("x", request="r2")["request"] == "r2"
     finally:
         current_request.reset(token)
-    assert "request" not in told("x")
+    assert "request" not in logged("x")
 
 
 PROGRAM = """
@@ -49,18 +49,18 @@ raise ValueError("bad")
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_a_process_writes_where_its_server_does_and_what_matters_to_its_own_stderr_too(form: str) -> None:
+def test_process_logs_to_the_server_and_its_warnings_also_to_stderr(form: str) -> None:
     theirs, ours = os.pipe()
     with os.fdopen(theirs) as shared:
         line = [sys.executable, "-c", PROGRAM, form, str(ours)]
         done = subprocess.run(line, pass_fds=(ours,), stderr=subprocess.PIPE, text=True, timeout=200, check=False)
         os.close(ours)
-        said = shared.read().splitlines()
+        shared_lines = shared.read().splitlines()
     assert done.returncode == 1 and "slow" in done.stderr and "begun" not in done.stderr and "bad" in done.stderr
     if form == "text":
-        assert [line.split(" ", 2)[2] for line in said] == ["draft-0 INFO begun", "draft-0 WARNING slow"]
+        assert [line.split(" ", 2)[2] for line in shared_lines] == ["draft-0 INFO begun", "draft-0 WARNING slow"]
         return
-    found = [json.loads(line) for line in said]
+    found = [json.loads(line) for line in shared_lines]
     assert [one["level"] for one in found] == ["info", "warning", "warning", "critical"]
     assert "old" in found[2]["message"] and "ValueError: bad" in found[3]["message"]
     assert found[3]["exception"].endswith("ValueError: bad")

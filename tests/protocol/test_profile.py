@@ -47,9 +47,9 @@ def test_a_profile_is_read_from_json(write):
 
 @pytest.mark.parametrize("name", list(GOOD))
 def test_a_missing_field_is_named(write, name):
-    with pytest.raises(InvalidRequest, match=rf"missing required field `{name}`; see docs/simulation\.md") as told:
+    with pytest.raises(InvalidRequest, match=rf"missing required field `{name}`; see docs/simulation\.md") as raised:
         Profile.read(write({key: value for key, value in GOOD.items() if key != name}))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -76,19 +76,19 @@ def test_a_missing_field_is_named(write, name):
         ({"published": {"ar": 1.0}}, "missing required field `sd`"),
     ],
 )
-def test_what_is_out_of_range_is_refused_in_a_sentence(write, change, words):
-    with pytest.raises(InvalidRequest, match=words) as told:
+def test_out_of_range_profile_value_is_refused(write, change, words):
+    with pytest.raises(InvalidRequest, match=words) as raised:
         Profile.read(write(GOOD | change))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"name": NaN'])
-def test_what_is_no_profile_is_refused_in_a_sentence(write, content):
+def test_file_that_is_not_a_profile_is_refused(write, content):
     with pytest.raises(InvalidRequest, match=r"machine\.json can't be used"):
         Profile.read(write(content))
 
 
-def test_times_that_are_no_numbers_are_refused(write):
+def test_nan_and_infinite_times_are_refused(write):
     for word in ("NaN", "Infinity"):
         with pytest.raises(InvalidRequest, match="link_ms"):
             Profile.read(write(json.dumps(GOOD).replace("0.5", word)))
@@ -100,30 +100,30 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_the_profiles_that_are_shipped_say_where_they_are_from(path):
+def test_shipped_profiles_have_sources_and_notes(path):
     profile = Profile.read(path)
     assert profile.sources and profile.notes
 
 
-def test_latency_passes_through_its_points_and_straight_between():
+def test_latency_interpolates_linearly_between_its_points():
     latency = Latency(((1, 10.0), (5, 12.0), (9, 20.0)))
     assert [latency.milliseconds(rows) for rows in (1, 5, 9)] == [10.0, 12.0, 20.0]
     assert latency.milliseconds(3) == pytest.approx(11.0)
     assert latency.milliseconds(7) == pytest.approx(16.0)
 
 
-def test_latency_goes_straight_on_beyond_its_points_but_never_under_them():
+def test_latency_extrapolates_linearly_but_never_below_its_points():
     rising, falling = Latency(((2, 10.0), (4, 14.0))), Latency(((1, 5.0), (2, 4.0)))
     assert rising.milliseconds(6) == pytest.approx(18.0)
     assert rising.milliseconds(1) == 10.0
     assert falling.milliseconds(9) == 4.0
 
 
-def test_one_point_holds_for_all_rows():
+def test_latency_with_one_point_is_constant():
     assert {Latency(((4, 3.0),)).milliseconds(rows) for rows in (1, 4, 99)} == {3.0}
 
 
 @given(st.dictionaries(st.integers(1, 64), st.floats(0, 1000), min_size=1), st.integers(1, 200))
-def test_latency_is_never_under_its_least_point(points, rows):
+def test_latency_is_never_below_its_least_point(points, rows):
     latency = Latency(tuple(sorted(points.items())))
     assert latency.milliseconds(rows) >= min(points.values()) - 1e-9

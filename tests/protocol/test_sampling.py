@@ -11,13 +11,13 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import Grammar, SamplingParams
 
 
-def test_presets_grow_bolder() -> None:
+def test_presets_have_increasing_temperatures() -> None:
     temps = [preset().temp for preset in (SamplingParams.greedy, SamplingParams.balanced, SamplingParams.creative)]
     assert temps[0] == 0.0 and temps == sorted(set(temps))
 
 
 @pytest.mark.parametrize("preset", [SamplingParams.greedy, SamplingParams.balanced, SamplingParams.creative])
-def test_presets_take_changes_and_check_them(preset) -> None:
+def test_presets_accept_and_validate_overrides(preset) -> None:
     assert preset(max_tokens=7, seed=3).max_tokens == 7
     assert preset(temp=0.3).temp == 0.3
     with pytest.raises(InvalidRequest, match="top_p is 2"):
@@ -40,19 +40,19 @@ PLAIN = SamplingParams(
     ],
 )
 @pytest.mark.parametrize("stop", [["a", "b"], ("a", np.str_("b"))])
-def test_lists_dicts_and_numpys_numbers_say_the_same(bias, stop) -> None:
-    said = SamplingParams(
+def test_lists_dicts_and_numpy_numbers_are_normalised(bias, stop) -> None:
+    params = SamplingParams(
         max_tokens=np.int64(9), temp=np.float32(0.5), top_p=np.float64(0.75), top_k=np.uint16(7),
         seed=np.uint64(2**63 - 1), logit_bias=bias, stop=stop, ignore_eos=np.bool_(True),
     )  # fmt: skip
-    assert said == PLAIN and hash(said) == hash(PLAIN)
+    assert params == PLAIN and hash(params) == hash(PLAIN)
     for field in fields(PLAIN):
-        assert type(getattr(said, field.name)) is type(getattr(PLAIN, field.name)), field.name
-    assert [type(part) for pair in said.logit_bias for part in pair] == [int, float, int, float]
-    assert {type(text) for text in said.stop} == {str}
+        assert type(getattr(params, field.name)) is type(getattr(PLAIN, field.name)), field.name
+    assert [type(part) for pair in params.logit_bias for part in pair] == [int, float, int, float]
+    assert {type(text) for text in params.stop} == {str}
 
 
-def test_one_stop_text_needs_no_list() -> None:
+def test_single_stop_string_needs_no_list() -> None:
     assert SamplingParams(stop="end").stop == ("end",)
 
 
@@ -83,17 +83,17 @@ def test_one_stop_text_needs_no_list() -> None:
         ({"grammar": Grammar("regex", "a"), "ignore_eos": True}, "decides where the text ends"),
     ],
 )
-def test_what_is_none_of_these_is_a_sentence(given, words) -> None:
+def test_invalid_sampling_parameters_are_refused(given, words) -> None:
     with pytest.raises(InvalidRequest, match=words):
         SamplingParams(**given)
 
 
-def test_a_grammar_may_be_the_dict_that_json_has_of_it() -> None:
+def test_grammar_can_be_given_as_a_dict() -> None:
     grammar = Grammar.json_schema({"type": "object"})
     assert SamplingParams(grammar=asdict(grammar)) == SamplingParams(grammar=grammar)  # type: ignore[arg-type]
     assert Grammar.json_object() == grammar == Grammar.json_schema('{"type": "object"}')
 
 
-def test_a_schema_that_no_json_can_say_is_a_sentence() -> None:
+def test_schema_that_is_not_json_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="can't be written as JSON"):
         Grammar.json_schema({"const": {1, 2}})

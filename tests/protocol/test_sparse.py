@@ -16,7 +16,7 @@ from outrider.protocol.trees import SparseQ, one_hot
 Q = SparseQ(np.array([[4, 9], [2, 4], [9, 1]], np.int32), np.array([[0.25, 0.75], [1, 0], [0.5, 0.5]], np.float32))
 
 
-def test_the_probability_of_a_token_is_its_own_rows() -> None:
+def test_token_probability_comes_from_its_own_row() -> None:
     assert Q.of([9, 2, 7]).tolist() == [0.75, 1.0, 0.0]
     assert Q.part(1, 3).of([4, 1]).tolist() == [0.0, 0.5] and len(Q.part(1, 3)) == 2
 
@@ -34,11 +34,11 @@ def test_the_probability_of_a_token_is_its_own_rows() -> None:
         (SparseQ(Q.ids, Q.probs[:, :1]), [9, 2, 1], False),
     ],
 )
-def test_only_what_a_chain_can_be_drawn_from_fits_it(q: SparseQ, tokens: list[int], fits: bool) -> None:
+def test_sparse_q_fits_only_chains_that_can_be_drawn_from_it(q: SparseQ, tokens: list[int], fits: bool) -> None:
     assert q.fits(tokens) is fits
 
 
-def test_it_crosses_the_wire_as_two_raw_frames() -> None:
+def test_sparse_q_is_sent_as_two_raw_frames() -> None:
     message = Branches("r", 1, 2, 3, 1, (Branch((1,), (9, 2)), Branch((1, 5), (1,))), Span(1, 2), False, Q)
     frames = [bytes(frame) for frame in encode(message)]
     assert [len(frame) for frame in frames[1:]] == [24, 24]
@@ -56,11 +56,11 @@ def test_it_crosses_the_wire_as_two_raw_frames() -> None:
         ({"rule": "residual", "q_width": 0}, "q_width is 0; expected a whole number from 1 to 1024"),
     ],
 )
-def test_settings_out_of_range_are_one_sentence(fields: dict[str, Any], sentence: str) -> None:
+def test_invalid_residual_settings_are_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
         SamplingParams(**fields)
 
 
-def test_at_temperature_0_nothing_is_residual() -> None:
+def test_residual_rule_does_not_apply_at_temperature_zero() -> None:
     assert SamplingParams(temp=0.1, rule="residual").is_residual
     assert not SamplingParams(rule="residual").is_residual and not SamplingParams(temp=1.0).is_residual

@@ -73,7 +73,7 @@ def entered(endpoint: str, ping_ms: int = 0, kind: type[WorkerLink] = WorkerLink
     return orchestrator, link
 
 
-def test_who_is_asked_now_and_then_waits_for_work_as_long_as_it_takes(endpoint: str) -> None:
+def test_worker_that_is_pinged_waits_for_work_indefinitely(endpoint: str) -> None:
     orchestrator, link = entered(endpoint)
     orchestrator.ping(1)
 
@@ -101,7 +101,7 @@ class Counting(WorkerLink):
 
 
 @pytest.mark.parametrize(("ping_ms", "patience"), [(0, 50), (40, 80)])
-def test_patience_is_what_the_welcome_says_and_no_longer_after_a_pause(
+def test_worker_patience_follows_the_welcome_and_not_an_earlier_pause(
     endpoint: str, ping_ms: int, patience: int
 ) -> None:
     """A link that was cut and healed has had a long gap between two pings; the next cut is noticed all the same."""
@@ -119,7 +119,7 @@ def test_patience_is_what_the_welcome_says_and_no_longer_after_a_pause(
     orchestrator.close()
 
 
-def test_an_orchestrator_that_is_gone_is_noticed_and_the_next_one_hears_hello(endpoint: str) -> None:
+def test_worker_notices_a_lost_orchestrator_and_joins_the_next(endpoint: str) -> None:
     first, link = entered(endpoint)
     with link:
         first.ping(1)
@@ -139,7 +139,7 @@ def test_an_orchestrator_that_is_gone_is_noticed_and_the_next_one_hears_hello(en
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["while it says HELLO", "before it says HELLO"])
-def test_an_orchestrator_that_had_only_stopped_still_knows_its_worker(endpoint: str, before: bool) -> None:
+def test_worker_rejoins_an_orchestrator_that_was_only_paused(endpoint: str, before: bool) -> None:
     orchestrator, link = entered(endpoint)
     with link:
         orchestrator.ping(1)
@@ -154,7 +154,7 @@ def test_an_orchestrator_that_had_only_stopped_still_knows_its_worker(endpoint: 
     orchestrator.close()
 
 
-def test_who_was_given_up_and_lives_may_enter_again(endpoint: str) -> None:
+def test_dismissed_worker_raises_orchestrator_gone(endpoint: str) -> None:
     orchestrator, link = entered(endpoint)
     with link:
         orchestrator.say(Shutdown("it has not answered for 10 s"))
@@ -163,7 +163,7 @@ def test_who_was_given_up_and_lives_may_enter_again(endpoint: str) -> None:
     orchestrator.close()
 
 
-def test_an_end_in_order_is_the_end(endpoint: str) -> None:
+def test_shutdown_without_a_reason_is_received_as_shutdown(endpoint: str) -> None:
     orchestrator, link = entered(endpoint)
     with link:
         orchestrator.say(Shutdown())
@@ -171,7 +171,7 @@ def test_an_end_in_order_is_the_end(endpoint: str) -> None:
     orchestrator.close()
 
 
-def test_nobody_waits_for_ever(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_gives_up_when_no_orchestrator_answers(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_link, "WELCOME_BACK_POLLS", 20)
     orchestrator, link = entered(endpoint)
     with link:

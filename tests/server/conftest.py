@@ -13,7 +13,7 @@ import pytest
 from outrider import LocalCluster
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from tests.server.collector import Collector, collecting
-from tests.server.house import KEY, STREAMS, House, command, serving
+from tests.server.house import KEY, STREAMS, RunningServer, command, serving
 from tests.server.scripted import write_scripted
 
 if TYPE_CHECKING:  # a second each: they are imported by whoever uses them
@@ -36,15 +36,15 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def houses(
+def running_servers(
     tmp_path_factory: pytest.TempPathFactory, scripted: Path, collector: Collector
-) -> Iterator[tuple[House, House]]:
+) -> Iterator[tuple[RunningServer, RunningServer]]:
     """The servers of the chat model and of the embedded pair; they start in parallel."""
     folder = tmp_path_factory.mktemp("http")
 
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
 
-        def attached() -> House:
+        def attached() -> RunningServer:
             cluster = stack.enter_context(LocalCluster(model=scripted, draft_model=scripted))
             return stack.enter_context(
                 serving(cluster.endpoint, scripted, folder, max_streams_per_key=STREAMS, otlp_endpoint=collector.url)
@@ -56,17 +56,17 @@ def houses(
 
 
 @pytest.fixture(scope="package")
-def chat(houses: tuple[House, House]) -> House:
-    return houses[0]
+def chat(running_servers: tuple[RunningServer, RunningServer]) -> RunningServer:
+    return running_servers[0]
 
 
 @pytest.fixture(scope="package")
-def pair(houses: tuple[House, House]) -> House:
-    return houses[1]
+def pair(running_servers: tuple[RunningServer, RunningServer]) -> RunningServer:
+    return running_servers[1]
 
 
 @pytest.fixture(scope="module")
-def ai(chat: House) -> Iterator[openai.OpenAI]:
+def ai(chat: RunningServer) -> Iterator[openai.OpenAI]:
     import openai
 
     with openai.OpenAI(base_url=f"{chat.url}/v1", api_key="none", max_retries=0) as client:
@@ -74,7 +74,7 @@ def ai(chat: House) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def other_ai(pair: House) -> Iterator[openai.OpenAI]:
+def other_ai(pair: RunningServer) -> Iterator[openai.OpenAI]:
     import openai
 
     with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as client:
@@ -82,7 +82,7 @@ def other_ai(pair: House) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def claude(chat: House) -> Iterator[anthropic.Anthropic]:
+def claude(chat: RunningServer) -> Iterator[anthropic.Anthropic]:
     import anthropic
 
     with anthropic.Anthropic(base_url=chat.url, api_key="none", max_retries=0) as client:
@@ -90,7 +90,7 @@ def claude(chat: House) -> Iterator[anthropic.Anthropic]:
 
 
 @pytest.fixture(scope="package")
-def guarded(pair: House, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def guarded(pair: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a server of the same cluster that requires the key."""
     folder = tmp_path_factory.mktemp("guarded")
     with serving(pair.client.endpoint, EMBEDDED_TARGET, folder, api_keys=(KEY,)) as house:

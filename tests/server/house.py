@@ -25,7 +25,7 @@ STREAMS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class House:
+class RunningServer:
     """`url` without a slash at its end. `log`: the log of all the server's processes, in JSON."""
 
     url: str
@@ -35,32 +35,32 @@ class House:
 
 
 @contextmanager
-def serving(endpoint: str, model: Path, folder: Path, **settings: object) -> Iterator[House]:
+def serving(endpoint: str, model: Path, folder: Path, **settings: object) -> Iterator[RunningServer]:
     """HTTP for a cluster that runs already, and serves `endpoint`."""
     listener = HttpListener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
     process = listener.serve(endpoint, find_model(str(model)), folder, "warning")
     try:
         wait_until_up(listener.url, process)
-        yield House(listener.url, Client(endpoint), process)
+        yield RunningServer(listener.url, Client(endpoint), process)
     finally:
         process.close()
         listener.close()
 
 
 @contextmanager
-def command(log: Path) -> Iterator[House]:
+def command(log: Path) -> Iterator[RunningServer]:
     """`outrider serve` with the embedded pair, as an operator starts it; it must exit with 0 and end HTTP."""
     line = python("-m", "outrider", "serve", "--port", "0", "--log-format", "json", "--log-level", "info")
     with log.open("wb") as stderr:
         process = subprocess.Popen(line, env=child_environment(), stdout=subprocess.PIPE, stderr=stderr, text=True)
-    told = dict(process.stdout.readline().strip().split(": ", 1) for _ in range(3)) if process.stdout else {}
+    endpoints = dict(process.stdout.readline().strip().split(": ", 1) for _ in range(3)) if process.stdout else {}
     try:
-        wait_until_up(told["HTTP"])
-        yield House(told["HTTP"], Client(told["clients"]), log=log)
+        wait_until_up(endpoints["HTTP"])
+        yield RunningServer(endpoints["HTTP"], Client(endpoints["clients"]), log=log)
     finally:
         process.terminate()
         ended = process.wait(START_SECONDS)
-    if ended != 0 or answers(told["HTTP"]):
+    if ended != 0 or answers(endpoints["HTTP"]):
         raise RuntimeError(f"outrider serve ended with {ended}, and HTTP {'after' if ended else 'not with'} it")
 
 

@@ -22,7 +22,7 @@ from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.server.mapping.generation_params import seed_of
 from tests.covering import matrix
 from tests.halts import pid_of, slowed
-from tests.server.house import STREAMS, TRIES, House, wait_until_up
+from tests.server.house import STREAMS, TRIES, RunningServer, wait_until_up
 from tests.server.scripted import ANSWER, PLAIN, text_of
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ TOOL = {"type": "function", "function": WEATHER}
 PARIS = {"city": "Paris"}
 
 
-def post(house: House, path: str, **body: Any) -> httpx.Response:
+def post(house: RunningServer, path: str, **body: Any) -> httpx.Response:
     return httpx.post(f"{house.url}{path}", json=body, timeout=200)
 
 
-def events(house: House, path: str, **body: Any) -> list[Any]:
+def events(house: RunningServer, path: str, **body: Any) -> list[Any]:
     """The data of a stream's events."""
     with httpx.stream("POST", f"{house.url}{path}", json={**body, "stream": True}, timeout=200) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
@@ -54,7 +54,7 @@ def events(house: House, path: str, **body: Any) -> list[Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_text_is_the_one_that_the_python_client_gets(pair: House, path: str, stream: bool) -> None:
+def test_http_text_equals_that_of_the_python_client(pair: RunningServer, path: str, stream: bool) -> None:
     """A model without a chat template reads the message itself."""
     sampling = SamplingParams(max_tokens=24, temp=0.8, top_p=0.95, seed=11, repetition_penalty=1.1)
     expected = pair.client.generate(PROMPT, sampling, mode="ar")
@@ -74,7 +74,7 @@ def test_a_text_is_the_one_that_the_python_client_gets(pair: House, path: str, s
     assert last["outrider"]["seed"] == 11
 
 
-def test_choices_have_seeds_of_their_own_and_prompts_follow_one_another(pair: House) -> None:
+def test_choices_have_their_own_seeds_in_the_order_of_prompts(pair: RunningServer) -> None:
     asked = post(pair, "/v1/completions", prompt=[PROMPT, [5, 6, 7]], n=2, seed=3, temperature=1.0, max_tokens=6).json()
     seeds = [seed_of(3, index) for index in range(2)]
     sampling = [SamplingParams(max_tokens=6, temp=1.0, seed=seed) for seed in seeds]
@@ -85,7 +85,7 @@ def test_choices_have_seeds_of_their_own_and_prompts_follow_one_another(pair: Ho
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
-def test_speculation_as_asked_leaves_the_text(pair: House, mode: str) -> None:
+def test_speculation_settings_do_not_change_the_text(pair: RunningServer, mode: str) -> None:
     speculation = {"mode": mode, "num_draft_tokens": 3, "branches": 8}
     answer = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=16, speculation=speculation).json()
     assert answer["choices"][0]["text"] == pair.client.generate(PROMPT, SamplingParams(max_tokens=16)).text
@@ -94,7 +94,7 @@ def test_speculation_as_asked_leaves_the_text(pair: House, mode: str) -> None:
         assert (answer["timings"]["draft_n"] > 0) == (mode == "sd")
 
 
-def test_stop_bias_echo_and_eos_are_heeded(pair: House) -> None:
+def test_stop_echo_and_logit_bias_are_applied(pair: RunningServer) -> None:
     whole = pair.client.generate(PROMPT, SamplingParams(max_tokens=24)).text
     stopped = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=24, stop=[whole[9:12]], echo=True).json()
     assert stopped["choices"][0]["text"] == PROMPT + whole[: whole.index(whole[9:12])]
@@ -119,7 +119,9 @@ IN_FORM: Any = {"type": "json_schema", "json_schema": {"name": "form", "schema":
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_has_the_form_of_its_schema_and_is_drafted(pair: House, other_ai: openai.OpenAI, stream: bool) -> None:
+def test_schema_constrained_text_is_valid_and_drafted(
+    pair: RunningServer, other_ai: openai.OpenAI, stream: bool
+) -> None:
     asked: Any = {"model": MODEL, "messages": PLAIN_PROMPT, "response_format": IN_FORM, "temperature": 0.9, "seed": 5}
     asked["extra_body"] = {"speculation": {"mode": "sd"}}  # which always asks for a draft, whatever that costs here
     if stream:
@@ -146,12 +148,12 @@ def test_a_text_has_the_form_of_its_schema_and_is_drafted(pair: House, other_ai:
     ],
     ids=["guided_json", "structured_outputs", "json_object", "grammar", "guided_regex"],
 )
-def test_a_form_by_other_names(pair: House, field: dict[str, Any]) -> None:
+def test_output_format_is_accepted_under_every_field_name(pair: RunningServer, field: dict[str, Any]) -> None:
     answer = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=64, **field).json()
     assert "size" in json.loads(answer["choices"][0]["text"])
 
 
-def test_responses_and_messages_have_forms_too(pair: House, other_ai: openai.OpenAI) -> None:
+def test_responses_and_messages_apis_support_output_formats(pair: RunningServer, other_ai: openai.OpenAI) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "form", "schema": FORM}}
     assert json.loads(other_ai.responses.create(model=MODEL, input=PROMPT, text=text).output_text)["kind"]
     config: Any = {"format": {"type": "json_schema", "schema": FORM}}
@@ -159,7 +161,7 @@ def test_responses_and_messages_have_forms_too(pair: House, other_ai: openai.Ope
     assert json.loads(said["content"][0]["text"])["kind"] and said["stop_reason"] == "end_turn"
 
 
-def test_a_form_has_no_thoughts(chat: House) -> None:
+def test_content_of_a_formatted_answer_excludes_thinking(chat: RunningServer) -> None:
     form = {"type": "json_schema", "json_schema": {"schema": {"const": 4}}}
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}
     message = post(chat, "/v1/chat/completions", messages=HELLO, response_format=form, **thinking).json()
@@ -167,7 +169,9 @@ def test_a_form_has_no_thoughts(chat: House) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_are_the_python_clients(pair: House, other_ai: openai.OpenAI, stream: bool) -> None:
+def test_chat_logprobs_equal_those_of_the_python_client(
+    pair: RunningServer, other_ai: openai.OpenAI, stream: bool
+) -> None:
     asked: Any = {"model": MODEL, "messages": PLAIN_PROMPT, "max_tokens": 24, "logprobs": True, "top_logprobs": 3}
     if stream:
         chunks = list(other_ai.chat.completions.create(**asked, stream=True))
@@ -187,7 +191,7 @@ def test_log_probabilities_are_the_python_clients(pair: House, other_ai: openai.
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_completions_log_probabilities_stand_side_by_side(other_ai: openai.OpenAI, stream: bool) -> None:
+def test_completion_logprobs_are_parallel_lists(other_ai: openai.OpenAI, stream: bool) -> None:
     asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "logprobs": 2, "stop": ["zzz"]}
     if stream:
         told = [chunk.choices[0] for chunk in other_ai.completions.create(**asked, stream=True)]
@@ -203,7 +207,7 @@ def test_a_completions_log_probabilities_stand_side_by_side(other_ai: openai.Ope
     assert all(top[token] == value for token, top, value in zip(tokens, tops, values, strict=True))
 
 
-def test_the_best_of_several_is_the_likeliest(pair: House) -> None:
+def test_best_of_returns_the_likeliest_texts(pair: RunningServer) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 8, "temperature": 1.2, "seed": 3}
     every = [
         pair.client.generate(PROMPT, SamplingParams(max_tokens=8, temp=1.2, seed=seed_of(3, index), logprobs=0))
@@ -222,7 +226,7 @@ WATCHED = {"origins": True, "rounds": True}
 
 
 @matrix(path=["/v1/completions", "/v1/chat/completions"], stream=[False, True], mode=["ar", "sd", "ssd"])
-def test_origins_and_rounds_agree_with_the_timings(pair: House, path: str, stream: bool, mode: str) -> None:
+def test_origins_and_rounds_agree_with_the_timings(pair: RunningServer, path: str, stream: bool, mode: str) -> None:
     said = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": PLAIN_PROMPT}
     asked = {**said, "max_tokens": 48, "temperature": 0.8, "seed": 2, "speculation": {**WATCHED, "mode": mode}}
     for _ in range(TRIES if mode == "sd" else 1):  # until some draft comes in time
@@ -245,7 +249,7 @@ def test_origins_and_rounds_agree_with_the_timings(pair: House, path: str, strea
         assert (drafted > 0) == any(record["drafting"] for record in rounds) == (mode == "sd")
 
 
-def test_work_is_reported_on_one_clock(pair: House) -> None:
+def test_times_of_rounds_are_on_one_clock(pair: RunningServer) -> None:
     """Verifies do not overlap, and a branch that hits was drafted before its verify began."""
     asked = {"prompt": PROMPT, "max_tokens": 48, "speculation": {**WATCHED, "mode": "ssd"}}
 
@@ -270,13 +274,13 @@ def ended(work: dict[str, float]) -> float:
     return work["start_ms"] + work["ms"]
 
 
-def test_timings_are_returned_only_on_request(pair: House) -> None:
+def test_speculation_details_are_returned_only_on_request(pair: RunningServer) -> None:
     for asked in ({}, {"speculation": {"mode": "ssd"}}):
         answer = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=4, **asked).json()
         assert "speculation" not in answer["choices"][0]
 
 
-def test_each_choice_has_its_own_tokens(pair: House) -> None:
+def test_each_choice_has_its_own_token_origins(pair: RunningServer) -> None:
     """A stop string is in no token's text; each of several choices has its own tokens and likeliest tokens."""
     whole = pair.client.generate(PROMPT, SamplingParams(max_tokens=24)).text
     asked: dict[str, Any] = {"max_tokens": 24, "speculation": {"origins": True}}
@@ -293,7 +297,7 @@ def test_each_choice_has_its_own_tokens(pair: House) -> None:
 # --- OpenAI's client ------------------------------------------------------------------------------------------------
 
 
-def test_a_conversation_is_read_with_the_models_template(ai: openai.OpenAI, chat: House) -> None:
+def test_chat_uses_the_models_template(ai: openai.OpenAI, chat: RunningServer) -> None:
     answer = ai.chat.completions.create(model="chatty", messages=HELLO, max_completion_tokens=20)
     assert answer.choices[0].message.content == text_of(PLAIN) == chat.client.generate("hi").text
     assert answer.choices[0].finish_reason == "stop" and answer.model == "chatty"
@@ -304,7 +308,7 @@ def test_a_conversation_is_read_with_the_models_template(ai: openai.OpenAI, chat
     assert again.usage.prompt_tokens_details.cached_tokens == again.model_extra["timings"]["cache_n"] > 0
 
 
-def test_prompt_tokens_come_from_the_cache_or_are_written_to_it(chat: House) -> None:
+def test_prompt_tokens_come_from_the_cache_or_are_written_to_it(chat: RunningServer) -> None:
     before = None
     for _ in range(2):
         usage = post(chat, "/v1/responses", input="what was read once is held").json()["usage"]
@@ -324,7 +328,7 @@ def test_a_stream_ends_with_its_usage(ai: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tools_are_called_and_their_results_read(ai: openai.OpenAI, stream: bool) -> None:
+def test_tools_are_called_and_their_results_are_read(ai: openai.OpenAI, stream: bool) -> None:
     asked: dict[str, Any] = {"model": "chatty", "messages": HELLO, "tools": [TOOL]}
     if stream:
         chunks = list(ai.chat.completions.create(**asked, stream=True))
@@ -346,7 +350,7 @@ def test_tools_are_called_and_their_results_read(ai: openai.OpenAI, stream: bool
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_required_call_is_begun_for_the_model(ai: openai.OpenAI, choice: Any) -> None:
+def test_required_tool_choice_forces_a_call(ai: openai.OpenAI, choice: Any) -> None:
     other = {"type": "function", "function": {"name": "other"}}
     answer = ai.chat.completions.create(model="chatty", messages=HELLO, tools=[other, TOOL], tool_choice=choice)
     (call,) = answer.choices[0].message.tool_calls or ()
@@ -354,7 +358,7 @@ def test_a_required_call_is_begun_for_the_model(ai: openai.OpenAI, choice: Any) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_ends_with_its_first_call_has_its_numbers(chat: House, stream: bool) -> None:
+def test_answer_ending_with_its_first_tool_call_has_timings(chat: RunningServer, stream: bool) -> None:
     asked: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "parallel_tool_calls": False}
     if stream:
         answer = events(chat, "/v1/chat/completions", **asked)[-1]
@@ -364,13 +368,13 @@ def test_an_answer_that_ends_with_its_first_call_has_its_numbers(chat: House, st
     assert answer["timings"]["predicted_n"] >= 6 and answer["outrider"]["mode"]
 
 
-def test_no_tool_is_called_where_none_may_be(ai: openai.OpenAI) -> None:
+def test_tool_choice_none_calls_no_tool(ai: openai.OpenAI) -> None:
     answer = ai.chat.completions.create(model="chatty", messages=HELLO, tools=[TOOL], tool_choice="none")
     assert answer.choices[0].message.content == text_of(PLAIN) and answer.choices[0].message.tool_calls is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thoughts_are_no_words(chat: House, stream: bool) -> None:
+def test_chat_thinking_is_separate_from_the_content(chat: RunningServer, stream: bool) -> None:
     asked = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": True}}
     if stream:
         deltas = [c["delta"] for e in events(chat, "/v1/chat/completions", **asked) for c in e["choices"]]
@@ -382,13 +386,13 @@ def test_thoughts_are_no_words(chat: House, stream: bool) -> None:
     assert (thought.strip(), said) == ("Hmm, let me see.", "It is four.")
 
 
-def test_a_turn_of_the_assistants_is_gone_on_with(chat: House) -> None:
+def test_continue_final_message_continues_the_assistants_turn(chat: RunningServer) -> None:
     talk = [*HELLO, {"role": "assistant", "content": "<|plain|>Hello there"}]
     answer = post(chat, "/v1/chat/completions", messages=talk, continue_final_message=True).json()
     assert answer["choices"][0]["message"]["content"] == ", dear friend!"
 
 
-def test_responses_tell_text_and_calls(ai: openai.OpenAI) -> None:
+def test_responses_api_returns_text_and_function_calls(ai: openai.OpenAI) -> None:
     answer = ai.responses.create(model="chatty", input="hi", instructions="Be kind.")
     assert answer.output_text == text_of(PLAIN) and answer.status == "completed"
     tool: Any = {"type": "function", "strict": False, **WEATHER}
@@ -400,7 +404,7 @@ def test_responses_tell_text_and_calls(ai: openai.OpenAI) -> None:
     assert ai.responses.create(model="chatty", input=talk, tools=[tool]).output_text == text_of(ANSWER)
 
 
-def test_a_streamed_response_is_built_up_by_openais_own_client(ai: openai.OpenAI) -> None:
+def test_openai_client_assembles_a_streamed_response(ai: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "strict": False, **WEATHER}
     with ai.responses.stream(model="chatty", input="hi", tools=[tool]) as stream:
         told = list(stream)
@@ -415,7 +419,7 @@ def test_a_streamed_response_is_built_up_by_openais_own_client(ai: openai.OpenAI
 # --- Anthropic's client ---------------------------------------------------------------------------------------------
 
 
-def test_messages_are_answered(claude: anthropic.Anthropic) -> None:
+def test_messages_api_answers_counts_tokens_and_stops(claude: anthropic.Anthropic) -> None:
     answer = claude.messages.create(model="chatty", max_tokens=20, messages=HELLO, system="Be kind.")
     assert [block.text for block in answer.content if block.type == "text"] == [text_of(PLAIN)]
     assert answer.stop_reason == "end_turn" and answer.usage.output_tokens == 5
@@ -426,7 +430,7 @@ def test_messages_are_answered(claude: anthropic.Anthropic) -> None:
     assert claude.messages.create(model="chatty", max_tokens=2, messages=HELLO).stop_reason == "max_tokens"
 
 
-def test_a_tool_is_used_in_a_stream_that_anthropics_client_builds_up(claude: anthropic.Anthropic) -> None:
+def test_anthropic_client_assembles_a_streamed_tool_use(claude: anthropic.Anthropic) -> None:
     tool: Any = {"name": "get_weather", "input_schema": WEATHER["parameters"]}
     with claude.messages.stream(model="chatty", max_tokens=40, messages=HELLO, tools=[tool]) as stream:
         final = stream.get_final_message()
@@ -440,7 +444,7 @@ def test_a_tool_is_used_in_a_stream_that_anthropics_client_builds_up(claude: ant
     assert [block.text for block in answer.content if block.type == "text"] == [text_of(ANSWER)]
 
 
-def test_thinking_comes_in_blocks_of_its_own(claude: anthropic.Anthropic) -> None:
+def test_messages_api_returns_thinking_as_a_separate_block(claude: anthropic.Anthropic) -> None:
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
     with claude.messages.stream(model="chatty", max_tokens=40, messages=HELLO, thinking=thinking) as stream:
         final = stream.get_final_message()
@@ -450,7 +454,7 @@ def test_thinking_comes_in_blocks_of_its_own(claude: anthropic.Anthropic) -> Non
 # --- who asks -------------------------------------------------------------------------------------------------------
 
 
-def test_a_client_that_disconnects_cancels_its_request(chat: House) -> None:
+def test_a_client_that_disconnects_cancels_its_request(chat: RunningServer) -> None:
     """Streamed or not: its place is free again long before the text would have ended."""
     endless = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 1_000_000}
     for stream in (True, False):
@@ -464,7 +468,7 @@ def test_a_client_that_disconnects_cancels_its_request(chat: House) -> None:
         assert chat.client.stats().finished == before + 1
 
 
-def test_a_client_that_reads_nothing_delays_nobody(chat: House) -> None:
+def test_client_that_reads_nothing_does_not_delay_others(chat: RunningServer) -> None:
     endless = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 300, "stream": True}
     with raw(chat, json.dumps(endless).encode()):
         answers = [post(chat, "/v1/chat/completions", messages=HELLO).json() for _ in range(3)]
@@ -472,7 +476,7 @@ def test_a_client_that_reads_nothing_delays_nobody(chat: House) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-def test_an_answer_that_takes_too_long_is_given_up(chat: House, path: str) -> None:
+def test_answer_that_exceeds_its_timeout_fails_with_504(chat: RunningServer, path: str) -> None:
     said: dict[str, Any] = {"input": "hi"} if path == "/v1/responses" else {"messages": HELLO}
     asked = {**said, "max_tokens": 10**6, "chat_template_kwargs": {"long": True}, "timeout": 0.2}
     if path == "/v1/responses":
@@ -484,7 +488,7 @@ def test_an_answer_that_takes_too_long_is_given_up(chat: House, path: str) -> No
     until(lambda: chat.client.stats().active == 0)
 
 
-def test_a_caller_has_a_limit_of_answers_at_once(chat: House, ai: openai.OpenAI) -> None:
+def test_concurrent_answers_per_caller_are_limited(chat: RunningServer, ai: openai.OpenAI) -> None:
     body = json.dumps({"messages": HELLO, "chat_template_kwargs": {"long": True}, "stream": True}).encode()
     with ExitStack() as stack:
         for _ in range(STREAMS):
@@ -498,7 +502,7 @@ def test_a_caller_has_a_limit_of_answers_at_once(chat: House, ai: openai.OpenAI)
     until(lambda: post(chat, "/v1/chat/completions", messages=HELLO).status_code == 200)
 
 
-def raw(house: House, body: bytes, version: str = "1.1") -> socket.socket:
+def raw(house: RunningServer, body: bytes, version: str = "1.1") -> socket.socket:
     """Returns a connection with a request for a chat, of whose answer nothing is read."""
     host, _, port = house.url.removeprefix("http://").partition(":")
     connection = socket.create_connection((host, int(port)), timeout=200)
@@ -518,7 +522,9 @@ def until(holds: Any, seconds: float = 200.0) -> None:
 # --- the small paths ------------------------------------------------------------------------------------------------
 
 
-def test_models_tokens_and_health(ai: openai.OpenAI, claude: anthropic.Anthropic, chat: House, pair: House) -> None:
+def test_models_tokenize_and_ready_endpoints_answer(
+    ai: openai.OpenAI, claude: anthropic.Anthropic, chat: RunningServer, pair: RunningServer
+) -> None:
     assert next(iter(ai.models.list())).id == "chatty" == ai.models.retrieve("chatty").id
     assert next(iter(claude.models.list())).id == "chatty"
     tokens = post(pair, "/tokenize", content=PROMPT).json()["tokens"]
@@ -530,7 +536,9 @@ def test_models_tokens_and_health(ai: openai.OpenAI, claude: anthropic.Anthropic
     assert httpx.get(f"{chat.url}/ready").json()["workers"] == {"target-0": "ready", "draft-0": "ready"}
 
 
-def test_a_refusal_of_the_orchestrator_has_its_status_in_a_stream_too(pair: House, ai: openai.OpenAI) -> None:
+def test_orchestrator_refusal_has_its_http_status_with_and_without_stream(
+    pair: RunningServer, ai: openai.OpenAI
+) -> None:
     from openai import BadRequestError
 
     for stream in (False, True):
@@ -541,7 +549,9 @@ def test_a_refusal_of_the_orchestrator_has_its_status_in_a_stream_too(pair: Hous
         ai.chat.completions.create(model="chatty", messages=HELLO, extra_body={"speculation": {"mode": "fast"}})
 
 
-def test_the_refusal_of_a_template_is_returned(claude: anthropic.Anthropic, chat: House) -> None:
+def test_template_keyword_and_unknown_model_errors_are_returned(
+    claude: anthropic.Anthropic, chat: RunningServer
+) -> None:
     from anthropic import NotFoundError
 
     answer = post(chat, "/v1/chat/completions", messages=HELLO, chat_template_kwargs={"messages": []})
@@ -553,9 +563,7 @@ def test_the_refusal_of_a_template_is_returned(claude: anthropic.Anthropic, chat
 # --- the process ----------------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_is_lost_is_started_again_at_the_same_place(
-    chat: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_http_process_is_restarted_on_the_same_port(chat: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     process = chat.process
     assert process is not None
     before = process.pid
@@ -574,6 +582,6 @@ def test_a_process_that_is_lost_is_started_again_at_the_same_place(
     assert post(chat, "/v1/chat/completions", messages=HELLO).json()["choices"][0]["message"]["content"]
 
 
-def test_a_port_in_use_is_refused_before_anything_is_loaded(chat: House) -> None:
+def test_a_port_in_use_is_refused_before_anything_is_loaded(chat: RunningServer) -> None:
     with pytest.raises(EndpointError, match="the port is in use; choose another with --port, or --no-http"):
         HttpListener(HttpSettings(port=int(chat.url.rpartition(":")[2])))

@@ -31,9 +31,9 @@ from tests.server.scripted import write_scripted
 
 NOBODY = "ipc:///tmp/outrider-test-nobody-serves-this"
 CHAT, TEXT, RESPOND, CLAUDE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
-SAID = {"messages": [{"role": "user", "content": "hi"}]}
-OPENAI_PATHS = {CHAT: SAID, TEXT: {"prompt": "x"}, RESPOND: {"input": "x"}}
-PATHS = {**OPENAI_PATHS, CLAUDE: {**SAID, "max_tokens": 5}}
+CHAT_BODY = {"messages": [{"role": "user", "content": "hi"}]}
+OPENAI_PATHS = {CHAT: CHAT_BODY, TEXT: {"prompt": "x"}, RESPOND: {"input": "x"}}
+PATHS = {**OPENAI_PATHS, CLAUDE: {**CHAT_BODY, "max_tokens": 5}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
 Ask = Callable[..., httpx.Response]
@@ -64,7 +64,7 @@ def asking(model: ServedModel, base: str = "http://127.0.0.1:8080", **settings: 
     return ask
 
 
-def complaint(answer: httpx.Response, anthropic: bool = False) -> str:
+def error_message(answer: httpx.Response, anthropic: bool = False) -> str:
     """Returns the message of an error, which has its API's shape and names its request."""
     told = answer.json()
     assert "Traceback" not in answer.text and answer.headers["x-request-id"]
@@ -75,7 +75,7 @@ def complaint(answer: httpx.Response, anthropic: bool = False) -> str:
     return str(told["error"]["message"])
 
 
-NO_REQUESTS = {
+MALFORMED_BODIES = {
     "cut": b"{",
     "empty": b"",
     "list": b"[]",
@@ -95,11 +95,11 @@ NO_REQUESTS = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("body", NO_REQUESTS.values(), ids=NO_REQUESTS)
-def test_a_body_that_is_no_request(ask: Ask, path: str, body: bytes) -> None:
+@pytest.mark.parametrize("body", MALFORMED_BODIES.values(), ids=MALFORMED_BODIES)
+def test_malformed_body_is_refused(ask: Ask, path: str, body: bytes) -> None:
     answer = ask(path, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
-    assert complaint(answer, anthropic=path == CLAUDE)
+    assert error_message(answer, anthropic=path == CLAUDE)
 
 
 WRONG = [
@@ -122,7 +122,7 @@ WRONG = [
 ]
 
 
-CROWDS = {
+LARGE_BODIES = {
     "wrong tokens": (CompletionRequest, {"prompt": [1.5] * 5000}),
     "tokens and texts": (CompletionRequest, {"prompt": ["a", 1] * 5000}),
     "unknown fields": (CompletionRequest, {"prompt": "x", **{f"f{n}": 1 for n in range(5000)}}),
@@ -131,7 +131,7 @@ CROWDS = {
     "stops": (CompletionRequest, {"prompt": "x", "stop": [1] * 5000}),
     "messages": (ChatRequest, {"messages": [{"role": "x"}] * 5000}),
     "parts": (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 5000}]}),
-    "tools": (ChatRequest, {**SAID, "tools": [{}] * 5000}),
+    "tools": (ChatRequest, {**CHAT_BODY, "tools": [{}] * 5000}),
     "blocks": (MessagesRequest, {"messages": [{"role": "user", "content": [{}] * 5000}], "max_tokens": 5}),
     "blocks of blocks": (MessagesRequest, {"system": [{"type": "text", "content": [{}] * 500}] * 500, "max_tokens": 5}),
     "items": (ResponsesRequest, {"input": [{"content": 5}] * 5000}),
@@ -139,7 +139,7 @@ CROWDS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "body"), CROWDS.values(), ids=CROWDS)
+@pytest.mark.parametrize(("kind", "body"), LARGE_BODIES.values(), ids=LARGE_BODIES)
 def test_errors_of_a_large_body_are_limited(kind: type[BaseModel], body: dict[str, Any]) -> None:
     """Each costs time that delays all other answers: a million took half a minute."""
     with pytest.raises(ValidationError) as refused:
@@ -151,7 +151,7 @@ def schema(inner: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "s", "schema": inner}}
 
 
-WRONG_OF_TWO = [
+WRONG_FOR_CHAT_AND_COMPLETIONS = [
     ({"n": 1000}, "n: "),
     ({"n": 0}, "n: "),
     ({"stop": [""]}, "stop"),
@@ -178,9 +178,9 @@ WRONG_OF_TWO = [
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("wrong", "words"), WRONG)
-def test_a_field_that_cannot_be(ask: Ask, path: str, wrong: dict[str, Any], words: str) -> None:
+def test_invalid_field_is_refused_by_every_api(ask: Ask, path: str, wrong: dict[str, Any], words: str) -> None:
     answer = ask(path, json={**PATHS[path], **wrong})
-    assert answer.status_code == 400 and words in complaint(answer, anthropic=path == CLAUDE)
+    assert answer.status_code == 400 and words in error_message(answer, anthropic=path == CLAUDE)
 
 
 @pytest.mark.parametrize(
@@ -196,18 +196,20 @@ def test_a_field_that_cannot_be(ask: Ask, path: str, wrong: dict[str, Any], word
         (CHAT, {"stop": 5}, "stop: "),
     ],
 )
-def test_an_error_names_the_field_of_the_alternative_that_was_meant(
+def test_validation_error_names_the_field_of_the_intended_alternative(
     ask: Ask, path: str, wrong: dict[str, Any], words: str
 ) -> None:
     """Not the first alternative that fails, by the library's name for it."""
-    assert complaint(ask(path, json={**PATHS[path], **wrong})).startswith(words)
+    assert error_message(ask(path, json={**PATHS[path], **wrong})).startswith(words)
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize(("wrong", "words"), WRONG_OF_TWO)
-def test_a_field_of_the_older_apis_that_cannot_be(ask: Ask, path: str, wrong: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(("wrong", "words"), WRONG_FOR_CHAT_AND_COMPLETIONS)
+def test_invalid_field_is_refused_by_chat_and_completions(
+    ask: Ask, path: str, wrong: dict[str, Any], words: str
+) -> None:
     answer = ask(path, json={**PATHS[path], **wrong})
-    assert answer.status_code == 400 and words in complaint(answer)
+    assert answer.status_code == 400 and words in error_message(answer)
 
 
 @pytest.mark.parametrize(
@@ -216,17 +218,17 @@ def test_a_field_of_the_older_apis_that_cannot_be(ask: Ask, path: str, wrong: di
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "'image_url' can't be read here"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
-        (CHAT, {**SAID, "tool_choice": "required"}, "requires a call, but there are no tools"),
-        (CHAT, {**SAID, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "'g'"),
-        (CHAT, {**SAID, "tools": [{"type": "web_search"}]}, "only function tools"),
-        (CHAT, {**SAID, "max_tokens": 5, "max_completion_tokens": 6}, "expected one of them"),
-        (CHAT, {**SAID, "top_logprobs": 2}, "needs logprobs: true"),
-        (CHAT, {**SAID, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        (CHAT, {**SAID, "tools": [TOOL], "response_format": schema(False)}, "Unsatisfiable"),
-        (CHAT, {**SAID, "tools": [TOOL, TOOL]}, "two have the same name"),
+        (CHAT, {**CHAT_BODY, "tool_choice": "required"}, "requires a call, but there are no tools"),
+        (CHAT, {**CHAT_BODY, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "'g'"),
+        (CHAT, {**CHAT_BODY, "tools": [{"type": "web_search"}]}, "only function tools"),
+        (CHAT, {**CHAT_BODY, "max_tokens": 5, "max_completion_tokens": 6}, "expected one of them"),
+        (CHAT, {**CHAT_BODY, "top_logprobs": 2}, "needs logprobs: true"),
+        (CHAT, {**CHAT_BODY, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {**CHAT_BODY, "tools": [TOOL], "response_format": schema(False)}, "Unsatisfiable"),
+        (CHAT, {**CHAT_BODY, "tools": [TOOL, TOOL]}, "two have the same name"),
         (TEXT, {"prompt": "x", "logprobs": 1, "echo": True}, "logprobs of the prompt are not supported"),
-        (CHAT, {**SAID, "continue_final_message": True}, "not the assistant's"),
-        (CHAT, {**SAID, "chat_template_kwargs": {"tools": 1}}, "the chat template keyword"),
+        (CHAT, {**CHAT_BODY, "continue_final_message": True}, "not the assistant's"),
+        (CHAT, {**CHAT_BODY, "chat_template_kwargs": {"tools": 1}}, "the chat template keyword"),
         (TEXT, {"prompt": ""}, "the prompt is empty"),
         (TEXT, {"prompt": []}, "prompt"),
         (TEXT, {"prompt": [-1]}, "out of range"),
@@ -239,31 +241,35 @@ def test_a_field_of_the_older_apis_that_cannot_be(ask: Ask, path: str, wrong: di
         (RESPOND, {"input": "x", "text": {"format": {"type": "json_schema", "schema": False}}}, "Unsatisfiable"),
         (RESPOND, {"input": "x", "top_logprobs": 2}, "top_logprobs"),
         (RESPOND, {"input": [{"type": "computer_call"}]}, "'computer_call'"),
-        (CLAUDE, SAID, "max_tokens"),
-        (CLAUDE, {**SAID, "max_tokens": 5, "tools": [{"type": "web_search_1", "name": "w"}]}, "runs only on Anthropic"),
+        (CLAUDE, CHAT_BODY, "max_tokens"),
+        (
+            CLAUDE,
+            {**CHAT_BODY, "max_tokens": 5, "tools": [{"type": "web_search_1", "name": "w"}]},
+            "runs only on Anthropic",
+        ),
         (CLAUDE, {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 5}, "'image'"),
-        (CLAUDE, {**SAID, "max_tokens": 5, "output_config": {"format": schema(False)}}, "Unsatisfiable"),
+        (CLAUDE, {**CHAT_BODY, "max_tokens": 5, "output_config": {"format": schema(False)}}, "Unsatisfiable"),
         ("/tokenize", {}, "exactly one of content"),
         ("/detokenize", {"tokens": [999999]}, "999999 is not a token id"),
     ],
 )
 def test_unsupported_features_are_refused(ask: Ask, path: str, body: dict[str, Any], words: str) -> None:
     answer = ask(path, json=body)
-    assert answer.status_code == 400 and words in complaint(answer, anthropic=path == CLAUDE)
+    assert answer.status_code == 400 and words in error_message(answer, anthropic=path == CLAUDE)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_statuses_that_are_not_400(ask: Ask, path: str) -> None:
+def test_unknown_model_method_and_path_and_lost_backend_have_their_status(ask: Ask, path: str) -> None:
     mine = path == CLAUDE
     other = ask(path, json={**PATHS[path], "model": "gpt-5"})
-    assert other.status_code == 404 and "'gpt-5' is not served here" in complaint(other, mine)
+    assert other.status_code == 404 and "'gpt-5' is not served here" in error_message(other, mine)
     assert ask(path, "GET").status_code == 405 and ask(path, "GET").headers["allow"] == "POST"
     silent = ask(path, json=PATHS[path])
-    assert silent.status_code == 503 and silent.headers["retry-after"] and complaint(silent, mine)
+    assert silent.status_code == 503 and silent.headers["retry-after"] and error_message(silent, mine)
     assert ask("/v1/nothing").status_code == 404
 
 
-def test_only_json_is_posted(ask: Ask) -> None:
+def test_post_without_json_content_type_is_refused(ask: Ask) -> None:
     """So that a page of another site needs a preflight request before it can post."""
     described = ask("/openapi.json", "GET").json()["paths"]
     posted = [path for path, methods in described.items() if "post" in methods]
@@ -271,11 +277,11 @@ def test_only_json_is_posted(ask: Ask) -> None:
     for path in posted:
         for kind in ({"content-type": "text/plain"}, {}):
             refused = ask(path, content=b"{}", headers=kind)
-            assert refused.status_code == 415 and complaint(refused, path.startswith(CLAUDE))
+            assert refused.status_code == 415 and error_message(refused, path.startswith(CLAUDE))
     assert ask("/health").status_code == 405 and ask("/health").headers["allow"] == "GET, HEAD"
 
 
-def test_the_description_has_the_names_of_the_model(ask: Ask) -> None:
+def test_openapi_lists_the_model_names(ask: Ask) -> None:
     shapes = ask("/openapi.json", "GET").json()["components"]["schemas"]
     for shape in ("ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest", "TokenizeRequest"):
         assert shapes[shape]["properties"]["model"]["anyOf"][0] == {"type": "string", "enum": ["chatty"]}
@@ -283,27 +289,27 @@ def test_the_description_has_the_names_of_the_model(ask: Ask) -> None:
 
 def test_an_unknown_path_or_method_is_refused(ask: Ask) -> None:
     nowhere, wrong = ask("/v1/v1/models", "GET"), ask(CHAT, "GET")
-    assert nowhere.status_code == 404 and "/openapi.json lists them" in complaint(nowhere)
-    assert wrong.headers["allow"] == "POST" and "expected POST" in complaint(wrong)
+    assert nowhere.status_code == 404 and "/openapi.json lists them" in error_message(nowhere)
+    assert wrong.headers["allow"] == "POST" and "expected POST" in error_message(wrong)
 
 
 def test_harmless_fields_are_accepted(ask: Ask) -> None:
     """It gets as far as the orchestrator, which does not run."""
     more = {"user": "u", "metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True, "logprobs": False}
-    assert ask(CHAT, json={**SAID, **more, "response_format": {"type": "text"}}).status_code == 503
+    assert ask(CHAT, json={**CHAT_BODY, **more, "response_format": {"type": "text"}}).status_code == 503
     assert ask(RESPOND, json={"input": "x", "store": True, "include": ["x"], "metadata": {}}).status_code == 503
     cached = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
     said = {"messages": [{"role": "user", "content": [cached]}], "system": [cached], "max_tokens": 5}
     assert ask(CLAUDE, json={**said, "metadata": {"user_id": "u"}, "context_management": {}}).status_code == 503
 
 
-def test_the_field_that_asks_for_a_form_is_named(ask: Ask) -> None:
+def test_output_format_error_names_its_field(ask: Ask) -> None:
     for name, wrong in (("response_format", schema(False)), ("guided_regex", "(")):
-        assert ask(CHAT, json={**SAID, name: wrong}).json()["error"]["param"] == name
+        assert ask(CHAT, json={**CHAT_BODY, name: wrong}).json()["error"]["param"] == name
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_field_that_nobody_knows_is_ignored_and_counted(
+def test_unknown_field_is_ignored_and_logged_with_its_count(
     chatty: ServedModel, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It gets as far as the orchestrator, which does not run."""
@@ -328,11 +334,11 @@ def test_a_field_that_nobody_knows_is_ignored_and_counted(
         (CLAUDE, {"tool_choise": {}}, "did you mean tool_choice?"),
     ],
 )
-def test_a_field_without_which_the_answer_would_differ_is_refused(
+def test_unsupported_field_that_affects_the_answer_is_refused(
     ask: Ask, path: str, field: dict[str, Any], words: str
 ) -> None:
     refused = ask(path, json={**PATHS[path], **field})
-    assert refused.status_code == 400 and words in complaint(refused, path == CLAUDE)
+    assert refused.status_code == 400 and words in error_message(refused, path == CLAUDE)
 
 
 def test_the_log_of_unknown_fields_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
@@ -342,7 +348,7 @@ def test_the_log_of_unknown_fields_is_bounded(caplog: pytest.LogCaptureFixture) 
     assert len(caplog.records) < 210 and "'others' of a request" in caplog.records[-1].getMessage()
 
 
-def test_a_thread_is_refused_in_the_word_that_anthropics_clients_wait_for(ask: Ask) -> None:
+def test_thread_is_refused_with_the_error_code_anthropic_clients_expect(ask: Ask) -> None:
     """They continue without a thread."""
     for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
         refused = ask(CLAUDE, json={**PATHS[CLAUDE], "thread": thread})
@@ -367,10 +373,10 @@ def test_head_is_answered_as_get_without_a_body(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/models/chatty", "/page/style.css"])
-def test_a_refused_method_is_answered_with_the_methods_that_are_served(ask: Ask, path: str) -> None:
+def test_refused_method_lists_the_allowed_methods(ask: Ask, path: str) -> None:
     refused = ask(path, "DELETE")
     assert refused.status_code == 405 and refused.headers["allow"] == "GET, HEAD"
-    assert complaint(refused).endswith("expected GET, HEAD")
+    assert error_message(refused).endswith("expected GET, HEAD")
     assert all(ask(path, method).status_code == 200 for method in refused.headers["allow"].split(", "))
 
 
@@ -378,14 +384,14 @@ def test_embeddings_are_refused_with_the_reason(ask: Ask) -> None:
     for path in ("/v1/embeddings", "/embeddings"):
         refused = ask(path, json={"model": "chatty", "input": "x"})
         assert refused.status_code == 404
-        assert "embeddings are not served here: chatty is a model that writes text" in complaint(refused)
+        assert "embeddings are not served here: chatty is a model that writes text" in error_message(refused)
 
 
 def test_the_version_is_returned(ask: Ask) -> None:
     assert ask("/version", "GET").json() == {"version": PACKAGE_VERSION}
 
 
-def test_a_model_is_listed_with_the_fields_of_every_client(ask: Ask) -> None:
+def test_model_entry_satisfies_openai_and_anthropic_clients(ask: Ask) -> None:
     import anthropic.types
     import openai.types
 
@@ -395,7 +401,7 @@ def test_a_model_is_listed_with_the_fields_of_every_client(ask: Ask) -> None:
     assert "description" not in told
 
 
-def test_an_input_is_counted_as_it_is_answered(ask: Ask) -> None:
+def test_input_tokens_equal_the_tokenized_conversation(ask: Ask) -> None:
     body = {"input": "x", "instructions": "y", "model": "chatty"}
     told = ask(f"{RESPOND}/input_tokens", json=body).json()
     talk = [{"role": "system", "content": "y"}, {"role": "user", "content": "x"}]
@@ -405,34 +411,34 @@ def test_an_input_is_counted_as_it_is_answered(ask: Ask) -> None:
     }
 
 
-def test_an_input_that_fits_may_be_truncated(ask: Ask) -> None:
+def test_truncation_auto_and_disabled_are_accepted(ask: Ask) -> None:
     for truncation, status in (("auto", 503), ("disabled", 503), ("sometimes", 400)):
         assert ask(RESPOND, json={"input": "x", "truncation": truncation}).status_code == status
 
 
-def test_metrics_are_open_on_loopback_alone(chatty: ServedModel) -> None:
+def test_metrics_need_no_key_only_on_loopback(chatty: ServedModel) -> None:
     for settings, status in (({}, 200), ({"host": "0.0.0.0"}, 401)):
         assert asking(chatty, api_keys=("k",), **settings)("/metrics", "GET").status_code == status
 
 
-def test_a_large_body_is_not_read(chatty: ServedModel) -> None:
+def test_body_over_the_size_limit_is_refused(chatty: ServedModel) -> None:
     ask = asking(chatty, max_body_mb=1)
     answer = ask(TEXT, json={"prompt": "x" * 2**21})
-    assert answer.status_code == 413 and "larger than 1 MB" in complaint(answer)
+    assert answer.status_code == 413 and "larger than 1 MB" in error_message(answer)
 
 
-def test_a_prompt_that_is_surely_too_long_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_far_too_long_prompt_is_refused_without_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = asking(load_served(str(EMBEDDED_TARGET), EMBEDDED_TARGET, ()))
     monkeypatch.setattr(ServedModel, "tokens", lambda *_: pytest.fail("it was tokenized"))
     for path in PATHS:
         body = json.loads(json.dumps(PATHS[path]).replace('"hi"', '"x"').replace('"x"', json.dumps("x" * 2_000_000)))
         refused = ask(path, json=body)
-        assert refused.status_code == 400 and "2000000 characters" in complaint(refused, path == CLAUDE)
-        assert "the model's context of 1024" in refused.text and "/" not in complaint(refused, path == CLAUDE)
+        assert refused.status_code == 400 and "2000000 characters" in error_message(refused, path == CLAUDE)
+        assert "the model's context of 1024" in refused.text and "/" not in error_message(refused, path == CLAUDE)
         assert path == CLAUDE or refused.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_keys_are_required(chatty: ServedModel) -> None:
+def test_api_key_is_required_when_configured(chatty: ServedModel) -> None:
     ask = asking(chatty, api_keys=("one", "two"))
     for headers in (
         {},
@@ -441,7 +447,7 @@ def test_keys_are_required(chatty: ServedModel) -> None:
         {"authorization": "Bearer é".encode()},
     ):
         refused = ask("/v1/models", "GET", headers=headers)
-        assert refused.status_code == 401 and "API key" in complaint(refused)
+        assert refused.status_code == 401 and "API key" in error_message(refused)
     for headers in ({"authorization": "Bearer one"}, {"x-api-key": "two"}):
         assert ask("/v1/models", "GET", headers=headers).status_code == 200
     assert ask("/health", "GET").status_code == 200
@@ -462,7 +468,7 @@ def test_a_foreign_host_name_is_refused(chatty: ServedModel, host: str, status: 
     assert asking(chatty)("/health", "GET", headers={"host": host}).status_code == status
 
 
-def test_other_pages_may_ask_when_they_are_named(chatty: ServedModel) -> None:
+def test_cors_allows_only_configured_origins(chatty: ServedModel) -> None:
     origin = {"origin": "https://page.example"}
     assert "access-control-allow-origin" not in asking(chatty)("/health", "GET", headers=origin).headers
     named = asking(chatty, cors_origins=("https://page.example",), api_keys=("k",))
@@ -471,19 +477,19 @@ def test_other_pages_may_ask_when_they_are_named(chatty: ServedModel) -> None:
     assert named(CHAT, "OPTIONS", headers=before).status_code == 200
 
 
-def test_a_request_keeps_its_id(ask: Ask) -> None:
+def test_valid_request_id_is_kept(ask: Ask) -> None:
     assert ask("/health", "GET", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     assert ask("/health", "GET", headers={"x-request-id": "a b"}).headers["x-request-id"].startswith("req_")
 
 
-def test_chat_with_a_model_without_a_template_is_refused() -> None:
+def test_tools_are_refused_for_a_model_without_a_template() -> None:
     ask = asking(load_served(str(EMBEDDED_TARGET), EMBEDDED_TARGET, ()))
     for path, tools in ((CHAT, [TOOL]), (CLAUDE, [{"name": "f"}]), (RESPOND, [{"type": "function", "name": "f"}])):
         refused = ask(path, json={**PATHS[path], "tools": tools})
-        assert refused.status_code == 400 and "no template" in complaint(refused, path == CLAUDE)
+        assert refused.status_code == 400 and "no template" in error_message(refused, path == CLAUDE)
 
 
-def test_the_description_has_every_path_and_its_errors(ask: Ask) -> None:
+def test_openapi_has_every_path_and_its_errors(ask: Ask) -> None:
     described = json.loads(ask("/openapi.json", "GET").text)
     assert set(described["paths"]) == {
         *PATHS, f"{CLAUDE}/count_tokens", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
@@ -495,7 +501,7 @@ def test_the_description_has_every_path_and_its_errors(ask: Ask) -> None:
     assert "422" not in json.dumps(described)
 
 
-def test_every_path_and_field_is_described_on_a_page(ask: Ask) -> None:
+def test_docs_page_describes_every_path_and_field(ask: Ask) -> None:
     page, described = ask("/docs", "GET"), ask("/openapi.json", "GET").json()
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"] and "<script" not in page.text
@@ -507,13 +513,13 @@ def test_every_path_and_field_is_described_on_a_page(ask: Ask) -> None:
     assert "number from 0.0 to 100.0" in page.text
 
 
-def test_the_description_is_generated_by_its_first_request(chatty: ServedModel) -> None:
+def test_openapi_is_generated_on_first_use(chatty: ServedModel) -> None:
     app = application(chatty, CallerClients(NOBODY), HttpSettings())
     assert app.openapi_schema is None
     assert app.openapi() is app.openapi() and "chatty" in json.dumps(app.openapi_schema)
 
 
-def test_the_description_is_openapi(ask: Ask) -> None:
+def test_openapi_document_is_valid(ask: Ask) -> None:
     from openapi_spec_validator import OpenAPIV32SpecValidator, validate
 
     described = ask("/openapi.json", "GET").json()
@@ -538,12 +544,12 @@ def test_the_description_is_openapi(ask: Ask) -> None:
         ({"cors_origins": ("https://a.example/",)}, "such as https://host:port"),
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:
+def test_invalid_http_settings_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         HttpSettings(**settings)
 
 
-def test_settings_travel_whole(tmp_path: Path) -> None:
+def test_http_settings_round_trip_through_json(tmp_path: Path) -> None:
     from outrider.orchestrator.http_settings import HttpOrder
 
     settings = HttpSettings(api_keys=("a", "b"), cors_origins=("*",), model_names=("m",))
@@ -551,7 +557,7 @@ def test_settings_travel_whole(tmp_path: Path) -> None:
     assert HttpOrder.from_json(order.to_json()) == order
 
 
-def test_a_drafter_that_the_server_has_not_is_blamed_on_its_field():
+def test_unknown_drafter_error_names_the_speculation_field():
     """Only the orchestrator knows the drafters: the error crosses its socket by name."""
     answered = as_error(kind_of(UnknownDrafter("")), "no drafter is called 'x' here; expected draft")
     assert (problem_of(answered).status, problem_of(answered).param) == (400, "speculation")

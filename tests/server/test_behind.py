@@ -19,14 +19,14 @@ from outrider.server.model.served import load_served
 KEYS = ("first-key", "second-key")
 
 
-class Nobody(AsyncBaseClient):
+class UnreachableClient(AsyncBaseClient):
     """A client of the orchestrator that can't answer; records the client's name of each request."""
 
     sources = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.whom: list[str] = []
+        self.caller_names: list[str] = []
 
     def client(self, request: Request) -> AsyncBaseClient:
         return self
@@ -35,15 +35,15 @@ class Nobody(AsyncBaseClient):
         raise EndpointError("nobody is here; expected somebody")
 
     async def once(self, dialogue: Dialogue, grown: Grown) -> None:
-        self.whom.append(dialogue.opening.client)
+        self.caller_names.append(dialogue.opening.client)
         raise EndpointError("nobody is here; expected somebody")
 
     async def end(self, dialogue: Dialogue) -> None:
         """Does nothing."""
 
 
-def test_each_caller_has_a_name_that_tells_nothing_and_nobody_is_a_plain_503() -> None:
-    behind = Nobody()
+def test_caller_names_reveal_no_key_and_an_unreachable_backend_is_503() -> None:
+    behind = UnreachableClient()
     app = application(load_served("m", EMBEDDED_TARGET, ("m",)), behind, HttpSettings(api_keys=KEYS))
 
     async def ask() -> list[httpx.Response]:
@@ -57,5 +57,5 @@ def test_each_caller_has_a_name_that_tells_nothing_and_nobody_is_a_plain_503() -
     answers = asyncio.run(ask())
     assert [one.status_code for one in answers] == [503] * 3
     assert answers[0].json()["error"]["message"] == "nobody is here; expected somebody"
-    first, second, again = behind.whom
-    assert first == again != second and not any(key in name for key in KEYS for name in behind.whom)
+    first, second, again = behind.caller_names
+    assert first == again != second and not any(key in name for key in KEYS for name in behind.caller_names)

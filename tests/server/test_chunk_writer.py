@@ -27,7 +27,7 @@ WHOLE = [BEGIN, *PIECES, b"data: gone\n\n"]
 passed: list[int] = []
 
 
-class Speech(RequestRun):
+class ScriptedRun(RequestRun):
     """A run with its words ready, which fails after them."""
 
     over = False  # type: ignore[assignment]
@@ -46,7 +46,7 @@ class Speech(RequestRun):
         """Nothing is left."""
 
 
-class Plain:
+class PlainEvents:
     """Encodes events as the words themselves."""
 
     def begin(self) -> bytes:
@@ -63,8 +63,8 @@ class Plain:
         return f"data: {problem.message}\n\n".encode()
 
 
-def stream(run: Speech) -> EventStream:
-    return EventStream(run, Plain())
+def stream(run: ScriptedRun) -> EventStream:
+    return EventStream(run, PlainEvents())
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,7 +72,7 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
         passed.append(len(message.get("body", b"")))
         await send(message)
 
-    await stream(Speech())(scope, receive, watched)
+    await stream(ScriptedRun())(scope, receive, watched)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def address() -> Iterator[tuple[str, int]]:
     listener.close()
 
 
-def test_pieces_are_whole_and_go_past_the_layers_between(address: tuple[str, int]) -> None:
+def test_chunks_bypass_the_middleware_and_arrive_whole(address: tuple[str, int]) -> None:
     passed.clear()
     client = HTTPConnection(*address)
     for _ in range(2):  # the connection is as good as before
@@ -97,23 +97,23 @@ def test_pieces_are_whole_and_go_past_the_layers_between(address: tuple[str, int
     assert passed == [0, 0] * 2
 
 
-def test_in_older_http_there_are_no_frames(address: tuple[str, int]) -> None:
+def test_http_1_0_stream_is_not_chunked(address: tuple[str, int]) -> None:
     with socket.create_connection(address) as client:
         client.sendall(b"POST / HTTP/1.0\r\n\r\n")
         answer = b"".join(iter(lambda: client.recv(65536), b""))
     assert answer.partition(b"\r\n\r\n")[2] == b"".join(WHOLE)
 
 
-def test_elsewhere_pieces_are_messages() -> None:
-    told: list[object] = []
+def test_chunks_are_asgi_messages_on_other_servers() -> None:
+    messages: list[object] = []
 
     async def send(message: object) -> None:
-        told.append(message)
+        messages.append(message)
 
     way = chunk_writer({"type": "http"}, send)  # type: ignore[arg-type]
     asyncio.run(way(b"x"))  # type: ignore[arg-type]
     asyncio.run(way(b""))  # type: ignore[arg-type] # which would be the end
-    assert told == [{"type": "http.response.body", "body": b"x", "more_body": True}]
+    assert messages == [{"type": "http.response.body", "body": b"x", "more_body": True}]
 
 
 class Connection:
@@ -146,10 +146,10 @@ def framed(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def test_a_chunk_waits_for_a_reader_that_is_late() -> None:
+def test_chunk_waits_while_the_connection_is_paused() -> None:
     connection = Connection()
     connection.flow.write_paused = True
-    asyncio.run(connection.hear(stream(Speech())))
+    asyncio.run(connection.hear(stream(ScriptedRun())))
     assert connection.drained == 1
     assert connection.written == list(map(framed, WHOLE))
 
@@ -157,5 +157,5 @@ def test_a_chunk_waits_for_a_reader_that_is_late() -> None:
 def test_a_disconnected_client_is_sent_nothing() -> None:
     connection = Connection()
     connection.disconnected = True
-    asyncio.run(connection.hear(stream(Speech())))
+    asyncio.run(connection.hear(stream(ScriptedRun())))
     assert connection.written == []

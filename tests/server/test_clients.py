@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from tests.server.house import House
+from tests.server.house import RunningServer
 from tests.server.scripted import ANSWER, PLAIN, text_of
 
 NPM = Path(__file__).parent / "npm"
@@ -32,7 +32,7 @@ needs_npm = pytest.mark.skipif(
 )
 
 
-def curl(house: House, **body: Any) -> str:
+def curl(house: RunningServer, **body: Any) -> str:
     """Returns what curl prints for a chat."""
     line = [
         "curl",
@@ -47,7 +47,7 @@ def curl(house: House, **body: Any) -> str:
 
 
 @needs_curl
-def test_curl_reads_a_stream(chat: House) -> None:
+def test_curl_reads_a_stream(chat: RunningServer) -> None:
     lines = [line.removeprefix("data: ") for line in curl(chat, messages=HELLO, stream=True).splitlines() if line]
     told = [json.loads(line) for line in lines if line.startswith("{")]
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in told) == text_of(PLAIN)
@@ -55,7 +55,7 @@ def test_curl_reads_a_stream(chat: House) -> None:
 
 
 @needs_curl
-def test_curl_brings_a_tools_result(chat: House) -> None:
+def test_curl_sends_a_tools_result(chat: RunningServer) -> None:
     message = json.loads(curl(chat, messages=HELLO, tools=[TOOL]))["choices"][0]["message"]
     (call,) = message["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == PARIS
@@ -65,7 +65,7 @@ def test_curl_brings_a_tools_result(chat: House) -> None:
 
 
 @needs_curl
-def test_curl_gets_json_by_a_schema(chat: House, pair: House) -> None:
+def test_curl_gets_json_by_a_schema(chat: RunningServer, pair: RunningServer) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "form", "schema": SCHEMA}}
     for house in (chat, pair):
         answer = json.loads(curl(house, messages=HELLO, response_format=form, max_tokens=64))
@@ -73,7 +73,7 @@ def test_curl_gets_json_by_a_schema(chat: House, pair: House) -> None:
 
 
 @needs_npm
-def test_openais_client_for_javascript_does_a_whole_task(chat: House) -> None:
+def test_openai_javascript_client_completes_a_whole_task(chat: RunningServer) -> None:
     done = subprocess.run(
         ["node", NPM / "client.mjs", chat.url], capture_output=True, text=True, timeout=200, check=False
     )
@@ -87,7 +87,7 @@ def test_openais_client_for_javascript_does_a_whole_task(chat: House) -> None:
 
 
 @needs_npm
-def test_anthropics_client_for_javascript_runs_tools(chat: House) -> None:
+def test_anthropic_javascript_client_runs_tools(chat: RunningServer) -> None:
     """Its runner requests a thread first, and continues without one."""
     done = subprocess.run(
         ["node", NPM / "anthropic.mjs", chat.url], capture_output=True, text=True, timeout=200, check=False
@@ -98,7 +98,7 @@ def test_anthropics_client_for_javascript_runs_tools(chat: House) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_anthropics_client_runs_tools(chat: House, stream: bool) -> None:
+def test_anthropics_client_runs_tools(chat: RunningServer, stream: bool) -> None:
     from anthropic import Anthropic, beta_tool
 
     cities: list[str] = []
@@ -119,7 +119,7 @@ def test_anthropics_client_runs_tools(chat: House, stream: bool) -> None:
     assert (cities, texts) == (["Paris"], ["I look.", text_of(ANSWER)])
 
 
-def test_the_lock_of_packages_names_no_host() -> None:
+def test_package_lock_contains_no_urls() -> None:
     assert "://" not in (NPM / "package-lock.json").read_text(encoding="utf-8")
 
 
@@ -127,7 +127,7 @@ class Sure(BaseModel):
     sure: bool
 
 
-def test_anthropics_client_parses_json_by_a_schema(chat: House, pair: House) -> None:
+def test_anthropics_client_parses_json_by_a_schema(chat: RunningServer, pair: RunningServer) -> None:
     from anthropic import Anthropic
 
     for house in (chat, pair):

@@ -11,31 +11,31 @@ from tests.harness.conformance.families import FAMILIES
 from tests.harness.conformance.http_client import Server
 from tests.harness.conformance.requests import CHAT, HELLO
 from tests.harness.conformance.table import cell, page, passing
-from tests.server.house import House
+from tests.server.house import RunningServer
 
 PAGE = passing((Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8"))
 EVERY = [pytest.param(case, id=f"{family.title}-{place}") for family in FAMILIES for place, case in enumerate(family)]
 
 
 @pytest.fixture(scope="module")
-def servers(houses: tuple[House, House]) -> Servers:
-    chat, pair = houses
+def servers(running_servers: tuple[RunningServer, RunningServer]) -> Servers:
+    chat, pair = running_servers
     return Servers(Server(chat.url), Server(pair.url))
 
 
 @pytest.mark.parametrize("case", EVERY)
-def test_a_case_that_passes_in_the_page_passes(servers: Servers, case: Case) -> None:
+def test_case_documented_as_passing_passes(servers: Servers, case: Case) -> None:
     found = outcome(case, servers)
     assert cell(case.name) in PAGE, "python -m tests.harness.conformance --write docs/conformance.md"
     assert found.verdict == PASSES or not PAGE[cell(case.name)], f"{case.name}: {found.words}"
 
 
-def test_no_two_cases_have_one_name_and_the_page_has_no_others() -> None:
+def test_case_names_are_unique_and_equal_those_of_the_page() -> None:
     names = [cell(case.name) for family in FAMILIES for case in family]
     assert all(names) and sorted(names) == sorted(PAGE)
 
 
-def test_an_outcome_is_the_servers_behaviour(servers: Servers) -> None:
+def test_case_outcome_is_passes_refused_or_differs(servers: Servers) -> None:
     cases = Cases("Ways to end")
 
     @cases.add("here")

@@ -51,7 +51,7 @@ def address() -> Iterator[tuple[str, int]]:
         yield where
 
 
-def said(address: tuple[str, int], *parts: bytes, pause: float = 0.0) -> bytes:
+def response_to(address: tuple[str, int], *parts: bytes, pause: float = 0.0) -> bytes:
     """Returns the server's answer to `parts`, until it closes the connection or has long been silent."""
     with socket.create_connection(address, timeout=200) as client:
         for part in parts:
@@ -92,27 +92,27 @@ def head(path: str, *fields: bytes) -> bytes:
           b"Content-Length: 99999999999\r\n\r\n"], b"413"),
     ],
 )  # fmt: skip
-def test_an_invalid_request_has_its_status(address: tuple[str, int], parts: list[bytes], status: bytes) -> None:
-    answer = said(address, *parts)
+def test_raw_request_has_its_status(address: tuple[str, int], parts: list[bytes], status: bytes) -> None:
+    answer = response_to(address, *parts)
     assert answer.split(b" ")[1] == status and b"Traceback" not in answer
 
 
 @pytest.fixture
-def in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server with short timeouts for receiving headers and sending answers."""
     monkeypatch.setattr(connection, "HEADER_SECONDS", 0.5)
     monkeypatch.setattr(connection, "READER_SECONDS", 0.5)
 
 
-@pytest.mark.usefixtures("in_haste")
+@pytest.mark.usefixtures("short_timeouts")
 @pytest.mark.parametrize("parts", [[], [b"G"], [b"GET /health HTTP/1.1\r\n", *[b"X: y\r\n"] * 9]])
-def test_headers_that_drip_are_not_waited_for(address: tuple[str, int], parts: list[bytes]) -> None:
-    assert said(address, *parts, pause=0.1) == b""
+def test_connection_with_slow_headers_is_closed(address: tuple[str, int], parts: list[bytes]) -> None:
+    assert response_to(address, *parts, pause=0.1) == b""
 
 
-def test_a_silent_client_delays_nobody(address: tuple[str, int]) -> None:
+def test_silent_connections_do_not_delay_others(address: tuple[str, int]) -> None:
     silent = [socket.create_connection(address) for _ in range(50)]
-    assert b" 200 " in said(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert b" 200 " in response_to(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     for one in silent:
         one.close()
 
@@ -132,30 +132,32 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("sent", "code"), WRONG)
-def test_invalid_http_is_refused_in_the_shape_of_the_api(address: tuple[str, int], sent: bytes, code: int) -> None:
-    answer = said(address, sent)
+def test_invalid_http_is_refused_in_the_apis_error_format(address: tuple[str, int], sent: bytes, code: int) -> None:
+    answer = response_to(address, sent)
     headers, _, body = answer.partition(b"\r\n\r\n")
-    told = json.loads(body)
+    error_body = json.loads(body)
     assert status(answer) == code and b"connection: close" in headers.lower() and b"x-request-id" in headers.lower()
-    assert told["error"]["message"] and (told.get("type") == "error") == (CLAUDE.encode() in sent)
+    assert error_body["error"]["message"] and (error_body.get("type") == "error") == (CLAUDE.encode() in sent)
 
 
-def test_a_body_in_chunks_is_read(address: tuple[str, int]) -> None:
+def test_chunked_request_body_is_read(address: tuple[str, int]) -> None:
     chunks = b"1\r\n{\r\n1\r\n}\r\n0\r\n\r\n"
-    answer = said(address, head(TEXT, b"Transfer-Encoding: chunked", b"Connection: close") + chunks)
+    answer = response_to(address, head(TEXT, b"Transfer-Encoding: chunked", b"Connection: close") + chunks)
     assert status(answer) == 400 and b"prompt" in answer
 
 
-def test_chunks_without_end_are_too_large(address: tuple[str, int]) -> None:
+def test_endless_chunked_body_is_refused(address: tuple[str, int]) -> None:
     chunk = b"%x\r\n%s\r\n" % (2**20, b" " * 2**20)
-    answer = said(address, head(TEXT, b"Transfer-Encoding: chunked"), *[chunk] * 40)
+    answer = response_to(address, head(TEXT, b"Transfer-Encoding: chunked"), *[chunk] * 40)
     assert status(answer) == 413
 
 
-def test_requests_one_behind_the_other_are_answered_in_their_order(address: tuple[str, int]) -> None:
+def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> None:
     one = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     wrong = head(TEXT, b"Content-Length: 2") + b"{}"
-    answer = said(address, one + wrong + one + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    answer = response_to(
+        address, one + wrong + one + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    )
     assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"400", b"200", b"200"]
 
 
@@ -166,12 +168,12 @@ def test_expect_100_continue_is_answered_with_continue_or_a_refusal(address: tup
         assert client.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
         client.sendall(b"{}")
         assert status(client.recv(65536)) == 400
-    assert status(said(address, head(TEXT, b"Content-Length: 99999999999", *wanted))) == 413
+    assert status(response_to(address, head(TEXT, b"Content-Length: 99999999999", *wanted))) == 413
 
 
-def test_an_upgrade_that_is_not_known_is_passed_over(address: tuple[str, int]) -> None:
+def test_unknown_upgrade_is_ignored(address: tuple[str, int]) -> None:
     more = b"Connection: Upgrade, close\r\nUpgrade: websocket\r\n"
-    assert status(said(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + more + b"\r\n")) == 200
+    assert status(response_to(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + more + b"\r\n")) == 200
 
 
 @pytest.mark.parametrize("asked", [b"", b"GET /heal", head(TEXT, b"Content-Length: 20") + b"{}"])
@@ -182,8 +184,8 @@ def test_a_client_that_closes_within_a_request_is_disconnected(address: tuple[st
         assert client.recv(65536) == b""
 
 
-@pytest.mark.usefixtures("in_haste")
-def test_writing_to_a_client_that_reads_nothing_ends(address: tuple[str, int]) -> None:
+@pytest.mark.usefixtures("short_timeouts")
+def test_connection_of_a_client_that_reads_nothing_is_closed(address: tuple[str, int]) -> None:
     """A whole answer as well as a stream: the server keeps what the system's buffers cannot hold."""
     many = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400
     with socket.socket() as client:
@@ -197,7 +199,7 @@ def test_writing_to_a_client_that_reads_nothing_ends(address: tuple[str, int]) -
                 time.sleep(0.05)
 
 
-def test_too_many_connections_are_turned_away_and_those_that_are_go_on(
+def test_excess_connections_are_refused_and_open_ones_continue(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = HTTPConnection(*address, timeout=200)
@@ -208,12 +210,12 @@ def test_too_many_connections_are_turned_away_and_those_that_are_go_on(
 
     assert healthy()
     monkeypatch.setattr(connection, "max_connections", lambda: 1)
-    refused = said(address)
+    refused = response_to(address)
     assert status(refused) == 503 and b"the maximum" in refused and b"retry-after" in refused
     assert healthy()
     monkeypatch.undo()
     first.close()
-    assert b" 200 " in said(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert b" 200 " in response_to(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here, which makes the certificate")
@@ -228,4 +230,4 @@ def test_https_is_served_with_a_certificate_and_plain_http_is_not(tmp_path: Path
         client.request("GET", "/health")
         assert client.getresponse().read() == b'{"status":"ok"}'
         client.close()
-        assert said(("127.0.0.1", port), b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") == b""
+        assert response_to(("127.0.0.1", port), b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") == b""

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.house import House
+from tests.server.house import RunningServer
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text(encoding="utf-8"))
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -24,7 +24,7 @@ def queries(panel: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def known(pair: House) -> dict[str, set[str]]:
+def known(pair: RunningServer) -> dict[str, set[str]]:
     """The labels of each series of a server that has answered a request."""
     for mode in ("ar", "ssd"):
         asked = {"prompt": "def fibonacci(n):", "max_tokens": 40, "speculation": {"mode": mode}}
@@ -34,7 +34,7 @@ def known(pair: House) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_the_series_of_a_panel_exist(panel: Any, known: dict[str, set[str]]) -> None:
+def test_panel_queries_use_existing_series_and_labels(panel: Any, known: dict[str, set[str]]) -> None:
     for query in queries(panel):
         names = re.findall(r"outrider:\w+", query)
         assert names and set(names) <= known.keys()
@@ -48,7 +48,7 @@ def test_the_series_of_a_panel_exist(panel: Any, known: dict[str, set[str]]) -> 
             assert name.endswith(("_total", "_bucket", "_sum", "_count")), "only what never falls has a rate"
 
 
-def test_each_panel_has_a_title_a_unit_words_and_a_place_of_its_own() -> None:
+def test_each_panel_has_title_unit_description_and_its_own_place() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     for panel in PANELS:
         assert panel["title"] and panel["description"].endswith(".")
@@ -62,14 +62,14 @@ def test_each_panel_has_a_title_a_unit_words_and_a_place_of_its_own() -> None:
         assert any(apart) and one["x"] + one["w"] <= 24
 
 
-def test_the_series_of_its_variables_exist(known: dict[str, set[str]]) -> None:
+def test_variable_queries_use_existing_series(known: dict[str, set[str]]) -> None:
     asked = [variable["query"] for variable in DASHBOARD["templating"]["list"] if variable["type"] == "query"]
     for query in asked:
         (name, label), *others = re.findall(r"label_values\((outrider:\w+), (\w+)\)", query["query"])
         assert label in known[name] and not others
 
 
-def test_the_variables_that_are_asked_with_are_declared() -> None:
+def test_variables_used_in_panels_are_declared() -> None:
     declared = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD["panels"])))
     assert used - {"__rate_interval"} == declared

@@ -30,27 +30,27 @@ def again(dashboard: Any) -> Any:
     return json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
 
 
-def lost(given: Any, known: Any, where: str = "") -> Iterator[str]:
+def changed_paths(given: Any, known: Any, where: str = "") -> Iterator[str]:
     """Returns the paths of given values that are unknown or have changed."""
     if isinstance(given, dict) and isinstance(known, dict):
         for name, value in given.items():
-            yield from lost(value, known[name], f"{where}/{name}") if name in known else [f"{where}/{name}"]
+            yield from changed_paths(value, known[name], f"{where}/{name}") if name in known else [f"{where}/{name}"]
     elif isinstance(given, list) and isinstance(known, list) and len(given) == len(known):
         for index, (one, other) in enumerate(zip(given, known, strict=True)):
-            yield from lost(one, other, f"{where}/{index}")
+            yield from changed_paths(one, other, f"{where}/{index}")
     elif given != known:
         yield where
 
 
-def misfits(thing: Any, where: str = "") -> Iterator[str]:
+def mistyped_paths(thing: Any, where: str = "") -> Iterator[str]:
     """Returns the paths of values that are not of their field's type in the schema."""
     if isinstance(thing, list | dict):
         for name, value in enumerate(thing) if isinstance(thing, list) else thing.items():
-            yield from misfits(value, f"{where}/{name}")
+            yield from mistyped_paths(value, f"{where}/{name}")
     elif type(thing).__module__.startswith(MODELS) and hasattr(thing, "__dict__"):
         for name, adapter in adapters(type(thing)).items():
             value = getattr(thing, name)
-            yield from misfits(value, f"{where}/{name}") if fits(adapter, value) else [f"{where}/{name}"]
+            yield from mistyped_paths(value, f"{where}/{name}") if fits(adapter, value) else [f"{where}/{name}"]
 
 
 @cache
@@ -66,19 +66,19 @@ def fits(adapter: TypeAdapter[Any], value: object) -> bool:
         return False
 
 
-def test_all_that_it_says_is_known_to_grafana() -> None:
-    assert list(lost(FILE, again(FILE))) == []
+def test_dashboard_round_trips_through_grafanas_model() -> None:
+    assert list(changed_paths(FILE, again(FILE))) == []
 
 
-def test_each_value_is_of_the_schemas_type() -> None:
+def test_each_value_has_the_type_of_the_schema() -> None:
     dashboard = Dashboard.from_json(FILE)
-    assert list(misfits(dashboard)) == []
+    assert list(mistyped_paths(dashboard)) == []
     for panel in (panel for panel in dashboard.panels if panel.type_val != "row"):
         assert type(panel.options).__module__ == MODELS + panel.type_val.replace("-", ""), "else nobody looked at them"
 
 
 @pytest.mark.parametrize("place", ["graphTooltip", "title", "tags", "panels/1/gridPos/w", "panels/1/options/graphMode"])
-def test_a_value_of_another_type_is_seen(place: str) -> None:
+def test_value_of_another_type_is_detected(place: str) -> None:
     broken = deepcopy(FILE)
     *above, name = place.split("/")
     thing = broken
@@ -86,10 +86,10 @@ def test_a_value_of_another_type_is_seen(place: str) -> None:
         thing = thing[int(step) if isinstance(thing, list) else step]
     assert name in thing
     thing[name] = {"of": "another type"}
-    assert len(list(misfits(Dashboard.from_json(broken)))) == 1
+    assert len(list(mistyped_paths(Dashboard.from_json(broken)))) == 1
 
 
-def test_a_setting_that_grafana_does_not_have_is_seen() -> None:
+def test_setting_unknown_to_grafana_is_detected() -> None:
     broken = deepcopy(FILE)
     broken["panels"][1]["options"]["colourMode"] = "value"
-    assert list(lost(broken, again(broken))) == ["/panels/1/options/colourMode"]
+    assert list(changed_paths(broken, again(broken))) == ["/panels/1/options/colourMode"]

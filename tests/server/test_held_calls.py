@@ -140,7 +140,7 @@ def tools_of(name: str) -> tuple[dict[str, Any], ...]:
 
 @pytest.mark.parametrize("special", [True, False], ids=["tokens", "bytes"])
 @every_format
-def test_a_required_call_is_generated(tmp_path: Path, name: str, special: bool) -> None:
+def test_required_call_is_generated_in_every_format(tmp_path: Path, name: str, special: bool) -> None:
     model, tools = Model(tmp_path, name, SPECIAL[name] if special else ()), tools_of(name)
     box = Toolbox(tools, must=True, strict=frozenset(["flat", "deep", "none"]))
     grammar = answer_grammar(model.served, TokenizedPrompt(()), box, None)
@@ -160,7 +160,7 @@ def test_a_required_call_is_generated(tmp_path: Path, name: str, special: bool) 
 
 
 @pytest.mark.parametrize("name", ["json_tools", "mistral", "kimi_k2", "glm47"])
-def test_the_number_of_calls_may_be_limited_to_one(tmp_path: Path, name: str) -> None:
+def test_calls_can_be_limited_to_one(tmp_path: Path, name: str) -> None:
     model, box = Model(tmp_path, name, SPECIAL[name]), Toolbox(TOOLS, must=True, one=True)
     grammar = answer_grammar(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
@@ -172,9 +172,7 @@ def test_the_number_of_calls_may_be_limited_to_one(tmp_path: Path, name: str) ->
     ("special", "thoughts"), [*((True, one) for one in Thoughts), (False, Thoughts.NONE), (False, Thoughts.BEGUN)]
 )
 @pytest.mark.parametrize("name", ["json_tools", "qwen3_coder"])
-def test_strict_tools_leave_words_and_thoughts_free(
-    tmp_path: Path, name: str, special: bool, thoughts: Thoughts
-) -> None:
+def test_strict_tools_constrain_only_the_calls(tmp_path: Path, name: str, special: bool, thoughts: Thoughts) -> None:
     """Each mark begins a call that can be read."""
     marks = (*SPECIAL[name], "<think>", "</think>") if special else ()
     model, tools, prompt = Model(tmp_path, name, marks), tools_of(name), TokenizedPrompt((), thoughts)
@@ -204,7 +202,7 @@ FORMS = {
 
 @pytest.mark.parametrize("thoughts", Thoughts)
 @pytest.mark.parametrize("kind", FORMS)
-def test_a_response_format_with_tools_allows_either(tmp_path: Path, kind: str, thoughts: Thoughts) -> None:
+def test_response_format_with_tools_allows_a_call_or_the_format(tmp_path: Path, kind: str, thoughts: Thoughts) -> None:
     model, prompt = (
         Model(tmp_path, "json_tools", (*SPECIAL["json_tools"], "<think>", "</think>")),
         TokenizedPrompt((), thoughts),
@@ -237,9 +235,7 @@ def test_a_response_format_with_tools_allows_either(tmp_path: Path, kind: str, t
         ({"type": "object", "properties": {"x": False}, "required": ["x"]}, "of f .*Unsatisfiable"),
     ],
 )
-def test_a_schema_that_cant_be_met_is_refused_by_the_tools_name(
-    tmp_path: Path, parameters: dict[str, Any], words: str
-) -> None:
+def test_unsatisfiable_tool_schema_error_names_the_tool(tmp_path: Path, parameters: dict[str, Any], words: str) -> None:
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
     with pytest.raises(Refused, match=words) as refused:
         answer_grammar(model.served, TokenizedPrompt(()), Toolbox((function("f", None, parameters),), must=True), None)
@@ -255,7 +251,7 @@ def test_a_strict_tool_enforces_its_whole_schema(tmp_path: Path) -> None:
         answer_grammar(model.served, TokenizedPrompt(()), Toolbox(tools, must=True, strict=frozenset(["f"])), None)
 
 
-def test_a_schema_without_a_grammar_only_begins_as_a_call(tmp_path: Path) -> None:
+def test_unsupported_schema_constrains_only_the_start_of_a_call(tmp_path: Path) -> None:
     model, name = Model(tmp_path, "qwen3_coder", SPECIAL["qwen3_coder"]), "qwen3_coder"
     assert name in WITHOUT_DEEP
     grammar = answer_grammar(model.served, TokenizedPrompt(()), Toolbox(TOOLS, must=True), None)
@@ -297,7 +293,7 @@ STRINGS = [
 
 
 @pytest.mark.parametrize(("name", "text", "schema", "known", "unknown"), STRINGS)
-def test_a_string_may_be_written_as_far_as_it_is_read_again(
+def test_allowed_string_spellings_are_those_read_back_unchanged(
     tmp_path: Path, name: str, text: str, schema: dict[str, Any], known: tuple[str, ...], unknown: tuple[str, ...]
 ) -> None:
     """An allowed spelling is read as the same string; one that is not allowed is read as another."""
@@ -312,7 +308,7 @@ def test_a_string_may_be_written_as_far_as_it_is_read_again(
         assert ([json.loads(call.arguments) for call in calls] == [{"x": value}]) == (value in known), value
 
 
-def test_a_mark_in_a_value_does_not_end_a_call_that_is_held(tmp_path: Path) -> None:
+def test_end_tag_inside_a_value_does_not_end_the_call(tmp_path: Path) -> None:
     """Where the format's marks are bytes, a string may have them."""
     model = Model(tmp_path, "json_tools", ())
     box = Toolbox((function("f", None, {"properties": {"x": TEXT}}),), must=True)

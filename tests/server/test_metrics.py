@@ -11,19 +11,19 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.protocol.messages import Stats, Timings, WorkerStats
 from outrider.server.metrics import ProcessMetrics
-from tests.server.house import House
+from tests.server.house import RunningServer
 
 TALK = [{"role": "user", "content": "hi"}]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def metrics(house: House) -> str:
+def metrics(house: RunningServer) -> str:
     answer = httpx.get(f"{house.url}/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")
     return answer.text
 
 
-def samples(house: House) -> Samples:
+def samples(house: RunningServer) -> Samples:
     """Returns values by name and labels, without the model's label."""
     found: Samples = {}
     for family in text_string_to_metric_families(metrics(house)):
@@ -37,12 +37,12 @@ def of(found: Samples, name: str, **labels: str) -> float:
     return found[name, frozenset(labels.items())]
 
 
-def complete(house: House, **asked: Any) -> Any:
+def complete(house: RunningServer, **asked: Any) -> Any:
     body = {"prompt": "def fibonacci(n):", "max_tokens": 40, **asked}
     return httpx.post(f"{house.url}/v1/completions", json=body, timeout=200).json()
 
 
-def test_names_types_and_helps_follow_prometheus_conventions(pair: House) -> None:
+def test_names_types_and_helps_follow_prometheus_conventions(pair: RunningServer) -> None:
     families = list(text_string_to_metric_families(metrics(pair)))
     assert len({family.name for family in families}) == len(families) > 40
     for family in families:
@@ -55,7 +55,7 @@ def test_names_types_and_helps_follow_prometheus_conventions(pair: House) -> Non
             assert family.name.endswith("_seconds")
 
 
-def test_histograms_are_cumulative_and_complete(pair: House) -> None:
+def test_histograms_are_cumulative_and_complete(pair: RunningServer) -> None:
     complete(pair)
     for family in text_string_to_metric_families(metrics(pair)):
         if family.type != "histogram":
@@ -66,7 +66,7 @@ def test_histograms_are_cumulative_and_complete(pair: House) -> None:
         assert all(a.value <= b.value and float(a.labels["le"]) < float(b.labels["le"]) for a, b in pairwise(buckets))
 
 
-def test_counts_are_those_of_the_answers_timings(pair: House) -> None:
+def test_counters_equal_the_timings_of_the_answers(pair: RunningServer) -> None:
     before = samples(pair)
     answers = [complete(pair, speculation={"mode": mode}) for mode in ("ar", "sd", "ssd")]
     while not any(answer["timings"]["draft_n_accepted"] for answer in answers):  # no draft came in time
@@ -78,7 +78,7 @@ def test_counts_are_those_of_the_answers_timings(pair: House) -> None:
         series = name, frozenset(labels.items())
         return after.get(series, 0.0) - before.get(series, 0.0)
 
-    def told(name: str) -> float:
+    def total(name: str) -> float:
         return sum(one[name] for one in times)
 
     for name, field in {
@@ -91,8 +91,8 @@ def test_counts_are_those_of_the_answers_timings(pair: House) -> None:
         "spec_decode_num_accepted_tokens": "draft_n_accepted",
         "speculation_cache_hits": "cache_hits",
     }.items():
-        assert grew(f"{name}_total") == told(field), name
-    assert told("draft_n_accepted") > 0 and told("cache_hits") + told("cache_misses") > 0
+        assert grew(f"{name}_total") == total(field), name
+    assert total("draft_n_accepted") > 0 and total("cache_hits") + total("cache_misses") > 0
     misses = {
         "branch": "cache_late",
         "plain": "missed_then_plain",
@@ -100,11 +100,11 @@ def test_counts_are_those_of_the_answers_timings(pair: House) -> None:
         "drafted": "missed_then_drafted",
     }
     for followed, field in misses.items():
-        assert grew("speculation_cache_misses_total", followed_by=followed) == told(field), followed
-    assert told("cache_misses") == sum(told(field) for field in misses.values())
+        assert grew("speculation_cache_misses_total", followed_by=followed) == total(field), followed
+    assert total("cache_misses") == sum(total(field) for field in misses.values())
     places = max(len(one["drafted_by_position"]) for one in times)
     at = [grew("spec_decode_num_draft_tokens_per_pos_total", position=str(place)) for place in range(places)]
-    assert sum(at) == told("draft_n") and at[0] >= at[-1]
+    assert sum(at) == total("draft_n") and at[0] >= at[-1]
     assert grew("request_success_total", finished_reason="length") == 3
     assert grew("http_requests_total", path="/v1/completions", status="200") == 3
     assert of(after, "http_choices_running") == 0
@@ -112,14 +112,14 @@ def test_counts_are_those_of_the_answers_timings(pair: House) -> None:
                  "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
                  "request_generation_tokens"):  # fmt: skip
         assert grew(f"{name}_count") == 3, name
-    assert grew("request_generation_tokens_sum") == told("predicted_n")
-    assert grew("request_decode_time_seconds_sum") == pytest.approx(told("predicted_ms") / 1000)
+    assert grew("request_generation_tokens_sum") == total("predicted_n")
+    assert grew("request_decode_time_seconds_sum") == pytest.approx(total("predicted_ms") / 1000)
     # Each request's rounds but the first, which reads the prompt; one at a time, a forward has one outcome.
-    assert grew("round_duration_seconds_count") == grew("verify_duration_seconds_count") == told("rounds") - 3
-    assert grew("verify_duration_seconds_sum") == pytest.approx(told("verify_ms") / 1000)
+    assert grew("round_duration_seconds_count") == grew("verify_duration_seconds_count") == total("rounds") - 3
+    assert grew("verify_duration_seconds_sum") == pytest.approx(total("verify_ms") / 1000)
 
 
-def test_ends_and_errors_are_counted_by_kind(pair: House) -> None:
+def test_finishes_and_errors_are_counted_by_kind(pair: RunningServer) -> None:
     before = samples(pair)
     complete(pair, stop=["\n"])
     complete(pair, prompt=[5] * 100_000)
@@ -129,7 +129,7 @@ def test_ends_and_errors_are_counted_by_kind(pair: House) -> None:
         assert of(after, f"{name}_total", **labels) == of(before, f"{name}_total", **labels) + 1
 
 
-def test_no_label_holds_text_from_a_request(chat: House) -> None:
+def test_no_label_holds_text_from_a_request(chat: RunningServer) -> None:
     for path in ("/nowhere/at/all", "/v1/models/nobody's", "/models/nobody's", "/v1/chat/completions/x", "/%ff"):
         assert httpx.get(f"{chat.url}{path}").status_code == 404
     httpx.post(f"{chat.url}/v1/chat/completions", json={"model": "typed", "messages": TALK})
@@ -140,14 +140,14 @@ def test_no_label_holds_text_from_a_request(chat: House) -> None:
     assert of(samples(chat), "http_requests_total", path="/models/{name:path}", status="404") >= 1
 
 
-def test_each_worker_is_in_one_state(chat: House) -> None:
+def test_each_worker_is_in_one_state(chat: RunningServer) -> None:
     found = {labels: value for (name, labels), value in samples(chat).items() if name == "worker_state"}
     ready = [dict(labels) for labels, value in found.items() if value == 1]
     assert sorted(one["worker"] for one in ready) == ["draft-0", "target-0"]
     assert {one["state"] for one in ready} == {"ready"} and len(found) == 12
 
 
-def test_the_processes_of_the_server_are_looked_at(pair: House) -> None:
+def test_process_metrics_cover_all_processes_of_the_server(pair: RunningServer) -> None:
     found = samples(pair)
     for process in ("http", "orchestrator", "target-0", "draft-0"):
         assert of(found, "process_resident_memory_bytes", process=process) > 2**20
@@ -155,7 +155,7 @@ def test_the_processes_of_the_server_are_looked_at(pair: House) -> None:
         assert of(found, "process_open_fds", process=process) > 2
 
 
-def test_a_worker_from_elsewhere_is_no_process_of_this_machine() -> None:
+def test_remote_worker_has_no_process_metrics() -> None:
     """Its process id may be that of an unrelated process here."""
     stranger = WorkerStats("draft", "far", "ready", 1, "mlx", "m", 1, 1, 1, 1, "")
     looked_at = ProcessMetrics()

@@ -13,7 +13,7 @@ import pytest
 
 from outrider import SamplingParams
 from tests.halts import pid_of, slowed, still
-from tests.server.house import KEY, House
+from tests.server.house import KEY, RunningServer
 from tools.page import visit as visiting
 from tools.page.agreement import disagreements
 from tools.page.browser import browser, found
@@ -34,7 +34,7 @@ def chromium() -> Iterator[Any]:
 
 
 @pytest.fixture
-def visit(chromium: Any, pair: House) -> Iterator[Open]:
+def visit(chromium: Any, pair: RunningServer) -> Iterator[Open]:
     """`visit(**options) -> Page`, ready. Afterwards fails on complaints of the page and requests to other hosts."""
     contexts, complaints, asked = [], [], []
 
@@ -62,7 +62,7 @@ def fill(page: Any, tokens: int = 32, mode: str = "ssd", seed: int = 2, prompt: 
     visiting.fill(page, prompt, tokens, mode, 0.8, seed)
 
 
-def expected_text(pair: House, tokens: int = 32, seed: int = 2) -> str:
+def expected_text(pair: RunningServer, tokens: int = 32, seed: int = 2) -> str:
     return pair.client.generate(PROMPT, SamplingParams(max_tokens=tokens, temp=0.8, seed=seed), mode="ar").text
 
 
@@ -70,7 +70,7 @@ def expected_text(pair: House, tokens: int = 32, seed: int = 2) -> str:
 
 
 @pytest.mark.parametrize("mode", ["auto", "ar", "sd", "ssd"])
-def test_colours_and_figures_agree_with_the_timings(visit: Open, pair: House, mode: str) -> None:
+def test_colours_and_figures_agree_with_the_timings(visit: Open, pair: RunningServer, mode: str) -> None:
     page = visit()
     fill(page, mode=mode)
     answer, lane = generate(page), page.locator(".lane")
@@ -84,7 +84,7 @@ def test_colours_and_figures_agree_with_the_timings(visit: Open, pair: House, mo
     assert (seen["target"] == 32) == (mode == "ar") or mode in ("auto", "ssd")
 
 
-def test_the_rounds_lie_on_one_clock_and_can_be_gone_through(visit: Open, pair: House) -> None:
+def test_timeline_has_a_row_per_process_and_a_round_slider(visit: Open, pair: RunningServer) -> None:
     page = visit()
     fill(page)
     answer, timeline = generate(page), page.locator(".timeline")
@@ -105,7 +105,7 @@ def test_the_rounds_lie_on_one_clock_and_can_be_gone_through(visit: Open, pair: 
     assert timeline.locator(".bar.ahead").count() and timeline.locator("svg use").count()
 
 
-def test_the_race_ends_in_one_text_and_says_so(visit: Open, pair: House) -> None:
+def test_race_ends_with_the_same_text_and_reports_the_speedup(visit: Open, pair: RunningServer) -> None:
     page, answers = visit(), []
     page.on("response", lambda response: answers.append(response) if "chat" in response.url else None)
     fill(page, mode="auto", seed=5)
@@ -145,7 +145,7 @@ def test_different_texts_are_not_reported_as_equal(visit: Open) -> None:
     done(page, "The texts differ from token ")
 
 
-def test_stopping_ends_the_request(visit: Open, pair: House) -> None:
+def test_stop_button_and_escape_cancel_the_request(visit: Open, pair: RunningServer) -> None:
     """The text of this seed has more than 400 tokens."""
     page = visit()
     fill(page, tokens=400)
@@ -172,7 +172,7 @@ def test_stopping_ends_the_request(visit: Open, pair: House) -> None:
     done(page)
 
 
-def test_a_refusal_is_shown_in_the_servers_words(visit: Open) -> None:
+def test_error_message_of_the_server_is_shown(visit: Open) -> None:
     page = visit()
     fill(page, prompt="word " * 4000)
     page.get_by_role("button", name="Generate").click()
@@ -193,7 +193,7 @@ def test_a_refusal_is_shown_in_the_servers_words(visit: Open) -> None:
 # --- a conversation ---------------------------------------------------------------------------------------------------
 
 
-def test_the_text_stands_above_its_numbers_and_a_phone_is_scrolled_to_it(visit: Open) -> None:
+def test_text_is_above_its_figures_and_visible_on_a_phone(visit: Open) -> None:
     page = visit(viewport={"width": 390, "height": 700}, has_touch=True, is_mobile=True)
     assert page.get_by_label("Prompt").input_value() == PROMPT  # an example, so that the first press shows something
     assert not page.get_by_label("Max tokens").is_visible()
@@ -205,7 +205,7 @@ def test_the_text_stands_above_its_numbers_and_a_phone_is_scrolled_to_it(visit: 
     assert places == sorted(places) and 0 <= places[0] < 700
 
 
-def test_the_legend_is_complete_before_the_first_use(visit: Open) -> None:
+def test_legend_is_complete_before_the_first_request(visit: Open) -> None:
     page = visit()
     told = [page.locator(f"#legend .token.{origin}").inner_text() for origin in visiting.ORIGINS]
     timeline = page.locator("#legend .key li").all_inner_texts()
@@ -214,7 +214,7 @@ def test_the_legend_is_complete_before_the_first_use(visit: Open) -> None:
     assert page.locator(".lane .timeline .key li").all_inner_texts() == timeline and len(timeline) == 10
 
 
-def test_a_chat_model_has_a_conversation(visit: Open, chat: House) -> None:
+def test_page_of_a_chat_model_keeps_a_conversation(visit: Open, chat: RunningServer) -> None:
     page, asked = visit(chat.url), []
     page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
     message, turns, answers = page.get_by_label("Message"), page.locator(".turn"), page.locator(".lane .text")
@@ -283,7 +283,7 @@ def test_nothing_is_cut_off_or_scrolls_sideways(visit: Open) -> None:
         assert beyond(page) == []
 
 
-def test_the_keyboard_is_enough_and_the_focus_is_seen(visit: Open) -> None:
+def test_page_is_usable_by_keyboard_with_visible_focus(visit: Open) -> None:
     page = visit()
     seen = []
     for _ in range(12):
@@ -302,7 +302,7 @@ def test_the_keyboard_is_enough_and_the_focus_is_seen(visit: Open) -> None:
     )
 
 
-def test_an_accessibility_engine_finds_nothing_in_light_and_dark(visit: Open) -> None:
+def test_axe_finds_no_violations_in_light_and_dark_mode(visit: Open) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe here (the test extra has it)")
     page = visit()
     fill(page)
@@ -319,7 +319,7 @@ def test_an_accessibility_engine_finds_nothing_in_light_and_dark(visit: Open) ->
 # --- keys ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_required_key_is_requested_and_kept_in_the_tab(visit: Open, guarded: str) -> None:
+def test_required_api_key_is_requested_and_kept_for_the_tab(visit: Open, guarded: str) -> None:
     page = visit(guarded, expected="needs an API key")
     fill(page, tokens=8)
     page.get_by_label("API key").fill("another")

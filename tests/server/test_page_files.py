@@ -8,11 +8,11 @@ from pathlib import Path
 import httpx
 
 from outrider.protocol.schema import Origin
-from tests.server.house import House
+from tests.server.house import RunningServer
 from tools.page.visit import ORIGINS
 
 
-def test_the_page_is_open_its_policy_strict_and_nothing_else_is_given_out(guarded: str, pair: House) -> None:
+def test_page_files_are_public_with_a_strict_policy_and_no_others_served(guarded: str, pair: RunningServer) -> None:
     for path in ("/", "/page/main.js", "/page/style.css", "/page/icon.svg"):
         answer = httpx.get(f"{guarded}{path}")
         policy = answer.headers["content-security-policy"]
@@ -34,7 +34,7 @@ def test_every_file_of_the_page_is_used() -> None:
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", everything)
 
 
-def test_every_origin_of_a_token_has_its_words_its_colour_and_its_count() -> None:
+def test_every_token_origin_has_a_label_a_colour_and_a_counter() -> None:
     """The page would fail in the middle of a text without one."""
     folder = Path(__file__).parents[2] / "server" / "page"
     texts = {path.name: path.read_text() for path in folder.iterdir()}

@@ -49,7 +49,7 @@ def joined(parts: list[Any]) -> list[tuple[str, str]]:
     return found
 
 
-def test_parts_are_the_same_however_a_text_is_cut() -> None:
+def test_parts_do_not_depend_on_how_the_text_is_chunked() -> None:
     random = Random(1)
     for _ in range(200):
         splitter, parts, at = Splitter(THINK, json_tools(), BOX), [], 0
@@ -77,18 +77,18 @@ def test_calls_that_are_cut_off_or_unreadable_are_kept_as_text(text: str, begun:
     assert joined(splitter.feed(text) + splitter.finish()) == expected
 
 
-def test_marks_that_are_not_expected_are_text() -> None:
+def test_unexpected_tags_are_kept_as_text() -> None:
     splitter = Splitter(None, json_tools(), Toolbox())
     assert joined(splitter.feed(TEXT) + splitter.finish()) == [("S", TEXT)]
 
 
-def test_a_format_without_an_end_goes_on_to_the_end_of_the_text() -> None:
+def test_format_without_an_end_tag_extends_to_the_end_of_the_text() -> None:
     splitter = Splitter(None, tool_format(None, (), "mistral"), BOX)
     parts = splitter.feed('So [TOOL_CALLS]f[ARGS]{"x": 1}f[ARGS]{}')
     assert joined(parts + splitter.finish()) == [("S", "So "), ("C", '{"x": 1}'), ("C", "{}")]
 
 
-def test_formats_and_thoughts_are_recognised_as_by_mlx_lm() -> None:
+def test_tool_formats_and_thinking_tags_are_inferred_as_by_mlx_lm() -> None:
     random = Random(2)
     for _ in range(2000):
         template = " ".join(random.sample(MARKS, random.randint(0, 3)))
@@ -102,7 +102,7 @@ def test_formats_and_thoughts_are_recognised_as_by_mlx_lm() -> None:
 
 
 @pytest.mark.parametrize("rest", ["<tool_call>", '<tool_call>\n{"name": "f", "argu', "<tool_ca"])
-def test_a_call_that_is_cut_off_is_no_words(rest: str) -> None:
+def test_incomplete_call_is_dropped_when_the_text_was_cut(rest: str) -> None:
     for cut, words in ((True, []), (False, [("S", rest)])):
         splitter = Splitter(THINK, json_tools(), BOX)
         parts = splitter.feed(f"Well. {CALL}") + splitter.feed(rest) + splitter.finish(cut)

@@ -13,7 +13,7 @@ from outrider.orchestrator.machine.http_process import GLIBC, LARGE_PAGES, large
     ("system", "asked"),
     [("glibc 2.35", LARGE_PAGES), ("glibc 2.41.9000", LARGE_PAGES), ("glibc 2.34", {}), (None, {}), ("musl 3.0", {})],
 )
-def test_large_pages_are_enabled_where_the_systems_allocator_has_them(
+def test_large_pages_are_enabled_only_with_a_recent_glibc(
     system: str | None, asked: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "confstr_names", {GLIBC: 2})
@@ -21,6 +21,6 @@ def test_large_pages_are_enabled_where_the_systems_allocator_has_them(
     assert large_pages() == asked
 
 
-def test_a_system_that_names_no_c_library_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_pages_are_off_when_the_c_library_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "confstr_names", {})
     assert large_pages() == {}

@@ -19,7 +19,7 @@ def event(text: str) -> bytes:
 
 
 @given(st.text())
-def test_it_is_byte_for_byte_the_same(text: str) -> None:
+def test_filled_stencil_equals_the_serialized_event(text: str) -> None:
     filled = Stencil(event).filled(text)
     assert filled == event(text)
     assert json.loads(filled.removeprefix(b"data: "))["choices"][0]["text"] == text

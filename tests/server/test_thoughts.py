@@ -35,10 +35,10 @@ class Spelled:
         ((), True, 0),
     ],
 )
-def test_tokens_from_a_mark_to_a_mark_are_thoughts(pieces: tuple[str, ...], begun: bool, expected: int) -> None:
+def test_thinking_tokens_are_counted_between_tags(pieces: tuple[str, ...], begun: bool, expected: int) -> None:
     assert thought_tokens(Spelled(*pieces), TAGS, begun, list(range(len(pieces)))) == expected  # type: ignore[arg-type]
 
 
-def test_a_mark_without_an_end_makes_all_of_it_a_thought() -> None:
+def test_thinking_without_an_end_tag_extends_to_the_end_of_the_text() -> None:
     spelled = Spelled("a", "<think>", "b", "c")
     assert thought_tokens(spelled, SpanTags("<think>", ""), False, [0, 1, 2, 3]) == 3  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.server.house import TRIES, House
+from tests.server.house import TRIES, RunningServer
 
 if TYPE_CHECKING:
     import anthropic
@@ -39,7 +39,7 @@ IN_FORM: Any = {
 CHAT = "/v1/chat/completions"
 
 
-def post(house: House, path: str = CHAT, **body: Any) -> httpx.Response:
+def post(house: RunningServer, path: str = CHAT, **body: Any) -> httpx.Response:
     return httpx.post(f"{house.url}{path}", json={"max_tokens": 400, **body}, timeout=200)
 
 
@@ -54,7 +54,7 @@ def calls(answer: httpx.Response) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_has_to_come_satisfies_its_schema_in_every_mode(chat: House, stream: bool) -> None:
+def test_required_call_satisfies_its_schema_in_every_mode(chat: RunningServer, stream: bool) -> None:
     """Only the grammar enforces it: the model's script leaves the days out. Drafts follow it, and are accepted."""
     found = set()
     for mode in ("ar", "sd", "ssd"):
@@ -78,14 +78,14 @@ def test_a_call_that_has_to_come_satisfies_its_schema_in_every_mode(chat: House,
     assert len(found) == 1 and {name for one in found for name, _ in one} == {"get_weather"}
 
 
-def test_any_of_the_tools_is_called_once_where_there_may_be_no_more(chat: House) -> None:
+def test_required_choice_without_parallel_calls_makes_one_call(chat: RunningServer) -> None:
     for seed in range(4):
         asked: dict[str, Any] = {"messages": HELLO, "tools": [OTHER, TOOL], "tool_choice": "required", "seed": seed}
         found = calls(post(chat, **asked, temperature=1.5, parallel_tool_calls=False))
         assert len(found) == 1 and found[0][0] in ("other", "get_weather")
 
 
-def test_every_api_requires_calls(ai: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+def test_responses_and_messages_apis_support_required_calls(ai: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     other: dict[str, Any] = {"name": "other", "parameters": None}
     tools: Any = [{"type": "function", "strict": True, **WEATHER}, {"type": "function", "strict": False, **other}]
     choices: Any = [
@@ -107,7 +107,9 @@ def test_every_api_requires_calls(ai: openai.OpenAI, claude: anthropic.Anthropic
         jsonschema.validate(use.input, CITY if use.name == "get_weather" else {})
 
 
-def test_a_tool_that_is_named_is_called_once(chat: House, ai: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+def test_tool_named_in_the_tool_choice_is_called_once(
+    chat: RunningServer, ai: openai.OpenAI, claude: anthropic.Anthropic
+) -> None:
     """The script repeats the call where it may; the grammar ends after one."""
     asked: dict[str, Any] = {"messages": HELLO, "temperature": 1.5, "max_tokens": 2000}
     for seed, stream in ((1, False), (2, False), (3, True)):
@@ -126,14 +128,14 @@ def test_a_tool_that_is_named_is_called_once(chat: House, ai: openai.OpenAI, cla
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_is_cut_off_is_not_returned(chat: House, stream: bool) -> None:
+def test_a_call_that_is_cut_off_is_not_returned(chat: RunningServer, stream: bool) -> None:
     asked: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "tool_choice": "required", "seed": 1, "stream": stream}
     for most in (1, 3, 9):
         text = httpx.post(f"{chat.url}{CHAT}", json={**asked, "max_tokens": most}, timeout=200).text
         assert '"finish_reason":"length"' in text and "tool_call>" not in text and "get_weather" not in text
 
 
-def test_the_tools_that_are_allowed_are_those_that_may_be_called(chat: House) -> None:
+def test_only_allowed_tools_are_called(chat: RunningServer) -> None:
     name = {"type": "function", "function": {"name": "other"}}
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [name]}}
     found = calls(post(chat, messages=HELLO, tools=[OTHER, TOOL], tool_choice=allowed))
@@ -143,7 +145,7 @@ def test_the_tools_that_are_allowed_are_those_that_may_be_called(chat: House) ->
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
 
 
-def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(chat: House) -> None:
+def test_call_of_a_strict_tool_satisfies_its_schema(chat: RunningServer) -> None:
     strict = {"type": "function", "function": {**WEATHER, "strict": True}}
     free = message(post(chat, messages=HELLO, tools=[TOOL]))
     held = message(post(chat, messages=HELLO, tools=[strict]))
@@ -152,7 +154,7 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(chat: House) -> Non
     jsonschema.validate(json.loads(held["tool_calls"][0]["function"]["arguments"]), CITY)
 
 
-def test_with_a_response_format_a_tool_is_called_or_the_format_is_followed(chat: House) -> None:
+def test_response_format_with_tools_yields_a_call_or_the_format(chat: RunningServer) -> None:
     mark = httpx.post(f"{chat.url}/tokenize", json={"content": "<tool_call>"}, timeout=200).json()["tokens"][0]
     asked: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "response_format": IN_FORM}
     said = message(post(chat, **asked, logit_bias={str(mark): -9.0}))
@@ -164,7 +166,7 @@ def test_with_a_response_format_a_tool_is_called_or_the_format_is_followed(chat:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_model_that_thinks_does_so_before_the_form(chat: House, stream: bool) -> None:
+def test_thinking_precedes_the_formatted_answer(chat: RunningServer, stream: bool) -> None:
     texts = set()
     for mode in ("ar", "ssd"):
         asked: dict[str, Any] = {
@@ -187,7 +189,7 @@ def test_a_model_that_thinks_does_so_before_the_form(chat: House, stream: bool) 
     assert len(texts) == 1
 
 
-def test_a_model_that_is_not_to_think_does_not(chat: House) -> None:
+def test_disabled_thinking_is_skipped(chat: RunningServer) -> None:
     """If its template begins a thought nevertheless, the prompt closes it."""
     begun = [*HELLO, {"role": "user", "content": "<|im_start|>assistant\n<think>"}]
     asked: dict[str, Any] = {"messages": begun, "response_format": IN_FORM, "add_generation_prompt": False}
@@ -196,7 +198,7 @@ def test_a_model_that_is_not_to_think_does_not(chat: House) -> None:
     assert "reasoning_content" not in told and json.loads(told["content"])
 
 
-def test_a_text_has_at_least_min_tokens_in_every_mode(chat: House) -> None:
+def test_a_text_has_at_least_min_tokens_in_every_mode(chat: RunningServer) -> None:
     asked: dict[str, Any] = {"messages": HELLO, "max_tokens": 40, "seed": 5, "temperature": 0.8}
     assert post(chat, **asked).json()["usage"]["completion_tokens"] <= 6
     texts = set()
@@ -210,7 +212,7 @@ def test_a_text_has_at_least_min_tokens_in_every_mode(chat: House) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_large_answer_is_compressed_and_a_stream_is_not(chat: House, stream: bool) -> None:
+def test_a_large_answer_is_compressed_and_a_stream_is_not(chat: RunningServer, stream: bool) -> None:
     asked = {"prompt": "<|long|>", "max_tokens": 6000, "stream": stream, "ignore_eos": True}
     found = {}
     for coding in ("gzip", "identity"):
@@ -224,7 +226,7 @@ def test_a_large_answer_is_compressed_and_a_stream_is_not(chat: House, stream: b
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ones", [1, 2])
 def test_constraints_outside_the_grammar_are_checked_afterwards_unless_strict(
-    chat: House, ones: int, stream: bool
+    chat: RunningServer, ones: int, stream: bool
 ) -> None:
     """A list of that many ones, which must differ from each other."""
     schema = {"type": "array", "items": {"const": 1}, "minItems": ones, "maxItems": ones, "uniqueItems": True}
@@ -244,7 +246,7 @@ def test_constraints_outside_the_grammar_are_checked_afterwards_unless_strict(
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("city", ["Paris", "Rome"])
-def test_arguments_that_no_grammar_held_are_checked_afterwards(chat: House, city: str, strict: bool) -> None:
+def test_unconstrained_tool_arguments_are_validated_afterwards(chat: RunningServer, city: str, strict: bool) -> None:
     """The scripted model writes Paris, unless a strict tool's grammar forbids it."""
     schema = {"type": "object", "properties": {"city": {"const": city}}}
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema, "strict": strict}}
@@ -269,15 +271,15 @@ def tool_of(parameters: dict[str, Any]) -> dict[str, Any]:
         ({"tools": [TOOL], "tool_choice": {**NAMED, "function": {"name": "g"}}}, "tool_choice", "not among"),
     ],
 )
-def test_constraints_that_cannot_be_enforced_are_refused_with_the_field(
-    chat: House, body: dict[str, Any], param: str, words: str
+def test_unenforceable_constraint_error_names_its_field(
+    chat: RunningServer, body: dict[str, Any], param: str, words: str
 ) -> None:
     refused = post(chat, messages=HELLO, **{"tool_choice": "required", **body})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param
     assert re.search(words, refused.json()["error"]["message"])
 
 
-def test_a_grammar_may_name_the_models_special_tokens(chat: House) -> None:
+def test_grammar_can_contain_the_models_special_tokens(chat: RunningServer) -> None:
     grammar = 'start: "a" <tool_call> /[0-9]{2}/ </tool_call>'
     answer = post(chat, "/v1/completions", prompt="x", grammar=grammar).json()
     text = answer["choices"][0]["text"]
@@ -296,7 +298,7 @@ def check_rows(rows: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_responses_log_probabilities_are_the_chats(ai: openai.OpenAI, stream: bool) -> None:
+def test_responses_logprobs_equal_those_of_chat(ai: openai.OpenAI, stream: bool) -> None:
     chat = ai.chat.completions.create(model="chatty", messages=HELLO, logprobs=True, top_logprobs=3)
     assert chat.choices[0].logprobs is not None
     expected = [row.model_dump() for row in chat.choices[0].logprobs.content or ()]
@@ -333,6 +335,6 @@ def test_only_the_answers_text_has_logprobs(ai: openai.OpenAI, stream: bool) -> 
         assert [row.token for row in item.content[0].logprobs or ()] == words
 
 
-def test_top_logprobs_requires_logprobs(chat: House) -> None:
+def test_top_logprobs_requires_logprobs(chat: RunningServer) -> None:
     refused = httpx.post(f"{chat.url}/v1/responses", json={"input": "hi", "top_logprobs": 3}, timeout=200)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "top_logprobs"

@@ -17,7 +17,7 @@ from outrider.server.mapping.conversation import ToolSelection, toolbox
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox, load_served
 from outrider.server.model.tool_format import tools_as_text
 from outrider.server.problems import Refused
-from tests.server.house import House, serving
+from tests.server.house import RunningServer, serving
 from tests.server.scripted import ANSWER, PLAIN, text_of
 
 CITY = {
@@ -65,13 +65,13 @@ def model(bare: Path) -> ServedModel:
 
 
 @pytest.fixture(scope="module")
-def house(chat: House, bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def house(chat: RunningServer, bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server of the same cluster with the other template."""
     with serving(chat.client.endpoint, bare, tmp_path_factory.mktemp("words")) as found:
         yield found
 
 
-def test_calls_and_results_are_words_of_the_turns() -> None:
+def test_tools_calls_and_results_become_text_of_the_messages() -> None:
     said = tools_as_text(TALK, (TOOL,))
     assert [one["role"] for one in said] == ["system", "user", "assistant", "user"]
     assert json.dumps(TOOL["function"]) in said[0]["content"] and "<tools>" in said[0]["content"]
@@ -84,9 +84,7 @@ def test_calls_and_results_are_words_of_the_turns() -> None:
     assert tools_as_text(HELLO, ()) == HELLO
 
 
-def test_a_template_that_refuses_system_messages_has_them_before_the_first_words(
-    scripted: Path, tmp_path: Path
-) -> None:
+def test_tools_precede_the_first_user_message_if_system_is_refused(scripted: Path, tmp_path: Path) -> None:
     stern = load_served("stern", folder_with(STERN, scripted, tmp_path / "stern"), ())
     text = stern.codec.decode(stern.prompt(TemplateInput(HELLO, Toolbox((TOOL,)))).tokens)
     assert text.startswith("<|im_start|>user\n") and "<tools>" in text and "\n\nhi<|im_end|>" in text
@@ -94,21 +92,21 @@ def test_a_template_that_refuses_system_messages_has_them_before_the_first_words
         stern.prompt(TemplateInput([{"role": "system", "content": "x"}, *HELLO], Toolbox((TOOL,))))
 
 
-def test_tools_are_refused_where_that_is_switched_off(bare: Path) -> None:
+def test_tools_are_refused_when_the_fallback_is_disabled(bare: Path) -> None:
     off = load_served("bare", bare, ("bare",), tool_fallback=False)
     assert off.tools is None and not off.note
     with pytest.raises(Refused, match="leave tools out"):
         toolbox(off, [TOOL], ToolSelection())
 
 
-def test_the_models_description_says_so(house: House, chat: House) -> None:
+def test_model_description_mentions_the_tool_fallback(house: RunningServer, chat: RunningServer) -> None:
     told = httpx.get(f"{house.url}/v1/models").json()["data"][0]
     assert "described in the system prompt" in told["description"] and "--no-tool-fallback" in told["description"]
     assert "description" not in httpx.get(f"{chat.url}/v1/models").json()["data"][0]
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_whole_task(house: House, choice: Any) -> None:
+def test_tool_call_and_its_result_work_through_the_system_prompt(house: RunningServer, choice: Any) -> None:
     """The schema requires the days, which the script leaves out: only the grammar can enforce them."""
     asked = {"messages": HELLO, "tools": [TOOL], "tool_choice": choice, "max_tokens": 400, "parallel_tool_calls": False}
     answer = httpx.post(f"{house.url}/v1/chat/completions", json=asked, timeout=200).json()["choices"][0]

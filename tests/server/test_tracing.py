@@ -24,7 +24,7 @@ from outrider.server.auth_middleware import CallerClients
 from outrider.server.model.served import load_served
 from outrider.server.tracing import Tracing
 from tests.server.collector import Collector
-from tests.server.house import House
+from tests.server.house import RunningServer
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=value"}
@@ -55,7 +55,7 @@ class App:
 
 
 @pytest.fixture(scope="module")
-def app(pair: House) -> App:
+def app(pair: RunningServer) -> App:
     return App(pair.client.endpoint)
 
 
@@ -64,7 +64,7 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_traced_request_has_a_span_its_choice_another_and_that_its_parts(app: App, stream: bool) -> None:
+def test_traced_request_has_nested_spans_for_its_choice_and_phases(app: App, stream: bool) -> None:
     answer, spans = app.post("/v1/completions", {**ASKED, "stream": stream}, TRACED)
     named = {span.name: span for span in spans}
     names = ["queue", "prefill", "decode", "text_completion fib", "POST /v1/completions"]
@@ -82,7 +82,7 @@ def test_a_traced_request_has_a_span_its_choice_another_and_that_its_parts(app: 
     assert request.start_time <= parts[0].start_time
 
 
-def test_spans_have_the_conventions_attributes_and_counts_of_speculation(app: App) -> None:
+def test_spans_have_genai_attributes_and_speculation_counts(app: App) -> None:
     answer, spans = app.post("/v1/completions", ASKED, TRACED)
     told, times = answer.json(), answer.json()["timings"]
     choice, decode = attributes(spans[3]), attributes(spans[2])
@@ -124,19 +124,19 @@ MALFORMED = ["", "no", VERSION, SHORT, f"00-{TRACE.upper()}-{PARENT}-01", f"00-{
 
 
 @pytest.mark.parametrize("traceparent", [None, *MALFORMED])
-def test_no_span_without_a_traceparent_that_holds(app: App, traceparent: str | None) -> None:
+def test_request_without_a_valid_traceparent_has_no_span(app: App, traceparent: str | None) -> None:
     headers = {} if traceparent is None else {"traceparent": traceparent}
     answer, spans = app.post("/tokenize", {"content": "x"}, headers)
     assert answer.status_code == 200 and spans == []
 
 
-def test_a_later_versions_traceparent_holds_and_one_that_is_not_sampled_is_not_recorded(app: App) -> None:
+def test_later_traceparent_version_is_accepted_and_unsampled_one_skipped(app: App) -> None:
     _, spans = app.post("/tokenize", {"content": "x"}, {"traceparent": f"01-{TRACE}-{PARENT}-01-more"})
     assert [span.name for span in spans] == ["POST /tokenize"]
     assert app.post("/tokenize", {"content": "x"}, {"traceparent": f"00-{TRACE}-{PARENT}-00"})[1] == []
 
 
-def test_a_server_sends_its_spans_to_a_collector(chat: House, collector: Collector) -> None:
+def test_a_server_sends_its_spans_to_a_collector(chat: RunningServer, collector: Collector) -> None:
     asked = {"messages": [{"role": "user", "content": "hi"}]}
     httpx.post(f"{chat.url}/v1/chat/completions", json=asked, headers=TRACED, timeout=200).raise_for_status()
     until = time.monotonic() + 200
@@ -148,7 +148,7 @@ def test_a_server_sends_its_spans_to_a_collector(chat: House, collector: Collect
     assert collector.resource["service.name"] == "outrider" and collector.resource["service.version"]
 
 
-def test_nothing_of_opentelemetry_is_imported_where_nobody_asks_for_it() -> None:
+def test_opentelemetry_sdk_is_not_imported_without_tracing() -> None:
     program = "import outrider.server.__main__, sys; sys.exit('opentelemetry.sdk' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], env=os.environ, timeout=200, check=False).returncode == 0
 
@@ -171,6 +171,6 @@ def test_tracing_is_enabled_by_a_flag_or_by_opentelemetrys_variables(
 
 
 @pytest.mark.parametrize("url", ["collector:4318", "ftp://c", "http://", ""])
-def test_a_collector_that_is_no_url_is_refused(url: str) -> None:
+def test_invalid_collector_url_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="expected a collector's URL such as http:"):
         HttpSettings(otlp_endpoint=url)

@@ -13,7 +13,7 @@ import httpx
 
 from tests.harness.fuzz_http import fuzz
 from tests.harness.scripted_model import ENDLESS
-from tests.server.house import House, serving
+from tests.server.house import RunningServer, serving
 
 HELLO = [{"role": "user", "content": "hi"}]
 LONG = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 1_000_000, "stream": True}
@@ -43,7 +43,7 @@ WRONG: dict[str, tuple[dict[str, Any] | bytes, int]] = {
     "a schema that can't be met": ({"messages": HELLO, "response_format": schema(False)}, 400),
 }
 ASKED = json.dumps(LONG).encode()
-HALF = {
+INCOMPLETE = {
     "nothing said": b"",
     "headers that drip": HEAD,
     "a body that does not come": HEAD + b"Content-Length: 100\r\n\r\n{",
@@ -58,13 +58,13 @@ def words(lines: Iterator[str]) -> Iterator[str]:
             yield json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
 
 
-def test_bad_input_disturbs_no_text_that_is_made_meanwhile(chat: House) -> None:
+def test_bad_requests_do_not_disturb_a_running_stream(chat: RunningServer) -> None:
     host, _, port = chat.url.removeprefix("http://").partition(":")
     with ExitStack() as stack:
         stream = stack.enter_context(httpx.stream("POST", f"{chat.url}{CHAT}", json=LONG, timeout=200))
         told = words(stream.iter_lines())
         said = next(text for text in told if text)
-        for half in HALF.values():
+        for half in INCOMPLETE.values():
             connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=200))
             connection.sendall(half)
         for name, (body, status) in WRONG.items():
@@ -79,7 +79,7 @@ def test_bad_input_disturbs_no_text_that_is_made_meanwhile(chat: House) -> None:
     assert said == (TURN * len(said))[: len(said)] and len(said) > 20
 
 
-def test_random_requests_by_the_servers_own_description(chat: House, scripted: Path, tmp_path: Path) -> None:
+def test_fuzzing_by_the_openapi_schema_finds_no_failure(chat: RunningServer, scripted: Path, tmp_path: Path) -> None:
     """A short form of `python -m tests.harness.fuzz_http`. Endless texts are cancelled soon."""
     with serving(chat.client.endpoint, scripted, tmp_path, request_timeout=1) as house:
         assert fuzz(house.url, tmp_path, seed=1, each=2, phases="fuzzing") == []

@@ -15,7 +15,7 @@ from outrider.server.endpoints import chat, completions, messages
 from outrider.server.problems import problem_of
 
 
-class Prompt(RequestRun):
+class SilentRun(RequestRun):
     """A run that reads a prompt and is silent in between."""
 
     over = False  # type: ignore[assignment]
@@ -44,25 +44,25 @@ def written(events: AnswerFormatter) -> list[bytes]:
     """Returns everything written for such a run."""
 
     async def read() -> list[bytes]:
-        told, found = Prompt(), list[bytes]()
-        while not told.over:
-            found += map(events.of, await told.next())
+        silent_run, found = SilentRun(), list[bytes]()
+        while not silent_run.over:
+            found += map(events.of, await silent_run.next())
         return found
 
     return asyncio.run(read())
 
 
 @pytest.fixture(autouse=True)
-def _in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_run, "SILENCE_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_comments_tell_how_much_is_read_and_that_silence_is_no_end(api: str) -> None:
+def test_silent_stream_sends_progress_and_keep_alive_comments(api: str) -> None:
     assert written(APIS[api]) == [b": prompt 512/4096\n\n", b": still here\n\n", b": prompt 4096/4096\n\n"]
 
 
-def test_anthropics_readers_are_sent_pings() -> None:
+def test_silent_messages_stream_sends_pings() -> None:
     assert (
         written(messages.MessageFormatter(INFO, lambda choice: None))
         == [b'event: ping\ndata: {"type": "ping"}\n\n'] * 3

@@ -31,7 +31,7 @@ def cluster(target: LoadedModel, head: DFlash, kind: type[Cluster] = Cluster, **
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
-def test_in_company_too(target: LoadedModel, mode: str) -> None:
+def test_concurrent_requests_keep_the_targets_text(target: LoadedModel, mode: str) -> None:
     params = [sampling(temp, seed) for seed, temp in enumerate((0.0, 0.8, 0.8, 0.8))]
     made = cluster(target, gated_head(target), full_depth=False)
     assert made.run_together(PROMPT, params, mode) == Cluster(target, None, VirtualClock()).run_together(
@@ -40,13 +40,13 @@ def test_in_company_too(target: LoadedModel, mode: str) -> None:
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_what_it_prepares_is_served(target: LoadedModel, temp: float) -> None:
+def test_prepared_branches_of_a_block_head_are_served(target: LoadedModel, temp: float) -> None:
     """A head that foretells what follows any token that it is told: the first of each branch holds."""
     run = cluster(target, block_token_head(target), depth=2).run(PROMPT, sampling(temp), "ssd")
     assert any(round_.source == "hit" and len(round_.chain) > 1 for round_ in run.rounds) and accepted(run) > 0
 
 
-def test_features_are_used(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_head_needs_fresh_target_features(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that knows what follows from the target's row alone; from none, or an older one, it does not."""
     fresh = cluster(target, block_feature_head(target)).run(PROMPT, sampling(0.0), "sd")
     zeroed, stale = block_feature_head(target), block_feature_head(target)
@@ -59,7 +59,7 @@ def test_features_are_used(target: LoadedModel, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("made", [block_head, gated_head, block_token_head])
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
-def test_after_each_round_it_is_as_one_that_read_the_text_at_once(target: LoadedModel, made: Heads, mode: str) -> None:
+def test_block_heads_cache_equals_a_fresh_read_after_each_round(target: LoadedModel, made: Heads, mode: str) -> None:
     """Whatever was accepted: blocks leave nothing behind, and each true row is read once."""
     head = made(target)
     told: dict[int, np.ndarray[Any, Any]] = {}

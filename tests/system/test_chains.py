@@ -34,7 +34,7 @@ Small = Callable[..., tuple[LoadedModel, LoadedModel]]
 
 
 @matrix(sampling=SAMPLINGS, schedule=SCHEDULES, drafts=[("model", "ssd"), ("model", "sd"), ("random", "ssd")])
-def test_every_served_chain_is_a_fresh_drafters(
+def test_every_served_chain_equals_a_fresh_drafters(
     make_cluster: Make, small_pair: Small, sampling: str, schedule: str, drafts: tuple[str, str]
 ) -> None:
     draft, mode = drafts
@@ -49,7 +49,7 @@ def test_every_served_chain_is_a_fresh_drafters(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_comes_late_is_not_served_in_another_round(make_cluster: Make, small_pair: Small, seed: int) -> None:
+def test_late_branches_are_not_served_in_another_round(make_cluster: Make, small_pair: Small, seed: int) -> None:
     """With five tokens the same outcome comes up again and again, so a branch of the round before would be found."""
     params, model = SamplingParams(max_tokens=60, temp=1.0, seed=seed), small_pair("model", **TOY)[1]
     late = Schedule(turns=(1, 2, UNTIL_IDLE), late=0.6, impatient=0.5)
@@ -63,7 +63,7 @@ def test_what_comes_late_is_not_served_in_another_round(make_cluster: Make, smal
 
 @every_sampling
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_branch_is_a_fresh_drafters_and_forks_where_it_would(
+def test_every_branch_and_its_outcome_equal_a_fresh_drafters(
     make_cluster: Make, small_pair: Small, sampling: str, schedule: str
 ) -> None:
     """Those that nobody asked for too; and the outcomes chosen are its best candidates there."""
@@ -105,7 +105,7 @@ def record_branches(cluster: Cluster) -> dict[tuple[int, int], dict[int, tuple[i
 
 
 @matrix(sampling=SAMPLINGS, schedule=SCHEDULES, mode=["sd", "ssd"])
-def test_the_drafters_columns_are_the_committed_tokens_every_round(
+def test_drafters_cache_holds_the_committed_tokens_every_round(
     make_cluster: Make, small_pair: Small, sampling: str, schedule: str, mode: str
 ) -> None:
     """By their own account, and by what they make the model say after them."""
@@ -131,7 +131,9 @@ def test_the_drafters_columns_are_the_committed_tokens_every_round(
 
 
 @matrix(temp=[0.0, 1.0], schedule=SCHEDULES, mode=["sd", "ssd"])
-def test_a_draft_that_is_the_target_is_always_right(make_cluster: Make, temp: float, schedule: str, mode: str) -> None:
+def test_draft_equal_to_the_target_is_always_accepted(
+    make_cluster: Make, temp: float, schedule: str, mode: str
+) -> None:
     cluster = make_cluster("self", depth=4, branches=8, ngrams=False, schedule=SCHEDULES[schedule])
     times = cluster.run(PROMPT, SamplingParams(max_tokens=100, temp=temp, seed=9), mode).timings
     assert times.draft_n_accepted == times.draft_n > 50
@@ -139,7 +141,7 @@ def test_a_draft_that_is_the_target_is_always_right(make_cluster: Make, temp: fl
 
 @pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=101, temp=temp, seed=9) for temp in (0.0, 1.0)])
 @pytest.mark.parametrize("depth", [1, 4])
-def test_at_full_depth_such_a_draft_brings_depth_and_one_tokens_a_round(
+def test_draft_equal_to_the_target_yields_depth_plus_one_tokens_a_round(
     make_cluster: Make, sampling: SamplingParams, depth: int
 ) -> None:
     cluster = make_cluster("self", depth=depth, branches=8, ngrams=False, full_depth=True)

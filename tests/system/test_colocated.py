@@ -51,12 +51,12 @@ def asked(cluster: Cluster) -> list[Verify]:
     return found
 
 
-def check_room(run: Run, length: int = LENGTH) -> None:
+def check_chains_fit(run: Run, length: int = LENGTH) -> None:
     assert all(round_.base_len + len(round_.chain) < len(PROMPT) + length for round_ in run.rounds)
 
 
 @matrix(sampling=SAMPLINGS, depth=[1, 3, 6], draft=["model", "random"], ngrams=[True, False], mode=["sd", "auto", "ar"])
-def test_the_text_is_what_the_target_says_alone(
+def test_text_equals_plain_decoding(
     make_cluster: Make, small_pair: Small, plain: Plain, sampling: str, depth: int, draft: str, ngrams: bool, mode: str
 ) -> None:
     target, params = small_pair("self")[0], SAMPLINGS[sampling]
@@ -64,14 +64,14 @@ def test_the_text_is_what_the_target_says_alone(
     run = cluster.run(PROMPT, params, mode)
     check_same(target, PROMPT, params, run.tokens, plain(target, PROMPT, params))
     assert (run.reason, run.timings.predicted_n) == ("length", LENGTH)
-    check_room(run)
+    check_chains_fit(run)
     if mode == "sd" and not ngrams:
         assert run.sources["drafter"] == run.timings.draft_rounds > 0
 
 
 @every_sampling
 @pytest.mark.parametrize("draft", ["model", "random"])
-def test_every_chain_is_a_fresh_drafters(make_cluster: Make, small_pair: Small, sampling: str, draft: str) -> None:
+def test_every_chain_equals_a_fresh_drafters(make_cluster: Make, small_pair: Small, sampling: str, draft: str) -> None:
     params, model = SAMPLINGS[sampling], small_pair(draft)[1]
     run = make_cluster(None, colocated=draft, depth=4, ngrams=False).run(PROMPT, params, "sd")
     text, drafted = [*PROMPT, *run.tokens], [round_ for round_ in run.rounds if round_.chain]
@@ -80,7 +80,7 @@ def test_every_chain_is_a_fresh_drafters(make_cluster: Make, small_pair: Small, 
 
 
 @every_sampling
-def test_the_drafters_columns_are_the_committed_tokens(make_cluster: Make, sampling: str) -> None:
+def test_drafters_cache_holds_the_committed_tokens(make_cluster: Make, sampling: str) -> None:
     cluster = make_cluster(None, colocated="model", ngrams=False)
     seen = []
     handle = cluster.rounds.handle
@@ -101,7 +101,7 @@ def test_the_drafters_columns_are_the_committed_tokens(make_cluster: Make, sampl
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 @pytest.mark.parametrize("rule", ["coupled", "residual"])
 @pytest.mark.parametrize("depth", [1, 4])
-def test_a_draft_that_is_the_target_is_always_right(make_cluster: Make, temp: float, rule: str, depth: int) -> None:
+def test_draft_equal_to_the_target_is_always_accepted(make_cluster: Make, temp: float, rule: str, depth: int) -> None:
     sampling = SamplingParams(max_tokens=101, temp=temp, seed=9, rule=rule, q_width=1024)
     cluster = make_cluster(None, colocated="self", depth=depth, ngrams=False)
     verifies = asked(cluster)
@@ -112,7 +112,7 @@ def test_a_draft_that_is_the_target_is_always_right(make_cluster: Make, temp: fl
     assert len(verifies) == 1  # and no word between its rounds
 
 
-def test_a_draft_that_is_always_wrong_brings_a_token_a_round(make_cluster: Make) -> None:
+def test_draft_that_is_always_wrong_yields_one_token_a_round(make_cluster: Make) -> None:
     table = np.full((5, 5), -9.0, np.float32)
     right, wrong = table.copy(), table.copy()
     for token in range(5):
@@ -126,7 +126,7 @@ def test_a_draft_that_is_always_wrong_brings_a_token_a_round(make_cluster: Make)
 
 @every_sampling
 @pytest.mark.parametrize("ngrams", [True, False])
-def test_a_text_that_ends_ends_at_the_same_token_and_what_follows_does_not_count(
+def test_eos_ends_the_text_and_later_draft_tokens_are_not_counted(
     make_cluster: Make, small_pair: Small, plain: Plain, sampling: str, ngrams: bool
 ) -> None:
     target, params = small_pair("self")[0], SAMPLINGS[sampling]
@@ -141,7 +141,7 @@ def test_a_text_that_ends_ends_at_the_same_token_and_what_follows_does_not_count
 
 
 @pytest.mark.parametrize("context", [20, 24, 33])
-def test_past_the_drafts_context_the_target_goes_on_alone(
+def test_target_decodes_plainly_past_the_drafts_context(
     make_cluster: Make, small_pair: Small, plain: Plain, context: int
 ) -> None:
     target, draft = small_pair("model")
@@ -153,17 +153,17 @@ def test_past_the_drafts_context_the_target_goes_on_alone(
     assert any(round_.chain for round_ in run.rounds) and not run.rounds[-1].chain
 
 
-def test_it_ends_where_the_targets_context_ends(make_cluster: Make, small_pair: Small, plain: Plain) -> None:
+def test_text_ends_at_the_targets_context(make_cluster: Make, small_pair: Small, plain: Plain) -> None:
     target = small_pair("model")[0]
     cluster = make_cluster(None, target=replace(target, context_length=31), colocated="model", depth=6, ngrams=False)
     run = cluster.run(PROMPT, SAMPLINGS["greedy"], "sd")
     assert run.tokens == plain(target, PROMPT, SAMPLINGS["greedy"])[: 31 - len(PROMPT)]
-    check_room(run, 31 - len(PROMPT))
+    check_chains_fit(run, 31 - len(PROMPT))
 
 
 @every_sampling
 @pytest.mark.parametrize("vocab_size", [36, 4096])
-def test_a_draft_with_fewer_or_more_tokens_changes_no_token(
+def test_draft_with_another_vocabulary_size_changes_no_token(
     make_cluster: Make, small_pair: Small, plain: Plain, sampling: str, vocab_size: int
 ) -> None:
     target, params = small_pair("self")[0], SAMPLINGS[sampling]
@@ -172,7 +172,7 @@ def test_a_draft_with_fewer_or_more_tokens_changes_no_token(
     check_same(target, PROMPT, params, run.tokens, plain(target, PROMPT, params))
 
 
-def test_where_text_repeats_n_grams_take_their_turn(make_cluster: Make) -> None:
+def test_ngrams_and_drafter_both_draft_repetitive_text(make_cluster: Make) -> None:
     run = make_cluster(None, colocated="random", config=LOOPING, depth=4).run(
         PROMPT, SamplingParams(max_tokens=200), "sd"
     )
@@ -180,7 +180,7 @@ def test_where_text_repeats_n_grams_take_their_turn(make_cluster: Make) -> None:
     assert run.timings.ngram_chains == run.sources["ngram"]
 
 
-def test_without_n_grams_in_sight_the_target_is_asked_ever_less(make_cluster: Make) -> None:
+def test_target_is_asked_less_often_when_no_ngrams_match(make_cluster: Make) -> None:
     cluster = make_cluster(None, colocated="model", depth=1)
     cluster._verifies, verifies = [], asked(cluster)
     run = cluster.run([1], SamplingParams(max_tokens=60, temp=1.5, seed=4), "sd")
@@ -191,7 +191,7 @@ def test_without_n_grams_in_sight_the_target_is_asked_ever_less(make_cluster: Ma
 def test_the_shortest_requests_end_at_their_length(make_cluster: Make, max_tokens: int) -> None:
     run = make_cluster(None, colocated="self", ngrams=False).run(PROMPT, SamplingParams(max_tokens=max_tokens), "sd")
     assert (len(run.tokens), run.reason) == (max_tokens, "length")
-    check_room(run, max_tokens)
+    check_chains_fit(run, max_tokens)
 
 
 # --- residual sampling ----------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_residual_texts_have_the_targets_distribution(make_cluster: Make, saguar
     assert sum(run.sources["drafter"] for run in runs) > 50
 
 
-def test_a_q_that_the_chain_was_not_drawn_from_is_caught(make_cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_q_is_detected_by_the_distribution_check(make_cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above proves nothing."""
     from outrider.target_worker import target_request
 
@@ -234,7 +234,7 @@ def test_a_q_that_the_chain_was_not_drawn_from_is_caught(make_cluster: Make, mon
 # --- real processes -------------------------------------------------------------------------------------------------
 
 
-def test_the_embedded_pair_in_one_process_says_the_same() -> None:
+def test_embedded_pair_in_one_process_generates_the_same_text() -> None:
     with LocalCluster(colocate=True, ngrams=False) as cluster:
         client = cluster.client()
         roles = {worker.role: worker for worker in client.stats().workers}

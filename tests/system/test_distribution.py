@@ -87,11 +87,11 @@ def test_tokens_have_the_targets_probabilities(make: Make, name: str) -> None:
     assert sources[PATHS[name].source] > PATHS[name].share * sources.total(), sources
 
 
-def test_a_wrong_temperature_is_seen(make: Make) -> None:
+def test_wrong_temperature_is_detected(make: Make) -> None:
     assert min(law(runs(make, PATHS["hit"], replace(SAMPLING, temp=0.8)))) < CAUGHT
 
 
-def test_noise_used_for_two_positions_is_seen(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_reused_for_two_positions_is_detected(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token alone would still have the right probabilities."""
 
     def doubled(seed: int, positions: Sequence[int], vocab_size: int) -> Any:

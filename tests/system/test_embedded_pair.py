@@ -115,7 +115,7 @@ def test_every_depth_and_budget_gives_the_same_tokens(
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_four_at_once_by_a_schema_say_what_one_alone_says(client: Client, check_same: Same, temp: float) -> None:
+def test_concurrent_schema_requests_equal_a_single_request(client: Client, check_same: Same, temp: float) -> None:
     """In every mode at the same time; JSON that the schema allows, with the log-probabilities of each token."""
     sampling = SamplingParams(max_tokens=90, temp=temp, seed=8, grammar=Grammar.json_schema(SCHEMA), logprobs=1)
     alone = client.generate(PROMPTS[3].text, sampling, mode="ar")
@@ -132,7 +132,7 @@ def test_four_at_once_by_a_schema_say_what_one_alone_says(client: Client, check_
             assert np.allclose([one.logprob for one in told], [one.logprob for one in alone.logprobs or ()], atol=1e-3)
 
 
-def test_a_text_by_a_grammar_can_be_left(client: Client) -> None:
+def test_server_is_usable_after_a_grammar_stream_is_left(client: Client) -> None:
     sampling = SamplingParams(max_tokens=200, temp=0.8, seed=8, grammar=Grammar("regex", "[a-z ]{300,}"))
     for chunk in client.stream(PROMPTS[0].text, sampling, mode="ssd"):
         assert set(chunk.text) <= set("abcdefghijklmnopqrstuvwxyz ")
@@ -141,7 +141,7 @@ def test_a_text_by_a_grammar_can_be_left(client: Client) -> None:
 
 
 @every_prompt
-def test_greedy_tokens_are_mlx_lms(
+def test_greedy_tokens_equal_those_of_mlx_lm(
     client: Client, target: LoadedModel, codec: TextCodec, check_same: Same, prompt: Prompt
 ) -> None:
     tokens = mx.array(codec.encode(prompt.text))
@@ -149,7 +149,7 @@ def test_greedy_tokens_are_mlx_lms(
     check_same(prompt, GREEDY, client.generate(prompt.text, GREEDY, mode="ssd").token_ids, theirs)
 
 
-def test_a_stream_is_the_text_as_it_grows(client: Client) -> None:
+def test_stream_chunks_add_up_to_the_result(client: Client) -> None:
     stream = client.stream(PROMPTS[0].text, SAMPLED, mode="ssd")
     chunks = list(stream)
     assert "".join(chunk.text for chunk in chunks) == stream.result.text
@@ -157,7 +157,7 @@ def test_a_stream_is_the_text_as_it_grows(client: Client) -> None:
     assert len(chunks) > 5
 
 
-def test_the_async_client_says_the_same(cluster: LocalCluster, client: Client) -> None:
+def test_async_client_returns_the_same_text(cluster: LocalCluster, client: Client) -> None:
     async def ask() -> tuple[tuple[int, ...], str]:
         asked = cluster.async_client()
         result = await asked.generate(PROMPTS[0].text, SAMPLED, mode="ssd")
@@ -169,20 +169,22 @@ def test_the_async_client_says_the_same(cluster: LocalCluster, client: Client) -
     assert (token_ids, text) == (again.token_ids, again.text)
 
 
-def test_who_has_one_request_does_not_wait_for_all_of_anothers(cluster: LocalCluster, client: Client) -> None:
+def test_single_request_is_not_queued_behind_all_of_a_busy_client(cluster: LocalCluster, client: Client) -> None:
     """The server tells ends in their order; while its target stands still all come in."""
     asked = SamplingParams(max_tokens=16, ignore_eos=True)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(cluster.endpoint)
         with still(pid_of(client, "target")):
-            for number, whose in enumerate(["busy"] * 16 + ["single"]):
-                socket.send_multipart(encode(Generate(f"{whose} {number}", PROMPTS[0].text, None, asked, client=whose)))
+            for number, client_name in enumerate(["busy"] * 16 + ["single"]):
+                socket.send_multipart(
+                    encode(Generate(f"{client_name} {number}", PROMPTS[0].text, None, asked, client=client_name))
+                )
             while (stats := client.stats()).active + stats.queued < 17:
                 time.sleep(0.01)
         finished = list[str]()
         while len(finished) < 17:
             assert socket.poll(1000 * LIMIT_SECONDS)
-            heard = decode(socket.recv_multipart())
-            finished += [heard.request] if isinstance(heard, Done) else []
+            received = decode(socket.recv_multipart())
+            finished += [received.request] if isinstance(received, Done) else []
     assert finished.index("single 16") < 14

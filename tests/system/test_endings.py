@@ -77,7 +77,7 @@ def test_a_signal_leaves_no_run_folder(folder: Path, number: signal.Signals, com
     assert run_folders(folder) == []
 
 
-def test_a_trace_on_a_full_disk_is_told_after_the_text(folder: Path, served: Pair) -> None:
+def test_generate_reports_an_unwritable_trace_after_the_text(folder: Path, served: Pair) -> None:
     models = ("--model", str(served.target), "--draft-backend", "ngram")
     asked = ("generate", *models, "-p", "def f(", "-m", "60", "--trace", "t.json")
     process = outrider(folder, *asked, file_size=SMALL_FILES)
@@ -86,7 +86,7 @@ def test_a_trace_on_a_full_disk_is_told_after_the_text(folder: Path, served: Pai
     assert err.splitlines()[-1] == "outrider generate: the trace can't be written to t.json: File too large"
 
 
-def test_a_server_tells_of_a_trace_on_a_full_disk_at_its_end(folder: Path, served: Pair) -> None:
+def test_serve_reports_an_unwritable_trace_at_its_end(folder: Path, served: Pair) -> None:
     models = ("--model", str(served.target), "--draft-backend", "ngram")
     process = outrider(folder, "serve", "--no-http", *models, "--trace", "t.json", file_size=SMALL_FILES)
     endpoint = (process.stdout.readline() if process.stdout else "").split()[1]

@@ -123,7 +123,7 @@ OTHERS = [("schema", "0.8", "random"), ("schema", "0.8", None)]
 
 
 @pytest.mark.parametrize(("grammar", "sampling", "draft"), [(*each, "model") for each in EACH] + OTHERS)
-def test_every_way_gives_the_constrained_text(
+def test_every_mode_gives_the_constrained_text(
     make_cluster: Make, alone: Callable[[str, str], Run], grammar: str, sampling: str, draft: str | None
 ) -> None:
     expected = alone(grammar, sampling)
@@ -136,7 +136,9 @@ def test_every_way_gives_the_constrained_text(
 
 @every_text
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
-def test_a_draft_like_the_target_is_always_right(make_cluster: Make, grammar: str, sampling: str, mode: str) -> None:
+def test_draft_equal_to_the_target_is_always_accepted(
+    make_cluster: Make, grammar: str, sampling: str, mode: str
+) -> None:
     """Both sides rule out the same: else a drafted token would be refused somewhere."""
     cluster = make_cluster("self", config=BYTES, schedule=AMPLE, ngrams=False, full_depth=True)
     run = cluster.run(PROMPT, asked(grammar, sampling), mode, END)
@@ -150,7 +152,7 @@ def test_a_draft_like_the_target_is_always_right(make_cluster: Make, grammar: st
 
 
 @every_grammar
-def test_residual_texts_are_by_the_grammar_too(make_cluster: Make, grammar: str) -> None:
+def test_residual_texts_follow_the_grammar(make_cluster: Make, grammar: str) -> None:
     for seed, mode in enumerate(("ssd", "sd", "ar")):
         sampling = replace(asked(grammar, "0.8"), rule="residual", seed=seed, q_width=3)
         run = make_cluster("model", config=BYTES, schedule=MIXED).run(PROMPT, sampling, mode, END)
@@ -158,7 +160,7 @@ def test_residual_texts_are_by_the_grammar_too(make_cluster: Make, grammar: str)
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "0.8"])
-def test_a_drafter_in_the_targets_process_obeys_too(
+def test_in_process_drafter_follows_the_grammar(
     make_cluster: Make, alone: Callable[[str, str], Run], sampling: str
 ) -> None:
     cluster = make_cluster(None, config=BYTES, colocated="self", ngrams=False)
@@ -168,9 +170,7 @@ def test_a_drafter_in_the_targets_process_obeys_too(
 
 
 @pytest.mark.parametrize("taken", [0, 1, 7, 20])
-def test_a_text_that_goes_on_elsewhere_goes_on_by_the_grammar(
-    small_pair: Small, alone: Callable[[str, str], Run], taken: int
-) -> None:
+def test_resumed_text_continues_by_the_grammar(small_pair: Small, alone: Callable[[str, str], Run], taken: int) -> None:
     """OPEN with generated tokens behind the prompt, as after RESYNC."""
     expected, sampling = alone("schema", "0.8").tokens, asked("schema", "0.8")
     tokens = np.array([*PROMPT, *expected[:taken]], np.int32)
@@ -183,9 +183,7 @@ def test_a_text_that_goes_on_elsewhere_goes_on_by_the_grammar(
     assert found == expected[taken:]
 
 
-def test_requests_that_share_forwards_have_each_their_own_grammar(
-    small_pair: Small, alone: Callable[[str, str], Run]
-) -> None:
+def test_requests_sharing_forwards_keep_their_own_grammars(small_pair: Small, alone: Callable[[str, str], Run]) -> None:
     """Constrained and free ones, all going on plainly together."""
     link = FakeLink("target-0")
     worker = TargetWorker(link, small_pair("self", **BYTES)[0])  # type: ignore[arg-type]
@@ -200,9 +198,7 @@ def test_requests_that_share_forwards_have_each_their_own_grammar(
         assert found[name] == expected
 
 
-def test_where_the_grammar_is_given_up_the_request_fails_in_words(
-    make_cluster: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_fails_when_its_grammar_exceeds_the_limits(make_cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "LIMITS", LLParserLimits(step_lexer_fuel=300, verbose_errors=False))
     hard = SamplingParams(grammar=Grammar("regex", "go ((a|b)*a(a|b){12}|c{3,900}d)+"))
     with pytest.raises(RuntimeError, match="can't be followed after"):
@@ -211,7 +207,7 @@ def test_where_the_grammar_is_given_up_the_request_fails_in_words(
     assert free.tokens
 
 
-def test_the_drafter_needs_no_tokenizer(
+def test_drafter_without_a_grammar_compiler_changes_no_text(
     make_cluster: Make, small_pair: Small, alone: Callable[[str, str], Run]
 ) -> None:
     """Without one it drafts what it likes; that costs drafts, not the text."""

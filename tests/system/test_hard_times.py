@@ -53,25 +53,25 @@ def jumping(tmp_path: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(library)}
 
 
-def test_the_clock_jumps(jumping: dict[str, str]) -> None:
-    code = "import time; told = [time.time() for _ in range(20)]; print(max(told) - min(told) > 10 * 3600)"
-    said = subprocess.run([sys.executable, "-c", code], env={**os.environ, **jumping}, capture_output=True, text=True)
-    assert said.stdout == "True\n", said.stderr
+def test_jumping_clock_library_makes_the_clock_jump(jumping: dict[str, str]) -> None:
+    code = "import time; report = [time.time() for _ in range(20)]; print(max(report) - min(report) > 10 * 3600)"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **jumping}, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_full_disks_no_home_and_a_jumping_clock_change_no_token(jumping: dict[str, str]) -> None:
     ask = f'ulimit -f 0; exec "{sys.executable}" "$@"'
     environment = {**os.environ, **jumping, "HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null/cache"}
-    said = subprocess.run(["bash", "-c", ask, "bash", *ASK], env=environment, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    told = json.loads(said.stdout)
+    done = subprocess.run(["bash", "-c", ask, "bash", *ASK], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
     prompt = default_codec().encode(PROMPT)
-    assert told["token_ids"] == alone(prompt, SamplingParams(max_tokens=TOKENS, temp=0.8, seed=5))
-    assert said.stderr.count("can't be saved in") == 1
-    assert "Traceback" not in said.stderr and "started again" not in said.stderr, said.stderr
+    assert report["token_ids"] == plain_tokens(prompt, SamplingParams(max_tokens=TOKENS, temp=0.8, seed=5))
+    assert done.stderr.count("can't be saved in") == 1
+    assert "Traceback" not in done.stderr and "started again" not in done.stderr, done.stderr
 
 
-def alone(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+def plain_tokens(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
     """What the embedded target says by itself, in this process."""
     slots = open_slots(load(EMBEDDED_TARGET), [prompt], [sampling])
     return [verify(slots[0]).bonus for _ in range(sampling.max_tokens)]

@@ -89,14 +89,14 @@ def accepted(run: Run) -> float:
     mode=["sd", "ssd"],
     temp=[0.0, 0.8],
 )
-def test_the_text_is_the_targets_own(target: LoadedModel, plain: Plain, made: Heads, mode: str, temp: float) -> None:
+def test_text_equals_plain_decoding(target: LoadedModel, plain: Plain, made: Heads, mode: str, temp: float) -> None:
     run = cluster(target, made(target), schedule=MIXED).run(PROMPT, sampling(temp), mode)
     assert run.tokens == plain(target, PROMPT, sampling(temp))
     assert mode == "ssd" or any(round_.chain for round_ in run.rounds)  # what a random head prepares never comes
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
-def test_in_company_too(target: LoadedModel, mode: str) -> None:
+def test_concurrent_requests_keep_the_targets_text(target: LoadedModel, mode: str) -> None:
     params = [sampling(temp, seed) for seed, temp in enumerate((0.0, 0.8, 0.8, 0.8))]
     together = cluster(target, token_head(target), full_depth=False).run_together(PROMPT, params, mode)
     assert together == Cluster(target, None, VirtualClock()).run_together(PROMPT, params, "ar")
@@ -104,7 +104,7 @@ def test_in_company_too(target: LoadedModel, mode: str) -> None:
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("made", [token_head, parallel_token_head])
-def test_what_it_prepares_is_served(target: LoadedModel, made: Heads, temp: float) -> None:
+def test_prepared_branches_of_a_head_are_served(target: LoadedModel, made: Heads, temp: float) -> None:
     """A head that foretells the target's text wherever it knows the token: outcomes have branches, and these hold."""
     run = cluster(target, made(target)).run(PROMPT, sampling(temp), "ssd")
     # How often is the estimates' matter, which follow the machine's clock.
@@ -112,7 +112,7 @@ def test_what_it_prepares_is_served(target: LoadedModel, made: Heads, temp: floa
 
 
 @pytest.mark.parametrize("made", [feature_head, parallel_feature_head, recurrent_head])
-def test_features_are_used(target: LoadedModel, made: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_needs_fresh_target_features(target: LoadedModel, made: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token deep the head knows the text from the target's row alone; from none, or an older one, it does not."""
     fresh = cluster(target, made(target)).run(PROMPT, sampling(0.0), "sd")
     zeroed, stale = made(target), made(target)
@@ -124,13 +124,13 @@ def test_features_are_used(target: LoadedModel, made: Heads, monkeypatch: pytest
 
 
 @matrix(made=[token_head, random_head, mtp_head, parallel_head], mode=["sd", "ssd"], by_ort=[False, True])
-def test_after_each_round_it_is_as_one_that_read_the_text_at_once(
+def test_heads_cache_equals_a_fresh_read_after_each_round(
     target: LoadedModel, made: Heads, mode: str, by_ort: bool
 ) -> None:
     """Whatever was accepted: guesses leave nothing behind, and each true row is read once."""
     head = made(target)
     cpu = unrounded(head, target) if by_ort else None
-    told: dict[int, np.ndarray[Any, Any]] = {}
+    received_rows: dict[int, np.ndarray[Any, Any]] = {}
     seen: set[int] = set()
 
     def check(tree: TokenTree, text: Sequence[int]) -> None:
@@ -138,7 +138,7 @@ def test_after_each_round_it_is_as_one_that_read_the_text_at_once(
         if tree._nodes and tree.committed_len > len(PROMPT):
             seen.add(tree.committed_len)
             assert tree.column_tokens() == list(text[1 : tree.committed_len])
-            rows = np.stack([told[at] for at in range(tree.committed_len - 1)])
+            rows = np.stack([received_rows[at] for at in range(tree.committed_len - 1)])
             assert distance(head, tree, list(text[: tree.committed_len]), rows) < 2e-3
 
     played = cluster(target, head, schedule=MIXED, cpu=cpu, after_draft=check)
@@ -146,7 +146,7 @@ def test_after_each_round_it_is_as_one_that_read_the_text_at_once(
 
     def watched(name: str, message: Message) -> None:
         if isinstance(message, Features):
-            told.update(enumerate(message.rows, message.position))
+            received_rows.update(enumerate(message.rows, message.position))
         send(name, message)
 
     played.send_worker = watched  # type: ignore[method-assign]
@@ -175,17 +175,19 @@ def distance(head: PairHead, tree: HeadTree, text: list[int], rows: np.ndarray[A
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
-def test_a_recurrent_head_is_told_one_row_a_round_and_is_as_a_fresh_one(target: LoadedModel, mode: str) -> None:
-    head, told = recurrent_head(target), dict[int, np.ndarray[Any, Any]]()
+def test_recurrent_head_gets_one_row_a_round_and_equals_a_fresh_one(target: LoadedModel, mode: str) -> None:
+    head, received_rows = recurrent_head(target), dict[int, np.ndarray[Any, Any]]()
     fresh, seen, rows = AheadHead(head, "redrafter", target.vocab_size), set[int](), list[int]()
 
     def check(tree: TokenTree, text: Sequence[int]) -> None:
         assert isinstance(tree, HeadTree)
-        if tree._nodes and tree.committed_len > len(PROMPT) and tree.committed_len - 2 in told:  # a round's end
+        if (
+            tree._nodes and tree.committed_len > len(PROMPT) and tree.committed_len - 2 in received_rows
+        ):  # a round's end
             seen.add(tree.committed_len)
             begun = fresh.open(text[: tree.committed_len], sampling(0.8))
             assert isinstance(begun, HeadTree)
-            begun.add_features(tree.committed_len - 2, told[tree.committed_len - 2])
+            begun.add_features(tree.committed_len - 2, received_rows[tree.committed_len - 2])
             assert mx.abs(tree.scores(tree.root) - begun.scores(begun.root)).max().item() < 1e-4
 
     played = cluster(target, head, schedule=MIXED, after_draft=check)
@@ -194,7 +196,7 @@ def test_a_recurrent_head_is_told_one_row_a_round_and_is_as_a_fresh_one(target: 
     def watched(name: str, message: Message) -> None:
         if isinstance(message, Features):
             rows.append(len(message.rows))
-            told[message.position] = message.rows
+            received_rows[message.position] = message.rows
         send(name, message)
 
     played.send_worker = watched  # type: ignore[method-assign]
@@ -203,7 +205,7 @@ def test_a_recurrent_head_is_told_one_row_a_round_and_is_as_a_fresh_one(target: 
     assert len(seen) > 4 and run.timings.predicted_n == LENGTH
 
 
-def test_a_missing_row_is_what_the_head_has_learned_for_it(target: LoadedModel) -> None:
+def test_missing_row_is_replaced_by_the_heads_mask_feature(target: LoadedModel) -> None:
     """P-EAGLE: in any number of rows not heard of, in one forward, and no more where the row has come."""
     head = parallel_feature_head(target, missing=77)
     tree = AheadHead(head, "eagle3", target.vocab_size).open(PROMPT, sampling(0.0))
@@ -227,7 +229,7 @@ def test_a_missing_row_is_what_the_head_has_learned_for_it(target: LoadedModel) 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 @pytest.mark.parametrize("head", [token_head, block_token_head])
 @pytest.mark.parametrize(("lost", "late"), [(0.2, 0.3), (1.0, 0.0)])
-def test_lost_and_late_rows_change_no_text(
+def test_lost_and_late_feature_rows_change_no_text(
     target: LoadedModel, plain: Plain, head: Heads, mode: str, lost: float, late: float
 ) -> None:
     for seed in range(2):
@@ -242,7 +244,7 @@ def test_lost_and_late_rows_change_no_text(
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 @pytest.mark.parametrize(("head", "other"), [(token_head, {}), (block_token_head, {"depth": 2})])
 @pytest.mark.parametrize("who", ["replace_target", "replace_drafter"])
-def test_it_is_fed_anew_after_a_restart(
+def test_head_is_fed_again_after_a_worker_restart(
     target: LoadedModel, plain: Plain, head: Heads, other: dict[str, int], mode: str, who: str
 ) -> None:
     made = cluster(target, head(target), full_depth=False, **other)
@@ -260,7 +262,7 @@ def test_it_is_fed_anew_after_a_restart(
     assert any(round_.chain for round_ in run.rounds[-8:])
 
 
-def test_rows_beyond_half_precision_are_said_and_the_text_goes_on(
+def test_rows_beyond_half_precision_are_noted_and_not_used(
     target: LoadedModel, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = token_head(target)
@@ -271,18 +273,18 @@ def test_rows_beyond_half_precision_are_said_and_the_text_goes_on(
     assert not any(round_.chain for round_ in run.rounds)
 
 
-def test_a_long_prompt_is_read_as_its_pieces_come(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_receives_a_long_prompt_in_pieces(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = np.random.default_rng(5).integers(1, 250, 700).tolist()
-    told: list[tuple[int, int]] = []
+    received_rows: list[tuple[int, int]] = []
     made = cluster(target, token_head(target), Lossy, full_depth=False)
     send = made.send_worker
 
     def watched(name: str, message: Message) -> None:
-        told.extend([(message.position, len(message.rows))] if isinstance(message, Features) else [])
+        received_rows.extend([(message.position, len(message.rows))] if isinstance(message, Features) else [])
         send(name, message)
 
     monkeypatch.setattr(made, "send_worker", watched)
     run = made.run(prompt, sampling(0.0), "ssd")
-    assert told[0] == (0, 512) and told[1] == (512, 187) and told[2][0] == 699
+    assert received_rows[0] == (0, 512) and received_rows[1] == (512, 187) and received_rows[2][0] == 699
     assert run.tokens == Cluster(target, None, VirtualClock()).run(prompt, sampling(0.0), "ar").tokens
     assert run.timings.cache_hits > 0

@@ -42,7 +42,7 @@ Check = Callable[[Run, str], None]
 
 @pytest.fixture
 def check(small_pair: Small, plain: Plain) -> Check:
-    def same_as_alone(run: Run, sampling: str) -> None:
+    def check_equals_plain(run: Run, sampling: str) -> None:
         target, params = small_pair("self")[0], SAMPLINGS[sampling]
         check_same(target, PROMPT, params, run.tokens, plain(target, PROMPT, params))
         assert run.reason == "length"
@@ -50,11 +50,11 @@ def check(small_pair: Small, plain: Plain) -> Check:
         # No chain reaches past what was asked for: the bonus token must still fit.
         assert all(round_.base_len + len(round_.chain) < len(PROMPT) + LENGTH for round_ in run.rounds)
 
-    return same_as_alone
+    return check_equals_plain
 
 
 @matrix(3, sampling=SAMPLINGS, depth=DEPTHS, branches=BRANCHES, policy=sorted(POLICIES), drafter=DRAFTERS)
-def test_ssd(
+def test_ssd_text_equals_plain_decoding(
     make_cluster: Make, check: Check, sampling: str, depth: int, branches: int, policy: str, drafter: str
 ) -> None:
     draft, ngrams = DRAFTERS[drafter]
@@ -65,7 +65,9 @@ def test_ssd(
 
 
 @matrix(sampling=SAMPLINGS, depth=DEPTHS, drafter=DRAFTERS, mode=["sd", "auto"])
-def test_sd_and_auto(make_cluster: Make, check: Check, mode: str, sampling: str, depth: int, drafter: str) -> None:
+def test_sd_and_auto_text_equals_plain_decoding(
+    make_cluster: Make, check: Check, mode: str, sampling: str, depth: int, drafter: str
+) -> None:
     draft, ngrams = DRAFTERS[drafter]
     cluster = make_cluster(draft, depth=depth, ngrams=ngrams, schedule=MIXED, seed=depth)
     check(cluster.run(PROMPT, SAMPLINGS[sampling], mode), sampling)
@@ -73,12 +75,14 @@ def test_sd_and_auto(make_cluster: Make, check: Check, mode: str, sampling: str,
 
 
 @matrix(sampling=SAMPLINGS, depth=DEPTHS, mode=["sd", "ssd", "auto"])
-def test_ngrams_alone(make_cluster: Make, check: Check, mode: str, sampling: str, depth: int) -> None:
+def test_text_drafted_by_ngrams_only_equals_plain_decoding(
+    make_cluster: Make, check: Check, mode: str, sampling: str, depth: int
+) -> None:
     check(make_cluster(None, depth=depth).run(PROMPT, SAMPLINGS[sampling], mode), sampling)
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
-def test_ngrams_alone_carry_a_text_that_goes_in_circles(
+def test_ngrams_without_a_drafter_draft_repetitive_text(
     make_cluster: Make, small_pair: Small, plain: Plain, mode: str
 ) -> None:
     sampling = SamplingParams(max_tokens=60)
@@ -90,21 +94,21 @@ def test_ngrams_alone_carry_a_text_that_goes_in_circles(
 
 @every_sampling
 @pytest.mark.parametrize("draft", ["model", None])
-def test_ar(make_cluster: Make, check: Check, sampling: str, draft: str | None) -> None:
+def test_ar_text_equals_plain_decoding(make_cluster: Make, check: Check, sampling: str, draft: str | None) -> None:
     run = make_cluster(draft).run(PROMPT, SAMPLINGS[sampling], "ar")
     check(run, sampling)
     assert run.timings.draft_n == 0
 
 
 @matrix(sampling=SAMPLINGS, schedule=SCHEDULES, full_depth=[False, True])
-def test_early_and_late_outcomes(
+def test_early_and_late_outcomes_change_no_token(
     make_cluster: Make, check: Check, sampling: str, schedule: Schedule, full_depth: bool
 ) -> None:
     cluster = make_cluster("model", depth=4, branches=8, schedule=schedule, full_depth=full_depth)
     check(cluster.run(PROMPT, SAMPLINGS[sampling], "ssd"), sampling)
 
 
-def test_the_matrix_takes_every_path(make_cluster: Make) -> None:
+def test_settings_of_the_matrix_exercise_every_path(make_cluster: Make) -> None:
     """Else identity would be cheap: hits, misses, the drafter's own chains, n-grams and bare steps all occur."""
     seen: Counter[str] = Counter()
     accepted: Counter[int] = Counter()
@@ -119,7 +123,7 @@ def test_the_matrix_takes_every_path(make_cluster: Make) -> None:
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
-def test_greedy_text_is_mlx_lms(make_cluster: Make, small_pair: Small, mode: str) -> None:
+def test_greedy_text_equals_that_of_mlx_lm(make_cluster: Make, small_pair: Small, mode: str) -> None:
     target, sampling = small_pair("self")[0], SamplingParams(max_tokens=120)
     theirs = [token for token, _ in generate_step(mx.array(PROMPT), target.model, max_tokens=sampling.max_tokens)]
     run = make_cluster("model", schedule=MIXED).run(PROMPT, sampling, mode)
@@ -128,7 +132,7 @@ def test_greedy_text_is_mlx_lms(make_cluster: Make, small_pair: Small, mode: str
 
 @every_sampling
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
-def test_a_text_that_ends_ends_at_the_same_token(
+def test_eos_ends_the_text_at_the_same_token(
     make_cluster: Make, small_pair: Small, plain: Plain, sampling, mode
 ) -> None:
     target, params = small_pair("self")[0], SAMPLINGS[sampling]
@@ -155,7 +159,7 @@ def test_a_drafter_lost_in_the_middle_changes_no_token(make_cluster: Make, check
 
 
 @matrix(sampling=SAMPLINGS, mode=["sd", "ssd"], vocab_size=[36, 4096])
-def test_a_draft_with_fewer_or_more_tokens_changes_no_token(
+def test_draft_with_another_vocabulary_size_changes_no_token(
     make_cluster: Make, check: Check, small_pair: Small, sampling: str, mode: str, vocab_size: int
 ) -> None:
     """Only padding may differ in a pair that is let in; but nothing a drafter says may be looked up blindly."""

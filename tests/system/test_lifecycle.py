@@ -47,7 +47,7 @@ def limited(files: tuple[int, int]) -> Callable[[], None]:
 
 
 @contextmanager
-def idle(endpoint: str, many: int) -> Iterator[None]:
+def idle_connections(endpoint: str, many: int) -> Iterator[None]:
     """So many who connect and say nothing."""
     with ExitStack() as stack:
         for _ in range(many):
@@ -73,7 +73,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def nothing_left(directory: str) -> None:
+def wait_until_all_is_gone(directory: str) -> None:
     until(lambda: not processes_of(directory), f"processes of {directory} end")
     until(lambda: not os.path.exists(directory), f"{directory} is removed")
 
@@ -115,7 +115,7 @@ def serve(served: Pair) -> Iterator[Callable[..., Serving]]:
     for server in started:
         server.process.kill()
         server.process.communicate()
-        nothing_left(server.directory)
+        wait_until_all_is_gone(server.directory)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def cluster(served: Pair) -> Iterator[LocalCluster]:
 # --- it answers ---------------------------------------------------------------------------------------------------
 
 
-def test_three_processes_complete_a_prompt_alike_in_every_mode(cluster: LocalCluster) -> None:
+def test_three_processes_give_the_same_text_in_every_mode(cluster: LocalCluster) -> None:
     client = cluster.client()
     assert {worker.role for worker in client.stats().workers} == {"target", "draft"}
     sampling = SamplingParams(max_tokens=160, temp=0.8, top_p=0.95, seed=7, ignore_eos=True)
@@ -166,13 +166,13 @@ def test_two_clusters_run_side_by_side(cluster: LocalCluster, served: Pair) -> N
         texts = {running.client().generate(PROMPT, sampling).text for running in (other, cluster)}
         directory = run_dir(other.endpoint)
     assert len(texts) == 1
-    nothing_left(directory)
+    wait_until_all_is_gone(directory)
 
 
 # --- the command line ---------------------------------------------------------------------------------------------
 
 
-def test_generate_leaves_text_on_stdout_and_nothing_else_behind() -> None:
+def test_generate_prints_text_to_stdout_and_leaves_no_processes() -> None:
     process = outrider("generate", "--prompt", PROMPT, "--max-tokens", "8", "--seed", "1")
     out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, err
@@ -198,16 +198,18 @@ def test_generate_json_can_be_verified(served: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_server_in_order(serve: Callable[..., Serving], tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_ends_an_idle_server_cleanly(
+    serve: Callable[..., Serving], tmp_path: Path, number: signal.Signals
+) -> None:
     server = serve("--endpoint", f"ipc://{tmp_path}/c", "--draft-backend", "ngram")
     server.process.send_signal(number)
     out, err = server.process.communicate(timeout=LIMIT)
     assert (server.process.returncode, out) == (0, "") and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
-    nothing_left(server.directory)
+    wait_until_all_is_gone(server.directory)
 
 
-def test_a_signal_in_the_middle_of_a_text_is_an_error_for_its_client(serve: Callable[..., Serving]) -> None:
+def test_signal_without_drain_is_an_error_for_the_running_client(serve: Callable[..., Serving]) -> None:
     server = serve("--draft-backend", "ngram", "--drain-timeout", "0")
     client = Client(server.endpoint)
     with in_the_middle(client, lambda: client.stream(PROMPT, ENDLESS)) as (_, chunks):
@@ -218,7 +220,7 @@ def test_a_signal_in_the_middle_of_a_text_is_an_error_for_its_client(serve: Call
     assert server.process.returncode == 0 and "Traceback" not in err
 
 
-def test_sigterm_lets_what_runs_come_to_its_end_and_takes_nothing_new(serve: Callable[..., Serving]) -> None:
+def test_sigterm_finishes_running_requests_and_refuses_new_ones(serve: Callable[..., Serving]) -> None:
     server = serve("--draft-backend", "ngram", "--drain-timeout", str(int(LIMIT)))
     client, other = Client(server.endpoint), Client(server.endpoint)
 
@@ -255,7 +257,7 @@ def test_a_second_signal_ends_a_drain(serve: Callable[..., Serving]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_text_whose_server_is_gone_goes_on_with_the_next_one(
+def test_reconnecting_client_continues_its_text_on_the_next_server(
     serve: Callable[..., Serving], tmp_path: Path, number: signal.Signals
 ) -> None:
     options = ("--endpoint", f"ipc://{tmp_path}/c", "--draft-backend", "ngram", "--drain-timeout", "0")
@@ -265,7 +267,7 @@ def test_a_text_whose_server_is_gone_goes_on_with_the_next_one(
     with in_the_middle(other, lambda: asking.stream(PROMPT, sampling)) as (stream, chunks):
         server.process.send_signal(number)
     server.process.wait(LIMIT)
-    nothing_left(server.directory)
+    wait_until_all_is_gone(server.directory)
     server = serve(*options)
     for _ in chunks:
         pass
@@ -275,24 +277,24 @@ def test_a_text_whose_server_is_gone_goes_on_with_the_next_one(
     assert 0 < result.timings.predicted_n < len(result.token_ids) == LONG.max_tokens
 
 
-def test_a_killed_server_leaves_nothing(serve: Callable[..., Serving], tmp_path: Path) -> None:
+def test_killed_server_leaves_no_processes_or_files(serve: Callable[..., Serving], tmp_path: Path) -> None:
     server = serve("--endpoint", f"ipc://{tmp_path}/c")
     server.process.kill()
-    nothing_left(server.directory)
+    wait_until_all_is_gone(server.directory)
     until(lambda: list(tmp_path.iterdir()) == [], "the socket file is removed")
 
 
-def test_what_another_made_at_a_killed_servers_path_stays(serve: Callable[..., Serving], tmp_path: Path) -> None:
+def test_foreign_socket_at_a_killed_servers_path_is_kept(serve: Callable[..., Serving], tmp_path: Path) -> None:
     server = serve("--endpoint", f"ipc://{tmp_path}/c", "--draft-backend", "none")
     (tmp_path / "c").unlink()
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(f"{tmp_path}/c")
         server.process.kill()
-        nothing_left(server.directory)
+        wait_until_all_is_gone(server.directory)
         assert (tmp_path / "c").is_socket()
 
 
-def test_a_killed_parent_takes_its_cluster_along(served: Pair) -> None:
+def test_killed_parent_ends_its_cluster(served: Pair) -> None:
     code = (
         "from outrider import LocalCluster; import time\n"
         f"held = LocalCluster(model={str(served.target)!r}, draft_backend='ngram')\n"
@@ -303,13 +305,13 @@ def test_a_killed_parent_takes_its_cluster_along(served: Pair) -> None:
         alive = processes_of(run_dir(endpoint)) if endpoint else []
         parent.kill()
     assert any("target_worker" in line for line in alive), alive
-    nothing_left(run_dir(endpoint))
+    wait_until_all_is_gone(run_dir(endpoint))
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------------------
 
 
-def test_what_was_stopped_for_a_while_goes_on(served: Pair) -> None:
+def test_paused_processes_continue_without_changing_the_text(served: Pair) -> None:
     """Longer than a drafter is waited for, and the server longer than any worker may be silent."""
     with LocalCluster(model=served.target, draft_model=served.draft, worker_timeout=4) as running:
         client, sampling = running.client(timeout=LIMIT), replace(LONG, max_tokens=100)
@@ -327,9 +329,7 @@ def test_what_was_stopped_for_a_while_goes_on(served: Pair) -> None:
 
 
 @pytest.mark.parametrize(("role", "words"), [("target", "accepts no other"), ("draft", "the name target-0 is taken")])
-def test_a_worker_by_the_targets_name_is_turned_away(
-    cluster: LocalCluster, served: Pair, role: str, words: str
-) -> None:
+def test_worker_with_the_targets_name_is_refused(cluster: LocalCluster, served: Pair, role: str, words: str) -> None:
     client, workers = cluster.client(), f"ipc://{run_dir(cluster.endpoint)}/workers"
     known, text = _workers(client), client.generate(PROMPT, SamplingParams(max_tokens=8)).text
     models = {"target": ("--model", str(served.target)), "draft": ("--draft-model", str(served.draft))}
@@ -344,7 +344,7 @@ def _workers(client: Client) -> list[tuple[str, str, int, str]]:
     return [(worker.role, worker.name, worker.pid, worker.state) for worker in client.stats().workers]
 
 
-def test_rubbish_on_either_socket_disturbs_nobody(cluster: LocalCluster) -> None:
+def test_garbage_on_either_socket_does_not_disturb_a_running_request(cluster: LocalCluster) -> None:
     client = cluster.client()
     directory = run_dir(cluster.endpoint)
     stream = client.stream(PROMPT, SamplingParams(max_tokens=64))
@@ -358,19 +358,19 @@ def test_rubbish_on_either_socket_disturbs_nobody(cluster: LocalCluster) -> None
     assert len(stream.result.token_ids) <= 64
 
 
-def test_more_idle_connections_than_a_terminal_allows_files(serve: Callable[..., Serving]) -> None:
+def test_server_accepts_more_idle_connections_than_its_soft_file_limit(serve: Callable[..., Serving]) -> None:
     server = serve("--draft-backend", "ngram", files=(256, 4096))
     client, sampling = Client(server.endpoint, timeout=LIMIT), SamplingParams(max_tokens=16)
     stream = iter(client.stream(PROMPT, sampling))
     first = next(stream).text
-    with idle(server.endpoint, 1000), idle(server.workers, 300):
+    with idle_connections(server.endpoint, 1000), idle_connections(server.workers, 300):
         text = first + "".join(chunk.text for chunk in stream)
         assert client.generate(PROMPT, sampling).text == text
     assert client.generate(PROMPT, sampling).text == text
 
 
 @pytest.mark.parametrize("command", [("serve", "--no-http"), ("generate", "--prompt", PROMPT)])
-def test_too_few_files_are_a_sentence(served: Pair, command: tuple[str, ...]) -> None:
+def test_too_low_hard_file_limit_is_an_endpoint_error(served: Pair, command: tuple[str, ...]) -> None:
     model = ("--model", str(served.target), "--draft-backend", "ngram")
     process = outrider(*command, *model, preexec_fn=limited((64, 64)))
     _, err = process.communicate(timeout=LIMIT)
@@ -378,7 +378,7 @@ def test_too_few_files_are_a_sentence(served: Pair, command: tuple[str, ...]) ->
     assert "may open 64 files" in err and "ulimit -Hn" in err
 
 
-def test_an_endpoint_in_use_is_refused_and_its_server_goes_on(cluster: LocalCluster) -> None:
+def test_endpoint_in_use_is_refused_and_its_server_continues(cluster: LocalCluster) -> None:
     with pytest.raises(EndpointError, match="already served"):
         LocalCluster(endpoint=cluster.endpoint)
     with socket.socket() as taken:
@@ -391,13 +391,13 @@ def test_an_endpoint_in_use_is_refused_and_its_server_goes_on(cluster: LocalClus
     assert cluster.client().generate(PROMPT, SamplingParams(max_tokens=2)).token_ids
 
 
-def test_a_cluster_may_listen_on_tcp(served: Pair) -> None:
+def test_cluster_can_listen_on_tcp(served: Pair) -> None:
     with LocalCluster(endpoint="tcp://127.0.0.1:0", model=served.target, draft_backend="none") as running:
         assert not running.endpoint.endswith(":0")
         assert Client(running.endpoint).generate(PROMPT, SamplingParams(max_tokens=2)).mode == "ar"
 
 
-def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
+def test_unknown_model_type_is_an_error(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((Path("models/target") / name).read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of", "vocab_size": 4096}))
@@ -406,7 +406,7 @@ def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
         LocalCluster(model=str(tmp_path))
 
 
-def test_errors_of_many_clients_stay_their_own(cluster: LocalCluster) -> None:
+def test_error_of_one_client_does_not_affect_others(cluster: LocalCluster) -> None:
     outcomes: list[str] = []
 
     def ask(prompt: str) -> None:

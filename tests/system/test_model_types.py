@@ -16,7 +16,7 @@ def model(folder: Path, name: str) -> str:
     return str(folder / name)
 
 
-def test_a_draft_that_cannot_draft_leaves_a_server_without_one(tmp_path: Path) -> None:
+def test_unusable_draft_model_starts_a_server_without_a_drafter(tmp_path: Path) -> None:
     """Shared keys and values as the target; a chunked cache, which can't be copied for branches, as the draft."""
     with LocalCluster(model=model(tmp_path, "gemma3n"), draft_model=model(tmp_path, "llama4")) as cluster:
         assert any("a llama4 model can't be a draft model" in note for note in cluster.notes)

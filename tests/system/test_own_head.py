@@ -11,7 +11,7 @@ from tests.target_worker.block_heads import write_block_head
 from tests.target_worker.heads import markov_llama, write_feature_head
 
 
-def test_a_cluster_drafts_by_a_head_and_says_what_it_would_say_alone(tmp_path: Path) -> None:
+def test_head_in_the_targets_process_drafts_without_changing_the_text(tmp_path: Path) -> None:
     target = markov_llama(tmp_path / "target")
     head = write_feature_head(tmp_path / "head", target)
     with LocalCluster(
@@ -25,7 +25,7 @@ def test_a_cluster_drafts_by_a_head_and_says_what_it_would_say_alone(tmp_path: P
             assert by_head.timings.draft_n_accepted > (0 if temp else 8)
 
 
-def test_the_same_head_in_the_draft_worker_works_ahead(tmp_path: Path) -> None:
+def test_head_in_the_draft_worker_drafts_without_changing_the_text(tmp_path: Path) -> None:
     target = markov_llama(tmp_path / "target")
     head = write_feature_head(tmp_path / "head", target)
     with LocalCluster(
@@ -44,7 +44,7 @@ def test_the_same_head_in_the_draft_worker_works_ahead(tmp_path: Path) -> None:
         assert by_name["draft-0"].backend == "eagle3" and by_name["draft-0"].state == "ready"
 
 
-def test_a_block_head_in_the_draft_worker_says_what_it_was_not_trained_for(tmp_path: Path) -> None:
+def test_block_head_in_the_draft_worker_notes_untrained_blocks(tmp_path: Path) -> None:
     markov_llama(tmp_path / "target")
     head = write_block_head(tmp_path / "head")
     with LocalCluster(

@@ -32,7 +32,7 @@ Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
 Make = Callable[..., PrefillCluster]
 
 
-def unhurt(message: Message, rng: random.Random) -> list[Message]:
+def unchanged(message: Message, rng: random.Random) -> list[Message]:
     return [message]
 
 
@@ -47,12 +47,12 @@ def make(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setattr("outrider.protocol.clock.now", clock)
     bytes_per_token = KVLayout.of(model.model).bytes_per_token
     monkeypatch.setattr("outrider.prefill_worker.worker.MAX_PIECE", PIECE * bytes_per_token)
-    return lambda way=unhurt, **settings: PrefillCluster(model, None, clock, way=way, **settings)
+    return lambda way=unchanged, **settings: PrefillCluster(model, None, clock, way=way, **settings)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("turns", [1, 100])
-def test_a_prompt_read_elsewhere_goes_on_as_the_target_would(
+def test_prompt_read_by_a_prefill_worker_keeps_the_text(
     make: Make, model: LoadedModel, plain: Plain, sampling: SamplingParams, turns: int
 ) -> None:
     cluster = make(turns=turns)
@@ -62,7 +62,7 @@ def test_a_prompt_read_elsewhere_goes_on_as_the_target_would(
     assert max(piece.count for piece in cluster.handed) == PIECE
 
 
-def test_the_next_turn_hands_over_what_is_new(make: Make, model: LoadedModel, plain: Plain) -> None:
+def test_next_turn_transfers_only_the_new_part_of_the_prompt(make: Make, model: LoadedModel, plain: Plain) -> None:
     cluster = make(kv_memory=1 << 24)
     first = cluster.run(PROMPT, GREEDY)
     longer = (*PROMPT, *first.tokens, *PROMPT[:80])
@@ -83,7 +83,7 @@ def altered(message: Message, rng: random.Random) -> list[Message]:
     return [message]
 
 
-def deaf(message: Message, rng: random.Random) -> list[Message]:
+def drop_all(message: Message, rng: random.Random) -> list[Message]:
     return []
 
 
@@ -91,15 +91,17 @@ def of_another_epoch(message: Message, rng: random.Random) -> list[Message]:
     return [structs.replace(message, epoch=7)] if isinstance(message, PromptKv) else [message]
 
 
-@pytest.mark.parametrize("way", [lossy, altered, deaf, of_another_epoch])
-def test_what_goes_wrong_on_the_way_costs_time_only(make: Make, model: LoadedModel, plain: Plain, way: Way) -> None:
+@pytest.mark.parametrize("way", [lossy, altered, drop_all, of_another_epoch])
+def test_lost_or_altered_prefill_messages_change_no_text(
+    make: Make, model: LoadedModel, plain: Plain, way: Way
+) -> None:
     cluster = make(way)
     for sampling in (GREEDY, SAMPLED):
         run = cluster.run(PROMPT, sampling)
         check_same(model, PROMPT, sampling, run.tokens, plain(model, PROMPT, sampling))
 
 
-def test_who_dies_while_it_reads_leaves_the_rest_to_the_target(make: Make, model: LoadedModel, plain: Plain) -> None:
+def test_target_reads_the_rest_when_a_prefill_worker_dies(make: Make, model: LoadedModel, plain: Plain) -> None:
     def dies(message: Message, rng: random.Random) -> list[Message]:
         if isinstance(message, PromptKv) and message.start >= 5 * PIECE:
             cluster.lose_prefill_worker()
@@ -112,7 +114,7 @@ def test_who_dies_while_it_reads_leaves_the_rest_to_the_target(make: Make, model
     assert 0 < run.timings.prefill_n < len(PROMPT) - 1
 
 
-def test_a_target_that_dies_meanwhile_is_handed_all_of_it_again(make: Make, model: LoadedModel, plain: Plain) -> None:
+def test_replaced_target_receives_the_whole_prompt_again(make: Make, model: LoadedModel, plain: Plain) -> None:
     def kills(message: Message, rng: random.Random) -> list[Message]:
         if isinstance(message, PromptKv) and message.epoch == 0 and message.start == 5 * PIECE:
             cluster.replace_target()
@@ -126,14 +128,14 @@ def test_a_target_that_dies_meanwhile_is_handed_all_of_it_again(make: Make, mode
     assert next(piece.start for piece in cluster.handed if piece.epoch) == 0
 
 
-def test_short_prompts_are_the_targets_own_matter(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_prompts_are_read_by_the_target(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = make()
     monkeypatch.setattr(cluster.rounds._remote_prefills, "_min_tokens", len(PROMPT))
     cluster.run(PROMPT, GREEDY)
     assert not cluster.handed
 
 
-def test_others_decode_while_a_prompt_is_read_elsewhere(make: Make) -> None:
+def test_concurrent_requests_finish_and_an_ended_one_closes_its_prefill(make: Make) -> None:
     """And a request that ends is read no further."""
     cluster = make()
     texts = cluster.run_together(PROMPT[:30], [SAMPLED, replace(SAMPLED, seed=6)], "ar")
@@ -145,7 +147,7 @@ def test_others_decode_while_a_prompt_is_read_elsewhere(make: Make) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_nothing_is_rounded_on_the_way(model: LoadedModel, dtype: mx.Dtype) -> None:
+def test_kv_transfer_is_bit_exact(model: LoadedModel, dtype: mx.Dtype) -> None:
     kv_cache = open_kv_cache(model)
     assert isinstance(kv_cache, FlatKVCache)
     sequence, other = kv_cache.open(), kv_cache.open()

@@ -34,7 +34,7 @@ def true_columns(tree: TokenTree, tokens: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize(("family", "mode"), WAYS)
-def test_every_turn_says_what_it_says_alone(
+def test_every_turn_with_a_prompt_cache_equals_plain_decoding(
     make_cluster: Make, tiny_pair: Any, loaded: Any, plain: Plain, family: str, mode: str, sampling: str
 ) -> None:
     """Conversations that begin alike, each of two turns; the drafter's columns are the committed tokens throughout."""
@@ -58,7 +58,7 @@ def test_every_turn_says_what_it_says_alone(
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_drafter_in_the_targets_process_remembers_too(
+def test_in_process_drafter_with_a_prompt_cache_changes_no_text(
     make_cluster: Make, small_pair: Any, plain: Plain, sampling: str
 ) -> None:
     target, params, prompt = small_pair("self")[0], SAMPLINGS[sampling], [*SYSTEM, 3, 14]
@@ -69,7 +69,7 @@ def test_a_drafter_in_the_targets_process_remembers_too(
     assert run.timings.cache_n > len(prompt)
 
 
-def test_residual_sampling_draws_the_same_from_a_warm_cache(make_cluster: Make) -> None:
+def test_warm_prompt_cache_changes_no_residual_text(make_cluster: Make) -> None:
     """With full branches a residual text is reproducible, so the cache may not change it either."""
     params = SamplingParams(max_tokens=14, temp=0.9, seed=3, rule="residual")
     prompt = [*SYSTEM, 3, 14]

@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
-def test_the_examples_run(capfd: pytest.CaptureFixture[str]) -> None:
+def test_examples_of_the_python_page_run(capfd: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     try:
         for block in BLOCKS:
@@ -34,13 +34,13 @@ def test_the_examples_run(capfd: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
-def test_the_page_tells_of_each_exception() -> None:
+def test_python_page_mentions_every_exception() -> None:
     raised = [name for name in outrider.__all__ if isinstance(getattr(outrider, name), type(Exception))]
     errors = [name for name in raised if issubclass(getattr(outrider, name), outrider.OutriderError)]
     assert [name for name in errors if f"`{name}`" not in PAGE] == []
 
 
-def test_a_program_that_fails_within_its_cluster_prints_its_own_traceback_alone(
+def test_cluster_prints_nothing_when_its_program_raises(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(ValueError, match="its own"), outrider.LocalCluster(draft_backend="none") as cluster:

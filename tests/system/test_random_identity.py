@@ -22,7 +22,7 @@ ASKED = TimedRequest((1, 2), SamplingParams(max_tokens=3), "ssd")
 ALONE = FullReply(0.0, (Arrival(1.0, 3),), (4, 5, 6), "abc", "length")
 
 
-def test_twenty_requests_come_and_go_and_say_what_they_say_alone() -> None:
+def test_random_concurrent_requests_equal_single_ones() -> None:
     with LocalCluster(max_active=16) as cluster:
         codec = load_codec(find_model(str(EMBEDDED_TARGET)))
         client = cluster.client()
@@ -35,7 +35,7 @@ def test_twenty_requests_come_and_go_and_say_what_they_say_alone() -> None:
     assert {one.sampling.temp for one in asked} == {0.0, 0.8}
 
 
-def test_a_request_is_the_same_whatever_else_is_drawn() -> None:
+def test_drawn_request_depends_only_on_its_number_and_seed() -> None:
     drawn = [subject(number, 3, SOURCE, Sizes()) for number in range(200)]
     assert drawn[7] == subject(7, 3, SOURCE, Sizes()) != subject(7, 4, SOURCE, Sizes())
     assert question(29, 3, drawn[7]) == question(29, 3, subject(7, 3, SOURCE, Sizes()))
@@ -57,14 +57,14 @@ def test_a_request_is_the_same_whatever_else_is_drawn() -> None:
         (replace(ALONE, token_ids=(4, 5, 6, 7), text="abc", cancelled=True), "another token at 3 of 3"),
     ],
 )
-def test_a_reply_is_held_to_tokens_text_and_reason(reply: FullReply, why: str) -> None:
+def test_reply_is_compared_by_tokens_text_and_finish_reason(reply: FullReply, why: str) -> None:
     assert compared(ASKED, reply, ALONE) == why
 
 
 @pytest.mark.parametrize(
     ("ties", "mismatches", "verdict"), [(1, 0, random_identity.TIE), (0, 0, "DIFFERENT"), (1, 1, "DIFFERENT")]
 )
-def test_what_differs_is_a_tie_only_with_a_certificate(
+def test_difference_is_a_tie_only_with_a_certificate(
     monkeypatch: pytest.MonkeyPatch, ties: int, mismatches: int, verdict: str
 ) -> None:
     difference = Difference(3, 7, 5, 1e-5, 1e-4)

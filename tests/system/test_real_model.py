@@ -54,7 +54,7 @@ def client() -> Iterator[Client]:
             yield cluster.client()
 
 
-def test_it_answers_a_question(client: Client) -> None:
+def test_default_model_answers_a_question(client: Client) -> None:
     result = client.generate("What is the capital of France? Answer in one sentence.", SamplingParams(max_tokens=32))
     assert "Paris" in result.text
     assert result.finish_reason == "eos"
@@ -62,7 +62,7 @@ def test_it_answers_a_question(client: Client) -> None:
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_it_keeps_to_a_schema(client: Client, temp: float) -> None:
+def test_default_model_follows_a_json_schema(client: Client, temp: float) -> None:
     sampling = SamplingParams(max_tokens=64, temp=temp, seed=5, grammar=Grammar.json_schema(SCHEMA))
     result = client.generate("Describe Paris as JSON with its name and population.", sampling, mode="ssd")
     assert result.finish_reason == "eos"
@@ -78,10 +78,12 @@ def test_speculation_changes_no_token(client: Client, temp: float) -> None:
     assert plain.timings.draft_n == 0
 
 
-def test_an_output_is_certified(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_certified_and_an_altered_one_is_not(
+    client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sampling = SamplingParams(max_tokens=24, temp=0.8, seed=3)
     result = client.generate(EDIT, sampling, mode="ssd")
-    told = {
+    output_fields = {
         "model": NAME,
         "prompt": EDIT,
         "prompt_tokens": result.prompt_tokens,
@@ -92,14 +94,14 @@ def test_an_output_is_certified(client: Client, tmp_path: Path, capsys: pytest.C
         "sampling": {"max_tokens": sampling.max_tokens, "temp": sampling.temp},
     }
     output = tmp_path / "output.json"
-    output.write_text(json.dumps(told))
+    output.write_text(json.dumps(output_fields))
     assert main(["verify", "--json-file", str(output)]) == 0, capsys.readouterr().out
     wrong = result.token_ids[0] + 1
-    output.write_text(json.dumps({**told, "token_ids": [wrong, *result.token_ids[1:]]}))
+    output.write_text(json.dumps({**output_fields, "token_ids": [wrong, *result.token_ids[1:]]}))
     assert main(["verify", "--json-file", str(output)]) == 1
 
 
-def test_its_template_is_used(client: Client) -> None:
+def test_chat_template_of_the_default_model_is_used(client: Client) -> None:
     text = load_text(find_model(NAME))
     assert text.template is not None
     assert text.codec.decode(text.tokens("Hello")).endswith("assistant\n")

@@ -51,7 +51,7 @@ def disturb(cluster: Cluster, seed: int, share: float = 0.2) -> list[str]:
 
 
 @matrix(mode=MODES, sampling=SAMPLINGS, memory=[0, 10**7])
-def test_no_token_tells_that_workers_were_replaced(
+def test_replacing_workers_changes_no_token(
     make_cluster: Make, small_pair: Small, plain: Plain, mode: str, sampling: str, memory: int
 ) -> None:
     params, replaced = SAMPLINGS[sampling], list[str]()
@@ -67,7 +67,7 @@ def test_no_token_tells_that_workers_were_replaced(
 
 
 @pytest.mark.parametrize("mode", ["sd", "auto"])
-def test_a_target_that_drafts_for_itself_is_replaced_alike(
+def test_replacing_a_target_with_an_in_process_drafter_changes_no_token(
     make_cluster: Make, small_pair: Small, plain: Plain, mode: str
 ) -> None:
     params, target = SAMPLINGS["penalised"], small_pair("self")[0]
@@ -88,7 +88,7 @@ def by_grammar(cluster: Cluster, mode: str, said: Sequence[int] = ()) -> Run:
 
 
 @pytest.mark.parametrize("mode", ["ar", "ssd"])
-def test_a_grammar_and_log_probabilities_go_on_where_they_were(make_cluster: Make, mode: str) -> None:
+def test_grammar_and_logprobs_continue_after_a_replacement(make_cluster: Make, mode: str) -> None:
     alone = by_grammar(make_cluster(None, config=BYTES, ngrams=False), "ar")
     known, replaced = np.concatenate([one.values for one in alone.logprobs]), set[str]()
     for seed in range(3):
@@ -105,7 +105,7 @@ def test_a_grammar_and_log_probabilities_go_on_where_they_were(make_cluster: Mak
 
 
 @pytest.mark.parametrize(("mode", "sampling"), list(product(MODES, SAMPLINGS)))
-def test_what_another_server_began_goes_on_as_it_would_have(
+def test_text_begun_on_another_server_continues_unchanged(
     make_cluster: Make, small_pair: Small, plain: Plain, mode: str, sampling: str
 ) -> None:
     params, target = SAMPLINGS[sampling], small_pair("self")[0]
@@ -118,7 +118,7 @@ def test_what_another_server_began_goes_on_as_it_would_have(
 
 
 @pytest.mark.parametrize("count", [1, 13, 20])
-def test_a_grammar_begins_with_what_was_said(make_cluster: Make, count: int) -> None:
+def test_grammar_continues_from_already_generated_tokens(make_cluster: Make, count: int) -> None:
     cluster = make_cluster("model", config=BYTES)
     whole = by_grammar(cluster, "ssd")
     run = by_grammar(cluster, "ssd", whole.tokens[:count])

@@ -111,7 +111,7 @@ TOGETHER = 5
 
 
 @pytest.mark.parametrize("name", ["hit", "sd", "n-gram", "any"])
-def test_texts_that_share_their_forwards_have_the_targets_distribution(
+def test_texts_sharing_forwards_have_the_targets_distribution(
     make: Callable[[Path], Cluster], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """With OUTRIDER_SEEDS=200 and more the long form."""
@@ -153,7 +153,7 @@ def taken_as_flat(message: Verify, last: int) -> Verify:
 
 
 @pytest.mark.parametrize(("name", "tamper"), [("saguaro", unscaled), ("sd", taken_as_flat), ("n-gram", taken_as_flat)])
-def test_a_chain_verified_as_what_it_is_not_is_caught(
+def test_chain_verified_with_a_wrong_q_is_detected(
     make: Callable[[Path], Cluster], name: str, tamper: Callable[[Verify, int], Verify]
 ) -> None:
     path = PATHS[name]
@@ -216,14 +216,14 @@ def test_full_depth_makes_a_text_reproducible(make_cluster: Make, mode: str) -> 
         assert min(first.sources["hit"], first.sources["drafter"]) > 2
 
 
-def test_a_draft_that_is_the_target_is_always_accepted(make_cluster: Make) -> None:
+def test_draft_equal_to_the_target_is_always_accepted(make_cluster: Make) -> None:
     sampling = SamplingParams(max_tokens=100, temp=1.0, seed=9, rule="residual", q_width=1024)
     times = make_cluster("self", depth=4, branches=8, ngrams=False, schedule=MIXED).run(PROMPT, sampling).timings
     assert times.draft_n_accepted == times.draft_n > 40
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
-def test_at_temperature_0_the_rule_changes_nothing(
+def test_residual_rule_changes_nothing_at_temperature_zero(
     make_cluster: Make, small_pair: Callable[..., tuple[LoadedModel, LoadedModel]], plain: Callable[..., Any], mode: str
 ) -> None:
     sampling = SamplingParams(max_tokens=60, rule="residual")
@@ -247,6 +247,6 @@ def test_coupled_chains_carry_no_q(make_cluster: Make) -> None:
     assert len(seen) > 10 and set(seen) == {None}
 
 
-def test_certain_chains_have_a_one_hot_q() -> None:
+def test_one_hot_q_fits_its_chain() -> None:
     q = one_hot([3, 1])
     assert q.ids.tolist() == [[3], [1]] and q.probs.tolist() == [[1.0], [1.0]] and q.fits([3, 1])

@@ -46,7 +46,7 @@ def join(cluster: LocalCluster, role: str, name: str, *flags: str) -> subprocess
     return subprocess.Popen([*command, *flags], env=child_environment(), stderr=subprocess.PIPE, text=True)
 
 
-def test_who_is_allowed_drafts_and_asks_and_nobody_else(
+def test_only_allowed_keys_may_connect_and_draft(
     cluster: LocalCluster, rings: dict[str, Keyring], served: Pair
 ) -> None:
     key = rings["server"].own().public
@@ -77,7 +77,9 @@ def test_who_is_allowed_drafts_and_asks_and_nobody_else(
     assert client.generate("def f(", SAMPLING, mode="ssd").token_ids == text
 
 
-def test_who_reads_prompts_needs_a_key_for_that(cluster: LocalCluster, rings: dict[str, Keyring], served: Pair) -> None:
+def test_prefill_worker_needs_a_key_for_its_role(
+    cluster: LocalCluster, rings: dict[str, Keyring], served: Pair
+) -> None:
     """For keys and values are taken as they come: a drafter's key is not enough."""
     client, prompt = cluster.client(), "import os\n" * 60
     alone = client.generate(prompt, SAMPLING)
@@ -88,8 +90,8 @@ def test_who_reads_prompts_needs_a_key_for_that(cluster: LocalCluster, rings: di
         return join(cluster, "prefill", name, "--model", str(served.target), *keys)
 
     with joined("midi") as refused:
-        said = refused.communicate(timeout=LIMIT)[1]
-    assert refused.returncode != 0 and "its key is not allowed" in said
+        err = refused.communicate(timeout=LIMIT)[1]
+    assert refused.returncode != 0 and "its key is not allowed" in err
     with joined("studio") as studio:
         try:
             for number in range(TRIES):  # one that is silent for a while is done without

@@ -40,7 +40,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_whoever_drafts_the_text_is_the_same_and_told_by_name(client: Client, temp: float) -> None:
+def test_every_drafter_keeps_the_text_and_is_reported_by_name(client: Client, temp: float) -> None:
     params = SamplingParams(max_tokens=40, temp=temp, seed=3, ignore_eos=True)
     alone = client.generate(PROMPT, params, mode="ar")
     for (mode, drafter), origin in WAYS.items():
@@ -57,7 +57,7 @@ def test_whoever_drafts_the_text_is_the_same_and_told_by_name(client: Client, te
             assert set(held) == {drafter} and held[drafter] == of_head
 
 
-def test_what_is_left_out_is_said_once_and_leaves_the_rest(client: Client) -> None:
+def test_unusable_heads_are_noted_once_and_others_work(client: Client) -> None:
     """What is no head, and what is none for this target."""
     found = client.generate(PROMPT, SamplingParams(max_tokens=4))
     absent, broken = sorted(note for note in found.notes if "is not used" in note)[::-1]
@@ -67,7 +67,7 @@ def test_what_is_left_out_is_said_once_and_leaves_the_rest(client: Client) -> No
     assert other.token_ids == found.token_ids and broken in other.notes
 
 
-def test_a_drafter_that_is_not_there_is_refused_with_those_that_are(client: Client) -> None:
+def test_unknown_drafter_error_lists_the_available_ones(client: Client) -> None:
     with pytest.raises(InvalidRequest, match="expected draft, eagle3, eagle3-2, eagle3-3, ngram"):
         client.generate(PROMPT, drafter="mtp")
     with pytest.raises(InvalidRequest, match="mode ssd is for draft workers"):

@@ -84,7 +84,9 @@ def until_gone(pids: list[int]) -> None:
         time.sleep(0.02)
 
 
-def test_two_ranks_say_what_one_process_says(cluster: LocalCluster, whole: LoadedModel, codec: TextCodec) -> None:
+def test_two_ranks_generate_the_same_text_as_one_process(
+    cluster: LocalCluster, whole: LoadedModel, codec: TextCodec
+) -> None:
     """In every mode, greedy and sampled, four at once, which share forwards."""
     ways = [(mode, replace(SAMPLED, temp=temp)) for temp in (0.0, 0.8) for mode in ("ar", "sd", "ssd")]
     client = cluster.client(LIMIT)
@@ -95,7 +97,7 @@ def test_two_ranks_say_what_one_process_says(cluster: LocalCluster, whole: Loade
     assert len(until_ready(cluster)) == 2
 
 
-def test_a_rank_s_death_is_a_pause_and_leaves_no_rank_behind(
+def test_text_continues_after_a_rank_dies_and_no_rank_is_left(
     cluster: LocalCluster, whole: LoadedModel, codec: TextCodec
 ) -> None:
     """Rank 1 is killed in the middle of a text; in the long form rank 0 too, and rank 1 is stopped."""
@@ -116,7 +118,7 @@ def test_a_rank_s_death_is_a_pause_and_leaves_no_rank_behind(
 
 
 @pytest.mark.skipif(not LONG_FORM, reason="starts two more clusters; OUTRIDER_RANKS=1 does")
-def test_a_drafter_may_live_in_rank_0_and_what_can_t_be_shared_is_refused(whole: LoadedModel, codec: TextCodec) -> None:
+def test_drafter_can_run_in_rank_0_and_an_invalid_shard_count_is_refused(whole: LoadedModel, codec: TextCodec) -> None:
     with LocalCluster(shards=2, colocate=True) as cluster:
         check(whole, codec, SAMPLED, cluster.client(LIMIT).generate(PROMPT, SAMPLED, mode="sd"))
         left = ranks(cluster)
@@ -126,7 +128,7 @@ def test_a_drafter_may_live_in_rank_0_and_what_can_t_be_shared_is_refused(whole:
 
 
 @pytest.mark.skipif(not LONG_FORM, reason="starts one more cluster; OUTRIDER_RANKS=1 does")
-def test_a_head_may_live_in_rank_0_unless_it_needs_the_whole_output_layer(tmp_path: Path) -> None:
+def test_head_can_run_in_rank_0_unless_it_needs_the_whole_output_layer(tmp_path: Path) -> None:
     target = markov_llama(tmp_path / "target")
     head = write_feature_head(tmp_path / "head", target)
     params = SamplingParams(max_tokens=24, temp=0.8, seed=3, ignore_eos=True)
@@ -144,7 +146,7 @@ def test_a_head_may_live_in_rank_0_unless_it_needs_the_whole_output_layer(tmp_pa
 
 
 @pytest.mark.skipif(not LONG_FORM, reason="starts two more clusters; OUTRIDER_RANKS=1 does")
-def test_ranks_that_mlx_launch_has_started_join_and_come_back(whole: LoadedModel, codec: TextCodec) -> None:
+def test_ranks_started_by_mlx_launch_join_and_rejoin(whole: LoadedModel, codec: TextCodec) -> None:
     """As a person does it: the server waits, mlx.launch starts both ranks, and starts them again when one has died."""
     told, at, launched = queue.Queue[str](), queue.Queue[str](), list[subprocess.Popen[bytes]]()
 

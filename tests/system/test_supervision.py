@@ -112,13 +112,13 @@ def whole(cluster: LocalCluster) -> dict[str, GenerationResult]:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system tells of no other process's libraries")
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_worker_loads_nothing_of_text(cluster: LocalCluster, role: str) -> None:
+def test_workers_do_not_load_the_tokenizers_library(cluster: LocalCluster, role: str) -> None:
     """Its start takes no part in what mlx-lm has for tokenizers."""
     maps = Path(f"/proc/{worker(cluster.client(), role).pid}/maps").read_text()
     assert "/mlx/" in maps and "/tokenizers/" not in maps
 
 
-def test_a_drafter_that_is_killed_comes_back_into_the_same_text(cluster: LocalCluster) -> None:
+def test_killed_drafter_rejoins_the_running_text(cluster: LocalCluster) -> None:
     client, before = cluster.client(timeout=LIMIT), worker(cluster.client(), "draft").restarts
     long = replace(SAMPLED, max_tokens=400)
     stream = client.stream(PROMPT, long, mode="ssd")
@@ -137,7 +137,7 @@ def test_a_drafter_that_is_killed_comes_back_into_the_same_text(cluster: LocalCl
     assert result.token_ids == client.generate(PROMPT, long, mode="ar").token_ids
 
 
-def test_texts_go_on_where_they_were_when_the_target_is_killed(
+def test_texts_continue_unchanged_when_the_target_is_killed(
     cluster: LocalCluster, whole: dict[str, GenerationResult]
 ) -> None:
     results = hit_in_the_middle(cluster, list(TEXTS.values()), "ssd", "target", "resumed")
@@ -150,9 +150,7 @@ def test_texts_go_on_where_they_were_when_the_target_is_killed(
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_worker_that_is_stopped_is_replaced(
-    cluster: LocalCluster, whole: dict[str, GenerationResult], role: str
-) -> None:
+def test_frozen_worker_is_replaced(cluster: LocalCluster, whole: dict[str, GenerationResult], role: str) -> None:
     before = worker(cluster.client(), role).pid
     (result,) = disturbed(cluster, [TEXTS["sampled"]], "ssd", role, signal.SIGSTOP)
     assert result.token_ids == whole["sampled"].token_ids
@@ -163,7 +161,7 @@ def test_a_worker_that_is_stopped_is_replaced(
         os.kill(before, 0)  # nobody is started while something of the one before is left
 
 
-def test_who_asks_while_there_is_no_target_waits_for_the_next(
+def test_request_without_a_target_waits_for_its_replacement(
     cluster: LocalCluster, whole: dict[str, GenerationResult]
 ) -> None:
     client = cluster.client()
@@ -171,14 +169,14 @@ def test_who_asks_while_there_is_no_target_waits_for_the_next(
     assert client.generate(PROMPT, TEXTS["greedy"]).token_ids == whole["greedy"].token_ids
 
 
-def test_chaos_for_a_moment(cluster: LocalCluster) -> None:
+def test_random_kills_and_stops_change_no_text(cluster: LocalCluster) -> None:
     course = ChaosRun(cluster.client(timeout=LIMIT), 4, seed=3)
     course.run([Strike(("draft", "target"), signal.SIGKILL, 8), Strike(("draft",), signal.SIGSTOP, 3)], Screen())
     assert len(course.strikes) == 2 and len(course.found) >= 4
     assert not [one for one in course.found if one.verdict == DIFFERENT]
 
 
-def test_mixed_load_for_a_moment(cluster: LocalCluster) -> None:
+def test_mixed_load_with_faults_changes_no_text(cluster: LocalCluster) -> None:
     client = cluster.client(timeout=LIMIT)
     load, faults = Load(client, 4, 0), Faults(cluster, random.Random("for a moment"))
     with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -194,7 +192,7 @@ def test_mixed_load_for_a_moment(cluster: LocalCluster) -> None:
     assert settled(cluster).kv.reserved == 0
 
 
-def test_a_drafter_that_joined_and_was_given_up_joins_again(cluster: LocalCluster, served: Pair) -> None:
+def test_joined_drafter_that_was_lost_joins_again(cluster: LocalCluster, served: Pair) -> None:
     client, workers = cluster.client(), f"{cluster.endpoint.rpartition('/')[0]}/workers"
 
     def until_it_is(state: str) -> None:
@@ -219,9 +217,7 @@ def test_a_drafter_that_joined_and_was_given_up_joins_again(cluster: LocalCluste
     until_it_is("lost")
 
 
-def test_a_target_that_cannot_come_back_is_given_up_and_ends_the_server_with_the_reason(
-    served: Pair, tmp_path: Path
-) -> None:
+def test_target_that_cannot_restart_fails_its_request_with_the_reason(served: Pair, tmp_path: Path) -> None:
     model = tmp_path / "target"
     shutil.copytree(served.target, model)
     # Whoever asked is told; the cluster's own end is then no error of its own.

@@ -23,20 +23,20 @@ every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
 
 @pytest.fixture
 def check(small_pair: Small, plain: Plain) -> Callable[[Run, str], None]:
-    def same_as_alone(run: Run, sampling: str) -> None:
+    def check_equals_plain(run: Run, sampling: str) -> None:
         target, params = small_pair("self")[0], SAMPLINGS[sampling]
         check_same(target, PROMPT, params, run.tokens, plain(target, PROMPT, params))
         for round_ in run.rounds:
             deepest = max(depths(round_.parents), default=len(round_.chain) - 1) + 1
             assert round_.base_len + deepest < len(PROMPT) + LENGTH
 
-    return same_as_alone
+    return check_equals_plain
 
 
 @every_sampling
 @pytest.mark.parametrize("draft", ["model", "random"])
 @pytest.mark.parametrize("mode", ["sd", "ssd", "auto"])
-def test_text_with_trees_is_the_text_alone(
+def test_trees_keep_the_text_of_plain_decoding(
     make_cluster: Make, check: Callable[[Run, str], None], sampling: str, draft: str, mode: str
 ) -> None:
     cluster = make_cluster(draft, depth=4, branches=8, schedule=MIXED, seed=2, trees=True)
@@ -46,7 +46,7 @@ def test_text_with_trees_is_the_text_alone(
 
 @every_sampling
 @pytest.mark.parametrize("draft", ["model", "random"])
-def test_a_model_beside_the_target_drafts_trees(
+def test_trees_of_an_in_process_model_keep_the_text(
     make_cluster: Make, small_pair: Small, check: Callable[[Run, str], None], sampling: str, draft: str
 ) -> None:
     cluster = make_cluster(None, colocated=small_pair(draft)[1], depth=4, trees=True)
@@ -54,7 +54,7 @@ def test_a_model_beside_the_target_drafts_trees(
         check(cluster.run(PROMPT, SAMPLINGS[sampling], "sd"), sampling)
 
 
-def test_trees_come_of_every_origin_and_timings_and_trace_tell_it(make_cluster: Make, small_pair: Small) -> None:
+def test_trees_of_every_origin_are_counted_in_timings_and_trace(make_cluster: Make, small_pair: Small) -> None:
     """Else identity would be cheap."""
     held: Counter[str] = Counter()
     forked = 0

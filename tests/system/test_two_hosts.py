@@ -51,7 +51,7 @@ def test_a_text_is_the_same_over_any_link(
     assert client.generate(PROMPT, SAMPLED, mode="ssd").token_ids == whole
 
 
-def test_a_link_is_cut_and_healed_in_the_middle_of_a_text(hosts: TwoHosts, client: Client) -> None:
+def test_drafter_rejoins_a_text_after_its_link_is_cut_and_healed(hosts: TwoHosts, client: Client) -> None:
     hosts.shape(2)
     for _ in range(TRIES):  # a target that stands still for as long as it may is another one afterwards
         with in_the_middle(client, lambda: client.stream(PROMPT, LONG, mode="ssd")) as (stream, chunks):

@@ -57,7 +57,7 @@ def held(found: Run) -> Counter[str]:
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize(("mode", "drafter"), [("sd", HEAD), ("ssd", BOTH)])
 @pytest.mark.parametrize("made", [token_head, random_head, block_head])
-def test_the_text_is_the_targets_own(
+def test_text_equals_plain_decoding(
     target: LoadedModel, plain: Plain, made: Callable[[LoadedModel], Head], mode: str, drafter: str, temp: float
 ) -> None:
     found = run(target, made(target), sampling(temp), mode, drafter)
@@ -75,7 +75,7 @@ def rows_are_cheap(counted_clock: None, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("rows_are_cheap")
-def test_a_tree_of_a_head_brings_more_than_its_chain(target: LoadedModel) -> None:
+def test_tree_of_a_head_needs_fewer_rounds_than_its_chain(target: LoadedModel) -> None:
     """One that is often wrong at first, and right at second sight."""
     rounds: Counter[bool] = Counter()
     for trees, depth in product((False, True), (2, 3)):
@@ -85,7 +85,7 @@ def test_a_tree_of_a_head_brings_more_than_its_chain(target: LoadedModel) -> Non
 
 
 @pytest.mark.usefixtures("rows_are_cheap")
-def test_a_union_brings_more_than_either(target: LoadedModel, blurred: LoadedModel) -> None:
+def test_union_needs_fewer_rounds_than_either_drafter(target: LoadedModel, blurred: LoadedModel) -> None:
     rounds: Counter[str] = Counter()
     found: Counter[str] = Counter()
     for asked in (SamplingParams(max_tokens=48), *(SamplingParams(max_tokens=48, temp=0.8, seed=s) for s in (1, 2, 3))):
@@ -98,7 +98,7 @@ def test_a_union_brings_more_than_either(target: LoadedModel, blurred: LoadedMod
 
 
 @pytest.mark.usefixtures("rows_are_cheap")
-def test_without_trees_a_branch_is_verified_alone_and_a_head_drafts_after_a_miss(
+def test_without_trees_branches_and_chains_of_a_head_are_both_accepted(
     target: LoadedModel, blurred: LoadedModel, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Estimates, "in_process_ms", lambda self, tokens, drafter: 0.0)
@@ -107,7 +107,7 @@ def test_without_trees_a_branch_is_verified_alone_and_a_head_drafts_after_a_miss
     assert held(found)["head"] and held(found)["prepared"]
 
 
-def test_two_trees_are_one_without_what_both_have() -> None:
+def test_united_trees_contain_shared_nodes_once() -> None:
     first = DraftTree((1, 2, 3), (-1, 0, 0))
     assert united(first, DraftTree((1, 3, 4)), 9) == United((1, 2, 3, 4), (-1, 0, 0, 2), (0, 2, 3))
     assert united(DraftTree(), first, 9) == United((1, 2, 3), (-1, 0, 0), (0, 1, 2))

@@ -37,7 +37,7 @@ def part_of(own: HeadDrafter, sampling: SamplingParams) -> HeadDraftSession:
 
 
 @pytest.mark.parametrize("made", HEADS)
-def test_the_first_branch_is_the_chain_and_beside_it_stand_the_next_best(
+def test_tree_holds_the_chain_first_and_then_the_next_best_tokens(
     target: LoadedModel, made: Callable[[LoadedModel], Head]
 ) -> None:
     own, text = drafter(made(target), target), [5, 6, 7, 8]
@@ -53,7 +53,7 @@ def test_the_first_branch_is_the_chain_and_beside_it_stand_the_next_best(
     assert len(beside) > 2 and len({*beside, *zip(tree.parents[:3], plain.chain, strict=True)}) == len(tree.chain)
 
 
-def test_what_held_is_learned(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_alternative_is_learned(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     learned = []
     monkeypatch.setattr(Calibration, "learn", lambda self, points, *rest: learned.append((len(points), *rest)))
     own = drafter(token_head(target), target)
@@ -66,7 +66,9 @@ def test_what_held_is_learned(target: LoadedModel, monkeypatch: pytest.MonkeyPat
     assert learned == [(2, 3, 1, 0)]
 
 
-def said(target: LoadedModel, made: Callable[[LoadedModel], Head] | None, temp: float, requests: int) -> list[Outcome]:
+def outcomes_of(
+    target: LoadedModel, made: Callable[[LoadedModel], Head] | None, temp: float, requests: int
+) -> list[Outcome]:
     opens = [
         Open(str(n), 0, 0, np.array([40 + n, 7], np.int32), SamplingParams(temp=temp, seed=n if temp else None))
         for n in range(requests)
@@ -82,10 +84,12 @@ def said(target: LoadedModel, made: Callable[[LoadedModel], Head] | None, temp: 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("made", HEADS)
-def test_the_text_is_the_targets_own(target: LoadedModel, made: Callable[[LoadedModel], Head], temp: float) -> None:
+def test_text_with_alternatives_equals_that_of_the_target(
+    target: LoadedModel, made: Callable[[LoadedModel], Head], temp: float
+) -> None:
     plain, trees = ([], [])  # type: ignore[var-annotated]
     for outcomes, kind in ((plain, None), (trees, made)):
-        found = said(target, kind, temp, 3)
+        found = outcomes_of(target, kind, temp, 3)
         assert all(isinstance(one, Outcome) for one in found), found
         outcomes += found
     assert any(one.drafted and one.drafted.parents for one in trees)

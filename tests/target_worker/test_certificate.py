@@ -40,15 +40,15 @@ def honest(model, params, length=LENGTH):
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_the_models_own_output_is_certified(model, params):
-    told = []
-    report = certify(model, honest(model, params), lambda done, total: told.append((done, total)))
+def test_output_of_the_model_itself_is_certified(model, params):
+    reported = []
+    report = certify(model, honest(model, params), lambda done, total: reported.append((done, total)))
     assert (report.positions, report.identical, report.ties, report.mismatches) == (LENGTH, LENGTH, (), ())
-    assert report.context_length == model.context_length and told == [(16, LENGTH)]
+    assert report.context_length == model.context_length and reported == [(16, LENGTH)]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_a_changed_token_is_a_mismatch_where_it_stands(model, params):
+def test_changed_token_is_a_mismatch_at_its_position(model, params):
     claim = honest(model, params)
     wrong = (claim.generated[7] + 1) % model.vocab_size
     report = certify(model, replace(claim, generated=(*claim.generated[:7], wrong)))
@@ -59,7 +59,7 @@ def test_a_changed_token_is_a_mismatch_where_it_stands(model, params):
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_a_text_by_a_grammar_is_certified_with_it_and_not_without(model, params):
+def test_text_by_a_grammar_is_certified_only_with_that_grammar(model, params):
     params = replace(params, grammar=Grammar("regex", "[0-9]{30}"))
     slot = CacheSlot(
         model, SeparateKVCache(model.model), PROMPT, params,
@@ -74,7 +74,7 @@ def test_a_text_by_a_grammar_is_certified_with_it_and_not_without(model, params)
     assert [one.margin for one in certify(model, letter).mismatches] == [None], "no rounding explains a letter"
 
 
-def test_another_seed_is_found_out(model):
+def test_claim_with_another_seed_has_mismatches(model):
     claim = honest(model, SAMPLED)
     assert certify(model, replace(claim, sampling=replace(SAMPLED, seed=12))).mismatches
 
@@ -97,7 +97,7 @@ def test_a_token_below_the_best_by_less_than_rounding_is_a_tie(model, monkeypatc
 
 
 @pytest.mark.parametrize(("below", "tied"), [(1e-5, True), (1e-2, False)])
-def test_a_token_at_the_very_border_of_top_p_is_a_tie_and_beyond_it_a_mismatch(model, below, tied):
+def test_token_at_the_border_of_top_p_is_a_tie_and_beyond_a_mismatch(model, below, tied):
     """top-p is chosen so that the sampled token lies just outside: rounding may have let it in."""
     plain = SamplingParams(temp=1.0, seed=0)
     slot = open_slots(model, [PROMPT], [plain])[0]
@@ -121,7 +121,7 @@ def test_a_token_at_the_very_border_of_top_p_is_a_tie_and_beyond_it_a_mismatch(m
         Claim("", PROMPT, (10**6,), GREEDY),
     ],
 )
-def test_tokens_the_model_does_not_have_are_a_sentence(model, claim):
+def test_claim_with_unknown_or_missing_tokens_is_refused(model, claim):
     with pytest.raises(InvalidRequest):
         certify(model, claim)
 
@@ -158,8 +158,8 @@ def test_the_process_reads_a_claim_and_ends_with_the_report(model, tiny_model):
         ('{"model": "/no/such", "tokens": [1], "generated": [1], "sampling": {}}', ModelError),
     ],
 )
-def test_a_bad_claim_is_one_sentence(monkeypatch, capsys, text, kind):
+def test_invalid_claim_is_reported_as_one_error(monkeypatch, capsys, text, kind):
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     assert main() == kind.exit_code
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["kind"] == kind.__name__ and told["error"]
+    reported = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert reported["kind"] == kind.__name__ and reported["error"]

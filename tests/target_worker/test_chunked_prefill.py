@@ -29,13 +29,11 @@ def lengthened(rows: int, usual: int) -> float:
     ("rows", "usual", "share"),
     [(8, 8, READING_SHARE), (60, 60, READING_SHARE_WITH_CHAINS), (30, 50, READING_SHARE_WITH_CHAINS)],
 )
-def test_with_a_newcomers_piece_a_forward_takes_by_a_share_longer_than_usual(
-    rows: int, usual: int, share: float
-) -> None:
+def test_prompt_piece_lengthens_a_forward_by_a_fixed_share(rows: int, usual: int, share: float) -> None:
     """A smaller share beside chains; whose forward has few rows has room for a longer piece."""
     assert lengthened(rows, usual) == pytest.approx(share, abs=ROW_MS / FIXED_MS)
 
 
-def test_beside_more_chains_than_usual_little_is_read() -> None:
+def test_prompt_piece_is_smallest_beside_more_chains_than_usual() -> None:
     more = (SMALLEST_PIECE + 60 - 30) * ROW_MS / (FIXED_MS + ROW_MS * 30)
     assert lengthened(60, usual=30) == pytest.approx(more)

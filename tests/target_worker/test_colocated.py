@@ -27,7 +27,7 @@ LENGTH = 60
 START = len(PROMPT) + 1  # committed tokens when round 1 begins
 
 
-class Stand:
+class WorkerUnderTest:
     """A target worker with its own drafter, one request open on it."""
 
     def __init__(self, prompt: Any = PROMPT, eos: tuple[int, ...] = (), drafts: bool = True) -> None:
@@ -47,7 +47,7 @@ class Stand:
         self.worker = TargetWorker(self.link, markov(TABLE), own=own)  # type: ignore[arg-type]
         answered(self.worker, self.link, ())
 
-    def say(self, *messages: Any, turns: int = 1000) -> list[Any]:
+    def exchange(self, *messages: Any, turns: int = 1000) -> list[Any]:
         """What the worker answers to these, in so many turns of its loop or until it would wait."""
         return answered(self.worker, self.link, messages, turns)
 
@@ -70,152 +70,152 @@ def text(answers: list[Any]) -> list[int]:
 
 
 def plain() -> list[int]:
-    stand = Stand(drafts=False)
-    stand.say(plain_rounds(1, START, LENGTH))
-    return stand.tokens
+    worker_under_test = WorkerUnderTest(drafts=False)
+    worker_under_test.exchange(plain_rounds(1, START, LENGTH))
+    return worker_under_test.tokens
 
 
 TRUTH = plain()
 
 
-def test_rounds_follow_each_other_without_a_word_and_say_what_was_drafted() -> None:
-    stand = Stand()
-    answers = stand.say(drafting(1, START), turns=10)
+def test_autonomous_rounds_report_their_drafted_chains() -> None:
+    worker_under_test = WorkerUnderTest()
+    answers = worker_under_test.exchange(drafting(1, START), turns=10)
     assert [a.round for a in answers] == list(range(1, 11))
     assert {len(a.drafted_chain) for a in answers} == {3}
     assert all(b.base_len == a.base_len + a.accepted + 1 for a, b in pairwise(answers))
     assert 0 < sum(a.accepted for a in answers) < 30
-    assert [*TRUTH[:START], *text(answers)] == TRUTH[: START + len(text(answers))] == stand.tokens
+    assert [*TRUTH[:START], *text(answers)] == TRUTH[: START + len(text(answers))] == worker_under_test.tokens
 
 
-def test_the_time_of_drafting_is_told_apart_from_the_verifys() -> None:
-    for a in Stand().say(drafting(1, START), turns=6):
+def test_drafting_time_is_reported_apart_from_verify_time() -> None:
+    for a in WorkerUnderTest().exchange(drafting(1, START), turns=6):
         assert a.drafted.span.started_ns < a.drafted.span.ended_ns <= a.work.started_ns < a.work.ended_ns
         assert a.idle_ns >= a.drafted.span.ended_ns - a.drafted.span.started_ns
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 4, 5, 17])
-def test_chains_leave_room_for_the_bonus_and_rounds_end_with_the_room(room: int) -> None:
-    answers = Stand().say(drafting(1, START, depth=4, room=room))
+def test_chains_leave_room_for_the_bonus_and_rounds_end_at_the_limit(room: int) -> None:
+    answers = WorkerUnderTest().exchange(drafting(1, START, depth=4, room=room))
     assert all(a.base_len + len(a.drafted_chain) < START + room for a in answers)
     assert text(answers) == TRUTH[START : START + room]
 
 
-def test_rounds_end_with_a_token_that_ends_the_request() -> None:
+def test_rounds_end_with_an_eos_token() -> None:
     end = TRUTH[START + 20]
     at = TRUTH.index(end, START)
-    answers = Stand(eos=(end,)).say(drafting(1, START))
+    answers = WorkerUnderTest(eos=(end,)).exchange(drafting(1, START))
     assert end in text(answers[-1:]) and end not in text(answers[:-1])
     assert text(answers)[: at + 1 - START] == TRUTH[START : at + 1]
 
 
-def test_plain_decoding_never_opens_the_draft() -> None:
-    stand = Stand()
-    stand.say(plain_rounds(1, START, 11))
-    assert stand.opened == 0
-    stand.say(drafting(12, START + 11), turns=2)
-    assert stand.opened == 1
+def test_plain_decoding_never_opens_the_drafter() -> None:
+    worker_under_test = WorkerUnderTest()
+    worker_under_test.exchange(plain_rounds(1, START, 11))
+    assert worker_under_test.opened == 0
+    worker_under_test.exchange(drafting(12, START + 11), turns=2)
+    assert worker_under_test.opened == 1
 
 
-def test_plain_decoding_chains_of_others_and_own_ones_take_turns() -> None:
-    stand, turns = Stand(), 0
-    while (base_len := len(stand.tokens)) < len(TRUTH) - 8:
+def test_plain_rounds_received_chains_and_own_chains_can_alternate() -> None:
+    worker_under_test, turns = WorkerUnderTest(), 0
+    while (base_len := len(worker_under_test.tokens)) < len(TRUTH) - 8:
         turns += 1
-        number = stand.worker._running["r"].round + 1
+        number = worker_under_test.worker._running["r"].round + 1
         wrong = (TRUTH[base_len + 1] + 1) % 6
         message = [
             drafting(number, base_len),
             plain_rounds(number, base_len, 3),
             Verify("r", 0, number, base_len, Coupled((TRUTH[base_len], wrong))),
         ][turns % 3]
-        found = stand.say(message, turns=2) + stand.say(Halt("r", 0))
+        found = worker_under_test.exchange(message, turns=2) + worker_under_test.exchange(Halt("r", 0))
         assert all(isinstance(a, Outcome) for a in found)
     assert turns > 6
-    assert stand.tokens == TRUTH[: len(stand.tokens)]
-    running = stand.worker._running["r"]
+    assert worker_under_test.tokens == TRUTH[: len(worker_under_test.tokens)]
+    running = worker_under_test.worker._running["r"]
     columns = running._drafting["draft"].column_tokens()  # type: ignore[attr-defined]
     assert columns == TRUTH[: len(columns)]
 
 
-def test_a_close_in_the_middle_ends_the_rounds() -> None:
-    stand = Stand()
-    assert len(stand.say(drafting(1, START), turns=4)) == 4
-    assert stand.say(Close("r")) == [] and not stand.worker._running
+def test_close_ends_autonomous_rounds() -> None:
+    worker_under_test = WorkerUnderTest()
+    assert len(worker_under_test.exchange(drafting(1, START), turns=4)) == 4
+    assert worker_under_test.exchange(Close("r")) == [] and not worker_under_test.worker._running
 
 
-def test_an_open_in_the_middle_begins_anew() -> None:
-    stand = Stand()
-    stand.say(drafting(1, START), turns=3)
-    again = stand.say(Open("r", 1, 3, np.array(TRUTH[:9], np.int32), SAMPLING))
+def test_open_of_a_new_epoch_restarts_the_request() -> None:
+    worker_under_test = WorkerUnderTest()
+    worker_under_test.exchange(drafting(1, START), turns=3)
+    again = worker_under_test.exchange(Open("r", 1, 3, np.array(TRUTH[:9], np.int32), SAMPLING))
     assert [(a.epoch, a.round, a.bonus) for a in again] == [(1, 3, TRUTH[9])]
-    answers = stand.say(replace(drafting(4, 10, depth=2, room=40), epoch=1), turns=4)
+    answers = worker_under_test.exchange(replace(drafting(4, 10, depth=2, room=40), epoch=1), turns=4)
     assert text(answers) == TRUTH[10 : 10 + len(text(answers))] and len(answers) == 4
 
 
-def test_a_verify_in_the_middle_stops_the_rounds_and_goes_on_from_there() -> None:
-    stand = Stand()
-    last = stand.say(drafting(1, START), turns=3)[-1]
+def test_verify_stops_autonomous_rounds_and_continues_from_them() -> None:
+    worker_under_test = WorkerUnderTest()
+    last = worker_under_test.exchange(drafting(1, START), turns=3)[-1]
     at = last.base_len + last.accepted + 1
-    answers = stand.say(Verify("r", 0, last.round + 1, at, Coupled((TRUTH[at],))))
+    answers = worker_under_test.exchange(Verify("r", 0, last.round + 1, at, Coupled((TRUTH[at],))))
     assert [(a.accepted, a.bonus, a.drafted) for a in answers] == [(1, TRUTH[at + 1], None)]
 
 
-def test_a_repeated_verify_is_answered_as_long_as_its_outcome_is_remembered() -> None:
-    stand = Stand()
-    answers = stand.say(drafting(1, START), turns=3) + stand.say(Halt("r", 0))
-    assert stand.say(drafting(3, answers[2].base_len)) == answers[2:]
-    assert stand.say(drafting(1, START)) == [Resync("r", 0)]
-    assert stand.say(drafting(5, 7)) == [Resync("r", 0)]
+def test_repeated_verify_is_answered_while_its_outcome_is_kept() -> None:
+    worker_under_test = WorkerUnderTest()
+    answers = worker_under_test.exchange(drafting(1, START), turns=3) + worker_under_test.exchange(Halt("r", 0))
+    assert worker_under_test.exchange(drafting(3, answers[2].base_len)) == answers[2:]
+    assert worker_under_test.exchange(drafting(1, START)) == [Resync("r", 0)]
+    assert worker_under_test.exchange(drafting(5, 7)) == [Resync("r", 0)]
 
 
-def test_a_target_without_a_drafter_says_so() -> None:
-    (fault,) = Stand(drafts=False).say(drafting(1, START))
+def test_draft_request_without_a_drafter_is_a_fault() -> None:
+    (fault,) = WorkerUnderTest(drafts=False).exchange(drafting(1, START))
     assert isinstance(fault, Fault) and "no in-process drafter" in fault.message
 
 
-def test_a_request_closed_while_the_draft_reads_its_prompt_is_over() -> None:
-    stand = Stand(np.tile(PROMPT, 500))
-    assert stand.say(drafting(1, 1501), Close("r")) == []
-    assert not stand.worker._running
+def test_request_closed_while_the_drafter_reads_its_prompt_ends() -> None:
+    worker_under_test = WorkerUnderTest(np.tile(PROMPT, 500))
+    assert worker_under_test.exchange(drafting(1, 1501), Close("r")) == []
+    assert not worker_under_test.worker._running
 
 
-def test_a_request_closed_while_anothers_draft_reads_leaves_the_other_as_it_was() -> None:
-    stand = Stand()
-    stand.say(Open("s", 0, 0, np.tile(PROMPT, 500), SAMPLING), Open("t", 0, 0, PROMPT, SAMPLING))
+def test_close_during_another_prompt_does_not_affect_other_requests() -> None:
+    worker_under_test = WorkerUnderTest()
+    worker_under_test.exchange(Open("s", 0, 0, np.tile(PROMPT, 500), SAMPLING), Open("t", 0, 0, PROMPT, SAMPLING))
     others = [replace(drafting(1, 1501), request="s"), replace(drafting(1, START), request="t")]
-    open_one = stand.own.drafter.open  # type: ignore[union-attr]
+    open_one = worker_under_test.own.drafter.open  # type: ignore[union-attr]
 
     def closing(tokens: list[int], *arguments: Any, **named: Any) -> Any:
         if len(tokens) > 1000:
-            stand.worker._handle(Close("r"))
+            worker_under_test.worker._handle(Close("r"))
         return open_one(tokens, *arguments, **named)
 
-    stand.own.drafter.open = closing  # type: ignore[union-attr, method-assign]
-    found = stand.say(drafting(1, START), *others, turns=6)
+    worker_under_test.own.drafter.open = closing  # type: ignore[union-attr, method-assign]
+    found = worker_under_test.exchange(drafting(1, START), *others, turns=6)
     ours = [a for a in found if a.request == "t"]
     assert ours and text(ours) == TRUTH[START : START + len(text(ours))]
 
 
-def test_a_request_asked_to_draft_while_anothers_draft_reads_drafts_in_the_next_forward() -> None:
-    stand = Stand()
-    stand.say(Open("s", 0, 0, np.tile(PROMPT, 500), SAMPLING))
-    open_one = stand.own.drafter.open  # type: ignore[union-attr]
+def test_verify_during_another_prompt_is_drafted_in_the_next_forward() -> None:
+    worker_under_test = WorkerUnderTest()
+    worker_under_test.exchange(Open("s", 0, 0, np.tile(PROMPT, 500), SAMPLING))
+    open_one = worker_under_test.own.drafter.open  # type: ignore[union-attr]
 
     def asking(tokens: list[int], *arguments: Any, **named: Any) -> Any:
         if len(tokens) > 1000:
-            stand.worker._handle(drafting(1, START))
+            worker_under_test.worker._handle(drafting(1, START))
         return open_one(tokens, *arguments, **named)
 
-    stand.own.drafter.open = asking  # type: ignore[union-attr, method-assign]
-    found = stand.say(replace(drafting(1, 1501), request="s"))
+    worker_under_test.own.drafter.open = asking  # type: ignore[union-attr, method-assign]
+    found = worker_under_test.exchange(replace(drafting(1, 1501), request="s"))
     assert not [answer for answer in found if isinstance(answer, Fault)]
     ours = [answer for answer in found if answer.request == "r"]
     assert ours and text(ours) == TRUTH[START : START + len(text(ours))]
 
 
-def test_several_draft_in_company_what_each_drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_draft_together_get_the_chains_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """And where one's drafting fails, only that one ends."""
-    alone = [(a.drafted_chain, a.accepted, a.bonus) for a in Stand().say(drafting(1, START))]
+    alone = [(a.drafted_chain, a.accepted, a.bonus) for a in WorkerUnderTest().exchange(drafting(1, START))]
 
     class Fails(Exception):
         pass
@@ -227,11 +227,11 @@ def test_several_draft_in_company_what_each_drafts_alone(monkeypatch: pytest.Mon
 
     own_turn = ModelDraftSession.turn
     monkeypatch.setattr(ModelDraftSession, "turn", turn)
-    stand = Stand()
+    worker_under_test = WorkerUnderTest()
     others = [Open(name, 0, 0, np.array(text, np.int32), SAMPLING, ()) for name, text in (("s", [3, 0]), ("t", [5, 5]))]
-    stand.say(*others)
+    worker_under_test.exchange(*others)
     goes = [replace(drafting(1, len(text) + 1), request=name) for name, text in (("s", "30"), ("t", "55"))]
-    answers = stand.say(drafting(1, START), *goes)
+    answers = worker_under_test.exchange(drafting(1, START), *goes)
     of_r = [(a.drafted_chain, a.accepted, a.bonus) for a in answers if isinstance(a, Outcome) and a.request == "r"]
     assert of_r == alone
     assert [a.request for a in answers if isinstance(a, Fault)] == ["t"]

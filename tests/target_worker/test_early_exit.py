@@ -103,7 +103,7 @@ def _weights(target: LoadedModel) -> str:
 
 
 @pytest.mark.parametrize("scale", [0, 0.1])
-def test_chains_are_those_of_an_independent_forward(
+def test_chains_equal_an_independent_forward(
     target: LoadedModel, drafters: Callable[[float], HeadDrafter], scale: float
 ) -> None:
     """Over many rounds in company, whatever was drafted and accepted before; and the target goes on by itself."""
@@ -138,7 +138,7 @@ def test_chains_are_those_of_an_independent_forward(
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("requests", [1, 4])
 @pytest.mark.parametrize("scale", [0, 3.0])
-def test_the_text_is_the_targets_own(
+def test_text_with_early_exit_equals_that_of_the_target(
     target: LoadedModel,
     alone: Alone,
     drafters: Callable[[float], HeadDrafter],
@@ -153,7 +153,7 @@ def test_the_text_is_the_targets_own(
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_of_a_target_whose_layers_add_nothing_the_first_knows_all(tmp_path: Path, temp: float) -> None:
+def test_first_layer_of_a_target_with_empty_layers_drafts_perfectly(tmp_path: Path, temp: float) -> None:
     """At a temperature too, for the noise is the target's; an adapter's rows are used, so a wild one spoils it."""
     markov = markov_llama(tmp_path / "markov")
     own = drafter(markov)
@@ -165,7 +165,7 @@ def test_of_a_target_whose_layers_add_nothing_the_first_knows_all(tmp_path: Path
     assert accepted(run(markov, own, temp, 4)) < 1
 
 
-def test_rows_that_are_no_numbers_end_its_drafting_and_nothing_else(
+def test_non_finite_rows_end_only_the_drafting(
     target: LoadedModel,
     alone: Alone,
     drafters: Callable[[float], HeadDrafter],
@@ -203,14 +203,14 @@ def test_rows_that_are_no_numbers_end_its_drafting_and_nothing_else(
         ),
     ],
 )
-def test_an_adapter_that_cannot_be_used_is_refused_in_a_sentence(
+def test_unusable_adapter_is_refused_with_a_reason(
     target: LoadedModel, tmp_path: Path, other: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(CannotDraft, match=sentence):
         drafter(target, adapter(tmp_path, **other))
 
 
-def test_a_fingerprint_is_looked_at(tmp_path: Path) -> None:
+def test_fingerprint_of_another_target_is_noted(tmp_path: Path) -> None:
     """Of a target in another number format it is another, too; then it is said, and the trial tells."""
     markov = markov_llama(tmp_path / "markov")
     config = AdapterConfig(2, 8, H, VOCAB_SIZE, LAYERS, target=digest(markov.folder))  # type: ignore[arg-type]
@@ -241,14 +241,14 @@ GRANITE = {
     ("family", "config", "sentence"),
     [("qwen3_next", {}, "batch requests"), ("llama", GRANITE, "granite model does more after its layers")],
 )
-def test_targets_that_cannot_be_left_early(
+def test_target_that_cannot_exit_early_is_refused(
     tiny_model: Callable[..., Path], family: str, config: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(CannotDraft, match=sentence):
         drafter(load(tiny_model(family, **config)))
 
 
-def test_ordinary_layers_are_said_to_be_of_little_use(
+def test_target_not_trained_for_early_exit_is_noted(
     target: LoadedModel, drafters: Callable[[float], HeadDrafter]
 ) -> None:
     assert "use a model trained for early exit" in drafters(0).note
@@ -256,6 +256,6 @@ def test_ordinary_layers_are_said_to_be_of_little_use(
         load_head("early-exit", str(target.folder), target, lambda stage: None, alone=False)
 
 
-def test_the_layer_is_chosen_by_what_chains_would_gain() -> None:
+def test_exit_layer_is_chosen_by_the_expected_speedup() -> None:
     """A layer that agrees a little more is not worth twice the time."""
     assert speedup(0.8, 0.25) > speedup(0.85, 0.5) > 1 > speedup(0.1, 0.25)

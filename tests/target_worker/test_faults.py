@@ -62,7 +62,7 @@ FAULTS = [*RAISED, None]
 
 @pytest.mark.parametrize("fault", FAULTS, ids=repr)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, RESIDUAL], ids=["greedy", "sampled", "residual"])
-def test_one_request_fails_and_the_other_goes_on(
+def test_failed_verify_ends_only_its_own_request(
     fault: Exception | None, sampling: SamplingParams, caplog: pytest.LogCaptureFixture
 ) -> None:
     link = FakeLink("target-0", deque())
@@ -81,7 +81,7 @@ def test_one_request_fails_and_the_other_goes_on(
     assert not faults(answered(worker, link, [asked("next", [1, 3], sampling)]))
 
 
-def test_of_several_ranks_a_failure_is_told_once_all_have_answered() -> None:
+def test_fault_is_sent_only_after_all_ranks_have_answered() -> None:
     """It may have failed for another's death; then this process has ended by the time that all would have answered."""
 
     class Gone:
@@ -96,7 +96,7 @@ def test_of_several_ranks_a_failure_is_told_once_all_have_answered() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=repr)
-def test_a_prompt_that_fails_is_one_requests_failure(fault: Exception | None) -> None:
+def test_failed_prompt_ends_only_its_own_request(fault: Exception | None) -> None:
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, poisoned(fault))  # type: ignore[arg-type]
     found = answered(worker, link, [asked("doomed", [1, POISON]), asked("sound", [1, 2])])
@@ -104,7 +104,7 @@ def test_a_prompt_that_fails_is_one_requests_failure(fault: Exception | None) ->
     assert [answer.request for answer in found if isinstance(answer, Outcome)] == ["sound"]
 
 
-def test_plain_rounds_that_fail_are_one_requests_failure() -> None:
+def test_failed_plain_round_ends_only_its_own_request() -> None:
     table = np.full((6, 6), -9.0, np.float32)
     table[np.arange(6), (np.arange(6) + 1) % 6] = 9.0  # 1, 2, 3, 4, poison
     model = replace(markov(table), model=Poisoned(None))

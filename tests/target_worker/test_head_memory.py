@@ -38,7 +38,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return markov_llama(tmp_path_factory.mktemp("markov"))
 
 
-class Talk:
+class Conversation:
     """A worker with a head. `read` tells how many pairs the head was fed as true ones, `cached` what the target had."""
 
     def __init__(self, model: LoadedModel, head: Head | None, memory: int = 1 << 26) -> None:
@@ -84,31 +84,31 @@ def follower(running: TargetRequest) -> FeatureFollower:
     return found.follower
 
 
-def assert_as_fresh(talk: Talk, running: TargetRequest) -> None:
+def assert_as_fresh(chat: Conversation, running: TargetRequest) -> None:
     """What the head has read is what it would have read of the whole text at once."""
     heard, tokens = follower(running), running.slot.tokens
-    assert talk.own is not None and talk.head is not None
+    assert chat.own is not None and chat.head is not None
     known = heard.length
     assert known + heard.waiting == len(tokens) - 1 and known > 0
     rows: list[mx.array] = []
-    hidden_states = HiddenStates(talk.model.model, talk.head.points, talk.head.fuse)
-    hidden_states.forward(lambda: talk.model.model(mx.array([tokens]))[0], [(len(tokens), rows.append)])
-    texts: Any = proposer_of(talk.head).kv_cache
+    hidden_states = HiddenStates(chat.model.model, chat.head.points, chat.head.fuse)
+    hidden_states.forward(lambda: chat.model.model(mx.array([tokens]))[0], [(len(tokens), rows.append)])
+    texts: Any = proposer_of(chat.head).kv_cache
     again = FeatureFollower(texts, Sampler(SamplingParams(), 258))
     again.add_features(0, rows[0][:known])
     texts.read(again.catch_up(tokens))
-    mine: Any = talk.own.kv_cache
+    mine: Any = chat.own.kv_cache
     for ours, theirs in zip(mine._caches, texts._caches, strict=True):
         for a, b in zip(ours.saved(known, heard.text.row), theirs.saved(known), strict=True):
             assert float(mx.abs(a - b).max().item()) < 1e-3
 
 
 @pytest.fixture(scope="module")
-def spoken(target: LoadedModel) -> tuple[list[int], list[int]]:
+def plain_turns(target: LoadedModel) -> tuple[list[int], list[int]]:
     """Two turns without a head."""
-    talk = Talk(target, None)
-    first = talk.turn("a", PROMPT)
-    return first, talk.turn("b", [*first, *NEW])
+    chat = Conversation(target, None)
+    first = chat.turn("a", PROMPT)
+    return first, chat.turn("b", [*first, *NEW])
 
 
 @pytest.fixture
@@ -126,92 +126,92 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("made", [mtp_head, latent_head, parallel_head, convolving_head])
-def test_a_second_turn_reads_what_is_new_and_knows_all(
-    target: LoadedModel, made: Heads, spoken: tuple[list[int], list[int]], fed: list[int]
+def test_second_turn_reads_only_new_tokens_with_the_state_of_a_full_read(
+    target: LoadedModel, made: Heads, plain_turns: tuple[list[int], list[int]], fed: list[int]
 ) -> None:
-    talk = Talk(target, made(target))
-    first = talk.turn("a", PROMPT)
-    assert first == spoken[0] and fed[0] == len(PROMPT)
+    chat = Conversation(target, made(target))
+    first = chat.turn("a", PROMPT)
+    assert first == plain_turns[0] and fed[0] == len(PROMPT)
     fed.clear()
-    running = talk.begin("b", [*first, *NEW])
-    assert talk.cached >= len(first) - 2
-    talk.write("b")
-    assert running.slot.tokens == spoken[1]
+    running = chat.begin("b", [*first, *NEW])
+    assert chat.cached >= len(first) - 2
+    chat.write("b")
+    assert running.slot.tokens == plain_turns[1]
     assert fed[0] <= len(NEW) + 3
-    assert_as_fresh(talk, running)
+    assert_as_fresh(chat, running)
 
 
-def test_a_turn_that_was_changed_is_read_from_the_change_on(target: LoadedModel, fed: list[int]) -> None:
+def test_changed_turn_is_read_from_the_change_on(target: LoadedModel, fed: list[int]) -> None:
     """The target reads one token again whose row the head has not."""
-    talk = Talk(target, mtp_head(target))
-    first = talk.turn("a", PROMPT)
+    chat = Conversation(target, mtp_head(target))
+    first = chat.turn("a", PROMPT)
     fed.clear()
-    running = talk.begin("b", [*first[:40], *NEW])
-    assert talk.cached == 39
-    talk.write("b")
+    running = chat.begin("b", [*first[:40], *NEW])
+    assert chat.cached == 39
+    chat.write("b")
     assert fed[0] <= len(NEW) + 3
-    assert_as_fresh(talk, running)
+    assert_as_fresh(chat, running)
 
 
-def test_who_begins_beside_one_that_runs_has_what_its_head_has_read(target: LoadedModel, fed: list[int]) -> None:
-    talk = Talk(target, mtp_head(target))
-    talk.begin("a", PROMPT)
-    talk.write("a")
+def test_request_reuses_the_head_state_of_a_running_request(target: LoadedModel, fed: list[int]) -> None:
+    chat = Conversation(target, mtp_head(target))
+    chat.begin("a", PROMPT)
+    chat.write("a")
     fed.clear()
-    running = talk.begin("b", [*PROMPT, *NEW])
-    talk.write("b")
+    running = chat.begin("b", [*PROMPT, *NEW])
+    chat.write("b")
     assert fed[0] <= len(NEW) + 3
-    assert_as_fresh(talk, running)
+    assert_as_fresh(chat, running)
 
 
-def test_where_the_head_read_nothing_the_target_reads_nothing_again(target: LoadedModel) -> None:
+def test_target_rereads_nothing_when_the_head_has_read_nothing(target: LoadedModel) -> None:
     """A text without drafts costs nothing for the head; the next one's begins behind the gap."""
-    talk = Talk(target, mtp_head(target))
-    first = talk.turn("a", PROMPT, draft=0)
-    running = talk.begin("b", [*first, *NEW])
-    assert talk.cached == len(first) - 1
-    talk.write("b")
+    chat = Conversation(target, mtp_head(target))
+    first = chat.turn("a", PROMPT, draft=0)
+    running = chat.begin("b", [*first, *NEW])
+    assert chat.cached == len(first) - 1
+    chat.write("b")
     assert follower(running).length < len(NEW) + LENGTH + 3
 
 
-def test_what_a_failure_may_have_spoilt_is_not_kept(target: LoadedModel) -> None:
-    talk = Talk(target, mtp_head(target))
-    running = talk.begin("a", PROMPT)
-    talk.write("a")
-    assert talk.own is not None
-    talk.worker._close("a", spoilt=True)
-    assert talk.own.prompt_cache.use.entries == 0 and running.over
+def test_head_state_of_a_failed_request_is_not_kept(target: LoadedModel) -> None:
+    chat = Conversation(target, mtp_head(target))
+    running = chat.begin("a", PROMPT)
+    chat.write("a")
+    assert chat.own is not None
+    chat.worker._close("a", spoilt=True)
+    assert chat.own.prompt_cache.use.entries == 0 and running.over
 
 
-def test_a_head_without_a_memory_keeps_none(target: LoadedModel) -> None:
-    talk = Talk(target, recurrent_head(target))
-    first = talk.turn("a", PROMPT)
-    running = talk.begin("b", [*first, *NEW])
-    assert talk.cached == len(first) - 1 and talk.own is not None and talk.own.prompt_cache.use.entries == 0
-    assert talk.write("b") and follower(running).waiting == 1
+def test_head_without_keys_and_values_keeps_no_entries(target: LoadedModel) -> None:
+    chat = Conversation(target, recurrent_head(target))
+    first = chat.turn("a", PROMPT)
+    running = chat.begin("b", [*first, *NEW])
+    assert chat.cached == len(first) - 1 and chat.own is not None and chat.own.prompt_cache.use.entries == 0
+    assert chat.write("b") and follower(running).waiting == 1
 
 
-def test_state_that_cannot_be_cut_serves_where_all_of_it_is_there(tiny_model: Callable[..., Path]) -> None:
+def test_indivisible_state_is_reused_when_the_head_has_all_of_it(tiny_model: Callable[..., Path]) -> None:
     """A recurrent target's: nothing of it can be read again, so the head has to know as much."""
     model = load(tiny_model("qwen3_next"))
-    talk = Talk(model, random_head(model))
-    first = talk.turn("a", PROMPT)
-    running = talk.begin("b", [*first, *NEW])
-    assert talk.cached == len(first) - 1
-    talk.write("b")
-    assert_as_fresh(talk, running)
+    chat = Conversation(model, random_head(model))
+    first = chat.turn("a", PROMPT)
+    running = chat.begin("b", [*first, *NEW])
+    assert chat.cached == len(first) - 1
+    chat.write("b")
+    assert_as_fresh(chat, running)
 
 
-def test_entries_stay_within_their_share(target: LoadedModel) -> None:
-    talk = Talk(target, mtp_head(target), memory=1 << 17)
+def test_prompt_cache_of_a_head_stays_within_its_limit(target: LoadedModel) -> None:
+    chat = Conversation(target, mtp_head(target), memory=1 << 17)
     for number in range(3):
-        talk.turn(str(number), [(t + number) % 250 + 2 for t in PROMPT])
-    assert talk.own is not None
-    cache = talk.own.prompt_cache
-    assert 0 < cache.use.bytes <= cache._limit and not talk.own.kv_cache._sequences  # type: ignore[attr-defined]
+        chat.turn(str(number), [(t + number) % 250 + 2 for t in PROMPT])
+    assert chat.own is not None
+    cache = chat.own.prompt_cache
+    assert 0 < cache.use.bytes <= cache._limit and not chat.own.kv_cache._sequences  # type: ignore[attr-defined]
 
 
-def test_of_several_heads_each_has_its_own_and_the_target_reads_what_any_lacks(target: LoadedModel) -> None:
+def test_target_rereads_the_rows_that_any_of_several_heads_lacks(target: LoadedModel) -> None:
     """One has read a text to its end, another but the first part of it; a third nothing."""
     slot = CacheSlot(target, open_kv_cache(target), [*PROMPT, *NEW], SamplingParams())
     own = [drafter(mtp_head(target), target) for _ in range(3)]

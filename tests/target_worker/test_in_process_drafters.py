@@ -79,7 +79,7 @@ def texts(rounds: list[tuple[str, Outcome]]) -> list[int]:
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("requests", [1, 4])
-def test_whoever_drafts_a_round_the_text_is_the_targets_own(target: LoadedModel, temp: float, requests: int) -> None:
+def test_text_is_the_targets_own_with_any_drafter_in_any_round(target: LoadedModel, temp: float, requests: int) -> None:
     alone = run(target, InProcessDrafters({}), [""], temp, requests)
     found = run(target, four(target), ["token", "draft", "", "feature", "mtp"], temp, requests)
     for request, rounds in found.items():
@@ -88,18 +88,22 @@ def test_whoever_drafts_a_round_the_text_is_the_targets_own(target: LoadedModel,
     assert drafted == {"token", "draft", "feature", "mtp"}
 
 
-def test_each_drafts_beside_others_what_it_drafts_alone(target: LoadedModel) -> None:
+def test_drafter_beside_others_drafts_the_chains_of_a_single_drafter(target: LoadedModel) -> None:
     """So each is fed its own rows, and all of them, those of rounds that others drafted for, too."""
     together = run(target, four(target), ["token", "feature", "mtp"], 0.0)["0"]
     for name, made in (("token", token_head), ("feature", feature_head), ("mtp", mtp_head)):
         own = InProcessDrafters({name: drafter(made(target), target)})  # type: ignore[operator]
         alone = run(target, own, [name], 0.0)["0"]
-        said = {a.base_len: a.drafted_chain for _, a in alone if a.drafted_chain}
-        shared = [(said[a.base_len], a.drafted_chain) for who, a in together if who == name and a.base_len in said]
+        chains_of_single = {a.base_len: a.drafted_chain for _, a in alone if a.drafted_chain}
+        shared = [
+            (chains_of_single[a.base_len], a.drafted_chain)
+            for name_of_drafter, a in together
+            if name_of_drafter == name and a.base_len in chains_of_single
+        ]
         assert shared and all(before == now for before, now in shared)
 
 
-def test_what_several_read_is_tapped_once_and_told_apart() -> None:
+def test_hidden_states_of_several_readers_are_tapped_once_and_split() -> None:
     rows = mx.arange(24, dtype=mx.float32).reshape(2, 12)  # layers 1, 3, before the norm, after it: 3 wide
     half = SimpleNamespace(points=HiddenStatePoints((3, 1)), fuse=lambda x: x.astype(mx.float16))
     norm = SimpleNamespace(points=HiddenStatePoints((3,), after_norm=True), fuse=lambda x: x + 1)
@@ -112,9 +116,7 @@ def test_what_several_read_is_tapped_once_and_told_apart() -> None:
     assert third[1].tolist() == [18, 19, 20]
 
 
-def test_one_that_cannot_be_used_is_left_out_with_a_sentence_and_ends_nothing(
-    target: LoadedModel, tmp_path: Path
-) -> None:
+def test_unusable_drafter_is_left_out_with_a_reason(target: LoadedModel, tmp_path: Path) -> None:
     head = write_feature_head(tmp_path / "head", target)
     kinds = [("eagle3", str(tmp_path / "none")), ("eagle3", str(head)), ("draft", str(tmp_path / "none"))]
     wanted = [DrafterSpec(n, *one) for n, one in zip(names_of(kind for kind, _ in kinds), kinds, strict=True)]
@@ -128,7 +130,9 @@ def test_one_that_cannot_be_used_is_left_out_with_a_sentence_and_ends_nothing(
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_heads_weight_is_what_its_trial_took_or_its_bytes(target: LoadedModel, tmp_path: Path, alone: bool) -> None:
+def test_weight_of_a_head_is_its_measured_cost_or_its_share_of_bytes(
+    target: LoadedModel, tmp_path: Path, alone: bool
+) -> None:
     wanted = [DrafterSpec("eagle3", "eagle3", str(write_feature_head(tmp_path / "head", target)))]
 
     def fails(head: HeadDrafter, model: LoadedModel) -> float:
@@ -146,7 +150,7 @@ def test_a_heads_weight_is_what_its_trial_took_or_its_bytes(target: LoadedModel,
 
 
 @pytest.mark.parametrize("made", [token_head, mtp_head])
-def test_a_trial_tells_a_token_of_a_chain_over_a_step(
+def test_step_cost_is_the_time_of_a_drafted_token_per_target_step(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch, made: Callable[[LoadedModel], Head]
 ) -> None:
     """By a clock that moves by 10 a step and by 2 a drafted token; by a real one it is some number."""
@@ -168,7 +172,7 @@ def test_a_trial_tells_a_token_of_a_chain_over_a_step(
     assert loading.step_cost(own, target, lambda: now[0]) == pytest.approx(0.2)
 
 
-def test_memory_for_texts_is_shared_out_by_what_each_keeps(target: LoadedModel) -> None:
+def test_kv_memory_is_divided_by_bytes_per_token(target: LoadedModel) -> None:
     own = four(target)
     whole = own.cost + KvCost(0, 1000)
     left = own.allow(1_000_000, 100, whole)

@@ -91,7 +91,7 @@ def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text"])
-def test_other_families_say_their_own_text_too(tiny_model: Callable[..., Path], family: str) -> None:
+def test_text_of_hybrid_and_windowed_targets_stays_their_own(tiny_model: Callable[..., Path], family: str) -> None:
     """Recurrent ones, where rolled back tokens are fed again and their rows told once, and such with windows."""
     other = load(tiny_model(family))
     own = drafter(random_head(other), other)
@@ -101,7 +101,7 @@ def test_other_families_say_their_own_text_too(tiny_model: Callable[..., Path], 
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "mimo", "deepseek_v3"])
-def test_with_its_own_head_a_model_says_its_own_text(
+def test_text_with_the_mtp_head_of_the_model_equals_that_of_the_target(
     tiny_model: Callable[..., Path], tmp_path: Path, family: str
 ) -> None:
     if family in nextn_heads.MODELS:
@@ -116,7 +116,7 @@ def test_with_its_own_head_a_model_says_its_own_text(
     assert own.weight_bytes > 0 and "trained for this target" in own.note
 
 
-def test_plain_rounds_and_others_chains_between_leave_no_gap(target: LoadedModel, alone: Alone) -> None:
+def test_plain_rounds_and_received_chains_leave_no_gap_for_the_head(target: LoadedModel, alone: Alone) -> None:
     """What is committed without the head is heard all the same, and read when its turn comes."""
     truth = alone(0.0, 1)[0]
     opened = Open("r", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
@@ -152,7 +152,7 @@ def accepted(outcomes: Sequence[Sequence[Outcome]]) -> float:
     requests=[1, 4],
     temp=[0.0, 0.8],
 )
-def test_the_text_is_the_targets_own(
+def test_text_with_any_head_equals_that_of_the_target(
     target: LoadedModel, alone: Alone, head: Heads, temp: float, requests: int
 ) -> None:
     truth = alone(temp, requests)
@@ -161,7 +161,7 @@ def test_the_text_is_the_targets_own(
     assert any(a.drafted_chain for one in outcomes for a in one)
 
 
-class Liar(HeadDrafter):
+class GarbageHeadDrafter(HeadDrafter):
     """Says nothing, garbage, tokens that nobody has, or the end of the text in the middle."""
 
     def continuations(self, chains: Sequence[ChainState], depths: Sequence[int]) -> list[Continuation]:
@@ -172,13 +172,13 @@ class Liar(HeadDrafter):
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("requests", [1, 4])
-def test_lies_change_no_text(target: LoadedModel, alone: Alone, temp: float, requests: int) -> None:
-    liar = Liar(random_head(target), target.vocab_size)
-    assert texts(run(target, liar, temp, requests)) == alone(temp, requests)
+def test_garbage_chains_do_not_change_the_text(target: LoadedModel, alone: Alone, temp: float, requests: int) -> None:
+    garbage_drafter = GarbageHeadDrafter(random_head(target), target.vocab_size)
+    assert texts(run(target, garbage_drafter, temp, requests)) == alone(temp, requests)
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_a_head_with_the_targets_logits_is_right_wherever_it_knows_the_token(target: LoadedModel, temp: float) -> None:
+def test_head_with_the_targets_logits_is_right_within_its_vocabulary(target: LoadedModel, temp: float) -> None:
     """At a temperature too: its noise is the target's, by the target's names of tokens."""
     head = token_head(target)
     known = set(head.vocabulary.ids.tolist())  # type: ignore[union-attr]
@@ -189,7 +189,7 @@ def test_a_head_with_the_targets_logits_is_right_wherever_it_knows_the_token(tar
 
 
 @pytest.mark.parametrize("made", [feature_head, recurrent_head, block_feature_head])
-def test_features_are_used_and_of_the_right_tokens(
+def test_head_uses_the_features_of_the_right_tokens(
     target: LoadedModel, made: Heads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One token deep the head knows the text from the row alone; from none, or the row before it, it does not."""
@@ -206,7 +206,7 @@ def test_features_are_used_and_of_the_right_tokens(
 
 
 @pytest.mark.parametrize("made", [random_head, mtp_head, latent_head, parallel_head, *BLOCKS])
-def test_after_any_k_of_K_the_head_is_as_one_that_read_the_text_at_once(target: LoadedModel, made: Heads) -> None:
+def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedModel, made: Heads) -> None:
     """Over many rounds, in company: what was drafted leaves nothing behind, and no row is lost or read twice."""
     head = made(target)
     own, held = drafter(head, target), open_kv_cache(target)
@@ -249,7 +249,7 @@ def test_after_any_k_of_K_the_head_is_as_one_that_read_the_text_at_once(target: 
                 assert float(mx.abs(a - b).max().item()) < 1e-3
 
 
-def test_a_recurrent_head_knows_of_any_text_what_the_newest_row_tells(target: LoadedModel) -> None:
+def test_recurrent_head_depends_only_on_the_newest_row(target: LoadedModel) -> None:
     """Whatever was drafted before, and however many rows came at once; only one is kept."""
     head = recurrent_head(target)
     own, fresh = drafter(head, target), drafter(head, target)
@@ -271,7 +271,7 @@ def test_a_recurrent_head_knows_of_any_text_what_the_newest_row_tells(target: Lo
             again.close()
 
 
-def test_who_misses_rows_begins_anew_behind_the_gap(target: LoadedModel) -> None:
+def test_head_restarts_behind_a_gap_in_its_rows(target: LoadedModel) -> None:
     own = drafter(random_head(target), target)
     follower, text = own.follow(SamplingParams()), list(range(5, 45))
 
@@ -288,7 +288,7 @@ def test_who_misses_rows_begins_anew_behind_the_gap(target: LoadedModel) -> None
     assert chain(26) == () and not own.kv_cache._sequences
 
 
-def test_of_a_long_stretch_without_drafts_the_newest_rows_are_kept(
+def test_only_the_newest_rows_are_kept_while_nothing_is_drafted(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = drafter(random_head(target), target)
@@ -302,7 +302,7 @@ def test_of_a_long_stretch_without_drafts_the_newest_rows_are_kept(
     assert follower.length >= MOST_WAITING // 2
 
 
-def test_rows_beyond_the_heads_numbers_end_its_drafting_and_nothing_else(
+def test_non_finite_rows_end_only_the_drafting(
     target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     head = token_head(target)
@@ -313,7 +313,9 @@ def test_rows_beyond_the_heads_numbers_end_its_drafting_and_nothing_else(
     assert "are not finite" in caplog.text and "stops drafting for this request" in caplog.text
 
 
-def test_one_that_fails_in_company_fails_alone(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_text_of_a_batch_does_not_affect_the_others(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = drafter(token_head(target), target)
     followers = [own.follow(SamplingParams()) for _ in range(2)]
     chains = [ChainState(follower, [5, 6, 7, 8]) for follower in followers]
@@ -325,7 +327,7 @@ def test_one_that_fails_in_company_fails_alone(target: LoadedModel, monkeypatch:
     assert len(own.continuations([ChainState(followers[1], [5, 6, 7, 8, 9])], [3])[0].chain) == 3
 
 
-def test_a_pairing_that_looks_wrong_is_said(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_pairing_of_rows_and_tokens_raises_a_doubt(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     right = agreement(feature_head(target), target)
     assert right.own > max(right.others["tokens one further on"], right.others["tokens one further back"]) + 0.1
     assert right.doubt == "" == agreement(token_head(target), target).doubt
@@ -336,13 +338,13 @@ def test_a_pairing_that_looks_wrong_is_said(target: LoadedModel, monkeypatch: py
     assert "one further back" in agreement(shifted, target).doubt
 
 
-def test_blocks_that_begin_elsewhere_than_they_were_trained_to_are_said(target: LoadedModel) -> None:
+def test_wrong_anchor_of_blocks_raises_a_doubt(target: LoadedModel) -> None:
     assert agreement(block_feature_head(target), target).doubt == ""
     other = agreement(block_feature_head(target, sample_from_anchor=False), target)
     assert "with the first token drafted by the last one's own row" in other.doubt
 
 
-def test_a_head_of_another_target_by_its_fingerprint_is_said(target: LoadedModel, tmp_path: Path) -> None:
+def test_head_with_the_fingerprint_of_another_target_is_noted(target: LoadedModel, tmp_path: Path) -> None:
     assert target.folder is not None
     for known, other in ((digest(target.folder), False), ("0123456789abcdef-", True), ("Qwen/Qwen3-4B", False)):
         own = load_head("dflash", str(write_block_head(tmp_path, target=known)), target, lambda stage: None)
@@ -351,7 +353,7 @@ def test_a_head_of_another_target_by_its_fingerprint_is_said(target: LoadedModel
         load_head("dflash", str(tmp_path), target, lambda stage: None, alone=False)
 
 
-def test_residual_sampling_takes_a_heads_chain_as_certain(target: LoadedModel) -> None:
+def test_residual_chain_of_a_head_has_a_fitting_q(target: LoadedModel) -> None:
     own = drafter(token_head(target), target)
     follower = own.follow(SamplingParams(temp=0.8, seed=3, rule="residual"))
     follower.add_features(0, mx.zeros((3, 64)))
@@ -360,7 +362,7 @@ def test_residual_sampling_takes_a_heads_chain_as_certain(target: LoadedModel) -
     assert (found.q.of(found.chain) == 1).all()
 
 
-def test_penalties_see_the_chain(target: LoadedModel) -> None:
+def test_penalties_count_the_drafted_chain(target: LoadedModel) -> None:
     own = drafter(token_head(target), target)
     free, bound = own.follow(SamplingParams()), own.follow(SamplingParams(repetition_penalty=50.0))
     for follower in (free, bound):

@@ -33,14 +33,14 @@ def verify(proposal: Coupled | OneHot | Sparse) -> Verify:
     return Verify("", 0, 1, 0, proposal)
 
 
-def test_a_certain_chain_is_one_whose_q_is_one_hot() -> None:
+def test_one_hot_chain_equals_a_sparse_chain_with_a_one_hot_q() -> None:
     for token in range(6):
         certain = answer(RESIDUAL, verify(OneHot((token,))))
         told = answer(RESIDUAL, verify(Sparse((token,), one_hot([token]))))
         assert isinstance(certain, Outcome) and (certain.accepted, certain.bonus) == (told.accepted, told.bonus)
 
 
-def test_q_decides_about_a_sparse_chain_and_only_about_that() -> None:
+def test_q_matters_only_for_sparse_chains() -> None:
     unlikely = SparseQ(np.arange(6, dtype=np.int32)[None], np.array([[0.999, *[0.0002] * 5]], np.float32))
     sparse = [answer(RESIDUAL, verify(Sparse((token,), unlikely))).accepted for token in range(1, 6)]
     certain = [answer(RESIDUAL, verify(OneHot((token,)))).accepted for token in range(1, 6)]
@@ -48,7 +48,7 @@ def test_q_decides_about_a_sparse_chain_and_only_about_that() -> None:
 
 
 @pytest.mark.parametrize("sampling", [RESIDUAL, COUPLED])
-def test_an_empty_chain_is_a_plain_step_of_any_kind(sampling: SamplingParams) -> None:
+def test_empty_chain_of_any_kind_is_a_plain_step(sampling: SamplingParams) -> None:
     bonuses = {answer(sampling, verify(kind(()))).bonus for kind in (Coupled, OneHot)}
     assert len(bonuses) == 1
 
@@ -61,8 +61,6 @@ def test_an_empty_chain_is_a_plain_step_of_any_kind(sampling: SamplingParams) ->
         (RESIDUAL, verify(Sparse((1,), one_hot([2]))), "does not fit the chain"),
     ],
 )
-def test_a_kind_that_cannot_be_kept_is_a_fault_in_a_sentence(
-    sampling: SamplingParams, message: Verify, sentence: str
-) -> None:
+def test_unsupported_kind_is_a_fault_with_a_reason(sampling: SamplingParams, message: Verify, sentence: str) -> None:
     fault = answer(sampling, message)
     assert isinstance(fault, Fault) and fault.request == "r" and sentence in fault.message

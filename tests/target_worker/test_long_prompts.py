@@ -61,23 +61,23 @@ class Machine:
         monkeypatch.setattr(self.link, "poll", self._pass)
         self.worker = TargetWorker(self.link, markov(TABLE))  # type: ignore[arg-type]
         for name in map(str, range(DECODING)):
-            self.say(opened(name, 3), turns=5)
-            self.say(Verify(name, 0, 1, 4, Autonomous(10_000)), turns=5)
-        self.say(turns=20)
+            self.exchange(opened(name, 3), turns=5)
+            self.exchange(Verify(name, 0, 1, 4, Autonomous(10_000)), turns=5)
+        self.exchange(turns=20)
 
     def _pass(self, milliseconds: float) -> None:
         self._now_ns += int(1e6 * milliseconds)
 
-    def say(self, *messages: Message, turns: int) -> list[Any]:
+    def exchange(self, *messages: Message, turns: int) -> list[Any]:
         return answered(self.worker, self.link, messages, turns)
 
     def read(self, *names: str) -> Fed:
         """The forwards from these prompts' arrival to their first tokens."""
         before = len(self.fed)
-        self.say(*(opened(name, LONG) for name in names), turns=0)
+        self.exchange(*(opened(name, LONG) for name in names), turns=0)
         first: set[str] = set()
         while first != set(names):
-            found = self.say(turns=1)
+            found = self.exchange(turns=1)
             first |= {one.request for one in found if isinstance(one, Outcome)} & set(names)
         return self.fed[before:]
 
@@ -101,7 +101,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
 
 @pytest.mark.parametrize("each_ms", [0.25, 0.1, 4.0])
 @pytest.mark.parametrize("newcomers", [1, 2])
-def test_a_piece_takes_about_half_a_step_for_each_who_reads(start: Start, each_ms: float, newcomers: int) -> None:
+def test_prompt_piece_takes_about_half_a_step_per_reading_request(start: Start, each_ms: float, newcomers: int) -> None:
     found = start(each_ms).read(*"abc"[:newcomers])
     beside = [(asks, read) for asks, read in found if read]
     assert sum(read for _, read in beside) == newcomers * (LONG - 1)
@@ -111,32 +111,32 @@ def test_a_piece_takes_about_half_a_step_for_each_who_reads(start: Start, each_m
     assert max(read for _, read in beside) >= 0.9 * most  # nor is the newcomer kept waiting for nothing
 
 
-def test_with_nobody_else_a_prompt_is_read_as_fast_as_it_can_be(start: Start) -> None:
+def test_prompt_without_decoding_requests_is_read_in_full_pieces(start: Start) -> None:
     machine = start(0.25)
-    machine.say(*(Close(str(name)) for name in range(DECODING)), turns=5)
+    machine.exchange(*(Close(str(name)) for name in range(DECODING)), turns=5)
     assert max(read for _, read in machine.read("a")) == PREFILL
 
 
-def test_while_more_wait_than_decode_prompts_come_first(start: Start) -> None:
+def test_prompts_come_first_while_more_requests_wait_than_decode(start: Start) -> None:
     beside = [read for _, read in start(0.25).read(*"abcdefghi") if read]
     assert beside[:2] == [PREFILL, PREFILL]  # then the first is read, and no more wait than decode
     assert max(beside[2:]) <= 1.1 * 8 * step_ms(0.25) / 0.25 / 2
 
 
-def test_who_waits_for_a_word_decodes_too(start: Start) -> None:
+def test_request_between_two_verifies_counts_as_decoding(start: Start) -> None:
     """Between an outcome and the next VERIFY nobody has anything to feed; the words come during the next forward."""
     machine = start(0.25)
-    machine.say(*(Halt(str(name), 0) for name in range(DECODING)), turns=20)
+    machine.exchange(*(Halt(str(name), 0) for name in range(DECODING)), turns=20)
     beside = machine.read("a")
     assert {asks for asks, _ in beside[:-1]} == {0}
     assert max(read for _, read in beside) <= 1.1 * step_ms(0.25) / 0.25 / 2
 
 
-def test_a_forward_that_seemed_quick_makes_no_long_piece(start: Start) -> None:
+def test_pieces_at_most_double_after_a_disturbed_step(start: Start) -> None:
     """A disturbed step stays in the average for a while: beside it a piece seems to have cost nothing."""
     machine = start(0.25)
     machine.disturbed_ms = 20 * BASE_MS
-    machine.say(turns=2)
+    machine.exchange(turns=2)
     machine.disturbed_ms = 0.0
     pieces = [read for _, read in machine.read("a") if read]
     assert all(after <= 2 * before for before, after in pairwise(pieces))

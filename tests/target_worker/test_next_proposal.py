@@ -19,7 +19,7 @@ PROMPT = np.array([1, 4, 2], np.int32)
 LENGTH = 12
 
 
-def said(count: int = LENGTH) -> list[int]:
+def target_text(count: int = LENGTH) -> list[int]:
     """What the target says by itself."""
     worker, link = opened()
     link.inbox.append(Verify("r", 0, 1, len(PROMPT) + 1, Autonomous(count - 1)))
@@ -47,10 +47,10 @@ def prepare(round_number: int, *entries: Branch, epoch: int = 0, request: str = 
     return Prepare(request, epoch, round_number, 0, committed, tuple(entry.chain for entry in entries))
 
 
-TEXT = said()
+TEXT = target_text()
 
 
-def test_a_prepared_branch_is_verified_as_the_next_round_without_a_word() -> None:
+def test_prepared_branch_is_verified_as_the_next_round() -> None:
     worker, link = opened()
     wrong = (TEXT[2] + 1) % 6
     link.inbox += [
@@ -73,14 +73,14 @@ def test_a_prepared_branch_is_verified_as_the_next_round_without_a_word() -> Non
         prepare(1, Branch((TEXT[1],), (TEXT[2],)), request="other"),
     ],
 )
-def test_what_was_prepared_for_another_outcome_round_epoch_or_request_is_not_gone_on_with(stale: Prepare) -> None:
+def test_branch_for_another_outcome_round_epoch_or_request_is_ignored(stale: Prepare) -> None:
     worker, link = opened()
     link.inbox += [Verify("r", 0, 1, len(PROMPT) + 1), stale]
     found = answers(worker, link)
     assert len(found) == 2 and found[-1].next_proposal is None
 
 
-def test_a_repeated_verify_is_answered_with_all_that_came_of_it() -> None:
+def test_repeated_verify_is_answered_with_all_outcomes_since() -> None:
     worker, link = opened()
     link.inbox += [Verify("r", 0, 1, len(PROMPT) + 1), prepare(1, Branch((TEXT[1],), (TEXT[2],)))]
     before = answers(worker, link)
@@ -89,7 +89,7 @@ def test_a_repeated_verify_is_answered_with_all_that_came_of_it() -> None:
     assert answers(worker, link) == before[1:]
 
 
-def test_a_request_closed_during_the_verify_is_over() -> None:
+def test_request_closed_during_a_verify_sends_no_outcome() -> None:
     worker, link = opened()
     link.inbox += [
         Verify("r", 0, 1, len(PROMPT) + 1),

@@ -22,7 +22,7 @@ START = len(PROMPT) + 1  # committed tokens when round 1 begins
 HALT = Halt("r", 0)
 
 
-class Stand:
+class WorkerUnderTest:
     """A target worker with one request open."""
 
     def __init__(self, epoch: int = 0) -> None:
@@ -30,7 +30,7 @@ class Stand:
         self.worker = TargetWorker(self.link, markov(TABLE))  # type: ignore[arg-type]
         answered(self.worker, self.link, ())
 
-    def say(self, *messages: Any, turns: int = 1000) -> list[Any]:
+    def exchange(self, *messages: Any, turns: int = 1000) -> list[Any]:
         """What the worker answers to these in so many turns, or until it would wait."""
         return answered(self.worker, self.link, messages, turns)
 
@@ -40,7 +40,7 @@ def plain(number: int, room: int = 50, request: str = "r") -> Verify:
     return Verify(request, 0, number, START + number - 1, Autonomous(room))
 
 
-TEXT = [answer.bonus for answer in Stand().say(plain(1, 20))]
+TEXT = [answer.bonus for answer in WorkerUnderTest().exchange(plain(1, 20))]
 
 
 def is_plain_text(answers: list[Any]) -> bool:
@@ -48,54 +48,54 @@ def is_plain_text(answers: list[Any]) -> bool:
     return [(a.round, a.bonus) for a in answers] == [(n, t) for n, t in enumerate(TEXT[: len(answers)], start=1)]
 
 
-def test_they_end_with_the_room() -> None:
-    found = Stand().say(plain(1, 5))
+def test_plain_rounds_end_at_the_token_limit() -> None:
+    found = WorkerUnderTest().exchange(plain(1, 5))
     assert len(found) == 5 and is_plain_text(found)
     assert [a.next_proposal for a in found] == [Coupled()] * 4 + [None]
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3, 7])
-def test_a_halt_is_answered_with_one_last_outcome_that_waits(turns: int) -> None:
-    stand = Stand()
-    found = stand.say(plain(1), turns=turns) + stand.say(HALT)
+def test_halt_is_answered_with_one_last_outcome_that_waits(turns: int) -> None:
+    worker_under_test = WorkerUnderTest()
+    found = worker_under_test.exchange(plain(1), turns=turns) + worker_under_test.exchange(HALT)
     assert (
         is_plain_text(found)
         and {a.next_proposal for a in found[:-1]} <= {Coupled()}
         and found[-1].next_proposal is None
     )
     assert len(found) <= turns + 1
-    found += stand.say(Verify("r", 0, len(found) + 1, START + len(found)))
-    assert is_plain_text(found) and stand.say(plain(len(found) + 1, 3), turns=1000)
+    found += worker_under_test.exchange(Verify("r", 0, len(found) + 1, START + len(found)))
+    assert is_plain_text(found) and worker_under_test.exchange(plain(len(found) + 1, 3), turns=1000)
 
 
-def test_they_end_with_a_token_that_ends_the_request() -> None:
-    stand = Stand()
+def test_plain_rounds_end_with_an_eos_token() -> None:
+    worker_under_test = WorkerUnderTest()
     end = TEXT[7]
-    stand.say(Open("s", 0, 0, PROMPT, SamplingParams(temp=1.0, seed=4), (end,)))
-    found = [a.bonus for a in stand.say(plain(1, 20, "s"))]
+    worker_under_test.exchange(Open("s", 0, 0, PROMPT, SamplingParams(temp=1.0, seed=4), (end,)))
+    found = [a.bonus for a in worker_under_test.exchange(plain(1, 20, "s"))]
     assert found == TEXT[: TEXT.index(end) + 1]
 
 
 @pytest.mark.parametrize("other", [Verify("r", 0, 9, START + 8), Verify("r", 1, 1, START)])
-def test_what_begins_elsewhere_is_answered_with_resync(other: Verify) -> None:
-    stand = Stand()
-    found = stand.say(plain(1), turns=3) + stand.say(other, HALT)
+def test_verify_of_another_round_or_epoch_is_answered_with_resync(other: Verify) -> None:
+    worker_under_test = WorkerUnderTest()
+    found = worker_under_test.exchange(plain(1), turns=3) + worker_under_test.exchange(other, HALT)
     assert any(isinstance(a, Resync) for a in found) and is_plain_text([a for a in found if isinstance(a, Outcome)])
 
 
-def test_requests_share_forwards_and_say_what_each_says_alone() -> None:
-    stand = Stand()
+def test_requests_that_share_forwards_generate_their_own_texts() -> None:
+    worker_under_test = WorkerUnderTest()
     others = [SamplingParams(temp=0.7, seed=9, top_k=4), SamplingParams(), SamplingParams(temp=1.0, seed=4)]
     alone = []
     for sampling in others:
-        single = Stand()
-        single.say(Open("x", 0, 0, PROMPT, sampling))
-        alone.append([a.bonus for a in single.say(plain(1, 12, "x"))])
-    found = stand.say(plain(1, 40), turns=4)
+        single = WorkerUnderTest()
+        single.exchange(Open("x", 0, 0, PROMPT, sampling))
+        alone.append([a.bonus for a in single.exchange(plain(1, 12, "x"))])
+    found = worker_under_test.exchange(plain(1, 40), turns=4)
     for number, sampling in enumerate(others):
-        opened = stand.say(Open(f"x{number}", 0, 0, PROMPT, sampling), turns=5)
-        found += opened + stand.say(plain(1, 12, f"x{number}"), turns=2)
-    found += stand.say()
+        opened = worker_under_test.exchange(Open(f"x{number}", 0, 0, PROMPT, sampling), turns=5)
+        found += opened + worker_under_test.exchange(plain(1, 12, f"x{number}"), turns=2)
+    found += worker_under_test.exchange()
     outcomes = [a for a in found if a.round > 0]
     for number, text in enumerate(alone):
         assert [a.bonus for a in outcomes if a.request == f"x{number}"] == text
@@ -104,34 +104,36 @@ def test_requests_share_forwards_and_say_what_each_says_alone() -> None:
     assert max(a.rows for a in outcomes) >= 4
 
 
-def test_prepared_branches_of_one_request_do_not_starve_the_plain_rounds_of_another() -> None:
-    stand = Stand()
-    stand.say(Open("s", 0, 0, PROMPT, SamplingParams(temp=1.0, seed=4)))
-    stand.say(plain(1, 20), turns=1)
-    before = len(stand.link.sent)
+def test_rounds_of_one_request_do_not_starve_plain_rounds_of_another() -> None:
+    worker_under_test = WorkerUnderTest()
+    worker_under_test.exchange(Open("s", 0, 0, PROMPT, SamplingParams(temp=1.0, seed=4)))
+    worker_under_test.exchange(plain(1, 20), turns=1)
+    before = len(worker_under_test.link.sent)
     for round_number in range(1, 6):
-        stand.say(Verify("s", 0, round_number, START + round_number - 1), turns=3)
-    told = [a.request for a in list(stand.link.sent)[before:]]
+        worker_under_test.exchange(Verify("s", 0, round_number, START + round_number - 1), turns=3)
+    told = [a.request for a in list(worker_under_test.link.sent)[before:]]
     assert told.count("r") >= 4 and told.count("s") == 5
 
 
-def test_a_request_closed_before_its_prompt_is_read_is_never_read() -> None:
-    stand = Stand()
-    found = stand.say(Open("s", 0, 0, np.ones(5000, np.int32), SamplingParams()), Close("s"))
+def test_prompt_of_a_closed_request_is_never_read() -> None:
+    worker_under_test = WorkerUnderTest()
+    found = worker_under_test.exchange(Open("s", 0, 0, np.ones(5000, np.int32), SamplingParams()), Close("s"))
     assert not found
 
 
-def test_a_close_in_the_middle_of_a_step_ends_that_request_alone() -> None:
-    stand = Stand()
-    stand.say(Open("s", 0, 0, PROMPT, SamplingParams(temp=1.0, seed=4)))
-    found = stand.say(plain(1, 12), plain(1, 12, "s"), turns=4) + stand.say(Close("r"))
+def test_close_during_a_step_ends_only_its_request() -> None:
+    worker_under_test = WorkerUnderTest()
+    worker_under_test.exchange(Open("s", 0, 0, PROMPT, SamplingParams(temp=1.0, seed=4)))
+    found = worker_under_test.exchange(plain(1, 12), plain(1, 12, "s"), turns=4) + worker_under_test.exchange(
+        Close("r")
+    )
     ours = [a for a in found if a.request == "s"]
     assert len(ours) == 12 and is_plain_text(ours)
 
 
-def test_the_device_is_at_work_between_pipelined_rounds_and_waits_before_the_first() -> None:
-    stand = Stand()
-    first, *others = stand.say(plain(1, 7))
+def test_device_is_idle_only_before_the_first_of_pipelined_rounds() -> None:
+    worker_under_test = WorkerUnderTest()
+    first, *others = worker_under_test.exchange(plain(1, 7))
     assert first.idle_ns > 0 and not any(a.idle_ns for a in others)
     assert all(after.work.started_ns == before.work.ended_ns for before, after in pairwise([first, *others]))
 
@@ -139,21 +141,23 @@ def test_the_device_is_at_work_between_pipelined_rounds_and_waits_before_the_fir
 @pytest.mark.parametrize(
     ("repeated", "turns"), [(plain(1, 10), 1), (plain(1, 10), 2), (plain(1, 10), 3), (plain(0, 1), 1), (plain(0, 1), 2)]
 )
-def test_a_repeated_verify_does_not_end_them(turns: int, repeated: Verify) -> None:
-    stand = Stand()
-    found = stand.say(plain(1, 10), turns=turns) + stand.say(repeated)
+def test_repeated_verify_does_not_end_plain_rounds(turns: int, repeated: Verify) -> None:
+    worker_under_test = WorkerUnderTest()
+    found = worker_under_test.exchange(plain(1, 10), turns=turns) + worker_under_test.exchange(repeated)
     assert not [a for a in found if isinstance(a, Resync)]
     told = {a.round: a.bonus for a in found if a.round > 0}
     assert told == dict(enumerate(TEXT[:10], start=1))
 
 
 def test_a_repeated_verify_of_the_last_round_is_answered_again() -> None:
-    stand = Stand()
-    found = stand.say(plain(1, 10), turns=2) + stand.say(plain(1, 10))
+    worker_under_test = WorkerUnderTest()
+    found = worker_under_test.exchange(plain(1, 10), turns=2) + worker_under_test.exchange(plain(1, 10))
     assert [a.round for a in found].count(1) == 2
 
 
-def test_a_verify_of_an_epoch_that_is_over_does_not_end_them() -> None:
-    stand = Stand(epoch=2)
-    found = stand.say(replace(plain(1, 10), epoch=2), turns=2) + stand.say(plain(2, 3))
+def test_verify_of_an_old_epoch_does_not_end_plain_rounds() -> None:
+    worker_under_test = WorkerUnderTest(epoch=2)
+    found = worker_under_test.exchange(replace(plain(1, 10), epoch=2), turns=2) + worker_under_test.exchange(
+        plain(2, 3)
+    )
     assert len(found) == 10 and is_plain_text(found)

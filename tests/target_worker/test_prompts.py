@@ -30,16 +30,16 @@ def model(tiny_model: Callable[..., Path]) -> LoadedModel:
     return load(tiny_model("llama", seed=4))
 
 
-class Bench:
+class WorkerUnderTest:
     """A worker, what it answers, and how many tokens its model was fed."""
 
     def __init__(self, model: LoadedModel, *begin: Any) -> None:
         self.link = FakeLink("target-0")
         self.worker = TargetWorker(self.link, model)  # type: ignore[arg-type]
         self.answers: list[Any] = []
-        self.say(*begin)
+        self.exchange(*begin)
 
-    def say(self, *messages: Any, turns: int = 1000) -> list[Any]:
+    def exchange(self, *messages: Any, turns: int = 1000) -> list[Any]:
         told = answered(self.worker, self.link, messages, turns)
         self.answers += told
         return told
@@ -64,10 +64,10 @@ def asked(request: str, tokens: Sequence[int]) -> Open:
 @pytest.fixture(scope="module")
 def bonus(model: LoadedModel) -> Callable[[Sequence[int]], int]:
     """What a worker without a cache says."""
-    cold = Bench(model)
+    cold = WorkerUnderTest(model)
 
     def said(tokens: Sequence[int]) -> int:
-        (outcome,) = [told for told in cold.say(Close("r"), asked("r", tokens)) if isinstance(told, Outcome)]
+        (outcome,) = [told for told in cold.exchange(Close("r"), asked("r", tokens)) if isinstance(told, Outcome)]
         return outcome.bonus
 
     return said
@@ -87,76 +87,80 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_many_that_arrive_together_read_what_they_share_once(model: LoadedModel, bonus: Bonus, fed: list[int]) -> None:
+def test_shared_prefix_of_concurrent_prompts_is_read_once(model: LoadedModel, bonus: Bonus, fed: list[int]) -> None:
     prompts = {f"r{n}": [*SYSTEM, *range(20 + n, 30 + 2 * n)] for n in range(5)}
-    bench = Bench(model, ROOM)
+    worker_under_test = WorkerUnderTest(model, ROOM)
     fed.clear()
-    bench.say(*(asked(name, tokens) for name, tokens in prompts.items()))
+    worker_under_test.exchange(*(asked(name, tokens) for name, tokens in prompts.items()))
     assert sum(fed) < len(SYSTEM) + 5 * 20
-    assert bench.cached.keys() == prompts.keys() - {"r0"} and min(bench.cached.values()) >= len(SYSTEM)
-    said = {name: outcome.bonus for name, outcome in bench.told(Outcome).items()}
+    assert worker_under_test.cached.keys() == prompts.keys() - {"r0"} and min(worker_under_test.cached.values()) >= len(
+        SYSTEM
+    )
+    said = {name: outcome.bonus for name, outcome in worker_under_test.told(Outcome).items()}
     assert said == {name: bonus(tokens) for name, tokens in prompts.items()}
 
 
 @pytest.mark.parametrize("turns", [0, 1])
-def test_who_waits_reads_on_where_a_reader_left_off(model: LoadedModel, bonus: Bonus, turns: int) -> None:
-    bench, other = Bench(model, ROOM), [*SYSTEM, 9]
-    bench.say(asked("gone", [*SYSTEM, 5, 6, 7]), asked("stays", other), turns=turns)
-    bench.say(Close("gone"))
-    assert bench.told(Outcome)["stays"].bonus == bonus(other)
-    assert bench.cached == ({"stays": 512} if turns else {})
+def test_waiting_request_continues_where_a_closed_reader_left_off(model: LoadedModel, bonus: Bonus, turns: int) -> None:
+    worker_under_test, other = WorkerUnderTest(model, ROOM), [*SYSTEM, 9]
+    worker_under_test.exchange(asked("gone", [*SYSTEM, 5, 6, 7]), asked("stays", other), turns=turns)
+    worker_under_test.exchange(Close("gone"))
+    assert worker_under_test.told(Outcome)["stays"].bonus == bonus(other)
+    assert worker_under_test.cached == ({"stays": 512} if turns else {})
 
 
-def test_memory_is_given_back_and_accounted_for(model: LoadedModel) -> None:
+def test_prompt_cache_evicts_for_texts_and_accounts_for_its_bytes(model: LoadedModel) -> None:
     """Entries leave for running texts and for newer ones; what running ones reserve is free when they end."""
     each = TargetWorker(FakeLink("t"), model).kv  # type: ignore[arg-type]
-    bench = Bench(model, KvMemory(each.of(1000)))
+    worker_under_test = WorkerUnderTest(model, KvMemory(each.of(1000)))
     for n in range(6):
-        bench.say(asked(f"r{n}", SYSTEM[40 * n : 40 * n + 300]))
-        bench.say(Close(f"r{n}"))
-        assert bench.use.bytes == each.of(300) * bench.use.entries <= each.of(1000)
-    assert bench.use.entries == 3
-    bench.say(asked("long", [7] * 900))
-    assert bench.use.entries == 0
-    bench.say(Close("long"))
-    assert bench.use.entries == 1
-    bench.say(KvMemory(each.of(1000), prompt_cache=False))
-    assert bench.use.entries == 0 and bench.use.bytes == 0
-    bench.say(asked("again", [7] * 900))
-    assert not bench.cached
+        worker_under_test.exchange(asked(f"r{n}", SYSTEM[40 * n : 40 * n + 300]))
+        worker_under_test.exchange(Close(f"r{n}"))
+        assert worker_under_test.use.bytes == each.of(300) * worker_under_test.use.entries <= each.of(1000)
+    assert worker_under_test.use.entries == 3
+    worker_under_test.exchange(asked("long", [7] * 900))
+    assert worker_under_test.use.entries == 0
+    worker_under_test.exchange(Close("long"))
+    assert worker_under_test.use.entries == 1
+    worker_under_test.exchange(KvMemory(each.of(1000), prompt_cache=False))
+    assert worker_under_test.use.entries == 0 and worker_under_test.use.bytes == 0
+    worker_under_test.exchange(asked("again", [7] * 900))
+    assert not worker_under_test.cached
 
 
-def test_what_failed_is_not_remembered(model: LoadedModel, bonus: Bonus, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, prompt = Bench(model, ROOM), [*SYSTEM[:60], 5]
+def test_prompt_of_a_failed_request_is_not_cached(
+    model: LoadedModel, bonus: Bonus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker_under_test, prompt = WorkerUnderTest(model, ROOM), [*SYSTEM[:60], 5]
     with monkeypatch.context() as broken:
         broken.setattr("outrider.engine.verify.BatchForward._scored", lambda *_: mx.full((1,), -1, mx.int32))
-        bench.say(asked("bad", prompt))
-    assert "NaN or infinite" in bench.told(Fault)["bad"].message
-    bench.say(asked("good", prompt))
-    assert not bench.cached and bench.told(Outcome)["good"].bonus == bonus(prompt)
+        worker_under_test.exchange(asked("bad", prompt))
+    assert "NaN or infinite" in worker_under_test.told(Fault)["bad"].message
+    worker_under_test.exchange(asked("good", prompt))
+    assert not worker_under_test.cached and worker_under_test.told(Outcome)["good"].bonus == bonus(prompt)
 
 
-def test_a_request_opened_anew_reads_only_what_is_new(model: LoadedModel) -> None:
-    bench, tokens = Bench(model, ROOM), [*SYSTEM[:200], 4]
-    bench.say(asked("r", tokens))
+def test_reopened_request_reads_only_new_tokens(model: LoadedModel) -> None:
+    worker_under_test, tokens = WorkerUnderTest(model, ROOM), [*SYSTEM[:200], 4]
+    worker_under_test.exchange(asked("r", tokens))
     anew = Open("r", 1, 3, np.array([*tokens, 8, 9], np.int32), SamplingParams(max_tokens=8))
-    bench.say(anew)
-    assert bench.cached == {"r": 201}
+    worker_under_test.exchange(anew)
+    assert worker_under_test.cached == {"r": 201}
 
 
-def test_many_requests_of_which_some_are_cancelled_give_all_back(model: LoadedModel) -> None:
+def test_finished_and_cancelled_requests_free_all_their_rows(model: LoadedModel) -> None:
     """The short form of `tests.harness.soak`: every place, and every byte that is not an entry's."""
     draws, each = random.Random(1), TargetWorker(FakeLink("t"), model).kv  # type: ignore[arg-type]
-    bench, running = Bench(model, KvMemory(each.of(1000))), deque[str]()
+    worker_under_test, running = WorkerUnderTest(model, KvMemory(each.of(1000))), deque[str]()
     for number in range(40):
         tokens = SYSTEM[draws.choice((0, number)) :][: draws.randint(1, 120)]
         running.append(f"r{number}")
-        bench.say(asked(running[-1], tokens), turns=draws.randint(0, 3))
+        worker_under_test.exchange(asked(running[-1], tokens), turns=draws.randint(0, 3))
         if len(running) > draws.randint(0, 4):
-            bench.say(Close(running.popleft()), turns=1)
-    bench.say(*(Close(name) for name in running))
-    assert not bench.told(Fault) and 0 < bench.use.bytes <= each.of(1000)
-    bench.say(asked("long", [7] * 990))
-    assert bench.use.bytes == 0, "nobody but this one has reserved anything"
-    bench.say(Close("long"), KvMemory(0))
-    assert not any(bench.worker._kv_cache.state()), "every row was given back"
+            worker_under_test.exchange(Close(running.popleft()), turns=1)
+    worker_under_test.exchange(*(Close(name) for name in running))
+    assert not worker_under_test.told(Fault) and 0 < worker_under_test.use.bytes <= each.of(1000)
+    worker_under_test.exchange(asked("long", [7] * 990))
+    assert worker_under_test.use.bytes == 0, "nobody but this one has reserved anything"
+    worker_under_test.exchange(Close("long"), KvMemory(0))
+    assert not any(worker_under_test.worker._kv_cache.state()), "every row was given back"

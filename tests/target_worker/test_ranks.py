@@ -45,9 +45,9 @@ def two(monkeypatch: pytest.MonkeyPatch, strangers: Sequence[bytes] = ()) -> Ite
     first: Any = Collective(0, words)
     second: Any = Collective(1, words)
     with closing(RankLeader(first)) as leader:
-        for said in strangers:
+        for sent in strangers:
             with socket.create_connection(leader._listener.getsockname()) as stranger:
-                stranger.sendall(said)
+                stranger.sendall(sent)
         with closing(RankMember(second)) as member:
             try:
                 yield leader, member
@@ -70,7 +70,7 @@ def die(line: RankLink) -> None:
         lifeline.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_rank_of_the_same_kind_is_let_in_and_hears_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_of_the_same_kind_is_admitted_and_receives_broadcasts(monkeypatch: pytest.MonkeyPatch) -> None:
     with two(monkeypatch) as (leader, member):
         entering = threading.Thread(target=member.enter, args=(replace(HELLO, rank=1, host="book"),))
         entering.start()
@@ -84,7 +84,7 @@ def test_a_rank_of_the_same_kind_is_let_in_and_hears_what_it_is_told(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("sent", "why"),
     [
         (replace(HELLO, rank=1, weights="abd"), "rank 1 and rank 0 differ in the weights: abd and abc"),
         (
@@ -96,21 +96,21 @@ def test_a_rank_of_the_same_kind_is_let_in_and_hears_what_it_is_told(monkeypatch
         (Welcome("x"), "a rank began with Welcome"),
     ],
 )
-def test_a_rank_of_another_kind_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch, said: Any, why: str) -> None:
+def test_rank_of_another_kind_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch, sent: Any, why: str) -> None:
     with two(monkeypatch) as (leader, member):
-        member.send(said)
+        member.send(sent)
         with pytest.raises(WorkerError, match=why):
             leader.admit(HELLO)
 
 
-def test_ranks_must_find_the_model_able_to_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_different_model_abilities_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with two(monkeypatch) as (leader, member):
         member.send(replace(FOUND, note="texts one after the other"))
         with pytest.raises(ModelError, match="expected machines of the same kind"):
             leader.agree(FOUND)
 
 
-def test_rank_0_knows_when_all_have_done_what_they_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assure_returns_once_all_ranks_have_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     with two(monkeypatch) as (leader, member):
         meet(leader, member)
         asking = threading.Thread(target=leader.assure)
@@ -130,7 +130,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.mark.parametrize("goes", ["first", "second"])
-def test_who_loses_another_rank_ends_whatever_it_waits_for(
+def test_rank_ends_when_the_other_rank_is_lost(
     monkeypatch: pytest.MonkeyPatch, ended: threading.Event, goes: str
 ) -> None:
     with two(monkeypatch) as (leader, member):
@@ -140,7 +140,7 @@ def test_who_loses_another_rank_ends_whatever_it_waits_for(
         assert ended.wait(LIMIT)
 
 
-def test_strangers_come_and_go(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
+def test_unrelated_connections_are_ignored(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
     with two(monkeypatch, (b"", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 16)) as (leader, member):
         meet(leader, member)
         assert not ended.is_set()
@@ -148,7 +148,7 @@ def test_strangers_come_and_go(monkeypatch: pytest.MonkeyPatch, ended: threading
         assert ended.wait(LIMIT)
 
 
-def test_an_orderly_end_is_no_loss(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
+def test_orderly_shutdown_is_not_a_loss(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
     with two(monkeypatch) as (leader, member):
         meet(leader, member)
         ending = threading.Thread(target=leader.close)

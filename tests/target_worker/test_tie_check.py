@@ -49,7 +49,7 @@ def chosen(logits: mx.array, tokens: list[int], sampler: Sampler) -> int:
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_step_of_the_format_in_every_logit_is_a_tie(dtype, shape):
+def test_rounding_step_in_every_logit_is_a_tie(dtype, shape):
     ties = 0
     for number, temp in enumerate(TEMPERATURES):
         params = replace(SHAPES[shape], temp=temp)
@@ -63,7 +63,7 @@ def test_a_step_of_the_format_in_every_logit_is_a_tie(dtype, shape):
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_token_that_some_other_logits_chose_is_a_mismatch(dtype, shape):
+def test_token_chosen_from_other_logits_is_a_mismatch(dtype, shape):
     """Each the choice by other logits: a token that these hold possible, and most often none that rounding gives."""
     wrong = caught = 0
     for number, temp in enumerate(TEMPERATURES):
@@ -79,7 +79,7 @@ def test_a_token_that_some_other_logits_chose_is_a_mismatch(dtype, shape):
 
 @pytest.mark.parametrize("temp", TEMPERATURES)
 @pytest.mark.parametrize(("gap", "tied"), [(0.2, True), (0.4, False)])
-def test_a_margin_is_counted_in_logits_whatever_the_temperature(temp, gap, tied):
+def test_margin_is_measured_in_logits_at_every_temperature(temp, gap, tied):
     """Two steps of bfloat16 near 20 are 0.25: what a step each way can do to two logits, before any division by T."""
     params = SamplingParams(temp=temp, seed=1)
     sampler = Sampler(params, VOCABULARY, normalised=temp == 0)
@@ -92,7 +92,7 @@ def test_a_margin_is_counted_in_logits_whatever_the_temperature(temp, gap, tied)
     assert found.margin == pytest.approx(gap, abs=0.07)
 
 
-def test_what_a_filter_rules_out_by_far_has_no_margin():
+def test_token_far_outside_a_filter_has_no_margin():
     for params in (SamplingParams(temp=0.1, seed=1, top_k=1), SamplingParams(temp=0.1, seed=1, top_p=0.5)):
         found = judge(mx.arange(8.0)[None], [1, 2], Sampler(params, 8), 3)
         assert found is not None and found.margin is None and not is_tie(found)

@@ -33,10 +33,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def alone(target: LoadedModel) -> Alone:
-    return cache(lambda temp, requests: said(run(target, None, temp, requests)))
+    return cache(lambda temp, requests: tokens_of(run(target, None, temp, requests)))
 
 
-def said(outcomes: Sequence[Sequence[Outcome]]) -> list[list[int]]:
+def tokens_of(outcomes: Sequence[Sequence[Outcome]]) -> list[list[int]]:
     """The tokens of outcomes whose trees the target itself has told."""
     return [[token for a in one for token in (*held(a, a.drafted_chain), a.bonus)] for one in outcomes]
 
@@ -66,7 +66,7 @@ def forked(chain: Sequence[int], draws: random.Random) -> tuple[tuple[int, ...],
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("requests", [1, 4])
-def test_trees_given_and_prepared_leave_the_text_alone(
+def test_received_and_prepared_trees_do_not_change_the_text(
     target: LoadedModel, alone: Alone, temp: float, requests: int
 ) -> None:
     truths, draws = alone(temp, requests), random.Random(3)
@@ -111,7 +111,7 @@ def test_trees_given_and_prepared_leave_the_text_alone(
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("requests", [1, 4])
-def test_a_drafter_beside_the_target_may_return_trees(
+def test_in_process_drafter_may_return_trees(
     target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch, temp: float, requests: int
 ) -> None:
     own, draws = drafter(token_head(target), target), random.Random(5)
@@ -127,12 +127,12 @@ def test_a_drafter_beside_the_target_may_return_trees(
     plain = run(target, drafter(token_head(target), target), temp, requests)
     monkeypatch.setattr(own, "continuations", in_trees)
     outcomes = run(target, own, temp, requests)
-    assert said(outcomes) == alone(temp, requests)
+    assert tokens_of(outcomes) == alone(temp, requests)
     assert any(a.path is not None and a.accepted for one in outcomes for a in one)
     assert sum(len(one) for one in outcomes) <= sum(len(one) for one in plain)
 
 
-def test_what_is_no_tree_ends_that_request_alone(target: LoadedModel, alone: Alone) -> None:
+def test_invalid_tree_ends_only_its_request(target: LoadedModel, alone: Alone) -> None:
     opens = [Open(str(n), 0, 0, np.array(PROMPTS[n], np.int32), SamplingParams()) for n in range(2)]
     link = FakeLink("target-0", deque(opens))
     worker = TargetWorker(link, target)  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ def test_what_is_no_tree_ends_that_request_alone(target: LoadedModel, alone: Alo
     assert (outcome.request, outcome.accepted) == ("1", 2)
 
 
-def test_of_a_drafters_tree_a_target_of_chains_takes_the_first_branch(
+def test_target_without_trees_takes_the_first_branch_of_a_drafted_tree(
     target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = drafter(token_head(target), target)
