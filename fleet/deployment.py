@@ -60,7 +60,7 @@ ROUTING = RequestRouterConfig(request_router_class=SessionRouter)
 
 
 def application(plan: FleetPlan) -> serve.Application:
-    """Returns the whole fleet, with the gate as its entry point."""
+    """Returns the whole fleet, with the ingress as its entry point."""
     watched: dict[str, Any] = {"health_check_period_s": HEALTH_SECONDS, "graceful_shutdown_timeout_s": 5.0}
     queueless = {"max_ongoing_requests": MAX_ONGOING, "request_router_config": ROUTING, **watched}
     at_head = {"num_cpus": 0, "resources": {HEAD: LITTLE}}
@@ -85,11 +85,13 @@ def application(plan: FleetPlan) -> serve.Application:
         options = {**queueless, "num_replicas": len(plan.attached), "ray_actor_options": at_head}
         engines.append(attached.options(**options).bind(plan.attached, plan.engine.keys))
         many.append(len(plan.attached))
-    gate: Any = serve.deployment(Ingress, name="gate")
+    ingress: Any = serve.deployment(Ingress, name="ingress")
     where: dict[str, Any] = {"ray_actor_options": at_head}
-    if plan.gate.count > 1:  # one per host, because they share a port
+    if plan.ingress.count > 1:  # one per host, because they share a port
         where = {"ray_actor_options": {"num_cpus": 0}, "max_replicas_per_node": 1}
-    return gate.options(num_replicas=plan.gate.count, **where, **watched).bind(plan.gate, plan.engine, engines, many)
+    return ingress.options(num_replicas=plan.ingress.count, **where, **watched).bind(
+        plan.ingress, plan.engine, engines, many
+    )
 
 
 def app(arguments: dict[str, str]) -> serve.Application:
@@ -139,15 +141,15 @@ def connected(address: str) -> Iterator[None]:
 
 
 def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: float) -> list[str]:
-    """Deploys the plan, and returns the gates' URLs when everything runs.
+    """Deploys the plan, and returns the ingresses' URLs when everything runs.
 
     Raises:
         OutriderError: it can't run, or is not complete after `wait` seconds.
     """
-    http = plan.gate.http
+    http = plan.ingress.http
     show("connecting to the head")
     if plan.engine.model is not None:
-        find_model(plan.engine.model, weights=False)  # the gate tokenizes with it, and starts on this host
+        find_model(plan.engine.model, weights=False)  # the ingress tokenizes with it, and starts on this host
     head = FleetHead(address)
     if plan.placed is not None:
         check_fits(plan.placed, [node.resources for node in head.nodes() if node.alive])
@@ -158,24 +160,24 @@ def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: flo
                 HttpListener(http).close()
             except EndpointError:
                 raise EndpointError(
-                    f"the gate can't listen at {http.host}:{http.port}: the port is in use, or this host does not have"
-                    " the address; expected another gate.port or gate.host in the file"
+                    f"the ingress can't listen at {http.host}:{http.port}: the port is in use, or this host does not"
+                    " have the address; expected another ingress.port or ingress.host in the file"
                 ) from None
         show("deploying the fleet on Ray")
         run(plan, NAME)
         _wait_until_running(show, wait)
-        return gate_urls()
+        return ingress_urls()
 
 
 def shut_down(address: str) -> None:
-    """Shuts down the engines and the gates."""
+    """Shuts down the engines and the ingresses."""
     with connected(address):
         serve.shutdown()
 
 
-def gate_urls() -> list[str]:
-    """Returns the gates' URLs."""
-    found = serve.get_deployment_handle("gate", NAME).broadcast("url").results(timeout_s=ANSWER_SECONDS)
+def ingress_urls() -> list[str]:
+    """Returns the ingresses' URLs."""
+    found = serve.get_deployment_handle("ingress", NAME).broadcast("url").results(timeout_s=ANSWER_SECONDS)
     return sorted(set(map(str, found)))
 
 
@@ -270,7 +272,7 @@ class Overview:
     state: str = ""
     engines: tuple[EngineRow, ...] = ()
     parts: tuple[PartRow, ...] = ()
-    gates: tuple[str, ...] = ()
+    ingresses: tuple[str, ...] = ()
 
 
 def look(address: str) -> Overview:
@@ -286,15 +288,15 @@ def look(address: str) -> Overview:
                 handle = serve.get_deployment_handle(kind, NAME)
                 reports = handle.broadcast("report").results(timeout_s=ANSWER_SECONDS)
                 engines += [_engine(kind, place, stats) for place, stats in reports]
-        gates: list[str] = []
+        ingresses: list[str] = []
         with suppress(RayError, RayServeException, TimeoutError):
-            gates = gate_urls()
+            ingresses = ingress_urls()
         parts = []
         for name, part in sorted(found.deployments.items()):
             there, wanted = part.replica_states.get("RUNNING", 0), sum(part.replica_states.values())
             why = sentence_in(part.message) or first_line(part.message) if part.message else ""
             parts.append(PartRow(name, str(part.status.value).lower(), there, wanted, str(why)))
-        return Overview(hosts, str(found.status.value), tuple(engines), tuple(parts), tuple(gates))
+        return Overview(hosts, str(found.status.value), tuple(engines), tuple(parts), tuple(ingresses))
 
 
 def _host(node: RayNode) -> HostRow:

@@ -1,8 +1,8 @@
 """Engine actors: clusters that Ray starts, servers that are attached, and drafters on hosts of their own.
 
-Tokens and drafts do not pass through Ray. A gate leases an engine by a stream that yields the engine's address and then
-stays open until either side ends it, so Ray Serve counts the requests in progress and the gate notices at once when the
-engine ends. An actor ends when its engine does, and Serve replaces it.
+Tokens and drafts do not pass through Ray. An ingress leases an engine by a stream that yields the engine's address and
+then stays open until either side ends it, so Ray Serve counts the requests in progress and the ingress notices at once
+when the engine ends. An actor ends when its engine does, and Serve replaces it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EngineAddress:
 
 @dataclass(frozen=True, slots=True)
 class IngressKey:
-    """Identifies a gate: its public key and its actor's name."""
+    """Identifies an ingress: its public key and its actor's name."""
 
     key: str
     actor: str
@@ -244,7 +244,7 @@ def end_after(wait: Callable[[], object], message: str) -> None:
 
 
 class EngineActor:
-    """Common parts of engines, once their address is known. `keyring` has the gates' keys, if the engine needs any."""
+    """Common parts of engines, once their address is known. `keyring`: the ingresses' keys, if the engine needs any."""
 
     def __init__(self, place: EngineAddress, keyring: ActorKeyring | None, keys: Path | None = None) -> None:
         self._place, self._keyring = place, keyring
@@ -252,7 +252,7 @@ class EngineActor:
         self._gone = defaultdict[IngressKey, asyncio.Event](asyncio.Event)
 
     async def lease(self, ingress_key: IngressKey) -> AsyncIterator[EngineAddress]:
-        """Yields the address, then stays open until the gate ends it."""
+        """Yields the address, then stays open until the ingress ends it."""
         gone = self._register(ingress_key)
         yield self._place
         await gone.wait()
@@ -268,7 +268,7 @@ class EngineActor:
         return self._place, await self._client.stats()
 
     async def check_health(self) -> None:
-        """Called by Serve. Also removes leases of gates that were killed, which Ray does not report."""
+        """Called by Serve. Also removes leases of ingresses that were killed, which Ray does not report."""
         for ingress_key in list(self._gone):
             if not await asyncio.to_thread(ingress_key.is_there):
                 self._gone.pop(ingress_key).set()
@@ -276,7 +276,7 @@ class EngineActor:
                     self._keyring.shut(ingress_key.key)
 
     def _register(self, ingress_key: IngressKey) -> asyncio.Event:
-        """Returns an event that is set when the gate is gone."""
+        """Returns an event that is set when the ingress is gone."""
         if ingress_key not in self._gone and self._keyring is not None:
             self._keyring.open(CLIENT, ingress_key.key)
         return self._gone[ingress_key]

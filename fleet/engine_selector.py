@@ -26,7 +26,7 @@ class EngineSelector:
         self._silent = [0.0] * len(many)
 
     def choose(self, session: str) -> int:
-        """Returns the kind for a text. Every gate chooses the same for a session, while that kind has engines."""
+        """Returns the kind for a text. Every ingress chooses the same for a session, while that kind has engines."""
         there = [self._there(kind) for kind in range(len(self._many))]
         if not any(there):
             there = list(self._many)

@@ -1,4 +1,4 @@
-"""The gate: the HTTP server of `outrider.server` in front of all engines of a fleet. It holds no model weights.
+"""The ingress: the HTTP server of `outrider.server` in front of all engines of a fleet. It holds no model weights.
 
 It runs uvicorn itself, because Ray Serve's proxy would delay each chunk (docs/fleet.md). For each text it leases an
 engine, and continues with another when that is lost. Ray Serve chooses the engine and reports its end; requests and
@@ -51,15 +51,15 @@ NO_ENGINE = "no engine of the fleet answers; try again later (`outrider fleet st
 
 
 class EngineLeases:
-    """Completes the gate's texts on engines of all kinds, each a deployment of Ray Serve with about `many` engines.
+    """Completes the ingress's texts on engines of all kinds, each a deployment of Ray Serve with about `many` engines.
 
     `keys`: the folder of keys for attached engines.
     """
 
     def __init__(
-        self, gate: plan.IngressPlan, kinds: Sequence[DeploymentHandle[Any]], many: Sequence[int], keys: Path | None
+        self, ingress: plan.IngressPlan, kinds: Sequence[DeploymentHandle[Any]], many: Sequence[int], keys: Path | None
     ) -> None:
-        self._gate = gate
+        self._ingress = ingress
         self._kinds = kinds
         self._keys = keys
         self._keyring = ActorKeyring()
@@ -69,8 +69,8 @@ class EngineLeases:
         self._turns = EngineSelector(many)
 
     def client(self, request: Request) -> LeasedClient:
-        session = request.headers.get(SESSION, "") if self._gate.sessions else ""
-        return LeasedClient(self, session, self._gate.tries)
+        session = request.headers.get(SESSION, "") if self._ingress.sessions else ""
+        return LeasedClient(self, session, self._ingress.tries)
 
     async def stats(self) -> Stats:
         """Returns the sum of the statistics of the engines that answer. Raises EndpointError if none does."""
@@ -198,19 +198,19 @@ class Ingress:
     """None if the constructor failed."""
 
     def __init__(
-        self, gate: plan.IngressPlan, engine: ServeSettings, handles: list[DeploymentHandle[Any]], many: list[int]
+        self, ingress: plan.IngressPlan, engine: ServeSettings, handles: list[DeploymentHandle[Any]], many: list[int]
     ) -> None:
         files = find_model(engine.model or default_model()[0], weights=False)
-        model = load_served(files.name, files.folder, gate.http.model_names, gate.http.tool_fallback)
-        self._engines = EngineLeases(gate, handles, many, engine.keys)
-        app = application(model, self._engines, gate.http)
-        self._listener = HttpListener(gate.http)
-        self._server = server = uvicorn.Server(config(app, gate.http))
+        model = load_served(files.name, files.folder, ingress.http.model_names, ingress.http.tool_fallback)
+        self._engines = EngineLeases(ingress, handles, many, engine.keys)
+        app = application(model, self._engines, ingress.http)
+        self._listener = HttpListener(ingress.http)
+        self._server = server = uvicorn.Server(config(app, ingress.http))
         self._thread = threading.Thread(target=self._serve, args=(server,), daemon=True, name="http")
         self._thread.start()
 
     def url(self) -> str:
-        """Returns the gate's URL."""
+        """Returns the ingress's URL."""
         return self._listener.url
 
     def ingress_key(self) -> IngressKey:
@@ -218,13 +218,13 @@ class Ingress:
         return self._engines.ingress_key
 
     def __call__(self, request: Request) -> Response:
-        """Answers requests that come through Ray Serve's own proxy with the gate's URL."""
-        return PlainTextResponse(f"This is Ray Serve's own proxy; the fleet's gate is at {self.url()}.\n", 421)
+        """Answers requests that come through Ray Serve's own proxy with the ingress's URL."""
+        return PlainTextResponse(f"This is Ray Serve's own proxy; the fleet's ingress is at {self.url()}.\n", 421)
 
     def check_health(self) -> None:
         """Called by Serve. Raises EndpointError if the HTTP server has ended."""
         if not self._thread.is_alive():
-            raise EndpointError("the gate's HTTP server has ended")
+            raise EndpointError("the ingress's HTTP server has ended")
 
     def __del__(self) -> None:
         """Called by Ray Serve at the end. Responses that are nearly done may finish."""

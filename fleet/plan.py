@@ -98,7 +98,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class IngressPlan:
-    """The gate: `count` processes that serve HTTP on one port, with the settings `http`.
+    """The ingress: `count` processes that serve HTTP on one port, with the settings `http`.
 
     `sessions`: requests with the same `x-session-id` go to the same engine. `tries`: engines tried for a text.
     """
@@ -116,16 +116,16 @@ class IngressPlan:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """A fleet: placed engines, attached engines (`outrider serve --endpoint`, run by someone else), and the gate.
+    """A fleet: placed engines, attached engines (`outrider serve --endpoint`, run by someone else), and the ingress.
 
-    `engine`: settings of placed engines, model names included; without placed engines, the gate tokenizes with its
+    `engine`: settings of placed engines, model names included; without placed engines, the ingress tokenizes with its
     `model`. `scale`: the number of placed engines by load, instead of `placed.replicas`.
     """
 
     engine: ServeSettings = field(default_factory=ServeSettings)
     placed: Placed | None = None
     attached: tuple[str, ...] = ()
-    gate: IngressPlan = field(default_factory=IngressPlan)
+    ingress: IngressPlan = field(default_factory=IngressPlan)
     scale: Scale | None = None
 
     def __post_init__(self) -> None:
@@ -183,13 +183,13 @@ def _with(needs: Resources, hosts: Sequence[Offers]) -> list[int]:
     return [n for n, offers in enumerate(hosts) if all(offers.get(name, 0) >= many for name, many in asked.items())]
 
 
-TOP = ("model", "draft_model", "engine", "placed", "attached", "gate", "scale")
+TOP = ("model", "draft_model", "engine", "placed", "attached", "ingress", "scale")
 RESERVED = ("model", "draft_model", "endpoint", "workers_endpoint", "advertise", "await_target", "keyed")
 """Server settings that the fleet sets itself, or that stand elsewhere in the file."""
 ENGINE = tuple(field.name for field in fields(ServeSettings) if field.name not in RESERVED)
 HTTP = ("host", "port", "api_keys", "cors_origins", "model_names", "max_body_mb", "request_timeout",
         "max_streams_per_key")  # fmt: skip
-GATE = ("count", "sessions", "tries", "api_key_file", *HTTP)
+INGRESS = ("count", "sessions", "tries", "api_key_file", *HTTP)
 LISTS = ("api_keys", "cors_origins", "model_names")
 
 Record = TypeVar("Record")
@@ -222,7 +222,7 @@ def plan_of(found: object) -> FleetPlan:
         raise InvalidRequest("scale replaces placed.replicas, but both are given; expected one of them")
     scale = _read("scale", Scale, given["scale"]) if "scale" in given else None
     attached = _words("attached", given["attached"]) if given.get("attached") is not None else ()
-    return FleetPlan(_engine(given, placed), placed, attached, _gate(given.get("gate")), scale)
+    return FleetPlan(_engine(given, placed), placed, attached, _ingress(given.get("ingress")), scale)
 
 
 def _engine(given: Mapping[str, Any], placed: Placed | None) -> ServeSettings:
@@ -249,23 +249,23 @@ def _read(name: str, kind: type[Record], found: object) -> Record:
     return _record(name, kind, given | inner)
 
 
-def _gate(found: object) -> IngressPlan:
-    given = _section("gate", found, GATE)
+def _ingress(found: object) -> IngressPlan:
+    given = _section("ingress", found, INGRESS)
     http = {"port": GATE_PORT, **{name: given.pop(name) for name in HTTP if name in given}}
     for name in LISTS:
         if name in http:
-            http[name] = _words(f"gate.{name}", http[name])
+            http[name] = _words(f"ingress.{name}", http[name])
     file = given.pop("api_key_file", None)
     from_file = keys_in(Path(file).expanduser() if file is not None else None)
     http["api_keys"] = (*http.get("api_keys", ()), *from_file, *keys_in_environment())
     try:
-        return _record("gate", IngressPlan, {**given, "http": _record("gate", HttpSettings, http)})
+        return _record("ingress", IngressPlan, {**given, "http": _record("ingress", HttpSettings, http)})
     except InvalidRequest as error:
         if http["api_keys"] or "API key" not in str(error):
             raise
         raise InvalidRequest(
-            f"gate.host {http['host']} is reachable from other machines and needs an API key; expected gate.api_keys,"
-            " gate.api_key_file or OUTRIDER_API_KEY, or a host of loopback such as 127.0.0.1"
+            f"ingress.host {http['host']} is reachable from other machines and needs an API key; expected"
+            " ingress.api_keys, ingress.api_key_file or OUTRIDER_API_KEY, or a host of loopback such as 127.0.0.1"
         ) from None
 
 

@@ -20,7 +20,7 @@ from outrider.protocol.errors import InvalidRequest
 COMMANDS = {
     "head": "start a new fleet with this host as its head",
     "join": "join a fleet",
-    "run": "start the engines and the gate of a fleet.yaml, or change them",
+    "run": "start the engines and the ingress of a fleet.yaml, or change them",
     "status": "show the fleet's hosts and engines",
     "unit": "print a launchd or systemd unit for an attached engine",
     "down": "stop the fleet's processes on this host",

@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     here = host.running()
     if here is not None:
         if here.head:
-            screen.show("shutting down the engines and the gate")
+            screen.show("shutting down the engines and the ingress")
             _end_engines(host)
         end(here, screen.show)
         screen.clear()

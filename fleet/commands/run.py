@@ -1,4 +1,4 @@
-"""Starts the engines and the gate that a fleet.yaml describes, on the head. Returns when all of them run.
+"""Starts the engines and the ingress that a fleet.yaml describes, on the head. Returns when all of them run.
 
 Run it again with another file to change the fleet: what stays the same keeps running.
 """
@@ -53,7 +53,9 @@ def describe(plan: FleetPlan) -> str:
         lines.append(f"placed:   {many} of {plan.engine.model or 'the default model'}, each needs {plan.placed.needs}")
         lines.append(f"drafters: {drafter.on}, each needs {drafter.needs}")
     lines += [f"attached: {endpoint}" for endpoint in plan.attached]
-    http = plan.gate.http
+    http = plan.ingress.http
     keys = f"API keys: {len(http.api_keys)}" if http.api_keys else "no API key"
-    lines.append(f"gate:     {plan.gate.count} at {http.host}:{http.port}, {keys}, {plan.gate.tries} tries a text")
+    lines.append(
+        f"ingress:  {plan.ingress.count} at {http.host}:{http.port}, {keys}, {plan.ingress.tries} tries a text"
+    )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Shows the state of the fleet's hosts, engines and gates; run it on the head.
+"""Shows the state of the fleet's hosts, engines and ingresses; run it on the head.
 
 For each engine it shows running and waiting requests, and its drafters with their state.
 """
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     if engines:
         print(f"\n{table(('ENGINE', 'AT', 'RUN', 'WAIT', 'DONE', 'TOKENS', 'DRAFTERS'), engines)}")
     print(f"\n{table(('PART', 'STATE', 'THERE', ''), parts)}")
-    for url in found.gates:
+    for url in found.ingresses:
         print(f"\nHTTP: {url}")
     return 0
 

@@ -1,7 +1,7 @@
 """Prints a launchd property list or a systemd unit that keeps an attached engine running.
 
-It takes the flags of `outrider serve`. ENDPOINT is the address at which the gate reaches the engine. The host needs no
-Ray. Nothing is installed; the command prints where to put the file.
+It takes the flags of `outrider serve`. ENDPOINT is the address at which the ingress reaches the engine. The host needs
+no Ray. Nothing is installed; the command prints where to put the file.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
 from tools.fleet import service
 from tools.fleet.engine import Engine
-from tools.fleet.gate import Gate, Least, PowerOfTwo, Router, Sessions
+from tools.fleet.ingress import IngressQueue, Least, PowerOfTwo, Router, Sessions
 from tools.fleet.job import Job
 from tools.fleet.plan import Fleet, Loss, Scaling, Sizes, Traffic
 from tools.fleet.report import difference, losses, table
@@ -54,8 +54,8 @@ class Silent:
     def regain_drafters(self) -> None: ...
 
 
-def gate(world: World, router: Router, engines: int, ongoing: int = 2) -> Gate:
-    made = Gate(world, router, ongoing)
+def ingress(world: World, router: Router, engines: int, ongoing: int = 2) -> IngressQueue:
+    made = IngressQueue(world, router, ongoing)
     for number in range(engines):
         engine = Engine(number, 0, 1, world, lambda job: None)
         engine.machinery = Silent()
@@ -116,7 +116,7 @@ def test_spread_drafters_are_in_all_zones() -> None:
 @pytest.mark.parametrize("router", [PowerOfTwo(0), Least()])
 def test_router_chooses_the_less_loaded_engine(router: Router) -> None:
     world = World()
-    made = gate(world, router, 2)
+    made = ingress(world, router, 2)
     for number in range(4):
         made.take(job(f"j{number}"))
     assert [engine.load for engine in made.engines] == [2, 2]
@@ -130,7 +130,7 @@ def test_router_chooses_the_less_loaded_engine(router: Router) -> None:
 
 
 def test_a_session_keeps_its_engine_until_it_is_full_or_gone() -> None:
-    made = gate(World(), Sessions(), 5, ongoing=3)
+    made = ingress(World(), Sessions(), 5, ongoing=3)
     for number in range(3):
         made.take(job(f"j{number}", session="mine"))
     full = next(engine for engine in made.engines if engine.load == 3)

@@ -1,4 +1,4 @@
-"""Fleet failures: readers continue at the next gate, the clockwork sends the time, a table names what differs."""
+"""Fleet failures: readers continue at the next ingress, the clockwork sends the time, a table names what differs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WANTED = Wanted((7, 8), 6, 0.8, 3)
 
 
 @contextmanager
-def gate(says: int, asked: list[dict[str, Any]]) -> Iterator[str]:
+def ingress(says: int, asked: list[dict[str, Any]]) -> Iterator[str]:
     """Serves tokens that equal their positions in the text, and closes the stream after `says` tokens."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -51,7 +51,7 @@ def gate(says: int, asked: list[dict[str, Any]]) -> Iterator[str]:
 
 def test_a_reader_continues_at_the_next_gate() -> None:
     first, second = list[dict[str, Any]](), list[dict[str, Any]]()
-    with gate(4, first) as one, gate(9, second) as other:
+    with ingress(4, first) as one, ingress(9, second) as other:
         reader = Reader([one, other], WANTED, "a session")
         reader.read()
     assert reader.tokens == [2, 3, 4, 5, 6, 7] and len(reader.breaks) == 1
@@ -62,7 +62,7 @@ def test_a_reader_continues_at_the_next_gate() -> None:
 
 def test_a_reader_without_any_gate_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.fleet_failures.reader.AGAIN_SECONDS", 0.0)
-    with gate(0, []) as url, pytest.raises(Broken, match="before its text"):
+    with ingress(0, []) as url, pytest.raises(Broken, match="before its text"):
         Reader([url], WANTED, "").read()
 
 

@@ -1,4 +1,4 @@
-"""A running fleet for tests: simulated hosts of Ray on this machine, clients of a gate, and parts to kill.
+"""A running fleet for tests: simulated hosts of Ray on this machine, clients of an ingress, and parts to kill.
 
 Ray is imported only where it is used: the plain tests collect this folder without Ray installed.
 """
@@ -53,7 +53,7 @@ def until(true: Callable[[], Any], what: str) -> Any:
 
 @dataclass(frozen=True)
 class Fleet:
-    """An application of Ray Serve: its gate at `url`, and its engines, of the deployment `kind`."""
+    """An application of Ray Serve: its ingress at `url`, and its engines, of the deployment `kind`."""
 
     name: str
     kind: str
@@ -148,9 +148,9 @@ def running(plan: FleetPlan, name: str, engines: int) -> Iterator[Fleet]:
 
     run(plan, name)
     try:
-        gate = serve.get_deployment_handle("gate", name)
-        until(lambda: serve.status().applications[name].deployments["gate"].status == "HEALTHY", "no gate")
-        fleet = Fleet(name, "placed" if plan.placed is not None else "attached", gate.url.remote().result())
+        ingress = serve.get_deployment_handle("ingress", name)
+        until(lambda: serve.status().applications[name].deployments["ingress"].status == "HEALTHY", "no ingress")
+        fleet = Fleet(name, "placed" if plan.placed is not None else "attached", ingress.url.remote().result())
         until(lambda: fleet.whole(engines), f"no {engines} engines")
         yield fleet
     finally:

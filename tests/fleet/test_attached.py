@@ -1,4 +1,4 @@
-"""Attached engines, one with several ranks: when one is lost, the gate continues with the next at once."""
+"""Attached engines, one with several ranks: when one is lost, the ingress continues with the next at once."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def fleet(hosts: Any, foreign: LocalCluster) -> Iterator[Fleet]:
         servers = [LocalCluster(endpoint="tcp://127.0.0.1:0", shards=ranks, pin_cores=False) for ranks in SHARDS]
         for server in servers:
             stack.callback(server.close)
-        gate = IngressPlan(http=HttpSettings(port=0, api_keys=(KEY,)))
-        plan = FleetPlan(ServeSettings(), attached=tuple(server.endpoint for server in (*servers, foreign)), gate=gate)
+        ingress = IngressPlan(http=HttpSettings(port=0, api_keys=(KEY,)))
+        plan = FleetPlan(
+            ServeSettings(), attached=tuple(server.endpoint for server in (*servers, foreign)), ingress=ingress
+        )
         yield stack.enter_context(running(plan, "attached", len(servers)))
 
 

@@ -16,13 +16,13 @@ from outrider.orchestrator.settings import ServeSettings
 from tests.fleet.house import KEY, Fleet, kill, running, target_of, until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
-GATE = IngressPlan(http=HttpSettings(port=0, api_keys=(KEY,)))
+INGRESS = IngressPlan(http=HttpSettings(port=0, api_keys=(KEY,)))
 METAL = Resources(metal=1)
 
 
 def test_engines_scale_with_the_load_and_texts_stay_the_same(hosts: Any, expected_text: str) -> None:
     scale = Scale(min=1, max=2, requests_per_engine=1, upscale_delay_s=0, downscale_delay_s=0)
-    plan = FleetPlan(ServeSettings(memory=False), Placed(needs=METAL), gate=GATE, scale=scale)
+    plan = FleetPlan(ServeSettings(memory=False), Placed(needs=METAL), ingress=INGRESS, scale=scale)
     with running(plan, "scaled", 1) as fleet:
         assert set(read(fleet, 4, lambda: fleet.whole(2))) == {expected_text}
         assert set(read(fleet, 1, lambda: len(fleet.places()) == 1)) == {expected_text}
@@ -48,7 +48,7 @@ def read(fleet: Fleet, readers: int, enough: Callable[[], bool]) -> list[str]:
 
 
 def test_text_continues_on_the_same_engine_after_a_rank_is_killed(hosts: Any, expected_text: str) -> None:
-    plan = FleetPlan(ServeSettings(memory=False, shards=2), Placed(needs=METAL), gate=GATE)
+    plan = FleetPlan(ServeSettings(memory=False, shards=2), Placed(needs=METAL), ingress=INGRESS)
     with running(plan, "ranks", 1) as fleet:
         before = fleet.places()
         killed: list[psutil.Process] = []

@@ -109,8 +109,8 @@ def test_a_gates_port_in_use_is_refused(at_head: Path) -> None:
         (at_head / "fleet.yaml").write_text(f"placed:\ngate: {{port: {port}}}\n")
         refused = command("run", str(at_head / "fleet.yaml"), "--folder", str(at_head))
     last_error = last_line(refused.stderr)
-    assert refused.returncode == 4 and f"the gate can't listen at 127.0.0.1:{port}" in last_error
-    assert "expected another gate.port or gate.host" in last_error
+    assert refused.returncode == 4 and f"the ingress can't listen at 127.0.0.1:{port}" in last_error
+    assert "expected another ingress.port or ingress.host" in last_error
 
 
 def last_line(err: str) -> str:

@@ -37,7 +37,7 @@ DRAFTER = DrafterPlan(on="other-host", needs=Resources(ane=1))
 def fleet(hosts: Any) -> Iterator[Fleet]:
     http = HttpSettings(port=0, api_keys=(KEY,))
     placed = Placed(replicas=2, needs=Resources(metal=1), drafter=DRAFTER)
-    with running(FleetPlan(ServeSettings(memory=False), placed, gate=IngressPlan(http=http)), "placed", 2) as found:
+    with running(FleetPlan(ServeSettings(memory=False), placed, ingress=IngressPlan(http=http)), "placed", 2) as found:
         yield found
 
 
@@ -111,8 +111,8 @@ def test_lease_is_held_as_long_as_its_gate_lives(fleet: Fleet) -> None:
 
     from outrider.fleet.deployment import HEALTH_SECONDS
 
-    gate, engines = (serve.get_deployment_handle(name, fleet.name) for name in ("gate", "placed"))
-    lease = engines.options(stream=True).lease.remote(gate.ingress_key.remote().result())
+    ingress, engines = (serve.get_deployment_handle(name, fleet.name) for name in ("ingress", "placed"))
+    lease = engines.options(stream=True).lease.remote(ingress.ingress_key.remote().result())
     assert next(lease) in fleet.places()
     names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
     actors = [ray.get_actor(name, namespace="serve") for name in names if "#placed#" in name]
@@ -123,6 +123,6 @@ def test_lease_is_held_as_long_as_its_gate_lives(fleet: Fleet) -> None:
     time.sleep(3 * HEALTH_SECONDS)  # engines have looked after it by then
     assert leases() == 1
     processes = psutil.process_iter(["cmdline"])
-    (killed,) = [one for one in processes if "ServeReplica:placed:gate" in "".join(one.info["cmdline"] or ())[:80]]
+    (killed,) = [one for one in processes if "ServeReplica:placed:ingress" in "".join(one.info["cmdline"] or ())[:80]]
     kill(killed)
     until(lambda: leases() == 0, "a lease is left")

@@ -18,7 +18,7 @@ draft_model: org/small
 engine: {max_active: 4, mode: auto}
 placed: {replicas: 4, needs: {metal: 1}, drafter: {on: other-host, needs: {ane: 1}}}
 attached: [tcp://10.0.0.11:7777, tcp://10.0.0.12:7777]
-gate: {count: 2, port: 8001, sessions: false, tries: 3, api_keys: [one]}
+ingress: {count: 2, port: 8001, sessions: false, tries: 3, api_keys: [one]}
 """
 ONE = {"attached": ["tcp://10.0.0.11:7777"]}
 
@@ -40,7 +40,7 @@ def test_every_key_is_read_into_the_plan(file):
         engine=ServeSettings(model="org/big", draft_model="org/small", max_active=4),
         placed=Placed(4, Resources(metal=1), DrafterPlan("other-host", Resources(ane=1))),
         attached=("tcp://10.0.0.11:7777", "tcp://10.0.0.12:7777"),
-        gate=IngressPlan(2, sessions=False, tries=3, http=HttpSettings(port=8001, api_keys=("one",))),
+        ingress=IngressPlan(2, sessions=False, tries=3, http=HttpSettings(port=8001, api_keys=("one",))),
     )
 
 
@@ -61,8 +61,8 @@ def test_drafter_none_disables_drafting_unless_a_backend_is_given():
 def test_api_keys_come_from_the_plan_the_key_file_and_the_environment(file, tmp_path, monkeypatch):
     (tmp_path / "keys").write_text("two\nthree\n")
     monkeypatch.setenv("OUTRIDER_API_KEY", "four")
-    gate = {"host": "0.0.0.0", "api_keys": ["one"], "api_key_file": str(tmp_path / "keys")}
-    assert plan_of({**ONE, "gate": gate}).gate.http.api_keys == ("one", "two", "three", "four")
+    ingress = {"host": "0.0.0.0", "api_keys": ["one"], "api_key_file": str(tmp_path / "keys")}
+    assert plan_of({**ONE, "ingress": ingress}).ingress.http.api_keys == ("one", "two", "three", "four")
 
 
 def test_plan_round_trips_through_pickle():
@@ -111,10 +111,10 @@ def test_resources_are_converted_to_rays_names():
         ({"attached": ["tcp://a"]}, "attached: 'tcp://a' has no port"),
         ({"attached": ["tcp://a:0"]}, "attached: tcp://a:0 is an address to listen on, not to connect to"),
         ({"attached": ["tcp://a:1", "tcp://a:1"]}, "attached names tcp://a:1 twice"),
-        ({**ONE, "gate": {"host": "0.0.0.0"}}, "expected gate.api_keys, gate.api_key_file"),
-        ({**ONE, "gate": {"api_keys": [12]}}, "gate.api_keys is [12]; expected a list of strings"),
-        ({**ONE, "gate": {"port": 70000}}, "gate: port is 70000; expected a whole number from 0 to 65535"),
-        ({**ONE, "gate": {"host": 5}}, "gate: host is 5; expected text"),
+        ({**ONE, "ingress": {"host": "0.0.0.0"}}, "expected ingress.api_keys, ingress.api_key_file"),
+        ({**ONE, "ingress": {"api_keys": [12]}}, "ingress.api_keys is [12]; expected a list of strings"),
+        ({**ONE, "ingress": {"port": 70000}}, "ingress: port is 70000; expected a whole number from 0 to 65535"),
+        ({**ONE, "ingress": {"host": 5}}, "ingress: host is 5; expected text"),
     ],
 )  # fmt: skip
 def test_error_of_an_invalid_value_names_its_key(found, sentence, monkeypatch):

@@ -27,12 +27,12 @@ def test_serve_run_answers_over_http_and_stops_on_interrupt(hosts: Any, expected
     with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log) as run:
         try:
             until(lambda: b"is ready" in (tmp_path / "log").read_bytes() or run.poll() is not None, "it does not start")
-            url = serve.get_deployment_handle("gate", NAME).url.remote().result()
+            url = serve.get_deployment_handle("ingress", NAME).url.remote().result()
             fleet = Fleet(NAME, "placed", url)
             until(lambda: fleet.whole(1), "no engine")
             answer = httpx.post(f"{url}/v1/completions", json=BODY, headers={"x-api-key": KEY}, timeout=PATIENCE)
             assert answer.json()["choices"][0]["text"] == expected_text
-            proxied_answer = serve.get_deployment_handle("gate", NAME).remote(None).result()  # by Serve's proxy
+            proxied_answer = serve.get_deployment_handle("ingress", NAME).remote(None).result()  # by Serve's proxy
             assert proxied_answer.status_code == 421 and url in proxied_answer.body.decode()
         finally:
             run.send_signal(signal.SIGINT)

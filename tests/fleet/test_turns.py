@@ -1,4 +1,4 @@
-"""The gate chooses a kind of engine: the least busy one, or that of the session."""
+"""The ingress chooses a kind of engine: the least busy one, or that of the session."""
 
 from __future__ import annotations
 

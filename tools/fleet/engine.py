@@ -1,4 +1,4 @@
-"""An engine as the gate sees it: a queue of requests, and slots in which requests run."""
+"""An engine as the ingress sees it: a queue of requests, and slots in which requests run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Machinery(Protocol):
 
 class Engine:
     """Engine `number` in `zone`, with `slots` for requests. Calls `ended` with each complete request. `gone`: it has
-    stopped. `known`: the gate may choose it."""
+    stopped. `known`: the ingress may choose it."""
 
     def __init__(self, number: int, zone: int, slots: int, world: World, ended: Callable[[Job], None]) -> None:
         self.number, self.zone = number, zone

@@ -72,7 +72,7 @@ class Fleet:
     """`engines` with `drafters` each on other hosts, in `zones`; engine n uses profile n, modulo their number.
 
     `spread`: an engine's drafters are spread over all zones; else they are in its own. `active`: requests that an
-    engine runs concurrently; `ongoing`: requests that the gate gives it. `prompt_rate`: prompt tokens per second.
+    engine runs concurrently; `ongoing`: requests that the ingress gives it. `prompt_rate`: prompt tokens per second.
     `remembers`: tokens of ended texts in the prompt cache. `branches`: of all drafters together.
     """
 

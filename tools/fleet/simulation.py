@@ -1,4 +1,4 @@
-"""Simulates a fleet in virtual time: traffic, gate, engines, losses of zones, and scaling."""
+"""Simulates a fleet in virtual time: traffic, ingress, engines, losses of zones, and scaling."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tests.harness.virtual.world import World
 from tools.fleet.engine import Engine, Machinery
-from tools.fleet.gate import Gate, Least, PowerOfTwo, Router, Sessions
+from tools.fleet.ingress import IngressQueue, Least, PowerOfTwo, Router, Sessions
 from tools.fleet.job import Job
 from tools.fleet.plan import Fleet, Loss, Traffic
 from tools.fleet.recorded import Recorded
@@ -38,7 +38,7 @@ class Simulation:
         routers: dict[str, Router] = {
             "power-of-two": PowerOfTwo(traffic.seed), "least": Least(), "sessions": Sessions()
         }  # fmt: skip
-        self._gate = Gate(self._world, routers[fleet.routing], fleet.ongoing)
+        self._ingress = IngressQueue(self._world, routers[fleet.routing], fleet.ongoing)
         self._gone: list[Engine] = []
         self._numbers = 0
         for number in range(fleet.engines):
@@ -71,7 +71,7 @@ class Simulation:
 
     def _busy(self) -> tuple[float, float]:
         """Returns the seconds in which targets worked, and in which they existed."""
-        there = [(engine, self._world.now) for engine in self._gate.engines if not engine.gone]
+        there = [(engine, self._world.now) for engine in self._ingress.engines if not engine.gone]
         all_ = [*there, *((engine, engine.until) for engine in self._gone)]
         return sum(one.machinery.busy for one, _ in all_), sum(until - one.since for one, until in all_)
 
@@ -79,7 +79,7 @@ class Simulation:
 
     def _asked(self, job: Job) -> None:
         self._tally.jobs.append(job)
-        self._gate.take(job)
+        self._ingress.take(job)
 
     def _on_answer(self, job: Job) -> None:
         self._users.on_answer(job)
@@ -88,9 +88,9 @@ class Simulation:
         self._tally.record(job, tokens, self._world.now, flows)
 
     def _sample(self) -> None:
-        engines = [engine for engine in self._gate.engines if not engine.gone]
+        engines = [engine for engine in self._ingress.engines if not engine.gone]
         running = sum(engine.running for engine in engines)
-        waiting = sum(engine.load for engine in self._gate.engines) - running + self._gate.waiting
+        waiting = sum(engine.load for engine in self._ingress.engines) - running + self._ingress.waiting
         self._tally.samples.append(Sample(len(engines), running, waiting))
 
     # --- engines --------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Simulation:
         engine = Engine(self._numbers, zone, self._fleet.active, self._world, self._on_answer)
         engine.machinery = self._machinery(engine)
         self._numbers += 1
-        self._gate.engines.append(engine)
+        self._ingress.engines.append(engine)
 
     def _machinery(self, engine: Engine) -> Machinery:
         fleet, profile = self._fleet, self._fleet.profile(engine.number)
@@ -119,7 +119,7 @@ class Simulation:
     def _lose(self, loss: Loss) -> None:
         self._lose_drafters(loss)
         if loss.what == "zone":
-            lost = [engine for engine in self._gate.engines if engine.zone == LOST_ZONE and not engine.gone]
+            lost = [engine for engine in self._ingress.engines if engine.zone == LOST_ZONE and not engine.gone]
             for engine in lost:
                 engine.end()
             self._world.after(loss.engine, lambda: self._go_on_elsewhere(lost))
@@ -131,7 +131,7 @@ class Simulation:
             self._add(LOST_ZONE)
 
     def _lose_drafters(self, loss: Loss) -> None:
-        for engine in [engine for engine in self._gate.engines if not engine.gone]:
+        for engine in [engine for engine in self._ingress.engines if not engine.gone]:
             count = self._fleet.drafters_in(LOST_ZONE, engine.number)
             if count:
                 engine.machinery.lose_drafters(count, loss.drafter)
@@ -141,32 +141,32 @@ class Simulation:
     def _go_on_elsewhere(self, lost: Sequence[Engine]) -> None:
         """Handles the noticed loss: requests of these engines go to others, which read prompts and answers again."""
         for engine in lost:
-            self._gate.engines.remove(engine)
+            self._ingress.engines.remove(engine)
             self._gone.append(engine)
         for job in [job for engine in reversed(lost) for job in reversed(engine.take_all())]:
             job.interruptions += 1
-            self._gate.take(job)
+            self._ingress.take(job)
 
     # --- scaling --------------------------------------------------------------------------------------------------
 
     def _counts(self) -> tuple[int, int]:
-        """Returns the numbers of engines that the gate may choose, and of running or waiting requests."""
-        known = [engine for engine in self._gate.engines if engine.known]
-        return len(known), sum(engine.load for engine in known) + self._gate.waiting
+        """Returns the numbers of engines that the ingress may choose, and of running or waiting requests."""
+        known = [engine for engine in self._ingress.engines if engine.known]
+        return len(known), sum(engine.load for engine in known) + self._ingress.waiting
 
     def _grow(self) -> None:
         self._add(self._fleet.zone(self._numbers))
 
     def _shrink(self) -> None:
-        """Removes the least loaded engine from the gate's choice; it ends when its requests are complete."""
-        engine = min((one for one in self._gate.engines if one.known), key=lambda one: (one.load, -one.number))
+        """Removes the least loaded engine from the ingress's choice; it ends when its requests are complete."""
+        engine = min((one for one in self._ingress.engines if one.known), key=lambda one: (one.load, -one.number))
         engine.known = False
         self._leave(engine)
 
     def _leave(self, engine: Engine) -> None:
         if engine.load:
             self._world.after(1.0, lambda: self._leave(engine))
-        elif engine in self._gate.engines:
+        elif engine in self._ingress.engines:
             engine.end()
-            self._gate.engines.remove(engine)
+            self._ingress.engines.remove(engine)
             self._gone.append(engine)

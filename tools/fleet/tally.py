@@ -14,7 +14,7 @@ GOOD_FIRST, GOOD_RATE = 10.0, 5.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A sample of one second: engines that serve, running requests, and waiting ones (at the gate or an engine)."""
+    """A sample of one second: engines that serve, running requests, and waiting ones (at the ingress or an engine)."""
 
     engines: int
     running: int

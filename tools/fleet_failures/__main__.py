@@ -1,14 +1,14 @@
-"""Kills each part of a fleet while clients read texts, compares the texts, and measures waits and the gate's cost.
+"""Kills each part of a fleet while clients read texts, compares the texts, and measures waits and the ingress's cost.
 
     python -m tools.fleet_failures                            # all rows, twice each, and the costs: minutes
     python -m tools.fleet_failures --rows attached,head,costs --repeats 5 --json found.json
 
-The fleet has five simulated hosts on this machine (`ray.cluster_utils`) and serves the tiny pair: two placed
-engines with drafters on other hosts, an attached one, two gates. Four readers (T = 0, 0.8) are in the middle of a text
-when a part is killed with SIGKILL. Next token: a reader's longest wait after the kill. Errors: what readers saw before
-they continued at the other gate. Each text is compared token for token with the target's own. *costs*: how much later a
-chunk arrives from the gate than at AsyncClient, from a server that sends the time; and whole requests by both, in turn.
-The exit code is 1 if a text differs or a limit is exceeded.
+The fleet has five simulated hosts on this machine (`ray.cluster_utils`) and serves the tiny pair: two placed engines
+with drafters on other hosts, an attached one, two ingresses. Four readers (T = 0, 0.8) are in the middle of a text when
+a part is killed with SIGKILL. Next token: a reader's longest wait after the kill. Errors: what readers saw before they
+continued at the other ingress. Each text is compared token for token with the target's own. *costs*: how much later a
+chunk arrives from the ingress than at AsyncClient, from a server that sends the time; and whole requests by both, in
+turn. The exit code is 1 if a text differs or a limit is exceeded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Measures the gate's cost for one reader: how much later a chunk arrives than at AsyncClient, how much longer a
+"""Measures the ingress's cost for one reader: how much later a chunk arrives than at AsyncClient, how much longer a
 request takes.
 
-Gate and client are measured in turn, beginning with a different one each time.
+Ingress and client are measured in turn, beginning with a different one each time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def measure(fleet: Fleet, pairs: int, screen: Screen) -> list[Cost]:
     """Measures chunks and whole requests.
 
     Raises:
-        WorkerError: a text from the gate differs.
+        WorkerError: a text from the ingress differs.
     """
     with asyncio.Runner() as runner:
         return [*_lag(pairs, runner, screen), _longer(fleet, pairs, runner, screen)]
@@ -72,29 +72,29 @@ def _lag(pairs: int, runner: asyncio.Runner, screen: Screen) -> list[Cost]:
 
     from outrider.fleet.deployment import run
 
-    screen.show("starting a gate with a clockwork")
+    screen.show("starting an ingress with a clockwork")
     wanted = Wanted((1, 2, 3), LENGTH, 0.0, 0)
     with closing(Clockwork()) as clockwork:
         run(
-            FleetPlan(ServeSettings(), attached=(clockwork.endpoint,), gate=IngressPlan(http=HttpSettings(port=0))),
+            FleetPlan(ServeSettings(), attached=(clockwork.endpoint,), ingress=IngressPlan(http=HttpSettings(port=0))),
             NAME,
         )
         try:
-            gate = _gate()
+            ingress = _ingress()
             client = AsyncClient(clockwork.endpoint)
             lags = _in_turns(
-                lambda: _stamps_by_gate(gate, wanted),
+                lambda: _stamps_by_ingress(ingress, wanted),
                 lambda: stamps_by_client(client, wanted, runner),
                 pairs,
                 lambda number: screen.show(f"chunks: {number} of {pairs}"),
             )
         finally:
             serve.delete(NAME)
-    by_gate, by_client = ([float(np.median(text)) for text in way] for way in lags)
-    later = bootstrap([gate_ms - client_ms for gate_ms, client_ms in zip(by_gate, by_client, strict=True)], _median)
-    lags_ms = (("gate", by_gate), ("client", by_client))
+    by_ingress, by_client = ([float(np.median(text)) for text in way] for way in lags)
+    later = bootstrap([gate_ms - client_ms for gate_ms, client_ms in zip(by_ingress, by_client, strict=True)], _median)
+    lags_ms = (("ingress", by_ingress), ("client", by_client))
     each = [Cost(f"a chunk by the {name}, ms p50", *_interval(bootstrap(ms, _median))) for name, ms in lags_ms]
-    return [Cost("a chunk later by the gate, ms p50", *_interval(later), LAG_MS), *each]
+    return [Cost("a chunk later by the ingress, ms p50", *_interval(later), LAG_MS), *each]
 
 
 def _median(values: Sequence[float]) -> float:
@@ -107,17 +107,17 @@ def _interval(found: Interval) -> tuple[float, float, float]:
 
 def _longer(fleet: Fleet, pairs: int, runner: asyncio.Runner, screen: Screen) -> Cost:
     """Measures whole requests of the tiny pair, both at the attached engine."""
-    gates = fleet.gates()
-    session = next(name for name, engine in sessions(fleet, gates) if engine.kind == "attached")
+    ingresses = fleet.ingresses()
+    session = next(name for name, engine in sessions(fleet, ingresses) if engine.kind == "attached")
     client = AsyncClient(fleet.attached.endpoint)
     prompts = mixed_tokens(pairs)
     texts: tuple[list[str], list[str]] = ([], [])
     wanted = [Wanted(prompt, LENGTH, 0.0, 0) for prompt in prompts]
-    by_gate, by_client = iter([*wanted[:WARM_UP], *wanted]), iter([*wanted[:WARM_UP], *wanted])
+    by_ingress, by_client = iter([*wanted[:WARM_UP], *wanted]), iter([*wanted[:WARM_UP], *wanted])
 
     def through() -> Timed:
         began = time.perf_counter()
-        received = events(gates[0], next(by_gate).body, session)
+        received = events(ingresses[0], next(by_ingress).body, session)
         texts[0].append("".join(event["choices"][0]["text"] for event in received))
         return Timed(LENGTH, time.perf_counter() - began)
 
@@ -128,9 +128,9 @@ def _longer(fleet: Fleet, pairs: int, runner: asyncio.Runner, screen: Screen) ->
 
     times = _in_turns(through, straight, pairs, lambda number: screen.show(f"requests: {number} of {pairs}"))
     if texts[0] != texts[1]:
-        raise WorkerError("texts differ between the gate and the client; expected the same for the same seed")
+        raise WorkerError("texts differ between the ingress and the client; expected the same for the same seed")
     slower = _interval(ratio(times[1], times[0]))
-    return Cost(f"a request of {LENGTH} tokens, by the gate / by the client", *slower, LONGER)
+    return Cost(f"a request of {LENGTH} tokens, by the ingress / by the client", *slower, LONGER)
 
 
 def _in_turns(
@@ -147,16 +147,16 @@ def _in_turns(
     return results
 
 
-def _gate() -> str:
-    until(lambda: broadcast("gate", "url", NAME), "the clockwork's gate does not start")
-    (url,) = broadcast("gate", "url", NAME)
-    until(lambda: answers(url), "the clockwork's gate does not answer")
+def _ingress() -> str:
+    until(lambda: broadcast("ingress", "url", NAME), "the clockwork's ingress does not start")
+    (url,) = broadcast("ingress", "url", NAME)
+    until(lambda: answers(url), "the clockwork's ingress does not answer")
     return str(url)
 
 
-def _stamps_by_gate(gate: str, wanted: Wanted) -> list[float]:
+def _stamps_by_ingress(ingress: str, wanted: Wanted) -> list[float]:
     lags: list[float] = []
-    for event in events(gate, wanted.body):
+    for event in events(ingress, wanted.body):
         lags += _under_way("".join(choice["text"] for choice in event["choices"]))
     return lags
 

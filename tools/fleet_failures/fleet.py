@@ -21,7 +21,7 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import OutriderError, WorkerError
 from outrider.protocol.messages import Stats
 
-NAME, GATES, PLACED = "failures", 2, 2
+NAME, INGRESSES, PLACED = "failures", 2, 2
 DRAFTER = DrafterPlan(on="other-host", needs=Resources(ane=1))
 ASK_SECONDS, PATIENCE, LOOK_SECONDS = 2.0, 180.0, 0.05
 
@@ -87,14 +87,14 @@ class Attached:
 
 
 class Fleet:
-    """Two gates, two placed engines whose drafters have hosts of their own, and the `attached` engine."""
+    """Two ingresses, two placed engines whose drafters have hosts of their own, and the `attached` engine."""
 
     def __init__(self, attached: Attached) -> None:
         self.attached = attached
 
-    def gates(self) -> list[str]:
-        """Returns the URLs of the gates that run."""
-        return sorted(broadcast("gate", "url"))
+    def ingresses(self) -> list[str]:
+        """Returns the URLs of the ingresses that run."""
+        return sorted(broadcast("ingress", "url"))
 
     def engines(self) -> list[Engine]:
         """Returns the engines that answer."""
@@ -108,8 +108,8 @@ class Fleet:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all gates, engines and drafters and the controller work."""
-        if not self._healthy() or len(self.gates()) != GATES or not all(map(answers, self.gates())):
+        """Whether all ingresses, engines and drafters and the controller work."""
+        if not self._healthy() or len(self.ingresses()) != INGRESSES or not all(map(answers, self.ingresses())):
             return False
         engines = [engine.kind for engine in self.engines() if engine.is_complete]
         return sorted(engines) == ["attached", *["placed"] * PLACED]
@@ -143,9 +143,9 @@ def running() -> Iterator[Fleet]:
 
     attached = Attached()
     try:
-        gate = IngressPlan(count=GATES, http=HttpSettings(port=0))
+        ingress = IngressPlan(count=INGRESSES, http=HttpSettings(port=0))
         placed = Placed(PLACED, Resources(metal=1), DRAFTER)
-        run(FleetPlan(ServeSettings(memory=False), placed, (attached.endpoint,), gate), NAME)
+        run(FleetPlan(ServeSettings(memory=False), placed, (attached.endpoint,), ingress), NAME)
         fleet = Fleet(attached)
         fleet.wait_until_complete()
         yield fleet
@@ -175,9 +175,9 @@ def until(condition: Callable[[], object], otherwise: str) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def answers(gate: str) -> bool:
-    """Whether the gate reports that it is ready."""
-    connection = HTTPConnection(urlsplit(gate).netloc, timeout=ASK_SECONDS)
+def answers(ingress: str) -> bool:
+    """Whether the ingress reports that it is ready."""
+    connection = HTTPConnection(urlsplit(ingress).netloc, timeout=ASK_SECONDS)
     try:
         connection.request("GET", "/ready")
         return connection.getresponse().status == 200

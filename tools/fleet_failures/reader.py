@@ -1,4 +1,4 @@
-"""A reader of the gates' HTTP that continues an interrupted text at the next gate.
+"""A reader of the ingresses' HTTP that continues an interrupted text at the next ingress.
 
 Tokens arrive as ids (`return_token_ids`), and the received ones are appended to the prompt of the next request. The
 rest is the same text, because a token's noise depends on seed and position only.
@@ -51,7 +51,7 @@ class Broken(Exception):
 class Reader:
     """Reads a text with `read`; records its tokens, their arrivals, and each interruption (`breaks`)."""
 
-    gates: Sequence[str]
+    ingresses: Sequence[str]
     wanted: Wanted
     session: str
     tokens: list[int] = field(default_factory=list)
@@ -63,12 +63,12 @@ class Reader:
         """Reads the whole text.
 
         Raises:
-            Broken: all gates failed, `MOST_BREAKS` times.
+            Broken: all ingresses failed, `MOST_BREAKS` times.
         """
         self.sent = time.perf_counter()
         while len(self.tokens) < self.wanted.length:
             try:
-                self._ask(self.gates[len(self.breaks) % len(self.gates)])
+                self._ask(self.ingresses[len(self.breaks) % len(self.ingresses)])
             except (OSError, HTTPException, Broken) as error:
                 self.breaks.append(f"{type(error).__name__}: {error}")
                 if len(self.breaks) > MOST_BREAKS:
@@ -87,8 +87,8 @@ class Reader:
     def _after(self, struck: float) -> list[float]:
         return [arrival.at for arrival in self.arrivals if arrival.at > struck]
 
-    def _ask(self, gate: str) -> None:
-        for event in events(gate, self._body(), self.session):
+    def _ask(self, ingress: str) -> None:
+        for event in events(ingress, self._body(), self.session):
             self._record(event)
 
     def _record(self, event: dict[str, Any]) -> None:
@@ -102,14 +102,14 @@ class Reader:
         return {**rest.body, "max_tokens": self.wanted.length - len(self.tokens), "return_token_ids": True}
 
 
-def events(gate: str, body: dict[str, Any], session: str = "") -> Iterator[dict[str, Any]]:
+def events(ingress: str, body: dict[str, Any], session: str = "") -> Iterator[dict[str, Any]]:
     """Yields the events of a streamed completion.
 
     Raises:
         Broken: the request is refused, or the stream has an error or is incomplete.
         OSError, HTTPException: the connection failed.
     """
-    connection = HTTPConnection(urlsplit(gate).netloc, timeout=SECONDS)
+    connection = HTTPConnection(urlsplit(ingress).netloc, timeout=SECONDS)
     try:
         headers = {"content-type": "application/json", **({SESSION: session} if session else {})}
         connection.request("POST", PATH, json.dumps({**body, "stream": True}), headers)

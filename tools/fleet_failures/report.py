@@ -80,7 +80,7 @@ def table(rows: Sequence[FailureRow], proxy: bool) -> str:
             f" {row.broken or 'none'} | {row.trouble or _list(row.whole)} |"
         )
     if proxy:
-        lines.append(f"| {PROXY} | | | does not exist: each gate serves HTTP itself | |")
+        lines.append(f"| {PROXY} | | | does not exist: each ingress serves HTTP itself | |")
     return "\n".join(lines)
 
 

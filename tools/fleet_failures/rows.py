@@ -45,10 +45,10 @@ def strike(hosts: Hosts, fleet: Fleet, victim: Victim, texts: Sequence[ExpectedT
         WorkerError: the fleet is not complete before, or not again afterwards.
     """
     fleet.wait_until_complete()
-    gates = fleet.gates()
-    session, engine, gates = _aimed(hosts, fleet, victim, gates)
-    blow = victim.aim(Scene(hosts, fleet, engine, gates[0]))
-    readers = [Reader(gates, text.wanted, session) for text in texts]
+    ingresses = fleet.ingresses()
+    session, engine, ingresses = _aimed(hosts, fleet, victim, ingresses)
+    blow = victim.aim(Scene(hosts, fleet, engine, ingresses[0]))
+    readers = [Reader(ingresses, text.wanted, session) for text in texts]
     with ThreadPoolExecutor(len(readers)) as threads:
         reading = [threads.submit(reader.read) for reader in readers]
         until(lambda: all(len(reader.tokens) >= STRUCK_AFTER for reader in readers), "readers receive no text")
@@ -72,23 +72,23 @@ def _moved(struck: float, reader: Reader, reading: Future[None]) -> bool:
     return reading.done() or reader.goes_on(struck)
 
 
-def _aimed(hosts: Hosts, fleet: Fleet, victim: Victim, gates: list[str]) -> tuple[str, Engine, list[str]]:
-    """Returns a session with an engine of the victim's kind, that engine, and the gates, first one on another host."""
-    for session, engine in sessions(fleet, gates):
+def _aimed(hosts: Hosts, fleet: Fleet, victim: Victim, ingresses: list[str]) -> tuple[str, Engine, list[str]]:
+    """Returns a session with an engine of the victim's kind, that engine, and ingresses, first one on another host."""
+    for session, engine in sessions(fleet, ingresses):
         if engine.kind != victim.kind:
             continue
         host = hosts.of(engine.actor) if engine.kind == "placed" else None
-        apart = [gate for gate in gates if hosts.of(at_port(gate)) is not host]
+        apart = [ingress for ingress in ingresses if hosts.of(at_port(ingress)) is not host]
         if apart:
-            return session, engine, [apart[0], *(gate for gate in gates if gate != apart[0])]
-    raise WorkerError(f"no session has an engine that is {victim.kind} and on a host without a gate")
+            return session, engine, [apart[0], *(ingress for ingress in ingresses if ingress != apart[0])]
+    raise WorkerError(f"no session has an engine that is {victim.kind} and on a host without an ingress")
 
 
-def sessions(fleet: Fleet, gates: list[str]) -> Iterator[tuple[str, Engine]]:
+def sessions(fleet: Fleet, ingresses: list[str]) -> Iterator[tuple[str, Engine]]:
     """Yields new sessions with their engines."""
     for number in range(MOST_SESSIONS):
         session = f"session {time.monotonic_ns()} {number}"
         before = {engine.endpoint: engine.stats.finished for engine in fleet.engines()}
-        Reader(gates, Wanted((1, 2, 3), 1, 0.0, 0), session).read()
+        Reader(ingresses, Wanted((1, 2, 3), 1, 0.0, 0), session).read()
         after = [e for e in fleet.engines() if e.stats.finished > before.get(e.endpoint, e.stats.finished)]
         yield from ((session, engine) for engine in after)

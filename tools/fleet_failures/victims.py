@@ -14,12 +14,12 @@ from tools.fleet_failures.hosts import Hosts
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The `engine` that generates the texts, and the `gate` at which they are read."""
+    """The `engine` that generates the texts, and the `ingress` at which they are read."""
 
     hosts: Hosts
     fleet: Fleet
     engine: Engine
-    gate: str
+    ingress: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ VICTIMS = (
     Victim("node", _node),
     Victim("drafter-node", _drafters_node),
     Victim("attached", lambda at: Blow(killing(at.fleet.attached.process), at.fleet.attached.restart), "attached"),
-    Victim("gate", lambda at: Blow(killing(at_port(at.gate)))),
+    Victim("ingress", lambda at: Blow(killing(at_port(at.ingress)))),
     Victim("controller", lambda at: Blow(killing(at.hosts.named("ray::ServeController")))),
     Victim("head", lambda at: Blow(killing(at.hosts.gcs), at.hosts.restart_head)),
 )
 PROXY = "proxy"
-"""Ray Serve's proxy, which a fleet does not have: each gate serves HTTP itself."""
+"""Ray Serve's proxy, which a fleet does not have: each ingress serves HTTP itself."""

@@ -1,4 +1,4 @@
-"""The gate: chooses an engine for each request, as Ray Serve 2.60 does, and queues requests that no engine takes.
+"""The ingress: chooses an engine for each request, as Ray Serve 2.60 does, and queues requests that no engine takes.
 
 *Power of two choices* (`pow_2_router.py`): the less loaded of two random engines, if it takes more requests; else again
 after a backoff. *Sessions* (`consistent_hash_router.py`): the engine at the session's hash on a ring, else the next two
@@ -29,7 +29,7 @@ class PowerOfTwo:
     in_order = True
 
     def __init__(self, seed: int) -> None:
-        self._rng = random.Random(f"gate {seed}")
+        self._rng = random.Random(f"ingress {seed}")
 
     def candidates(self, job: Job, engines: Sequence[Engine]) -> list[Engine]:
         two = self._rng.sample(engines, min(2, len(engines)))
@@ -37,7 +37,7 @@ class PowerOfTwo:
 
 
 class Least:
-    """Chooses the engine with the fewest requests, as Outrider's gate does for requests without a session."""
+    """Chooses the engine with the fewest requests, as Outrider's ingress does for requests without a session."""
 
     in_order = True
 
@@ -71,7 +71,7 @@ def _hash(key: str) -> int:
 Router = PowerOfTwo | Least | Sessions
 
 
-class Gate:
+class IngressQueue:
     """Routes requests to `engines`, with at most `ongoing` requests per engine."""
 
     def __init__(self, world: World, router: Router, ongoing: int) -> None:
