@@ -4,7 +4,7 @@ The *core* thread owns the workers' socket and the rounds, in tokens. The *front
 tokenizers, text and the queue of waiting requests.
 
 `KVBudget` is the memory for texts in all workers together. A text is in the target and in every drafter, so the budget
-counts tokens alike for all: each worker's share is what the same tokens take there. Arithmetic only; the front waits
+counts tokens equally for all: each worker's share is what the same tokens take there. Arithmetic only; the front waits
 for room, the workers evict.
 
 `ThreadQueues` holds the queues between the threads. `Mailbox` is a queue between two threads that a ZeroMQ poller can

@@ -138,7 +138,7 @@ def run(
             _drain(events, server, drain_timeout)
     while not events.empty():
         event = events.get()
-        if isinstance(event, Failure) and event.kind != WorkerError.__name__:  # a lost worker's requests were told
+        if isinstance(event, Failure) and event.kind != WorkerError.__name__:  # those have been answered already
             return Unfinished(event.kind, event.message)
     return None
 

@@ -136,10 +136,10 @@ class Keyring:
         self._secret = self.folder / "secret"
         self._servers = self.folder / "servers"
 
-    def make(self, anew: bool = False) -> KeyPair:
-        """Creates and saves the user's key pair. `anew`: replace an existing one."""
+    def make(self, overwrite: bool = False) -> KeyPair:
+        """Creates and saves the user's key pair. `overwrite`: replace an existing one."""
         pair = make_pair()
-        if self.has_own and not anew:
+        if self.has_own and not overwrite:
             raise KeyFault(f"{self._secret} already has a key; --force replaces it")
         self._write(self._secret, [pair.secret])
         return pair

@@ -68,8 +68,8 @@ def _room(nodeid: str) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What servers of tests learn is nobody's, what others' learned is not theirs, and so it is with keys. Where no
-    model is named the embedded pair is meant: no test downloads anything."""
+    """Gives tests a cache and keys of their own, and makes the tiny pair the default model, so that no test downloads
+    anything."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OUTRIDER_CACHE", raising=False)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

@@ -57,7 +57,7 @@ WITH_DRAFT = tuple(LlamaSpeculation("draft-simple", {"n_max": most}) for most in
 class PeerProcess(HelperProcess):
     """Another engine's process, with our target's BLAS, threads and core. `given` are the engine's arguments."""
 
-    def __init__(self, module: str, settings: ServeSettings, **given: Any) -> None:
+    def __init__(self, module: str, settings: ServeSettings, /, **given: Any) -> None:
         super().__init__(f"outrider.bench.comparison.{module}", json.dumps(given), threads=settings.threads)
         system.place(self.pid, "target", settings)
 

@@ -292,7 +292,7 @@ class FeatureFollower:
         return count
 
     def add_features(self, position: int, features: mx.array) -> None:
-        """Adds the features [R, W] of committed tokens from `position` on. After a gap, reading begins anew."""
+        """Adds the features [R, W] of committed tokens from `position` on. After a gap, reading starts again."""
         begin = self._features.begin
         if not self._closed:
             self._features.add(position, features)

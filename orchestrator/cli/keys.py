@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _make(ring: Keyring, options: argparse.Namespace) -> None:
-    pair = ring.make(anew=options.force)
+    pair = ring.make(overwrite=options.force)
     say(f"Created a key in {ring.folder}; its public half is:")
     print(pair.public)
 

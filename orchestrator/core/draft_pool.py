@@ -148,7 +148,7 @@ ALIKE = 0.75
 
 Latencies = Mapping[str, DrafterLatency]
 Models = Mapping[str, object]
-"""The model of each drafter: drafters with the same model rank outcomes alike."""
+"""The model of each drafter: drafters with the same model rank outcomes equally."""
 
 
 def quickest(latencies: Latencies, depth: int, lead: str = "") -> list[str]:

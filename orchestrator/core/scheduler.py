@@ -255,7 +255,7 @@ class Scheduler:
         self.handle_all([(sender, message)], now_ns)
 
     def handle_all(self, arrived: Iterable[tuple[str, Message]], now_ns: int) -> None:
-        """Handles messages that came together: all replies leave before metrics are written and the front is told."""
+        """Handles messages that came together: replies leave before metrics are written and events go to the front."""
         settled: list[SettledRound] = []
         for sender, message in arrived:
             self._handle_one(sender, message, now_ns, settled)

@@ -280,7 +280,7 @@ def _packed(levels: Bytes, bits: int) -> NDArray[np.uint32]:
     return np.packbits(single.reshape(len(levels), -1), axis=-1, bitorder="little").view(np.uint32)
 
 
-def anew(weights: Floats, bits: int) -> Parts:
+def requantized(weights: Floats, bits: int) -> Parts:
     """Quantises weights on an even grid from the least to the greatest weight of each group."""
     groups = weights.reshape(len(weights), -1, GROUP)
     biases = groups.min(-1).astype(np.float16)
@@ -316,7 +316,7 @@ def _dense(file: GgufFile, name: str, kind: str, rows: Bytes) -> Floats:
 
 def _quantised(file: GgufFile, name: str, kind: str, rows: Bytes, bits: int) -> Parts:
     if kind not in _GRIDS:
-        return anew(_dense(file, name, kind, rows), bits)
+        return requantized(_dense(file, name, kind, rows), bits)
     width = _GRIDS[kind][1]
     with np.errstate(over="ignore", invalid="ignore"):
         levels, scales, biases = _GRIDS[kind][2](rows.reshape(-1, width))

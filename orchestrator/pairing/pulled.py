@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
-from outrider.orchestrator.pairing.gguf import anew
+from outrider.orchestrator.pairing.gguf import requantized
 from outrider.protocol.digest import CACHE, cache_folder, replace_file
 from outrider.protocol.errors import ModelError
 
@@ -63,7 +63,7 @@ def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
         tokens = np.arange(config["draft_vocab_size"]) + tensors["d2t"]
         output = _HEAD if f"{_HEAD}.weight" in shared else _EMBEDDING
         rows = _whole({part: shared[f"{output}.{part}"][tokens] for part in _PARTS if f"{output}.{part}" in shared})
-        output_rows = anew(rows @ tensors.pop("lens").astype(np.float32), 8)
+        output_rows = requantized(rows @ tensors.pop("lens").astype(np.float32), 8)
     except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
         raise ModelError(
             f"the draft model in {stored} can't be used with {target} ({error!r}); download both again"

@@ -1,6 +1,6 @@
 """Runs one HTTP request's choices at the orchestrator, concurrently, and returns their parts in one order.
 
-The queue is unbounded: a slow reader gets all text since its last read at once, and delays nobody else.
+The queue is unbounded: a slow reader gets all text since its last read at once, and delays no other reader.
 
 `EventStream` is the streamed response, server-sent events, which ends when its client disconnects. A stream that fails
 after its start reports the error in an event of its API.

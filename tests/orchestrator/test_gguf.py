@@ -97,10 +97,10 @@ def test_k_quant_blocks_keep_their_levels(tmp_path, kind, bits):
 def test_other_blocks_are_requantized_or_kept_in_half_precision(tmp_path, kind, bits):
     file = write_gguf(tmp_path / "a.gguf", "qwen2", kind)
     theirs = dequantize(read_gguf(file).bytes_of("blk.0.ffn_up.weight"), GGMLQuantizationType[kind])
-    anew, kept = weights(converted(file)), weights(converted(file, keep_precision=True))
+    requantized, kept = weights(converted(file)), weights(converted(file, keep_precision=True))
     name = "model.layers.0.mlp.up_proj"
-    parts = [anew[f"{name}.{part}"].astype(mx.float32) for part in ("scales", "biases")]
-    ours = np.array(mx.dequantize(anew[f"{name}.weight"], *parts, group_size=32, bits=bits))
+    parts = [requantized[f"{name}.{part}"].astype(mx.float32) for part in ("scales", "biases")]
+    ours = np.array(mx.dequantize(requantized[f"{name}.weight"], *parts, group_size=32, bits=bits))
     groups = theirs.reshape(len(theirs), -1, 32)
     step = np.repeat((groups.max(-1) - groups.min(-1)) / (2**bits - 1), 32, axis=-1)
     assert (np.abs(ours - theirs) <= 0.51 * step + 2**-10 * np.abs(theirs).max()).all()

@@ -66,7 +66,7 @@ def test_key_files_are_private_and_not_overwritten_without_force(ring: Keyring) 
     before = ring.own()
     with pytest.raises(KeyFault, match="already has a key; --force"):
         ring.make()
-    assert ring.own() == before != ring.make(anew=True)
+    assert ring.own() == before != ring.make(overwrite=True)
     assert [path.name for path in ring.folder.iterdir()] == ["secret"]
 
 

@@ -25,7 +25,7 @@ PRIOR_SPREAD = 32.0
 
 
 class Slope:
-    """Estimates dy/dx by least squares; old points fade. Noise that shifts all points alike averages out."""
+    """Estimates dy/dx by least squares; old points fade. Noise that shifts all points equally averages out."""
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0

@@ -127,7 +127,7 @@ class ArmTrial:
         return self.seen.rate < HOPELESS * self.to_beat or likely < self.to_beat
 
 
-# An episode lasts EPISODE_ROUNDS rounds under one plan: long enough to measure. The policy chooses anew after
+# An episode lasts EPISODE_ROUNDS rounds under one plan: long enough to measure. The policy chooses again after
 # FEW_ROUNDS while the arm has fewer than KNOWN rounds.
 EPISODE_ROUNDS, FEW_ROUNDS, KNOWN = 12, 4, 36
 # Rounds during the reading of a prompt say little about an arm. After this many in a row they count nevertheless.
@@ -223,7 +223,7 @@ class Policy:
         self._reading = reading and active > 1
 
     def plan(self) -> Arm:
-        """Returns the plan for the next round, and chooses anew when that is due."""
+        """Returns the plan for the next round, and chooses again when that is due."""
         if self._plan is None or self.is_due:
             self._episode += self._rounds / self._active / EPISODE_ROUNDS
             self._rounds = 0
@@ -232,7 +232,7 @@ class Policy:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next `plan` chooses anew."""
+        """Whether the next `plan` chooses again."""
         rounds = self._rounds // self._active
         hopeless = self._trial is not None and self._trial.is_hopeless(rounds - self._warm_up)
         return self._plan is None or rounds >= (FEW_ROUNDS if self._is_short else EPISODE_ROUNDS) or hopeless

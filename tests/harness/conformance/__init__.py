@@ -1,5 +1,5 @@
-"""What other projects' tests and the APIs' own references ask of a server, told again and asked of this one.
+"""Cases of other projects' test suites and of the APIs' references, written again and run against this server.
 
-Each case says where it is from and what is expected there; what came of it is found by asking, never written down by
-hand. Knows HTTP only; nothing here knows how the server works.
+Each case names its source and what is expected there; its result is always measured, never written by hand. Knows HTTP
+only, and nothing of how the server works.
 """

@@ -114,8 +114,8 @@ def _(at: Servers) -> None:
     asked: dict[str, Any] = {"max_tokens": 8, "seed": 3, "temperature": 0.8, "return_token_ids": True}
     tokens = at.pair.whole("/tokenize", content=PROMPT)["tokens"]
     whole = at.pair.whole(TEXT, prompt=tokens, **asked)["choices"][0]["token_ids"]
-    told = at.pair.stream(TEXT, prompt=tokens, **asked)
-    equal([one for event in told for one in event["choices"][0].get("token_ids", ())], whole, "what is streamed")
+    events = at.pair.stream(TEXT, prompt=tokens, **asked)
+    equal([one for event in events for one in event["choices"][0].get("token_ids", ())], whole, "what is streamed")
     rest = at.pair.whole(TEXT, prompt=tokens + whole[:5], **{**asked, "max_tokens": 3})["choices"][0]["token_ids"]
     equal(rest, whole[5:], "what follows")
 
@@ -130,5 +130,5 @@ def _(at: Servers) -> None:
 @cases.add("vLLM test_chat")
 def _(at: Servers) -> None:
     """Text of any script arrives intact, whatever bytes its tokens are."""
-    told = at.chat.stream(TEXT, prompt="x", grammar='root ::= "媽🤗é"', max_tokens=40)
-    equal("".join(event["choices"][0]["text"] for event in told), "媽🤗é", "the text")
+    events = at.chat.stream(TEXT, prompt="x", grammar='root ::= "媽🤗é"', max_tokens=40)
+    equal("".join(event["choices"][0]["text"] for event in events), "媽🤗é", "the text")

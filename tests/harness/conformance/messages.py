@@ -79,16 +79,16 @@ def _(at: Servers) -> None:
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
     """A stream has message_start, content block deltas, a stop reason and message_stop."""
-    told = stream(at)
-    kinds = [event["type"] for event in told if event["type"] not in ("ping", "content_block_delta")]
+    events = stream(at)
+    kinds = [event["type"] for event in events if event["type"] not in ("ping", "content_block_delta")]
     expected = ["message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"]
     equal(kinds, expected, "the order")
-    equal("".join(e["delta"]["text"] for e in told if e["type"] == "content_block_delta"), GREETING, "the text")
+    equal("".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta"), GREETING, "the text")
     hold(
-        told[0]["message"]["usage"]["input_tokens"] > 0 and told[0]["message"]["content"] == [],
+        events[0]["message"]["usage"]["input_tokens"] > 0 and events[0]["message"]["content"] == [],
         "the start is otherwise",
     )
-    end = next(event for event in told if event["type"] == "message_delta")
+    end = next(event for event in events if event["type"] == "message_delta")
     equal((end["delta"]["stop_reason"], end["usage"]["output_tokens"]), ("end_turn", 5), "the end")
 
 
@@ -120,10 +120,10 @@ def _(at: Servers) -> None:
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
     """In a stream the input arrives as JSON deltas, and block indices are consecutive."""
-    told = stream(at, tools=[TOOL])
-    parts = [e["delta"]["partial_json"] for e in told if e.get("delta", {}).get("type") == "input_json_delta"]
+    events = stream(at, tools=[TOOL])
+    parts = [e["delta"]["partial_json"] for e in events if e.get("delta", {}).get("type") == "input_json_delta"]
     equal(json.loads("".join(parts)), PARIS, "the input")
-    begun, ended = ([e["index"] for e in told if e["type"] == f"content_block_{k}"] for k in ("start", "stop"))
+    begun, ended = ([e["index"] for e in events if e["type"] == f"content_block_{k}"] for k in ("start", "stop"))
     equal((begun, ended), ([0, 1], [0, 1]), "the indices")
 
 
@@ -195,8 +195,8 @@ def _(at: Servers) -> None:
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
     """In a stream thinking ends with its signature."""
-    told = stream(at, chat_template_kwargs=THINKS)
-    kinds = [e["delta"]["type"] for e in told if e["type"] == "content_block_delta" and e["index"] == 0]
+    events = stream(at, chat_template_kwargs=THINKS)
+    kinds = [e["delta"]["type"] for e in events if e["type"] == "content_block_delta" and e["index"] == 0]
     equal(kinds[-1], "signature_delta", "the last delta")
 
 
@@ -211,9 +211,11 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """Missing messages and max_tokens are rejected, in Anthropic's format."""
     for asked in ({"max_tokens": 5}, {"messages": HELLO}):
-        told = at.chat.post(CLAUDE, **asked)
+        reply = at.chat.post(CLAUDE, **asked)
         equal(
-            (told.status, told.json["type"], told.json["error"]["type"]), (400, "error", "invalid_request_error"), "it"
+            (reply.status, reply.json["type"], reply.json["error"]["type"]),
+            (400, "error", "invalid_request_error"),
+            "it",
         )
 
 

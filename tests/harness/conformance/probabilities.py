@@ -40,10 +40,14 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """In a stream every token has its log-probability, in order."""
     asked = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
-    told = [row for c in choices(at.pair.stream(CHAT, **asked)) if c["logprobs"] for row in c["logprobs"]["content"]]
+    contents = [c["logprobs"]["content"] for c in choices(at.pair.stream(CHAT, **asked)) if c["logprobs"]]
+    streamed = [row for content in contents for row in content]
     whole = at.pair.whole(CHAT, **asked)["choices"][0]["logprobs"]["content"]
-    equal([row["token"] for row in told], [row["token"] for row in whole], "the tokens")
-    hold(all(abs(a["logprob"] - b["logprob"]) < 1e-3 for a, b in zip(told, whole, strict=True)), "their values differ")
+    equal([row["token"] for row in streamed], [row["token"] for row in whole], "the tokens")
+    hold(
+        all(abs(a["logprob"] - b["logprob"]) < 1e-3 for a, b in zip(streamed, whole, strict=True)),
+        "their values differ",
+    )
 
 
 @cases.add(VLLM)

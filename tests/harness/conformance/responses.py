@@ -58,22 +58,22 @@ def _(at: Servers) -> None:
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
     """A stream's deltas concatenate to the text of its last event's response."""
-    told = at.chat.stream(RESPOND, input="hi")
-    deltas = "".join(event["delta"] for event in told if event["type"] == "response.output_text.delta")
-    equal((told[-1]["type"], deltas), ("response.completed", text(told[-1]["response"])), "end and deltas")
+    events = at.chat.stream(RESPOND, input="hi")
+    deltas = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    equal((events[-1]["type"], deltas), ("response.completed", text(events[-1]["response"])), "end and deltas")
 
 
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
     """A stream's events are numbered, and every item that starts ends, with the same id."""
-    told = at.chat.stream(RESPOND, input="hi")
-    equal([event["sequence_number"] for event in told], list(range(len(told))), "the numbers")
-    kinds = [event["type"] for event in told if not event["type"].endswith("delta")]
+    events = at.chat.stream(RESPOND, input="hi")
+    equal([event["sequence_number"] for event in events], list(range(len(events))), "the numbers")
+    kinds = [event["type"] for event in events if not event["type"].endswith("delta")]
     expected = ["created", "in_progress", "output_item.added", "content_part.added", "output_text.done",
                 "content_part.done", "output_item.done", "completed"]  # fmt: skip
     equal(kinds, [f"response.{kind}" for kind in expected], "their order")
-    ids = {event["item_id"] for event in told if "item_id" in event}
-    equal(ids, {told[-1]["response"]["output"][0]["id"]}, "the ids")
+    ids = {event["item_id"] for event in events if "item_id" in event}
+    equal(ids, {events[-1]["response"]["output"][0]["id"]}, "the ids")
 
 
 @cases.add("vLLM test_function_call")
@@ -91,9 +91,9 @@ def _(at: Servers) -> None:
 @cases.add("vLLM test_function_call")
 def _(at: Servers) -> None:
     """A stream sends a call's arguments as deltas, and completely at the end."""
-    told = at.chat.stream(RESPOND, input="hi", tools=[TOOL])
-    deltas = "".join(e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta")
-    whole = [e["arguments"] for e in told if e["type"] == "response.function_call_arguments.done"]
+    events = at.chat.stream(RESPOND, input="hi", tools=[TOOL])
+    deltas = "".join(e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta")
+    whole = [e["arguments"] for e in events if e["type"] == "response.function_call_arguments.done"]
     equal((json.loads(deltas), whole), (PARIS, [deltas]), "the arguments")
 
 

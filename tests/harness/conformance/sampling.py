@@ -119,8 +119,8 @@ def _(at: Servers) -> None:
 @cases.add("llama.cpp test_completion; vLLM test_stop_string_while_stop_model_terminates")
 def _(at: Servers) -> None:
     """A stop string that spans tokens is never sent in part."""
-    told = at.chat.stream(CHAT, messages=HELLO, stop=["there, de"])
-    text = "".join(c["delta"].get("content") or "" for event in told for c in event["choices"])
+    events = at.chat.stream(CHAT, messages=HELLO, stop=["there, de"])
+    text = "".join(c["delta"].get("content") or "" for event in events for c in event["choices"])
     equal(text, "Hello ", "the text")
 
 

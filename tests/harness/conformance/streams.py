@@ -14,8 +14,8 @@ USAGE = {"include_usage": True}
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
     """The chunks concatenate to the full text."""
-    told = at.chat.stream(CHAT, messages=HELLO)
-    equal("".join(choice["delta"].get("content") or "" for choice in choices(told)), GREETING, "the text")
+    events = at.chat.stream(CHAT, messages=HELLO)
+    equal("".join(choice["delta"].get("content") or "" for choice in choices(events)), GREETING, "the text")
 
 
 @cases.add(LLAMA)
@@ -28,17 +28,19 @@ def _(at: Servers) -> None:
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
     """All events are chat.completion.chunk with the same id, model and time."""
-    told = at.chat.stream(CHAT, messages=HELLO)
-    equal(len({(event["id"], event["model"], event["created"], event["object"]) for event in told}), 1, "their number")
-    equal(told[0]["object"], "chat.completion.chunk", "the object")
+    events = at.chat.stream(CHAT, messages=HELLO)
+    equal(
+        len({(event["id"], event["model"], event["created"], event["object"]) for event in events}), 1, "their number"
+    )
+    equal(events[0]["object"], "chat.completion.chunk", "the object")
 
 
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
     """Only a choice's last event has a finish reason, and it has no content."""
-    told = list(choices(at.chat.stream(CHAT, messages=HELLO)))
-    equal([choice["finish_reason"] for choice in told if choice["finish_reason"]], ["stop"], "the reasons")
-    hold(told[-1]["finish_reason"] and not told[-1]["delta"].get("content"), "the last one has content")
+    events = list(choices(at.chat.stream(CHAT, messages=HELLO)))
+    equal([choice["finish_reason"] for choice in events if choice["finish_reason"]], ["stop"], "the reasons")
+    hold(events[-1]["finish_reason"] and not events[-1]["delta"].get("content"), "the last one has content")
 
 
 @cases.add("OpenAI's reference")
@@ -52,28 +54,28 @@ def _(at: Servers) -> None:
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """include_usage adds an event with usage and without choices."""
-    *told, last = at.chat.stream(CHAT, messages=HELLO, stream_options=USAGE)
+    *events, last = at.chat.stream(CHAT, messages=HELLO, stream_options=USAGE)
     equal(last["choices"], [], "the choices of the last")
     usage = last["usage"]
     equal(usage["total_tokens"], usage["prompt_tokens"] + usage["completion_tokens"], "the total")
     hold(usage["completion_tokens"] == 5, f"completion_tokens is {usage['completion_tokens']}")
-    hold(all(event.get("usage") is None for event in told), "others have it, too")
+    hold(all(event.get("usage") is None for event in events), "others have it, too")
 
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """Without include_usage no event has the usage."""
     for options in ({"include_usage": False}, {}):
-        told = at.chat.stream(CHAT, messages=HELLO, stream_options=options)
-        hold(all(event.get("usage") is None and event["choices"] for event in told), "one has it")
+        events = at.chat.stream(CHAT, messages=HELLO, stream_options=options)
+        hold(all(event.get("usage") is None and event["choices"] for event in events), "one has it")
 
 
 @cases.add(VLLM, why="usage is sent once, at the end")
 def _(at: Servers) -> None:
     """continuous_usage_stats: every event has the current usage."""
     options = {**USAGE, "continuous_usage_stats": True}
-    told = at.chat.stream(CHAT, messages=HELLO, stream_options=options)
-    hold(all(event.get("usage") for event in told), "only the last event has it")
+    events = at.chat.stream(CHAT, messages=HELLO, stream_options=options)
+    hold(all(event.get("usage") for event in events), "only the last event has it")
 
 
 @cases.add(f"{VLLM}; vLLM test_completion")
@@ -86,8 +88,8 @@ def _(at: Servers) -> None:
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
     """The last event has timings, the first has none."""
-    told = at.chat.stream(CHAT, messages=HELLO, stream_options=USAGE)
-    hold("timings" not in told[0] and told[-1]["timings"]["predicted_n"] == 5, "it is otherwise")
+    events = at.chat.stream(CHAT, messages=HELLO, stream_options=USAGE)
+    hold("timings" not in events[0] and events[-1]["timings"]["predicted_n"] == 5, "it is otherwise")
 
 
 @cases.add(LLAMA, why="progress comes as comments, which every client skips; the fields are llama.cpp's own")
@@ -108,24 +110,24 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """A completion's chunks concatenate to its text, and the last has the finish reason."""
     asked = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
-    told = list(choices(at.pair.stream(TEXT, **asked)))
-    equal("".join(c["text"] for c in told), at.pair.whole(TEXT, **asked)["choices"][0]["text"], "the text")
-    equal([c["finish_reason"] for c in told if c["finish_reason"]], ["length"], "the reasons")
+    events = list(choices(at.pair.stream(TEXT, **asked)))
+    equal("".join(c["text"] for c in events), at.pair.whole(TEXT, **asked)["choices"][0]["text"], "the text")
+    equal([c["finish_reason"] for c in events if c["finish_reason"]], ["length"], "the reasons")
 
 
 @cases.add("vLLM test_completion")
 def _(at: Servers) -> None:
     """Choices in a stream have an index, and each has a finish reason."""
-    told = list(choices(at.pair.stream(TEXT, prompt=PROMPT, n=3, temperature=1.0, seed=42, max_tokens=6)))
-    equal({choice["index"] for choice in told}, {0, 1, 2}, "the indices")
-    equal(sum(choice["finish_reason"] is not None for choice in told), 3, "the number of ends")
+    events = list(choices(at.pair.stream(TEXT, prompt=PROMPT, n=3, temperature=1.0, seed=42, max_tokens=6)))
+    equal({choice["index"] for choice in events}, {0, 1, 2}, "the indices")
+    equal(sum(choice["finish_reason"] is not None for choice in events), 3, "the number of ends")
 
 
 @cases.add("vLLM test_completion")
 def _(at: Servers) -> None:
     """Several prompts in a stream are distinguished by the choices' index."""
-    told = list(choices(at.pair.stream(TEXT, prompt=[PROMPT, PROMPT], max_tokens=5)))
-    texts = ["".join(c["text"] for c in told if c["index"] == index) for index in (0, 1)]
+    events = list(choices(at.pair.stream(TEXT, prompt=[PROMPT, PROMPT], max_tokens=5)))
+    texts = ["".join(c["text"] for c in events if c["index"] == index) for index in (0, 1)]
     hold(texts[0] == texts[1] != "", f"the texts are {texts}")
 
 
@@ -138,5 +140,5 @@ def _(at: Servers) -> None:
 @cases.add("vLLM test_chat")
 def _(at: Servers) -> None:
     """An endless stream ends at max_tokens."""
-    told = list(choices(at.chat.stream(CHAT, messages=HELLO, chat_template_kwargs=ENDLESS, max_tokens=9)))
-    equal(told[-1]["finish_reason"], "length", "the reason")
+    events = list(choices(at.chat.stream(CHAT, messages=HELLO, chat_template_kwargs=ENDLESS, max_tokens=9)))
+    equal(events[-1]["finish_reason"], "length", "the reason")

@@ -34,10 +34,10 @@ def page(families: Sequence[tuple[str, Sequence[Outcome]]], clients: str = "") -
     """Returns the whole page. Each family has a title and outcomes; `clients` is the page's last part."""
     every = [one for _, outcomes in families for one in outcomes]
     counts = Counter(one.verdict for one in every)
-    told = ", ".join(f"{counts[verdict]} {word}" for verdict, word in
+    summary = ", ".join(f"{counts[verdict]} {word}" for verdict, word in
                      ((PASSES, "pass"), (REFUSED, "are refused"), (DIFFERS, "differ")))  # fmt: skip
     tables = [f"## {title}\n\n{_table(outcomes)}" for title, outcomes in families]
-    return "\n".join([HEAD, f"Of {len(every)} cases {told}.\n", *tables, *([clients] if clients else [])])
+    return "\n".join([HEAD, f"Of {len(every)} cases {summary}.\n", *tables, *([clients] if clients else [])])
 
 
 def _table(outcomes: Iterable[Outcome]) -> str:

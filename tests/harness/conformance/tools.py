@@ -44,12 +44,12 @@ def _(at: Servers) -> None:
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
     """A stream sends a call's name, id and arguments by index, and ends with tool_calls."""
-    told = list(choices(at.chat.stream(CHAT, messages=HELLO, tools=[TOOL])))
-    parts = [call for choice in told for call in choice["delta"].get("tool_calls") or ()]
+    events = list(choices(at.chat.stream(CHAT, messages=HELLO, tools=[TOOL])))
+    parts = [call for choice in events for call in choice["delta"].get("tool_calls") or ()]
     name = "".join(part["function"].get("name") or "" for part in parts)
     arguments = "".join(part["function"].get("arguments") or "" for part in parts)
     equal((name, json.loads(arguments), {part["index"] for part in parts}), ("get_weather", PARIS, {0}), "the call")
-    equal(told[-1]["finish_reason"], "tool_calls", "the reason")
+    equal(events[-1]["finish_reason"], "tool_calls", "the reason")
 
 
 @cases.add(VLLM)
@@ -77,8 +77,8 @@ def _(at: Servers) -> None:
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """Several calls of one answer have indices and ids of their own."""
-    told = list(choices(at.chat.stream(CHAT, messages=HELLO, tools=[TOOL], chat_template_kwargs={"both": True})))
-    parts = [call for choice in told for call in choice["delta"].get("tool_calls") or ()]
+    events = list(choices(at.chat.stream(CHAT, messages=HELLO, tools=[TOOL], chat_template_kwargs={"both": True})))
+    parts = [call for choice in events for call in choice["delta"].get("tool_calls") or ()]
     equal([part["index"] for part in parts], [0, 1], "the indices")
     equal(len({part["id"] for part in parts}), 2, "the number of ids")
 
