@@ -1,7 +1,4 @@
-"""`python -m outrider.drafters.coreml.convert`: a checkpoint to a package, with a progress bar and JSON on stdout.
-
-`outrider convert` runs this program, so that the command line itself never imports MLX.
-"""
+"""Makes a Core ML package of an mlx-lm model, with a progress bar on stderr and one JSON object on stdout."""
 
 from __future__ import annotations
 
@@ -12,28 +9,18 @@ import time
 from pathlib import Path
 
 from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHTS, Mode, Options
-from outrider.protocol.errors import OutriderError
 
 _BAR = 30
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="outrider convert", description="Make a CoreML package of an mlx-lm model.")
-    add_flags(parser)
-    options = parser.parse_args()
+def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
-    try:
-        wanted = Options(Mode(options.mode), options.weights, options.context)
-        from outrider.drafters.coreml.converter import convert
-        from outrider.engine.loading import find
+    wanted = Options(Mode(options.mode), options.weights, options.context)
+    from outrider.drafters.coreml.converter import convert
+    from outrider.engine.loading import find
 
-        model = find(options.model, lambda stage: _say(f"{stage}\n"))
-        manifest = convert(model, options.out, wanted, None if options.quiet else _bar, options.mlx_out)
-    except OutriderError as error:
-        _say(f"{parser.prog}: {error}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    model = find(options.model, lambda stage: _say(f"{stage}\n"))
+    manifest = convert(model, options.out, wanted, None if options.quiet else _bar, options.mlx_out)
     size = sum(file.stat().st_size for file in options.out.rglob("*") if file.is_file())
     result = {
         "package": str(options.out), "source": manifest.source, "family": manifest.layout.architecture.family,
@@ -46,13 +33,18 @@ def main() -> int:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="a directory or a Hugging Face id (Llama, Qwen2/2.5, Qwen3)")
-    parser.add_argument("--out", type=Path, required=True, help="the package's directory; must not exist")
-    parser.add_argument("--mode", choices=[mode.value for mode in Mode], default=Mode.STATELESS.value)
-    parser.add_argument("--weights", choices=WEIGHTS, default="fp16")
-    positions = "positions the package can draft at (1024)"
-    parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, help=positions)
-    parser.add_argument("--mlx-out", type=Path, help="also write an mlx-lm checkpoint with the same numbers")
+    source = "a directory or a Hugging Face id (Llama, Qwen2/2.5, Qwen3); required (default: none)"
+    parser.add_argument("--model", required=True, metavar="ID|PATH", help=source)
+    package = "the package's directory, which must not exist; required (default: none)"
+    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help=package)
+    cache = "the owner of the keys and values (default: %(default)s)"
+    parser.add_argument("--mode", choices=[mode.value for mode in Mode], default=Mode.STATELESS.value, help=cache)
+    numbers = "the format of the weights (default: %(default)s)"
+    parser.add_argument("--weights", choices=WEIGHTS, default="fp16", help=numbers)
+    positions = "positions the package can draft at (default: %(default)s)"
+    parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, metavar="N", help=positions)
+    twin = "also write an mlx-lm checkpoint with the same numbers (default: none)"
+    parser.add_argument("--mlx-out", type=Path, metavar="PATH", help=twin)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -69,7 +61,3 @@ def _bar(stage: str, done: int, total: int) -> None:
 def _say(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
