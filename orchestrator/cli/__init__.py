@@ -139,9 +139,8 @@ COMMANDS = {
     "pull": "download a model ahead of its first use",
     "completion": "print a completion script for bash, zsh or fish",
 }
-WITH_MLX = {name: f"outrider.bench.commands.{name}" for name in ("bench", "tune", "overlap")}
-WITH_MLX["convert"] = "outrider.drafters.coreml.convert"
-"""Commands that import MLX, which this package may not do: they are named here and imported when run."""
+WITH_MLX = {name: f"outrider.bench.commands.{name}" for name in ("bench", "tune", "overlap", "convert")}
+"""Commands that import MLX, and this package, which may not: they are named here and imported when run."""
 COMMAND_GROUPS = {"fleet": "outrider.fleet.commands"}
 """Commands with subcommands: the module's `main` receives the remaining arguments."""
 HELP = "help"

@@ -53,6 +53,6 @@ def test_one_model_makes_one_package_without_torch_or_tensorflow(
 def test_invalid_input_is_one_error_line_and_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = run("--model", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
     assert done.returncode == 3 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "give an existing directory or a Hugging Face id" in done.stderr
+    assert done.stderr.count("\n") == 1 and "a Hugging Face id such as org/name" in done.stderr
     assert main(["convert", "--model", str(tmp_path), "--out", str(tmp_path), "--context", "3"]) == 2
     assert "context is 3" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHTS, Mode, Options
+from outrider.orchestrator.pairing.model_files import find_model
 
 _BAR = 30
 
@@ -16,11 +17,11 @@ _BAR = 30
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     wanted = Options(Mode(options.mode), options.weights, options.context)
-    from outrider.drafters.coreml.converter import convert
-    from outrider.engine.loading import find
+    from outrider.drafters.coreml.converter import convert  # deferred: imports MLX and coremltools
 
-    model = find(options.model, lambda stage: _say(f"{stage}\n"))
-    manifest = convert(model, options.out, wanted, None if options.quiet else _bar, options.mlx_out)
+    manifest = convert(
+        find_model(options.model).folder, options.out, wanted, None if options.quiet else _bar, options.mlx_out
+    )
     size = sum(file.stat().st_size for file in options.out.rglob("*") if file.is_file())
     result = {
         "package": str(options.out), "source": manifest.source, "family": manifest.layout.architecture.family,
@@ -33,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    source = "a directory or a Hugging Face id (Llama, Qwen2/2.5, Qwen3); required (default: none)"
+    source = "a model (Llama, Qwen2/2.5, Qwen3), named as for generate; required (default: none)"
     parser.add_argument("--model", required=True, metavar="ID|PATH", help=source)
     package = "the package's directory, which must not exist; required (default: none)"
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help=package)
