@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHTS, Mode, Options
+from outrider.orchestrator.cli.terminal import say
 from outrider.orchestrator.pairing.model_files import find_model
 
 _BAR = 30
@@ -29,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
         "functions": [function.name for function in manifest.layout.functions], "parameters": manifest.parameters,
         "bytes": size, "seconds": round(time.monotonic() - started, 2), "notes": list(manifest.notes),
     }  # fmt: skip
-    sys.stdout.write(json.dumps(result) + "\n")
+    print(json.dumps(result))
     return 0
 
 
@@ -54,11 +55,6 @@ def _bar(stage: str, done: int, total: int) -> None:
     filled = _BAR * done // max(total, 1)
     line = f"{stage:16} [{'#' * filled}{' ' * (_BAR - filled)}] {done}/{total}"
     if sys.stderr.isatty():
-        _say(f"\r\033[K{line}" + ("\n" if done == total else ""))
+        say(f"\r\033[K{line}", end="\n" if done == total else "")
     elif done == total:
-        _say(f"{line}\n")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+        say(line)

@@ -56,11 +56,6 @@ Reader = Callable[[], UserInput | None]
 the message is not UTF-8."""
 
 
-def reader(commands: Sequence[str]) -> Reader:
-    """Returns an editor that completes `commands` if stdin and stderr are terminals, else a reader of plain lines."""
-    return Editor(commands).read if sys.stdin.isatty() and sys.stderr.isatty() else read_line
-
-
 def read_line() -> UserInput | None:
     """Reads a line as one message."""
     try:
@@ -294,7 +289,7 @@ class Chat:
         self._ask = ask
         if self._reader is None:
             self._greet(colours)
-            self._reader = reader(COMMANDS)
+            self._reader = Editor(COMMANDS).read if self._interactive and sys.stderr.isatty() else read_line
         elif self._unanswered:
             self._guarded(self._answer)
         while (entry := self._guarded(self._reader, "\nCtrl-D or /quit quits.")) is not None:
