@@ -158,16 +158,11 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
         """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
 
 
-class AsyncStream(BaseStream):
+class AsyncStream(BaseStream[AsyncBaseClient, AsyncGenerator[Chunk, None]]):
     """A completion in progress: iterate once with `async for`, then read its `result`; or `follow` it.
 
     A second iteration raises InvalidRequest. `async with` closes it on exit.
     """
-
-    def __init__(self, client: AsyncBaseClient, dialogue: Dialogue) -> None:
-        self._client = client
-        self._dialogue = dialogue
-        self._reading: Callable[[], AsyncGenerator[Chunk, None] | None] = lambda: None
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         self._dialogue.begin()
