@@ -1,4 +1,4 @@
-"""Loads a model from a path or a Hugging Face id, ready to compute, without its tokenizer.
+"""Loads a model from a directory, ready to compute, without its tokenizer.
 
 Chooses the number format: on a GPU as stored; on a CPU as stored if ONNX Runtime computes (`engine.ort`), else float32,
 because MLX is 20 to 80 times slower there in half precision or 4 bits. Every failure is a `ModelError` of one sentence.
@@ -75,7 +75,6 @@ def _has_openblas() -> bool:
 
 log = logging.getLogger(__name__)
 
-_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _UNKNOWN_CONTEXT = 32768
 
@@ -113,21 +112,21 @@ class LoadedModel:
 
 
 def load(
-    path_or_repo: str | Path,
+    name: str | Path,
     *,
     progress: Callable[[str], None] | None = None,
     ranks: Ranks | None = None,
 ) -> LoadedModel:
-    """Loads a model from a local directory or, by its id, from Hugging Face (offline mode respected).
+    """Loads a model from a directory.
 
     With `ranks` each rank loads its part, and `weight_bytes` counts this part.
 
     Raises:
-        ModelError: there is no such path or id, it holds no model, or mlx-lm does not have its architecture.
+        ModelError: there is no such directory, it holds no model, or mlx-lm does not have its architecture.
     """
     report = progress or log.info
-    path = find(str(path_or_repo), report)
-    report(f"loading {path_or_repo}")
+    path = find(name)
+    report(f"loading {name}")
     model, config = _read(path)
     parameters = get_total_parameters(model)
     forward = None
@@ -152,9 +151,9 @@ def load(
     return _described(path, model, config, parameters, weight_bytes, forward)
 
 
-def outline(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = None) -> LoadedModel:
+def outline(name: str | Path) -> LoadedModel:
     """Returns the model with its weights left in their files until they are used. Raises ModelError as `load` does."""
-    path = find(str(path_or_repo), progress or log.info)
+    path = find(name)
     model, config = _read(path)
     parameters = get_total_parameters(model)
     if mx.default_device().type == mx.cpu:
@@ -179,38 +178,16 @@ def _described(
     )
 
 
-def find(path_or_repo: str, report: Callable[[str], None]) -> Path:
-    """Returns the model's directory, downloaded if needed. Raises ModelError if there is no such path or id."""
-    path = Path(path_or_repo).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{path} is not a model folder: expected config.json and model*.safetensors in it")
+def find(name: str | Path) -> Path:
+    """Returns the model's directory. Raises ModelError if there is none; the command line downloads models before."""
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
         return path
+    if path.is_dir():
+        raise ModelError(f"{path} is not a model folder: expected config.json and model*.safetensors in it")
     if path.exists():
         raise ModelError(f"{path} is a file; expected a directory with config.json and model*.safetensors")
-    if path_or_repo.startswith((".", "/", "~")) or path_or_repo.count("/") != 1:
-        raise ModelError(f"no model at {path}: give an existing directory or a Hugging Face id such as org/name")
-    report(f"downloading {path_or_repo}")
-    return _downloaded(path_or_repo)
-
-
-def _downloaded(repo: str) -> Path:
-    from huggingface_hub import errors, snapshot_download  # deferred: a local model doesn't need it
-
-    try:
-        return Path(snapshot_download(repo, allow_patterns=_FILES))
-    except errors.LocalEntryNotFoundError as error:
-        raise ModelError(
-            f"{repo} is neither a local folder nor a model in the Hugging Face cache, and Hugging Face can't be "
-            "reached: give an existing folder, or download the model first"
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise ModelError(
-            f"{repo} is neither a local folder nor a model on Hugging Face: check the spelling, and log in "
-            "if it is private"
-        ) from error
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise ModelError(f"{repo} can't be downloaded ({first_line(error)}): try again later") from error
+    raise ModelError(f"no model at {path}: give an existing directory")
 
 
 def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:

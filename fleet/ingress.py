@@ -159,23 +159,13 @@ class LeasedClient(AsyncBaseClient):
         self.sources = sources
         self._engines = engines
         self._session = session
-        self._asked: dict[str, AsyncClient] = {}
         self._tried = Counter[str]()
 
     async def once(self, dialogue: Dialogue, grown: Grown) -> None:
         tried = self._tried[dialogue.request]
         self._tried[dialogue.request] += 1
         session = f"{self._session} {dialogue.request} {tried}" if tried else self._session
-
-        async def ask(client: AsyncClient) -> None:
-            self._asked[dialogue.request] = client
-            await client.once(dialogue, grown)
-
-        await self._engines.complete(session, ask)
-
-    async def end(self, dialogue: Dialogue) -> None:
-        if dialogue.request in self._asked:
-            await self._asked[dialogue.request].end(dialogue)
+        await self._engines.complete(session, lambda client: client.once(dialogue, grown))
 
 
 async def _until_gone(response: Any) -> None:

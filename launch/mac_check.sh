@@ -10,9 +10,6 @@
 set -uo pipefail
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 
-# The steps run in the project's directory, so relative paths become absolute; an id stays as it is.
-whole() { if [ -d "$1" ]; then (cd "$1" && pwd); else printf '%s\n' "$1"; fi; }
-
 target="$root/models/target"
 draft="$root/models/draft"
 report="mac-report.md"
@@ -21,9 +18,9 @@ tokens=128
 real_pair=""
 while [ "$#" -gt 0 ]; do
     case "$1" in
-        --model) [ "$#" -gt 1 ] || fail "--model needs a model"; target="$(whole "$2")"; real_pair=yes; shift 2 ;;
+        --model) [ "$#" -gt 1 ] || fail "--model needs a model"; target="$2"; real_pair=yes; shift 2 ;;
         --draft-model)
-            [ "$#" -gt 1 ] || fail "--draft-model needs a model"; draft="$(whole "$2")"; real_pair=yes; shift 2 ;;
+            [ "$#" -gt 1 ] || fail "--draft-model needs a model"; draft="$2"; real_pair=yes; shift 2 ;;
         --report) [ "$#" -gt 1 ] || fail "--report needs a file"; report="$2"; shift 2 ;;
         --predictions) [ "$#" -gt 1 ] || fail "--predictions needs a number"; predictions="$2"; shift 2 ;;
         --quick) predictions=20; tokens=32; shift ;;
@@ -67,8 +64,15 @@ generate() {
     done
 }
 
+# A model's directory; an id's is in the cache, where it is downloaded to if it is missing.
+folder_of() {
+    "$python" -P -c 'import sys; from outrider.orchestrator.pairing.model_files import find_model
+print(find_model(sys.argv[1]).folder)' "$1"
+}
+
 set_up test
 preload_openblas
+target="$(folder_of "$target")" && draft="$(folder_of "$draft")" || exit 1
 cd "$root" || exit 1
 printf '# Outrider on a Mac\n\n%s, %s, draft `%s`, target `%s`\n' "$(date -u +%Y-%m-%dT%H:%MZ)" \
     "$(git rev-parse --short HEAD 2>/dev/null || printf 'no commit')" "$draft" "$target" >>"$report"

@@ -45,7 +45,6 @@ from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.machine.lan import Beacon
 from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, read_pair
-from outrider.orchestrator.pairing.tokenizer import fingerprint
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.sockets import ClientSocket
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, as_error, kind_of
@@ -73,8 +72,8 @@ Event = Announcement | StopSignal
 
 @dataclass(frozen=True, slots=True)
 class ServerThreads:
-    """The threads of a running server, and its HTTP process, if it has one. `orders` is the queue to the front, `key`
-    the server's own, empty if none are required."""
+    """The threads of a running server, and its HTTP process at `url`, if it has one. `orders` is the queue to the
+    front, `key` the server's own, empty if none are required."""
 
     front: Front
     core: Core
@@ -82,6 +81,7 @@ class ServerThreads:
     http: HttpProcess | None
     clients: ClientSocket
     key: str
+    url: str
 
 
 def run(
@@ -115,26 +115,7 @@ def run(
         listener = stack.enter_context(closing(HttpListener(http))) if http is not None else None
         directory = stack.enter_context(PrivateDirectory())
         server = stack.enter_context(_threads(pair, directory, events, files * 3 // 4, listener))
-
-        def tick() -> None:
-            if server.http is not None:
-                server.http.check()
-            if status is not None:
-                status(server.front)
-
-        def complete(ready: ServerReady) -> ServerReady:
-            return structs.replace(
-                ready,
-                workers=server.core.pool.endpoint,
-                notes=(*ready.notes, *system.notes()),
-                http=listener.url if listener is not None else "",
-                joining=server.core.pool.joining_endpoint,
-                key=server.key,
-                own=server.clients.own,
-            )
-
-        stop = _watch(events, tell, tick, complete)
-        if stop.drain:
+        if _watch(events, server, tell, status).drain:
             _drain(events, server, drain_timeout)
     while not events.empty():
         event = events.get()
@@ -145,23 +126,38 @@ def run(
 
 def _watch(
     events: SimpleQueue[Event],
+    server: ServerThreads,
     tell: Callable[[Announcement], None],
-    tick: Callable[[], None],
-    complete: Callable[[ServerReady], ServerReady],
+    status: Callable[[Front], None] | None,
 ) -> StopSignal:
+    """Announces what happens until the server has to end."""
     while True:
         try:
             event = events.get(timeout=STATUS_SECONDS)
         except Empty:
-            tick()
+            if server.http is not None:
+                server.http.check()
+            if status is not None:
+                status(server.front)
             continue
-        if isinstance(event, StopSignal):
-            return event
-        if isinstance(event, Failure):
-            raise as_error(event.kind, event.message)
-        if isinstance(event, ServerReady):
-            event = complete(event)
-        tell(event)
+        match event:
+            case StopSignal():
+                return event
+            case Failure():
+                raise as_error(event.kind, event.message)
+            case ServerReady(notes=notes):
+                ready = structs.replace(
+                    event,
+                    workers=server.core.pool.endpoint,
+                    notes=(*notes, *system.notes()),
+                    http=server.url,
+                    joining=server.core.pool.joining_endpoint,
+                    key=server.key,
+                    own=server.clients.own,
+                )
+                tell(ready)
+            case _:
+                tell(event)
 
 
 def _drain(events: SimpleQueue[Event], server: ServerThreads, seconds: int) -> None:
@@ -198,8 +194,9 @@ def _threads(
         clients = _clients(context, settings, directory, connections, auth)
         stack.callback(clients.close)
         stack.callback(Sweeper(directory.path, clients.endpoints[-1].bound.lock).dismiss)
-        http = None
+        http, url = None, ""
         if listener is not None:
+            url = listener.url
             http = listener.serve(clients.own, pair.target, directory.path, settings.log_level, settings.log_format)
             stack.callback(http.close)
         queues = ThreadQueues(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[FrontOrder](context))
@@ -208,11 +205,11 @@ def _threads(
         try:
             if settings.advertise:
                 stack.enter_context(closing(Beacon(core.pool.joining_endpoint, key)))
-            text = read_pair(pair)
-            queues.core.put(ModelVocabulary(pair.target.name, fingerprint(text.codec)))
-            front = Front(pair, Admission(text), clients, queues, core.stats, events.put)
+            admission = Admission(pair, read_pair(pair))
+            queues.core.put(ModelVocabulary(pair.target.name, admission.of_tokenizer))
+            front = Front(pair, admission, clients, queues, core.stats, events.put)
             threads.insert(0, _start(front.run, "front"))
-            yield ServerThreads(front, core, queues.orders, http, clients, key)
+            yield ServerThreads(front, core, queues.orders, http, clients, key, url)
         finally:
             queues.orders.put(FrontOrder.END)
             threads[0].join(THREAD_END_SECONDS if len(threads) == 2 else 0)

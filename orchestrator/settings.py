@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 from outrider.protocol import process, values
 from outrider.protocol.endpoints import is_local, parse
@@ -372,11 +372,6 @@ class Settings(TypedDict, total=False):
     workers_endpoint: str | None
     advertise: bool
     keyed: bool
-
-
-def settings_from(given: Settings) -> ServeSettings:
-    """Returns the settings of these keywords. Raises InvalidRequest like `ServeSettings`."""
-    return ServeSettings(**cast("dict[str, Any]", given))
 
 
 def described(separator: str) -> str:

@@ -49,7 +49,7 @@ class RankZero:
 
     def load(self, model: str, report: Callable[[str], None]) -> LoadedModel:
         """Loads this rank's part. Raises OutriderError if a rank can't load its part, or differs from rank 0."""
-        folder = find(model, report)
+        folder = find(model)
         report(f"waiting for {self.ranks.size - 1} more ranks")
         self.leader.admit(_hello(self.ranks, folder))
         return load(folder, progress=report, ranks=self.ranks)
@@ -75,7 +75,7 @@ def follow(ranks: Ranks, model: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends in order, and this rank with it
     member = RankMember(ranks)
     try:
-        folder = find(model, log.info)
+        folder = find(model)
         member.enter(_hello(ranks, folder))
         loaded = load(folder, ranks=ranks)
         kv_cache = open_kv_cache(loaded)

@@ -24,8 +24,8 @@ from outrider.drafters.coreml.layout import Mode
 from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.selection import Packages
 from outrider.drafters.coreml.trial import Tried
-from outrider.engine.loading import find
 from outrider.engine.loading import load as load_model
+from outrider.orchestrator.pairing.model_files import find_model
 from outrider.protocol.errors import OutriderError
 
 COLUMNS = ("mode", "weights", "units", "good", "agreement", "distance", "compile s", "load s", "q1 ms", "q8 ms",
@@ -98,14 +98,16 @@ def main() -> int:
     parser.add_argument("--predictions", type=int, default=1000)
     options = parser.parse_args()
     try:
-        packages = Packages(find(options.model, lambda stage: None))
+        packages = Packages(find_model(options.model).folder)
         _row(COLUMNS)
         _row(["---"] * len(COLUMNS))
         for tried in survey(packages, options.predictions):
             _row(cells(tried))
         if options.target:
             units = "CPU_AND_NE" if sys.platform == "darwin" else "CPU_ONLY"
-            sys.stdout.write(f"\n{slowdown(options.target, packages.get(packages.variants[0]), units)}\n")
+            sys.stdout.write(
+                f"\n{slowdown(str(find_model(options.target).folder), packages.get(packages.variants[0]), units)}\n"
+            )
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

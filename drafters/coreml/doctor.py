@@ -220,7 +220,7 @@ def examine(model: str | None, try_now: bool) -> DoctorReport:
     machine = inspect()
     if model is None:
         return DoctorReport(machine, None, ())
-    checkpoint = find(model, log.info)
+    checkpoint = find(model)
     places = [on_device(checkpoint, mx.cpu)]
     if machine.mlx_device == "gpu":
         places.insert(0, on_device(checkpoint, mx.gpu))

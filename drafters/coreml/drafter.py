@@ -255,7 +255,7 @@ def load(model: str, tell: Tell) -> Drafter:
     if (directory / package.MANIFEST).is_file():
         packages = OnePackage(open_package(directory))
     else:
-        checkpoint = find(model, tell)
+        checkpoint = find(model)
         packages = Packages(checkpoint, tell)
     chosen = selection.choose(packages, tell)
     sentence = chosen.sentence

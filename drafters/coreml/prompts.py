@@ -40,11 +40,11 @@ def reader_for(model: str, prefill: str, tell: Tell) -> PackageReader | None:
         case "auto":
             return _if_faster(model, tell)
         case "coreml":
-            return _always(Packages(find(model, tell), tell), tell)
+            return _always(Packages(find(model), tell), tell)
     directory = Path(prefill).expanduser()
     if not (directory / package.MANIFEST).is_file():
         raise InvalidRequest(f"draft prefill is {prefill!r}; expected auto, mlx, coreml or the directory of a package")
-    return _always(OnePackage(open_package(directory, find(model, tell))), tell)
+    return _always(OnePackage(open_package(directory, find(model))), tell)
 
 
 def _always(packages: PackageSource, tell: Tell) -> PackageReader | None:
@@ -59,7 +59,7 @@ def _if_faster(model: str, tell: Tell) -> PackageReader | None:
     if not Trials.any_prompts():  # without any measurement the weights need not be hashed
         return None
     try:
-        packages = Packages(find(model, tell), tell)
+        packages = Packages(find(model), tell)
         for row in Trials(packages.source_hash).rows:
             times = row.prompts_here
             if times is not None and times.least is not None and packages.made(row.options):
@@ -100,10 +100,10 @@ def timed_here(packages: Packages, tell: Tell) -> PromptTimes:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.prompts", description=__doc__)
-    parser.add_argument("--model", required=True, help="the draft: a model directory or a Hugging Face id")
+    parser.add_argument("--model", required=True, help="the directory of the draft")
     options = parser.parse_args()
     try:
-        times = timed_here(Packages(find(options.model, log.info)), log.info)
+        times = timed_here(Packages(find(options.model)), log.info)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

@@ -225,7 +225,7 @@ class AheadHead:
         Raises:
             CannotDraft: there is none, or it can't draft for this target.
         """
-        model = outline(target, progress=progress)
+        model = outline(target)
         head = read(kind, path, model, progress)
         features = features_of(head, Path(path), Path(target))
         cpu = forward_of(head, model)

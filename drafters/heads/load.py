@@ -54,7 +54,7 @@ def read(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
         CannotDraft: there is none, or it can't draft for this target.
     """
     with _named(f"loading the head {path}"):
-        folder = find(path, progress)
+        folder = find(path)
         progress(f"loading {path}")
         if kind == "mtp":
             return mtp.read(folder, model)
@@ -74,14 +74,14 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
         raise CannotDraft(f"{kind} needs the target's whole output layer; use it without shards, or use eagle3")
     if kind == "early-exit":
         with _named(f"loading the head {path}"):
-            return early_exit.load(find(path, progress), model)
+            return early_exit.load(find(path), model)
     head, doubt, agrees, cpu = read(kind, path, model, progress), "", None, None
     if alone:
         cpu = forward_of(head, model)
         progress("testing the head with the target")
         with _named(f"trying the head {path}"):
             trial = agreement(head, model, cpu)
-            doubts = filter(None, (stranger(find(path, progress), model.folder), trial.doubt))
+            doubts = filter(None, (stranger(find(path), model.folder), trial.doubt))
             doubt, agrees = "; ".join(doubts), trial.own
     if doubt:
         log.warning("%s", doubt)

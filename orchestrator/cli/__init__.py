@@ -9,7 +9,6 @@ common flags, --help-all all of them.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -19,7 +18,6 @@ from typing import Any, NoReturn
 
 from outrider.orchestrator.cli import terminal
 from outrider.orchestrator.cli.terminal import ended_in_order, say
-from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.machine.system import require_mlx
 from outrider.protocol.errors import InvalidRequest, OutriderError
 
@@ -141,10 +139,8 @@ COMMANDS = {
     "pull": "download a model ahead of its first use",
     "completion": "print a completion script for bash, zsh or fish",
 }
-MEASURING = {name: f"outrider.bench.commands.{name}" for name in ("bench", "tune", "overlap")}
-"""Commands in `bench`, which imports this package; they are named here and imported when run."""
-PROGRAMS = {"convert": "outrider.drafters.coreml.convert"}
-"""Commands that import MLX, which this package may not do: this process is replaced by the module's program."""
+WITH_MLX = {name: f"outrider.bench.commands.{name}" for name in ("bench", "tune", "overlap", "convert")}
+"""Commands that import MLX, and this package, which may not: they are named here and imported when run."""
 COMMAND_GROUPS = {"fleet": "outrider.fleet.commands"}
 """Commands with subcommands: the module's `main` receives the remaining arguments."""
 HELP = "help"
@@ -188,23 +184,20 @@ def _run_command(given: list[str]) -> int:
     if not given or given[0] not in COMMANDS:
         return _without_command(given)
     name = f"outrider {given[0]}"
-    if given[0] in PROGRAMS or given[0] in MEASURING:
+    if given[0] in WITH_MLX:
         try:
             require_mlx()
         except InvalidRequest as error:
             say(f"{name}: {error}")
             return error.exit_code
-    if given[0] in PROGRAMS:
-        command = python("-m", PROGRAMS[given[0]], *given[1:])
-        os.execve(command[0], command, child_environment())
     if given[0] in COMMAND_GROUPS:
         return int(module_of(given[0]).main(given[1:]))
     return run(name, module_of(given[0]), given[1:])
 
 
 def module_of(command: str) -> ModuleType:
-    """Returns the command's module: it has `add_flags`, and `run` unless it is a program; a group has `main`."""
-    elsewhere = {**MEASURING, **PROGRAMS, **COMMAND_GROUPS}
+    """Returns the command's module: it has `add_flags` and `run`; a group has `main`."""
+    elsewhere = {**WITH_MLX, **COMMAND_GROUPS}
     return import_module(elsewhere.get(command, f"outrider.orchestrator.cli.{command}"))
 
 

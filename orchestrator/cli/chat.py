@@ -52,13 +52,8 @@ class UserInput:
 
 
 Reader = Callable[[], UserInput | None]
-"""Returns the next message, or None at the end of the input. Raises KeyboardInterrupt for Ctrl-C, and
-UnicodeDecodeError if the message is not UTF-8."""
-
-
-def reader(commands: Sequence[str]) -> Reader:
-    """Returns an editor that completes `commands` if stdin and stderr are terminals, else a reader of plain lines."""
-    return Editor(commands).read if sys.stdin.isatty() and sys.stderr.isatty() else read_line
+"""Returns the next message, or None at the end of the input. Raises KeyboardInterrupt for Ctrl-C, and InvalidRequest if
+the message is not UTF-8."""
 
 
 def read_line() -> UserInput | None:
@@ -67,6 +62,8 @@ def read_line() -> UserInput | None:
         line = input(PROMPT if sys.stdin.isatty() else "")
     except EOFError:
         return None
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the message is not UTF-8 ({error.reason}); expected text in UTF-8") from None
     return UserInput(line, line.startswith("/"))
 
 
@@ -292,13 +289,15 @@ class Chat:
         self._ask = ask
         if self._reader is None:
             self._greet(colours)
-            self._reader = reader(COMMANDS)
+            self._reader = Editor(COMMANDS).read if self._interactive and sys.stderr.isatty() else read_line
         elif self._unanswered:
             self._guarded(self._answer)
-        while (entry := self._read_input(self._reader)) is not None:
+        while (entry := self._guarded(self._reader, "\nCtrl-D or /quit quits.")) is not None:
             if entry.is_command and entry.text.strip() in QUITS:
                 return
             self._guarded(partial(self._turn, entry))
+        if self._interactive:
+            say("")
 
     def wants_another_server(self, error: ServerStopped) -> bool:
         """Asks whether to restart the server that this chat started; without a terminal it returns False."""
@@ -319,10 +318,10 @@ class Chat:
         if self._interactive:
             say("/help lists the commands and keys.")
 
-    def _guarded(self, turn: Callable[[], None]) -> None:
-        """Runs a turn; in a terminal its errors are printed instead of raised."""
+    def _guarded(self, part: Callable[[], UserInput | None], interrupted: str = "[stopped]") -> UserInput | None:
+        """Runs a part of a turn. In a terminal its errors are printed instead of raised, and it returns no text."""
         try:
-            turn()
+            return part()
         except OutriderError as error:
             if not self._interactive or (self._own_server and isinstance(error, ServerStopped)):
                 raise
@@ -330,26 +329,8 @@ class Chat:
         except KeyboardInterrupt:
             if not self._interactive:
                 raise
-            say("[stopped]")
-
-    def _read_input(self, read: Reader) -> UserInput | None:
-        """Returns the user's next message, or None at the end of the input."""
-        try:
-            entry = read()
-        except KeyboardInterrupt:
-            if not self._interactive:
-                raise
-            say("\nCtrl-D or /quit quits.")
-            return UserInput("", False)
-        except UnicodeDecodeError as error:
-            refused = InvalidRequest(f"the message is not UTF-8 ({error.reason}); expected text in UTF-8")
-            if not self._interactive:
-                raise refused from None
-            say(f"outrider chat: {refused}")
-            return UserInput("", False)
-        if entry is None and self._interactive:
-            say("")
-        return entry
+            say(interrupted)
+        return UserInput("", False)
 
     def _turn(self, entry: UserInput) -> None:
         if not entry.is_command:

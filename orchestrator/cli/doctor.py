@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import subprocess
+from pathlib import Path
 from typing import Any
 
 from outrider.orchestrator.cli import flags
@@ -50,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
     require_mlx()
     screen = Screen()
     screen.show("looking at this machine")
-    draft = options.draft_model or _default_draft()
-    command = python("-m", DATA, "--model", draft, *(["--probe"] if options.probe else []))
+    draft = _default_draft() if options.draft_model is None else find_model(options.draft_model).folder
+    command = python("-m", DATA, "--model", str(draft), *(["--probe"] if options.probe else []))
     environment = system.environment(child_environment(), 1)
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=False)
     screen.clear()
@@ -66,11 +67,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _default_draft() -> str:
+def _default_draft() -> Path:
     """Returns the draft of the default model; the embedded one if there is one and the default would be downloaded."""
     model = os.environ.get(VARIABLE) or DEFAULT
     pair = choose_pair(ServeSettings()) if is_here(model) or not is_here(TINY) else None
-    return str(pair.draft.folder) if pair is not None and pair.draft is not None else embedded_pair()[1]
+    return pair.draft.folder if pair is not None and pair.draft is not None else Path(embedded_pair()[1])
 
 
 def _page(report: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ import weakref
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
-from functools import cached_property
 from types import AsyncGeneratorType
 from typing import Self, Unpack, cast
 
@@ -158,21 +157,12 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
     async def once(self, dialogue: Dialogue, grown: Grown) -> None:
         """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
 
-    @abstractmethod
-    async def end(self, dialogue: Dialogue) -> None:
-        """Asks the server to end a dialogue in progress."""
 
-
-class AsyncStream(BaseStream):
+class AsyncStream(BaseStream[AsyncBaseClient, AsyncGenerator[Chunk, None]]):
     """A completion in progress: iterate once with `async for`, then read its `result`; or `follow` it.
 
     A second iteration raises InvalidRequest. `async with` closes it on exit.
     """
-
-    def __init__(self, client: AsyncBaseClient, dialogue: Dialogue) -> None:
-        self._client = client
-        self._dialogue = dialogue
-        self._reading: Callable[[], AsyncGenerator[Chunk, None] | None] = lambda: None
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         self._dialogue.begin()
@@ -210,16 +200,11 @@ class AsyncStream(BaseStream):
 
     async def end(self) -> None:
         """Asks the server to end the text; the loop continues until the end arrives, with finish_reason cancelled."""
-        await self._client.end(self._dialogue)
+        self._dialogue.cancel()
 
 
 class AsyncClient(Connecting, AsyncBaseClient):
     """A client of the server at `endpoint`; see `Client` for the calls' arguments, results and errors."""
-
-    @cached_property
-    def _open(self) -> dict[str, AsyncSocket]:
-        """The sockets of the dialogues in progress, by request id."""
-        return {}
 
     async def stats(self) -> Stats:
         """Returns the server's workers and totals."""
@@ -250,19 +235,13 @@ class AsyncClient(Connecting, AsyncBaseClient):
         try:
             socket.send(dialogue.opening)
             dialogue.was_sent = True
-            self._open[dialogue.request] = socket
+            dialogue.cancel = lambda: socket.send(dialogue.cancel_message)
             await socket.until_over(patience, dialogue.request)
         finally:
-            self._open.pop(dialogue.request, None)
+            dialogue.cancel = lambda: None
             if not dialogue.over:
                 socket.send(dialogue.cancel_message)
             socket.close(FLUSH_MS)
-
-    async def end(self, dialogue: Dialogue) -> None:
-        """Asks the server to end a dialogue in progress."""
-        socket = self._open.get(dialogue.request)
-        if socket is not None:
-            socket.send(dialogue.cancel_message)
 
 
 class AsyncResumed(Sources[AsyncClient], AsyncBaseClient):
@@ -271,7 +250,3 @@ class AsyncResumed(Sources[AsyncClient], AsyncBaseClient):
     async def once(self, dialogue: Dialogue, grown: Grown) -> None:
         with self.one() as client:
             await client.once(dialogue, grown)
-
-    async def end(self, dialogue: Dialogue) -> None:
-        for client in self._clients:
-            await client.end(dialogue)

@@ -58,6 +58,7 @@ MOVES_ON = (EndpointError, WorkerError, ServerBusy, OtherModel)
 
 S = TypeVar("S")
 C = TypeVar("C")
+R = TypeVar("R")
 
 
 @dataclass
@@ -175,10 +176,13 @@ class StreamClient(ABC, Generic[S]):
     def _stream_of(self, dialogue: Dialogue) -> S: ...
 
 
-class BaseStream:
-    """The state and result of a stream, blocking or awaited."""
+class BaseStream(Generic[C, R]):
+    """The state and result of a stream of a client `C`, which `R` reads, blocking or awaited."""
 
-    _dialogue: Dialogue
+    def __init__(self, client: C, dialogue: Dialogue) -> None:
+        self._client = client
+        self._dialogue = dialogue
+        self._reading: Callable[[], R | None] = lambda: None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._dialogue.state}>"
@@ -243,16 +247,11 @@ class BaseClient(StreamClient["Stream"]):
         """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
 
 
-class Stream(BaseStream):
+class Stream(BaseStream[BaseClient, Generator[Chunk, None, None]]):
     """A completion in progress: iterate once for its chunks, then read its `result`.
 
     A second iteration raises InvalidRequest. A context manager, which closes it on exit.
     """
-
-    def __init__(self, client: BaseClient, dialogue: Dialogue) -> None:
-        self._client = client
-        self._dialogue = dialogue
-        self._reading: Callable[[], Generator[Chunk, None, None] | None] = lambda: None
 
     def __iter__(self) -> Iterator[Chunk]:
         self._dialogue.begin()

@@ -12,13 +12,13 @@ import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Unpack
+from typing import Any, Unpack, cast
 
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.events import Announcement, Failure, ServerReady, Stage, Unfinished, announcements
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.settings import Settings, described, flags, settings_from
+from outrider.orchestrator.settings import ServeSettings, Settings, described, flags
 from outrider.protocol import values
 from outrider.protocol.errors import ServerStopped, WorkerError, as_error
 
@@ -40,7 +40,7 @@ class LocalCluster:
     def __init__(self, *, progress: Callable[[str], None] | None = None, **settings: Unpack[Settings]) -> None:
         if not settings.keys() <= Settings.__annotations__.keys():
             raise values.unknown_keyword("LocalCluster", settings, (*Settings.__annotations__, "progress"))
-        checked = settings_from(settings)
+        checked = ServeSettings(**cast("dict[str, Any]", settings))
         self._models = (
             " and ".join(str(name) for name in (checked.model, checked.draft_model) if name) or "the default model"
         )

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 import numpy as np
 from msgspec import structs
@@ -39,8 +39,8 @@ Prompt: TypeAlias = str | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[An
 EMPTY = "the prompt is empty; expected text, or at least one token"
 
 
-class GenerateOptions(TypedDict, total=False):
-    """The options of a request besides sampling; see `Client.generate`."""
+class GenerateFields(SamplingFields, total=False):
+    """The keywords of `generate` and `stream`; see `Client.generate`."""
 
     mode: str
     num_draft_tokens: int | None
@@ -49,10 +49,6 @@ class GenerateOptions(TypedDict, total=False):
     origins: bool
     drafter: str
     client: str
-
-
-class GenerateFields(SamplingFields, GenerateOptions, total=False):
-    """The keywords of `generate` and `stream`."""
 
 
 def _client_name(name: str, value: object) -> str:
@@ -232,6 +228,7 @@ class Dialogue:
     """One request's exchange with a server, and with the next one if that server goes away before the end.
 
     `sources`: how many servers may continue the text, in turn; 1: the next server at the same endpoint; 0: none.
+    `cancel`: asks the server that answers, if there is one, to end the text.
     """
 
     def __init__(self, opening: Generate, progress: Callable[[int, int], None] | None = None, sources: int = 0) -> None:
@@ -240,6 +237,7 @@ class Dialogue:
         self.over = False
         self.was_sent = False
         self.is_closed = False
+        self.cancel: Callable[[], None] = lambda: None
         self._begun = False
         self._progress = progress
         self._sources = sources

@@ -23,7 +23,7 @@ from typing import Generic, TypeAlias, TypeVar
 from outrider.grammar.compiler import check, vocabulary_of
 from outrider.orchestrator.events import Admit, KVBudget, in_mb
 from outrider.orchestrator.pairing.model_files import drafters
-from outrider.orchestrator.pairing.pairing import PairText
+from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.pairing.tokenizer import ModelText, TextStream, fingerprint
 from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_setting
 from outrider.protocol import clock
@@ -88,24 +88,24 @@ class Ticket:
 class Admission:
     """Checks requests against one pair of models. The limits are config.json's until a worker reports its own."""
 
-    def __init__(self, text: PairText) -> None:
+    def __init__(self, pair: ChosenPair, text: ModelText) -> None:
+        self._pair = pair
         self._text = text
-        self._settings = text.pair.settings
-        self._drafters = drafters(text.pair.settings)
+        self._settings = pair.settings
+        self._drafters = drafters(pair.settings)
         self._vocabulary = vocabulary_of(text.codec.tokenizer)
-        self.context_length = text.pair.target.context_length
-        self.vocab_size = text.pair.target.vocab_size
-        draft = text.pair.draft
-        self.draft_context = draft.context_length if draft is not None else None
+        self.context_length = pair.target.context_length
+        self.vocab_size = pair.target.vocab_size
+        self.draft_context = pair.draft.context_length if pair.draft is not None else None
         self.kv_budget: KVBudget | None = None
         self.of_target = ""
-        self._of_tokenizer = fingerprint(text.codec)
+        self.of_tokenizer = fingerprint(text.codec)
 
     @property
     def fingerprint(self) -> str:
         """Identifies the weights, number format and tokenizer, with which a text can be resumed; empty until there is a
         target."""
-        return f"{self.of_target}-{self._of_tokenizer}" if self.of_target else ""
+        return f"{self.of_target}-{self.of_tokenizer}" if self.of_target else ""
 
     @property
     def places(self) -> int:
@@ -195,8 +195,8 @@ class Admission:
             return tuple(int(token) for token in generate.tokens)
         if not generate.prompt:
             raise InvalidRequest("the prompt is empty; expected at least one character")
-        template = self._text.template if generate.chat_template else None
-        return ModelText(self._text.codec, template).tokens(generate.prompt)
+        text = self._text if generate.chat_template else replace(self._text, template=None)
+        return text.tokens(generate.prompt)
 
     def _check_tokens(self, tokens: tuple[int, ...], resumed: tuple[int, ...], sampling: SamplingParams) -> None:
         if not tokens:
@@ -223,13 +223,13 @@ class Admission:
 
     def _check_grammar(self, grammar: Grammar) -> None:
         if not self._text.codec.eos:
-            target = self._text.pair.target.name
+            target = self._pair.target.name
             raise InvalidRequest(f"{target} has no end token, so a text with a {grammar.name} could not end")
         check(grammar, self._vocabulary)
 
     def _fitted(self, sampling: SamplingParams, prompt_tokens: int) -> tuple[SamplingParams, tuple[str, ...]]:
         """Returns the parameters with a seed and a feasible maximum of tokens, and notes about that."""
-        notes = self._text.pair.notes
+        notes = self._pair.notes
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbelow(SEEDS))
         limits = [] if self.context_length is None else [(self.context_length, "the context")]

@@ -123,10 +123,8 @@ class Sweeper:
 
     def dismiss(self) -> None:
         """Ends the sweeper, once the server has removed its files."""
-        self._process.kill()
-        self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        with self._process:  # closes the pipe and waits
+            self._process.kill()
 
 
 READER_SECONDS = 1200.0

@@ -16,12 +16,12 @@ by default, and ZeroMQ ends the process when none is left. `physical`: the memor
 from __future__ import annotations
 
 import os
-import platform
 import resource
 import signal
-import subprocess
 import sys
 from contextlib import suppress
+from ctypes.util import find_library
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,11 +38,10 @@ MISSING = (
 CHOICE = "OUTRIDER_OPENBLAS"
 """The environment variable that sets the library to preload; empty: none, so that MLX uses its wheel's BLAS."""
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-_NAMES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblaso.so.0", "libopenblas.so")
-_LDCONFIG_SECONDS = 5
+_NAMES = ("openblas", "openblasp", "openblaso")
 
 
-def openblas() -> Path | None:
+def openblas() -> str | None:
     """Returns the library to preload, first of all that of `CHOICE`; None if there is none, or none is needed.
 
     Raises:
@@ -54,14 +53,13 @@ def openblas() -> Path | None:
     if chosen is not None:
         if not Path(chosen).is_file():
             raise InvalidRequest(f"{CHOICE} is {chosen}, which is not a file; expected a libopenblas.so.0, or no value")
-        return Path(chosen)
-    machine = platform.machine()
-    folders = [f"/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib64", "/usr/local/lib"]
-    for folder in folders:
-        for name in _NAMES:
-            if Path(folder, name).is_file():
-                return Path(folder, name)
-    return _known_to_loader()
+        return chosen
+    return _installed_openblas()
+
+
+@cache
+def _installed_openblas() -> str | None:
+    return next(filter(None, map(find_library, _NAMES)), None)
 
 
 def needs_openblas() -> bool:
@@ -87,20 +85,6 @@ def environment(base: dict[str, str], threads: int, kernels: str | None = None) 
     if library is not None and "openblas" not in loaded:
         changed["LD_PRELOAD"] = f"{loaded}:{library}".strip(":")
     return changed
-
-
-def _known_to_loader() -> Path | None:
-    """Finds the library in the dynamic loader's cache, for libraries in unusual places."""
-    for command in ("ldconfig", "/sbin/ldconfig"):
-        try:
-            listing = subprocess.run([command, "-p"], capture_output=True, text=True, timeout=_LDCONFIG_SECONDS)
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        for line in listing.stdout.splitlines():
-            name, _, path = line.strip().partition(" => ")
-            if name.split(" ")[0] in _NAMES and Path(path).is_file():
-                return Path(path)
-    return None
 
 
 LIBRARY = Path("lib", "libmlx.so")

@@ -96,13 +96,10 @@ class GgufFile:
     def bytes_of(self, name: str) -> NDArray[np.uint8]:
         """Reads a tensor's bytes [rows, bytes of a row], where the last dimension of the tensor is a row."""
         place = self.tensors[name]
-        with self.path.open("rb") as file:
-            file.seek(place.offset)
-            data = file.read(place.size)
+        data = np.fromfile(self.path, np.uint8, place.size, offset=place.offset)
         if len(data) < place.size:
             raise cut_short(self.path)
-        rows = prod(place.shape[:-1])
-        return np.frombuffer(data, np.uint8).reshape(rows, -1)
+        return data.reshape(prod(place.shape[:-1]), -1)
 
     def _of(self, key: str, default: Value | None, kind: type | tuple[type, ...], expected: str) -> Any:
         value = self.metadata.get(key, default)
@@ -301,10 +298,6 @@ def _dense(file: GgufFile, name: str, kind: str, rows: Bytes) -> Floats:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    if kind == "F32":
-        return rows.view("<f4")
-    if kind == "F16":
-        return rows.view("<f2").astype(np.float32)
     try:
         return dequantize(rows, GGMLQuantizationType[kind])
     except NotImplementedError:

@@ -19,7 +19,7 @@ from outrider.orchestrator.pairing.model_files import (
     kind_of,
 )
 from outrider.orchestrator.pairing.pulled import PULLED, draft_of
-from outrider.orchestrator.pairing.tokenizer import TextCodec, chat_template, load_codec, require_same
+from outrider.orchestrator.pairing.tokenizer import ModelText, load_codec, load_text, require_same
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.heads import HEADS, OF_TARGET
@@ -34,15 +34,6 @@ class ChosenPair:
     target: ModelFiles
     draft: ModelFiles | None
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PairText:
-    """What the front knows about the pair."""
-
-    pair: ChosenPair
-    codec: TextCodec
-    template: str | None
 
 
 def choose_pair(settings: ServeSettings) -> ChosenPair:
@@ -84,16 +75,16 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     return ChosenPair(folders, target_files, draft_files, (*notes, *left_out))
 
 
-def read_pair(pair: ChosenPair) -> PairText:
+def read_pair(pair: ChosenPair) -> ModelText:
     """Loads the target's tokenizer and template, and checks that the draft model has the same vocabulary.
 
     Raises:
         ModelError: a tokenizer can't be read, or the vocabularies differ; the message says how.
     """
-    codec = load_codec(pair.target)
+    text = load_text(pair.target)
     if pair.draft is not None and not pair.settings.drafts_by_head:
-        require_same(codec, load_codec(pair.draft))
-    return PairText(pair, codec, chat_template(pair.target.folder))
+        require_same(text.codec, load_codec(pair.draft))
+    return text
 
 
 def _default_draft(settings: ServeSettings, model: str) -> str | None:

@@ -246,10 +246,8 @@ OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 def chat_template(folder: Path) -> str | None:
     """Returns the chat template in a model's folder; None if there is none."""
-    try:
+    if (folder / JINJA_FILE).is_file():
         return (folder / JINJA_FILE).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        pass
     for file in ("chat_template.json", "tokenizer_config.json"):
         template = _named_default(read_json(folder / file).get("chat_template"))
         if template is not None:
@@ -330,13 +328,10 @@ def _compiled(template: str) -> Template:
 
 
 def _named_default(value: object) -> str | None:
-    if isinstance(value, str):
-        return value
     if isinstance(value, list):
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        default = named.get("default")
-        return default if isinstance(default, str) else None
-    return None
+        value = named.get("default")
+    return value if isinstance(value, str) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,7 +459,7 @@ class StopFinder:
         self._held += text
         starts = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
         self.found = bool(starts)
-        end = min(starts) if starts else len(self._held) - self._partial_length()
+        end = min(starts) if starts else len(self._held) - partial_length(self._held, self._stops)
         shown, self._held = self._held[:end], self._held[end:]
         return shown
 
@@ -472,10 +467,9 @@ class StopFinder:
         """Returns the text held back for a stop string that never came."""
         return "" if self.found else self._held
 
-    def _partial_length(self) -> int:
-        """Returns the length of the longest suffix of the held text that begins a stop string."""
-        longest = max(len(stop) for stop in self._stops) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
-                return length
-        return 0
+
+def partial_length(text: str, marks: Sequence[str]) -> int:
+    """Returns the length of the longest suffix of `text` that begins a mark."""
+    longest = max((len(mark) for mark in marks), default=1) - 1
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((n for n in lengths if any(mark.startswith(text[-n:]) for mark in marks)), 0)

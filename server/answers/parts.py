@@ -16,6 +16,7 @@ from typing import Any, cast
 from msgspec import structs, to_builtins
 
 from outrider.orchestrator.client.dialogue import GenerationResult, TokenLogprob
+from outrider.orchestrator.pairing.tokenizer import partial_length
 from outrider.protocol.messages import Timings
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import InvalidToolCall, SpanTags, ToolCall, ToolFormat
@@ -80,7 +81,7 @@ class Splitter:
             found = self._called(held, complete=not self._marks())
             return [part for part in found if not (cut and isinstance(part, TextPart))]
         calls = (self._tools.tags.start,) if self._tools is not None else ()
-        begun = _begun(held, calls) if cut and (self._box.must or self._had_call) else 0
+        begun = partial_length(held, calls) if cut and (self._box.must or self._had_call) else 0
         return self._shown(held[: len(held) - begun])
 
     def _parts(self) -> Iterator[Part]:
@@ -91,7 +92,7 @@ class Splitter:
             found = [(place, mark) for mark in marks if (place := self._held.find(mark, self._looked)) >= 0]
             if not found:
                 if not self._in_call:
-                    shown = len(self._held) - _begun(self._held, marks)
+                    shown = len(self._held) - partial_length(self._held, marks)
                     yield from self._shown(self._held[:shown])
                     self._forget(shown)
                 return
@@ -160,13 +161,6 @@ def splitter(model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, in_form:
     """Returns a splitter for an answer to `prompt`, which may begin inside thinking."""
     thinking = None if in_form and prompt.thoughts is Thoughts.NONE else model.thinking
     return Splitter(thinking, model.tools, box, prompt.thoughts is Thoughts.BEGUN, in_form, by_grammar)
-
-
-def _begun(text: str, marks: tuple[str, ...]) -> int:
-    """Returns the length of the longest suffix of `text` that begins a tag."""
-    longest = max((len(mark) for mark in marks), default=1) - 1
-    lengths = range(min(longest, len(text)), 0, -1)
-    return next((n for n in lengths if any(mark.startswith(text[-n:]) for mark in marks)), 0)
 
 
 @dataclass(frozen=True, slots=True)

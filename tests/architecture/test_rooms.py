@@ -65,7 +65,7 @@ FROM_BESIDE: dict[str, set[str]] = {"orchestrator/core/policy": set()}
 IN_ORDER = {
     "drafters/coreml": (
         "layout", "package", "weights", "converter", "runtimes", "trial", "selection", "drafter",
-        "prompts", "doctor", "convert",
+        "prompts", "doctor",
     ),
     "drafters/heads": (
         "layers", "head", "checkpoint", "pair_kv_cache", "kv_rows", "dflash", "eagle3", "mtp",

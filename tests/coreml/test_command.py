@@ -1,4 +1,4 @@
-"""`python -m outrider.drafters.coreml.convert`, which `outrider convert` runs: output, exit codes, no torch."""
+"""`outrider convert`: output, exit codes, no torch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from outrider.drafters.coreml import convert
 from outrider.drafters.coreml.package import open_package
+from outrider.orchestrator.cli import main
 from tests.coreml.conftest import SIZES
 
-MODULE = "outrider.drafters.coreml.convert"
-WATCHED = f"""
-import runpy, sys
+WATCHED = """
+import sys
+from outrider.orchestrator.cli import main
 try:
-    runpy.run_module({MODULE!r}, run_name="__main__")
+    raise SystemExit(main())
 finally:
-    if {{"torch", "tensorflow"}} & set(sys.modules):
+    if {"torch", "tensorflow"} & set(sys.modules):
         raise RuntimeError("torch or tensorflow was imported")
 """
 """The same program, which fails if it has imported one of them at its end."""
 
 
-def run(*arguments: str, program: tuple[str, str] = ("-m", MODULE)) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, program: tuple[str, str] = ("-m", "outrider")) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *program, *arguments], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, *program, "convert", *arguments], capture_output=True, text=True, timeout=200, check=False
     )
 
 
@@ -50,12 +50,9 @@ def test_one_model_makes_one_package_without_torch_or_tensorflow(
     assert sorted(path.name for path in out.parent.iterdir()) == ["package"]
 
 
-def test_invalid_input_is_one_error_line_and_an_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_input_is_one_error_line_and_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = run("--model", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
     assert done.returncode == 3 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "give an existing directory or a Hugging Face id" in done.stderr
-    arguments = ["convert", "--model", str(tmp_path), "--out", str(tmp_path), "--context", "3"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert convert.main() == 2 and "context is 3" in capsys.readouterr().err
+    assert done.stderr.count("\n") == 1 and "a Hugging Face id such as org/name" in done.stderr
+    assert main(["convert", "--model", str(tmp_path), "--out", str(tmp_path), "--context", "3"]) == 2
+    assert "context is 3" in capsys.readouterr().err

@@ -32,8 +32,8 @@ def make_stand(endpoint: str) -> Iterator[Callable[..., Stand]]:
     stands: list[Stand] = []
 
     def make(**settings: object) -> Stand:
-        text = read_pair(choose_pair(ServeSettings(**settings)))  # type: ignore[arg-type]
-        stands.append(Stand(text, endpoint))
+        pair = choose_pair(ServeSettings(**settings))  # type: ignore[arg-type]
+        stands.append(Stand(pair, read_pair(pair), endpoint))
         return stands[-1]
 
     yield make

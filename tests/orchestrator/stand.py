@@ -27,8 +27,8 @@ from outrider.orchestrator.events import (
 )
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.pairing.pairing import PairText
-from outrider.orchestrator.pairing.tokenizer import TextCodec
+from outrider.orchestrator.pairing.pairing import ChosenPair
+from outrider.orchestrator.pairing.tokenizer import ModelText, TextCodec
 from outrider.orchestrator.sockets import ClientSocket
 from outrider.protocol.messages import Stats, Timings, WorkerStats
 from outrider.protocol.stats import Durations
@@ -89,7 +89,7 @@ class ScriptedCore:
 class Stand:
     """A running front, its scripted core, and the way to reach them."""
 
-    def __init__(self, text: PairText, endpoint: str) -> None:
+    def __init__(self, pair: ChosenPair, text: ModelText, endpoint: str) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.sockets = ClientSocket(self.context, endpoint)
         self.endpoint = self.sockets.endpoint
@@ -99,8 +99,8 @@ class Stand:
         )
         self.core = ScriptedCore(self.lines.core, self.lines.events)
         self.announced: list[Announcement] = []
-        self.admission = Admission(text)
-        self.front = Front(text.pair, self.admission, self.sockets, self.lines, self.core.stats, self.announced.append)
+        self.admission = Admission(pair, text)
+        self.front = Front(pair, self.admission, self.sockets, self.lines, self.core.stats, self.announced.append)
         self._threads = [threading.Thread(target=body, daemon=True) for body in (self.core.run, self.front.run)]
 
     def start(self, ready: bool = True) -> Stand:

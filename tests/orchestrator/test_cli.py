@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.orchestrator.cli import COMMANDS, PROGRAMS, Parser, main, module_of
+from outrider.orchestrator.cli import COMMANDS, Parser, main, module_of
 from outrider.orchestrator.cli.serve import status_line
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded
@@ -49,9 +49,6 @@ def test_each_error_type_has_its_own_exit_code():
     assert len({kind.exit_code for kind in kinds} | {0, 1}) == len(kinds) + 2
 
 
-OWN_COMMANDS = [command for command in COMMANDS if command not in PROGRAMS]
-
-
 @pytest.fixture(autouse=True)
 def executed(monkeypatch):
     """Commands that replace this process are caught: a test that became one would end the whole run unnoticed."""
@@ -63,12 +60,6 @@ def executed(monkeypatch):
 
     monkeypatch.setattr(os, "execve", execve)
     return became
-
-
-@pytest.mark.parametrize("command", PROGRAMS)
-def test_program_commands_receive_their_arguments(run, executed, command):
-    assert run(command, "--help")[0] == 99
-    assert executed[0][-3:] == ["-m", PROGRAMS[command], "--help"]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere MLX's package brings its library")
@@ -104,7 +95,7 @@ def actions(text):
     return entries
 
 
-COMMANDS_WITH_HELP_ALL = [command for command in OWN_COMMANDS if getattr(module_of(command), "COMMON", ())]
+COMMANDS_WITH_HELP_ALL = [command for command in COMMANDS if getattr(module_of(command), "COMMON", ())]
 
 
 @pytest.mark.parametrize("command", ["pairs", "completion", "doctor", "keys", "pull"])
@@ -126,7 +117,7 @@ def test_help_shows_some_flags_and_help_all_shows_all(run, command):
     assert not [name for name, said in known.items() if said is not argparse.SUPPRESS and name not in every]
 
 
-@pytest.mark.parametrize("command", [command for command in OWN_COMMANDS if command != "fleet"])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "fleet"])
 def test_every_flag_has_help_and_a_default(run, command):
     parser = Parser(prog="x")
     module_of(command).add_flags(parser)
@@ -136,19 +127,19 @@ def test_every_flag_has_help_and_a_default(run, command):
     assert [action.option_strings[0] for action in valued if "(default" not in action.help] == []
 
 
-@pytest.mark.parametrize("command", OWN_COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_command_prints_the_commands_help(run, command):
     assert run("help", command) == run(command, "--help")
     assert run("help") == run()
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], *([command, "--help"] for command in OWN_COMMANDS)])
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([command, "--help"] for command in COMMANDS)])
 def test_help_prints_usage_and_exits_with_zero(run, arguments):
     code, out, err = run(*arguments)
     assert code == 0 and "usage: outrider" in out and not err
 
 
-@pytest.mark.parametrize("arguments", [[], ["pairs"], *([command, "--help"] for command in OWN_COMMANDS)])
+@pytest.mark.parametrize("arguments", [[], ["pairs"], *([command, "--help"] for command in COMMANDS)])
 def test_output_fits_80_columns(run, monkeypatch, arguments):
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run(*arguments)

@@ -103,7 +103,8 @@ def test_cluster_without_room_for_one_context_does_not_start(make_stand):
 
 @pytest.mark.parametrize(("said", "places"), [(None, (1, 1, 3, 16)), (40, (40, 40, 40, 40))])
 def test_default_max_active_is_what_memory_holds_up_to_a_cap(said, places):
-    admission = Admission(read_pair(choose_pair(ServeSettings(max_active=said))))
+    pair = choose_pair(ServeSettings(max_active=said))
+    admission = Admission(pair, read_pair(pair))
     admission.context_length = 100_000
     for texts, most in zip((0, 1, 3, 1000), places, strict=True):
         admission.kv_budget = kv_budget(texts * KvCost(1000, 40).of(4096), WORKERS, 0)

@@ -65,11 +65,12 @@ def says(codec: TextCodec, tokens: int | None, kind: str = "ServerStopped") -> P
 @pytest.fixture
 def stands(endpoint: str, codec: TextCodec) -> Iterator[Callable[..., list[Stand]]]:
     """`stands(2, None)`: running servers that say so many tokens each before they fail."""
-    text, running = read_pair(choose_pair(ServeSettings())), list[Stand]()
+    pair, running = choose_pair(ServeSettings()), list[Stand]()
+    text = read_pair(pair)
 
     def make(*tokens: int | None, kind: str = "ServerStopped") -> list[Stand]:
         for count in tokens:
-            running.append(Stand(text, f"{endpoint}-{len(running)}"))
+            running.append(Stand(pair, text, f"{endpoint}-{len(running)}"))
             running[-1].core.play = says(codec, count, kind)
             running[-1].start()
         return running[-len(tokens) :]
@@ -215,9 +216,6 @@ class Moved(AsyncBaseClient):
 
     async def once(self, dialogue: Dialogue, grown: Grown) -> None:
         await next(self._clients).once(dialogue, grown)
-
-    async def end(self, dialogue: Dialogue) -> None:
-        raise NotImplementedError
 
 
 def awaited(asker: Callable[[], AsyncBaseClient], sampling: SamplingParams) -> GenerationResult:

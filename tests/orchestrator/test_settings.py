@@ -11,7 +11,7 @@ import pytest
 
 from outrider.orchestrator.cli import Parser, flags, serve
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.settings import ServeSettings, Settings, settings_from
+from outrider.orchestrator.settings import ServeSettings, Settings
 from outrider.orchestrator.settings import flags as as_flags
 from outrider.protocol.errors import InvalidRequest
 
@@ -67,16 +67,14 @@ def test_invalid_settings_are_refused_with_the_reason(given, words):
         ServeSettings(**given)
 
 
-def test_settings_from_converts_paths_texts_and_numpy_values():
-    said = settings_from(
-        {
-            "model": Path("m"),
-            "draft_model": "d",
-            "trace": "t.json",
-            "threads": np.int64(2),
-            "ngrams": np.bool_(False),
-            "head": Path("h"),
-        }
+def test_settings_convert_paths_texts_and_numpy_values():
+    said = ServeSettings(
+        model=Path("m"),
+        draft_model="d",
+        trace="t.json",
+        threads=np.int64(2),
+        ngrams=np.bool_(False),
+        head=Path("h"),
     )
     plain = ServeSettings(model="m", draft_model="d", trace=Path("t.json"), threads=2, ngrams=False, head=("h",))
     assert said == plain
@@ -94,7 +92,7 @@ def test_local_cluster_keywords_match_settings_and_are_documented():
     [("2GB", 2 * 10**9), ("512mb", 512 * 10**6), ("1.5 GiB", 3 * 2**29), ("7", 7), (np.int64(9), 9), ("3B", 3)],
 )
 def test_memory_sizes_are_parsed_to_bytes(said, count):
-    assert settings_from({"kv_memory": said}).kv_memory == count
+    assert ServeSettings(kv_memory=said).kv_memory == count
 
 
 def test_every_setting_round_trips_through_flags():

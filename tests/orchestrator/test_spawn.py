@@ -154,7 +154,7 @@ def test_missing_mlx_backend_is_reported_before_any_start(monkeypatch, tmp_path)
 
 
 def test_openblas_is_preloaded_if_found(monkeypatch):
-    monkeypatch.setattr(system, "openblas", lambda: Path("/lib/libopenblas.so.0"))
+    monkeypatch.setattr(system, "openblas", lambda: "/lib/libopenblas.so.0")
     made = system.environment({"LD_PRELOAD": "/other.so", "A": "b"}, 3)
     assert made["LD_PRELOAD"] == "/other.so:/lib/libopenblas.so.0" and made["A"] == "b"
     assert {made[name] for name in system.THREAD_VARIABLES} == {"3"}
@@ -168,7 +168,7 @@ def test_openblas_library_can_be_chosen_or_disabled(monkeypatch, tmp_path):
     with pytest.raises(InvalidRequest, match="which is not a file"):
         system.openblas()
     mine.touch()
-    assert system.openblas() == mine
+    assert system.openblas() == str(mine)
     monkeypatch.setenv(system.CHOICE, "")
     assert system.openblas() is None and system.notes() == ()
     assert "LD_PRELOAD" not in system.environment({}, 1)

@@ -38,9 +38,6 @@ class UnreachableClient(AsyncBaseClient):
         self.caller_names.append(dialogue.opening.client)
         raise EndpointError("nobody is here; expected somebody")
 
-    async def end(self, dialogue: Dialogue) -> None:
-        """Does nothing."""
-
 
 def test_caller_names_reveal_no_key_and_an_unreachable_backend_is_503() -> None:
     behind = UnreachableClient()

@@ -98,7 +98,7 @@ class ClientsSocketFuzz:
         )
         core = ReadyCore(self._lines.core, self._lines.events)
         pair = choose_pair(ServeSettings())
-        front = Front(pair, Admission(read_pair(pair)), self.clients, self._lines, core.stats, lambda announced: None)
+        front = Front(pair, Admission(pair, read_pair(pair)), self.clients, self._lines, core.stats, lambda _: None)
         self._threads = [threading.Thread(target=body, daemon=True) for body in (front.run, core.run)]
         for thread in self._threads:
             thread.start()

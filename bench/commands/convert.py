@@ -1,0 +1,60 @@
+"""Makes a Core ML package of an mlx-lm model, with a progress bar on stderr and one JSON object on stdout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHTS, Mode, Options
+from outrider.orchestrator.cli.terminal import say
+from outrider.orchestrator.pairing.model_files import find_model
+
+_BAR = 30
+
+
+def run(options: argparse.Namespace) -> int:
+    started = time.monotonic()
+    wanted = Options(Mode(options.mode), options.weights, options.context)
+    from outrider.drafters.coreml.converter import convert  # deferred: imports MLX and coremltools
+
+    manifest = convert(
+        find_model(options.model).folder, options.out, wanted, None if options.quiet else _bar, options.mlx_out
+    )
+    size = sum(file.stat().st_size for file in options.out.rglob("*") if file.is_file())
+    result = {
+        "package": str(options.out), "source": manifest.source, "family": manifest.layout.architecture.family,
+        "mode": manifest.layout.mode.value, "weights": manifest.layout.weights, "context": manifest.layout.context,
+        "functions": [function.name for function in manifest.layout.functions], "parameters": manifest.parameters,
+        "bytes": size, "seconds": round(time.monotonic() - started, 2), "notes": list(manifest.notes),
+    }  # fmt: skip
+    print(json.dumps(result))
+    return 0
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    source = "a model (Llama, Qwen2/2.5, Qwen3), named as for generate; required (default: none)"
+    parser.add_argument("--model", required=True, metavar="ID|PATH", help=source)
+    package = "the package's directory, which must not exist; required (default: none)"
+    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help=package)
+    cache = "the owner of the keys and values (default: %(default)s)"
+    parser.add_argument("--mode", choices=[mode.value for mode in Mode], default=Mode.STATELESS.value, help=cache)
+    numbers = "the format of the weights (default: %(default)s)"
+    parser.add_argument("--weights", choices=WEIGHTS, default="fp16", help=numbers)
+    positions = "positions the package can draft at (default: %(default)s)"
+    parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, metavar="N", help=positions)
+    twin = "also write an mlx-lm checkpoint with the same numbers (default: none)"
+    parser.add_argument("--mlx-out", type=Path, metavar="PATH", help=twin)
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _bar(stage: str, done: int, total: int) -> None:
+    """Draws a progress bar on a terminal, and writes a line for each stage anywhere else."""
+    filled = _BAR * done // max(total, 1)
+    line = f"{stage:16} [{'#' * filled}{' ' * (_BAR - filled)}] {done}/{total}"
+    if sys.stderr.isatty():
+        say(f"\r\033[K{line}", end="\n" if done == total else "")
+    elif done == total:
+        say(line)
