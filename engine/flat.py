@@ -37,6 +37,7 @@ from outrider.engine.cache import (
     window_of,
     with_room,
 )
+from outrider.engine.memory import release_pages
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.trees import depths
 
@@ -240,6 +241,9 @@ class FlatAttentionMetadata:
         return self._masks[key]
 
 
+_LARGE_ROW = 2**18  # bytes of keys from which on the memory of an ended text is worth a system call
+
+
 class FlatCache:
     """One attention layer's buffers [rows, H, columns, D], written in place, which grow; replaces a `KVCache`."""
 
@@ -325,6 +329,12 @@ class FlatCache:
         for buffer in self._host or (self.keys, self.values):
             if buffer is not None and source < buffer.shape[0] and columns:
                 buffer[target : target + 1, :, :columns] = buffer[source : source + 1, :, :columns]
+
+    def release(self, row: int) -> None:
+        """Returns the memory of a row without a text to the system, if it is large and the views are in use."""
+        for host in self._host or ():
+            if row < len(host) and host[row].nbytes >= _LARGE_ROW:
+                release_pages(host[row])
 
     def gather(self, row: int, start: int, columns: Ints) -> None:
         """Moves column `columns[i]` (ascending) of a row to its column `start` + i."""
@@ -483,6 +493,8 @@ class FlatRows:
                 cache.move(last.row, sequence.row, last.length)
             last.row = sequence.row
             self._sequences[sequence.row] = last
+        for cache in self._layers:
+            cache.release(len(self._sequences))
         sequence.row = -1
         if not self._sequences and not self._keeps_buffers:
             for cache in self._layers:

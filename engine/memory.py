@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+import mmap
+import sys
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
+
+from outrider.protocol.process import trim_memory
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +30,20 @@ def give_back() -> None:
     Takes a millisecond or two.
     """
     mx.clear_cache()
-    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    trim_memory()
+
+
+def release_pages(array: np.ndarray[Any, Any]) -> None:
+    """Returns the memory of a contiguous array, whose values are lost, to the system. Linux only.
+
+    The array stays valid, and takes memory again where it is written. Pages that it shares with other data stay.
+    """
+    if sys.platform != "linux":
+        return
+    begin = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (array.ctypes.data + array.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    if size > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def wired_limit(weight_bytes: int, recommended: int, kv_bytes: int = _KV_BUDGET) -> int:

@@ -49,6 +49,7 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.sockets import ClientSocket
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, as_error, kind_of
 from outrider.protocol.keys import CLIENT
+from outrider.protocol.process import trim_memory
 from outrider.protocol.socket_files import PrivateDirectory
 
 STATUS_SECONDS = 1.0
@@ -155,6 +156,7 @@ def _watch(
                     key=server.key,
                     own=server.clients.own,
                 )
+                trim_memory()  # 40 MiB that only reading the tokenizer's file needed
                 tell(ready)
             case _:
                 tell(event)

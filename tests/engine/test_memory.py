@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.engine import memory, pace
-from outrider.engine.memory import give_back
+from outrider.engine import flat, memory, pace
+from outrider.engine.flat import FlatAttentionMetadata, FlatCache
+from outrider.engine.memory import give_back, release_pages
 from outrider.engine.pace import PeakMemory
 
 PAGE = 4096
@@ -29,6 +32,29 @@ def test_free_memory_between_live_blocks_returns_to_the_system() -> None:
     give_back()
     assert full - resident() > 32 * 2**20
     assert all(block[0] == 1 for block in kept)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux returns pages at once")
+def test_releasing_an_array_returns_its_memory_and_leaves_its_neighbours() -> None:
+    rows = np.ones((3, 4096 * PAGE + 100), np.int8)
+    full = resident()
+    release_pages(rows[1])
+    assert full - resident() > 15 * 2**20
+    assert rows[0].all() and rows[2].all()
+    rows[1] = 2
+    assert (rows[1] == 2).all() and rows[0].all() and rows[2].all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux returns pages at once")
+def test_closing_a_long_text_returns_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(flat, "release_pages", lambda array: released.append(array.nbytes))
+    cache = FlatCache(FlatAttentionMetadata())
+    keys, _ = cache.on_host(2, 4096, mx.zeros((1, 2, 1, 64)))
+    cache.release(1)
+    assert released == [keys[1].nbytes] * 2
+    cache.release(2)  # a row that the buffers do not have
+    assert len(released) == 2
 
 
 def test_memory_is_given_back_when_idle_or_after_many_texts(
