@@ -114,11 +114,6 @@ class MirroredSequence:
     def length(self) -> int:
         return self.own.length
 
-    @length.setter
-    def length(self, length: int) -> None:
-        self._send_change(TextChange("set", self.number, length))
-        self.own.length = length
-
     @property
     def exact(self) -> bool:
         return self.own.exact
@@ -238,8 +233,6 @@ class RankFollower:
                 self._sequences[change.text].mark()
             case "roll back":
                 self._sequences[change.text].roll_back(change.length)
-            case "set":
-                self._sequences[change.text].length = change.length
             case "save":
                 self._copies[change.copy] = self._own.save(self._sequences[change.text], change.length)
             case "adopt":

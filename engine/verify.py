@@ -284,7 +284,7 @@ def begin(
         slot = ask.slot
         if len(slot.unfed) > _MAX_REPLAY:
             slot.feed_all_but(1)
-        if ask.chain or after is not None:
+        if ask.chain or after is not None or slot.sequence.marks_freely:
             slot.sequence.mark()
         # A drafter may have tokens that the target lacks; they are never accepted.
         if ask.parents:
@@ -297,6 +297,8 @@ def begin(
         positions.append(slot.fed + feeds[-1].count - len(ask.chain))
     for reading in readings:
         slot, start = reading.slot, reading.slot.fed
+        if slot.sequence.marks_freely:
+            slot.sequence.mark()
         new = slot.tokens[start : start + reading.count]
         feeds.append(Feed(slot.sequence, new, 0, True, _taken(hidden, len(feeds), slot)))
     starts = [reading.slot.fed for reading in readings]

@@ -173,7 +173,7 @@ class Shutdown(Message, frozen=True):
     reason: Text = ""
 
 
-TextDeed = Annotated[str, one_of("open", "close", "mark", "roll back", "set", "save", "adopt", "drop")]
+TextDeed = Annotated[str, one_of("open", "close", "mark", "roll back", "save", "adopt", "drop")]
 
 
 class RankHello(Message, frozen=True):
@@ -193,8 +193,8 @@ class RankHello(Message, frozen=True):
 class TextChange(Message, frozen=True):
     """Rank 0 -> a rank: a change to the text with the number `text`.
 
-    `length` is the length it was rolled back or set to, or the length that was saved or adopted. `copy` is the number
-    of the copy that was saved, adopted or dropped.
+    `length` is the length it was rolled back to, or the length that was saved or adopted. `copy` is the number of the
+    copy that was saved, adopted or dropped.
     """
 
     deed: TextDeed
