@@ -143,7 +143,7 @@ class ModelRows(FlatRows):
         places = np.arange(len(flat)) if wanted is None else np.array(wanted, np.int64)
         hidden = self._hidden_states
         tapped = hidden.wanted if hidden is not None else []
-        results = self.cpu.over(flat, segments, self._layers, places, tapped, all_cores)
+        results = self.cpu(flat, segments, self._layers, places, tapped, all_cores)
         if hidden is not None:
             for layer in tapped:
                 hidden.on_layer(layer, results[f"layer{layer}"])
@@ -186,9 +186,8 @@ class FlatKVCache(ModelRows):
 
     def first(self, layers: FirstLayers, feeds: Sequence[Feed]) -> mx.array:
         """Feeds texts, in the order of their rows, to the model's first layers; returns hidden states [T, D]. Lazy."""
-        self._frame.begin([_segment(feed) for feed in feeds])
-        tokens = _joined([feed.tokens for feed in feeds])
-        rows = layers.rows(lambda: self.model(tokens[None], cache=self._caches))[0]
+        tokens, segments = [feed.tokens for feed in feeds], [_segment(feed) for feed in feeds]
+        rows = layers.rows(lambda: self._by_mlx(tokens, segments, None))[0]
         for feed in feeds:
             feed.sequence.length += feed.count
         return rows
@@ -205,14 +204,6 @@ class FlatKVCache(ModelRows):
 
 
 _MARKS_KEPT = 3
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """The state of each of a text's `leaves` after `length` tokens."""
-
-    length: int
-    states: tuple[dict[str, Any], ...]
 
 
 def _copied(leaf: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -234,7 +225,7 @@ class SeparateSequence(FlatSequence):
         leaves = [leaf for cache in caches for leaf in leaves_of(cache) if not isinstance(leaf, FlatCache)]
         super().__init__(row, rows, layers, leaves)
         self.caches = list(caches)
-        self._marks: list[_Mark] = []
+        self._marks: list[SavedPrefix] = []  # of the leaves only
 
     @property
     def marks_freely(self) -> bool:
@@ -245,7 +236,7 @@ class SeparateSequence(FlatSequence):
         """Makes the current length one that `roll_back` can return to. The last few marks are kept."""
         if self.exact:
             return
-        self._marks.append(_Mark(self.length, tuple(_copied(leaf, vars(leaf)) for leaf in self.leaves)))
+        self._marks.append(SavedPrefix(self.length, (), tuple(_copied(leaf, vars(leaf)) for leaf in self.leaves)))
         del self._marks[: -(_MARKS_KEPT if self.marks_freely else 1)]
 
     def roll_back(self, length: int) -> None:
@@ -262,7 +253,7 @@ class SeparateSequence(FlatSequence):
             self.restore(self._marks[-1].states)
         self.length = length
 
-    def mark_at(self, length: int) -> _Mark:
+    def mark_at(self, length: int) -> SavedPrefix:
         """Returns the mark at `length` tokens, or the last one before. Raises RollbackError as `roll_back` does."""
         if self.length <= length:
             self.mark()
@@ -271,7 +262,7 @@ class SeparateSequence(FlatSequence):
             raise RollbackError(f"no state was marked at or before {length} tokens")
         return marks[-1]
 
-    def restore(self, states: tuple[dict[str, Any], ...]) -> None:
+    def restore(self, states: tuple[Any, ...]) -> None:
         """Restores the states of a mark; they are copied, since that may be done again."""
         for leaf, state in zip(self.leaves, states, strict=True):
             vars(leaf).update(_copied(leaf, state))

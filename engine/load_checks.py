@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -325,11 +325,12 @@ def batch_agrees(model: LoadedModel) -> bool:
 
 def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
     """Runs the check `agrees` of the form `what`; returns why the form fails, or "": then its changes stay."""
-    with _restored(model.model) as keep:
+    with ExitStack() as undo:
+        undo.callback(_restorer(model.model))
         try:
             with named_errors(what, logging.INFO):
                 if agrees():
-                    keep()
+                    undo.pop_all()
                     return ""
             reason = "its logits are wrong"
         except ModelError as error:
@@ -338,28 +339,22 @@ def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
     return reason
 
 
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Restores a model's modules, and the names in their Python modules, unless the block calls what is yielded."""
+def _restorer(model: nn.Module) -> Callable[[], None]:
+    """Returns a function that makes a model's modules, and the names in their Python modules, what they are now."""
     kinds = [(part, type(part)) for part in model.modules()]
     names = [vars(sys.modules[name]) for name in {kind.__module__ for _, kind in kinds} if name in sys.modules]
     parts: list[dict[str, Any]] = [*(part for part, _ in kinds), *names]
     before = [dict(part) for part in parts]
-    kept = False
 
-    def keep() -> None:
-        nonlocal kept
-        kept = True
-
-    try:
-        yield keep
-    finally:
-        for part, kind in () if kept else kinds:
+    def restore() -> None:
+        for part, kind in kinds:
             part.__class__ = kind
-        for now, then in () if kept else zip(parts, before, strict=True):
+        for now, then in zip(parts, before, strict=True):
             for name in then:
                 if now.get(name) is not then[name]:
                     now[name] = then[name]
+
+    return restore
 
 
 _LONGER = 256
