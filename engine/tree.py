@@ -21,8 +21,8 @@ from outrider.engine.flat import Bools, Ints
 from outrider.engine.kv_rows import KVRows, NewRows
 from outrider.engine.prompt_cache import PromptCache, SavedPrefix
 from outrider.engine.residual import DrawnStep, Draws
-from outrider.engine.sampling import Sampler
-from outrider.engine.steps import SamplingMetadata, Step, score
+from outrider.engine.sampling import Sampler, SamplingMetadata
+from outrider.engine.steps import Step, score
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
