@@ -64,10 +64,13 @@ class NewRows:
 
 
 class KVRows(Protocol):
-    """A tree's columns. A forward writes the columns from `start` on and, if `lazy`, never waits."""
+    """A tree's columns. A forward writes the columns from `start` on and, if `lazy`, never waits.
 
-    @property
-    def lazy(self) -> bool: ...
+    `whole`: there is other state besides the columns, so that only all columns can be saved.
+    """
+
+    lazy: bool
+    whole: bool
 
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
@@ -92,11 +95,6 @@ class KVRows(Protocol):
 
     def keep(self, prefix: int, columns: Ints) -> None:
         """Moves column `columns[i]` (ascending, from `prefix` on) to column `prefix` + i, and drops the others."""
-        ...
-
-    @property
-    def whole(self) -> bool:
-        """True if there is other state besides the columns, so that only all columns can be saved."""
         ...
 
     def save(self, count: int) -> SavedPrefix:
@@ -186,7 +184,7 @@ class DenseKVRows:
     def number_format(self) -> mx.Dtype:
         """The format of the columns, without computing any."""
         cpu = self.rows.cpu
-        return cpu.columns[0].dtype if cpu is not None else KVLayout.of(self.rows.model).layers[0][0].dtype
+        return cpu.columns[0].dtype if cpu is not None else KVLayout.of(self.rows.model).tensors[0].dtype
 
     @staticmethod
     def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:

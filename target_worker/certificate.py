@@ -26,7 +26,7 @@ import numpy as np
 from outrider.engine.kv_cache import CacheSlot, SeparateKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.sampling import Sampler, borders
+from outrider.engine.sampling import Floats, Sampler, borders
 from outrider.grammar.compiler import Compiler
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
@@ -41,15 +41,16 @@ SUM_ROUNDING = 1e-5  # of the sum of probabilities for top-p
 def judge(logits: mx.array, tokens: Sequence[int], sampler: Sampler, token: int) -> Difference | None:
     """Returns how `token` differs from what `sampler` chooses after `tokens` by `logits` [1, V]; None if it is that."""
     history = [tokens] if sampler.needs_history else None
-    expected = _whole_vocabulary(mx.argmax(sampler.scores(logits, [len(tokens)], history)[0]))
+    scores, own = sampler.scores(logits, [len(tokens)], history), _row(logits)
+    expected = int(_row(scores).argmax())
     if expected == token:
         return None
     params = sampler.params
     stretched = max(params.repetition_penalty, 1 / params.repetition_penalty)  # a penalty may scale a difference by it
-    tolerance = stretched * _tolerance(logits, token, expected) + SCORE_ROUNDING * params.temp
-    reach = stretched * _tolerance(logits, token, expected, _whole_vocabulary(mx.argmax(logits[0])))
-    warped = np.array(sampler.penalise(logits.astype(mx.float32), history))[0]
-    noise = np.array(sampler.noise([len(tokens)]))[0] if sampler.noisy else np.zeros_like(warped)
+    tolerance = stretched * _tolerance(own, logits.dtype, token, expected) + SCORE_ROUNDING * params.temp
+    reach = stretched * _tolerance(own, logits.dtype, token, expected, int(own.argmax()))
+    warped = _row(sampler.penalise(logits.astype(mx.float32), history))
+    noise = _row(sampler.noise([len(tokens)])) if sampler.noisy else np.zeros_like(warped)
     worth = warped + params.temp * noise
     # The score to beat: the best of the tokens that pass the filters wherever rounding puts their borders.
     low, high = borders(warped, params, reach, SUM_ROUNDING) if sampler.filters else (-math.inf, -math.inf)
@@ -63,20 +64,16 @@ def is_tie(difference: Difference) -> bool:
     return difference.margin is not None and difference.margin <= difference.tolerance
 
 
-def _tolerance(logits: mx.array, *tokens: int) -> float:
-    """Returns how much rounding may change the difference of the logits of any two of these tokens."""
-    largest = max(abs(_number(logits[0, token])) for token in tokens)
-    step = float(mx.finfo(logits.dtype).eps) * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
-    return max(LEAST.get(logits.dtype, LEAST[mx.float32]), 2 * step)
+def _tolerance(logits: Floats, dtype: mx.Dtype, *tokens: int) -> float:
+    """Returns how much rounding to this format may change the difference of the logits of any two of these tokens."""
+    largest = max(abs(float(logits[token])) for token in tokens)
+    step = float(mx.finfo(dtype).eps) * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
+    return max(LEAST.get(dtype, LEAST[mx.float32]), 2 * step)
 
 
-def _number(scalar: mx.array) -> float:
-    value: Any = scalar.item()
-    return float(value)
-
-
-def _whole_vocabulary(scalar: mx.array) -> int:
-    return int(_number(scalar))
+def _row(rows: mx.array) -> Floats:
+    """Returns the only one of these rows, [V]."""
+    return np.array(rows.astype(mx.float32))[0]  # type: ignore[no-any-return]
 
 
 PROGRESS_EVERY = 16
