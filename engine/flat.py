@@ -14,6 +14,7 @@ requests.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -229,6 +230,9 @@ class FlatAttentionMetadata:
         return self._masks[key]
 
 
+_views = itertools.count(1)
+
+
 class FlatCache:
     """One attention layer's buffers [rows, H, columns, D], written in place, which grow; replaces a `KVCache`."""
 
@@ -238,6 +242,7 @@ class FlatCache:
         self.values: mx.array | None = None
         self._frame, self._window, self._early = frame, window, early
         self._host: tuple[Floats, Floats] | None = None  # numpy views, dropped when MLX writes, which would copy else
+        self.views = 0  # identifies the latest views
 
     @property
     def offset(self) -> int | mx.array:
@@ -297,6 +302,7 @@ class FlatCache:
             self.values = with_room(self.values, rows, columns, like, self._early)
             mx.eval(self.keys, self.values)
             self._host = host = np.array(self.keys, copy=False), np.array(self.values, copy=False)
+            self.views = next(_views)
         return host
 
     def _written(self, buffer: mx.array | None, new: mx.array) -> mx.array:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,7 +37,6 @@ _PADDED = 2  # queries at least: for one ONNX Runtime computes attention by anot
 _PIECE = 128  # tokens of a text in a run at most: its queries write as many columns beyond it for each further head
 _ANGLES = 512  # positions whose angles are tabulated at a time
 _BOUND = 16  # bindings that are kept
-_PLACES = 1024  # buffers whose addresses are cached
 _LONG = 128  # tokens from which on a forward leaves much free memory
 
 
@@ -85,7 +83,6 @@ class OrtForward:
         self._embedding = Embedding(decoder.embedding, decoder.factor)
         self._angles: list[tuple[Array, Array]] = []
         self._bound: dict[Any, Any] = {}
-        self._places: dict[int, tuple[ref[Array], tuple[tuple[int, ...], int]]] = {}
         self._look_up(_ANGLES)
 
     def __call__(
@@ -139,8 +136,7 @@ class OrtForward:
         outputs |= {f"layer{i}": np.empty((place.flat, self.width), np.float32) for i in tapped}
         wide = self._sessions.all_cores
         session = wide if wide is not None and (all_cores or segments[0].long) else self._sessions.own
-        buffers = [buffer for pair in self._buffers(caches, segments) for buffer in pair]
-        binding = self._binding(session, buffers, place.first, place.first + place.rows, tuple(tapped))
+        binding = self._binding(session, caches, segments, place, tuple(tapped))
         for name, array in inputs.items():
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, array in outputs.items():
@@ -157,24 +153,29 @@ class OrtForward:
             results["logits"] = whole
         return results
 
-    def _buffers(self, caches: Sequence[FlatCache], parts: Sequence[Segment]) -> list[tuple[Array, Array]]:
-        """Returns each layer's keys and values, [rows, heads, columns, width], with room for these segments."""
-        rows = max(part.row for part in parts) + 1
-        columns = max(part.start + _queries(part, self._heads) for part in parts)
-        return [cache.on_host(rows, columns, like) for cache, like in zip(caches, self.columns, strict=True)]
-
-    def _binding(self, session: Any, buffers: Sequence[Array], first: int, stop: int, tapped: tuple[int, ...]) -> Any:
-        """Returns a session's binding of these rows' keys and values; a new one if a buffer has moved or grown.
+    def _binding(
+        self,
+        session: Any,
+        caches: Sequence[FlatCache],
+        parts: Sequence[Segment],
+        place: _Arrangement,
+        tapped: tuple[int, ...],
+    ) -> Any:
+        """Returns a session's binding of the keys and values of these segments' rows; a new one if a cache has new
+        views. The caches get room for the segments.
 
         Each set of tapped layers has its own binding, since a shared one would still write rows to an old place.
         """
-        key = (id(session), tapped, first, stop, *map(self._place, buffers))
+        first, stop = place.first, place.first + place.rows
+        columns = max(part.start + _queries(part, self._heads) for part in parts)
+        pairs = [cache.on_host(stop, columns, like) for cache, like in zip(caches, self.columns, strict=True)]
+        key = (id(session), tapped, first, stop, *(cache.views for cache in caches))
         binding = self._bound.get(key)
         if binding is None:
             if len(self._bound) >= _BOUND:
                 self._bound.clear()
             binding = self._bound[key] = session.io_binding()
-            for number, buffer in enumerate(buffers):
+            for number, buffer in enumerate(buffer for pair in pairs for buffer in pair):
                 name, own = f"{'kv'[number % 2]}{number // 2}", buffer[first:stop]
                 binding.bind_input(name, "cpu", 0, own.dtype, own.shape, own.ctypes.data)
                 binding.bind_output(f"new_{name}", "cpu", 0, own.dtype, own.shape, own.ctypes.data)
@@ -182,15 +183,6 @@ class OrtForward:
                 binding.bind_input(f"cos{number}", "cpu", 0, cos.dtype, cos.shape, cos.ctypes.data)
                 binding.bind_input(f"sin{number}", "cpu", 0, sin.dtype, sin.shape, sin.ctypes.data)
         return binding
-
-    def _place(self, buffer: Array) -> tuple[tuple[int, ...], int]:
-        """Returns a buffer's shape and address, cached because numpy takes 2 us, for 60 buffers in each forward."""
-        known = self._places.get(id(buffer))
-        if known is None or known[0]() is not buffer:
-            if len(self._places) >= _PLACES:
-                self._places.clear()
-            known = self._places[id(buffer)] = ref(buffer), (buffer.shape, buffer.ctypes.data)
-        return known[1]
 
     def _look_up(self, count: int) -> None:
         """Tabulates the angles of at least `count` positions."""
@@ -348,11 +340,7 @@ Features = Callable[[Ints], Array | None]
 """Returns the features of tokens [T], [T, W]; None: a model needs none."""
 
 
-def no_features(tokens: Ints) -> None:
-    """The `Features` of a model."""
-
-
-def check(forward: OrtForward, own: Callable[[Ints], mx.array], features: Features = no_features) -> None:
+def check(forward: OrtForward, own: Callable[[Ints], mx.array], features: Features = lambda tokens: None) -> None:
     """Compares logits, and sets `forward.least`: the rows that a forward needs for its bits to be always the same.
 
     `own` computes the logits [T, V] of a text's first tokens without ONNX Runtime.
@@ -387,7 +375,7 @@ def alone(
     tokens: Array,
     counts: tuple[int, ...],
     all_cores: bool = False,
-    features: Features = no_features,
+    features: Features = lambda tokens: None,
 ) -> Array:
     """Returns the logits of one text's tokens, fed in pieces of these sizes."""
     caches, logits, start = _caches(forward), [], 0

@@ -281,6 +281,10 @@ def test_layer_buffers_of_different_sizes_are_bound_as_they_are(loaded: Loaded) 
         number: int
         more: int
 
+        @property
+        def views(self) -> int:
+            return self.more
+
         def on_host(self, rows: int, columns: int, like: mx.array) -> tuple[np.ndarray, np.ndarray]:
             laid = (1, like.shape[1], self.more if self.number else 64, like.shape[3])
             keys, values = (memory[2 * self.number + i][: int(np.prod(laid))].reshape(laid) for i in range(2))
