@@ -58,20 +58,14 @@ class Feed:
 
 
 class KVCache(Protocol):
-    """All texts of one model. `together`: a forward reads the weights once for all its texts."""
+    """All texts of one model. `together`: a forward reads the weights once for all its texts.
 
-    @property
-    def together(self) -> bool: ...
+    `trees`: feeds may be trees of drafts. `is_lazy`: logits are computed when they are read, not by `forward` itself.
+    """
 
-    @property
-    def trees(self) -> bool:
-        """True if feeds may be trees of drafts."""
-        ...
-
-    @property
-    def is_lazy(self) -> bool:
-        """True if logits are computed when they are read, not by `forward` itself."""
-        ...
+    together: bool
+    trees: bool
+    is_lazy: bool
 
     def open(self) -> Any:
         """Adds an empty text; returns its `FlatSequence`, or what stands for it on several ranks."""

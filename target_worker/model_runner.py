@@ -178,7 +178,8 @@ class ModelRunner:
         forward = flight.forward
         begun_ns = flight.begun_ns or self._ended_ns
         ready = max((member.ready for member in flight.members), default=0.0)
-        with paced(self._pace if _is_paced(flight) else None, _rows(forward.asks), ready):
+        rounds = any(member.answers for member in flight.members)  # a profile doesn't describe the end of a prompt
+        with paced(self._pace if rounds else None, _rows(forward.asks), ready):
             followers = self._followers(flight, running) if forward.is_plain else []
             after = _flight(followers, [VerifyInput(m.slot) for m in followers], [], 0, forward) if followers else None
             verdicts = _verdicts(forward)
@@ -255,11 +256,6 @@ def _alone(part: VerifyInput | PrefillChunk, fed: int) -> VerifyOutput | Outride
 
 def _rows(asks: Iterable[VerifyInput]) -> int:
     return sum(len(ask.chain) + 1 for ask in asks)
-
-
-def _is_paced(flight: InFlightForward) -> bool:
-    """Returns False for the end of a prompt: a profile describes only rounds."""
-    return any(member.answers for member in flight.members)
 
 
 def now() -> float:

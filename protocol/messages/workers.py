@@ -177,7 +177,7 @@ TextDeed = Annotated[str, one_of("open", "close", "mark", "roll back", "save", "
 
 
 class RankHello(Message, frozen=True):
-    """A rank -> rank 0, before it loads anything.
+    """A rank -> rank 0, before it loads anything, and again once it has checked the model: with what it has `found`.
 
     `runs` names the releases of the computing libraries, `weights` is a digest of the model's files, and `host`
     identifies the machine.
@@ -188,6 +188,7 @@ class RankHello(Message, frozen=True):
     host: Name
     runs: Text
     weights: Name
+    found: Text = ""
 
 
 class TextChange(Message, frozen=True):
