@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
@@ -190,10 +191,7 @@ class FlatKVCache(ModelRows):
         """Returns the indices of the wanted logits in the flat row, feed after feed; None: all, in this order."""
         if list(order) == list(range(len(feeds))) and all(feed.wanted == feed.count for feed in feeds):
             return None
-        ends, end = {}, 0
-        for index, segment in zip(order, segments, strict=True):
-            end += segment.count
-            ends[index] = end
+        ends = dict(zip(order, accumulate(segment.count for segment in segments), strict=True))
         return [row for i, feed in enumerate(feeds) for row in range(ends[i] - feed.wanted, ends[i])]
 
 

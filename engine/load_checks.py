@@ -19,7 +19,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -257,14 +257,11 @@ class ReferenceLogits:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model, self._cpu = model.model, model.cpu
-        self._known: dict[tuple[int, ...], mx.array] = {}
+        self._own = cache(self._of)
 
     def distance(self, text: Sequence[int], logits: mx.array) -> float:
         """Returns how far logits [V] are from the model's own after `text`, in units of the allowed error. Waits."""
-        key = tuple(text)
-        if key not in self._known:
-            self._known[key] = self._of(text)
-        own = self._known[key]
+        own = self._own(tuple(text))
         allowed = _EXACT if own.dtype == mx.float32 else _HALF
         known = own != -mx.inf  # a draft model may have only part of the vocabulary
         own, logits = mx.where(known, own.astype(mx.float32), 0.0), mx.where(known, logits.astype(mx.float32), 0.0)
@@ -274,7 +271,7 @@ class ReferenceLogits:
         difference = mx.abs(logits - own).max() / mx.maximum(mx.std(own), 1.0)
         return float(difference.item()) / allowed  # type: ignore[arg-type]
 
-    def _of(self, text: Sequence[int]) -> mx.array:
+    def _of(self, text: tuple[int, ...]) -> mx.array:
         if self._cpu is not None:  # compared with the model itself at load
             return mx.array(alone(self._cpu, np.array(text, np.int32), (len(text),))[-1])
         own: mx.array = self._model(mx.array([list(text)]), cache=make_prompt_cache(self._model))[0, -1]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -174,15 +174,17 @@ class DrawnStep(Step):
         super().__init__(scores, finish)
         self._draws, self._keys = draws, (seeds, positions)
         self._drawn: Drawn | None = None
-        self._rows: tuple[Any, Any] | None = None
 
     def q(self, row: int) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Floats]:
         """Returns what a row's best token was drawn from: ids [m] and probabilities [m]. Waits."""
         self.best()
-        if self._rows is None and self._drawn is not None:
-            self._rows = np.array(self._drawn.ids, np.int32), np.array(self._drawn.probs, np.float32)
-        ids, probs = cast(Any, self._rows)
+        ids, probs = self._q
         return ids[row], probs[row]
+
+    @cached_property
+    def _q(self) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Floats]:
+        drawn = cast(Drawn, self._drawn)
+        return np.array(drawn.ids, np.int32), np.array(drawn.probs, np.float32)
 
     def _choose(self, scores: mx.array) -> mx.array:
         if self._on_cpu:  # numpy is faster there, including the wait

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import cast
 
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.hidden_states import Takes
 from outrider.engine.kv_cache import CacheSlot, Feed, KVCache
 from outrider.engine.residual import ResidualSampler
 from outrider.engine.sampling import History, Sampler, SamplingMetadata, penalised, scored
@@ -109,9 +110,7 @@ class BatchForward:
         """
         self._kv_cache, self.asks, self.rows = kv_cache, tuple(asks), rows
         self._logits, self._positions, self._hidden = logits, positions, hidden
-        self._begins = [0]
-        for ask in asks:
-            self._begins.append(self._begins[-1] + len(ask.chain) + 1)
+        self._begins = [0, *accumulate(len(ask.chain) + 1 for ask in asks)]
         self._index_of = {id(ask.slot): index for index, ask in enumerate(asks)}
         self.chosen: mx.array | None = None
         self._logprobs: dict[int, RowLogprobs] = {}
@@ -276,7 +275,7 @@ def begin(
         known = [token if token < slot.sampler.vocab_size else 0 for token in ask.chain]
         behind = after.token_of(slot) if after is not None else None
         tokens = slot.unfed + known if behind is None else behind
-        takes = _taken(hidden, len(feeds), slot)
+        takes = partial(hidden.__setitem__, len(feeds)) if slot.listener is not None else None
         feeds.append(Feed(slot.sequence, tokens, len(ask.chain) + 1, False, takes, ask.parents, slot.all_cores))
         positions.append(slot.fed + feeds[-1].count - len(ask.chain))
     for reading in readings:
@@ -284,7 +283,8 @@ def begin(
         if slot.sequence.marks_freely:
             slot.sequence.mark()
         new = slot.tokens[start : start + reading.count]
-        feeds.append(Feed(slot.sequence, new, 0, True, _taken(hidden, len(feeds), slot)))
+        takes = partial(hidden.__setitem__, len(feeds)) if slot.listener is not None else None
+        feeds.append(Feed(slot.sequence, new, 0, True, takes))
     starts = [reading.slot.fed for reading in readings]
     kv_cache = (asks[0].slot if asks else readings[0].slot).kv_cache
     logits = kv_cache.forward(feeds)
@@ -297,15 +297,6 @@ def begin(
     else:
         mx.async_eval(kv_cache.state(), forward._hidden_rows)  # type: ignore[no-untyped-call]
     return forward
-
-
-def _taken(hidden: list[mx.array | None], place: int, slot: CacheSlot) -> Takes | None:
-    """Returns a function that stores a slot's hidden states in `hidden`, or None if the slot has no listener."""
-
-    def takes(rows: mx.array) -> None:
-        hidden[place] = rows
-
-    return takes if slot.listener is not None else None
 
 
 def _check_tree(ask: VerifyInput) -> None:

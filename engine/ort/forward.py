@@ -273,13 +273,11 @@ def _mask(parts: Sequence[Segment], place: _Arrangement, window: int | None, dty
 def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
     """Yields the first token and the segments of each run: all short segments together, and pieces of each long one,
     which would pad the others."""
-    begin, short = 0, 0
-    while short < len(segments) and not segments[short].long:
-        short += 1
+    short = [segment for segment in segments if not segment.long]
+    begin = sum(segment.count for segment in short)
     if short:
-        yield begin, list(segments[:short])
-        begin += sum(segment.count for segment in segments[:short])
-    for segment in segments[short:]:
+        yield 0, short
+    for segment in segments[len(short) :]:
         for start in range(segment.start, segment.end, _PIECE):
             piece = replace(segment, start=start, count=min(_PIECE, segment.end - start))
             yield begin, [piece]
