@@ -33,11 +33,6 @@ def window_of(cache: Any) -> int | None:
     return int(cache.max_size) if isinstance(cache, RotatingKVCache) else None
 
 
-def narrowed(window: int | None, length: int) -> int | None:
-    """Returns the window, or None for a text that is no longer than it."""
-    return window if window is not None and length > window else None
-
-
 def stand_in(cache: Any, make: Callable[[Any], Any]) -> Any:
     """Replaces this cache, or each cache in a list of caches, by what `make` returns for it."""
     if type(cache) is CacheList:

@@ -14,12 +14,13 @@ requests.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,7 +33,6 @@ from outrider.engine.cache import (
     RollbackError,
     is_attention,
     leaves_of,
-    narrowed,
     stand_in,
     window_of,
     with_room,
@@ -51,8 +51,10 @@ class Segment:
     """The next `count` tokens of the text in `row`, whose first `start` tokens are in the buffers.
 
     `long`: a piece of a prompt. `whole`: each token sees all of the segment's tokens, later ones too.
+    `is_in_order`: the position of each token is its column.
     """
 
+    is_in_order: ClassVar[bool] = True
     row: int
     start: int
     count: int
@@ -66,12 +68,7 @@ class Segment:
     @property
     def is_apart(self) -> bool:
         """True if its tokens see other columns than those up to their own, or have other positions than columns."""
-        return self.whole
-
-    @property
-    def is_in_order(self) -> bool:
-        """True if the position of each token is its column."""
-        return True
+        return self.whole or not self.is_in_order
 
     @property
     def positions(self) -> Ints:
@@ -95,6 +92,7 @@ class NodeSegment(Segment):
     `places`: the position of each of the row's columns, [end]. `visible`: what each node sees, [count, end].
     """
 
+    is_in_order: ClassVar[bool] = False
     places: Ints
     visible: Bools
 
@@ -107,14 +105,6 @@ class NodeSegment(Segment):
         places[trunk:] = np.array(depths(parents)) + trunk
         visible[-len(parents) :, trunk:] = _ancestry(parents)
         return cls(row, start, count, places=places, visible=visible)
-
-    @property
-    def is_apart(self) -> bool:
-        return True
-
-    @property
-    def is_in_order(self) -> bool:
-        return False
 
     @property
     def positions(self) -> Ints:
@@ -242,6 +232,7 @@ class FlatAttentionMetadata:
 
 
 _LARGE_ROW = 2**18  # bytes of keys from which on the memory of an ended text is worth a system call
+_views = itertools.count(1)
 
 
 class FlatCache:
@@ -253,6 +244,7 @@ class FlatCache:
         self.values: mx.array | None = None
         self._frame, self._window, self._early = frame, window, early
         self._host: tuple[Floats, Floats] | None = None  # numpy views, dropped when MLX writes, which would copy else
+        self.views = 0  # identifies the latest views
 
     @property
     def offset(self) -> int | mx.array:
@@ -271,7 +263,7 @@ class FlatCache:
             return WindowMask(window)
         if alone.is_apart:
             return self._frame.mask(alone, window, return_array)
-        window = narrowed(window, alone.end)
+        window = window if window is not None and alone.end > window else None  # else the text is no longer than it
         return create_attention_mask(n, offset=alone.start, return_array=return_array, window_size=window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -312,6 +304,7 @@ class FlatCache:
             self.values = with_room(self.values, rows, columns, like, self._early)
             mx.eval(self.keys, self.values)
             self._host = host = np.array(self.keys, copy=False), np.array(self.values, copy=False)
+            self.views = next(_views)
         return host
 
     def _written(self, buffer: mx.array | None, new: mx.array) -> mx.array:
@@ -372,12 +365,6 @@ class FlatCache:
     def clear(self) -> None:
         """Frees the buffers."""
         self.keys = self.values = self._host = None
-
-
-@lru_cache
-def one_column(kv_heads: int, width: int, dtype: Any = np.float32) -> mx.array:
-    """Returns keys of one column, in this format of numpy's; see `FlatCache.on_host`."""
-    return mx.array(np.zeros((1, kv_heads, 1, width), dtype))
 
 
 def install(model: nn.Module) -> None:

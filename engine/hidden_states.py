@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from outrider.engine.flat import Floats
 from outrider.protocol.errors import ModelError
@@ -139,7 +141,8 @@ class HiddenStates:
             logits = call()
         flat = mx.concatenate([seen[key] for key in self._points.keys], axis=-1)[0]
         if not all(takes for _, takes in parts):
-            flat = mx.take(flat, mx.array(_wanted(parts), mx.int32), axis=0)
+            wanted = np.repeat([takes is not None for _, takes in parts], [count for count, _ in parts])
+            flat = mx.take(flat, mx.array(np.flatnonzero(wanted).astype(np.int32)), axis=0)
         hidden, begin = flat if self._fuse is None else self._fuse(flat), 0
         for count, takes in parts:
             if takes is not None:
@@ -191,16 +194,6 @@ class HiddenStates:
                 raise ModelError(
                     f"the model's hidden states at {key!r} have the shape {shape}; expected (1, 2, D), a row per token"
                 )
-
-
-def _wanted(parts: Sequence[tuple[int, Takes | None]]) -> list[int]:
-    """Returns the indices in the flat row of the parts that are recorded."""
-    rows: list[int] = []
-    begin = 0
-    for count, takes in parts:
-        rows += range(begin, begin + count) if takes is not None else ()
-        begin += count
-    return rows
 
 
 class FirstLayers:
@@ -255,7 +248,8 @@ class HiddenStateReaders:
     def __init__(self, readers: Sequence[HiddenStateReader]) -> None:
         """Takes at least one reader."""
         self._readers = tuple(readers)
-        self._parts: list[tuple[int, mx.Dtype]] = []
+        self._ends: list[int] = []
+        self._dtypes: list[mx.Dtype] = []
         points = [reader.points for reader in readers]
         self.points = HiddenStatePoints(
             tuple(sorted({layer for each in points for layer in each.layers})),
@@ -270,18 +264,13 @@ class HiddenStateReaders:
             reader.fuse(mx.concatenate([columns[key] for key in reader.points.keys], axis=-1))
             for reader in self._readers
         ]
-        self._parts = [(part.shape[-1], part.dtype) for part in own]
+        self._ends, self._dtypes = list(accumulate(part.shape[-1] for part in own)), [part.dtype for part in own]
         return own[0] if len(own) == 1 else mx.concatenate(own, axis=-1)
 
     def apart(self, features: mx.array) -> list[mx.array]:
         """Splits the result of `fuse` into each reader's rows, in order and in its own number format."""
-        if len(self._parts) == 1:
-            return [features]
-        parts, begin = [], 0
-        for width, dtype in self._parts:
-            parts.append(features[:, begin : begin + width].astype(dtype))
-            begin += width
-        return parts
+        parts = mx.split(features, self._ends[:-1], axis=-1)
+        return [part.astype(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)]
 
 
 class LogitsIndices:

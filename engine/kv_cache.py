@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
@@ -58,20 +59,14 @@ class Feed:
 
 
 class KVCache(Protocol):
-    """All texts of one model. `together`: a forward reads the weights once for all its texts."""
+    """All texts of one model. `together`: a forward reads the weights once for all its texts.
 
-    @property
-    def together(self) -> bool: ...
+    `trees`: feeds may be trees of drafts. `is_lazy`: logits are computed when they are read, not by `forward` itself.
+    """
 
-    @property
-    def trees(self) -> bool:
-        """True if feeds may be trees of drafts."""
-        ...
-
-    @property
-    def is_lazy(self) -> bool:
-        """True if logits are computed when they are read, not by `forward` itself."""
-        ...
+    together: bool
+    trees: bool
+    is_lazy: bool
 
     def open(self) -> Any:
         """Adds an empty text; returns its `FlatSequence`, or what stands for it on several ranks."""
@@ -143,7 +138,7 @@ class ModelRows(FlatRows):
         places = np.arange(len(flat)) if wanted is None else np.array(wanted, np.int64)
         hidden = self._hidden_states
         tapped = hidden.wanted if hidden is not None else []
-        results = self.cpu.over(flat, segments, self._layers, places, tapped, all_cores)
+        results = self.cpu(flat, segments, self._layers, places, tapped, all_cores)
         if hidden is not None:
             for layer in tapped:
                 hidden.on_layer(layer, results[f"layer{layer}"])
@@ -186,9 +181,8 @@ class FlatKVCache(ModelRows):
 
     def first(self, layers: FirstLayers, feeds: Sequence[Feed]) -> mx.array:
         """Feeds texts, in the order of their rows, to the model's first layers; returns hidden states [T, D]. Lazy."""
-        self._frame.begin([_segment(feed) for feed in feeds])
-        tokens = _joined([feed.tokens for feed in feeds])
-        rows = layers.rows(lambda: self.model(tokens[None], cache=self._caches))[0]
+        tokens, segments = [feed.tokens for feed in feeds], [_segment(feed) for feed in feeds]
+        rows = layers.rows(lambda: self._by_mlx(tokens, segments, None))[0]
         for feed in feeds:
             feed.sequence.length += feed.count
         return rows
@@ -197,22 +191,11 @@ class FlatKVCache(ModelRows):
         """Returns the indices of the wanted logits in the flat row, feed after feed; None: all, in this order."""
         if list(order) == list(range(len(feeds))) and all(feed.wanted == feed.count for feed in feeds):
             return None
-        ends, end = {}, 0
-        for index, segment in zip(order, segments, strict=True):
-            end += segment.count
-            ends[index] = end
+        ends = dict(zip(order, accumulate(segment.count for segment in segments), strict=True))
         return [row for i, feed in enumerate(feeds) for row in range(ends[i] - feed.wanted, ends[i])]
 
 
 _MARKS_KEPT = 3
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """The state of each of a text's `leaves` after `length` tokens."""
-
-    length: int
-    states: tuple[dict[str, Any], ...]
 
 
 def _copied(leaf: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -234,7 +217,7 @@ class SeparateSequence(FlatSequence):
         leaves = [leaf for cache in caches for leaf in leaves_of(cache) if not isinstance(leaf, FlatCache)]
         super().__init__(row, rows, layers, leaves)
         self.caches = list(caches)
-        self._marks: list[_Mark] = []
+        self._marks: list[SavedPrefix] = []  # of the leaves only
 
     @property
     def marks_freely(self) -> bool:
@@ -245,7 +228,7 @@ class SeparateSequence(FlatSequence):
         """Makes the current length one that `roll_back` can return to. The last few marks are kept."""
         if self.exact:
             return
-        self._marks.append(_Mark(self.length, tuple(_copied(leaf, vars(leaf)) for leaf in self.leaves)))
+        self._marks.append(SavedPrefix(self.length, (), tuple(_copied(leaf, vars(leaf)) for leaf in self.leaves)))
         del self._marks[: -(_MARKS_KEPT if self.marks_freely else 1)]
 
     def roll_back(self, length: int) -> None:
@@ -262,7 +245,7 @@ class SeparateSequence(FlatSequence):
             self.restore(self._marks[-1].states)
         self.length = length
 
-    def mark_at(self, length: int) -> _Mark:
+    def mark_at(self, length: int) -> SavedPrefix:
         """Returns the mark at `length` tokens, or the last one before. Raises RollbackError as `roll_back` does."""
         if self.length <= length:
             self.mark()
@@ -271,7 +254,7 @@ class SeparateSequence(FlatSequence):
             raise RollbackError(f"no state was marked at or before {length} tokens")
         return marks[-1]
 
-    def restore(self, states: tuple[dict[str, Any], ...]) -> None:
+    def restore(self, states: tuple[Any, ...]) -> None:
         """Restores the states of a mark; they are copied, since that may be done again."""
         for leaf, state in zip(self.leaves, states, strict=True):
             vars(leaf).update(_copied(leaf, state))

@@ -28,7 +28,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from outrider.engine.cache import leaves_of
 from outrider.engine.flat import Bools, FlatCache, Ints, NodeSegment, Segment
-from outrider.engine.kv_cache import ModelRows
+from outrider.engine.kv_cache import PREFILL, ModelRows
 from outrider.engine.kv_transfer import KeysValues, KVLayout, PromptReader, ReadingFault
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
@@ -36,7 +36,6 @@ from outrider.protocol.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-_PREFILL = 512
 _ORT_PREFILL = 128  # as fast per token as 512, and other requests wait less
 
 
@@ -65,10 +64,13 @@ class NewRows:
 
 
 class KVRows(Protocol):
-    """A tree's columns. A forward writes the columns from `start` on and, if `lazy`, never waits."""
+    """A tree's columns. A forward writes the columns from `start` on and, if `lazy`, never waits.
 
-    @property
-    def lazy(self) -> bool: ...
+    `whole`: there is other state besides the columns, so that only all columns can be saved.
+    """
+
+    lazy: bool
+    whole: bool
 
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
@@ -93,11 +95,6 @@ class KVRows(Protocol):
 
     def keep(self, prefix: int, columns: Ints) -> None:
         """Moves column `columns[i]` (ascending, from `prefix` on) to column `prefix` + i, and drops the others."""
-        ...
-
-    @property
-    def whole(self) -> bool:
-        """True if there is other state besides the columns, so that only all columns can be saved."""
         ...
 
     def save(self, count: int) -> SavedPrefix:
@@ -164,7 +161,7 @@ class DenseKVRows:
     def _prefill_rest(
         self, tokens: Sequence[int], start: int, progress: Callable[[int, int], None] | None, total: int
     ) -> None:
-        size = _PREFILL if self.lazy else _ORT_PREFILL
+        size = PREFILL if self.lazy else _ORT_PREFILL
         for first in range(start, len(tokens), size):
             segment = Segment(self.sequence.row, first, min(size, len(tokens) - first), long=True)
             self.rows.run([tokens[first : segment.end]], [segment], wanted=())
@@ -186,7 +183,8 @@ class DenseKVRows:
     @cached_property
     def number_format(self) -> mx.Dtype:
         """The format of the columns, without computing any."""
-        return KVLayout.of(self.rows.model).layers[0][0].dtype
+        cpu = self.rows.cpu
+        return cpu.columns[0].dtype if cpu is not None else KVLayout.of(self.rows.model).tensors[0].dtype
 
     @staticmethod
     def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
@@ -225,13 +223,6 @@ class OrtKVRows(JointKVRows):
     """`KVRows` by ONNX Runtime: all trees in one forward. Not lazy: a forward returns when it is complete."""
 
     lazy = False
-
-    def __init__(self, model: LoadedModel) -> None:
-        """Raises ModelError if ONNX Runtime does not compute this model's trees."""
-        if model.cpu is None:
-            raise ModelError("ONNX Runtime does not compute trees of this model")
-        super().__init__(model)
-        self.number_format = mx.array(np.zeros(0, model.cpu.kv_dtype)).dtype
 
 
 States = tuple[tuple[mx.array, ...], ...]

@@ -9,7 +9,7 @@ nothing of messages or requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,24 +42,24 @@ class KVTensor:
 class KVLayout:
     """The order of a model's keys and values: layer after layer, keys before values, [heads, n, width] each."""
 
-    layers: tuple[tuple[KVTensor, KVTensor], ...]
+    tensors: tuple[KVTensor, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> KVLayout:
         """Returns the layout of a model whose caches hold only keys and values; computes nothing."""
         caches: list[Any] = make_prompt_cache(model)
         model(mx.zeros((1, 1), mx.int32), cache=caches)
-        leaves = (leaf for cache in caches for leaf in leaves_of(cache))
-        return cls(tuple((_part(leaf.keys), _part(leaf.values)) for leaf in leaves))
+        arrays = [array for cache in caches for leaf in leaves_of(cache) for array in (leaf.keys, leaf.values)]
+        return cls(tuple(KVTensor(int(a.shape[1]), int(a.shape[3]), a.dtype) for a in arrays))
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(part.bytes_per_token for part in self._parts())
+        return sum(tensor.bytes_per_token for tensor in self.tensors)
 
     def pack(self, layers: Layers) -> Bytes:
         """Packs keys and values of a piece, [1, heads, n, width] each, in the order of the layers."""
         arrays = (array for pair in layers for array in pair)
-        return np.concatenate([_raw(array.astype(p.dtype)) for array, p in zip(arrays, self._parts(), strict=True)])
+        return np.concatenate([_raw(array.astype(t.dtype)) for array, t in zip(arrays, self.tensors, strict=True)])
 
     def unpack(self, data: Bytes, count: int) -> Layers:
         """Unpacks keys and values of `count` tokens. Raises ProtocolError if their size is wrong."""
@@ -69,18 +69,11 @@ class KVLayout:
                 " token: run the same model on both sides"
             )
         arrays, end = [], 0
-        for part in self._parts():
+        for part in self.tensors:
             start, end = end, end + count * part.bytes_per_token
             shape = (1, part.heads, count, part.width * int(part.dtype.size))
             arrays.append(mx.array(data[start:end].reshape(shape)).view(part.dtype))
         return tuple(zip(arrays[::2], arrays[1::2], strict=True))
-
-    def _parts(self) -> Iterable[KVTensor]:
-        return (part for pair in self.layers for part in pair)
-
-
-def _part(array: mx.array) -> KVTensor:
-    return KVTensor(int(array.shape[1]), int(array.shape[3]), array.dtype)
 
 
 def _raw(array: mx.array) -> Bytes:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial, wraps
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cache, partial, wraps
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -257,14 +257,11 @@ class ReferenceLogits:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model, self._cpu = model.model, model.cpu
-        self._known: dict[tuple[int, ...], mx.array] = {}
+        self._own = cache(self._of)
 
     def distance(self, text: Sequence[int], logits: mx.array) -> float:
         """Returns how far logits [V] are from the model's own after `text`, in units of the allowed error. Waits."""
-        key = tuple(text)
-        if key not in self._known:
-            self._known[key] = self._of(text)
-        own = self._known[key]
+        own = self._own(tuple(text))
         allowed = _EXACT if own.dtype == mx.float32 else _HALF
         known = own != -mx.inf  # a draft model may have only part of the vocabulary
         own, logits = mx.where(known, own.astype(mx.float32), 0.0), mx.where(known, logits.astype(mx.float32), 0.0)
@@ -274,7 +271,7 @@ class ReferenceLogits:
         difference = mx.abs(logits - own).max() / mx.maximum(mx.std(own), 1.0)
         return float(difference.item()) / allowed  # type: ignore[arg-type]
 
-    def _of(self, text: Sequence[int]) -> mx.array:
+    def _of(self, text: tuple[int, ...]) -> mx.array:
         if self._cpu is not None:  # compared with the model itself at load
             return mx.array(alone(self._cpu, np.array(text, np.int32), (len(text),))[-1])
         own: mx.array = self._model(mx.array([list(text)]), cache=make_prompt_cache(self._model))[0, -1]
@@ -325,11 +322,12 @@ def batch_agrees(model: LoadedModel) -> bool:
 
 def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
     """Runs the check `agrees` of the form `what`; returns why the form fails, or "": then its changes stay."""
-    with _restored(model.model) as keep:
+    with ExitStack() as undo:
+        undo.callback(_restorer(model.model))
         try:
             with named_errors(what, logging.INFO):
                 if agrees():
-                    keep()
+                    undo.pop_all()
                     return ""
             reason = "its logits are wrong"
         except ModelError as error:
@@ -338,28 +336,22 @@ def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
     return reason
 
 
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Restores a model's modules, and the names in their Python modules, unless the block calls what is yielded."""
+def _restorer(model: nn.Module) -> Callable[[], None]:
+    """Returns a function that makes a model's modules, and the names in their Python modules, what they are now."""
     kinds = [(part, type(part)) for part in model.modules()]
     names = [vars(sys.modules[name]) for name in {kind.__module__ for _, kind in kinds} if name in sys.modules]
     parts: list[dict[str, Any]] = [*(part for part, _ in kinds), *names]
     before = [dict(part) for part in parts]
-    kept = False
 
-    def keep() -> None:
-        nonlocal kept
-        kept = True
-
-    try:
-        yield keep
-    finally:
-        for part, kind in () if kept else kinds:
+    def restore() -> None:
+        for part, kind in kinds:
             part.__class__ = kind
-        for now, then in () if kept else zip(parts, before, strict=True):
+        for now, then in zip(parts, before, strict=True):
             for name in then:
                 if now.get(name) is not then[name]:
                     now[name] = then[name]
+
+    return restore
 
 
 _LONGER = 256

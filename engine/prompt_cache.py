@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from mlx.utils import tree_reduce
 
 from outrider.protocol.stats import CacheUse, KvCost
 
@@ -36,8 +37,7 @@ class SavedPrefix:
 
     @property
     def cost(self) -> KvCost:
-        columns = sum(int(array.nbytes) for pair in self.layers for array in pair)
-        return KvCost(sum(_bytes(state) for state in self.states), columns // max(self.length, 1))
+        return KvCost(_bytes(self.states), _bytes(self.layers) // max(self.length, 1))
 
     @property
     def nbytes(self) -> int:
@@ -177,9 +177,6 @@ def common(left: Ints, right: Ints) -> int:
     return first if count and differ[first] else count
 
 
-def _bytes(state: Any) -> int:
-    if isinstance(state, dict):
-        return sum(_bytes(inner) for inner in state.values())
-    if isinstance(state, list | tuple):
-        return sum(_bytes(inner) for inner in state)
-    return int(getattr(state, "nbytes", 0))
+def _bytes(arrays: Any) -> int:
+    """Returns the size of all arrays in nested containers."""
+    return int(tree_reduce(lambda total, leaf: total + getattr(leaf, "nbytes", 0), arrays, 0))

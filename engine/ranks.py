@@ -21,7 +21,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from outrider.engine.flat import FlatSequence
-from outrider.engine.hidden_states import HiddenStates
 from outrider.engine.kv_cache import Feed, KVCache
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, WorkerError, first_line, named_errors
@@ -109,23 +108,11 @@ class MirroredSequence:
 
     def __init__(self, own: FlatSequence, number: int, send: Callable[[TextChange], None]) -> None:
         self.own, self.number, self._send_change = own, number, send
+        self.exact, self.marks_freely = own.exact, own.marks_freely
 
     @property
     def length(self) -> int:
         return self.own.length
-
-    @length.setter
-    def length(self, length: int) -> None:
-        self._send_change(TextChange("set", self.number, length))
-        self.own.length = length
-
-    @property
-    def exact(self) -> bool:
-        return self.own.exact
-
-    @property
-    def marks_freely(self) -> bool:
-        return self.own.marks_freely
 
     def mark(self) -> None:
         if not self.exact:
@@ -141,27 +128,19 @@ class MirroredSequence:
 class MirroredKVCache:
     """Rank 0's side: its own KV cache, and `send`, which sends to the other ranks. `here`: see `SharedCopy`.
 
-    Changes are sent together with the next forward, since only forwards are urgent.
+    Changes are sent together with the next forward, since only forwards are urgent. Trees are not fed, because only
+    lengths are sent, and not paths through a tree. Hidden states are this rank's, which are the same on all ranks.
     """
+
+    trees = False
 
     def __init__(self, own: KVCache, ranks: Ranks, send: Callable[..., None], here: int = 1) -> None:
         self._own, self._ranks, self._send, self._here = own, ranks, send, here
+        self.together, self.is_lazy = own.together, own.is_lazy
+        self.state, self.tap_hidden_states = own.state, own.tap_hidden_states
         self._numbers, self._copies = itertools.count(), itertools.count(1)
         self._pending_changes: list[TextChange] = []
         self._dropped: deque[int] = deque()  # a copy may be dropped at any moment, on any thread
-
-    @property
-    def together(self) -> bool:
-        return self._own.together
-
-    @property
-    def is_lazy(self) -> bool:
-        return self._own.is_lazy
-
-    @property
-    def trees(self) -> bool:
-        """Always False: only lengths are sent to the other ranks, and not paths through a tree."""
-        return False
 
     def open(self) -> MirroredSequence:
         sequence = MirroredSequence(self._own.open(), next(self._numbers), self._pending_changes.append)
@@ -185,19 +164,12 @@ class MirroredKVCache:
         self._pending_changes.append(TextChange("adopt", sequence.number, start.length, number))
         self._own.adopt(sequence.own, start)
 
-    def tap_hidden_states(self, hidden_states: HiddenStates) -> None:
-        """Records this rank's hidden states, which are the same on all ranks."""
-        self._own.tap_hidden_states(hidden_states)
-
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         while self._dropped:
             self._pending_changes.append(TextChange("drop", copy=self._dropped.popleft()))
         self._send(*self._pending_changes, TextForward(tuple(map(_sent, feeds))))
         self._pending_changes.clear()
         return _begun(self._own, [replace(f, sequence=f.sequence.own, tokens=self._tokens(f)) for f in feeds])
-
-    def state(self) -> list[Any]:
-        return self._own.state()
 
     def _tokens(self, feed: Feed) -> Sequence[int] | mx.array:
         unread = isinstance(feed.tokens, mx.array)
@@ -238,8 +210,6 @@ class RankFollower:
                 self._sequences[change.text].mark()
             case "roll back":
                 self._sequences[change.text].roll_back(change.length)
-            case "set":
-                self._sequences[change.text].length = change.length
             case "save":
                 self._copies[change.copy] = self._own.save(self._sequences[change.text], change.length)
             case "adopt":

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -31,12 +31,13 @@ from outrider.engine.sampling import (
     History,
     Purpose,
     Sampler,
+    SamplingMetadata,
     exponential_numpy,
     gumbel_at,
     gumbel_numpy,
     stream,
 )
-from outrider.engine.steps import SamplingMetadata, Step, score
+from outrider.engine.steps import Step, score
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -146,15 +147,7 @@ class Draws:
     def score(self, asked: SamplingMetadata, logits: mx.array, forks: Sequence[int]) -> Step:
         """Returns the step of one text, as `engine.steps.score`; its best tokens are draws."""
         seeds = [stream(self.seed, Purpose.DRAFT, fork) for fork in forks]
-        return score([asked], logits, partial(DrawnStep, self, Keys(seeds, asked.positions)))
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys of each row's draw: a seed by its fork, and the position of the drawn token."""
-
-    seeds: Sequence[int]
-    positions: Sequence[int]
+        return score([asked], logits, partial(DrawnStep, self, seeds, asked.positions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,43 +165,50 @@ class DrawnStep(Step):
     def __init__(
         self,
         draws: Draws,
-        keys: Keys,
+        seeds: Sequence[int],
+        positions: Sequence[int],
         scores: mx.array,
         finish: Callable[[Floats], Floats] | None,
     ) -> None:
+        """`seeds`: each row's, by its fork; `positions`: those of the drawn tokens."""
         super().__init__(scores, finish)
-        self._draws, self._keys = draws, keys
+        self._draws, self._keys = draws, (seeds, positions)
         self._drawn: Drawn | None = None
-        self._rows: tuple[Any, Any] | None = None
 
     def q(self, row: int) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Floats]:
         """Returns what a row's best token was drawn from: ids [m] and probabilities [m]. Waits."""
         self.best()
-        if self._rows is None and self._drawn is not None:
-            self._rows = np.array(self._drawn.ids, np.int32), np.array(self._drawn.probs, np.float32)
-        ids, probs = cast(Any, self._rows)
+        ids, probs = self._q
         return ids[row], probs[row]
+
+    @cached_property
+    def _q(self) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Floats]:
+        drawn = cast(Drawn, self._drawn)
+        return np.array(drawn.ids, np.int32), np.array(drawn.probs, np.float32)
 
     def _choose(self, scores: mx.array) -> mx.array:
         if self._on_cpu:  # numpy is faster there, including the wait
             return mx.array(self.best(), dtype=mx.int32)
-        self._drawn = draw(mx, self._draws, self._keys, scores)
+        self._drawn = draw(mx, self._draws, *self._keys, scores)
         return cast(mx.array, self._drawn.chosen)
 
     def _choose_on_host(self, scores: Floats) -> list[int]:
-        self._drawn = draw(np, self._draws, self._keys, scores)
+        self._drawn = draw(np, self._draws, *self._keys, scores)
         return cast(list[int], self._drawn.chosen.tolist())
 
 
-def draw(xp: Any, draws: Draws, keys: Keys, scores: Any) -> Drawn:
-    """Draws a token for each row of `scores` [R, V], float32 log p up to a constant. `xp`: numpy or mlx.core (lazy)."""
+def draw(xp: Any, draws: Draws, seeds: Sequence[int], positions: Sequence[int], scores: Any) -> Drawn:
+    """Draws a token for each row of `scores` [R, V], float32 log p up to a constant. `xp`: numpy or mlx.core (lazy).
+
+    `seeds`: each row's, by its fork; `positions`: those of the drawn tokens.
+    """
     ids = _top(xp, scores, min(draws.width, scores.shape[1]))
     weights = xp.take_along_axis(scores, ids, -1)
     if draws.saguaro < 1:
         least = xp.sort(weights, axis=-1)[:, -min(draws.cached, ids.shape[1])][:, None]
         weights = xp.where(weights >= least, weights + math.log(draws.saguaro), weights)
     shares = xp.exp(weights - weights.max(axis=-1, keepdims=True))
-    noise = gumbel_at(xp, keys.seeds, keys.positions, ids)
+    noise = gumbel_at(xp, seeds, positions, ids)
     chosen = xp.take_along_axis(ids, xp.argmax(weights + noise, axis=-1)[:, None], -1)[:, 0]
     return Drawn(chosen.astype(xp.int32), ids, shares / shares.sum(axis=-1, keepdims=True))
 

@@ -25,7 +25,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, cast
 
@@ -257,12 +257,10 @@ class Sampler:
             positions: the absolute position of the token that each row chooses.
             histories: see `warped`.
         """
-        scores = self.warped(logits, histories)
-        return scores + self.noise(positions) if self.noisy else scores
+        own = [SamplingMetadata(self, positions, histories)]
+        return scored(own, penalised(own, logits))
 
-    def warped(
-        self, logits: mx.array, histories: Sequence[History] | None = None, words: Words | None = None
-    ) -> mx.array:
+    def warped(self, logits: mx.array, histories: Sequence[History] | None = None) -> mx.array:
         """Returns `scores` without noise: log-probabilities after penalties, bias, grammar, filters and temperature.
 
         Excluded tokens are -inf. Lazy.
@@ -270,12 +268,11 @@ class Sampler:
         Args:
             logits: [R, V], any float dtype.
             histories: committed text plus chain prefix of each row; used only if `needs_history`.
-            words: see `penalise`.
 
         Returns:
             [R, V]; with a temperature in float32, normalised before the filters; else in `logits`' format.
         """
-        return self.filtered(self.penalise(logits, histories, words))
+        return self.filtered(self.penalise(logits, histories))
 
     def filtered(self, logits: mx.array) -> mx.array:
         """Returns `warped` of logits that `penalise` has returned. Lazy."""
@@ -292,7 +289,7 @@ class Sampler:
         """
         penalised = _penalise(logits, histories, self.params)
         if words is None:
-            words = joint_words([(self, histories)])
+            words = joint_words([SamplingMetadata(self, (), histories)])
         return penalised if words is None else masked(penalised, words)
 
     def choose(self, penalised: Floats, positions: Sequence[int]) -> list[int] | None:
@@ -324,8 +321,11 @@ class Sampler:
         unsure = np.zeros(few.shape, bool)
         if self.filters:
             for row, count in enumerate(counts):
-                lost, unsure[row, :count] = _filtered_out(penalised[row], few[row, :count], self.params)
-                scores[row, :count][lost] = -np.inf
+                error = _ROUNDING + _ULPS * abs(float(best[row, 0]))
+                low, high = borders(penalised[row], self.params, error, _MASS)
+                own = penalised[row, few[row, :count]]
+                scores[row, :count][own < low] = -np.inf
+                unsure[row, :count] = (own >= low) & (own <= high)
         chosen = _only_bests(scores, scores.max(axis=-1, keepdims=True), float(abs(best).max()) / self.params.temp)
         every = np.arange(len(positions))
         if chosen is None or unsure[every, chosen].any():
@@ -334,7 +334,7 @@ class Sampler:
 
     def noise(self, positions: Sequence[int]) -> mx.array:
         """Returns the noise G at these positions, float32 [P, V]; the latest blocks of positions are cached."""
-        return joint_noise([(self, positions)])
+        return joint_noise([SamplingMetadata(self, positions)])
 
     def _noise_at_all(self, positions: Sequence[int]) -> Any:
         """Returns `noise`; on the CPU as a numpy array."""
@@ -369,25 +369,31 @@ def _only_bests(scores: Floats, best: Floats, largest: float = 0.0) -> list[int]
     return cast("list[int]", scores.argmax(axis=-1).tolist())
 
 
-def _filtered_out(
-    logits: Floats, tokens: Ints, params: SamplingParams
-) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], np.ndarray[Any, np.dtype[np.bool_]]]:
-    """Returns which of a row's tokens [N] the filters remove, and for which rounding decides. `logits`: the row [V]."""
-    own, best = logits[tokens], logits.max()
-    slack = _ROUNDING + _ULPS * abs(best)
-    lowest = best + math.log(params.min_p) if params.min_p > 0 else -np.inf
+def borders(logits: Floats, params: SamplingParams, error: float = 0.0, share: float = 0.0) -> tuple[float, float]:
+    """Returns two borders of the filters in a row of logits [V]: no token below the first passes, all above the second
+    do. Without errors the tokens from the first border on pass.
+
+    `error`: how wrong a logit may be, relative to others; `share`: how wrong a sum of probabilities may be besides.
+    """
+    best = logits.max()
+    low = high = float(best) + math.log(params.min_p) if params.min_p > 0 else -math.inf
     if 0 < params.top_k < len(logits):
-        lowest = max(lowest, logits[best_tokens(logits, params.top_k)[-1]])
-    lost, unsure = own < lowest - slack, abs(own - lowest) <= slack
+        last, behind = logits[best_tokens(logits, params.top_k + 1)[-2:]]
+        low, high = max(low, last), max(high, behind)
     if 0 < params.top_p < 1:
-        ranked = np.sort(logits[logits >= own.min()])[::-1]
-        mass = np.cumsum(np.exp(ranked - best), dtype=np.float64) / np.exp(logits - best).sum()
-        mass = np.concatenate([[0.0], mass])
-        above = mass[np.searchsorted(-ranked, -own, side="left")]  # the mass of all better tokens
-        equal = mass[np.searchsorted(-ranked, -own, side="right") - 1]  # and that of all but one of the equal ones
-        lost |= above > params.top_p + _MASS
-        unsure |= (equal > params.top_p - _MASS) & ~lost
-    return lost, unsure & ~lost
+        odds = math.log(params.top_p / (1 - params.top_p))
+        most, least = (1 / (1 + math.exp(-odds - by)) + math.copysign(share, by) for by in (error, -error))
+        mass = np.exp(logits - best)
+        total = float(mass.sum())
+        deepest = most if most < 1 else least  # if rounding may keep all tokens, only the second border matters
+        # All tokens below this together have a mass of less than 1 - `deepest`, so they can't belong to the nucleus.
+        falling = np.sort(logits[mass >= (1 - deepest) * total / len(logits)])[::-1]
+        shares = np.exp(falling - best, dtype=np.float64)
+        above = (np.cumsum(shares) - shares) / total  # a token passes if the mass above it is less than top-p
+        passing, surely = (int((above < border).sum()) for border in (most, least))
+        low = max(low, falling[max(passing, 1) - 1] if most < 1 else -math.inf)
+        high = max(high, falling[min(surely, len(falling) - 1)])
+    return low - error, high + error
 
 
 _PARTS = 64
@@ -409,21 +415,45 @@ def best_tokens(scores: Floats, count: int) -> Ints:
     return np.concatenate([best, level])
 
 
-def joint_words(own: Sequence[tuple[Sampler, Sequence[History] | None]]) -> Words | None:
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """How rows of logits choose tokens: at `positions`, by `sampler`, after `histories` if it needs them."""
+
+    sampler: Sampler
+    positions: Sequence[int]
+    histories: Sequence[History] | None = None
+
+
+def penalised(asked: Sequence[SamplingMetadata], logits: mx.array) -> mx.array:
+    """Returns `Sampler.penalise` of logits [R, V], the rows of all `asked` one after another; their samplers are of one
+    kind."""
+    sampler, histories = asked[0].sampler, None
+    if sampler.needs_history and asked[0].histories is not None:
+        histories = [history for rows in asked for history in rows.histories or ()]
+    return sampler.penalise(logits, histories, joint_words(asked))
+
+
+def scored(asked: Sequence[SamplingMetadata], logits: mx.array) -> mx.array:
+    """Returns `Sampler.scores` of logits that `penalised` has returned. Lazy."""
+    scores = asked[0].sampler.filtered(logits)
+    return scores + joint_noise(asked) if asked[0].sampler.noisy else scores
+
+
+def joint_words(asked: Sequence[SamplingMetadata]) -> Words | None:
     """Returns what grammars of samplers of one kind allow after their histories, row by row; None: no grammar."""
     words = []
-    for sampler, histories in own:
-        if sampler.constraint is not None:
-            if histories is None:
+    for rows in asked:
+        if rows.sampler.constraint is not None:
+            if rows.histories is None:
                 raise InvalidRequest("a grammar needs the tokens before each row; got none")
-            words.append(sampler.constraint.allowed(cast("Sequence[Sequence[int]]", histories)))
+            words.append(rows.sampler.constraint.allowed(cast("Sequence[Sequence[int]]", rows.histories)))
     return np.concatenate(words) if words else None
 
 
-def joint_noise(wanted: Sequence[tuple[Sampler, Sequence[int]]]) -> mx.array:
+def joint_noise(asked: Sequence[SamplingMetadata]) -> mx.array:
     """Returns the noise of several samplers, each at its positions, one after another: float32 [P, V]."""
-    parts = [sampler._noise_at_all(positions) for sampler, positions in wanted]
-    joint = parts[0] if len(parts) == 1 else wanted[0][0]._xp.concatenate(parts)
+    parts = [rows.sampler._noise_at_all(rows.positions) for rows in asked]
+    joint = parts[0] if len(parts) == 1 else asked[0].sampler._xp.concatenate(parts)
     return joint if isinstance(joint, mx.array) else mx.array(joint)
 
 

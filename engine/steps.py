@@ -10,16 +10,14 @@ only the target's choice counts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.sampling import Floats, History, Sampler, best_tokens, joint_noise, joint_words
+from outrider.engine.sampling import Floats, SamplingMetadata, best_tokens, borders, penalised, scored
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import Candidate
 
@@ -119,30 +117,16 @@ class Step:
 Make = Callable[[mx.array, Callable[[Floats], Floats] | None], Step]
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingMetadata:
-    """How rows of logits choose tokens: at `positions`, by `sampler`, after `histories` if it needs them."""
-
-    sampler: Sampler
-    positions: Sequence[int]
-    histories: Sequence[History] | None = None
-
-
 def score(asked: Sequence[SamplingMetadata], logits: mx.array, make: Make = Step, *, at_once: bool = False) -> Step:
     """Returns the step of logits [R, V], the rows of all `asked` one after another. Lazy.
 
     The samplers are of one kind (`Sampler.kind`). `at_once`: the logits are evaluated, so laziness gains nothing.
     """
-    sampler = asked[0].sampler
-    histories = [h for rows in asked for h in rows.histories or ()] if sampler.needs_history else None
-    words = joint_words([(rows.sampler, rows.histories) for rows in asked])
+    sampler, logits = asked[0].sampler, penalised(asked, logits)
     by_host = sampler.filters or (at_once and sampler.params.temp > 0)
     if by_host and mx.default_device().type == mx.cpu:
-        return make(sampler.penalise(logits, histories, words), partial(_finish, asked))
-    scores = sampler.warped(logits, histories, words)
-    if sampler.noisy:
-        scores = scores + joint_noise([(rows.sampler, rows.positions) for rows in asked])
-    return make(scores, None)
+        return make(logits, partial(_finish, asked))
+    return make(scored(asked, logits), None)
 
 
 def _finish(asked: Sequence[SamplingMetadata], penalised: Floats) -> Floats:
@@ -161,29 +145,6 @@ def _finish(asked: Sequence[SamplingMetadata], penalised: Floats) -> Floats:
 
 def filtered(logits: Floats, params: SamplingParams) -> Floats:
     """Filters logits [R, V] that are penalised and not normalised, and divides them by the temperature, above 0."""
-    top = logits.max(axis=-1)
-    lowest = np.full(len(logits), -np.inf, dtype=np.float32)
-    if 0 < params.top_p < 1:
-        lowest = _top_p(logits, top, params.top_p)
-    if params.min_p > 0:
-        lowest = np.maximum(lowest, top + math.log(params.min_p))
-    if 0 < params.top_k < logits.shape[1]:
-        lowest = np.maximum(lowest, [row[best_tokens(row, params.top_k)[-1]] for row in logits])
+    lowest = np.array([borders(row, params)[0] for row in logits], np.float32)
     kept: Floats = np.where(logits < lowest[:, None], -np.inf, logits * np.float32(1.0 / params.temp))
     return kept
-
-
-def _top_p(logits: Floats, top: Floats, p: float) -> Floats:
-    """Returns the lowest logit of each row's nucleus: the fewest best tokens whose mass reaches `p`."""
-    mass = np.exp(logits - top[:, None])
-    total = mass.sum(axis=-1)
-    # All tokens below this together have a mass of less than 1 - p, so they can't belong to the nucleus.
-    hopeless = (1.0 - p) * total / logits.shape[1]
-    lowest = np.empty_like(top)
-    for row in range(len(logits)):
-        large = mass[row][mass[row] >= hopeless[row]]
-        order = np.sort(large)[::-1]
-        above = np.cumsum(order) - order
-        last = int(np.searchsorted(above, p * total[row], side="left")) - 1
-        lowest[row] = logits[row][mass[row] >= order[last]].min()
-    return lowest

@@ -21,8 +21,8 @@ from outrider.engine.flat import Bools, Ints
 from outrider.engine.kv_rows import KVRows, NewRows
 from outrider.engine.prompt_cache import PromptCache, SavedPrefix
 from outrider.engine.residual import DrawnStep, Draws
-from outrider.engine.sampling import Sampler
-from outrider.engine.steps import SamplingMetadata, Step, score
+from outrider.engine.sampling import Sampler, SamplingMetadata
+from outrider.engine.steps import Step, score
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
@@ -148,7 +148,7 @@ class Tree:
         self._column_tokens: list[int] = []
         self._recent: list[int] = []  # committed columns that are still in the window
         self._nodes: dict[int, _Node] = {}
-        self._next, self._root = 0, 0
+        self.next_node, self.root = 0, 0
         self._cache = cache if cache is not None else PromptCache(KvCost())
         start = self._cache.find(tokens)
         self.cached = start.length if start is not None else 0
@@ -164,14 +164,6 @@ class Tree:
     @property
     def draws(self) -> bool:
         return self._draws is not None
-
-    @property
-    def root(self) -> int:
-        return self._root
-
-    @property
-    def next_node(self) -> int:
-        return self._next
 
     @property
     def committed_len(self) -> int:
@@ -227,8 +219,8 @@ class Tree:
 
     def commit(self, path: Sequence[int]) -> None:
         for node in path:
-            if self._node(node).parent != self._root:
-                raise InvalidRequest(f"node {node} can't be committed: it does not follow node {self._root}")
+            if self._node(node).parent != self.root:
+                raise InvalidRequest(f"node {node} can't be committed: it does not follow node {self.root}")
             self._settle(node)
         if path:
             self._prune()
@@ -285,7 +277,7 @@ class Tree:
 
     def begin(self, feed: TreeFeed) -> TreeInput:
         """Assigns a column to each token; returns what the forward and its scores need of this tree."""
-        first, start = self._next, self._layout.end
+        first, start = self.next_node, self._layout.end
         if any(token is None and parent >= first for parent, token in zip(feed.parents, feed.tokens, strict=True)):
             raise InvalidRequest("a token is None and its parent is fed in the same call; expected a token")
         above = [self._column_of(parent) for parent in feed.parents]
@@ -320,19 +312,19 @@ class Tree:
 
     def end(self, growth: TreeInput, step: Step, first_row: int) -> list[int]:
         """Adds the fed nodes, whose scores are the rows of `step` from `first_row` on, and returns them."""
-        first = self._next
+        first = self.next_node
         for index, (parent, token) in enumerate(zip(growth.parents, growth.ids, strict=True)):
             column = growth.new.start + index
             self._nodes[first + index] = _Node(parent, token, column, step, first_row + index, growth.forks[index])
             if parent >= 0:
                 self._nodes[parent].children.append(first + index)
-        self._next += len(growth.ids)
-        return list(range(first, self._next))
+        self.next_node += len(growth.ids)
+        return list(range(first, self.next_node))
 
     def _column_of(self, parent: int) -> int:
         """Returns the column of a node, also of one being fed; for NOWHERE that of the last committed token."""
-        if parent >= self._next:
-            return self._layout.end + parent - self._next
+        if parent >= self.next_node:
+            return self._layout.end + parent - self.next_node
         return len(self._column_tokens) - 1 if parent == NOWHERE else self._node(parent).column
 
     def _readily(self, parent: int, token: int | None) -> int | None:
@@ -363,7 +355,7 @@ class Tree:
 
     def _histories(self, parents: Sequence[int], ids: list[int | None]) -> list[list[int]]:
         """Returns the history of each row, for penalties and grammars; lazy tokens are read into `ids`."""
-        first = self._next
+        first = self.next_node
         tails: list[list[int]] = []
         for row, parent in enumerate(parents):
             token = ids[row]
@@ -377,7 +369,7 @@ class Tree:
     def _path(self, node: int) -> list[int]:
         """Returns the uncommitted tokens down to `node`."""
         path: list[int] = []
-        while node in self._nodes and node != self._root:
+        while node in self._nodes and node != self.root:
             path.append(self._token(self._nodes[node]))
             node = self._nodes[node].parent
         return path[::-1]
@@ -388,23 +380,23 @@ class Tree:
         self._committed.append(self._token(entry))
         self._column_tokens.append(self._committed[-1])
         self._recent.append(entry.column)
-        self._root = node
+        self.root = node
 
     def _prune(self) -> None:
         """Drops all nodes but the root and its descendants; gathers the columns once enough are unused."""
-        kept, todo = {}, [self._root]
+        kept, todo = {}, [self.root]
         while todo:
             node = todo.pop()
             kept[node] = self._nodes[node]
             todo += kept[node].children
         self._nodes = dict(sorted(kept.items()))
-        pending = [node for key, node in self._nodes.items() if key != self._root]
+        pending = [node for key, node in self._nodes.items() if key != self.root]
         dead = self._layout.end - self._layout.prefix - len(self._recent) - len(pending)
         if dead <= _SLACK:
             return
         prefix = self._layout.prefix
         self.kv_rows.keep(prefix, self._layout.compact(self._recent, [node.column for node in pending]))
-        self._nodes[self._root].column = prefix + len(self._recent) - 1
+        self._nodes[self.root].column = prefix + len(self._recent) - 1
         for column, survivor in enumerate(pending, prefix + len(self._recent)):
             survivor.column = column
         self._recent = []

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import cast
 
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.hidden_states import Takes
 from outrider.engine.kv_cache import CacheSlot, Feed, KVCache
 from outrider.engine.residual import ResidualSampler
-from outrider.engine.sampling import History, Sampler, joint_noise, joint_words
+from outrider.engine.sampling import History, Sampler, SamplingMetadata, penalised, scored
 from outrider.protocol.errors import InvalidRequest, ModelFault, OutriderError
 from outrider.protocol.schema import NEVER, Logprobs
 from outrider.protocol.trees import SparseQ, depths, fault, lines, walk
@@ -109,9 +110,7 @@ class BatchForward:
         """
         self._kv_cache, self.asks, self.rows = kv_cache, tuple(asks), rows
         self._logits, self._positions, self._hidden = logits, positions, hidden
-        self._begins = [0]
-        for ask in asks:
-            self._begins.append(self._begins[-1] + len(ask.chain) + 1)
+        self._begins = [0, *accumulate(len(ask.chain) + 1 for ask in asks)]
         self._index_of = {id(ask.slot): index for index, ask in enumerate(asks)}
         self.chosen: mx.array | None = None
         self._logprobs: dict[int, RowLogprobs] = {}
@@ -177,34 +176,19 @@ class BatchForward:
         rows = [row for index in members for row in self._rows(index)]
         whole = len(rows) == self._begins[-1]
         logits = self._logits if whole else mx.take(self._logits, mx.array(rows, mx.int32), axis=0)
-        sampler = self.asks[members[0]].slot.sampler
-        histories, words = None, None
-        if sampler.needs_history:
-            each = [(self.asks[index].slot.sampler, _histories(self.asks[index], after)) for index in members]
-            histories, words = [h for _, own in each for h in own], joint_words(each)
-        logits = sampler.penalise(logits, histories, words)
+        asked = [self._asked(index, after) for index in members]
+        logits = penalised(asked, logits)
         self._note(members, logits)
         if not self._kv_cache.is_lazy and logits.dtype == mx.float32:
-            chosen = self._chosen_on_host(members, logits)
+            chosen = _chosen_on_host(asked, logits)
             if chosen is not None:
                 return mx.array(chosen, mx.int32)
-        scores = sampler.filtered(logits)
-        if sampler.noisy:
-            own = [(self.asks[i].slot.sampler, self._positions_of(i)) for i in members]
-            scores = scores + joint_noise(own)
-        return _choices(scores)
+        return _choices(scored(asked, logits))
 
-    def _chosen_on_host(self, members: Sequence[int], logits: mx.array) -> list[int] | None:
-        """Chooses by numpy: on a CPU MLX's operations over a vocabulary take as long as model layers."""
-        rows, begin, tokens = np.array(logits, copy=False), 0, []
-        for index in members:
-            end = begin + len(self._rows(index))
-            chosen = self.asks[index].slot.sampler.choose(rows[begin:end], self._positions_of(index))
-            if chosen is None:
-                return None
-            tokens += chosen
-            begin = end
-        return tokens
+    def _asked(self, index: int, after: BatchForward | None) -> SamplingMetadata:
+        ask = self.asks[index]
+        histories = _histories(ask, after) if ask.slot.sampler.needs_history else None
+        return SamplingMetadata(ask.slot.sampler, self._positions_of(index), histories)
 
     def _note(self, members: Sequence[int], logits: mx.array) -> None:
         """Prepares the log-probabilities of requests that asked for them; `logits`: the members' rows."""
@@ -226,7 +210,7 @@ class BatchForward:
         rows = self._rows(index)
         try:
             if chain and isinstance(slot.sampler, ResidualSampler):
-                verdict = self._by_residual(slot.sampler, ask, rows, self._positions_of(index))
+                verdict = self._by_residual(slot.sampler, ask, rows, self._asked(index, None))
             else:
                 verdict = _by_equality(slot.sampler, ask, choices[rows.start : rows.stop])
             nodes = verdict.nodes
@@ -254,14 +238,13 @@ class BatchForward:
         return verdict
 
     def _by_residual(
-        self, sampler: ResidualSampler, ask: VerifyInput, rows: range, places: Sequence[int]
+        self, sampler: ResidualSampler, ask: VerifyInput, rows: range, asked: SamplingMetadata
     ) -> VerifyOutput:
         if ask.parents:
             raise InvalidRequest("this request uses residual sampling, which can't verify a tree; expected a chain")
         if ask.q is None:
             raise InvalidRequest("this request uses residual sampling, and its chain has no q; expected one with q")
-        histories = _histories(ask, None) if sampler.needs_history else None
-        log_p = sampler.log_p(self._logits[rows.start : rows.stop], histories)
+        log_p, places = sampler.log_p(self._logits[rows.start : rows.stop], asked.histories), asked.positions
         if not (log_p.max(axis=-1) > -np.inf).all():
             raise ModelFault("the target's logits are NaN or infinite; this request can't continue")
         k = sampler.accepted(log_p[:-1], places[:-1], ask.chain, ask.q)
@@ -284,7 +267,7 @@ def begin(
         slot = ask.slot
         if len(slot.unfed) > _MAX_REPLAY:
             slot.feed_all_but(1)
-        if ask.chain or after is not None:
+        if ask.chain or after is not None or slot.sequence.marks_freely:
             slot.sequence.mark()
         # A drafter may have tokens that the target lacks; they are never accepted.
         if ask.parents:
@@ -292,13 +275,16 @@ def begin(
         known = [token if token < slot.sampler.vocab_size else 0 for token in ask.chain]
         behind = after.token_of(slot) if after is not None else None
         tokens = slot.unfed + known if behind is None else behind
-        takes = _taken(hidden, len(feeds), slot)
+        takes = partial(hidden.__setitem__, len(feeds)) if slot.listener is not None else None
         feeds.append(Feed(slot.sequence, tokens, len(ask.chain) + 1, False, takes, ask.parents, slot.all_cores))
         positions.append(slot.fed + feeds[-1].count - len(ask.chain))
     for reading in readings:
         slot, start = reading.slot, reading.slot.fed
+        if slot.sequence.marks_freely:
+            slot.sequence.mark()
         new = slot.tokens[start : start + reading.count]
-        feeds.append(Feed(slot.sequence, new, 0, True, _taken(hidden, len(feeds), slot)))
+        takes = partial(hidden.__setitem__, len(feeds)) if slot.listener is not None else None
+        feeds.append(Feed(slot.sequence, new, 0, True, takes))
     starts = [reading.slot.fed for reading in readings]
     kv_cache = (asks[0].slot if asks else readings[0].slot).kv_cache
     logits = kv_cache.forward(feeds)
@@ -311,15 +297,6 @@ def begin(
     else:
         mx.async_eval(kv_cache.state(), forward._hidden_rows)  # type: ignore[no-untyped-call]
     return forward
-
-
-def _taken(hidden: list[mx.array | None], place: int, slot: CacheSlot) -> Takes | None:
-    """Returns a function that stores a slot's hidden states in `hidden`, or None if the slot has no listener."""
-
-    def takes(rows: mx.array) -> None:
-        hidden[place] = rows
-
-    return takes if slot.listener is not None else None
 
 
 def _check_tree(ask: VerifyInput) -> None:
@@ -364,6 +341,19 @@ def _by_equality(sampler: Sampler, ask: VerifyInput, choices: Sequence[int]) -> 
     while accepted < len(ask.chain) and choices[accepted] == ask.chain[accepted]:
         accepted += 1
     return VerifyOutput(accepted, choices[accepted])
+
+
+def _chosen_on_host(asked: Sequence[SamplingMetadata], logits: mx.array) -> list[int] | None:
+    """Chooses by numpy: on a CPU MLX's operations over a vocabulary take as long as model layers."""
+    rows, begin, tokens = np.array(logits, copy=False), 0, []
+    for own in asked:
+        end = begin + len(own.positions)
+        chosen = own.sampler.choose(rows[begin:end], own.positions)
+        if chosen is None:
+            return None
+        tokens += chosen
+        begin = end
+    return tokens
 
 
 def _choices(scores: mx.array) -> mx.array:

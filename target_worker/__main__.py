@@ -93,7 +93,7 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
     model = rank_zero.load(options.model, report) if rank_zero is not None else load(options.model, progress=report)
     report("checking the model")
     found = abilities(model)
-    kv_cache = rank_zero.texts(options.model, model) if rank_zero is not None else None
+    kv_cache = rank_zero.texts(model) if rank_zero is not None else None
     kinds = [kind for kind, _ in options.own]
     wanted = [in_process_drafters.DrafterSpec(n, *own) for n, own in zip(names_of(kinds), options.own, strict=True)]
     cost = heads.step_cost if profile is None else None

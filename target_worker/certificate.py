@@ -15,19 +15,18 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.engine.kv_cache import CacheSlot, SeparateKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.sampling import Sampler
+from outrider.engine.sampling import Floats, Sampler, borders
 from outrider.grammar.compiler import Compiler
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
@@ -42,21 +41,22 @@ SUM_ROUNDING = 1e-5  # of the sum of probabilities for top-p
 def judge(logits: mx.array, tokens: Sequence[int], sampler: Sampler, token: int) -> Difference | None:
     """Returns how `token` differs from what `sampler` chooses after `tokens` by `logits` [1, V]; None if it is that."""
     history = [tokens] if sampler.needs_history else None
-    expected = _whole_vocabulary(mx.argmax(sampler.scores(logits, [len(tokens)], history)[0]))
+    scores, own = sampler.scores(logits, [len(tokens)], history), _row(logits)
+    expected = int(_row(scores).argmax())
     if expected == token:
         return None
     params = sampler.params
     stretched = max(params.repetition_penalty, 1 / params.repetition_penalty)  # a penalty may scale a difference by it
-    tolerance = stretched * _tolerance(logits, token, expected) + SCORE_ROUNDING * params.temp
-    reach = stretched * _tolerance(logits, token, expected, _whole_vocabulary(mx.argmax(logits[0])))
-    warped = np.array(sampler.penalise(logits.astype(mx.float32), history))[0]
-    noise = np.array(sampler.noise([len(tokens)]))[0] if sampler.noisy else np.zeros_like(warped)
+    tolerance = stretched * _tolerance(own, logits.dtype, token, expected) + SCORE_ROUNDING * params.temp
+    reach = stretched * _tolerance(own, logits.dtype, token, expected, int(own.argmax()))
+    warped = _row(sampler.penalise(logits.astype(mx.float32), history))
+    noise = _row(sampler.noise([len(tokens)])) if sampler.noisy else np.zeros_like(warped)
     worth = warped + params.temp * noise
     # The score to beat: the best of the tokens that pass the filters wherever rounding puts their borders.
-    surely = warped > max((floor for _, floor in _borders(warped, params, reach)), default=-math.inf)
+    low, high = borders(warped, params, reach, SUM_ROUNDING) if sampler.filters else (-math.inf, -math.inf)
+    surely = warped > high
     surely[np.argmax(warped)] = True
-    possible = warped[token] >= max((floor for floor, _ in _borders(warped, params, reach)), default=-math.inf)
-    margin = max(0.0, float(worth[surely].max() - worth[token])) if possible else math.inf
+    margin = max(0.0, float(worth[surely].max() - worth[token])) if warped[token] >= low else math.inf
     return Difference(len(tokens), token, expected, margin if math.isfinite(margin) else None, tolerance)
 
 
@@ -64,44 +64,16 @@ def is_tie(difference: Difference) -> bool:
     return difference.margin is not None and difference.margin <= difference.tolerance
 
 
-def _tolerance(logits: mx.array, *tokens: int) -> float:
-    """Returns how much rounding may change the difference of the logits of any two of these tokens."""
-    largest = max(abs(_number(logits[0, token])) for token in tokens)
-    step = float(mx.finfo(logits.dtype).eps) * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
-    return max(LEAST.get(logits.dtype, LEAST[mx.float32]), 2 * step)
+def _tolerance(logits: Floats, dtype: mx.Dtype, *tokens: int) -> float:
+    """Returns how much rounding to this format may change the difference of the logits of any two of these tokens."""
+    largest = max(abs(float(logits[token])) for token in tokens)
+    step = float(mx.finfo(dtype).eps) * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
+    return max(LEAST.get(dtype, LEAST[mx.float32]), 2 * step)
 
 
-def _borders(warped: NDArray[np.float32], params: SamplingParams, reach: float) -> Iterator[tuple[float, float]]:
-    """Yields two borders for each filter, if logits may differ by `reach`: below the first no token passes, above the
-    second every token does."""
-    if params.temp == 0:
-        return
-    falling = -np.sort(-warped)
-    if 0 < params.top_p < 1:
-        shares = np.exp(falling - falling[0], dtype=np.float64)
-        above = (np.cumsum(shares) - shares) / shares.sum()  # a token passes if the mass above it is less than top-p
-        odds = math.log(params.top_p / (1 - params.top_p))
-        most, least = (1 / (1 + math.exp(-odds - by)) + math.copysign(SUM_ROUNDING, by) for by in (reach, -reach))
-        yield falling[max(np.sum(above < most), 1) - 1] - reach, _behind(falling, int(np.sum(above < least))) + reach
-    if params.min_p > 0:
-        border = falling[0] + math.log(params.min_p)
-        yield border - reach, border + reach
-    if 0 < params.top_k < len(falling):
-        yield falling[params.top_k - 1] - reach, falling[params.top_k] + reach
-
-
-def _behind(falling: NDArray[np.float32], kept: int) -> float:
-    """Returns the largest logit that is excluded if `kept` are kept."""
-    return float(falling[kept]) if kept < len(falling) else -math.inf
-
-
-def _number(scalar: mx.array) -> float:
-    value: Any = scalar.item()
-    return float(value)
-
-
-def _whole_vocabulary(scalar: mx.array) -> int:
-    return int(_number(scalar))
+def _row(rows: mx.array) -> Floats:
+    """Returns the only one of these rows, [V]."""
+    return np.array(rows.astype(mx.float32))[0]  # type: ignore[no-any-return]
 
 
 PROGRESS_EVERY = 16

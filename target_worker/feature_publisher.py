@@ -29,7 +29,7 @@ class FeaturePublisher:
     """Computes the features that `head` reads. `features`: identifies them in Hello; `note`: for the user."""
 
     def __init__(self, head: Head, features: str, note: str = "") -> None:
-        self.points, self._fuse, self._reach = head.points, head.fuse, head.reach
+        self.points, self._fuse, self.reach = head.points, head.fuse, head.reach
         self.features, self.note = features, note
 
     @classmethod
@@ -37,10 +37,6 @@ class FeaturePublisher:
         """Returns the publisher for a head that was loaded from this folder and tried with the target."""
         target = model.folder or Path()
         return cls(drafter.head, features_of(drafter.head, Path(folder), target), drafter.note)
-
-    def listener(self, request: str, epoch: int) -> FeatureListener:
-        """Returns a listener for one text."""
-        return FeatureListener(request, epoch, self._reach)
 
     def fuse(self, rows: mx.array) -> mx.array:
         """Implements `HiddenStateReader`."""

@@ -185,7 +185,6 @@ class InProcessDrafters:
             for name, own in drafters.items()
             if isinstance(own, HeadDrafter) and not isinstance(own, ExitDrafter)
         }
-        self._readers = self._all_readers()
 
     @property
     def weight_bytes(self) -> int:
@@ -206,7 +205,8 @@ class InProcessDrafters:
         for proposer in self._drafters.values():
             if isinstance(proposer, ExitDrafter):
                 proposer.attach_kv_cache(kv_cache)
-        self._readers = self._all_readers(other)
+        heads = [proposer.head for proposer in self._heads.values()]
+        self._readers = HiddenStateReaders([*heads, *([other] if other is not None else [])])
         if self._heads or other is not None:
             kv_cache.tap_hidden_states(HiddenStates(model.model, self._readers.points, self._readers.fuse))
 
@@ -252,10 +252,6 @@ class InProcessDrafters:
     @property
     def _caches(self) -> list[PromptCache]:
         return [proposer.prompt_cache for proposer in self._drafters.values()]
-
-    def _all_readers(self, other: HiddenStateReader | None = None) -> HiddenStateReaders:
-        heads = [proposer.head for proposer in self._heads.values()]
-        return HiddenStateReaders([*heads, *([other] if other is not None else [])])
 
     def _listener(self, listeners: Sequence[Listener]) -> Listener:
         def on_features(position: int, features: mx.array) -> None:

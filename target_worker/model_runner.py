@@ -132,18 +132,19 @@ class ModelRunner:
         readings = self._readings(running, _rows(asks))
         if not asks and not readings:
             return None
+        parts: list[tuple[TargetRequest, VerifyInput | PrefillChunk]] = [*zip(members, asks, strict=True), *readings]
+        fed = [request.slot.fed for request, _ in parts]
         flight = _flight(members, asks, readings, clock.now())
         if isinstance(flight, InFlightForward):
             return flight
-        if len(asks) + len(readings) == 1:
-            alone = members[0] if members else readings[0][0]
-            failed.append(VerifyResult(alone, flight, Span(started_ns, clock.now()), 0))
+        if len(parts) == 1:
+            failed.append(VerifyResult(parts[0][0], flight, Span(started_ns, clock.now()), 0))
             return None
-        for member, ask in zip(members, asks, strict=True):
-            failed.append(
-                VerifyResult(member, _alone(ask, member.slot.fed), Span(started_ns, clock.now()), len(ask.chain) + 1)
-            )
-        failed += _read_alone(readings, Span(started_ns, clock.now()))
+        for (request, part), length in zip(parts, fed, strict=True):
+            verdict = _alone(part, length)
+            if verdict is not None:
+                rows = _rows([part]) if isinstance(part, VerifyInput) else 0
+                failed.append(VerifyResult(request, verdict, Span(started_ns, clock.now()), rows))
         return None
 
     def _readings(self, running: Collection[TargetRequest], rows: int) -> list[tuple[TargetRequest, PrefillChunk]]:
@@ -177,15 +178,15 @@ class ModelRunner:
         forward = flight.forward
         begun_ns = flight.begun_ns or self._ended_ns
         ready = max((member.ready for member in flight.members), default=0.0)
-        with paced(self._pace if _is_paced(flight) else None, _rows(forward.asks), ready):
+        rounds = any(member.answers for member in flight.members)  # a profile doesn't describe the end of a prompt
+        with paced(self._pace if rounds else None, _rows(forward.asks), ready):
             followers = self._followers(flight, running) if forward.is_plain else []
             after = _flight(followers, [VerifyInput(m.slot) for m in followers], [], 0, forward) if followers else None
             verdicts = _verdicts(forward)
-        if any(isinstance(verdict, OutriderError) for verdict in verdicts):
+        if any(isinstance(verdict, OutriderError) for verdict in (*verdicts, after)):
             verdicts = _again(flight, verdicts)
-            if isinstance(after, InFlightForward):  # it began after a forward that failed, so its steps are repeated
-                for follower in after.members:
-                    follower.slot.sequence.roll_back(len(follower.slot.tokens) - 1)
+            for follower in followers:  # their next steps failed, or began after one that failed, so they are repeated
+                follower.slot.sequence.roll_back(len(follower.slot.tokens) - 1)
         elif isinstance(after, InFlightForward):
             self._flight = after
         self._ended_ns = clock.now()
@@ -206,16 +207,13 @@ def _flight(
     begun_ns: int,
     after: BatchForward | None = None,
 ) -> InFlightForward | OutriderError:
-    """Begins a forward. If it fails, all texts are unchanged."""
+    """Begins a forward. If it fails, some of the texts may have been fed."""
     readers = tuple(reader for reader, _ in readings)
-    texts = [request.slot.sequence for request in (*members, *readers)]
-    fed = tuple(text.length for text in texts)
+    fed = tuple(request.slot.fed for request in (*members, *readers))
     try:
         with named_errors("the target's forward"):
             forward = begin(asks, [reading for _, reading in readings], after)
     except OutriderError as error:
-        for text, length in zip(texts, fed, strict=True):
-            text.length = length
         return error
     return InFlightForward(forward, tuple(members), readers, fed, begun_ns)
 
@@ -235,38 +233,29 @@ def _again(
     if len(flight.members) + len(flight.readers) == 1:
         return list(verdicts)
     return [
-        _alone(ask, fed) if isinstance(verdict, OutriderError) and not member.over else verdict
+        (_alone(ask, fed) or verdict) if isinstance(verdict, OutriderError) and not member.over else verdict
         for member, ask, fed, verdict in zip(flight.members, flight.forward.asks, flight.fed, verdicts, strict=False)
     ]
 
 
-def _alone(ask: VerifyInput, fed: int) -> VerifyOutput | OutriderError:
-    """Returns the verdict of a forward over one text only, of which `fed` tokens had been fed before."""
+def _alone(part: VerifyInput | PrefillChunk, fed: int) -> VerifyOutput | OutriderError | None:
+    """Returns the verdict of a forward over one text only, of which `fed` tokens had been fed before, or its error.
+
+    None: it has read a piece of a prompt.
+    """
     try:
         with named_errors("the target's forward"):
-            ask.slot.sequence.roll_back(fed)
-            return begin([ask]).verdicts()[0]
+            part.slot.sequence.roll_back(fed)
+            if isinstance(part, VerifyInput):
+                return begin([part]).verdicts()[0]
+            begin([], [part])
     except OutriderError as error:
         return error
-
-
-def _read_alone(readings: Sequence[tuple[TargetRequest, PrefillChunk]], work: Span) -> list[VerifyResult]:
-    """Reads the pieces one by one; returns the failed ones."""
-    failed = []
-    for reader, reading in readings:
-        flight = _flight([], [], [(reader, reading)], 0)
-        if isinstance(flight, OutriderError):
-            failed.append(VerifyResult(reader, flight, work, 0))
-    return failed
+    return None
 
 
 def _rows(asks: Iterable[VerifyInput]) -> int:
     return sum(len(ask.chain) + 1 for ask in asks)
-
-
-def _is_paced(flight: InFlightForward) -> bool:
-    """Returns False for the end of a prompt: a profile describes only rounds."""
-    return any(member.answers for member in flight.members)
 
 
 def now() -> float:

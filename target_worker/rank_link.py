@@ -29,7 +29,7 @@ import zmq
 
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.errors import ModelError, OutriderError, WorkerError
-from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, RankHello, Shutdown, Welcome
+from outrider.protocol.messages import Fault, Message, Ping, Pong, RankHello, Shutdown, Welcome
 
 if TYPE_CHECKING:
     from outrider.engine.ranks import Ranks
@@ -246,10 +246,10 @@ class RankLeader(RankLink):
         self.here = hosts.count(own.host)
         self.broadcast(Welcome("rank"))
 
-    def agree(self, own: Hello) -> None:
+    def agree(self, own: RankHello) -> None:
         """Waits until all ranks have loaded and checked the model. Raises ModelError if their results differ."""
         for message in self._from_all():
-            if not isinstance(message, Hello) or identity_of(message) != identity_of(own):
+            if not isinstance(message, RankHello) or message.found != own.found:
                 raise ModelError(
                     f"the ranks measured different abilities of the same model ({message} and {own}); expected"
                     " machines of the same kind"
@@ -303,11 +303,6 @@ def unlike(own: RankHello, other: RankHello) -> str | None:
         if mine != theirs:
             return f"rank {other.rank} and rank 0 differ in the {what}: {theirs} and {mine}; expected the same"
     return None
-
-
-def identity_of(hello: Hello) -> tuple[object, ...]:
-    """Returns what must be equal on all ranks."""
-    return hello.vocab_size, hello.context_length, hello.parameters, hello.weight_bytes, hello.abilities, hello.note
 
 
 class RankMember(RankLink):

@@ -7,7 +7,6 @@ tokens are chosen, or of the orchestrator.
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
+from msgspec.structs import replace
 
 from outrider.engine import memory
 from outrider.engine.kv_cache import KVCache
@@ -23,7 +23,7 @@ from outrider.engine.loading import LoadedModel, find, load
 from outrider.engine.ranks import MirroredKVCache, RankFollower, Ranks
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.messages import Hello, KvMemory, Ping, Pong, RankHello, Shutdown, TextChange, TextForward
+from outrider.protocol.messages import KvMemory, Ping, Pong, RankHello, Shutdown, TextChange, TextForward
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.target_worker.rank_link import LocalRanks, RankLeader, RankMember
 
@@ -51,13 +51,14 @@ class RankZero:
         """Loads this rank's part. Raises OutriderError if a rank can't load its part, or differs from rank 0."""
         folder = find(model)
         report(f"waiting for {self.ranks.size - 1} more ranks")
-        self.leader.admit(_hello(self.ranks, folder))
+        self._hello = _hello(self.ranks, folder)
+        self.leader.admit(self._hello)
         return load(folder, progress=report, ranks=self.ranks)
 
-    def texts(self, name: str, model: LoadedModel) -> KVCache:
+    def texts(self, model: LoadedModel) -> KVCache:
         """Opens a KV cache that all ranks share. Raises ModelError if the ranks measured different abilities."""
         own = open_kv_cache(model)
-        self.leader.agree(_measured(self.ranks, name, model, own))
+        self.leader.agree(replace(self._hello, found=_found(model, own)))
         return MirroredKVCache(own, self.ranks, self.leader.broadcast, self.leader.here)
 
     def close(self) -> None:
@@ -76,10 +77,11 @@ def follow(ranks: Ranks, model: str) -> int:
     member = RankMember(ranks)
     try:
         folder = find(model)
-        member.enter(_hello(ranks, folder))
+        hello = _hello(ranks, folder)
+        member.enter(hello)
         loaded = load(folder, ranks=ranks)
         kv_cache = open_kv_cache(loaded)
-        member.send(_measured(ranks, model, loaded, kv_cache))
+        member.send(replace(hello, found=_found(loaded, kv_cache)))
     except OutriderError as error:
         return member.failed(error)
     _serve(member, loaded, kv_cache)
@@ -93,22 +95,10 @@ def _hello(ranks: Ranks, folder: Path) -> RankHello:
     return RankHello(ranks.rank, ranks.size, socket.gethostname(), runs, digest(folder))
 
 
-def _measured(ranks: Ranks, name: str, model: LoadedModel, kv_cache: KVCache) -> Hello:
-    """Returns what this rank has loaded and measured; the note has the form of its KV cache."""
-    return Hello(
-        "target",
-        f"rank {ranks.rank}",
-        0,
-        os.getpid(),
-        "mlx",
-        name,
-        model.vocab_size,
-        model.context_length,
-        model.parameters,
-        model.weight_bytes,
-        "texts share a forward" if kv_cache.together else "texts have separate forwards",
-        abilities(model),
-    )
+def _found(model: LoadedModel, kv_cache: KVCache) -> str:
+    """Returns what must be equal on all ranks once they have loaded and checked the model."""
+    sizes = model.vocab_size, model.context_length, model.parameters, model.weight_bytes
+    return f"{sizes}, {abilities(model)}, texts {'share a forward' if kv_cache.together else 'have separate forwards'}"
 
 
 def _serve(member: RankMember, model: LoadedModel, kv_cache: KVCache) -> None:

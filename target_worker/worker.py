@@ -42,7 +42,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.stats import CacheUse, KvCost
 from outrider.protocol.worker_link import WorkerLink
-from outrider.target_worker.feature_publisher import FeaturePublisher
+from outrider.target_worker.feature_publisher import FeatureListener, FeaturePublisher
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.model_runner import ModelRunner, VerifyResult, now
 from outrider.target_worker.prefix_reuse import KVImport, PrefixReuse
@@ -210,7 +210,7 @@ class TargetWorker:
         slot = CacheSlot(self._model, self._kv_cache, tokens, message.sampling, self._constraint(message))
         listener = None
         if self._publisher is not None and message.features:
-            listener = self._publisher.listener(message.request, message.epoch)
+            listener = FeatureListener(message.request, message.epoch, self._publisher.reach)
         sessions = self._drafters.sessions_of(
             slot,
             message.sampling,

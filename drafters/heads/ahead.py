@@ -138,7 +138,7 @@ class BlockTree(Tree):
 
     def _opened(self, feed: TreeFeed) -> list[OpenedBlock | None]:
         """Returns the block that each token opens; None if it continues its parent's."""
-        first, wanted = self._next, feed.wanted or [self._depth] * len(feed.tokens)
+        first, wanted = self.next_node, feed.wanted or [self._depth] * len(feed.tokens)
         blocks: list[OpenedBlock | None] = []
         for index, (parent, token) in enumerate(zip(feed.parents, feed.tokens, strict=True)):
             goes_on = token is None and parent < first and self.kv_rows.goes_on(self._node(parent).column)
@@ -156,7 +156,7 @@ class BlockTree(Tree):
     def _pending_path(self, feed: TreeFeed, index: int) -> list[int]:
         """Returns the pending tokens down to this token of the feed. Waits for tokens that were not read yet."""
         parent, token = feed.parents[index], feed.tokens[index]
-        above = self._path(parent) if parent < self._next else self._pending_path(feed, parent - self._next)
+        above = self._path(parent) if parent < self.next_node else self._pending_path(feed, parent - self.next_node)
         return [*above, self._best(self._node(parent)) if token is None else token]
 
     def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:

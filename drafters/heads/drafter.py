@@ -29,8 +29,8 @@ from outrider.drafters.heads.layers import FEW, BlockLink
 from outrider.drafters.heads.pair_kv_cache import FeatureFollower, FeatureKVCache, HeadKVCache, PairFeed, PairKVCache
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.sampling import Sampler
-from outrider.engine.steps import SamplingMetadata, Step, score
+from outrider.engine.sampling import Sampler, SamplingMetadata
+from outrider.engine.steps import Step, score
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import ModelFault, OutriderError, named_errors
 from outrider.protocol.sampling import SamplingParams

@@ -70,7 +70,7 @@ class PairKVCache(FlatRows):
         """
         if self.cpu is not None:
             places = np.arange(len(tokens)) if wanted is None else wanted
-            found = self.cpu.over(np.asarray(tokens), segments, self._layers, places, features=np.asarray(features))
+            found = self.cpu(np.asarray(tokens), segments, self._layers, places, features=np.asarray(features))
             return mx.array(found["hidden"]), mx.array(found["logits"])
         hidden = self._by_mlx(mx.array(tokens), mx.array(features), segments)
         if wanted is not None:

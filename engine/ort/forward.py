@@ -19,13 +19,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from outrider.engine.flat import FlatCache, Segment, one_column
+from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
 from outrider.engine.memory import give_back
 from outrider.engine.ort.graph import FAMILIES, Array, DecoderLayers, Layout, build, host, levels
 from outrider.engine.ort.sessions import CachedGraph, Sessions, free_arena
@@ -38,12 +37,7 @@ _PADDED = 2  # queries at least: for one ONNX Runtime computes attention by anot
 _PIECE = 128  # tokens of a text in a run at most: its queries write as many columns beyond it for each further head
 _ANGLES = 512  # positions whose angles are tabulated at a time
 _BOUND = 16  # bindings that are kept
-_PLACES = 1024  # buffers whose addresses are cached
 _LONG = 128  # tokens from which on a forward leaves much free memory
-
-
-Layers = Sequence[tuple[Array, Array]]
-"""Each layer's keys and values, [rows, heads, columns, width]."""
 
 
 class Embedding:
@@ -82,34 +76,49 @@ class OrtForward:
         self.shapes, self._ropes, self._masks = layout.shapes, layout.ropes, layout.masks
         self.quantised, self.width, self._outputs = layout.quantised, layout.width, layout.outputs
         self.kv_dtype = layout.kv_dtype
+        self.columns = [mx.array(np.zeros((1, s.kv_heads, 1, s.width), self.kv_dtype)) for s in self.shapes]
         self._head_tokens = np.array(decoder.tokens) if decoder.tokens is not None else None
         self.vocab_size = decoder.vocab_size
         self.least = 1
         self._embedding = Embedding(decoder.embedding, decoder.factor)
         self._angles: list[tuple[Array, Array]] = []
         self._bound: dict[Any, Any] = {}
-        self._places: dict[int, tuple[ref[Array], tuple[tuple[int, ...], int]]] = {}
         self._look_up(_ANGLES)
 
     def __call__(
         self,
         tokens: Ints,
-        parts: Sequence[Segment],
-        layers: Layers,
+        segments: Sequence[Segment],
+        caches: Sequence[FlatCache],
         wanted: Ints,
         tapped: Sequence[int] = (),
         all_cores: bool = False,
         features: Array | None = None,
     ) -> dict[str, Array]:
-        """Feeds tokens [T], segment after segment. Returns `logits` [R, V] at the `wanted` places of the flat row.
+        """Feeds tokens [T], segment after segment, short ones first. Returns `logits` [R, V] at the `wanted` places of
+        the flat row.
+
+        Long segments are fed in pieces, on all cores in any case, because their texts wait for the first token.
 
         Args:
-            layers: buffers, see `room`, written in place.
+            caches: each layer's, whose buffers are written in place.
             tapped: layers whose outputs are returned as `layer{i}` [T, H].
             all_cores: also computes on the drafters' core, if they have one.
             features: float32 [T, W], for a head; then `hidden` [R, H], the last layer's output, is returned, too.
         """
-        place = _Arrangement.of(parts, max(len(tokens), self.least), self._heads)
+        runs = list(_runs(segments))
+        if len(runs) > 1:
+            found: dict[str, Array] = {}
+            for first, own in runs:
+                end = first + sum(segment.count for segment in own)
+                here = np.flatnonzero((wanted >= first) & (wanted < end))
+                rows = features[first:end] if features is not None else None
+                results = self(tokens[first:end], own, caches, wanted[here] - first, tapped, all_cores, rows)
+                for name, part in results.items():
+                    count, at = (len(tokens), slice(first, end)) if name.startswith("layer") else (len(wanted), here)
+                    found.setdefault(name, np.empty((count, part.shape[1]), np.float32))[at] = part
+            return found
+        place = _Arrangement.of(segments, max(len(tokens), self.least), self._heads)
         self._look_up(max(place.total, place.positions_end))
         x = self._embedding(tokens)
         inputs = {"x": x} if features is None else {"x": x, "features": np.ascontiguousarray(features)}
@@ -120,14 +129,14 @@ class OrtForward:
         asked[: len(wanted)] = wanted
         inputs |= {"wanted": asked, **place.inputs}
         for number, window in enumerate(self._masks):
-            inputs[f"mask{number}"] = _mask(parts, place, window, self.kv_dtype)
+            inputs[f"mask{number}"] = _mask(segments, place, window, self.kv_dtype)
         outputs = {"logits": np.empty((len(asked), self._outputs), np.float32)}
         if features is not None:
             outputs["hidden"] = np.empty((len(asked), self.width), np.float32)
         outputs |= {f"layer{i}": np.empty((place.flat, self.width), np.float32) for i in tapped}
-        own, wide = self._sessions.own, self._sessions.all_cores
-        session = wide if all_cores and wide is not None else own
-        binding = self._binding(session, layers, place.first, place.first + place.rows, tuple(tapped))
+        wide = self._sessions.all_cores
+        session = wide if wide is not None and (all_cores or segments[0].long) else self._sessions.own
+        binding = self._binding(session, caches, segments, place, tuple(tapped))
         for name, array in inputs.items():
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, array in outputs.items():
@@ -144,60 +153,29 @@ class OrtForward:
             results["logits"] = whole
         return results
 
-    def over(
+    def _binding(
         self,
-        tokens: Ints,
-        segments: Sequence[Segment],
+        session: Any,
         caches: Sequence[FlatCache],
-        wanted: Ints,
-        tapped: Sequence[int] = (),
-        all_cores: bool = False,
-        features: Array | None = None,
-    ) -> dict[str, Array]:
-        """Does the same over the buffers of these caches, with short segments first. Long ones are fed in pieces.
-
-        Long ones use all cores in any case, because their texts wait for the first token.
-        """
-        found: dict[str, Array] = {}
-        for first, own in _runs(segments):
-            end = first + sum(segment.count for segment in own)
-            here = np.flatnonzero((wanted >= first) & (wanted < end))
-            rows = features[first:end] if features is not None else None
-            layers, wide = self.buffers(caches, own), all_cores or own[0].long
-            results = self(tokens[first:end], own, layers, wanted[here] - first, tapped, wide, rows)
-            if end - first == len(tokens):
-                return results
-            for name, part in results.items():
-                count, at = (len(tokens), slice(first, end)) if name.startswith("layer") else (len(wanted), here)
-                found.setdefault(name, np.empty((count, part.shape[1]), np.float32))[at] = part
-        return found
-
-    def room(self, parts: Sequence[Segment]) -> tuple[int, int]:
-        """Returns the rows and columns that a forward of these needs in buffers [rows, heads, columns, width]."""
-        columns = max(part.start + _queries(part, self._heads) for part in parts)
-        return max(part.row for part in parts) + 1, columns
-
-    def buffers(self, caches: Sequence[FlatCache], parts: Sequence[Segment]) -> Layers:
-        """Returns the buffers of these caches, one for each layer, with room for a forward of these segments."""
-        reach = self.room(parts)
-        return [
-            cache.on_host(*reach, one_column(shape.kv_heads, shape.width, self.kv_dtype))
-            for cache, shape in zip(caches, self.shapes, strict=True)
-        ]
-
-    def _binding(self, session: Any, layers: Layers, first: int, stop: int, tapped: tuple[int, ...]) -> Any:
-        """Returns a session's binding of these rows' keys and values; a new one if a buffer has moved or grown.
+        parts: Sequence[Segment],
+        place: _Arrangement,
+        tapped: tuple[int, ...],
+    ) -> Any:
+        """Returns a session's binding of the keys and values of these segments' rows; a new one if a cache has new
+        views. The caches get room for the segments.
 
         Each set of tapped layers has its own binding, since a shared one would still write rows to an old place.
         """
-        buffers = [buffer for pair in layers for buffer in pair]
-        key = (id(session), tapped, first, stop, *map(self._place, buffers))
+        first, stop = place.first, place.first + place.rows
+        columns = max(part.start + _queries(part, self._heads) for part in parts)
+        pairs = [cache.on_host(stop, columns, like) for cache, like in zip(caches, self.columns, strict=True)]
+        key = (id(session), tapped, first, stop, *(cache.views for cache in caches))
         binding = self._bound.get(key)
         if binding is None:
             if len(self._bound) >= _BOUND:
                 self._bound.clear()
             binding = self._bound[key] = session.io_binding()
-            for number, buffer in enumerate(buffers):
+            for number, buffer in enumerate(buffer for pair in pairs for buffer in pair):
                 name, own = f"{'kv'[number % 2]}{number // 2}", buffer[first:stop]
                 binding.bind_input(name, "cpu", 0, own.dtype, own.shape, own.ctypes.data)
                 binding.bind_output(f"new_{name}", "cpu", 0, own.dtype, own.shape, own.ctypes.data)
@@ -205,15 +183,6 @@ class OrtForward:
                 binding.bind_input(f"cos{number}", "cpu", 0, cos.dtype, cos.shape, cos.ctypes.data)
                 binding.bind_input(f"sin{number}", "cpu", 0, sin.dtype, sin.shape, sin.ctypes.data)
         return binding
-
-    def _place(self, buffer: Array) -> tuple[tuple[int, ...], int]:
-        """Returns a buffer's shape and address, cached because numpy takes 2 us, for 60 buffers in each forward."""
-        known = self._places.get(id(buffer))
-        if known is None or known[0]() is not buffer:
-            if len(self._places) >= _PLACES:
-                self._places.clear()
-            known = self._places[id(buffer)] = ref(buffer), (buffer.shape, buffer.ctypes.data)
-        return known[1]
 
     def _look_up(self, count: int) -> None:
         """Tabulates the angles of at least `count` positions."""
@@ -304,13 +273,11 @@ def _mask(parts: Sequence[Segment], place: _Arrangement, window: int | None, dty
 def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
     """Yields the first token and the segments of each run: all short segments together, and pieces of each long one,
     which would pad the others."""
-    begin, short = 0, 0
-    while short < len(segments) and not segments[short].long:
-        short += 1
+    short = [segment for segment in segments if not segment.long]
+    begin = sum(segment.count for segment in short)
     if short:
-        yield begin, list(segments[:short])
-        begin += sum(segment.count for segment in segments[:short])
-    for segment in segments[short:]:
+        yield 0, short
+    for segment in segments[len(short) :]:
         for start in range(segment.start, segment.end, _PIECE):
             piece = replace(segment, start=start, count=min(_PIECE, segment.end - start))
             yield begin, [piece]
@@ -371,11 +338,7 @@ Features = Callable[[Ints], Array | None]
 """Returns the features of tokens [T], [T, W]; None: a model needs none."""
 
 
-def no_features(tokens: Ints) -> None:
-    """The `Features` of a model."""
-
-
-def check(forward: OrtForward, own: Callable[[Ints], mx.array], features: Features = no_features) -> None:
+def check(forward: OrtForward, own: Callable[[Ints], mx.array], features: Features = lambda tokens: None) -> None:
     """Compares logits, and sets `forward.least`: the rows that a forward needs for its bits to be always the same.
 
     `own` computes the logits [T, V] of a text's first tokens without ONNX Runtime.
@@ -410,23 +373,20 @@ def alone(
     tokens: Array,
     counts: tuple[int, ...],
     all_cores: bool = False,
-    features: Features = no_features,
+    features: Features = lambda tokens: None,
 ) -> Array:
     """Returns the logits of one text's tokens, fed in pieces of these sizes."""
-    layers = _buffers(forward, 1)
-    logits, start = [], 0
+    caches, logits, start = _caches(forward), [], 0
     for count in counts:
-        part = Segment(0, start, count)
-        own = tokens[start : start + count]
-        logits.append(forward(own, [part], layers, np.arange(count), (), all_cores, features(own))["logits"])
+        own, part = tokens[start : start + count], Segment(0, start, count)
+        logits.append(forward(own, [part], caches, np.arange(count), (), all_cores, features(own))["logits"])
         start += count
     return np.concatenate(logits)
 
 
 def _with_others(forward: OrtForward, tokens: Array, features: Features) -> Array:
     """Returns the logits of tokens fed in three pieces, with texts in the rows before and after, one idle at times."""
-    layers = _buffers(forward, 3)
-    logits, start = [], 0
+    caches, logits, start = _caches(forward), [], 0
     for number, count in enumerate((3, 1, _WIDE - 4)):
         own = Segment(1, start, count)
         others = [Segment(row, 0, _NEIGHBOUR) for row in ((0, 2), (2,), (0, 2))[number]]
@@ -434,12 +394,10 @@ def _with_others(forward: OrtForward, tokens: Array, features: Features) -> Arra
         flat = np.concatenate([tokens[start : start + count] if p is own else tokens[:_NEIGHBOUR] for p in parts])
         begin = sum(part.count for part in parts if part.row < 1)
         wanted = np.arange(begin, begin + count)
-        logits.append(forward(flat, parts, layers, wanted, features=features(flat))["logits"])
+        logits.append(forward(flat, parts, caches, wanted, features=features(flat))["logits"])
         start += count
     return np.concatenate(logits)
 
 
-def _buffers(forward: OrtForward, rows: int) -> Layers:
-    _, columns = forward.room([Segment(0, 2 * _WIDE, _WIDE)])
-    like = [(rows, shape.kv_heads, columns, shape.width) for shape in forward.shapes]
-    return [(np.zeros(shape, forward.kv_dtype), np.zeros(shape, forward.kv_dtype)) for shape in like]
+def _caches(forward: OrtForward) -> list[FlatCache]:
+    return [FlatCache(FlatAttentionMetadata()) for _ in forward.shapes]

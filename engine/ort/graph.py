@@ -116,15 +116,10 @@ class Layout:
             heads = {(int(own.n_heads), shape.kv_heads) for own, shape in zip(attentions, shapes, strict=True)}
             if len(heads) > 1:
                 raise TypeError("layers with different numbers of heads are not supported")
-            known: dict[Any, int] = {}
-            ropes: list[RopeTable] = []
-            angles = []
-            for attention, shape in zip(attentions, shapes, strict=True):
-                key = signature(attention.rope), shape.width
-                if key not in known:
-                    known[key] = len(ropes)
-                    ropes.append(_rope(attention.rope, shape.width))
-                angles.append(known[key])
+            used = [(signature(own.rope), shape.width) for own, shape in zip(attentions, shapes, strict=True)]
+            known = list(dict.fromkeys(used))
+            ropes = [_rope(attentions[used.index(key)].rope, key[1]) for key in known]
+            angles = [known.index(key) for key in used]
             masks = list(dict.fromkeys(decoder.windows))
             parts = [decoder.output, *(part for layer in decoder.layers for part in layer.modules())]
             quantised = decoder.rounded
@@ -189,11 +184,6 @@ class Affine:
     def group(self) -> int:
         return int(self.q.shape[1]) * 8 // self.bits // int(self.scales.shape[1])
 
-    def joined(self, other: Affine) -> Affine:
-        q = np.concatenate([self.q, other.q])
-        scales, biases = np.concatenate([self.scales, other.scales]), np.concatenate([self.biases, other.biases])
-        return Affine(q, scales, biases, self.bits)
-
     def zero_points(self) -> tuple[Array, Array]:
         """Returns zero points [N, groups], integers from 0 to 2^bits - 1, and what they leave of the biases."""
         points = np.rint(np.clip(-self.biases / np.where(self.scales == 0, 1, self.scales), 0, 2**self.bits - 1))
@@ -250,10 +240,9 @@ class Builder:
             parts = [Affine.of(layer) for layer in layers]
             if len({(part.bits, part.group) for part in parts}) > 1:
                 return str(self.op("Concat", *(self.linear(x, [layer]) for layer in layers), axis=-1))
-            whole = parts[0]
-            for part in parts[1:]:
-                whole = whole.joined(part)
-            product = self._affine(x, whole)
+            rows = zip(*((part.q, part.scales, part.biases) for part in parts), strict=True)
+            q, scales, shifts = map(np.concatenate, rows)
+            product = self._affine(x, Affine(q, scales, shifts, parts[0].bits))
         elif all(type(layer).__name__ in ("Linear", "Embedding", "HeadEmbedding") for layer in layers):
             dense = np.concatenate([host(layer.weight) for layer in layers])
             if self.rounded and dense.shape[1] % _GROUP == 0:
@@ -338,17 +327,13 @@ def _refusals() -> Iterator[None]:
         raise ModelError(f"ONNX Runtime can't compute this model: {error}") from error
 
 
+@_refusals()
 def build(decoder: DecoderLayers, layout: Layout) -> Graph:
     """Builds the graph of modules from their weights.
 
     Raises:
         ModelError: one of its layers is not supported.
     """
-    with _refusals():
-        return _build(decoder, layout)
-
-
-def _build(decoder: DecoderLayers, layout: Layout) -> Graph:
     b = Builder(kv_type=helper.np_dtype_to_tensor_dtype(layout.kv_dtype), rounded=decoder.rounded)
     layers, added = decoder.layers, ""
     res, n = decoder.begin(b) if decoder.begin is not None else ("x", b.norm("x", layers[0].input_layernorm))

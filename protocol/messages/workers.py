@@ -173,11 +173,11 @@ class Shutdown(Message, frozen=True):
     reason: Text = ""
 
 
-TextDeed = Annotated[str, one_of("open", "close", "mark", "roll back", "set", "save", "adopt", "drop")]
+TextDeed = Annotated[str, one_of("open", "close", "mark", "roll back", "save", "adopt", "drop")]
 
 
 class RankHello(Message, frozen=True):
-    """A rank -> rank 0, before it loads anything.
+    """A rank -> rank 0, before it loads anything, and again once it has checked the model: with what it has `found`.
 
     `runs` names the releases of the computing libraries, `weights` is a digest of the model's files, and `host`
     identifies the machine.
@@ -188,13 +188,14 @@ class RankHello(Message, frozen=True):
     host: Name
     runs: Text
     weights: Name
+    found: Text = ""
 
 
 class TextChange(Message, frozen=True):
     """Rank 0 -> a rank: a change to the text with the number `text`.
 
-    `length` is the length it was rolled back or set to, or the length that was saved or adopted. `copy` is the number
-    of the copy that was saved, adopted or dropped.
+    `length` is the length it was rolled back to, or the length that was saved or adopted. `copy` is the number of the
+    copy that was saved, adopted or dropped.
     """
 
     deed: TextDeed

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.forward import OrtForward
+from outrider.engine.ort.forward import Embedding
 from tests.target_worker.heads import markov_llama
 
 
@@ -19,11 +19,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 @pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of pairs of each forward of ONNX Runtime's."""
-    counts, plain = list[int](), OrtForward.__call__
+    counts, plain = list[int](), Embedding.__call__
 
-    def call(self: OrtForward, tokens: Any, *rest: Any, **others: Any) -> Any:
+    def call(self: Embedding, tokens: Any) -> Any:
         counts.append(len(tokens))
-        return plain(self, tokens, *rest, **others)
+        return plain(self, tokens)
 
-    monkeypatch.setattr(OrtForward, "__call__", call)
+    monkeypatch.setattr(Embedding, "__call__", call)
     return counts

@@ -34,8 +34,8 @@ def test_numpy_filters_keep_the_tokens_and_scores_of_mlx_lm(vocab_size: int, spr
     theirs, ours = np.array(warp(mx.array(logits), None, params)), steps.filtered(logits, params)
     for own, mlx in zip(ours, theirs, strict=True):
         kept = np.isfinite(mlx)
-        # A token whose cumulative mass is within rounding of the border may fall on either side.
-        assert np.count_nonzero(np.isfinite(own) != kept) <= (vocab_size > 4000)
+        # Tokens whose cumulative mass is within rounding of the border may fall on either side.
+        assert np.count_nonzero(np.isfinite(own) != kept) <= (3 if vocab_size > 4000 else 0)
         kept &= np.isfinite(own)
         assert kept.any()
         np.testing.assert_allclose(np.ptp(own[kept] - mlx[kept]), 0.0, atol=1e-3)

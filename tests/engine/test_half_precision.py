@@ -15,8 +15,8 @@ import scipy
 from mlx_lm.sample_utils import make_sampler
 
 from outrider.engine.residual import Draws, target_sampler
-from outrider.engine.sampling import Sampler
-from outrider.engine.steps import SamplingMetadata, score
+from outrider.engine.sampling import Sampler, SamplingMetadata
+from outrider.engine.steps import score
 from outrider.protocol.sampling import SamplingParams
 from tests.warp import warp
 

@@ -134,7 +134,7 @@ def test_follower_survives_a_forward_that_fails_on_rank_0(
     with monkeypatch.context() as broken, pytest.raises(ValueError):
         broken.setattr(llama.MLP, "__call__", lambda self, x: mx.zeros((2, 3)) @ x)
         two.forward([Feed(sequence, [8], 1)])
-    sequence.length = 3
+    sequence.roll_back(3)
     two.forward([Feed(sequence, [8], 1)])
     two.check()
 

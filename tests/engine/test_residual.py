@@ -21,7 +21,7 @@ import scipy
 from outrider.engine import residual
 from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel
-from outrider.engine.residual import Draws, Keys, ResidualSampler, draw
+from outrider.engine.residual import Draws, ResidualSampler, draw
 from outrider.engine.sampling import Purpose, Sampler, stream
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
@@ -64,7 +64,7 @@ def drafted(
     draws, tokens, ids, probs = Draws(seed, width, saguaro, 2), list(text), [], []
     keys = [stream(seed, Purpose.DRAFT, len(text) - 1 if fork is None else fork)]
     for _ in range(depth):
-        drawn = draw(np, draws, Keys(keys, [len(tokens)]), table[tokens[-1]][None])
+        drawn = draw(np, draws, keys, [len(tokens)], table[tokens[-1]][None])
         tokens.append(int(drawn.chosen[0]))
         ids.append(drawn.ids[0])
         probs.append(drawn.probs[0])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import qwen3_next
 
-from outrider.engine.loading import LoadedModel
+from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.messages import Abilities, Autonomous, Coupled, Fault, OneHot, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.worker import TargetWorker
@@ -79,6 +82,30 @@ def test_failed_verify_ends_only_its_own_request(
     next_proposal = [Verify("sound", 0, 1, 3, Autonomous(3))]
     assert [type(answer) for answer in answered(worker, link, next_proposal)] == [Outcome] * 3
     assert not faults(answered(worker, link, [asked("next", [1, 3], sampling)]))
+
+
+def test_failed_verify_leaves_the_recurrent_state_of_others(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of such a model are fed one after another, so some have been fed when one fails."""
+    model, plain = load(tiny_model("qwen3_next")), qwen3_next.Model.__call__
+
+    def call(self: Any, tokens: mx.array, *rest: Any, **others: Any) -> mx.array:
+        if (tokens == POISON).any().item():
+            raise ValueError("shapes")
+        return plain(self, tokens, *rest, **others)
+
+    monkeypatch.setattr(qwen3_next.Model, "__call__", call)
+    doomed, texts = Verify("doomed", 0, 1, 3, Coupled((POISON, 1))), list[list[int]]()
+    for more in ([], [doomed]):
+        link = FakeLink("target-0", deque())
+        worker = TargetWorker(link, model)  # type: ignore[arg-type]
+        answered(worker, link, [asked("sound", [40, 41, 42]), asked("doomed", [50, 51])])
+        found = answered(worker, link, [Verify("sound", 0, 1, 4), *more])
+        found += answered(worker, link, [Verify("sound", 0, 2, 5, Autonomous(8))])
+        assert list(faults(found)) == [verify.request for verify in more]
+        texts.append([answer.bonus for answer in found if isinstance(answer, Outcome)])
+    assert texts[0] == texts[1] and len(texts[0]) == 9
 
 
 def test_fault_is_sent_only_after_all_ranks_have_answered() -> None:

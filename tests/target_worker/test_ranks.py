@@ -14,12 +14,12 @@ import pytest
 from msgspec.structs import replace
 
 from outrider.protocol.errors import ModelError, WorkerError
-from outrider.protocol.messages import Fault, Hello, Ping, Pong, RankHello, Shutdown, TextChange, Welcome
+from outrider.protocol.messages import Fault, Ping, Pong, RankHello, Shutdown, TextChange, Welcome
 from outrider.target_worker.rank_link import RankLeader, RankLink, RankMember
 
 LIMIT = 200.0
 HELLO = RankHello(0, 2, "studio", "outrider 1, mlx 2", "abc")
-FOUND = Hello("target", "rank 0", 0, 1, "mlx", "m", 10, 100, 5, 5)
+FOUND = replace(HELLO, found="a vocabulary of 10, texts share a forward")
 
 
 class Collective:
@@ -79,8 +79,8 @@ def test_rank_of_the_same_kind_is_admitted_and_receives_broadcasts(monkeypatch: 
         assert leader.here == 1
         leader.broadcast(TextChange("open", 3), TextChange("mark", 3))
         assert member.receive() == [TextChange("open", 3), TextChange("mark", 3)]
-        member.send(FOUND)
-        leader.agree(replace(FOUND, name="another", pid=7))
+        member.send(replace(FOUND, rank=1, host="book"))
+        leader.agree(FOUND)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_rank_of_another_kind_is_refused_with_a_reason(monkeypatch: pytest.Monke
 
 def test_ranks_with_different_model_abilities_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with two(monkeypatch) as (leader, member):
-        member.send(replace(FOUND, note="texts one after the other"))
+        member.send(replace(FOUND, rank=1, found="a vocabulary of 10, texts have separate forwards"))
         with pytest.raises(ModelError, match="expected machines of the same kind"):
             leader.agree(FOUND)
 
