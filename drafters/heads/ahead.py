@@ -23,9 +23,9 @@ from mlx.utils import tree_flatten
 
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, Head
-from outrider.drafters.heads.kv_rows import BlockKVRows, NewBlocks, OpenedBlock, PairKVRows
+from outrider.drafters.heads.kv_rows import BlockKVRows, NewBlocks, PairKVRows
 from outrider.drafters.heads.load import features_of, forward_of, read
-from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, PairKVCache
+from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, OpenedBlock, PairKVCache
 from outrider.engine.loading import outline
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import PromptCache

@@ -96,7 +96,7 @@ def assert_as_fresh(chat: Conversation, running: TargetRequest) -> None:
     texts: Any = proposer_of(chat.head).kv_cache
     again = FeatureFollower(texts, Sampler(SamplingParams(), 258))
     again.add_features(0, rows[0][:known])
-    texts.read(again.catch_up(tokens))
+    texts.read([again.catch_up(tokens)])
     mine: Any = chat.own.kv_cache
     for ours, theirs in zip(mine._caches, texts._caches, strict=True):
         for a, b in zip(ours.saved(known, heard.text.row), theirs.saved(known), strict=True):

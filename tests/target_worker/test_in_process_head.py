@@ -243,7 +243,7 @@ def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedM
         fresh: Any = proposer_of(head).kv_cache
         again = FeatureFollower(fresh, Sampler(SamplingParams(), 258))
         again.add_features(0, features)
-        fresh.read(again.catch_up(slot.tokens))
+        fresh.read([again.catch_up(slot.tokens)])
         for mine, true in zip(own.kv_cache._caches, fresh._caches, strict=True):
             for a, b in zip(mine.saved(follower.length, follower.text.row), true.saved(follower.length), strict=True):
                 assert float(mx.abs(a - b).max().item()) < 1e-3
