@@ -85,6 +85,7 @@ class EarlyExit(PairHead):
 
     reach = 1
     points = HiddenStatePoints()
+    bytes_per_pair = 0  # pairs are the target's own tokens
 
     def __init__(
         self, layers: int, norm: Layer, output: Layer, context_length: int, adapter: ExitAdapter | None = None

@@ -93,9 +93,7 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
 
 def features_of(head: Head, folder: Path, target: Path) -> str:
     """Returns the source of the features: the head, the target and the taps, which must be equal on both sides."""
-    points = head.points
-    taps = [*points.layers, *["before"] * points.before_norm, *["after"] * points.after_norm]
-    return f"head {digest(folder)} at {','.join(map(str, taps))} of {digest(target)}"
+    return f"head {digest(folder)} at {','.join(map(str, head.points.keys))} of {digest(target)}"
 
 
 @contextmanager
