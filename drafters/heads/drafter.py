@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.fan_out import Calibration
-from outrider.drafters.growth import ChainAlternatives, Continuation
+from outrider.drafters.growth import WIDTH, ChainAlternatives, Continuation
 from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, Head, MaskedHead, PairHead
 from outrider.drafters.heads.layers import FEW, BlockLink
 from outrider.drafters.heads.pair_kv_cache import FeatureFollower, FeatureKVCache, HeadKVCache, PairFeed, PairKVCache
@@ -66,18 +66,20 @@ class ChosenToken:
 class ChainState:
     """A committed text, and the chain that grows after it to `depth` tokens: its `picks`.
 
-    `width`: the number of candidates kept at each position. With a `calibration` the chain becomes a tree of tokens
-    with a probability above `min_prob`.
+    With a `min_prob` below 1 the chain becomes a tree: it has alternatives with a greater probability than that.
     """
 
     follower: FeatureFollower
     tokens: Sequence[int]
-    width: int = 0
+    min_prob: float = 1.0
     depth: int = 0
     picks: list[ChosenToken] = field(default_factory=list)
-    calibration: Calibration | None = None
-    min_prob: float = 1.0
     proposed: ChainAlternatives | None = None
+
+    @property
+    def width(self) -> int:
+        """The number of candidates that are kept at each position."""
+        return WIDTH if self.min_prob < 1.0 else 0
 
     @property
     def chain(self) -> tuple[int, ...]:
@@ -102,12 +104,12 @@ class ChainState:
         begin = len(self.tokens) + len(self.picks)
         return SamplingMetadata(sampler, range(begin, begin + count), history)
 
-    def continuation(self) -> Continuation:
+    def continuation(self, calibration: Calibration) -> Continuation:
         """Returns the proposal. Waits."""
         chain = self.chain
-        if self.calibration is not None:
+        if self.min_prob < 1.0:
             self.proposed = ChainAlternatives.of(chain, self.candidates)
-            return Continuation.of(self.proposed.tree(self.calibration, self.min_prob))
+            return self.proposed.tree(calibration, self.min_prob)
         drawn = self.follower.sampler.params.is_residual and chain
         return Continuation(chain, one_hot(chain) if drawn else None, odds=self.odds)
 
@@ -269,12 +271,7 @@ class BlockProposer:
             slots.append(self.kv_cache.slots([feed], [1]))
             sequence.roll_back(pair + 1)
         hidden, logits = (mx.concatenate(list(parts)) for parts in zip(*slots, strict=True))
-        if self._link is None:
-            return mx.argmax(logits, axis=-1)
-        few = mx.argpartition(-logits, kth=FEW - 1, axis=-1)[:, :FEW]
-        gains, _ = self._link(tokens, hidden, few, self._link.begin(tokens.shape[0]))
-        best = mx.argmax(mx.take_along_axis(logits, few, axis=-1) + gains, axis=-1, keepdims=True)
-        return mx.take_along_axis(few, best, axis=-1)[:, 0]
+        return mx.argmax(self._link.over(logits, tokens, hidden) if self._link is not None else logits, axis=-1)
 
 
 HeadProposer = StepProposer | BlockProposer
@@ -349,29 +346,25 @@ class HeadDrafter:
             chain.depth = min(depth, room, self._proposer.depth) if chain.follower.is_up_to(chain.tokens) else 0
         # Texts are fed in the order of their rows in the buffers.
         able = sorted((chain for chain in chains if chain.depth > 0), key=lambda chain: chain.follower.text.row)
-        try:
-            self._grow(able)
-        except OutriderError as error:
-            log.warning("%s%s", error, "; each is tried alone" if len(able) > 1 else "")
-            for chain in able:
-                self._grow_alone(chain, able)
-        return [chain.continuation() for chain in chains]
+        if able:
+            self._try_to_grow(able)
+        return [chain.continuation(self.calibration) for chain in chains]
 
-    def _grow_alone(self, chain: ChainState, chains: Sequence[ChainState]) -> None:
-        chain.picks.clear()
+    def _try_to_grow(self, chains: Sequence[ChainState]) -> None:
         try:
-            if len(chains) > 1:
-                self._grow([chain])
-                return
+            self._grow(chains)
+            return
         except OutriderError as error:
-            log.warning("%s", error)
-        log.warning("the head stops drafting for this request")
-        chain.picks.clear()
-        chain.follower.close()
+            log.warning("%s%s", error, "; each is tried alone" if len(chains) > 1 else "")
+        for chain in chains:
+            chain.picks.clear()
+            if len(chains) > 1:
+                self._try_to_grow([chain])
+            else:
+                log.warning("the head stops drafting for this request")
+                chain.follower.close()
 
     def _grow(self, chains: Sequence[ChainState]) -> None:
-        if not chains:
-            return
         followers = [chain.follower for chain in chains]
         with named_errors("the head's reading"):
             feeds = [chain.follower.catch_up(chain.tokens) for chain in chains]
