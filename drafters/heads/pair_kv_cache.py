@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.head import BlockHead, MaskedHead, PairHead
+from outrider.drafters.heads.head import BlockHead, Head, MaskedHead, PairHead
 from outrider.engine.flat import FlatRows, FlatSequence, Floats, Ints, NodeSegment, Segment
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import LEAST, CachedPrefix, PromptCache, SavedPrefix
@@ -187,6 +187,11 @@ class FeatureKVCache(FlatRows):
 
 
 HeadKVCache = PairKVCache | FeatureKVCache
+
+
+def kv_cache_of(head: Head, cpu: OrtForward | None = None) -> HeadKVCache:
+    """Returns the KV cache of a head's kind; `cpu` computes its forwards."""
+    return FeatureKVCache(head) if isinstance(head, BlockHead) else PairKVCache(head, cpu)
 
 
 def _places_in(lengths: Ints) -> Ints:
