@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from outrider.drafters.drafter import TokenTree
-from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanOut, ForkPoint, ranks
+from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanOut, ForkPoint
 from outrider.protocol.messages import Alternatives, Branch
 from outrider.protocol.schema import MAX_BESIDE
 from outrider.protocol.trees import Candidate, DraftTree, SparseQ, TreeFeed, line, spine
@@ -263,8 +263,11 @@ class BranchGrowth:
         return BranchRequest(points, self._task.branches, self._depth, self._task.rank_offset)
 
     def grant(self, wish: BranchRequest, branches: int) -> None:
-        """Divides `branches` among the fork points of its request."""
-        self._ranks = ranks(wish, branches, self._fan_out, self._calibration)
+        """Divides `branches` among the fork points of its request: those that the fan-out adds to `rank_offset`."""
+        points, offset = wish.points, wish.rank_offset
+        until = self._fan_out(points, offset + branches, self._calibration)
+        since = self._fan_out(points, offset, self._calibration) if offset else [0] * len(until)
+        self._ranks = [range(first, last) for first, last in zip(since, until, strict=True)]
 
     def advance(self) -> Steps[ReadyBranches]:
         """Makes one forward: feeds the rest of the chain, grows every branch by a token, and begins new branches."""
