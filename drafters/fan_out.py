@@ -195,14 +195,6 @@ class BranchRequest:
     rank_offset: int = 0
 
 
-def ranks(wish: BranchRequest, branches: int, policy: FanOut, calibration: Calibration) -> list[range]:
-    """Returns the ranks of the bonus candidates to prepare at each fork point: the `branches` that the policy adds to
-    the `rank_offset` likeliest."""
-    until = policy(wish.points, wish.rank_offset + branches, calibration)
-    since = policy(wish.points, wish.rank_offset, calibration) if wish.rank_offset else [0] * len(until)
-    return [range(first, last) for first, last in zip(since, until, strict=True)]
-
-
 def shares(wishes: Sequence[BranchRequest], budget: int | None, calibration: Calibration) -> list[int]:
     """Divides `budget` branches among the requests, by the probability that they are needed.
 

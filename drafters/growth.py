@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from outrider.drafters.drafter import TokenTree
-from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanOut, ForkPoint, ranks
+from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanOut, ForkPoint
 from outrider.protocol.messages import Alternatives, Branch
 from outrider.protocol.schema import MAX_BESIDE
 from outrider.protocol.trees import Candidate, DraftTree, SparseQ, TreeFeed, line, spine
@@ -35,10 +35,6 @@ class Continuation:
     q: SparseQ | None = None
     parents: tuple[int, ...] = ()
     odds: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, tree: DraftTree) -> Continuation:
-        return cls(tree.tokens, None, tree.parents, tree.odds)
 
     @property
     def tree(self) -> DraftTree:
@@ -68,12 +64,15 @@ class AlternativesAt:
     point: ForkPoint
 
     @classmethod
-    def of(cls, token: int, candidates: Sequence[Candidate]) -> AlternativesAt:
-        """Returns the alternatives to the chain's `token`, given the `candidates` at its position, best first."""
-        others = [candidate for candidate in candidates if candidate.token != token]
-        gaps = tuple(candidate.gap for candidate in others)
-        own_gap = next((candidate.gap for candidate in candidates if candidate.token == token), 0.0)
-        return cls(tuple(candidate.token for candidate in others), ForkPoint(gaps[0] - own_gap if gaps else None, gaps))
+    def of(cls, token: int | None, candidates: Sequence[Candidate], eos: Collection[int] = ()) -> AlternativesAt:
+        """Returns the alternatives to the chain's `token` (None after its end) without `eos`, given the `candidates` at
+        its position, best first.
+        """
+        others = [candidate for candidate in candidates if candidate.token != token and candidate.token not in eos]
+        gaps, own_gap = tuple(candidate.gap for candidate in others), None
+        if token is not None and gaps:
+            own_gap = gaps[0] - next((candidate.gap for candidate in candidates if candidate.token == token), gaps[-1])
+        return cls(tuple(candidate.token for candidate in others), ForkPoint(own_gap, gaps))
 
 
 def worthwhile(count: int, calibration: Calibration, least: float) -> int:
@@ -100,7 +99,7 @@ class ChainAlternatives:
         places = [AlternativesAt.of(token, ranked) for token, ranked in zip(chain, candidates, strict=False)]
         return cls(tuple(chain), places)
 
-    def tree(self, calibration: Calibration, least: float) -> DraftTree:
+    def tree(self, calibration: Calibration, least: float) -> Continuation:
         """Returns a tree of the chain, then the alternatives with a probability of more than `least`, by position."""
         count, mass = len(self.chain), 1.0
         tokens, parents, odds = list(self.chain), list(line(count)), [0.0] * count
@@ -113,7 +112,7 @@ class ChainAlternatives:
                     parents.append(index - 1)
                     odds.append(share)
             mass *= rate
-        return DraftTree(tuple(tokens), tuple(parents) if len(tokens) > count else (), tuple(odds))
+        return Continuation(tuple(tokens), None, tuple(parents) if len(tokens) > count else (), tuple(odds))
 
     def teach(self, calibration: Calibration, tokens: Sequence[int]) -> None:
         """Updates the calibration by the tokens that became final."""
@@ -264,8 +263,11 @@ class BranchGrowth:
         return BranchRequest(points, self._task.branches, self._depth, self._task.rank_offset)
 
     def grant(self, wish: BranchRequest, branches: int) -> None:
-        """Divides `branches` among the fork points of its request."""
-        self._ranks = ranks(wish, branches, self._fan_out, self._calibration)
+        """Divides `branches` among the fork points of its request: those that the fan-out adds to `rank_offset`."""
+        points, offset = wish.points, wish.rank_offset
+        until = self._fan_out(points, offset + branches, self._calibration)
+        since = self._fan_out(points, offset, self._calibration) if offset else [0] * len(until)
+        self._ranks = [range(first, last) for first, last in zip(since, until, strict=True)]
 
     def advance(self) -> Steps[ReadyBranches]:
         """Makes one forward: feeds the rest of the chain, grows every branch by a token, and begins new branches."""
@@ -331,12 +333,7 @@ class BranchGrowth:
         ranked = self._tree.candidates([self._spine[k] for k in points], count)
         for k, candidates in zip(points, ranked, strict=True):
             own = self._chain[k] if k < len(self._chain) else None  # it can't be the bonus token after k tokens
-            others = [c for c in candidates if c.token != own and c.token not in self._eos]
-            gaps = tuple(c.gap for c in others)
-            own_gap = None
-            if own is not None and others:
-                own_gap = gaps[0] - next((c.gap for c in candidates if c.token == own), gaps[-1])
-            self._candidates[k] = AlternativesAt(tuple(c.token for c in others), ForkPoint(own_gap, gaps))
+            self._candidates[k] = AlternativesAt.of(own, candidates, self._eos)
 
     def _begin(self, accepted: int, bonus: int) -> None:
         """Begins a branch; its first tokens may have been fed in an earlier round."""
@@ -356,4 +353,4 @@ class BranchGrowth:
         if not worth:
             return None
         candidates = self._tree.candidates(branch.nodes[:worth], WIDTH + len(self._eos))
-        return Continuation.of(ChainAlternatives.of(chain, candidates).tree(self._calibration, least)).alternatives
+        return ChainAlternatives.of(chain, candidates).tree(self._calibration, least).alternatives

@@ -21,7 +21,7 @@ from typing import Any, cast
 import msgspec
 
 from outrider.drafters.drafter import Drafter, TokenTree
-from outrider.engine.pace import AWAKE_SECONDS, Pace
+from outrider.engine.pace import AWAKE_SECONDS, Pace, paced
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
@@ -245,16 +245,8 @@ class PacedDrafter:
         self.parameters, self.weight_bytes = drafter.parameters, drafter.weight_bytes
         self.prompt_cache = drafter.prompt_cache
 
-    def open(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        progress: Callable[[int, int], None] | None = None,
-        constraint: Constraint | None = None,
-        cached: int = 1,
-    ) -> TokenTree:
-        tree = self._drafter.open(tokens, sampling, progress, constraint, cached)
-        return cast(TokenTree, PacedTree(tree, self._pace, self._ready))
+    def open(self, *text: Any, **settings: Any) -> TokenTree:
+        return cast(TokenTree, PacedTree(self._drafter.open(*text, **settings), self._pace, self._ready))
 
 
 class PacedTree:
@@ -268,9 +260,7 @@ class PacedTree:
         return getattr(self.inner, name)
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
-        self._pace.begin(self._ready())
-        nodes = self.inner.feed(parents, tokens)
-        self._pace.end(len(nodes))
+        (nodes,) = self.feed_together([self], [TreeFeed(parents, tokens)])
         return nodes
 
     @staticmethod
@@ -293,10 +283,8 @@ class PacedTree:
         return candidates
 
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
-        self._pace.begin(self._ready())
-        self.inner.read(tokens, more)
-        self._pace.end(len(tokens))
-        self._pace.wait()
+        with paced(self._pace, len(tokens), self._ready()):
+            self.inner.read(tokens, more)
 
 
 SLICE_SECONDS = 0.0003  # how long a message may wait while this thread sleeps

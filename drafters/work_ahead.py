@@ -135,7 +135,7 @@ class WorkAhead:
         if self._task.min_prob >= 1.0 or self.tree.draws:
             return Continuation(chain, self.tree.drawn_from(nodes))
         self.proposed = ChainAlternatives.of(chain, self.tree.candidates(nodes, WIDTH + len(self._eos)))
-        return Continuation.of(self.proposed.tree(self._calibration, self._task.min_prob))
+        return self.proposed.tree(self._calibration, self._task.min_prob)
 
     def wish(self) -> BranchRequest | None:
         """Returns the branches that it wants; None: they have been granted, or it wants none."""
@@ -313,20 +313,12 @@ class DraftBatcher:
         rows = 0
         for job in jobs:
             job.go_on()
-        while waiting := [job for job in jobs if job.feed is not None]:
-            rows += sum(len(job.wanted().tokens) for job in waiting)
-            for job, nodes in zip(waiting, self._feed(waiting), strict=True):
+        while waiting := [(job, job.feed) for job in jobs if job.feed is not None]:
+            rows += sum(len(feed.tokens) for _, feed in waiting)
+            fed = _feed([job.tree for job, _ in waiting], [feed for _, feed in waiting])
+            for (job, _), nodes in zip(waiting, fed, strict=True):
                 job.go_on(nodes)
         return rows
-
-    def _feed(self, jobs: Sequence[_Job[Result]]) -> list[list[int] | OutriderError]:
-        """Makes one forward, or one for each job if that fails; returns each job's new nodes."""
-        if len(jobs) > 1:
-            trees, feeds = [job.tree for job in jobs], [job.wanted() for job in jobs]
-            nodes = _try(lambda: type(trees[0]).feed_together(trees, feeds))
-            if not isinstance(nodes, OutriderError):
-                return list(nodes)
-        return [_try(job.feed_alone) for job in jobs]
 
 
 class _Job(Generic[Result]):
@@ -340,27 +332,27 @@ class _Job(Generic[Result]):
 
     def go_on(self, nodes: Any = None) -> None:
         """Continues with the new nodes of `feed`, or the error that took their place; begins without."""
-
-        def step() -> TreeFeed | None:
-            try:
-                return self._steps.send(nodes)
-            except StopIteration as ended:
-                self.result = ended.value
-                return None
-
-        found = nodes if isinstance(nodes, OutriderError) else _try(step)
+        found = nodes if isinstance(nodes, OutriderError) else _try(lambda: self._step(nodes))
         self.feed = None if isinstance(found, OutriderError) else found
         if isinstance(found, OutriderError):
             self.result = found
 
-    def wanted(self) -> TreeFeed:
-        if self.feed is None:
-            raise ValueError("this job has ended; only one that waits can be fed")
-        return self.feed
+    def _step(self, nodes: Any) -> TreeFeed | None:
+        try:
+            return self._steps.send(nodes)
+        except StopIteration as ended:
+            self.result = ended.value
+            return None
 
-    def feed_alone(self) -> list[int]:
-        feed = self.wanted()
-        return self.tree.feed(feed.parents, feed.tokens)
+
+def _feed(trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> Sequence[list[int] | OutriderError]:
+    """Makes one forward, or one for each tree if that fails; returns each tree's new nodes."""
+    nodes = _try(lambda: type(trees[0]).feed_together(trees, feeds))
+    if not isinstance(nodes, OutriderError):
+        return nodes
+    if len(trees) == 1:
+        return [nodes]
+    return [_feed([tree], [feed])[0] for tree, feed in zip(trees, feeds, strict=True)]
 
 
 def _try(task: Callable[[], Value]) -> Value | OutriderError:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -34,27 +32,11 @@ MAX_PIECE = 2**22
 
 Report = Callable[[str], None]
 """A function that takes the stages of a start."""
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-@dataclass(frozen=True, slots=True)
-class KVSegment:
-    """Keys and values of `count` tokens from `start` on, packed by `engine.kv_transfer.KVLayout`."""
-
-    start: int
-    count: int
-    data: Bytes
+Pieces = Generator[list[PromptKv]]
+"""The keys and values of a prompt, packed by `engine.kv_transfer.KVLayout`: a list after each forward."""
 
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillJob:
-    """A prompt that is being read or waits for its turn; `pieces`: what `MlxReader.read` yields."""
-
-    asked: Prefill
-    pieces: Generator[list[KVSegment]]
 
 
 class PrefillWorker:
@@ -63,7 +45,7 @@ class PrefillWorker:
     def __init__(self, link: WorkerLink, reader: MlxReader | CoreMLReader) -> None:
         self._link = link
         self._reader = reader
-        self._jobs: dict[str, PrefillJob] = {}
+        self._jobs: dict[str, Pieces] = {}  # of prompts that are being read or wait for their turn
         self._reported_use = CacheUse()
 
     def run(self) -> None:
@@ -75,11 +57,10 @@ class PrefillWorker:
         message = self._link.receive(wait=not self._jobs)
         match message:
             case None:
-                self._continue_reading(next(iter(self._jobs.values())))
+                self._continue_reading(*next(iter(self._jobs.items())))
             case Prefill():
                 self._drop(message.request)
-                pieces = self._reader.read(message.tokens.tolist(), message.start)
-                self._jobs[message.request] = PrefillJob(message, pieces)
+                self._jobs[message.request] = self._reader.read(message)
             case Close():
                 self._drop(message.request)
             case KvMemory():
@@ -95,25 +76,24 @@ class PrefillWorker:
         for request in list(self._jobs):
             self._drop(request)
 
-    def _continue_reading(self, reading: PrefillJob) -> None:
-        asked = reading.asked
+    def _continue_reading(self, request: str, reading: Pieces) -> None:
         try:
-            pieces = next(reading.pieces, None)
+            pieces = next(reading, None)
         except OutriderError as error:
-            log.warning("reading the prompt of %s failed: %s", asked.request, error)
-            self._drop(asked.request)
-            self._link.send(Fault(self._link.name, asked.request, str(error)))
+            log.warning("reading the prompt of %s failed: %s", request, error)
+            self._drop(request)
+            self._link.send(Fault(self._link.name, request, str(error)))
             return
         for piece in pieces or ():
-            self._link.send(PromptKv(asked.request, asked.epoch, piece.start, piece.count, piece.data))
+            self._link.send(piece)
         if pieces is None:
-            self._drop(asked.request)
+            self._drop(request)
 
     def _drop(self, request: str) -> None:
         reading = self._jobs.pop(request, None)
         if reading is None:
             return
-        reading.pieces.close()
+        reading.close()
         if self._reader.prompt_cache.use != self._reported_use:
             self._reported_use = self._reader.prompt_cache.use
             self._link.send(CacheReport(self._reported_use))
@@ -147,18 +127,19 @@ class MlxReader:
         """Loads the model. Raises ModelError if there is no such model."""
         return cls(load(model, progress=report))
 
-    def read(self, tokens: Sequence[int], start: int) -> Generator[list[KVSegment]]:
-        """Reads all tokens but the last; yields after each forward its pieces from `start` on, in the target's layout.
+    def read(self, asked: Prefill) -> Pieces:
+        """Reads all tokens but the last; yields after each forward its pieces from the start that is `asked` for.
 
         If it is closed early, what was read may stay in the prompt cache. Raises OutriderError if reading fails.
         """
-        sequence, sent, total = self._kv_cache.open(), start, len(tokens) - 1
+        tokens: list[int] = asked.tokens.tolist()
+        sequence, sent, total = self._kv_cache.open(), asked.start, len(tokens) - 1
         try:
             known = self.prompt_cache.find(tokens)
             if known is not None:
                 self._kv_cache.adopt(sequence, known)
             while True:
-                yield self._pieces(sequence, sent)
+                yield self._pieces(asked, sequence, sent)
                 sent = max(sent, sequence.length)
                 if sequence.length >= total:
                     return
@@ -170,13 +151,13 @@ class MlxReader:
         finally:
             self._close(sequence, tokens[: sequence.length])
 
-    def _pieces(self, sequence: FlatSequence, start: int) -> list[KVSegment]:
+    def _pieces(self, asked: Prefill, sequence: FlatSequence, start: int) -> list[PromptKv]:
         """Returns the columns from `start` on, in pieces of at most `MAX_PIECE` bytes."""
         pieces, step = [], max(MAX_PIECE // max(self._layout.bytes_per_token, 1), 1)
         for first in range(start, sequence.length, step):
             end = min(first + step, sequence.length)
-            layers = self._kv_cache.segment(sequence, first, end)
-            pieces.append(KVSegment(first, end - first, self._layout.pack(layers)))
+            data = self._layout.pack(self._kv_cache.segment(sequence, first, end))
+            pieces.append(PromptKv(asked.request, asked.epoch, first, end - first, data))
         return pieces
 
     def _close(self, sequence: FlatSequence, read: Sequence[int]) -> None:
@@ -211,17 +192,19 @@ class CoreMLReader:
             raise CannotDraft("this machine can't run the target's Core ML package; use --prefill-backend mlx")
         return cls(package, KVLayout.of(outline(model).model))
 
-    def read(self, tokens: Sequence[int], start: int) -> Generator[list[KVSegment]]:
+    def read(self, asked: Prefill) -> Pieces:
         """The same as `MlxReader.read`."""
+        tokens: list[int] = asked.tokens.tolist()
         total, done = len(tokens) - 1, 0
         taken = self._package.readable(total)
         for read in self._package.read(tokens[:taken]):
-            first, end = max(start, done), done + read.count
+            first, end = max(asked.start, done), done + read.count
+            pieces = []
             if first < end:
                 layers = zip(_own(read.keys, first - done), _own(read.values, first - done), strict=True)
-                yield [KVSegment(first, end - first, self._layout.pack(tuple(layers)))]
-            else:
-                yield []
+                data = self._layout.pack(tuple(layers))
+                pieces.append(PromptKv(asked.request, asked.epoch, first, end - first, data))
+            yield pieces
             done = end
         if done < total:
             raise ReadingFault(

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from outrider.drafters.drafter import Drafter, DrafterFault
 from outrider.drafters.fan_out import POLICIES, Calibration
-from outrider.drafters.growth import WIDTH, BranchTask, Continuation
+from outrider.drafters.growth import BranchTask, Continuation
 from outrider.drafters.heads import load as heads
 from outrider.drafters.heads.drafter import ChainState, HeadDrafter
 from outrider.drafters.heads.early_exit import ExitDrafter
@@ -134,14 +134,11 @@ class HeadDraftSession:
 
     def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> DraftTurn:
         """See `ModelDraftSession.turn`."""
-        latest, new, calibration = self.latest, tokens[self.begin :], self.drafter.calibration
+        latest, new = self.latest, tokens[self.begin :]
         if latest is not None and latest.proposed is not None and latest.proposed.places and new:
-            latest.proposed.teach(calibration, new)
-        chain = self.latest = ChainState(self.follower, tokens)
-        if least < 1.0:
-            chain.width, chain.calibration, chain.min_prob = WIDTH, calibration, least
-        self.begin = len(tokens)
-        return DraftTurn(self.drafter, chain, depth)
+            latest.proposed.teach(self.drafter.calibration, new)
+        self.latest, self.begin = ChainState(self.follower, tokens, least), len(tokens)
+        return DraftTurn(self.drafter, self.latest, depth)
 
     def lendable(self) -> Sequence[int]:
         return self.follower.lendable(self.slot.tokens)

@@ -23,9 +23,9 @@ from mlx.utils import tree_flatten
 
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, Head
-from outrider.drafters.heads.kv_rows import BlockKVRows, NewBlocks, OpenedBlock, PairKVRows
+from outrider.drafters.heads.kv_rows import BlockKVRows, NewBlocks, PairKVRows
 from outrider.drafters.heads.load import features_of, forward_of, read
-from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, PairKVCache
+from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, OpenedBlock, PairKVCache, kv_cache_of
 from outrider.engine.loading import outline
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import PromptCache
@@ -203,7 +203,7 @@ class AheadHead:
         Raises:
             CannotDraft: it can't continue where the target's features have not arrived yet.
         """
-        self._kv_cache = FeatureKVCache(head) if isinstance(head, BlockHead) else PairKVCache(head, cpu)
+        self._kv_cache = kv_cache_of(head, cpu)
         self.note = ""
         if isinstance(head, BlockHead):
             if head.link is not None and head.link.recalls:

@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from outrider.drafters.heads.layers import LayerSizes
+from outrider.engine import positions
 from outrider.engine.hidden_states import backbone_of, embedding, output_layer
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.digest import digest, fits
@@ -73,18 +74,29 @@ def stranger(folder: Path, target: Path | None) -> str:
     return "" if fits(fingerprint, digest(target)) else "by its fingerprint, the head was trained for another target"
 
 
-def read_weights(folder: Path) -> Weights:
-    """Returns all tensors of a folder. Raises CannotDraft."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        hint = ", as safetensors: pytorch_model.bin has to be converted" if any(folder.glob("*.bin")) else ""
-        raise CannotDraft(f"{folder} has no weights; expected those of a draft head{hint}")
+def read_weights(folder: Path, prefix: str = "") -> Weights:
+    """Returns the tensors of a folder whose names begin with `prefix`, by the rest of their names. Raises CannotDraft.
+
+    Reads only the shards that have them.
+    """
     weights: Weights = {}
     try:
+        files, index = sorted(folder.glob("*.safetensors")), folder / "model.safetensors.index.json"
+        if index.is_file():
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted({folder / name for key, name in shards.items() if key.startswith(prefix)})
         for file in files:
-            weights |= cast(Weights, mx.load(str(file)))
-    except (RuntimeError, ValueError, OSError) as error:
+            tensors = cast(Weights, mx.load(str(file)))
+            weights |= {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CannotDraft(f"{folder} can't be read ({first_line(error)}); download the head again") from error
+    if not weights and prefix:
+        raise CannotDraft(
+            f"{folder} holds no {prefix}* tensors, which conversions leave out; use the original repository"
+        )
+    if not weights:
+        hint = ", as safetensors: pytorch_model.bin has to be converted" if any(folder.glob("*.bin")) else ""
+        raise CannotDraft(f"{folder} has no weights; expected those of a draft head{hint}")
     return weights
 
 
@@ -155,13 +167,31 @@ def check_width(own: int, target: Mapping[str, Any], name: str) -> None:
         )
 
 
-def fill(head: nn.Module, weights: Weights, name: str, exact: Container[str] = ()) -> None:
-    """Loads the weights, all in the format of the largest one; `exact` ones become float32.
+def check_mask(token: int | None, vocab_size: int, name: str) -> None:
+    """Raises CannotDraft if the target lacks the mask token."""
+    if token is None or not 0 <= token < vocab_size:
+        raise CannotDraft(
+            f"{name} has mask token {token}, but this target has {vocab_size} tokens; expected a head for this target,"
+            " with its mask_token_id in config.json"
+        )
+
+
+def fill(
+    head: nn.Module, weights: Weights, name: str, exact: Container[str] = (), unused: tuple[str, ...] = ("",)
+) -> None:
+    """Loads the weights, all in the format of the largest one; `exact` ones become float32. The head may then be fed
+    tokens at any positions.
+
+    Args:
+        unused: prefixes of tensors that it may lack a place for.
 
     Raises:
-        CannotDraft: some are missing, have another shape, or are not finite.
+        CannotDraft: some are missing, not supported, have another shape, or are not finite.
     """
     wanted = dict(tree_flatten(head.parameters()))
+    unknown = [key for key in sorted(set(weights) - set(wanted)) if not key.startswith(unused)]
+    if unknown:
+        raise CannotDraft(f"{name} has {', '.join(unknown[:3])}, which is not supported")
     missing = sorted(set(wanted) - set(weights))
     if missing:
         raise CannotDraft(f"{name} lacks {', '.join(missing[:3])}; download the head again")
@@ -175,6 +205,7 @@ def fill(head: nn.Module, weights: Weights, name: str, exact: Container[str] = (
     sound = mx.stack([mx.isfinite(value).all() for _, value in chosen])
     if not sound.all().item():
         raise CannotDraft(f"{name} has weights that are NaN or infinite; expected a trained head")
+    positions.install(head)
 
 
 def _computed_in(stored: mx.Dtype) -> mx.Dtype:

@@ -18,12 +18,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx_lm.models.qwen3 import MLP
 
 from outrider.drafters.heads.checkpoint import (
     HeadTarget,
     Layer,
     Weights,
+    check_mask,
     check_taps,
     check_width,
     complete,
@@ -39,10 +40,8 @@ from outrider.drafters.heads.layers import (
     DraftVocabulary,
     LayerSizes,
     Markov,
-    Mlp,
     Selector,
 )
-from outrider.engine import positions
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.protocol.errors import CannotDraft
@@ -113,7 +112,7 @@ class DFlashBlock(nn.Module):  # type: ignore[misc]
         self._window = window
         self.self_attn = Attention(config, size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
-        self.mlp = Mlp(size, config.intermediate_size)
+        self.mlp = MLP(size, config.intermediate_size)
         if config.conv_taps:
             self.attention_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
             self.mlp_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
@@ -153,12 +152,6 @@ class DFlash(BlockHead):
             self.markov_head = Markov(config.markov, config.markov_rank, size, vocabulary, confidence)
         if config.selector_rank:
             self.candidate_selector = Selector(config.selector_rank, size, vocabulary.size)
-
-    @property
-    def bytes_per_pair(self) -> int:
-        config = self._config
-        numbers = 2 * len(config.windows) * config.num_key_value_heads * config.head_dim
-        return numbers * int(self.fc.weight.dtype.size)
 
     @property
     def link(self) -> BlockLink | None:
@@ -217,12 +210,7 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
     if d2t is None:
         weights = {key: value for key, value in weights.items() if not key.startswith("lm_head.")}
     head = DFlash(settings, target.embed, target.output, vocabulary)
-    unknown = sorted(set(weights) - {key for key, _ in tree_flatten(head.parameters())})
-    unknown = [key for key in unknown if not key.startswith(_TARGETS)]
-    if unknown:
-        raise CannotDraft(f"{name} has {', '.join(unknown[:3])}, which is not supported")
-    fill(head, weights, name)
-    positions.install(head)
+    fill(head, weights, name, unused=_TARGETS)
     return head
 
 
@@ -309,10 +297,6 @@ def _check_target(config: Mapping[str, Any], settings: DFlashConfig, target: Hea
             f"{name} was trained for a target of {config['num_target_layers']} layers, but this one has {layers};"
             " expected a head for this target"
         )
-    if not 0 <= settings.mask_token < target.vocab_size:
-        raise CannotDraft(
-            f"{name} has mask token {settings.mask_token}, but this target has {target.vocab_size} tokens; expected a"
-            " head for this target"
-        )
+    check_mask(settings.mask_token, target.vocab_size, name)
     if settings.depth < 1:
         raise CannotDraft(f"{name} has blocks of {config.get('block_size')} tokens; expected at least 2")

@@ -4,18 +4,16 @@ After each verify the head reads the true pairs of the accepted tokens; drafted 
 the target's own contract (`engine.sampling`), with its noise and its vocabulary. `ChainState` is a committed text and
 the tokens chosen after it.
 
-`StepProposer` drafts with heads that predict one token after another. `BlockProposer` drafts several tokens in one
-forward; a slot does not know the tokens of others, so a walk along the block chooses them, with a link each by the
-token before it. Only the few best candidates of a linked slot are scored, with the noise included, because noise
-promotes tokens that are unlikely by themselves.
+Some heads predict one token after another. Others draft several tokens in one forward; a slot does not know the tokens
+of others, so a walk along the block chooses them, with a link each by the token before it. Only the few best candidates
+of a linked slot are scored, with the noise included, because noise promotes tokens that are unlikely by themselves.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import sys
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,11 +21,10 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.fan_out import Calibration
-from outrider.drafters.growth import ChainAlternatives, Continuation
-from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, Head, MaskedHead, PairHead
+from outrider.drafters.growth import WIDTH, ChainAlternatives, Continuation
+from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, Head, MaskedHead
 from outrider.drafters.heads.layers import FEW, BlockLink
-from outrider.drafters.heads.pair_kv_cache import FeatureFollower, FeatureKVCache, HeadKVCache, PairFeed, PairKVCache
-from outrider.engine.ort.forward import OrtForward
+from outrider.drafters.heads.pair_kv_cache import FeatureFollower, HeadKVCache, PairFeed, kv_cache_of
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler, SamplingMetadata
 from outrider.engine.steps import Step, score
@@ -66,18 +63,20 @@ class ChosenToken:
 class ChainState:
     """A committed text, and the chain that grows after it to `depth` tokens: its `picks`.
 
-    `width`: the number of candidates kept at each position. With a `calibration` the chain becomes a tree of tokens
-    with a probability above `min_prob`.
+    With a `min_prob` below 1 the chain becomes a tree: it has alternatives with a greater probability than that.
     """
 
     follower: FeatureFollower
     tokens: Sequence[int]
-    width: int = 0
+    min_prob: float = 1.0
     depth: int = 0
     picks: list[ChosenToken] = field(default_factory=list)
-    calibration: Calibration | None = None
-    min_prob: float = 1.0
     proposed: ChainAlternatives | None = None
+
+    @property
+    def width(self) -> int:
+        """The number of candidates that are kept at each position."""
+        return WIDTH if self.min_prob < 1.0 else 0
 
     @property
     def chain(self) -> tuple[int, ...]:
@@ -102,12 +101,12 @@ class ChainState:
         begin = len(self.tokens) + len(self.picks)
         return SamplingMetadata(sampler, range(begin, begin + count), history)
 
-    def continuation(self) -> Continuation:
+    def continuation(self, calibration: Calibration) -> Continuation:
         """Returns the proposal. Waits."""
         chain = self.chain
-        if self.calibration is not None:
+        if self.min_prob < 1.0:
             self.proposed = ChainAlternatives.of(chain, self.candidates)
-            return Continuation.of(self.proposed.tree(self.calibration, self.min_prob))
+            return self.proposed.tree(calibration, self.min_prob)
         drawn = self.follower.sampler.params.is_residual and chain
         return Continuation(chain, one_hot(chain) if drawn else None, odds=self.odds)
 
@@ -145,39 +144,6 @@ def _ranked(tokens: Sequence[int], scores: Sequence[float]) -> list[Candidate]:
     order = sorted(range(len(tokens)), key=lambda number: -scores[number])
     best = scores[order[0]]
     return [Candidate(tokens[n], best - scores[n]) for n in order if scores[n] > -math.inf]
-
-
-class StepProposer:
-    """Drafts one token of every chain in each forward; the head's own vectors replace the features."""
-
-    depth: int = sys.maxsize
-
-    def __init__(self, head: PairHead, kv_cache: PairKVCache) -> None:
-        self._head, self.kv_cache = head, kv_cache
-
-    def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
-        """Reads each chain's last true pairs and chooses its `depth` tokens after them, in the order of their rows.
-
-        Drafted pairs stay in the texts after the true ones; the caller sets the texts' length. Lazy, unless a sampler
-        needs the tokens; returns the vectors [R, H] of the true pairs, which the caller checks for being finite.
-        """
-        hidden, logits = self.kv_cache.outputs(feeds, [1] * len(feeds))
-        read = hidden
-        while True:
-            chosen = choose(chains, logits)
-            rows = [row for row, chain in enumerate(chains) if len(chain.picks) < chain.depth]
-            if not rows:
-                return read
-            if len(rows) < len(chains):
-                chains, hidden, chosen = [chains[row] for row in rows], _rows(hidden, rows), _rows(chosen, rows)
-            features, texts = self._head.onward(hidden), [chain.follower.text for chain in chains]
-            feeds = [PairFeed(t, chosen[n : n + 1], features[n : n + 1]) for n, t in enumerate(texts)]
-            hidden, logits = self.kv_cache.outputs(feeds, [1] * len(feeds))
-
-    def predict(self, tokens: mx.array, features: mx.array) -> mx.array:
-        """Returns the likeliest token after each pair of a text, given the pairs up to there [T]."""
-        _, logits = self.kv_cache.outputs([PairFeed(self.kv_cache.open(), tokens, features)], [tokens.shape[0]])
-        return mx.argmax(logits, axis=-1)
 
 
 def walk(chains: Sequence[ChainState], logits: mx.array, hidden: mx.array, link: BlockLink | None) -> None:
@@ -248,54 +214,6 @@ def _rows(array: mx.array, rows: list[int]) -> mx.array:
     return mx.take(array, mx.array(rows, mx.int32), axis=0)
 
 
-class BlockProposer:
-    """Drafts every chain in one forward, then chooses its tokens by a walk along it."""
-
-    def __init__(self, head: BlockHead | MaskedHead, kv_cache: HeadKVCache) -> None:
-        self.kv_cache, self.depth = kv_cache, head.depth
-        self._link = head.link if isinstance(head, BlockHead) else None
-
-    def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
-        """The same as `StepProposer.draft`."""
-        hidden, logits = self.kv_cache.slots(feeds, [chain.depth for chain in chains])
-        walk(chains, logits, hidden, self._link)
-        return hidden
-
-    def predict(self, tokens: mx.array, features: mx.array) -> mx.array:
-        """The same as `StepProposer.predict`."""
-        sequence, slots = self.kv_cache.open(), []
-        for pair in range(tokens.shape[0]):
-            feed = PairFeed(sequence, tokens[pair : pair + 1], features[pair : pair + 1])
-            slots.append(self.kv_cache.slots([feed], [1]))
-            sequence.roll_back(pair + 1)
-        hidden, logits = (mx.concatenate(list(parts)) for parts in zip(*slots, strict=True))
-        if self._link is None:
-            return mx.argmax(logits, axis=-1)
-        few = mx.argpartition(-logits, kth=FEW - 1, axis=-1)[:, :FEW]
-        gains, _ = self._link(tokens, hidden, few, self._link.begin(tokens.shape[0]))
-        best = mx.argmax(mx.take_along_axis(logits, few, axis=-1) + gains, axis=-1, keepdims=True)
-        return mx.take_along_axis(few, best, axis=-1)[:, 0]
-
-
-HeadProposer = StepProposer | BlockProposer
-
-
-def proposer_of(head: Head, cpu: OrtForward | None = None) -> HeadProposer:
-    """Returns the proposer of a head's kind; `cpu` computes its forwards."""
-    if isinstance(head, BlockHead):
-        return BlockProposer(head, FeatureKVCache(head))
-    texts = PairKVCache(head, cpu)
-    return BlockProposer(head, texts) if isinstance(head, MaskedHead) else StepProposer(head, texts)
-
-
-def wrong_proposers_of(head: Head) -> Iterator[tuple[str, HeadProposer]]:
-    """Yields other proposers, by name, for which a head may have been trained although its checkpoint says not."""
-    if isinstance(head, BlockHead):
-        other = not head.from_anchor
-        name = "the first token drafted by the last one's own row" if other else "the first token drafted by a mask"
-        yield name, BlockProposer(head, FeatureKVCache(head, other))
-
-
 class HeadDrafter:
     """Drafts with `head` in the target's process. `note` is a note for users; `agreement` how often the head predicted
     the target's next token in a trial, if there was one."""
@@ -305,20 +223,15 @@ class HeadDrafter:
         head: Head,
         vocab_size: int,
         note: str = "",
-        proposer: HeadProposer | None = None,
+        kv_cache: HeadKVCache | None = None,
         agreement: float | None = None,
     ) -> None:
-        """`vocab_size`: the target's. `proposer`: None for that of the head's kind."""
+        """`vocab_size`: the target's. `kv_cache`: None for one whose forwards MLX computes."""
         self.head, self.note, self.agreement = head, note, agreement
         self.vocab_size, self.weight_bytes = vocab_size, head.weight_bytes
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
-        self._proposer = proposer or proposer_of(head)
+        self.kv_cache = kv_cache or kv_cache_of(head)
         self.calibration = Calibration()
-
-    @property
-    def kv_cache(self) -> HeadKVCache:
-        """The head's KV cache."""
-        return self._proposer.kv_cache
 
     def follow(self, sampling: SamplingParams, constraint: Constraint | None = None) -> FeatureFollower:
         """Returns a collector of the features of a text to draft for."""
@@ -346,32 +259,29 @@ class HeadDrafter:
         """
         for chain, depth in zip(chains, depths, strict=True):
             room = self.head.context_length - len(chain.tokens)
-            chain.depth = min(depth, room, self._proposer.depth) if chain.follower.is_up_to(chain.tokens) else 0
+            depth = min(depth, room, self.head.depth if isinstance(self.head, BlockHead | MaskedHead) else depth)
+            chain.depth = depth if chain.follower.is_up_to(chain.tokens) else 0
         # Texts are fed in the order of their rows in the buffers.
         able = sorted((chain for chain in chains if chain.depth > 0), key=lambda chain: chain.follower.text.row)
-        try:
-            self._grow(able)
-        except OutriderError as error:
-            log.warning("%s%s", error, "; each is tried alone" if len(able) > 1 else "")
-            for chain in able:
-                self._grow_alone(chain, able)
-        return [chain.continuation() for chain in chains]
+        if able:
+            self._try_to_grow(able)
+        return [chain.continuation(self.calibration) for chain in chains]
 
-    def _grow_alone(self, chain: ChainState, chains: Sequence[ChainState]) -> None:
-        chain.picks.clear()
+    def _try_to_grow(self, chains: Sequence[ChainState]) -> None:
         try:
-            if len(chains) > 1:
-                self._grow([chain])
-                return
+            self._grow(chains)
+            return
         except OutriderError as error:
-            log.warning("%s", error)
-        log.warning("the head stops drafting for this request")
-        chain.picks.clear()
-        chain.follower.close()
+            log.warning("%s%s", error, "; each is tried alone" if len(chains) > 1 else "")
+        for chain in chains:
+            chain.picks.clear()
+            if len(chains) > 1:
+                self._try_to_grow([chain])
+            else:
+                log.warning("the head stops drafting for this request")
+                chain.follower.close()
 
     def _grow(self, chains: Sequence[ChainState]) -> None:
-        if not chains:
-            return
         followers = [chain.follower for chain in chains]
         with named_errors("the head's reading"):
             feeds = [chain.follower.catch_up(chain.tokens) for chain in chains]
@@ -379,7 +289,7 @@ class HeadDrafter:
         try:
             with named_errors("the head's forward"):
                 begun = [feed.text.length + feed.count * feed.stays for feed in feeds]
-                sound = mx.isfinite(self._proposer.draft(chains, feeds)).all()
+                sound = mx.isfinite(self._draft(chains, feeds)).all()
                 mx.eval(sound, [pick.arrays for chain in chains for pick in chain.picks])
             if not sound.item():
                 raise ModelFault(NO_NUMBERS)
@@ -389,3 +299,27 @@ class HeadDrafter:
         finally:
             for follower, length in zip(followers, read, strict=True):
                 follower.text.roll_back(length)
+
+    def _draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
+        """Reads each chain's last true pairs and chooses its `depth` tokens after them, in the order of their rows.
+
+        Drafted pairs stay in the texts after the true ones; the caller sets the texts' length. Lazy, unless a sampler
+        needs the tokens; returns the vectors [R, H] of the true pairs, which the caller checks for being finite.
+        """
+        head = self.head
+        if isinstance(head, BlockHead | MaskedHead):
+            hidden, logits = self.kv_cache.slots(feeds, [chain.depth for chain in chains])
+            walk(chains, logits, hidden, head.link if isinstance(head, BlockHead) else None)
+            return hidden
+        read, logits = self.kv_cache.slots(feeds, [1] * len(feeds))
+        hidden = read
+        while True:
+            chosen = choose(chains, logits)
+            rows = [row for row, chain in enumerate(chains) if len(chain.picks) < chain.depth]
+            if not rows:
+                return read
+            if len(rows) < len(chains):
+                chains, hidden, chosen = [chains[row] for row in rows], _rows(hidden, rows), _rows(chosen, rows)
+            features, texts = head.onward(hidden), [chain.follower.text for chain in chains]
+            feeds = [PairFeed(t, chosen[n : n + 1], features[n : n + 1]) for n, t in enumerate(texts)]
+            hidden, logits = self.kv_cache.slots(feeds, [1] * len(feeds))

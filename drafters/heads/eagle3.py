@@ -16,11 +16,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.qwen3 import MLP
 
 from outrider.drafters.heads.checkpoint import (
     HeadTarget,
     Layer,
     Weights,
+    check_mask,
     check_taps,
     check_width,
     complete,
@@ -29,8 +31,7 @@ from outrider.drafters.heads.checkpoint import (
     sizes_of,
 )
 from outrider.drafters.heads.head import MaskedHead, PairHead
-from outrider.drafters.heads.layers import Attention, DraftVocabulary, LayerSizes, Mlp
-from outrider.engine import positions
+from outrider.drafters.heads.layers import Attention, DraftVocabulary, LayerSizes
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.ort.graph import Builder, DecoderLayers
@@ -68,7 +69,7 @@ class Eagle3Layer(nn.Module):  # type: ignore[misc]
             self.hidden_norm = nn.RMSNorm(size, eps=eps)
         self.self_attn = Attention(config, 2 * size if first else size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
-        self.mlp = Mlp(size, config.intermediate_size)
+        self.mlp = MLP(size, config.intermediate_size)
 
     def __call__(self, x: mx.array, embedded: mx.array | None, mask: Any, cache: FlatCache) -> mx.array:
         residual = x
@@ -103,13 +104,8 @@ class Eagle3(PairHead):
         self.norm = nn.RMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, vocabulary.known, bias=False)
 
-    @property
-    def bytes_per_pair(self) -> int:
-        config = self.config
-        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * self._dtype.size
-
     def fuse(self, rows: mx.array) -> mx.array:
-        rows = rows.astype(self._dtype)
+        rows = rows.astype(self.fc.weight.dtype)
         if "fc_norm" in self:
             parts = mx.split(rows, len(self.fc_norm), axis=-1)
             rows = mx.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
@@ -118,7 +114,7 @@ class Eagle3(PairHead):
 
     def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
         embed = self.embed_tokens if "embed_tokens" in self else self._embed
-        embedded, x = embed(tokens).astype(self._dtype), features
+        embedded, x = embed(tokens).astype(self.fc.weight.dtype), features
         mask = caches[0].make_mask(tokens.shape[1])
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             x = layer(x, embedded if number == 0 else None, mask, cache)
@@ -143,11 +139,6 @@ class Eagle3(PairHead):
         normed = b.norm("features", first.hidden_norm)
         both = b.op("Concat", b.norm("x", first.input_layernorm), normed, axis=-1)
         return (normed if self.config.norm_before_residual else "features"), both
-
-    @property
-    def _dtype(self) -> mx.Dtype:
-        dtype: mx.Dtype = self.fc.weight.dtype
-        return dtype
 
 
 class PEagle(Eagle3, MaskedHead):
@@ -192,7 +183,6 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
     else:
         head = Eagle3(settings, target.embed, vocabulary)
     fill(head, weights, name)
-    positions.install(head)
     return head
 
 
@@ -226,10 +216,7 @@ def _settings(
 def _masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple[int, int]:
     """Returns P-EAGLE's mask token, and the number of tokens that it drafts at once."""
     token = config.get("mask_token_id", (config.get("eagle_config") or {}).get("mask_token_id"))
-    if token is None or not 0 <= int(token) < vocab_size:
-        raise CannotDraft(
-            f"{name} has mask token {token}, but this target has {vocab_size} tokens; check mask_token_id"
-        )
+    check_mask(token, vocab_size, name)
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     return int(token), int(methods[0].get("speculative_tokens") or config.get("num_depths") or _DEPTHS)
 

@@ -29,7 +29,7 @@ from outrider.drafters.heads.checkpoint import (
     settings_of,
     stranger,
 )
-from outrider.drafters.heads.drafter import HeadDrafter, StepProposer
+from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.pair_kv_cache import ExitFollower, PairFeed
 from outrider.engine.flat import FlatSequence
@@ -85,6 +85,7 @@ class EarlyExit(PairHead):
 
     reach = 1
     points = HiddenStatePoints()
+    bytes_per_pair = 0  # pairs are the target's own tokens
 
     def __init__(
         self, layers: int, norm: Layer, output: Layer, context_length: int, adapter: ExitAdapter | None = None
@@ -155,8 +156,8 @@ class ExitKVCache:
     def __init__(self, exit: EarlyExit, layers: FirstLayers) -> None:
         self._exit, self._layers = exit, layers
 
-    def outputs(self, feeds: Sequence[PairFeed], counts: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """See `PairKVCache.outputs`."""
+    def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> tuple[mx.array, mx.array]:
+        """See `PairKVCache.slots`; all `depths` are 1."""
         rows = self.kv_cache.first(self._layers, [Feed(feed.text, feed.tokens, feed.count) for feed in feeds])
         return rows, self._exit.logits(rows)
 
@@ -166,7 +167,7 @@ class ExitDrafter(HeadDrafter):
 
     def __init__(self, exit: EarlyExit, target: LoadedModel, note: str, agreement: float) -> None:
         self._texts = ExitKVCache(exit, FirstLayers(target.model, exit.layers))
-        super().__init__(exit, target.vocab_size, note, StepProposer(exit, cast(Any, self._texts)), agreement)
+        super().__init__(exit, target.vocab_size, note, cast(Any, self._texts), agreement)
 
     def attach_kv_cache(self, kv_cache: KVCache) -> None:
         """Sets the KV cache to draft in. Raises ModelError if its texts don't share forwards."""

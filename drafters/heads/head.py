@@ -42,7 +42,10 @@ class HeadModule(nn.Module):  # type: ignore[misc]
     @property
     def bytes_per_pair(self) -> int:
         """The size of a pair's keys and values."""
-        return 0
+        attentions = [layer.self_attn for layer in self.layers]
+        names = ("k_proj", "v_proj", "kv_a_proj_with_mqa")
+        cached = [attention[name].weight for attention in attentions for name in names if name in attention]
+        return sum(int(weight.shape[0]) * int(weight.dtype.size) for weight in cached)
 
     def decoder(self, target: DecoderLayers) -> DecoderLayers:
         """Returns the modules that ONNX Runtime may compute. `target`: the target's.

@@ -24,25 +24,51 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from outrider.drafters.heads.head import NO_NUMBERS, MaskedHead
-from outrider.drafters.heads.pair_kv_cache import PIECE, FeatureBuffer, FeatureKVCache, PairKVCache, Row, places_in
+from outrider.drafters.heads.pair_kv_cache import (
+    PIECE,
+    FeatureBuffer,
+    FeatureKVCache,
+    HeadKVCache,
+    OpenedBlock,
+    PairKVCache,
+    Row,
+)
 from outrider.engine.flat import Ints, NodeSegment, Segment
 from outrider.engine.kv_rows import NewRows
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelFault
 
 
-class PairKVRows:
-    """`engine.kv_rows.KVRows` of one text, lazy unless ONNX Runtime computes. The first column is at `origin`."""
+class HeadKVRows:
+    """The part of `engine.kv_rows.KVRows` that both forms share. Nothing is kept for other texts."""
 
     whole = False
 
-    def __init__(self, kv_cache: PairKVCache) -> None:
-        self._head, self.kv_cache = kv_cache.head, kv_cache
-        self.lazy = kv_cache.cpu is None
-        self.sequence = kv_cache.open()
+    def __init__(self, kv_cache: HeadKVCache) -> None:
+        self.kv_cache, self.sequence = kv_cache, kv_cache.open()
         finalize(self, kv_cache.drop, self.sequence)
+        self._dtype: mx.Dtype = next(value.dtype for _, value in tree_flatten(kv_cache.head.parameters()))
+
+    def save(self, count: int) -> SavedPrefix:
+        """Returns an empty prefix."""
+        return SavedPrefix(0, ())
+
+    def restore(self, start: CachedPrefix) -> None:
+        """Does nothing: no prefix is kept."""
+
+    def close(self) -> None:
+        self.kv_cache.close(self.sequence)
+
+
+class PairKVRows(HeadKVRows):
+    """`engine.kv_rows.KVRows` of one text, lazy unless ONNX Runtime computes. The first column is at `origin`."""
+
+    kv_cache: PairKVCache
+
+    def __init__(self, kv_cache: PairKVCache) -> None:
+        super().__init__(kv_cache)
+        self._head, self.lazy = kv_cache.head, kv_cache.cpu is None
         self._missing: Row | None = (self._head.mask_feature, 0) if isinstance(self._head, MaskedHead) else None
-        self._dtype: mx.Dtype = next(value.dtype for _, value in tree_flatten(self._head.parameters()))
         self.features = FeatureBuffer()
         self.begin_at(0)
 
@@ -130,15 +156,6 @@ class PairKVRows:
         self._stand_ins = {kept[old]: row for old, row in self._stand_ins.items() if old in kept}
         self._guessed = {kept[old]: place for old, place in self._guessed.items() if old in kept}
 
-    def save(self, count: int) -> SavedPrefix:
-        return self.kv_cache.save(self.sequence, count)
-
-    def restore(self, start: CachedPrefix) -> None:
-        self.kv_cache.adopt(self.sequence, start)
-
-    def close(self) -> None:
-        self.kv_cache.close(self.sequence)
-
 
 def _nodes(row: int, new: NewRows, order: Ints, rows: Ints) -> NodeSegment:
     """Returns the segment of these rows of the new tokens, whose columns follow one another in this order."""
@@ -168,15 +185,6 @@ def picked(rows: Sequence[Row], dtype: mx.Dtype) -> mx.array:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedBlock:
-    """A block to open: its first position, the known tokens from there on, and its number of slots."""
-
-    anchor: int
-    tokens: Sequence[int]
-    slots: int
-
-
-@dataclass(frozen=True, slots=True)
 class NewBlocks(NewRows):
     """New tokens, and the block that each opens; None: the next token has a slot in the block of the token before."""
 
@@ -199,17 +207,15 @@ class BlockSlot:
         return replace(self, row=self.row + 1, left=self.left - 1, position=self.position + 1)
 
 
-class BlockKVRows:
+class BlockKVRows(HeadKVRows):
     """`engine.kv_rows.KVRows` of one text; a column is the slot of a token that was fed."""
 
     lazy = True
-    whole = False
+    kv_cache: FeatureKVCache
 
     def __init__(self, kv_cache: FeatureKVCache) -> None:
-        self.kv_cache, self._depth = kv_cache, kv_cache.head.depth
-        self._dtype = next(value.dtype for _, value in tree_flatten(kv_cache.head.parameters()))
-        self.sequence = kv_cache.open()
-        finalize(self, kv_cache.drop, self.sequence)
+        super().__init__(kv_cache)
+        self._depth = kv_cache.head.depth
         self.places: Ints = np.zeros(0, np.int32)  # of the features that have been read
         self.end = 0  # the first position whose feature has not arrived
         self._waiting: list[tuple[int, mx.array]] = []
@@ -262,7 +268,16 @@ class BlockKVRows:
         head = texts[0].kv_cache.head
         pairs = [(text, rows) for text, rows in zip(texts, new, strict=True) if isinstance(rows, NewBlocks)]
         _read(texts)
-        _open(pairs)
+        opened = [(t, c, block) for t, rows in pairs for c, block in enumerate(rows.opened, rows.start) if block]
+        if opened:
+            by_text = groupby(opened, key=lambda one: one[0])
+            blocks = [(text.sequence.row, text.places, [block for *_, block in group]) for text, group in by_text]
+            hidden, logits = texts[0].kv_cache.open_blocks(blocks)
+            row = 0
+            for text, column, own in opened:
+                last = own.anchor + len(own.tokens) - 1
+                text._slots[column] = BlockSlot(logits, hidden, row, own.slots - 1, own.anchor, last)
+                row += own.slots
         slots = []
         for text, rows in pairs:
             for column, parent, block in zip(range(rows.start, rows.end), rows.parents, rows.opened, strict=True):
@@ -279,16 +294,6 @@ class BlockKVRows:
         kept = {old: prefix + index for index, old in enumerate(columns.tolist())}
         self._slots = {kept[old]: slot for old, slot in self._slots.items() if old in kept}
 
-    def save(self, count: int) -> SavedPrefix:
-        """Returns an empty prefix: nothing is kept for other texts."""
-        return SavedPrefix(0, ())
-
-    def restore(self, start: CachedPrefix) -> None:
-        """Does nothing: no prefix is kept."""
-
-    def close(self) -> None:
-        self.kv_cache.close(self.sequence)
-
 
 def _read(texts: Sequence[BlockKVRows]) -> None:
     """Reads the waiting features of all texts in one forward. Lazy."""
@@ -303,42 +308,3 @@ def _read(texts: Sequence[BlockKVRows]) -> None:
             text._waiting, text.sequence.length = [], len(text.places)
     if segments:
         texts[0].kv_cache.read_features(mx.concatenate(features), segments)
-
-
-def _open(pairs: Sequence[tuple[BlockKVRows, NewBlocks]]) -> None:
-    """Computes the new blocks; the first slot of each becomes that of the column that opens it. Lazy."""
-    opened = [
-        (text, column, block)
-        for text, new in pairs
-        for column, block in enumerate(new.opened, new.start)
-        if block is not None
-    ]
-    if not opened:
-        return
-    kv_cache = pairs[0][0].kv_cache
-    known = np.array([len(block.tokens) for *_, block in opened], np.int32)
-    lengths = known - 1 + np.array([block.slots for *_, block in opened], np.int32) + kv_cache.masks_more
-    mask, segments, tokens, first = kv_cache.head.mask_token, [], list[int](), 0
-    for text, new in pairs:
-        own = [block for block in new.opened if block is not None]
-        counts = lengths[first : first + len(own)]
-        first += len(own)
-        if own:
-            segments.append(_segment(text, own, counts))
-        for block, count in zip(own, counts.tolist(), strict=True):
-            tokens += [*block.tokens, *[mask] * (count - len(block.tokens))]
-    hidden = kv_cache.block(mx.array(tokens, mx.int32), lengths, known, segments)
-    logits, row = kv_cache.head.logits(hidden), 0
-    for text, column, block in opened:
-        last = block.anchor + len(block.tokens) - 1
-        text._slots[column] = BlockSlot(logits, hidden, row, block.slots - 1, block.anchor, last)
-        row += block.slots
-
-
-def _segment(text: BlockKVRows, blocks: Sequence[OpenedBlock], lengths: Ints) -> NodeSegment:
-    """Returns the segment of a text's blocks. Each row sees the features before its block's anchor, and its block."""
-    anchors = np.array([block.anchor for block in blocks], np.int32).repeat(lengths)
-    number = np.arange(len(blocks)).repeat(lengths)
-    seen = np.concatenate([text.places < anchors[:, None], number[:, None] == number], axis=1)
-    places = np.concatenate([text.places, places_in(lengths) + anchors])
-    return NodeSegment(text.sequence.row, len(text.places), len(anchors), places=places, visible=seen)

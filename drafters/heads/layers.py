@@ -71,18 +71,6 @@ class Attention(nn.Module):  # type: ignore[misc]
         return (self[norm](split) if norm in self else split).swapaxes(1, 2)
 
 
-class Mlp(nn.Module):  # type: ignore[misc]
-    def __init__(self, size: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        out: mx.array = self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
 @dataclass(frozen=True, slots=True)
 class DraftVocabulary:
     """The head's tokens: `ids` [V_d] are the target's ids of them; None: they are the target's `size` tokens.

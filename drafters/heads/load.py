@@ -24,10 +24,10 @@ import numpy as np
 
 from outrider.drafters.heads import dflash, eagle3, early_exit, mtp, redrafter
 from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_weights, stranger
-from outrider.drafters.heads.drafter import ChainState, HeadDrafter, HeadProposer, proposer_of, wrong_proposers_of
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter
 from outrider.drafters.heads.early_exit import trial_text
-from outrider.drafters.heads.head import Head
-from outrider.drafters.heads.pair_kv_cache import PairKVCache
+from outrider.drafters.heads.head import BlockHead, Head
+from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, HeadKVCache, PairFeed, PairKVCache, kv_cache_of
 from outrider.engine.flat import Segment
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
 from outrider.engine.load_checks import open_slots
@@ -85,7 +85,7 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
             doubt, agrees = "; ".join(doubts), trial.own
     if doubt:
         log.warning("%s", doubt)
-    drafter = HeadDrafter(head, model.vocab_size, doubt, proposer_of(head, cpu), agrees)
+    drafter = HeadDrafter(head, model.vocab_size, doubt, kv_cache_of(head, cpu), agrees)
     if cpu is not None:
         head.release()
     return drafter
@@ -93,9 +93,7 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
 
 def features_of(head: Head, folder: Path, target: Path) -> str:
     """Returns the source of the features: the head, the target and the taps, which must be equal on both sides."""
-    points = head.points
-    taps = [*points.layers, *["before"] * points.before_norm, *["after"] * points.after_norm]
-    return f"head {digest(folder)} at {','.join(map(str, taps))} of {digest(target)}"
+    return f"head {digest(folder)} at {','.join(map(str, head.points.keys))} of {digest(target)}"
 
 
 @contextmanager
@@ -140,14 +138,17 @@ class Agreement:
 
 
 def agreement(head: Head, model: LoadedModel, cpu: OrtForward | None = None) -> Agreement:
-    """Generates a text with the target and lets the head predict it. `cpu`: see `proposer_of`."""
+    """Generates a text with the target and lets the head predict it. `cpu`: see `kv_cache_of`."""
     text = trial_text(model)
-    own = _share(head, proposer_of(head, cpu), model, text)
-    others = {f"tokens {_away(by)}": _share(head, proposer_of(head, cpu), model, text, tokens=by) for by in (-1, 1)}
-    others |= {name: _share(head, proposer, model, text) for name, proposer in wrong_proposers_of(head)}
+    own = _share(head, kv_cache_of(head, cpu), model, text)
+    others = {f"tokens {_away(by)}": _share(head, kv_cache_of(head, cpu), model, text, tokens=by) for by in (-1, 1)}
+    if isinstance(head, BlockHead):
+        by = "a mask" if head.from_anchor else "the last one's own row"
+        wrong = FeatureKVCache(head, not head.from_anchor)
+        others[f"the first token drafted by {by}"] = _share(head, wrong, model, text)
     for name, points in _other_points(head.points):
         try:
-            others[name] = _share(head, proposer_of(head, cpu), model, text, points)
+            others[name] = _share(head, kv_cache_of(head, cpu), model, text, points)
         except ModelError:  # there is no such layer
             continue
     return Agreement(own, others)
@@ -167,7 +168,7 @@ def _away(by: int) -> str:
 
 def _share(
     head: Head,
-    proposer: HeadProposer,
+    kv_cache: HeadKVCache,
     model: LoadedModel,
     text: list[int],
     points: HiddenStatePoints | None = None,
@@ -180,8 +181,23 @@ def _share(
     )
     begin, end = 0, len(text) - 1 - max(tokens, 0)
     following = slice(begin + 1 + tokens, end + 1 + tokens)
-    predicted = proposer.predict(mx.array(text[following], mx.int32), rows[0][begin:end])
+    predicted = _predicted(kv_cache, mx.array(text[following], mx.int32), rows[0][begin:end])
     return cast(float, (predicted == mx.argmax(logits[following], axis=-1)).mean().item())
+
+
+def _predicted(kv_cache: HeadKVCache, tokens: mx.array, features: mx.array) -> mx.array:
+    """Returns the likeliest token after each pair of a text, given the pairs up to there [T]."""
+    sequence, slots = kv_cache.open(), []
+    if isinstance(kv_cache, PairKVCache):
+        _, logits = kv_cache.outputs([PairFeed(sequence, tokens, features)], [tokens.shape[0]])
+        return mx.argmax(logits, axis=-1)
+    for pair in range(tokens.shape[0]):
+        feed = PairFeed(sequence, tokens[pair : pair + 1], features[pair : pair + 1])
+        slots.append(kv_cache.slots([feed], [1]))
+        sequence.roll_back(pair + 1)
+    hidden, logits = (mx.concatenate(list(parts)) for parts in zip(*slots, strict=True))
+    link = kv_cache.head.link
+    return mx.argmax(link.over(logits, tokens, hidden) if link is not None else logits, axis=-1)
 
 
 _FEATURES = 16  # that different tokens of the check have

@@ -10,25 +10,22 @@ If there is none that can be used, the reason is one sentence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
 
-from outrider.drafters.heads.checkpoint import HeadTarget, Layer, Weights, fill, refuse_quantised
+from outrider.drafters.heads.checkpoint import HeadTarget, Layer, Weights, fill, read_weights, refuse_quantised
 from outrider.drafters.heads.head import PairHead
-from outrider.engine import positions
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.graph import Builder, DecoderLayers
-from outrider.protocol.errors import CannotDraft, first_line
+from outrider.protocol.errors import CannotDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +68,6 @@ class Mtp(PairHead):
             self.embed_tokens = nn.Embedding(own_embedding, size)
         if own_output:
             self.lm_head = nn.Linear(size, own_output, bias=False)
-
-    @property
-    def bytes_per_pair(self) -> int:
-        attention = self.layers[0].self_attn
-        cached = [attention[name].weight for name in ("k_proj", "v_proj", "kv_a_proj_with_mqa") if name in attention]
-        return sum(int(weight.shape[0]) * int(weight.dtype.size) for weight in cached)
 
     def fuse(self, rows: mx.array) -> mx.array:
         return rows.astype(self.fc.weight.dtype)
@@ -163,7 +154,7 @@ def _qwen(block: nn.Module) -> MtpFamily:
         names = {"pre_fc_norm_embedding.": "norm_embedding.", "pre_fc_norm_hidden.": "norm_hidden."}
         ours = _renamed(weights, names)
         shifted = {key: value + (value.ndim == 1 and "norm" in key) for key, value in ours.items()}
-        return _join_experts(_split_experts(shifted))
+        return _switched(shifted)
 
     return MtpFamily(MtpForm(after_norm=True, embedding_first=True), "mtp.", named, block)
 
@@ -210,28 +201,23 @@ def _renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
     return {name(key): value for key, value in weights.items()}
 
 
-def _split_experts(weights: Weights) -> Weights:
-    """Splits a tensor of all experts (Qwen3.5), whose first half are the gates."""
-    at = f"{_LAYER}mlp."
-    if f"{at}experts.gate_up_proj" not in weights:
+def _switched(weights: Weights) -> Weights:
+    """Returns the experts in mlx-lm's form, from one tensor of all, whose first half are the gates (Qwen3.5), or from
+    a tensor for each (Qwen3-Next).
+    """
+    at = f"{_LAYER}mlp.experts."
+    experts = {key.removeprefix(at): value for key, value in weights.items() if key.startswith(at)}
+    if not experts:
         return weights
-    others = {key: value for key, value in weights.items() if not key.startswith(f"{at}experts.")}
-    gate, up = mx.split(weights[f"{at}experts.gate_up_proj"], 2, axis=-2)
-    parts = {"gate": gate, "up": up, "down": weights[f"{at}experts.down_proj"]}
-    return others | {f"{at}switch_mlp.{name}_proj.weight": value for name, value in parts.items()}
-
-
-def _join_experts(weights: Weights) -> Weights:
-    """Stacks experts that are stored one by one (Qwen3-Next)."""
-    at = f"{_LAYER}mlp."
-    count = sum(key.startswith(f"{at}experts.") and key.endswith(".up_proj.weight") for key in weights)
-    if not count:
-        return weights
-    others = {key: value for key, value in weights.items() if not key.startswith(f"{at}experts.")}
-    for name in ("gate", "up", "down"):
-        each = [weights[f"{at}experts.{number}.{name}_proj.weight"] for number in range(count)]
-        others[f"{at}switch_mlp.{name}_proj.weight"] = mx.stack(each)
-    return others
+    if "gate_up_proj" in experts:
+        gate, up = mx.split(experts["gate_up_proj"], 2, axis=-2)
+        parts = {"gate": gate, "up": up, "down": experts["down_proj"]}
+    else:
+        numbers = range(sum(key.endswith(".up_proj.weight") for key in experts))
+        names = ("gate", "up", "down")
+        parts = {name: mx.stack([experts[f"{n}.{name}_proj.weight"] for n in numbers]) for name in names}
+    others = {key: value for key, value in weights.items() if not key.startswith(at)}
+    return others | {f"{_LAYER}mlp.switch_mlp.{name}_proj.weight": value for name, value in parts.items()}
 
 
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
@@ -255,35 +241,16 @@ def read(folder: Path, target: LoadedModel) -> Mtp:
         own_embedding=target.vocab_size if _EMBEDDING in weights else 0,
         own_output=target.vocab_size if _OUTPUT in weights else 0,
     )  # fmt: skip
-    unknown = sorted(set(weights) - {key for key, _ in tree_flatten(head.parameters())})
-    if unknown:
-        raise CannotDraft(f"the head in {folder} has {', '.join(unknown[:3])}, which is not supported")
-    fill(head, weights, str(folder), family.exact)
-    positions.install(head)
+    fill(head, weights, str(folder), family.exact, unused=())
     return head
 
 
 def _weights(folder: Path, family: MtpFamily) -> Weights:
-    """Returns a head's tensors by our names. Reads only the shards of a repository that have them."""
-    index = folder / "model.safetensors.index.json"
-    try:
-        files = sorted(folder.glob("*.safetensors"))
-        if index.is_file():
-            file_names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = sorted({folder / name for key, name in file_names.items() if key.startswith(family.prefix)})
-        weights: Weights = {}
-        for file in files:
-            tensors = cast(Weights, mx.load(str(file)))
-            weights |= {key: value for key, value in tensors.items() if key.startswith(family.prefix)}
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise CannotDraft(f"{folder} can't be read ({first_line(error)}); download the head again") from error
-    if not weights:
-        raise CannotDraft(
-            f"{folder} holds no {family.prefix}* tensors, which conversions leave out; use the original repository"
-        )
+    """Returns a head's tensors by our names."""
+    weights = read_weights(folder, family.prefix)
     refuse_quantised({}, weights, str(folder))
     try:
-        return family.named({key.removeprefix(family.prefix): value for key, value in weights.items()})
+        return family.named(weights)
     except (KeyError, ValueError, IndexError) as error:
         raise CannotDraft(f"{folder} lacks {error} of the head's tensors; use the original repository") from error
 

@@ -24,8 +24,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.head import BlockHead, MaskedHead, PairHead
-from outrider.engine.flat import FlatRows, FlatSequence, Floats, Ints, Segment
+from outrider.drafters.heads.head import BlockHead, Head, MaskedHead, PairHead
+from outrider.engine.flat import FlatRows, FlatSequence, Floats, Ints, NodeSegment, Segment
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import LEAST, CachedPrefix, PromptCache, SavedPrefix
 from outrider.engine.sampling import Sampler
@@ -86,9 +86,9 @@ class PairKVCache(FlatRows):
         alone = zip(spans, segments, strict=True)
         return mx.concatenate([self._by_mlx(tokens[own], features[own], [segment]) for own, segment in alone])
 
-    def read(self, feed: PairFeed) -> None:
+    def read(self, feeds: Sequence[PairFeed]) -> None:
         """Reads pairs without drafting after them. Lazy, unless ONNX Runtime computes."""
-        self.outputs([feed], [1])
+        self.outputs(feeds, [1] * len(feeds))
 
     def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Reads all feeds, in the order of their rows, and masks for more than one token after a feed.
@@ -123,6 +123,15 @@ class PairKVCache(FlatRows):
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedBlock:
+    """A block to open: its first position, the known tokens from there on, and its number of slots."""
+
+    anchor: int
+    tokens: Sequence[int]
+    slots: int
+
+
 class FeatureKVCache(FlatRows):
     """The features of a block head's texts. Blocks' own keys and values are written after them, and overwritten by the
     next blocks."""
@@ -133,55 +142,76 @@ class FeatureKVCache(FlatRows):
         self.head = head
         self.masks_more = 0 if (head.from_anchor if from_anchor is None else from_anchor) else 1
 
-    def read(self, feed: PairFeed) -> None:
-        """The same as `PairKVCache.read`."""
-        self._read([feed])
+    def read(self, feeds: Sequence[PairFeed]) -> None:
+        """The same as `PairKVCache.read`. Lazy."""
+        segments = [Segment(feed.text.row, feed.text.length, feed.count) for feed in feeds]
+        self.read_features(mx.concatenate([feed.features for feed in feeds]), segments)
+        for feed in feeds:
+            feed.text.length += feed.count
 
     def read_features(self, features: mx.array, segments: Sequence[Segment]) -> None:
         """Reads features [T, W], segment by segment. Lazy."""
         self._frame.begin(segments)
         self.head.read(features[None], self._caches)
 
-    def block(self, tokens: mx.array, lengths: Ints, known: Ints, segments: Sequence[Segment]) -> mx.array:
-        """Feeds blocks of these `lengths` [B]: tokens [sum], of which the first `known` [B] of each block are no masks.
-
-        Returns the vectors of the slots that draft the tokens after these, block by block, [.., H]. Lazy.
-        """
-        self._frame.begin(segments)
-        places = places_in(lengths)
-        hidden = self.head.block(tokens[None], mx.array(places), self._caches)[0]
-        drafting = places >= (known - 1 + self.masks_more).repeat(lengths)
-        return (
-            hidden if drafting.all() else mx.take(hidden, mx.array(np.flatnonzero(drafting).astype(np.int32)), axis=0)
-        )
-
     def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> tuple[mx.array, mx.array]:
         """The same as `PairKVCache.slots`."""
-        self._read(feeds)
-        counts = [depth + self.masks_more for depth in depths]
-        texts = [feed.text for feed in feeds]
-        segments = [Segment(t.row, t.length, n, whole=True) for t, n in zip(texts, counts, strict=True)]
-        masks = [mx.full((count - 1,), self.head.mask_token, mx.int32) for count in counts]
-        tokens = [part for feed, own in zip(feeds, masks, strict=True) for part in (feed.tokens[-1:], own)]
-        known = np.ones(len(counts), np.int32)
-        hidden = self.block(mx.concatenate(tokens), np.array(counts, np.int32), known, segments)
-        return hidden, self.head.logits(hidden)
+        self.read(feeds)
+        texts = []
+        for feed, depth in zip(feeds, depths, strict=True):
+            end, last = feed.text.length, np.asarray(feed.tokens)[-1:].tolist()
+            texts.append((feed.text.row, np.arange(end, dtype=np.int32), [OpenedBlock(end, last, depth)]))
+        return self.open_blocks(texts)
 
-    def _read(self, feeds: Sequence[PairFeed]) -> None:
-        segments = [Segment(feed.text.row, feed.text.length, feed.count) for feed in feeds]
-        self.read_features(mx.concatenate([feed.features for feed in feeds]), segments)
-        for feed in feeds:
-            feed.text.length += feed.count
+    def open_blocks(self, texts: Sequence[tuple[int, Ints, Sequence[OpenedBlock]]]) -> tuple[mx.array, mx.array]:
+        """Computes blocks of texts: of each text its row, the positions of its features, and its blocks.
+
+        Returns the vectors [S, H] and the logits [S, V] of all slots, block by block. Lazy.
+        """
+        blocks = [block for *_, own in texts for block in own]
+        known = np.array([len(block.tokens) for block in blocks], np.int32)
+        lengths = known - 1 + np.array([block.slots for block in blocks], np.int32) + self.masks_more
+        mask, tokens, segments, first = self.head.mask_token, list[int](), list[Segment](), 0
+        for block, count in zip(blocks, lengths.tolist(), strict=True):
+            tokens += [*block.tokens, *[mask] * (count - len(block.tokens))]
+        for row, features, own in texts:
+            segments.append(_segment(row, features, own, lengths[first : first + len(own)]))
+            first += len(own)
+        self._frame.begin(segments)
+        places = _places_in(lengths)
+        hidden = self.head.block(mx.array(tokens, mx.int32)[None], mx.array(places), self._caches)[0]
+        drafting = places >= (known - 1 + self.masks_more).repeat(lengths)
+        if not drafting.all():
+            hidden = mx.take(hidden, mx.array(np.flatnonzero(drafting).astype(np.int32)), axis=0)
+        return hidden, self.head.logits(hidden)
 
 
 HeadKVCache = PairKVCache | FeatureKVCache
 
 
-def places_in(lengths: Ints) -> Ints:
+def kv_cache_of(head: Head, cpu: OrtForward | None = None) -> HeadKVCache:
+    """Returns the KV cache of a head's kind; `cpu` computes its forwards."""
+    return FeatureKVCache(head) if isinstance(head, BlockHead) else PairKVCache(head, cpu)
+
+
+def _places_in(lengths: Ints) -> Ints:
     """Returns 0, 1, ... for each block of these lengths, concatenated."""
     starts = np.cumsum(lengths) - lengths
     places: Ints = (np.arange(lengths.sum()) - starts.repeat(lengths)).astype(np.int32)
     return places
+
+
+def _segment(row: int, features: Ints, blocks: Sequence[OpenedBlock], lengths: Ints) -> Segment:
+    """Returns the segment of a text's blocks, after its features at these positions. Each row sees the features before
+    its block's anchor, and its block."""
+    count = len(features)
+    if len(blocks) == 1 and blocks[0].anchor == count == features.max(initial=-1) + 1:
+        return Segment(row, count, int(lengths[0]), whole=True)
+    anchors = np.array([block.anchor for block in blocks], np.int32).repeat(lengths)
+    number = np.arange(len(blocks)).repeat(lengths)
+    seen = np.concatenate([features < anchors[:, None], number[:, None] == number], axis=1)
+    places = np.concatenate([features, _places_in(lengths) + anchors])
+    return NodeSegment(row, count, len(anchors), places=places, visible=seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +354,7 @@ class FeatureFollower:
         Call `has_read` when that was fed.
         """
         while self.waiting > PIECE:
-            self._kv_cache.read(self._feed(tokens, PIECE))
+            self._kv_cache.read([self._feed(tokens, PIECE)])
             mx.eval(self._kv_cache.state())
             self._features.forget(self._features.begin + PIECE)
         return self._feed(tokens, self.waiting)
@@ -352,7 +382,7 @@ class FeatureFollower:
         if self._text is None or self._features.end >= len(tokens):
             return 0
         if self.waiting:
-            self._kv_cache.read(self.catch_up(tokens))
+            self._kv_cache.read([self.catch_up(tokens)])
             self.has_read()
         return self._features.end + 1
 

@@ -16,8 +16,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.drafters.heads.checkpoint import HeadTarget, Layer, Weights, fill, refuse_quantised, settings_of
+from outrider.drafters.heads.checkpoint import (
+    HeadTarget,
+    Layer,
+    Weights,
+    check_width,
+    fill,
+    refuse_quantised,
+    settings_of,
+)
 from outrider.drafters.heads.head import PairHead
+from outrider.drafters.heads.layers import DraftVocabulary
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.protocol.errors import CannotDraft
@@ -46,15 +55,15 @@ class ResBlock(nn.Module):  # type: ignore[misc]
 
 
 class Redrafter(PairHead):
-    """`embed`: the target's embedding; `vocab_size`: the size of its logits, which may be padded."""
+    """`embed`: the target's embedding."""
 
     points, reach = HiddenStatePoints(after_norm=True), 1
     layers: tuple[nn.Module, ...] = ()  # there are no keys and values
 
-    def __init__(self, config: RedrafterConfig, embed: Layer, vocab_size: int, context_length: int) -> None:
+    def __init__(self, config: RedrafterConfig, embed: Layer, vocabulary: DraftVocabulary, context_length: int) -> None:
         super().__init__()
         size, width = config.hidden_size, config.exit_dim
-        self._config, self._embed, self._vocab_size, self.context_length = config, embed, vocab_size, context_length
+        self._config, self._embed, self._vocabulary, self.context_length = config, embed, vocabulary, context_length
         if width != 2 * size:
             self.input_proj = nn.Linear(2 * size, width)
         blocks: list[Any] = [ResBlock(width) for _ in range(config.num_draft_layers)]
@@ -77,8 +86,7 @@ class Redrafter(PairHead):
         x = self.input_proj(hidden) if "input_proj" in self else hidden
         for layer in self.lm_head:
             x = layer(x)
-        beyond = self._vocab_size - x.shape[-1]
-        return mx.pad(x.astype(mx.float32), [(0, 0), (0, beyond)], constant_values=-mx.inf)
+        return self._vocabulary.spread(x.astype(mx.float32))
 
     def onward(self, hidden: mx.array) -> mx.array:
         return hidden
@@ -96,17 +104,8 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         )
     refuse_quantised(config, weights, name)
     settings = settings_of(RedrafterConfig, config, name)
-    size = int(target.embed(mx.array([0])).shape[-1])
-    if settings.hidden_size != size:
-        raise CannotDraft(
-            f"{name} expects a hidden size of {settings.hidden_size}, but this target has {size}; expected a head for"
-            " this target"
-        )
-    if settings.vocab_size > target.vocab_size:
-        raise CannotDraft(
-            f"{name} has {settings.vocab_size} tokens and this target {target.vocab_size}; expected a"
-            " head for this target"
-        )
-    head = Redrafter(settings, target.embed, target.vocab_size, target.context_length)
+    check_width(settings.hidden_size, target.config, name)
+    vocabulary = DraftVocabulary.read(None, settings.vocab_size, target.vocab_size, name)
+    head = Redrafter(settings, target.embed, vocabulary, target.context_length)
     fill(head, weights, name)  # emb_norm.weight in some checkpoints is not used by their forward either
     return head

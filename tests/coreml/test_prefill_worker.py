@@ -12,6 +12,7 @@ from outrider.drafters.coreml.runtimes import PackageReader
 from outrider.engine.kv_transfer import KVLayout, ReadingFault
 from outrider.engine.loading import load, outline
 from outrider.prefill_worker.worker import CoreMLReader, MlxReader
+from outrider.protocol.messages import Prefill
 from tests.coreml.conftest import Bench
 from tests.harness.mil_interpreter import NumpyRuntime
 
@@ -30,7 +31,7 @@ def test_package_hands_over_the_keys_and_values_of_mlx(
     found, expected = [], []
     for reader, pieces in ((package, found), (exact, expected)):
         at = start
-        for piece in (piece for some in reader.read(prompt, start) for piece in some):
+        for piece in (piece for some in reader.read(asked(prompt, start)) for piece in some):
             assert piece.start == at
             at += piece.count
             pieces.append(layout.unpack(piece.data, piece.count))
@@ -47,9 +48,13 @@ def test_prompt_beyond_the_package_context_is_left_to_the_target(bench: Callable
     )
     read = 0
     with pytest.raises(ReadingFault, match="the target reads the other"):
-        for pieces in reader.read([*text, *text][:340], 0):
+        for pieces in reader.read(asked([*text, *text][:340])):
             read += sum(piece.count for piece in pieces)
     assert read == made.package.layout.context
+
+
+def asked(tokens: list[int], start: int = 0) -> Prefill:
+    return Prefill("r", 0, np.array(tokens, np.int32), start)
 
 
 def _joined(pieces: list[tuple[tuple[mx.array, mx.array], ...]]) -> list[np.ndarray]:

@@ -49,8 +49,9 @@ class CountingDrafter:
 
     def open(self, *arguments: Any) -> TokenTree:
         tree = self.inner.open(*arguments)
-        for name in ("feed", "read"):
-            setattr(tree, name, self._counted(getattr(tree, name)))
+        for name in ("feed", "begin", "read"):  # `begin`: trees of a model that are fed together
+            if hasattr(tree, name):
+                setattr(tree, name, self._counted(getattr(tree, name)))
         self.trees.append(tree)
         return tree
 

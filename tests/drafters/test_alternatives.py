@@ -20,20 +20,20 @@ def chain_of_fives(*found: list[Candidate]) -> ChainAlternatives:
 
 def test_alternatives_are_added_where_the_drafter_is_unsure() -> None:
     tree = chain_of_fives(SURE, CLOSE).tree(Calibration(), 0.05)
-    assert tree.tokens[:2] == (5, 5) and set(tree.tokens[2:]) <= {6, 7} and tree.tokens[2:]
-    assert set(tree.parents[2:]) == {0} and not fault(tree.tokens, tree.parents)
-    assert len(tree.odds) == len(tree.tokens) and sum(tree.odds[1:]) <= 1.0
+    assert tree.chain[:2] == (5, 5) and set(tree.chain[2:]) <= {6, 7} and tree.chain[2:]
+    assert set(tree.parents[2:]) == {0} and not fault(tree.chain, tree.parents)
+    assert len(tree.odds) == len(tree.chain) and sum(tree.odds[1:]) <= 1.0
 
 
 def test_chain_stays_a_chain_when_no_alternative_is_likely() -> None:
     tree = chain_of_fives(SURE, CLOSE).tree(Calibration(), 0.9)
-    assert (tree.tokens, tree.parents) == ((5, 5), ())
+    assert (tree.chain, tree.parents) == ((5, 5), ())
     assert worthwhile(4, Calibration(), 0.9) == 0 < worthwhile(4, Calibration(), 0.1) <= 4
 
 
 def test_number_of_alternatives_is_limited() -> None:
     tree = chain_of_fives(*[CLOSE] * 40).tree(Calibration(), 0.0)
-    assert len(tree.tokens) == 40 + 16 and max(tree.parents.count(node) for node in range(40)) <= WIDTH
+    assert len(tree.chain) == 40 + 16 and max(tree.parents.count(node) for node in range(40)) <= WIDTH
 
 
 def test_token_of_the_chain_is_never_its_own_alternative() -> None:

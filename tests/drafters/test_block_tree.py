@@ -175,6 +175,15 @@ def test_blocks_are_never_longer_than_in_training(tmp_path: Path, name: str, mon
     assert max(lengths) == BLOCK
 
 
+def test_request_alone_opens_no_more_slots_than_it_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = WorkAhead(opened(head_of(write(tmp_path, "z-lab")), 20), (), POLICIES["best-first"], Calibration())
+    lengths, block = list[int](), DFlash.block
+    monkeypatch.setattr(DFlash, "block", lambda *given: lengths.append(int(given[2].max().item()) + 1) or block(*given))
+    work.commit((), BranchTask((7,), 2, 2))
+    assert advanced(work) is not None
+    assert lengths == [4]  # at most the anchor, a bonus token and two masks
+
+
 def test_committed_tokens_without_rows_take_room_in_the_block(tmp_path: Path) -> None:
     head = head_of(write(tmp_path, "z-lab"))
     tree = opened(head, 20)

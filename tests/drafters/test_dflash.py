@@ -101,13 +101,13 @@ def test_candidates_of_each_position_come_best_first(tmp_path: Path, name: str, 
     """To who asks for it, in company of who does not; the chain is the same."""
     drafter = HeadDrafter(head_of(write(tmp_path, name)), V)
     chains = []
-    for width in (3, 0):
+    for least in (0.1, 1.0):
         follower = drafter.follow(sampling)
         follower.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
-        chains.append(ChainState(follower, TEXTS[0][:10].tolist(), width))
+        chains.append(ChainState(follower, TEXTS[0][:10].tolist(), least))
     wide, plain = drafter.continuations(chains, [5, 5])
-    assert wide.chain == plain.chain and chains[1].candidates == []
-    for token, candidates in zip(wide.chain, chains[0].candidates, strict=True):
+    assert wide.line == plain.chain and chains[1].candidates == []
+    for token, candidates in zip(wide.line, chains[0].candidates, strict=True):
         gaps = [candidate.gap for candidate in candidates]
         assert candidates[0].token == token and len({one.token for one in candidates}) == 3
         assert gaps[0] == 0.0 and gaps == sorted(gaps)

@@ -83,7 +83,7 @@ def test_failed_request_of_a_batch_does_not_affect_the_others(
 
         with monkeypatch.context() as patch:
             patch.setattr(works[1].tree, where, fails, raising=False)
-            if where == "feed":  # together it fails as well
+            if where == "feed":  # trees of a model are fed by it
                 patch.setattr(works[1].tree, "begin", fails, raising=False)
             found = DraftBatcher().advance(works)
         wanted = DraftBatcher().advance(sound)

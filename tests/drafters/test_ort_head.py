@@ -11,11 +11,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.drafter import ChainState, HeadDrafter, proposer_of
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.load import forward_of
 from outrider.drafters.heads.load import load as load_head
-from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache
+from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache, kv_cache_of
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort import graph
 from outrider.engine.ort.forward import OrtForward
@@ -41,7 +41,7 @@ LONG = 300  # pairs, which ONNX Runtime reads in pieces
 def chains(head: Head, target: LoadedModel, cpu: OrtForward | None, temp: float) -> list[tuple[int, ...]]:
     """The drafts for three texts together, over four rounds in which each text gets one token longer."""
     draws = np.random.default_rng(1)
-    own = HeadDrafter(head, target.vocab_size, proposer=proposer_of(head, cpu))
+    own = HeadDrafter(head, target.vocab_size, kv_cache=kv_cache_of(head, cpu))
     texts = [draws.integers(0, 200, length).tolist() for length in LENGTHS]
     followers = [own.follow(SamplingParams(temp=temp, seed=seed)) for seed in range(len(texts))]
     found, heard = list[tuple[int, ...]](), [0] * len(texts)
@@ -119,7 +119,7 @@ def test_graph_with_wrong_logits_is_rejected_at_load(
 
 def test_many_pairs_are_read_in_pieces(target: LoadedModel, fed: list[int]) -> None:
     head = mtp_head(target)
-    own = HeadDrafter(head, target.vocab_size, proposer=proposer_of(head, forward_of(head, target)))
+    own = HeadDrafter(head, target.vocab_size, kv_cache=kv_cache_of(head, forward_of(head, target)))
     follower, text = own.follow(SamplingParams()), [5] * (LONG + 1)
     follower.add_features(0, mx.ones((LONG, H)))
     fed.clear()

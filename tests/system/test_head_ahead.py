@@ -164,7 +164,7 @@ def _alone(head: PairHead, feature: mx.array) -> int:
 def distance(head: PairHead, tree: HeadTree, text: list[int], rows: np.ndarray[Any, Any]) -> float:
     """How far its committed columns are from those of a head that is fed these rows of the text at once."""
     fresh = PairKVCache(head)
-    fresh.read(PairFeed(fresh.open(), mx.array(text[1:]), mx.array(rows).astype(mx.float32)))
+    fresh.read([PairFeed(fresh.open(), mx.array(text[1:]), mx.array(rows).astype(mx.float32))])
     columns = [*range(tree._layout.prefix), *tree._recent]
     apart = 0.0
     kept = tree.kv_rows.kv_cache.save(tree.kv_rows.sequence, max(columns) + 1)

@@ -19,10 +19,11 @@ from mlx_lm.models import deepseek_v3, llama
 
 from outrider.drafters.heads import redrafter
 from outrider.drafters.heads.checkpoint import HeadTarget
-from outrider.drafters.heads.drafter import HeadDrafter, proposer_of
+from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.eagle3 import Eagle3, build
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.mtp import Mtp, MtpForm
+from outrider.drafters.heads.pair_kv_cache import kv_cache_of
 from outrider.drafters.heads.redrafter import Redrafter
 from outrider.engine import positions
 from outrider.engine.loading import LoadedModel, load
@@ -183,7 +184,7 @@ def drafter(head: Head, target: LoadedModel) -> HeadDrafter:
         cpu = unrounded(head, target)
     except ModelError:
         cpu = None
-    return HeadDrafter(head, target.vocab_size, proposer=proposer_of(head, cpu))
+    return HeadDrafter(head, target.vocab_size, kv_cache=kv_cache_of(head, cpu))
 
 
 def unrounded(head: Head, target: LoadedModel) -> OrtForward:

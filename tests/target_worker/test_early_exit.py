@@ -176,8 +176,8 @@ def test_non_finite_rows_end_only_the_drafting(
     nothing = [mx.full((1, width), mx.nan) for width in (H, VOCAB_SIZE)]
     monkeypatch.setattr(
         own._texts,  # type: ignore[attr-defined]
-        "outputs",
-        lambda feeds, counts: tuple(mx.repeat(rows, len(feeds), axis=0) for rows in nothing),
+        "slots",
+        lambda feeds, depths: tuple(mx.repeat(rows, len(feeds), axis=0) for rows in nothing),
     )
     outcomes = run(target, own, 0.8, 4)
     assert texts(outcomes) == alone(0.8, 4)

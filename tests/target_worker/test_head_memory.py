@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.drafter import ChainState, HeadDrafter, proposer_of
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter
 from outrider.drafters.heads.head import Head
-from outrider.drafters.heads.pair_kv_cache import FeatureFollower
+from outrider.drafters.heads.pair_kv_cache import FeatureFollower, kv_cache_of
 from outrider.engine.hidden_states import HiddenStates
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.load_checks import open_kv_cache
@@ -93,10 +93,10 @@ def assert_as_fresh(chat: Conversation, running: TargetRequest) -> None:
     rows: list[mx.array] = []
     hidden_states = HiddenStates(chat.model.model, chat.head.points, chat.head.fuse)
     hidden_states.forward(lambda: chat.model.model(mx.array([tokens]))[0], [(len(tokens), rows.append)])
-    texts: Any = proposer_of(chat.head).kv_cache
+    texts: Any = kv_cache_of(chat.head)
     again = FeatureFollower(texts, Sampler(SamplingParams(), 258))
     again.add_features(0, rows[0][:known])
-    texts.read(again.catch_up(tokens))
+    texts.read([again.catch_up(tokens)])
     mine: Any = chat.own.kv_cache
     for ours, theirs in zip(mine._caches, texts._caches, strict=True):
         for a, b in zip(ours.saved(known, heard.text.row), theirs.saved(known), strict=True):

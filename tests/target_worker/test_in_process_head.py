@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from outrider.drafters.growth import Continuation
-from outrider.drafters.heads.drafter import ChainState, HeadDrafter, proposer_of
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.load import agreement
 from outrider.drafters.heads.load import load as load_head
-from outrider.drafters.heads.pair_kv_cache import MOST_WAITING, FeatureFollower
+from outrider.drafters.heads.pair_kv_cache import MOST_WAITING, FeatureFollower, kv_cache_of
 from outrider.engine.hidden_states import HiddenStates
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
 from outrider.engine.load_checks import open_kv_cache
@@ -240,10 +240,10 @@ def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedM
     for slot, follower, rows in zip(slots, followers, heard, strict=True):
         features = mx.concatenate(rows)
         assert follower.length == len(slot.tokens) - 1 == features.shape[0]
-        fresh: Any = proposer_of(head).kv_cache
+        fresh: Any = kv_cache_of(head)
         again = FeatureFollower(fresh, Sampler(SamplingParams(), 258))
         again.add_features(0, features)
-        fresh.read(again.catch_up(slot.tokens))
+        fresh.read([again.catch_up(slot.tokens)])
         for mine, true in zip(own.kv_cache._caches, fresh._caches, strict=True):
             for a, b in zip(mine.saved(follower.length, follower.text.row), true.saved(follower.length), strict=True):
                 assert float(mx.abs(a - b).max().item()) < 1e-3
