@@ -91,7 +91,7 @@ def on_core_ml(packages: Packages, try_now: bool) -> list[Placement]:
     for units in PREFERRED:
         here = [row for row in rows if row.units == units]
         best = selection.quickest(here)
-        places += [_tried(row) for row in sorted(here, key=partial(operator.is_not, best and best[0]))]
+        places += [_tried(row) for row in sorted(here, key=partial(operator.is_not, best))]
         if not here:
             note = "not measured yet: run `outrider doctor --probe`"
             places.append(Placement(f"Core ML on {units}", False, note=note))

@@ -41,25 +41,21 @@ _FILES = {
     ROPE: Path(ROPE),
     EXPECTED: Path(EXPECTED),
 }
-_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # coremltools imports transformers, which warns that torch is missing
 
 
 def coremltools(part: str = "") -> Any:
     """Returns the coremltools module, or its `part` (".proto.MIL_pb2"). Raises ModelError if it is not installed."""
     logger = logging.getLogger("coremltools")
-    level, advice = logger.level, os.environ.get(_ADVICE)
+    level = logger.level
     logger.setLevel(logging.ERROR)
-    os.environ[_ADVICE] = "1"
+    # coremltools imports transformers, which warns that torch is missing
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         return importlib.import_module(f"coremltools{part}")
     except ImportError as error:
         raise ModelError(f"the coreml drafter needs coremltools ({error}); pip install 'coremltools>=9.0'") from error
     finally:
         logger.setLevel(level)
-        if advice is None:
-            del os.environ[_ADVICE]
-        else:
-            os.environ[_ADVICE] = advice
 
 
 def folder() -> Path:
