@@ -314,31 +314,21 @@ class Checkpoint:
 
 def _check_head(path: Path, tied: bool) -> None:
     """Raises ModelError if config.json and the checkpoint disagree on tied embeddings."""
-    head = _tensor(path, f"{HEAD}.weight")
+    tensors: dict[str, mx.array] = {}  # not read yet
+    for file in path.glob("model*.safetensors"):
+        with suppress(RuntimeError):  # loading reports damaged files
+            tensors |= mx.load(str(file))
+    head, embedding = tensors.get(f"{HEAD}.weight"), tensors.get(f"{EMBEDDING}.weight")
     if head is None and not tied:
         raise ModelError(
             f"{path}: config.json says the output head is untied, but the checkpoint has no lm_head.weight; "
             "expected one of the two to change (tie_word_embeddings: true)"
         )
-    if head is None or not tied:
-        return
-    embedding = _tensor(path, f"{EMBEDDING}.weight")
-    if embedding is None or head.shape != embedding.shape or not mx.array_equal(head, embedding):
+    if tied and head is not None and (embedding is None or not mx.array_equal(head, embedding)):
         raise ModelError(
             f"{path}: config.json says the output head is tied to the embedding, but the checkpoint has another "
             "lm_head.weight; expected tie_word_embeddings: false or no such tensor"
         )
-
-
-def _tensor(path: Path, name: str) -> mx.array | None:
-    """Returns a tensor of the checkpoint, not read yet; None if there is none. Loading reports damaged files."""
-    for file in sorted(path.glob("model*.safetensors")):
-        with suppress(RuntimeError):
-            tensors: Any = mx.load(str(file))
-            if name in tensors:
-                found: mx.array = tensors[name]
-                return found
-    return None
 
 
 def _dense(module: nn.Module) -> mx.array:
