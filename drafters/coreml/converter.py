@@ -52,6 +52,7 @@ from outrider.drafters.coreml.weights import (
     Weights,
     to_mlx,
 )
+from outrider.protocol.digest import digest
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.version import PACKAGE_VERSION
 
@@ -347,7 +348,7 @@ def _write(
     manifest = Manifest(
         layout=layout,
         source=checkpoint.path.resolve().name,
-        source_hash=package.fingerprint(checkpoint.path),
+        source_hash=digest(checkpoint.path),
         parameters=weights.parameters,
         files=package.file_hashes(directory),
         versions={"outrider": PACKAGE_VERSION, **{name: version(name) for name in ("coremltools", "mlx", "mlx-lm")}},

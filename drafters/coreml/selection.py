@@ -20,11 +20,12 @@ from outrider.drafters.coreml import layout, package, runtimes, trial
 from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.drafter import CoreMLDrafter
 from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, Mode, Options
-from outrider.drafters.coreml.package import Package, fingerprint, open_package
+from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import open_runtime
 from outrider.drafters.coreml.trial import Trials, Tried
 from outrider.drafters.drafter import Drafter
 from outrider.engine.loading import find
+from outrider.protocol.digest import digest
 from outrider.protocol.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Packages:
         Args:
             tell: receives each stage of a conversion once.
         """
-        self.checkpoint, self.source_hash, self._tell = checkpoint, fingerprint(checkpoint), tell
+        self.checkpoint, self.source_hash, self._tell = checkpoint, digest(checkpoint), tell
         context = min(DEFAULT_CONTEXT, layout.read(load_config(checkpoint)).max_positions)
         self.variants = tuple(Options(mode, weights, context) for mode, weights in FORMS)
 
@@ -76,7 +77,7 @@ class Packages:
             self._tell(f"converting the draft for Core ML: {stage}")
 
     def _directory(self, variant: Options) -> Path:
-        key = f"{self.source_hash[:16]}-{variant.mode.value}-{variant.weights}-{variant.context}"
+        key = f"{self.source_hash}-{variant.mode.value}-{variant.weights}-{variant.context}"
         return package.folder() / f"{key}-f{package.FORMAT}"
 
 

@@ -162,7 +162,7 @@ class Trials:
 
     def __init__(self, source_hash: str) -> None:
         system = f"{os_build()}-{platform.machine()}-coremltools{version('coremltools')}"
-        self._file = folder() / "probes" / f"{source_hash[:16]}-{system}.json"
+        self._file = folder() / "probes" / f"{source_hash}-{system}.json"
         self.rows = _read(self._file)
 
     @staticmethod
