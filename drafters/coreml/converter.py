@@ -19,10 +19,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,12 @@ from outrider.protocol.version import PACKAGE_VERSION
 _FLOOR = 2.0**-10  # below this a row is scaled by this instead, so that eps / max**2 stays in float16
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """A layer's cache (1, kv_heads, slots, head_dim)."""
-
-    keys: Any
-    values: Any
-
-
 class _GraphBuilder:
-    """Builds one coremltools Function of the decoder in `layout`, with its `weights`."""
+    """Builds one coremltools Function of the decoder in `layout`, with its `weights`.
+
+    `_past` and `_new`: the keys "k" and values "v" of each layer, (1, kv_heads, slots or rows, head_dim), as they were
+    before the call and of the call's rows.
+    """
 
     def __init__(self, layout: PackageLayout, weights: Weights, function: PackageFunction) -> None:
         self._mil = coremltools(".converters.mil.mil")
@@ -84,21 +80,18 @@ class _GraphBuilder:
         target = coremltools().target.iOS18
         with self._mil.Function(self._placeholders(), opset_version=target) as function:
             self._inputs = function.inputs
-            memories = self._memories()
-            x, keys, values = self._inputs["x"], [], []
-            for layer, memory in enumerate(memories):
-                name, last = f"model.layers.{layer}", layer == len(memories) - 1
+            self._past: dict[str, list[Any]] = self._read_past()
+            self._new: dict[str, list[Any]] = {"k": [], "v": []}
+            x, last = self._inputs["x"], self._sizes.layers - 1
+            for layer in range(self._sizes.layers):
+                name = f"model.layers.{layer}"
                 normed = self._norm(f"{name}.input_layernorm", x, 1)
-                fresh = self._fresh(f"{name}.self_attn", normed)
-                keys.append(fresh.keys)
-                values.append(fresh.values)
-                if self._function.logits or not last or layer == 0:  # a prefill only fills the cache
-                    x = self._layer(name, x, normed, memory, fresh)
-            self._store(memories, keys, values)
+                self._add_rows(f"{name}.self_attn", normed)
+                if self._function.logits or layer < last or layer == 0:  # a prefill only fills the cache
+                    x = self._layer(name, x, normed, layer)
+            self._store()
             wanted = {tensor.name for tensor in self._layout.outputs(self._function)}
-            outputs = []
-            if "k_new" in wanted:
-                outputs += [self._concat(keys, 0, "k_new"), self._concat(values, 0, "v_new")]
+            outputs = [self._concat(self._new[kind], 0, f"{kind}_new") for kind in "kv" if f"{kind}_new" in wanted]
             if self._function.logits:
                 outputs += self._logits(x)
             function.set_outputs(outputs)
@@ -116,38 +109,33 @@ class _GraphBuilder:
             specs[tensor.name] = self._mb.StateTensorSpec(tensor.shape, self._mil.types.fp16)
         return specs
 
-    def _memories(self) -> list[_Memory]:
-        """Returns each layer's cache as it was before this call."""
-        inputs, layers = self._inputs, range(self._sizes.layers)
+    def _read_past(self) -> dict[str, list[Any]]:
+        inputs, layers, read = self._inputs, range(self._sizes.layers), self._mb.read_state
         match self._layout.mode:
             case Mode.STATELESS:
-                keys, values = self._split(inputs["k_past"]), self._split(inputs["v_past"])
-            case Mode.ONEHOT:
-                self._read = {name: self._mb.read_state(input=inputs[name]) for name in ("k_state", "v_state")}
-                keys, values = (self._split(whole) for whole in self._read.values())
+                return {kind: self._split(inputs[f"{kind}_past"]) for kind in "kv"}
             case Mode.HYBRID:
-                keys = [self._mb.read_state(input=inputs[f"k_state_{i}"]) for i in layers]
-                values = [self._mb.read_state(input=inputs[f"v_state_{i}"]) for i in layers]
-        return [_Memory(k, v) for k, v in zip(keys, values, strict=True)]
+                return {kind: [read(input=inputs[f"{kind}_state_{i}"]) for i in layers] for kind in "kv"}
+            case Mode.ONEHOT:
+                self._whole = {kind: read(input=inputs[f"{kind}_state"]) for kind in "kv"}
+                return {kind: self._split(whole) for kind, whole in self._whole.items()}
 
-    def _store(self, old: Sequence[_Memory], keys: list[Any], values: list[Any]) -> None:
+    def _store(self) -> None:
         """Writes the new rows into the states, if there are any."""
         mb, inputs = self._mb, self._inputs
         if self._layout.mode is Mode.ONEHOT:
             write = inputs["write"]
             keep = mb.sub(x=np.float16(1), y=mb.reduce_sum(x=write, axes=[-1], keep_dims=True))
-            for kind, fresh in (("k", keys), ("v", values)):
-                kept = mb.mul(x=self._read[f"{kind}_state"], y=keep)
-                moved = mb.matmul(x=write, y=self._concat(fresh, 0))
+            for kind in "kv":
+                kept = mb.mul(x=self._whole[kind], y=keep)
+                moved = mb.matmul(x=write, y=self._concat(self._new[kind], 0))
                 mb.coreml_update_state(state=inputs[f"{kind}_state"], value=mb.add(x=kept, y=moved))
         if self._layout.mode is Mode.HYBRID:
             begin, end = self._window(inputs["pos"])
-            for layer, memory in enumerate(old):
-                for kind, before, fresh in (("k", memory.keys, keys[layer]), ("v", memory.values, values[layer])):
-                    update = mb.slice_update(
-                        x=before, update=fresh, begin=begin, end=end, end_mask=[True, True, False, True]
-                    )
-                    mb.coreml_update_state(state=inputs[f"{kind}_state_{layer}"], value=update)
+            window = {"begin": begin, "end": end, "end_mask": [True, True, False, True]}
+            for layer, kind in product(range(self._sizes.layers), "kv"):
+                update = mb.slice_update(x=self._past[kind][layer], update=self._new[kind][layer], **window)
+                mb.coreml_update_state(state=inputs[f"{kind}_state_{layer}"], value=update)
 
     def _window(self, position: Any) -> tuple[Any, Any]:
         """Returns begin and end of the slots [position, position + rows) of a (1, kv_heads, slots, head_dim) state."""
@@ -158,22 +146,23 @@ class _GraphBuilder:
 
     # --- the decoder --------------------------------------------------------------------------------------------
 
-    def _layer(self, name: str, x: Any, normed: Any, memory: _Memory, fresh: _Memory) -> Any:
+    def _layer(self, name: str, x: Any, normed: Any, layer: int) -> Any:
         mb = self._mb
-        x = mb.add(x=x, y=self._attention(f"{name}.self_attn", normed, memory, fresh))
+        x = mb.add(x=x, y=self._attention(f"{name}.self_attn", normed, layer))
         normed = self._norm(f"{name}.post_attention_layernorm", x, 1)
         gate = mb.silu(x=self._project(f"{name}.mlp.gate_proj", normed))
         inner = mb.mul(x=gate, y=self._project(f"{name}.mlp.up_proj", normed))
         return mb.add(x=x, y=self._project(f"{name}.mlp.down_proj", inner))
 
-    def _fresh(self, name: str, x: Any) -> _Memory:
-        """Returns the keys and values of these rows, (1, kv_heads, rows, head_dim)."""
+    def _add_rows(self, name: str, x: Any) -> None:
+        """Adds the keys and values of these rows to `_new`."""
         shape = (1, self._sizes.kv_heads, self._rows, self._sizes.head_dim)
         keys = self._rotate(self._heads(f"{name}.k_proj", f"{name}.k_norm", x, 1))
         values = self._heads(f"{name}.v_proj", None, x, 1)
-        return _Memory(self._mb.reshape(x=keys, shape=shape), self._mb.reshape(x=values, shape=shape))
+        for kind, rows in (("k", keys), ("v", values)):
+            self._new[kind].append(self._mb.reshape(x=rows, shape=shape))
 
-    def _attention(self, name: str, x: Any, memory: _Memory, fresh: _Memory) -> Any:
+    def _attention(self, name: str, x: Any, layer: int) -> Any:
         """Returns the attention over the old cache and over the rows themselves, each read once."""
         mb, sizes, count = self._mb, self._sizes, self._rows
         folded = (1, sizes.kv_heads, sizes.groups * count, sizes.head_dim)
@@ -181,13 +170,14 @@ class _GraphBuilder:
         queries = mb.mul(x=self._rotate(queries), y=self._float(sizes.head_dim**-0.5))
         queries = mb.reshape(x=queries, shape=folded)
         slots = self._layout.slots
-        old = mb.matmul(x=queries, y=memory.keys, transpose_y=True)
-        new = mb.matmul(x=queries, y=fresh.keys, transpose_y=True)
+        old = mb.matmul(x=queries, y=self._past["k"][layer], transpose_y=True)
+        new = mb.matmul(x=queries, y=self._new["k"][layer], transpose_y=True)
         scores = mb.reshape(x=self._concat([old, new], -1), shape=(sizes.kv_heads, sizes.groups, count, slots + count))
         weights = mb.softmax(x=mb.add(x=scores, y=self._inputs["mask"]), axis=-1)
         weights = mb.reshape(x=weights, shape=(1, sizes.kv_heads, sizes.groups * count, slots + count))
         on_old, on_new = mb.split(x=weights, split_sizes=[slots, count], axis=-1)
-        mixed = mb.add(x=mb.matmul(x=on_old, y=memory.values), y=mb.matmul(x=on_new, y=fresh.values))
+        mixed = mb.matmul(x=on_old, y=self._past["v"][layer])
+        mixed = mb.add(x=mixed, y=mb.matmul(x=on_new, y=self._new["v"][layer]))
 
         mixed = mb.reshape(x=mixed, shape=(sizes.kv_heads, sizes.groups, count, sizes.head_dim))
         mixed = mb.transpose(x=mixed, perm=[0, 1, 3, 2])

@@ -317,7 +317,8 @@ def _check_head(path: Path, tied: bool) -> None:
     tensors: dict[str, mx.array] = {}  # not read yet
     for file in path.glob("model*.safetensors"):
         with suppress(RuntimeError):  # loading reports damaged files
-            tensors |= mx.load(str(file))
+            found: Any = mx.load(str(file))
+            tensors |= found
     head, embedding = tensors.get(f"{HEAD}.weight"), tensors.get(f"{EMBEDDING}.weight")
     if head is None and not tied:
         raise ModelError(
