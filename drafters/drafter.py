@@ -183,7 +183,7 @@ def make(backend: str, model: str, progress: Progress, prefill: str = "auto", ta
 
             return MlxDrafter.load(model, progress, reader_for(model, prefill, progress))
         case "coreml":
-            from outrider.drafters.coreml.drafter import load
+            from outrider.drafters.coreml.selection import load
 
             return load(model, progress)
         case "replay":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from outrider.drafters.coreml.runtimes import PackageReader
+from outrider.drafters.coreml.drafter import PackageReader
 from outrider.drafters.drafter import TokenTree
 from outrider.engine.kv_transfer import PromptReader
 from outrider.engine.load_checks import open_tree, tree_cost, tree_form

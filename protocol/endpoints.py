@@ -274,7 +274,7 @@ def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound
 
 def _prepare(socket: Socket, where: Endpoint) -> None:
     socket.maxmsgsize = MAX_FRAME
-    socket.handshake_ivl = HANDSHAKE_MS
+    socket.handshake_ivl = min(socket.handshake_ivl, HANDSHAKE_MS)  # that of `prepare` is shorter
     if isinstance(where, Tcp) and ":" in where.host:
         socket.ipv6 = True
 

@@ -19,10 +19,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,96 +49,29 @@ from outrider.drafters.coreml.weights import (
     NORM,
     Checkpoint,
     DenseMatrix,
-    Int4,
-    Int8,
     Weights,
     to_mlx,
 )
+from outrider.protocol.digest import digest
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.version import PACKAGE_VERSION
-
-
-class Constants:
-    """Adds `weights` to the function that is being built."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-        self._mil = coremltools(".converters.mil.mil")
-        self._mb = self._mil.Builder
-
-    def matrix(self, name: str, first: int = 0, last: int | None = None) -> Any:
-        """Returns rows [first, last) of the matrix `name` as a convolution weight (rows, columns, 1, 1)."""
-        form = self._weights.matrices[name]
-        rows = slice(first, last)
-        key = name if last is None else f"{name}[{first}:{last}]"
-        match form:
-            case DenseMatrix(values):
-                return self._const(key, _kernel(values[rows]))
-            case Int8(data, scale):
-                return self._mb.constexpr_blockwise_shift_scale(
-                    data=self._const(f"{key}.data", _kernel(data[rows])),
-                    scale=self._const(f"{key}.scale", _kernel(scale[rows])),
-                )
-            case Int4(data, scale, zero):
-                return self._mb.constexpr_blockwise_shift_scale(
-                    data=self._const(f"{key}.data", self._uint4(data[rows])),
-                    scale=self._const(f"{key}.scale", _kernel(scale[rows])),
-                    offset=self._const(f"{key}.zero", self._uint4(zero[rows])),
-                )
-
-    def bias(self, name: str) -> Any | None:
-        vector = self._weights.vectors.get(f"{name}.bias")
-        return None if vector is None else self._const(f"{name}.bias", vector)
-
-    def vector(self, name: str, rank: int, axis: int) -> Any:
-        """Returns the vector `name` along `axis` of a tensor of this rank, with size 1 along the others."""
-        vector = self._weights.vectors[name]
-        shape = [1] * rank
-        shape[axis] = vector.size
-        return self._const(name, vector.reshape(shape))
-
-    def _const(self, key: str, value: NDArray[Any]) -> Any:
-        const = self._mb.const(val=value)
-        const.op.weight_id = key
-        return const
-
-    def _uint4(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return _kernel(data.view(self._mil.types.np_uint4_dtype))  # a label, no copy
-
-
-def _kernel(matrix: NDArray[Any]) -> NDArray[Any]:
-    return matrix.reshape(*matrix.shape, 1, 1)
-
 
 _FLOOR = 2.0**-10  # below this a row is scaled by this instead, so that eps / max**2 stays in float16
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The inputs of every layer: rotations (1, 1, rows, head_dim) and the mask (1, 1, rows, slots + rows)."""
-
-    cos: Any
-    sin: Any
-    mask: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """A layer's cache (1, kv_heads, slots, head_dim)."""
-
-    keys: Any
-    values: Any
-
-
 class _GraphBuilder:
-    """Builds one coremltools Function of the decoder in `layout`, with its weights from `constants`."""
+    """Builds one coremltools Function of the decoder in `layout`, with its `weights`.
 
-    def __init__(self, layout: PackageLayout, constants: Constants, function: PackageFunction) -> None:
+    `_past` and `_new`: the keys "k" and values "v" of each layer, (1, kv_heads, slots or rows, head_dim), as they were
+    before the call and of the call's rows.
+    """
+
+    def __init__(self, layout: PackageLayout, weights: Weights, function: PackageFunction) -> None:
         self._mil = coremltools(".converters.mil.mil")
         self._mb = self._mil.Builder
         self._layout = layout
         self._sizes: DecoderArchitecture = layout.architecture
-        self._constants = constants
+        self._weights = weights
         self._function = function
         self._rows = function.rows
         self._float = np.float32 if layout.weights == "fp32" else np.float16
@@ -146,23 +79,19 @@ class _GraphBuilder:
     def build(self) -> Any:
         target = coremltools().target.iOS18
         with self._mil.Function(self._placeholders(), opset_version=target) as function:
-            inputs = function.inputs
-            rows = _Rows(inputs["cos"], inputs["sin"], inputs["mask"])
-            memories = self._memories(inputs)
-            x, keys, values = inputs["x"], [], []
-            for layer, memory in enumerate(memories):
-                name, last = f"model.layers.{layer}", layer == len(memories) - 1
+            self._inputs = function.inputs
+            self._past: dict[str, list[Any]] = self._read_past()
+            self._new: dict[str, list[Any]] = {"k": [], "v": []}
+            x, last = self._inputs["x"], self._sizes.layers - 1
+            for layer in range(self._sizes.layers):
+                name = f"model.layers.{layer}"
                 normed = self._norm(f"{name}.input_layernorm", x, 1)
-                fresh = self._fresh(f"{name}.self_attn", normed, rows)
-                keys.append(fresh.keys)
-                values.append(fresh.values)
-                if self._function.logits or not last or layer == 0:  # a prefill only fills the cache
-                    x = self._layer(name, x, normed, rows, memory, fresh)
-            self._store(inputs, memories, keys, values)
+                self._add_rows(f"{name}.self_attn", normed)
+                if self._function.logits or layer < last or layer == 0:  # a prefill only fills the cache
+                    x = self._layer(name, x, normed, layer)
+            self._store()
             wanted = {tensor.name for tensor in self._layout.outputs(self._function)}
-            outputs = []
-            if "k_new" in wanted:
-                outputs += [self._concat(keys, 0, "k_new"), self._concat(values, 0, "v_new")]
+            outputs = [self._concat(self._new[kind], 0, f"{kind}_new") for kind in "kv" if f"{kind}_new" in wanted]
             if self._function.logits:
                 outputs += self._logits(x)
             function.set_outputs(outputs)
@@ -180,38 +109,33 @@ class _GraphBuilder:
             specs[tensor.name] = self._mb.StateTensorSpec(tensor.shape, self._mil.types.fp16)
         return specs
 
-    def _memories(self, inputs: dict[str, Any]) -> list[_Memory]:
-        """Returns each layer's cache as it was before this call."""
-        layers = range(self._sizes.layers)
+    def _read_past(self) -> dict[str, list[Any]]:
+        inputs, layers, read = self._inputs, range(self._sizes.layers), self._mb.read_state
         match self._layout.mode:
             case Mode.STATELESS:
-                keys, values = self._split(inputs["k_past"]), self._split(inputs["v_past"])
-            case Mode.ONEHOT:
-                self._read = {name: self._mb.read_state(input=inputs[name]) for name in ("k_state", "v_state")}
-                keys, values = (self._split(whole) for whole in self._read.values())
+                return {kind: self._split(inputs[f"{kind}_past"]) for kind in "kv"}
             case Mode.HYBRID:
-                keys = [self._mb.read_state(input=inputs[f"k_state_{i}"]) for i in layers]
-                values = [self._mb.read_state(input=inputs[f"v_state_{i}"]) for i in layers]
-        return [_Memory(k, v) for k, v in zip(keys, values, strict=True)]
+                return {kind: [read(input=inputs[f"{kind}_state_{i}"]) for i in layers] for kind in "kv"}
+            case Mode.ONEHOT:
+                self._whole = {kind: read(input=inputs[f"{kind}_state"]) for kind in "kv"}
+                return {kind: self._split(whole) for kind, whole in self._whole.items()}
 
-    def _store(self, inputs: dict[str, Any], old: Sequence[_Memory], keys: list[Any], values: list[Any]) -> None:
+    def _store(self) -> None:
         """Writes the new rows into the states, if there are any."""
-        mb = self._mb
+        mb, inputs = self._mb, self._inputs
         if self._layout.mode is Mode.ONEHOT:
             write = inputs["write"]
             keep = mb.sub(x=np.float16(1), y=mb.reduce_sum(x=write, axes=[-1], keep_dims=True))
-            for kind, fresh in (("k", keys), ("v", values)):
-                kept = mb.mul(x=self._read[f"{kind}_state"], y=keep)
-                moved = mb.matmul(x=write, y=self._concat(fresh, 0))
+            for kind in "kv":
+                kept = mb.mul(x=self._whole[kind], y=keep)
+                moved = mb.matmul(x=write, y=self._concat(self._new[kind], 0))
                 mb.coreml_update_state(state=inputs[f"{kind}_state"], value=mb.add(x=kept, y=moved))
         if self._layout.mode is Mode.HYBRID:
             begin, end = self._window(inputs["pos"])
-            for layer, memory in enumerate(old):
-                for kind, before, fresh in (("k", memory.keys, keys[layer]), ("v", memory.values, values[layer])):
-                    update = mb.slice_update(
-                        x=before, update=fresh, begin=begin, end=end, end_mask=[True, True, False, True]
-                    )
-                    mb.coreml_update_state(state=inputs[f"{kind}_state_{layer}"], value=update)
+            window = {"begin": begin, "end": end, "end_mask": [True, True, False, True]}
+            for layer, kind in product(range(self._sizes.layers), "kv"):
+                update = mb.slice_update(x=self._past[kind][layer], update=self._new[kind][layer], **window)
+                mb.coreml_update_state(state=inputs[f"{kind}_state_{layer}"], value=update)
 
     def _window(self, position: Any) -> tuple[Any, Any]:
         """Returns begin and end of the slots [position, position + rows) of a (1, kv_heads, slots, head_dim) state."""
@@ -222,36 +146,38 @@ class _GraphBuilder:
 
     # --- the decoder --------------------------------------------------------------------------------------------
 
-    def _layer(self, name: str, x: Any, normed: Any, rows: _Rows, memory: _Memory, fresh: _Memory) -> Any:
+    def _layer(self, name: str, x: Any, normed: Any, layer: int) -> Any:
         mb = self._mb
-        x = mb.add(x=x, y=self._attention(f"{name}.self_attn", normed, rows, memory, fresh))
+        x = mb.add(x=x, y=self._attention(f"{name}.self_attn", normed, layer))
         normed = self._norm(f"{name}.post_attention_layernorm", x, 1)
         gate = mb.silu(x=self._project(f"{name}.mlp.gate_proj", normed))
         inner = mb.mul(x=gate, y=self._project(f"{name}.mlp.up_proj", normed))
         return mb.add(x=x, y=self._project(f"{name}.mlp.down_proj", inner))
 
-    def _fresh(self, name: str, x: Any, rows: _Rows) -> _Memory:
-        """Returns the keys and values of these rows, (1, kv_heads, rows, head_dim)."""
+    def _add_rows(self, name: str, x: Any) -> None:
+        """Adds the keys and values of these rows to `_new`."""
         shape = (1, self._sizes.kv_heads, self._rows, self._sizes.head_dim)
-        keys = self._rotate(self._heads(f"{name}.k_proj", f"{name}.k_norm", x, 1), rows)
+        keys = self._rotate(self._heads(f"{name}.k_proj", f"{name}.k_norm", x, 1))
         values = self._heads(f"{name}.v_proj", None, x, 1)
-        return _Memory(self._mb.reshape(x=keys, shape=shape), self._mb.reshape(x=values, shape=shape))
+        for kind, rows in (("k", keys), ("v", values)):
+            self._new[kind].append(self._mb.reshape(x=rows, shape=shape))
 
-    def _attention(self, name: str, x: Any, rows: _Rows, memory: _Memory, fresh: _Memory) -> Any:
+    def _attention(self, name: str, x: Any, layer: int) -> Any:
         """Returns the attention over the old cache and over the rows themselves, each read once."""
         mb, sizes, count = self._mb, self._sizes, self._rows
         folded = (1, sizes.kv_heads, sizes.groups * count, sizes.head_dim)
         queries = self._heads(f"{name}.q_proj", f"{name}.q_norm", x, sizes.groups)
-        queries = mb.mul(x=self._rotate(queries, rows), y=self._float(sizes.head_dim**-0.5))
+        queries = mb.mul(x=self._rotate(queries), y=self._float(sizes.head_dim**-0.5))
         queries = mb.reshape(x=queries, shape=folded)
         slots = self._layout.slots
-        old = mb.matmul(x=queries, y=memory.keys, transpose_y=True)
-        new = mb.matmul(x=queries, y=fresh.keys, transpose_y=True)
+        old = mb.matmul(x=queries, y=self._past["k"][layer], transpose_y=True)
+        new = mb.matmul(x=queries, y=self._new["k"][layer], transpose_y=True)
         scores = mb.reshape(x=self._concat([old, new], -1), shape=(sizes.kv_heads, sizes.groups, count, slots + count))
-        weights = mb.softmax(x=mb.add(x=scores, y=rows.mask), axis=-1)
+        weights = mb.softmax(x=mb.add(x=scores, y=self._inputs["mask"]), axis=-1)
         weights = mb.reshape(x=weights, shape=(1, sizes.kv_heads, sizes.groups * count, slots + count))
         on_old, on_new = mb.split(x=weights, split_sizes=[slots, count], axis=-1)
-        mixed = mb.add(x=mb.matmul(x=on_old, y=memory.values), y=mb.matmul(x=on_new, y=fresh.values))
+        mixed = mb.matmul(x=on_old, y=self._past["v"][layer])
+        mixed = mb.add(x=mixed, y=mb.matmul(x=on_new, y=self._new["v"][layer]))
 
         mixed = mb.reshape(x=mixed, shape=(sizes.kv_heads, sizes.groups, count, sizes.head_dim))
         mixed = mb.transpose(x=mixed, perm=[0, 1, 3, 2])
@@ -267,12 +193,12 @@ class _GraphBuilder:
         heads = mb.transpose(x=heads, perm=[0, 1, 3, 2])
         return self._norm(norm, heads, 3) if norm and sizes.normed_heads else heads
 
-    def _rotate(self, heads: Any, rows: _Rows) -> Any:
+    def _rotate(self, heads: Any) -> Any:
         """Applies the rope by halves; the host passes sin with its first half negated."""
         mb = self._mb
         low, high = mb.split(x=heads, num_splits=2, axis=-1)
         swapped = self._concat([high, low], -1)
-        return mb.add(x=mb.mul(x=heads, y=rows.cos), y=mb.mul(x=swapped, y=rows.sin))
+        return mb.add(x=mb.mul(x=heads, y=self._inputs["cos"]), y=mb.mul(x=swapped, y=self._inputs["sin"]))
 
     def _norm(self, name: str, x: Any, axis: int) -> Any:
         """Returns the RMSNorm of x / max|x|, which float16 can hold at every scale; the maximum cancels out."""
@@ -283,21 +209,44 @@ class _GraphBuilder:
         mean = mb.reduce_mean(x=mb.mul(x=scaled, y=scaled), axes=[axis], keep_dims=True)
         root = mb.real_div(x=self._float(self._sizes.norm_eps**0.5), y=largest)
         inverse = mb.rsqrt(x=mb.add(x=mean, y=mb.mul(x=root, y=root)), epsilon=self._float(0))
-        gain = self._constants.vector(f"{name}.weight", rank=4, axis=axis)
-        return mb.mul(x=mb.mul(x=scaled, y=inverse), y=gain)
+        gain = self._weights.vectors[f"{name}.weight"]
+        along = [-1 if place == axis else 1 for place in range(4)]
+        return mb.mul(x=mb.mul(x=scaled, y=inverse), y=self._const(f"{name}.weight", gain.reshape(along)))
 
     def _project(self, name: str, x: Any) -> Any:
-        bias = self._constants.bias(name)
-        return self._mb.conv(x=x, weight=self._constants.matrix(name), **({} if bias is None else {"bias": bias}))
+        bias = self._weights.vectors.get(f"{name}.bias")
+        added = None if bias is None else self._const(f"{name}.bias", bias)
+        return self._mb.conv(x=x, weight=self._matrix(name), bias=added)
 
     def _logits(self, x: Any) -> list[Any]:
         """Returns logits (1, chunk, 1, rows) for each chunk of the vocabulary."""
         normed, first, outputs = self._norm(NORM, x, 1), 0, []
         for index, count in enumerate(self._sizes.head_chunks):
-            weight = self._constants.matrix(HEAD, first, first + count)
+            weight = self._matrix(HEAD, first, first + count)
             outputs.append(self._mb.conv(x=normed, weight=weight, name=f"logits_{index}"))
             first += count
         return outputs
+
+    def _matrix(self, name: str, first: int = 0, last: int | None = None) -> Any:
+        """Returns rows [first, last) of the matrix `name` as a convolution weight (rows, columns, 1, 1)."""
+        form, rows = self._weights.matrices[name], slice(first, last)
+        key = name if last is None else f"{name}[{first}:{last}]"
+        if isinstance(form, DenseMatrix):
+            return self._const(key, _kernel(form.values[rows]))
+        data, zero = form.data[rows], None
+        if form.zero is not None:
+            uint4 = self._mil.types.np_uint4_dtype  # a label, no copy
+            data, zero = data.view(uint4), self._const(f"{key}.zero", _kernel(form.zero[rows].view(uint4)))
+        return self._mb.constexpr_blockwise_shift_scale(
+            data=self._const(f"{key}.data", _kernel(data)),
+            scale=self._const(f"{key}.scale", _kernel(form.scale[rows])),
+            offset=zero,
+        )
+
+    def _const(self, key: str, value: NDArray[Any]) -> Any:
+        const = self._mb.const(val=value)
+        const.op.weight_id = key
+        return const
 
     def _split(self, x: Any) -> list[Any]:
         if self._sizes.layers == 1:
@@ -308,10 +257,13 @@ class _GraphBuilder:
         return self._mb.concat(values=values, axis=axis, **({} if name is None else {"name": name}))
 
 
+def _kernel(matrix: NDArray[Any]) -> NDArray[Any]:
+    return matrix.reshape(*matrix.shape, 1, 1)
+
+
 Progress = Callable[[str, int, int], None]
-"""(stage, done, total) within the stage."""
+"""(stage, done, total) within the stage, which begins with `done` = 0."""
 _BYTES = {"fp16": 2.0, "fp32": 4.0, "int8": 1.0, "int4": 0.53}
-_BITS = {"int8": 8, "int4": 4}
 _MARGIN = 1 << 20
 
 
@@ -386,7 +338,7 @@ def _write(
     manifest = Manifest(
         layout=layout,
         source=checkpoint.path.resolve().name,
-        source_hash=package.fingerprint(checkpoint.path),
+        source_hash=digest(checkpoint.path),
         parameters=weights.parameters,
         files=package.file_hashes(directory),
         versions={"outrider": PACKAGE_VERSION, **{name: version(name) for name in ("coremltools", "mlx", "mlx-lm")}},
@@ -406,12 +358,12 @@ def _write_mlpackage(
         OSError: the disk is full or not writable.
     """
     program, steps = coremltools(".converters.mil.mil").Program(), len(layout.functions) + 1
-    constants = Constants(weights)
     for built, function in enumerate(layout.functions):
-        program.add_function(function.name, _GraphBuilder(layout, constants, function).build())
-        progress(built + 1, steps)
+        progress(built, steps)
+        program.add_function(function.name, _GraphBuilder(layout, weights, function).build())
     program.default_function_name = layout.functions[0].name
     program.export_as_multifunction = True
+    progress(steps - 1, steps)
     tools, export = coremltools(), coremltools(".converters.mil.backend.mil.load").load
     # weight.bin is written here first, so it must be on the disk whose space was checked
     with tempfile.TemporaryDirectory(dir=directory) as weights_dir:
@@ -430,6 +382,8 @@ def write_mlx_copy(weights: Weights, source: Path, destination: Path) -> None:
         ModelError: the width of a matrix does not divide into MLX's groups.
     """
     destination.mkdir(parents=True)
+    config = {key: value for key, value in load_config(source).items() if not key.startswith("quantization")}
+    config["torch_dtype"] = "float32" if weights.kind == "fp32" else "float16"
     arrays = {name: mx.array(vector) for name, vector in weights.vectors.items()}
     if not weights.architecture.tied:
         arrays[f"{EMBEDDING}.weight"] = mx.array(weights.embedding)
@@ -442,11 +396,8 @@ def write_mlx_copy(weights: Weights, source: Path, destination: Path) -> None:
             raise ModelError(f"{name} has {form.data.shape[1]} columns; MLX needs a multiple of {GROUP} to quantize it")
         names = (f"{module}.{part}" for part in ("weight", "scales", "biases"))
         arrays |= zip(names, to_mlx(form), strict=True)
+        config["quantization"] = {"group_size": GROUP, "bits": form.bits}
     mx.save_safetensors(str(destination / "model.safetensors"), arrays, metadata={"format": "mlx"})
-    config = {key: value for key, value in load_config(source).items() if not key.startswith("quantization")}
-    config["torch_dtype"] = "float32" if weights.kind == "fp32" else "float16"
-    if weights.kind in _BITS:
-        config["quantization"] = {"group_size": GROUP, "bits": _BITS[weights.kind]}
     (destination / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     for file in source.iterdir():
         if file.is_file() and not file.name.startswith("model") and file.name != "config.json":

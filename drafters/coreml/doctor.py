@@ -15,7 +15,6 @@ import operator
 import os
 import platform
 import re
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -91,7 +90,7 @@ def on_core_ml(packages: Packages, try_now: bool) -> list[Placement]:
     for units in PREFERRED:
         here = [row for row in rows if row.units == units]
         best = selection.quickest(here)
-        places += [_tried(row) for row in sorted(here, key=partial(operator.is_not, best and best[0]))]
+        places += [_tried(row) for row in sorted(here, key=partial(operator.is_not, best))]
         if not here:
             note = "not measured yet: run `outrider doctor --probe`"
             places.append(Placement(f"Core ML on {units}", False, note=note))
@@ -144,7 +143,7 @@ def inspect() -> Machine:
     """Inspects this machine, in about a second."""
     metal = mx.metal.is_available()
     return Machine(
-        chip=_chip(),
+        chip=str(mx.device_info(mx.Device(mx.cpu))["device_name"]),
         architecture=platform.machine(),
         cores=os.cpu_count() or 1,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -180,16 +179,6 @@ def _blas() -> Blas:
             mx.eval(a @ a)
             best = min(best, time.perf_counter() - started)
     return Blas(library, round(2e-9 * _SIDE**3 / best, 1), note)
-
-
-def _chip() -> str:
-    if sys.platform == "darwin":
-        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=10).stdout.strip()
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else ""
-    match = re.search(r"model name\s*:\s*(.+)", text)
-    return match.group(1).strip() if match else platform.processor() or "unknown"
 
 
 def _version(name: str) -> str:

@@ -1,72 +1,57 @@
-"""The drafter `coreml`: a converted model on the Neural Engine, or on the unit where it passes its trial.
+"""What runs a package: its host, the drafter `coreml` with its token trees, and a reader of prompts.
 
-Its token trees are the engine's (`engine.tree`), over columns in a package's cache. A column has a slot there, which it
-keeps: columns that are dropped free theirs, so rollback and commits move nothing. Each call gets its own mask and
-positions. Scores are computed on the CPU.
+`PackageHost` calls a package's functions with tokens: it embeds, rotates, masks, and owns the caches. Each call has a
+mask row by row, so trees, ragged lengths and rollback are only data here. Each function has one set of input buffers,
+which is reused. Everything runs on the caller's thread.
+
+`CoreMLDrafter` has the engine's token trees (`engine.tree`), over columns in a package's cache. `CoreMLKVRows` gives
+each column a slot there, which it keeps: columns that are dropped free theirs, so rollback and commits move nothing.
+Scores are computed on the CPU.
+
+`PackageReader` reads a prompt in an MLX model's place: the package has keys and values in MLX's form, [kv_heads,
+position, head_dim] after the rotation, so nothing is transposed or computed again; only float16 rounding differs from
+MLX's own reading.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 from weakref import finalize
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml import package, selection
 from outrider.drafters.coreml.layout import Mode, PackageFunction
-from outrider.drafters.coreml.package import Package, open_package
-from outrider.drafters.coreml.runtimes import CallOutput, HostRows, PackageHost, Runtime, cache_bytes, open_runtime
-from outrider.drafters.coreml.selection import OnePackage, Packages, PackageSource, Tell
-from outrider.drafters.drafter import Drafter, DrafterFault
+from outrider.drafters.coreml.package import Package
+from outrider.drafters.coreml.runtimes import Outputs, Runtime, RuntimeState
+from outrider.drafters.drafter import DrafterFault
 from outrider.engine.flat import Bools, Ints
 from outrider.engine.kv_rows import NewRows
-from outrider.engine.loading import find
+from outrider.engine.kv_transfer import KeysValues, ReadingFault
 from outrider.engine.prompt_cache import CachedPrefix, PromptCache, SavedPrefix
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.steps import Step
 from outrider.engine.tree import Tree, TreeInput
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import ModelError
+from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 
-Progress = Callable[[int, int], None]
+MASKED = -1e4  # float16 can hold it, and exp() of it is 0
+_PAST = ("k_past", "v_past")
 
 
-class SlotMap:
-    """Tracks `count` slots, all free at first."""
+@dataclass(frozen=True, slots=True)
+class PackageCache:
+    """One text's keys and values: a `state` of the runtime, or inputs [layers, kv_heads, slots, head_dim] by name."""
 
-    def __init__(self, count: int) -> None:
-        self._free: NDArray[np.bool_] = np.ones(count, bool)
-
-    def take(self, count: int) -> list[int] | None:
-        """Takes and returns the first `count` free slots; None if there are fewer."""
-        slots = np.flatnonzero(self._free)[:count]
-        if len(slots) < count:
-            return None
-        self._free[slots] = False
-        return [int(slot) for slot in slots]
-
-    def take_run(self, count: int, run: int) -> list[int] | None:
-        """Takes the first `count` of `run` consecutive free slots; the rest stay free but are written. None: no run."""
-        ends = np.convolve(self._free, np.ones(run, int), mode="valid")
-        starts = np.flatnonzero(ends == run)
-        if not starts.size:
-            return None
-        first = int(starts[0])
-        self._free[first : first + count] = False
-        return list(range(first, first + count))
-
-    def give_back(self, slots: Iterable[int]) -> None:
-        self._free[list(slots)] = True
-
-    def clear(self) -> None:
-        self._free[:] = True
+    arrays: dict[str, NDArray[np.float32]]
+    state: RuntimeState | None
 
 
 @dataclass(slots=True, eq=False)
@@ -79,9 +64,108 @@ class _Column:
     slot: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class CallOutput:
+    """A call's result: `logits` [R, vocab]; `keys` and `values` [layers, kv_heads, R, head_dim].
+
+    Arrays that the function does not return are empty.
+    """
+
+    logits: NDArray[np.float32]
+    keys: NDArray[np.float32]
+    values: NDArray[np.float32]
+
+
+class PackageHost:
+    """Runs `package` on `runtime`."""
+
+    def __init__(self, package: Package, runtime: Runtime) -> None:
+        self.package = package
+        self.layout = package.layout
+        self._runtime = runtime
+        self._buffers: dict[str, dict[str, NDArray[Any]]] = {}
+        self._spare: list[PackageCache] = []
+        cos, sin = package.rope
+        self._cos = np.concatenate([cos, cos], axis=-1)
+        self._sin = np.concatenate([-sin, sin], axis=-1)  # the graph rotates by x cos + swap(x) sin
+
+    def new_cache(self) -> PackageCache:
+        """Returns an empty cache. Buffers of closed ones are reused, because a device may read them after a call."""
+        if self._spare:
+            return self._spare.pop()
+        names = () if self.layout.mode.stateful else _PAST
+        arrays = {name: np.zeros(self.layout.cache_shape, np.float32) for name in names}
+        return PackageCache(arrays, self._runtime.new_state())
+
+    def give_back(self, cache: PackageCache) -> None:
+        if cache.arrays:
+            self._spare.append(cache)
+
+    def forward(
+        self, columns: Sequence[_Column], past: Bools, own: Bools, cache: PackageCache, function: PackageFunction
+    ) -> CallOutput:
+        """Feeds R columns (at most the function's rows) and writes their keys and values into `cache`.
+
+        Args:
+            past: the slots that each column sees, as they were before the call, [R, slots].
+            own: the columns of the call that each sees, including itself, [R, R].
+
+        Raises:
+            DrafterFault: logits, keys or values are not finite; then nothing is written.
+            RuntimeFault: the device failed.
+        """
+        inputs = self._filled(function, columns, past, own) | cache.arrays
+        fresh = self._output(function, self._runtime.call(function.name, inputs, cache.state), len(columns))
+        slots = [column.slot for column in columns]
+        for name, rows in zip(cache.arrays, (fresh.keys, fresh.values), strict=False):
+            cache.arrays[name][:, :, slots] = rows
+        return fresh
+
+    def _filled(
+        self, function: PackageFunction, columns: Sequence[_Column], past: Bools, own: Bools
+    ) -> dict[str, NDArray[Any]]:
+        """Returns the function's buffers filled with `columns`; further rows are masked and written nowhere."""
+        if function.name not in self._buffers:
+            self._buffers[function.name] = {
+                tensor.name: np.zeros(tensor.shape, np.int32 if tensor.integer else np.float32)
+                for tensor in self.layout.inputs(function)
+                if tensor.name not in _PAST
+            }
+        buffers, count, slots = self._buffers[function.name], len(columns), self.layout.slots
+        positions = [column.position for column in columns]
+        buffers["x"][:] = 0
+        buffers["x"][0, :, 0, :count] = self.package.embedding[[column.token for column in columns]].T
+        buffers["cos"][0, 0, :count] = self._cos[positions]
+        buffers["sin"][0, 0, :count] = self._sin[positions]
+        mask = buffers["mask"][0, 0]
+        mask[:] = MASKED
+        mask[:count, :slots][past] = 0
+        mask[:count, slots : slots + count][own] = 0
+        if self.layout.mode is Mode.HYBRID:
+            buffers["pos"][0] = columns[0].slot
+        if self.layout.mode is Mode.ONEHOT:
+            buffers["write"][:] = 0
+            buffers["write"][0, 0, [column.slot for column in columns], np.arange(count)] = 1
+        return buffers
+
+    def _output(self, function: PackageFunction, outputs: Outputs, count: int) -> CallOutput:
+        none = np.empty((0, 0, 0, 0), np.float32)
+        keys, values = (outputs.get(name, none)[:, :, :count] for name in ("k_new", "v_new"))
+        if not (np.isfinite(keys).all() and np.isfinite(values).all()):
+            raise DrafterFault(f"{self._runtime.name} returned keys that are NaN or infinite")
+        chunks = range(len(self.layout.architecture.head_chunks) if function.logits else 0)
+        parts = [outputs[f"logits_{chunk}"][0, :, 0, :count] for chunk in chunks]
+        logits = np.concatenate(parts).T if parts else np.empty((0, 0), np.float32)
+        if not np.isfinite(logits).all():
+            raise DrafterFault(
+                f"{self._runtime.name} returned logits that are NaN or infinite; drafting is off for this request"
+            )
+        return CallOutput(logits, keys, values)
+
+
 class CoreMLKVRows:
-    """`engine.kv_rows.KVRows` of one tree on `host`, which nothing is saved of. Not lazy: a forward returns when it is
-    complete."""
+    """`engine.kv_rows.KVRows` of one text or tree on `host`, which nothing is saved of. Not lazy: a forward returns
+    when it is complete."""
 
     lazy = False
     whole = True
@@ -90,20 +174,29 @@ class CoreMLKVRows:
         self._host, self._layout = host, host.layout
         self._cache = host.new_cache()
         self._give_back = finalize(self, host.give_back, self._cache)
-        self._slots = SlotMap(self._layout.slots)
+        self._free: Bools = np.ones(self._layout.slots, bool)
         self._columns: list[_Column] = []
 
-    def prefill(self, tokens: Sequence[int], progress: Progress | None, total: int, start: int = 0) -> None:
+    @property
+    def length(self) -> int:
+        return len(self._columns)
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
         self._keep(self._columns[:start])
         step = self._layout.prefill.rows
         for first in range(start, len(tokens), step):
             chunk = tokens[first : first + step]
-            end = first + len(chunk)
-            self._add(chunk, range(first, end), range(first - 1, end - 1))
-            function = self._layout.smallest(len(chunk)) or self._layout.prefill
-            self._call(first, np.tri(len(chunk), end, first, dtype=np.bool_), function)
+            self.read(chunk, self._layout.smallest(len(chunk)))
             if progress is not None and len(tokens) > step:
-                progress(end, total)
+                progress(self.length, total)
+
+    def read(self, tokens: Sequence[int], function: PackageFunction) -> CallOutput:
+        """Feeds the next tokens of a text without branches, at most as many as `function` has rows; see `forward`."""
+        first, end = self.length, self.length + len(tokens)
+        self._add(tokens, range(first, end), range(first - 1, end - 1))
+        return self._call(first, np.tri(len(tokens), end, first, dtype=np.bool_), function)
 
     @staticmethod
     def forward(texts: Sequence[CoreMLKVRows], new: Sequence[NewRows]) -> mx.array:
@@ -116,17 +209,15 @@ class CoreMLKVRows:
         logits = [part for text, rows in zip(texts, new, strict=True) for part in text._feed(rows)]
         return mx.array(np.concatenate(logits))
 
-    def _feed(self, new: NewRows) -> list[NDArray[np.float32]]:
+    def _feed(self, new: NewRows) -> Iterator[NDArray[np.float32]]:
         self._keep(self._columns[: new.start])  # drops what a forward that failed has added
         tokens = np.array(new.tokens).tolist()
         self._add(tokens, new.positions[new.start :].tolist(), new.parents)
-        parts, most = [], self._layout.largest.rows
+        most = self._layout.largest.rows
         for first in range(new.start, new.end, most):
             end = min(first + most, new.end)
             seen = new.seen[first - new.start : end - new.start, :end]
-            fresh = self._call(first, seen, self._layout.smallest(end - first) or self._layout.largest)
-            parts += [] if fresh.logits is None else [fresh.logits]
-        return parts
+            yield self._call(first, seen, self._layout.smallest(end - first)).logits
 
     def keep(self, prefix: int, columns: Ints) -> None:
         self._keep([*self._columns[:prefix], *(self._columns[column] for column in columns.tolist())])
@@ -156,7 +247,7 @@ class CoreMLKVRows:
     def _keep(self, kept: list[_Column]) -> None:
         """Keeps only these columns, in this order, and frees the slots of the others."""
         stay = set(map(id, kept))
-        self._slots.give_back(c.slot for c in self._columns if id(c) not in stay and c.slot >= 0)
+        self._free[[column.slot for column in self._columns if id(column) not in stay and column.slot >= 0]] = True
         self._columns = kept
 
     def _call(self, first: int, seen: Bools, function: PackageFunction) -> CallOutput:
@@ -165,31 +256,38 @@ class CoreMLKVRows:
         self._place(columns, first, function)
         past = np.zeros((len(columns), self._layout.slots), bool)
         past[:, [column.slot for column in self._columns[:first]]] = seen[:, :first]
-        tokens, positions = [column.token for column in columns], [column.position for column in columns]
-        rows = HostRows(tokens, positions, [column.slot for column in columns], past, seen[:, first:])
-        return self._host.forward(rows, self._cache, function)
+        return self._host.forward(columns, past, seen[:, first:], self._cache, function)
 
     def _place(self, columns: Sequence[_Column], fed: int, function: PackageFunction) -> None:
-        """Gives each column a slot: any free one, or consecutive ones if the mode writes runs."""
-        if self._layout.mode is Mode.HYBRID:
-            slots = self._slots.take_run(len(columns), function.rows)
-            if slots is None and fed:
-                self._pack(fed)
-                slots = self._slots.take_run(len(columns), function.rows)
-        else:
-            slots = self._slots.take(len(columns))
-        if slots is None:
+        """Gives each column a free slot; `fed` columns have one already."""
+        slots = self._free_slots(len(columns), function)
+        if len(slots) < len(columns) and fed and self._layout.mode is Mode.HYBRID:
+            self._pack(fed)
+            slots = self._free_slots(len(columns), function)
+        if len(slots) < len(columns):
             raise DrafterFault(
                 f"the draft's cache of {self._layout.slots} slots has no {len(columns)} left; "
                 "no drafting for this request"
             )
+        self._free[slots] = False
         for column, slot in zip(columns, slots, strict=True):
             column.slot = slot
+
+    def _free_slots(self, count: int, function: PackageFunction) -> list[int]:
+        """Returns the first `count` free slots, or fewer if there are no more.
+
+        In hybrid mode a call writes a run of slots, as many as `function` has rows, and all of them must be free.
+        """
+        if self._layout.mode is not Mode.HYBRID:
+            return [int(slot) for slot in np.flatnonzero(self._free)[:count]]
+        ends = np.convolve(self._free, np.ones(function.rows, int), mode="valid")
+        starts = np.flatnonzero(ends == function.rows)
+        return list(range(starts[0], starts[0] + count)) if starts.size else []
 
     def _pack(self, count: int) -> None:
         """Feeds the first `count` columns again without gaps, because the free slots are scattered and a run of them is
         needed."""
-        self._slots.clear()
+        self._free[:] = True
         numbers = {id(column): number for number, column in enumerate(self._columns[:count])}
         seen, step = np.eye(count, dtype=np.bool_), self._layout.prefill.rows
         for number, column in enumerate(self._columns[:count]):
@@ -221,14 +319,15 @@ class CoreMLDrafter:
         self.context_length = package.layout.context
         self.parameters = package.manifest.parameters
         self.weight_bytes = package.weight_bytes
-        self.prompt_cache = PromptCache(KvCost(per_text=cache_bytes(package.layout)))
+        cache_bytes = 2 * 4 * math.prod(package.layout.cache_shape)  # in float32, whatever the text's length
+        self.prompt_cache = PromptCache(KvCost(per_text=cache_bytes))
         self._host = PackageHost(package, runtime)
 
     def open(
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        progress: Progress | None = None,
+        progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> CoreMLTree:
@@ -241,33 +340,29 @@ class CoreMLDrafter:
         return CoreMLTree(CoreMLKVRows(self._host), sampler, self.context_length, tokens, progress, draws)
 
 
-def load(model: str, tell: Tell) -> Drafter:
-    """Returns the drafter for `model`: a package directory, a model directory or a Hugging Face id.
+class PackageReader:
+    """An `engine.kv_transfer.PromptReader` that runs `package`, which must have the model's weights, on `runtime`.
 
-    A model is converted first (once). MLX drafts if Core ML's trials fail on every unit, or there is no Core ML. `tell`
-    receives a sentence about each.
-
-    Raises:
-        ModelError: there is no such model, the converter refuses it, or a package without its model can't run here.
+    Args:
+        least: the model itself reads shorter prompts.
     """
-    directory, checkpoint = Path(model).expanduser(), None
-    packages: PackageSource
-    if (directory / package.MANIFEST).is_file():
-        packages = OnePackage(open_package(directory))
-    else:
-        checkpoint = find(model)
-        packages = Packages(checkpoint, tell)
-    chosen = selection.choose(packages, tell)
-    sentence = chosen.sentence
-    tell(sentence)
-    if chosen.package is not None and chosen.row is not None:
-        try:
-            return CoreMLDrafter(chosen.package, open_runtime(chosen.package, chosen.row.units), note=sentence)
-        except ModelError as error:  # although its trial succeeded before
-            sentence = f"{error}, drafting with MLX instead"
-            tell(sentence)
-    if checkpoint is None:
-        raise ModelError(f"{sentence}; give the model that this package was converted from, not the package")
-    from outrider.drafters.mlx import MlxDrafter
 
-    return MlxDrafter.load(str(checkpoint), tell)
+    def __init__(self, package: Package, runtime: Runtime, least: int) -> None:
+        self.least, self.package = least, package
+        self.note = f"prompts of {least} tokens and more are read by {runtime.name}"
+        self._host = PackageHost(package, runtime)
+
+    def readable(self, count: int) -> int:
+        """Returns how many tokens of a prompt the package reads: none if it is too short, at most its context."""
+        return min(count, self._host.layout.context) if count >= self.least else 0
+
+    def read(self, tokens: Sequence[int]) -> Iterator[KeysValues]:
+        prefill, rows = self._host.layout.prefill, CoreMLKVRows(self._host)
+        try:
+            for first in range(0, len(tokens), prefill.rows):
+                fresh = rows.read(tokens[first : first + prefill.rows], prefill)
+                yield KeysValues(fresh.keys, fresh.values)
+        except OutriderError as error:
+            raise ReadingFault(f"the prompt can't be read by the package: {error}") from error
+        finally:
+            rows.close()

@@ -261,10 +261,9 @@ class PackageLayout:
             outputs += tuple(Tensor(f"logits_{index}", (1, count, 1, rows)) for index, count in chunks)
         return outputs
 
-    def smallest(self, rows: int) -> PackageFunction | None:
-        """Returns the smallest function with logits for at least `rows` rows, or None."""
-        fitting = [function for function in self.functions if function.logits and function.rows >= rows]
-        return min(fitting, key=lambda function: function.rows, default=None)
+    def smallest(self, rows: int) -> PackageFunction:
+        """Returns the smallest function for at least `rows` rows; beyond the rows of `largest`, it is the prefill."""
+        return min((f for f in self.functions if f.rows >= rows), key=lambda function: function.rows)
 
     @property
     def largest(self) -> PackageFunction:

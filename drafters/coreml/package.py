@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml.layout import Options, PackageLayout
-from outrider.protocol.digest import CACHE, cache_folder
+from outrider.protocol.digest import CACHE, cache_folder, digest
 from outrider.protocol.errors import ModelError
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 MLPACKAGE = "model.mlpackage"
 EMBEDDING = "embedding.npy"
@@ -41,25 +41,21 @@ _FILES = {
     ROPE: Path(ROPE),
     EXPECTED: Path(EXPECTED),
 }
-_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # coremltools imports transformers, which warns that torch is missing
 
 
 def coremltools(part: str = "") -> Any:
     """Returns the coremltools module, or its `part` (".proto.MIL_pb2"). Raises ModelError if it is not installed."""
     logger = logging.getLogger("coremltools")
-    level, advice = logger.level, os.environ.get(_ADVICE)
+    level = logger.level
     logger.setLevel(logging.ERROR)
-    os.environ[_ADVICE] = "1"
+    # coremltools imports transformers, which warns that torch is missing
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         return importlib.import_module(f"coremltools{part}")
     except ImportError as error:
         raise ModelError(f"the coreml drafter needs coremltools ({error}); pip install 'coremltools>=9.0'") from error
     finally:
         logger.setLevel(level)
-        if advice is None:
-            del os.environ[_ADVICE]
-        else:
-            os.environ[_ADVICE] = advice
 
 
 def folder() -> Path:
@@ -71,7 +67,7 @@ def folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`source_hash` is `fingerprint` of the checkpoint; `files` maps a path in the package to its SHA-256."""
+    """`source_hash`: the checkpoint's `protocol.digest`; `files` maps a path in the package to its SHA-256."""
 
     layout: PackageLayout
     source: str
@@ -146,15 +142,6 @@ class Package:
         return (self.path / WEIGHTS).stat().st_size
 
 
-def fingerprint(checkpoint: Path) -> str:
-    """Returns a hash of the checkpoint's config.json and weight files, which does not depend on the folder."""
-    digest = hashlib.sha256()
-    for file in [checkpoint / "config.json", *sorted(checkpoint.glob("model*.safetensors"))]:
-        digest.update(file.name.encode())
-        digest.update(_hash(file).encode())
-    return digest.hexdigest()
-
-
 def file_hashes(directory: Path) -> dict[str, str]:
     """Returns the manifest's `files` for the package in `directory`."""
     return {name: _hash(directory / path) for name, path in _FILES.items()}
@@ -181,10 +168,10 @@ def open_package(directory: Path, source: Path | None = None) -> Package:
         if _hash(directory / path) != manifest.files.get(name):
             raise ModelError(f"{directory / path} is not the file its manifest names; convert the model again")
     _check_functions(directory, manifest.layout)
-    if source is not None and (actual := fingerprint(source)) != manifest.source_hash:
+    if source is not None and (actual := digest(source)) != manifest.source_hash:
         raise ModelError(
-            f"{directory} was made from {manifest.source} ({manifest.source_hash[:12]}), other weights than {source} "
-            f"has ({actual[:12]}); convert that model, or name the one that this package was made from"
+            f"{directory} was made from {manifest.source} ({manifest.source_hash[-12:]}), other weights than {source} "
+            f"has ({actual[-12:]}); convert that model, or name the one that this package was made from"
         )
     embedding, expected = (np.load(directory / name, mmap_mode="r") for name in (EMBEDDING, EXPECTED))
     return Package(directory, manifest, embedding, np.load(directory / ROPE), expected)

@@ -17,8 +17,9 @@ import sys
 from pathlib import Path
 
 from outrider.drafters.coreml import package, selection, trial
+from outrider.drafters.coreml.drafter import PackageReader
 from outrider.drafters.coreml.package import Package, open_package
-from outrider.drafters.coreml.runtimes import PackageReader, open_runtime
+from outrider.drafters.coreml.runtimes import open_runtime
 from outrider.drafters.coreml.selection import OnePackage, Packages, PackageSource, Tell
 from outrider.drafters.coreml.trial import PromptTimes, Trials
 from outrider.engine.loading import find

@@ -1,25 +1,31 @@
 """Chooses the package of a draft and the compute unit of this machine that runs it, by trials that are kept.
 
 At first use, trials end with the first good one; a thorough selection tries everything and takes the fastest. The
-Neural Engine comes first, because a drafter there slows the target least; then the CPU; then MLX.
+Neural Engine comes first, because a drafter there slows the target least; then the CPU; then MLX. `load` returns the
+drafter of the package, or of MLX.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 
 from mlx_lm.utils import load_config
 
 from outrider.drafters.coreml import layout, package, runtimes, trial
-from outrider.drafters.coreml.converter import Progress, convert
+from outrider.drafters.coreml.converter import convert
+from outrider.drafters.coreml.drafter import CoreMLDrafter
 from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, Mode, Options
-from outrider.drafters.coreml.package import Package, fingerprint, open_package
-from outrider.drafters.coreml.trial import Trial, Trials, Tried
+from outrider.drafters.coreml.package import Package, open_package
+from outrider.drafters.coreml.runtimes import open_runtime
+from outrider.drafters.coreml.trial import Trials, Tried
+from outrider.drafters.drafter import Drafter
+from outrider.engine.loading import find
+from outrider.protocol.digest import digest
 from outrider.protocol.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -27,7 +33,6 @@ log = logging.getLogger(__name__)
 PREFERRED = ("CPU_AND_NE", "CPU_ONLY")
 FORMS = tuple((mode, weights) for weights in ("fp16", "int8") for mode in Mode)
 """In the order of trials: the draft's own numbers first, and the modes that the Neural Engine accepts most often."""
-_WEIGHED = ("q1", "q8", "q16")  # the functions that a round of drafting calls
 _WORTH_A_CHANGE = 0.9  # of the time of an earlier variant
 
 Tell = Callable[[str], None]
@@ -44,7 +49,7 @@ class Packages:
         Args:
             tell: receives each stage of a conversion once.
         """
-        self.checkpoint, self.source_hash, self._tell = checkpoint, fingerprint(checkpoint), tell
+        self.checkpoint, self.source_hash, self._tell = checkpoint, digest(checkpoint), tell
         context = min(DEFAULT_CONTEXT, layout.read(load_config(checkpoint)).max_positions)
         self.variants = tuple(Options(mode, weights, context) for mode, weights in FORMS)
 
@@ -57,7 +62,7 @@ class Packages:
         directory = self._directory(variant)
         if not directory.exists():
             try:
-                convert(self.checkpoint, directory, variant, _stages(self._tell))
+                convert(self.checkpoint, directory, variant, self._on_progress)
             except ModelError:
                 if not directory.exists():  # otherwise another process has made it meanwhile
                     raise
@@ -67,21 +72,13 @@ class Packages:
         """Removes a package, which can be converted again."""
         shutil.rmtree(self._directory(variant), ignore_errors=True)
 
+    def _on_progress(self, stage: str, done: int, total: int) -> None:
+        if not done:
+            self._tell(f"converting the draft for Core ML: {stage}")
+
     def _directory(self, variant: Options) -> Path:
-        key = f"{self.source_hash[:16]}-{variant.mode.value}-{variant.weights}-{variant.context}"
+        key = f"{self.source_hash}-{variant.mode.value}-{variant.weights}-{variant.context}"
         return package.folder() / f"{key}-f{package.FORMAT}"
-
-
-def _stages(tell: Tell) -> Progress:
-    """Returns a callback that reports each stage of a conversion once."""
-    reported: set[str] = set()
-
-    def progress(stage: str, done: int, total: int) -> None:
-        if stage not in reported:
-            reported.add(stage)
-            tell(f"converting the draft for Core ML: {stage}")
-
-    return progress
 
 
 class OnePackage:
@@ -127,7 +124,7 @@ def choose(packages: PackageSource, tell: Tell, thorough: bool = False) -> Selec
         return Selection(f"{runtimes.ABSENT}; drafting with MLX instead")
     kept, new = Trials(packages.source_hash), [form for form in packages.variants if not packages.made(form)]
     rows: list[Tried] = []
-    chosen: tuple[Tried, Trial] | None = None
+    chosen: Tried | None = None
     for units in PREFERRED:
         if chosen is None or thorough:
             known = [] if thorough else _known(packages, kept, units)
@@ -135,14 +132,13 @@ def choose(packages: PackageSource, tell: Tell, thorough: bool = False) -> Selec
             chosen = chosen or quickest(tried)
             rows += tried
     for form in new if thorough else ():
-        if chosen is None or form != chosen[0].options:
+        if chosen is None or form != chosen.options:
             packages.discard(form)
     bad = "; ".join(f"{row.units}, {row.options}: {row.reason}" for row in rows if row.reason)
-    if chosen is None:
+    if chosen is None or chosen.trial is None:
         return Selection(f"Core ML does not help this draft on this machine; drafting with MLX instead ({bad})")
-    row, found = chosen
-    sentence = f"drafting with Core ML on {row.units}, {row.options}, {found.ms['q1']:.2f} ms a token"
-    return Selection(f"{sentence} ({bad})" if bad else sentence, packages.get(row.options), row)
+    sentence = f"drafting with Core ML on {chosen.units}, {chosen.options}, {chosen.trial.ms['q1']:.2f} ms a token"
+    return Selection(f"{sentence} ({bad})" if bad else sentence, packages.get(chosen.options), chosen)
 
 
 def _known(packages: PackageSource, kept: Trials, units: str) -> list[Tried]:
@@ -173,16 +169,42 @@ def _try(packages: PackageSource, kept: Trials, units: str, tell: Tell, thorough
     return rows
 
 
-def quickest(rows: Sequence[Tried]) -> tuple[Tried, Trial] | None:
+def quickest(rows: Sequence[Tried]) -> Tried | None:
     """Returns the first good row, unless a later one is faster by a tenth; None if none is good."""
-    best: tuple[Tried, Trial] | None = None
+    best: Tried | None = None
     for row in rows:
-        if row.trial is None or row.reason:
-            continue
-        if best is None or _cost(row.trial) < _WORTH_A_CHANGE * _cost(best[1]):
-            best = row, row.trial
+        if row.cost < (math.inf if best is None else _WORTH_A_CHANGE * best.cost):
+            best = row
     return best
 
 
-def _cost(trial: Trial) -> float:
-    return mean(trial.ms[name] for name in _WEIGHED)
+def load(model: str, tell: Tell) -> Drafter:
+    """Returns the drafter for `model`: a package directory, a model directory or a Hugging Face id.
+
+    A model is converted first (once). MLX drafts if Core ML's trials fail on every unit, or there is no Core ML. `tell`
+    receives a sentence about each.
+
+    Raises:
+        ModelError: there is no such model, the converter refuses it, or a package without its model can't run here.
+    """
+    directory, checkpoint = Path(model).expanduser(), None
+    packages: PackageSource
+    if (directory / package.MANIFEST).is_file():
+        packages = OnePackage(open_package(directory))
+    else:
+        checkpoint = find(model)
+        packages = Packages(checkpoint, tell)
+    chosen = choose(packages, tell)
+    sentence = chosen.sentence
+    tell(sentence)
+    if chosen.package is not None and chosen.row is not None:
+        try:
+            return CoreMLDrafter(chosen.package, open_runtime(chosen.package, chosen.row.units), note=sentence)
+        except ModelError as error:  # although its trial succeeded before
+            sentence = f"{error}, drafting with MLX instead"
+            tell(sentence)
+    if checkpoint is None:
+        raise ModelError(f"{sentence}; give the model that this package was converted from, not the package")
+    from outrider.drafters.mlx import MlxDrafter
+
+    return MlxDrafter.load(str(checkpoint), tell)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import platform
 import signal
@@ -24,8 +25,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +35,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml import runtimes
+from outrider.drafters.coreml.drafter import CoreMLKVRows, PackageHost, PackageReader
 from outrider.drafters.coreml.layout import (
     TRIAL_PROMPT,
     TRIAL_ROWS,
@@ -43,20 +45,12 @@ from outrider.drafters.coreml.layout import (
     trial_text,
 )
 from outrider.drafters.coreml.package import Package, folder, open_package
-from outrider.drafters.coreml.runtimes import (
-    UNITS,
-    DeviceAbsent,
-    LinearCache,
-    PackageHost,
-    PackageReader,
-    open_runtime,
-    os_build,
-)
+from outrider.drafters.coreml.runtimes import UNITS, DeviceAbsent, engine_share, has_engine, open_runtime, os_build
 from outrider.engine.kv_rows import DenseKVRows
 from outrider.engine.load_checks import open_kv_rows
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.digest import replace_file
-from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError
+from outrider.protocol.errors import InvalidRequest, OutriderError
 
 MODULE = "outrider.drafters.coreml.trial"
 PREDICTIONS = 300
@@ -68,6 +62,7 @@ _LEAST_AGREEMENT = 0.9
 _MOST_DISTANCE = 0.05
 _TIE = 0.05  # of the logits' standard deviation
 _WARM_UP = 3
+_WEIGHED = ("q1", "q8", "q16")
 _READINGS = 3
 _WORTH_IT = 0.95  # of MLX's time
 
@@ -150,6 +145,13 @@ class Tried:
     prompts: PromptTimes | None = None
 
     @property
+    def cost(self) -> float:
+        """The mean milliseconds of the functions that a round of drafting calls; infinite if it must not be used."""
+        if self.trial is None or self.reason:
+            return math.inf
+        return mean(self.trial.ms[name] for name in _WEIGHED)
+
+    @property
     def prompts_here(self) -> PromptTimes | None:
         """The times of prompts if they hold for this version of MLX and its device."""
         return self.prompts if self.prompts is not None and self.prompts.mlx == mlx_and_device() else None
@@ -160,7 +162,7 @@ class Trials:
 
     def __init__(self, source_hash: str) -> None:
         system = f"{os_build()}-{platform.machine()}-coremltools{version('coremltools')}"
-        self._file = folder() / "probes" / f"{source_hash[:16]}-{system}.json"
+        self._file = folder() / "probes" / f"{source_hash}-{system}.json"
         self.rows = _read(self._file)
 
     @staticmethod
@@ -257,39 +259,23 @@ def run(package: Package, units: str, predictions: int) -> Trial:
         DeviceAbsent: this machine has no such unit.
         OutriderError: the device refused the package or returned no finite numbers.
     """
-    if units == "CPU_AND_NE":
-        _check_engine()
+    if units == "CPU_AND_NE" and not has_engine():  # the unit would be the CPU again
+        raise DeviceAbsent("Core ML can't use a Neural Engine on this machine")
     started = time.monotonic()
     runtime = open_runtime(package, units)
     loaded = time.monotonic()
     host = PackageHost(package, runtime)
     actual, expected = _logits(host), package.expected
+    actual_probs, expected_probs = (mx.softmax(mx.array(logits), axis=-1) for logits in (actual, expected))
     return Trial(
         compile_seconds=round(runtime.compile_seconds, 3),
         load_seconds=round(loaded - started - runtime.compile_seconds, 3),
         predictions=predictions,
         agreement=agreement(actual, expected),
-        distance=float(np.abs(_softmax(actual) - _softmax(expected)).sum(axis=-1).mean() / 2),
+        distance=float(mx.abs(actual_probs - expected_probs).sum(axis=-1).mean() / 2),
         ms=_times(host, predictions),
-        engine_share=_engine_share(package, units),
+        engine_share=engine_share(package, units),
     )
-
-
-def _check_engine() -> None:
-    """Raises DeviceAbsent if Core ML reports that there is no Neural Engine; the unit would be the CPU again."""
-    try:
-        has_engine = runtimes.has_engine()
-    except ModelError:  # not known
-        return
-    if not has_engine:
-        raise DeviceAbsent("Core ML can't use a Neural Engine on this machine")
-
-
-def _engine_share(package: Package, units: str) -> dict[str, float]:
-    try:
-        return runtimes.engine_share(package, units)
-    except ModelError:  # the plan is only informative
-        return {}
 
 
 def agreement(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
@@ -302,16 +288,12 @@ def agreement(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> flo
 
 def _logits(host: PackageHost) -> NDArray[np.float32]:
     """Returns the logits of `trial_text` after its prompt, in the order of `Package.expected`."""
-    layout = host.layout
-    text, line, rows = trial_text(layout.architecture.vocab_size), LinearCache(host), []
-    single, several = layout.functions[:2]
-    line.feed(text[:TRIAL_PROMPT], layout.prefill)
-    for function, count in ((several, TRIAL_ROWS), *((single, 1) for _ in range(TRIAL_STEPS))):
-        fresh = line.feed(text[line.length : line.length + count], function)
-        if fresh.logits is not None:
-            rows.append(fresh.logits)
-    line.close()
-    return np.concatenate(rows)
+    layout, text = host.layout, iter(trial_text(host.layout.architecture.vocab_size))
+    rows, (single, several) = CoreMLKVRows(host), layout.functions[:2]
+    calls = [(layout.prefill, TRIAL_PROMPT), (several, TRIAL_ROWS), *[(single, 1)] * TRIAL_STEPS]
+    logits = [rows.read(list(islice(text, count)), function).logits for function, count in calls]
+    rows.close()
+    return np.concatenate(logits[1:])
 
 
 def _times(host: PackageHost, predictions: int) -> dict[str, float]:
@@ -324,17 +306,17 @@ def _times(host: PackageHost, predictions: int) -> dict[str, float]:
 
 
 def _time(host: PackageHost, function: PackageFunction, count: int) -> float:
-    line = LinearCache(host)
+    rows = CoreMLKVRows(host)
 
-    def feed() -> None:
-        nonlocal line
-        if line.length + function.rows > host.layout.context:
-            line.close()
-            line = LinearCache(host)
-        line.feed([1] * function.rows, function)
+    def read() -> None:
+        nonlocal rows
+        if rows.length + function.rows > host.layout.context:
+            rows.close()
+            rows = CoreMLKVRows(host)
+        rows.read([1] * function.rows, function)
 
-    taken = median_ms(feed, count)
-    line.close()
+    taken = median_ms(read, count)
+    rows.close()
     return taken
 
 
@@ -346,11 +328,6 @@ def median_ms(task: Callable[[], object], rounds: int, warm_up: int = _WARM_UP) 
         task()
         taken.append(time.perf_counter() - started)
     return 1e3 * median(taken[warm_up:])
-
-
-def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
 
 
 def read_prompts(model: LoadedModel, package: Package, units: str) -> PromptTimes:

@@ -4,14 +4,14 @@ Matrices are read one at a time, and MLX releases each as soon as it is read, so
 memory than the weights. Rotations are found by rotating unit vectors with the model's own rope module: there is no
 rotary formula here, so any scaling that mlx-lm supports is right. Knows mlx-lm's module names; knows nothing of graphs.
 
-A matrix is dense, `Int8` or `Int4`, with exactly the same numbers in MLX and in Core ML. Core ML computes s * (q - z),
+A matrix is dense or quantized, with exactly the same numbers in MLX and in Core ML. Core ML computes s * (q - z),
 MLX s * q + b, both in float16. They agree bit for bit if b = -z * s, and s has so few significant bits that every
 product is exact in float16's eleven.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,47 +43,40 @@ class DenseMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
-    """`data` int8 [rows, columns] times `scale` float16 [rows, 1]; symmetric."""
+class QuantizedMatrix:
+    """`scale` * (`data` - `zero`), by groups along the row: scale float16 and zero uint8 [rows, groups].
 
-    data: NDArray[np.int8]
+    `data` [rows, columns] are uint8 below 16. Without a zero they are int8, with one group a row.
+    """
+
+    data: NDArray[np.integer]
     scale: NDArray[np.float16]
+    zero: NDArray[np.uint8] | None = None
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.zero is None else 4
 
     @property
     def values(self) -> NDArray[np.float16]:
         values = np.empty(self.data.shape, np.float16)
         for rows in _blocks(self.data):
-            scale = self.scale[rows].astype(np.float32)
-            values[rows] = self.data[rows].astype(np.float32) * scale  # exact: eleven bits
-        return values
-
-
-@dataclass(frozen=True, slots=True)
-class Int4:
-    """`scale` * (`data` - `zero`): data uint8 below 16 [rows, columns], scale float16 and zero uint8 [rows, groups]."""
-
-    data: NDArray[np.uint8]
-    scale: NDArray[np.float16]
-    zero: NDArray[np.uint8]
-
-    @property
-    def values(self) -> NDArray[np.float16]:
-        values = np.empty(self.data.shape, np.float16)
-        for rows in _blocks(self.data):
-            wide = self.data[rows].reshape(-1, self.scale.shape[1], GROUP).astype(np.float32)
-            wide = (wide - self.zero[rows, :, None]) * self.scale[rows, :, None].astype(np.float32)
+            wide = self.data[rows].reshape(*self.scale[rows].shape, -1).astype(np.float32)
+            if self.zero is not None:
+                wide -= self.zero[rows, :, None]
+            wide *= self.scale[rows, :, None].astype(np.float32)
             values[rows] = wide.reshape(-1, self.data.shape[1])  # exact: eleven bits
         return values
 
 
-Form = DenseMatrix | Int8 | Int4
+Form = DenseMatrix | QuantizedMatrix
 
 
 Int4Grid = tuple[NDArray[np.float32], NDArray[np.float32]]
 """The sixteen levels of each group, [rows, groups]: their step, and the lowest."""
 
 
-def int8(dense: NDArray[np.floating]) -> Int8:
+def int8(dense: NDArray[np.floating]) -> QuantizedMatrix:
     """Quantizes `dense` [rows, columns] with one scale for each row, of three significant bits."""
     data, scale = np.empty(dense.shape, np.int8), np.empty((dense.shape[0], 1), np.float16)
     for rows in _blocks(dense):
@@ -91,10 +84,10 @@ def int8(dense: NDArray[np.floating]) -> Int8:
         step = np.abs(wide).max(axis=1, keepdims=True) / 127
         scale[rows] = _significant(step, _INT8_SCALE_BITS, np.ceil)
         data[rows] = np.clip(np.rint(wide / scale[rows].astype(np.float32)), -127, 127)
-    return Int8(data, scale)
+    return QuantizedMatrix(data, scale)
 
 
-def int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | None = None) -> Int4:
+def int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | None = None) -> QuantizedMatrix:
     """Quantizes `dense` [rows, columns] in groups of 64 along the row; `grid`: the levels of an earlier form, if any.
 
     Raises:
@@ -117,7 +110,7 @@ def int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | N
         zero[rows] = np.clip(np.rint(-low / step), 0, 15)
         steps = np.rint(grouped / step[..., None]) + zero[rows, :, None]
         data[rows] = np.clip(steps, 0, 15).reshape(-1, columns)
-    return Int4(data, scale, zero)
+    return QuantizedMatrix(data, scale, zero)
 
 
 def _blocks(matrix: NDArray[Any]) -> list[slice]:
@@ -126,24 +119,20 @@ def _blocks(matrix: NDArray[Any]) -> list[slice]:
     return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
 
 
-def to_mlx(form: Int8 | Int4) -> tuple[mx.array, mx.array, mx.array]:
+def to_mlx(form: QuantizedMatrix) -> tuple[mx.array, mx.array, mx.array]:
     """Returns weight, scales and biases of mlx.nn's quantized layers (affine, groups of GROUP) with the same numbers.
 
     GROUP must divide the columns.
     """
-    if isinstance(form, Int8):
-        data = (form.data.astype(np.int16) + 128).astype(np.uint32)
-        scale = np.repeat(form.scale, data.shape[1] // GROUP, axis=1)
-        return _pack(data, 8), mx.array(scale), mx.array(scale * np.float16(-128))
-    bias = -(form.zero.astype(np.float16) * form.scale)
-    return _pack(form.data.astype(np.uint32), 4), mx.array(form.scale), mx.array(bias)
-
-
-def _pack(data: NDArray[np.uint32], bits: int) -> mx.array:
-    lanes = 32 // bits
-    shifts = np.arange(lanes, dtype=np.uint32) * np.uint32(bits)
-    words = data.reshape(data.shape[0], -1, lanes) << shifts
-    return mx.array(np.bitwise_or.reduce(words, axis=-1).astype(np.uint32))
+    data, scale, zero = form.data, form.scale, form.zero
+    if zero is None:
+        data, zero = data.astype(np.int16) + 128, np.array(128, np.uint8)
+        scale = np.repeat(scale, data.shape[1] // GROUP, axis=1)
+    lanes = 32 // form.bits
+    shifts = np.arange(lanes, dtype=np.uint32) * np.uint32(form.bits)
+    words = data.astype(np.uint32).reshape(data.shape[0], -1, lanes) << shifts
+    packed = np.bitwise_or.reduce(words, axis=-1)
+    return mx.array(packed), mx.array(scale), mx.array(-(zero.astype(np.float16) * scale))
 
 
 def _significant(x: NDArray[np.floating], bits: int, rounding: np.ufunc) -> NDArray[np.float16]:
@@ -154,8 +143,6 @@ def _significant(x: NDArray[np.floating], bits: int, rounding: np.ufunc) -> NDAr
     return np.asarray(np.maximum(rounded, 2.0**_FINEST), np.float16)
 
 
-PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-               "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
 HEAD = "lm_head"
 EMBEDDING = "model.embed_tokens"
 NORM = "model.norm"
@@ -177,11 +164,9 @@ class Weights:
 
     @property
     def parameters(self) -> int:
-        numbers = self.embedding.size + sum(vector.size for vector in self.vectors.values())
-        for name, form in self.matrices.items():
-            if name != HEAD or not self.architecture.tied:
-                numbers += form.values.size if isinstance(form, DenseMatrix) else form.data.size
-        return numbers
+        forms = (form for name, form in self.matrices.items() if name != HEAD or not self.architecture.tied)
+        sizes = (form.values.size if isinstance(form, DenseMatrix) else form.data.size for form in forms)
+        return self.embedding.size + sum(sizes) + sum(vector.size for vector in self.vectors.values())
 
     def dense(self, prefix: str) -> list[tuple[str, mx.array]]:
         """Returns the weights below the module `prefix` in float32, by their names there."""
@@ -230,7 +215,6 @@ class Checkpoint:
             self._model, _ = load_model(path, lazy=True)
         except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
             raise ModelError(f"{path} can't be loaded: {first_line(error)}") from error
-        self._modules: dict[str, Any] = dict(self._model.named_modules())
         self._kind, self._range = kind, _Range()
 
     def rope(self, positions: int) -> NDArray[np.float32]:
@@ -257,30 +241,28 @@ class Checkpoint:
         return np.stack([cos, sin])
 
     def read(self, progress: Callable[[int, int], None]) -> Weights:
-        """Reads and releases all weights; `progress(done, total)` counts matrices.
+        """Reads and releases all weights; `progress(done, total)` counts modules.
 
         Raises:
             ModelError: a weight does not fit float16, or its width does not divide into int4's groups.
         """
-        names = list(self._matrix_names())
         weights = Weights(self.architecture, self._kind, np.empty((0, 0)))
-        for done, name in enumerate(names):
-            form = self._matrix(name)
-            if name == EMBEDDING:
+        modules = [(name, module) for name, module in self._model.named_modules() if "weight" in module]
+        for done, (name, module) in enumerate(modules):
+            progress(done, len(modules))
+            if module["weight"].ndim == 1:
+                weights.vectors[f"{name}.weight"] = self._narrow(f"{name}.weight", module["weight"])
+            elif name != EMBEDDING:
+                weights.matrices[name] = self._matrix(name, module)
+            else:
+                form = self._matrix(name, module)
                 weights.embedding = form.values
                 if self.architecture.tied:
                     weights.matrices[HEAD] = form
-            else:
-                weights.matrices[name] = form
-            bias = self._vector(name, "bias")
-            if bias is not None:
-                weights.vectors[f"{name}.bias"] = bias
-            self._modules.pop(name).clear()
-            progress(done + 1, len(names))
-        for name in self._norm_names():
-            vector = self._vector(name, "weight")
-            if vector is not None:
-                weights.vectors[f"{name}.weight"] = vector
+            if "bias" in module:
+                weights.vectors[f"{name}.bias"] = self._narrow(f"{name}.bias", module["bias"])
+            module.clear()
+        progress(len(modules), len(modules))
         weights.notes = self._range.note()
         return weights
 
@@ -300,37 +282,17 @@ class Checkpoint:
         head = weights.embedding if self.architecture.tied else weights.matrices[HEAD].values
         return np.concatenate([last @ head[rows].astype(np.float32).T for rows in _blocks(head)], axis=1)
 
-    def _matrix_names(self) -> Iterator[str]:
-        yield EMBEDDING
-        for layer in range(self.architecture.layers):
-            for name in PROJECTIONS:
-                yield f"model.layers.{layer}.{name}"
-        if not self.architecture.tied:
-            yield HEAD
-
-    def _norm_names(self) -> Iterator[str]:
-        inner = ["input_layernorm", "post_attention_layernorm"]
-        if self.architecture.normed_heads:
-            inner += ["self_attn.q_norm", "self_attn.k_norm"]
-        for layer in range(self.architecture.layers):
-            for name in inner:
-                yield f"model.layers.{layer}.{name}"
-        yield NORM
-
-    def _matrix(self, name: str) -> Form:
-        """Returns the module's weight [rows, columns]."""
-        module = self._modules[name]
+    def _matrix(self, name: str, module: nn.Module) -> Form:
+        """Returns the module's weight [rows, columns]; an embedding that is not the head, too, stays dense."""
         dense = self._narrow(name, _dense(module))
-        stays_dense = name == EMBEDDING and not self.architecture.tied
-        if self._kind == "int8" and not stays_dense:
-            return int8(dense)
-        if self._kind == "int4" and not stays_dense:
-            return int4(dense, name, _grid(module))
+        if name == EMBEDDING and not self.architecture.tied:
+            return DenseMatrix(dense)
+        match self._kind:
+            case "int8":
+                return int8(dense)
+            case "int4":
+                return int4(dense, name, _grid(module))
         return DenseMatrix(dense)
-
-    def _vector(self, name: str, key: str) -> NDArray[np.floating] | None:
-        vector = self._modules[name].get(key)
-        return None if vector is None else self._narrow(f"{name}.{key}", vector)
 
     def _narrow(self, name: str, array: mx.array) -> NDArray[np.floating]:
         """Returns `array` in float32 for fp32, else in float16, and counts the numbers that this changes."""
@@ -352,31 +314,22 @@ class Checkpoint:
 
 def _check_head(path: Path, tied: bool) -> None:
     """Raises ModelError if config.json and the checkpoint disagree on tied embeddings."""
-    head = _tensor(path, f"{HEAD}.weight")
+    tensors: dict[str, mx.array] = {}  # not read yet
+    for file in path.glob("model*.safetensors"):
+        with suppress(RuntimeError):  # loading reports damaged files
+            found: Any = mx.load(str(file))
+            tensors |= found
+    head, embedding = tensors.get(f"{HEAD}.weight"), tensors.get(f"{EMBEDDING}.weight")
     if head is None and not tied:
         raise ModelError(
             f"{path}: config.json says the output head is untied, but the checkpoint has no lm_head.weight; "
             "expected one of the two to change (tie_word_embeddings: true)"
         )
-    if head is None or not tied:
-        return
-    embedding = _tensor(path, f"{EMBEDDING}.weight")
-    if embedding is None or head.shape != embedding.shape or not mx.array_equal(head, embedding):
+    if tied and head is not None and (embedding is None or not mx.array_equal(head, embedding)):
         raise ModelError(
             f"{path}: config.json says the output head is tied to the embedding, but the checkpoint has another "
             "lm_head.weight; expected tie_word_embeddings: false or no such tensor"
         )
-
-
-def _tensor(path: Path, name: str) -> mx.array | None:
-    """Returns a tensor of the checkpoint, not read yet; None if there is none. Loading reports damaged files."""
-    for file in sorted(path.glob("model*.safetensors")):
-        with suppress(RuntimeError):
-            tensors: Any = mx.load(str(file))
-            if name in tensors:
-                found: mx.array = tensors[name]
-                return found
-    return None
 
 
 def _dense(module: nn.Module) -> mx.array:

@@ -64,7 +64,7 @@ WITHIN = {
 FROM_BESIDE: dict[str, set[str]] = {"orchestrator/core/policy": set()}
 IN_ORDER = {
     "drafters/coreml": (
-        "layout", "package", "weights", "converter", "runtimes", "trial", "selection", "drafter",
+        "layout", "package", "weights", "converter", "runtimes", "drafter", "trial", "selection",
         "prompts", "doctor",
     ),
     "drafters/heads": (

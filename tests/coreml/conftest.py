@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from outrider.drafters.coreml import runtimes, trial
 from outrider.drafters.coreml.converter import convert
-from outrider.drafters.coreml.drafter import CoreMLDrafter
+from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLKVRows, PackageHost
 from outrider.drafters.coreml.layout import Mode, Options
 from outrider.drafters.coreml.package import MODEL, WEIGHTS, Package, open_package
-from outrider.drafters.coreml.runtimes import LinearCache, PackageHost
 from outrider.drafters.coreml.trial import Trial, Tried
 from tests import tiny
 from tests.harness import mil_interpreter, mil_program
@@ -74,11 +73,11 @@ class Bench:
     def logits(self, tokens: list[int]) -> NDArray[np.float32]:
         """The same from the package, teacher-forced through every function with logits in turn."""
         host = self.host()
-        line, rows, turn = LinearCache(host), [], 0
+        line, rows, turn = CoreMLKVRows(host), [], 0
         scored = [function for function in host.layout.functions if function.logits]
         while line.length < len(tokens):
             function = scored[turn % len(scored)]
-            fresh = line.feed(tokens[line.length : line.length + function.rows], function)
+            fresh = line.read(tokens[line.length : line.length + function.rows], function)
             assert fresh.logits is not None
             rows.append(fresh.logits)
             turn += 1

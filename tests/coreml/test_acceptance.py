@@ -12,10 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from outrider.drafters.coreml.converter import convert
-from outrider.drafters.coreml.drafter import CoreMLDrafter
+from outrider.drafters.coreml.drafter import CoreMLDrafter, PackageReader
 from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.package import Package, open_package
-from outrider.drafters.coreml.runtimes import PackageReader
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel, load

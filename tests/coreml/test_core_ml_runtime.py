@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafters.coreml import drafter as coreml
 from outrider.drafters.coreml import runtimes, selection, trial
 from outrider.drafters.coreml.drafter import CoreMLDrafter
 from outrider.drafters.coreml.runtimes import CoreMLRuntime, RuntimeFault, open_runtime
@@ -140,10 +139,10 @@ def test_without_core_ml_a_model_uses_mlx_and_a_package_is_refused(
     made, told = bench("llama"), list[str]()
     with pytest.raises(ModelError, match="Core ML runs on macOS only"):
         open_runtime(made.package, "CPU_AND_NE")
-    assert isinstance(coreml.load(str(made.model_path), told.append), MlxDrafter)
+    assert isinstance(selection.load(str(made.model_path), told.append), MlxDrafter)
     assert told[0] == "Core ML runs on macOS only; drafting with MLX instead" and list(tmp_path.iterdir()) == []
     with pytest.raises(ModelError, match=r"macOS only.*; give the model that this package was converted from"):
-        coreml.load(str(made.package.path), told.append)
+        selection.load(str(made.package.path), told.append)
 
 
 @pytest.mark.usefixtures("good_trials")
@@ -155,7 +154,7 @@ def test_package_is_used_directly_and_a_model_is_converted_first(
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     made, told = bench("llama"), list[str]()
     for model in (made.package.path, made.model_path):
-        drafter = coreml.load(str(model), told.append)
+        drafter = selection.load(str(model), told.append)
         assert isinstance(drafter, CoreMLDrafter) and drafter.backend == "coreml"
         assert drafter.note == told[-1] == "drafting with Core ML on CPU_AND_NE, stateless fp16, 2.25 ms a token"
         assert drafter.vocab_size == 512 and drafter.weight_bytes > 0 and drafter.parameters > 0
@@ -171,16 +170,16 @@ def test_probe_decides_between_core_ml_and_mlx(
     row = Tried(made.package.options, made.package.manifest.key, "CPU_ONLY")
     chosen = Selection("a sentence", made.package, row) if works else Selection("a sentence")
     monkeypatch.setattr(selection, "choose", lambda packages, tell: chosen)
-    monkeypatch.setattr(coreml, "Packages", lambda checkpoint, tell: OnePackage(made.package))
-    drafter = coreml.load(str(made.model_path), told.append)
+    monkeypatch.setattr(selection, "Packages", lambda checkpoint, tell: OnePackage(made.package))
+    drafter = selection.load(str(made.model_path), told.append)
     assert isinstance(drafter, CoreMLDrafter if works else MlxDrafter) and told[0] == "a sentence"
     if works:
         assert drafter.note == "a sentence" and fake.loaded[0] == ("q1", "CPU_ONLY")
         fake.error = Exception("out of memory")  # on another day than the trial's
-        assert isinstance(coreml.load(str(made.model_path), told.append), MlxDrafter)
+        assert isinstance(selection.load(str(made.model_path), told.append), MlxDrafter)
         assert any("out of memory, drafting with MLX instead" in sentence for sentence in told)
     with pytest.raises(ModelError, match="give the model that this package was converted from"):
-        coreml.load(str(made.package.path), told.append)
+        selection.load(str(made.package.path), told.append)
 
 
 def test_a_trial_of_core_ml_compiles_loads_and_compares(fake: FakeCoreML, bench: Callable[..., Bench]) -> None:

@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import runtimes, trial
-from outrider.drafters.coreml.drafter import CoreMLDrafter
-from outrider.drafters.coreml.runtimes import CoreMLRuntime, LinearCache, PackageHost, PackageReader, Runtime
+from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLKVRows, PackageHost, PackageReader
+from outrider.drafters.coreml.runtimes import CoreMLRuntime, Runtime
 from outrider.drafters.coreml.trial import agreement
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench
@@ -27,12 +27,12 @@ MODES = ["stateless", "hybrid", "onehot"]
 def logits(made: Bench, runtime: Runtime, text: list[int]) -> NDArray[np.float32]:
     """Teacher-forced through every function in turn, one cache for all of them."""
     host, rows, turn = PackageHost(made.package, runtime), [], 0
-    line = LinearCache(host)
-    line.feed(text[:40], host.layout.prefill)
+    line = CoreMLKVRows(host)
+    line.read(text[:40], host.layout.prefill)
     scored = [function for function in host.layout.functions if function.logits]
     while line.length < len(text):
         function = scored[turn % len(scored)]
-        fresh = line.feed(text[line.length : line.length + function.rows], function)
+        fresh = line.read(text[line.length : line.length + function.rows], function)
         assert fresh.logits is not None
         rows.append(fresh.logits)
         turn += 1
@@ -79,13 +79,13 @@ def test_a_thousand_predictions_are_consistent(bench: Callable[..., Bench]) -> N
     single, line, first = host.layout.functions[0], None, None
     for turn in range(1000):
         if turn % 200 == 0:
-            line = LinearCache(host)
-            result = line.feed([7], single).logits
+            line = CoreMLKVRows(host)
+            result = line.read([7], single).logits
             assert result is not None
             first = result if first is None else first
             assert (result == first).all()
         else:
-            assert line is not None and line.feed([turn % 500], single).logits is not None
+            assert line is not None and line.read([turn % 500], single).logits is not None
 
 
 def test_drafter_on_the_cpu_drafts_like_the_interpreter(bench: Callable[..., Bench], text: list[int]) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from outrider.drafters.coreml.drafter import CoreMLKVRows
 from outrider.drafters.coreml.package import WEIGHTS, coremltools
-from outrider.drafters.coreml.runtimes import LinearCache, RuntimeFault
+from outrider.drafters.coreml.runtimes import RuntimeFault
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
 from tests.harness import mil_interpreter as interpreter
@@ -42,9 +43,9 @@ def executed(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> di
     for kind, run in list(interpreter.OPS.items()):
         monkeypatch.setitem(interpreter.OPS, kind, watch(kind, run))
     for mode in ("stateless", "hybrid", "onehot"):
-        line = LinearCache(bench("qwen3", mode=mode).host())
+        line = CoreMLKVRows(bench("qwen3", mode=mode).host())
         for function in (line._host.layout.functions[1], line._host.layout.prefill):
-            line.feed([3, 1, 4], function)
+            line.read([3, 1, 4], function)
     monkeypatch.undo()
     return seen
 
@@ -118,11 +119,11 @@ def test_state_persists_between_calls_and_functions(bench: Callable[..., Bench])
     made = bench("qwen3", mode="hybrid")
     host, text = made.host(), [5, 6, 7, 8, 9, 10, 11, 12, 13]
     several, single = host.layout.functions[1], host.layout.functions[0]
-    line = LinearCache(host)
-    line.feed(text[:8], several)
-    with_memory = line.feed(text[8:], single).logits
-    without = LinearCache(host).feed(text[8:], single).logits
-    full = LinearCache(host).feed(text, host.layout.functions[2]).logits
+    line = CoreMLKVRows(host)
+    line.read(text[:8], several)
+    with_memory = line.read(text[8:], single).logits
+    without = CoreMLKVRows(host).read(text[8:], single).logits
+    full = CoreMLKVRows(host).read(text, host.layout.functions[2]).logits
     assert with_memory is not None and without is not None and full is not None
     assert np.abs(with_memory[-1] - full[-1]).max() < 0.05 < np.abs(without[-1] - full[-1]).max()
 
@@ -130,13 +131,13 @@ def test_state_persists_between_calls_and_functions(bench: Callable[..., Bench])
 def test_two_states_are_independent(bench: Callable[..., Bench]) -> None:
     host = bench("qwen3", mode="onehot").host()
     single = host.layout.functions[0]
-    one, other = LinearCache(host), LinearCache(host)
-    one.feed([5], single)
-    first = one.feed([6], single).logits
-    other.feed([9], single)
-    again = LinearCache(host)
-    again.feed([5], single)
-    repeated = again.feed([6], single).logits
+    one, other = CoreMLKVRows(host), CoreMLKVRows(host)
+    one.read([5], single)
+    first = one.read([6], single).logits
+    other.read([9], single)
+    again = CoreMLKVRows(host)
+    again.read([5], single)
+    repeated = again.read([6], single).logits
     assert first is not None and repeated is not None and (first == repeated).all()
 
 

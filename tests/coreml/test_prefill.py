@@ -14,7 +14,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.drafters.coreml import prompts, trial
-from outrider.drafters.coreml.runtimes import STAND_IN, Inputs, Outputs, PackageReader, RuntimeFault, RuntimeState
+from outrider.drafters.coreml.drafter import PackageReader
+from outrider.drafters.coreml.runtimes import STAND_IN, Inputs, Outputs, RuntimeFault, RuntimeState
 from outrider.drafters.coreml.selection import Packages
 from outrider.drafters.coreml.trial import TrialFailed, Trials, Tried
 from outrider.drafters.drafter import make

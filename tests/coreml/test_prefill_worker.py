@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.coreml.runtimes import PackageReader
+from outrider.drafters.coreml.drafter import PackageReader
 from outrider.engine.kv_transfer import KVLayout, ReadingFault
 from outrider.engine.loading import load, outline
 from outrider.prefill_worker.worker import CoreMLReader, MlxReader

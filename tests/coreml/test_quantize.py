@@ -20,7 +20,7 @@ from outrider.drafters.coreml import weights
 from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.package import open_package
-from outrider.drafters.coreml.weights import GROUP, Int4, Int8
+from outrider.drafters.coreml.weights import GROUP, QuantizedMatrix
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
 from tests.harness import mil_interpreter, mil_program
@@ -111,12 +111,11 @@ def test_a_checkpoint_of_four_bits_keeps_its_levels(tiny_model: Callable[..., Pa
         assert np.abs(close[0] - values).max() < 0.1 * step
 
 
-def _by_core_mls_formula(form: Int8 | Int4) -> NDArray[np.float16]:
+def _by_core_mls_formula(form: QuantizedMatrix) -> NDArray[np.float16]:
     """coremltools' own decompression."""
     from coremltools.converters.mil.mil.ops.defs.iOS18.compression import constexpr_blockwise_shift_scale
 
-    zero = form.zero if isinstance(form, Int4) else None
-    return np.asarray(constexpr_blockwise_shift_scale.decompress(form.data, form.scale, zero))
+    return np.asarray(constexpr_blockwise_shift_scale.decompress(form.data, form.scale, form.zero))
 
 
 def _matrices_on_disk(model: SavedModel) -> list[NDArray[np.float16]]:

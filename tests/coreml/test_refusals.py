@@ -272,7 +272,7 @@ def test_manifest_that_does_not_match_its_package_is_refused(
 def test_invalid_or_missing_manifest_is_refused(copied: Path, tmp_path: Path) -> None:
     file = copied / "manifest.json"
     file.write_text('{"format": 99}')
-    assert "has format 99; this version reads 2" in opening(copied)
+    assert "has format 99; this version reads 3" in opening(copied)
     file.write_text("[]")
     assert "has format None" in opening(copied)
     file.write_text("{")

@@ -350,6 +350,19 @@ def test_non_finite_logits_end_drafting_for_the_request(
     assert other.best([other.root])
 
 
+def test_keys_that_are_not_finite_do_not_reach_later_requests(bench: Callable[..., Bench], text: list[int]) -> None:
+    """Of a masked slot, too, a key that is NaN would make every score NaN; and a closed text's cache is used again."""
+    made = bench("llama")
+    runtime = _RecordingRuntime(made)
+    drafter = CoreMLDrafter(made.package, runtime)
+    runtime.spoilt = "k_new"
+    with pytest.raises(DrafterFault, match="returned keys that are NaN or infinite"):
+        drafter.open(text[:100], GREEDY)
+    runtime.spoilt = ""
+    tree = drafter.open(text[:10], GREEDY)
+    check_node(tree, tree.root, text[:10], made.mlx(), TOLERANCE["fp16"])
+
+
 def test_failed_device_raises_a_runtime_fault(bench: Callable[..., Bench], text: list[int]) -> None:
     made = bench("llama")
     runtime = _RecordingRuntime(made)
@@ -385,6 +398,7 @@ class _RecordingRuntime:
         self.calls: list[str] = []
         self.buffers: dict[str, set[int]] = {}
         self.poison: float | None = None
+        self.spoilt = ""
         self.broken = False
 
     def new_state(self) -> RuntimeState | None:
@@ -396,6 +410,8 @@ class _RecordingRuntime:
         if self.broken:
             raise RuntimeFault("the watched runtime is out of order")
         outputs = self._inner.call(function, inputs, state)
+        if self.spoilt:
+            outputs[self.spoilt][0, 0, 0, 0] = np.nan
         if self.poison is not None:
             outputs["logits_0"][0, 3, 0, 0] = self.poison
         return outputs

@@ -247,6 +247,8 @@ def test_missing_or_forbidden_directory_is_an_endpoint_error(sockets, ipc, short
 
 def test_bind_refused_by_zeromq_is_an_error_and_leaves_no_file(ipc, short):
     class Refusing:
+        handshake_ivl = 30_000
+
         def bind(self, _):
             os.close(self.use_fd)  # the listener that it was lent
             raise zmq.ZMQError(13)
@@ -273,3 +275,13 @@ def test_oversized_frame_is_dropped_and_other_clients_continue(sockets, ipc, mon
         honest.send(b"x" * 1000)
         assert server.poll(10_000) and len(server.recv_multipart()[1]) == 1000
         assert not server.poll(100)
+
+
+def test_socket_for_other_machines_keeps_its_shorter_handshake(sockets):
+    server, client, plain_server = sockets(), sockets(zmq.DEALER), sockets()
+    endpoints.prepare(server)
+    endpoints.prepare(client)
+    with bind(server, "tcp://127.0.0.1:0") as bound, bind(plain_server, "tcp://127.0.0.1:0"):
+        connect(client, bound.endpoint)
+        assert server.handshake_ivl == client.handshake_ivl == endpoints.GIVE_UP_MS
+        assert plain_server.handshake_ivl == endpoints.HANDSHAKE_MS
