@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from outrider.orchestrator.core.policy import POLICY
 from outrider.orchestrator.core.policy.acceptance import FREE, Drift, TextAcceptance, TextProfiles
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
@@ -22,7 +23,6 @@ from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, is_joint
 from outrider.protocol.messages import Branches, Drafted, InProcessDrafter, Span
 
 MOST_REQUESTED = 64  # policies for a requested K or B
-BREADTH_ROUNDS = 8  # between two forecasts of an open B in SSD, which take 0.1 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Planner:
         is_open = request.admit.branches is None and self._settings.branches is None and not self._settings.full_depth
         if request.admit.mode == "auto":
             request.plan = self._policy_of(request).plan()
-        elif request.mode == "ssd" and request.round % BREADTH_ROUNDS == 0 and is_open:
+        elif request.mode == "ssd" and request.round % POLICY.breadth_rounds == 0 and is_open:
             most = self._branches(request.admit, self._sources_of(request).workers)
             formula = Forecasts(self.estimates, request.text.odds, self.estimates.active, request.depth, most, False)
             request.plan = replace(request.plan, branches=formula.of(Arm("ssd", request.depth))[0].branches)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.drafters.replay import ReplayDrafter, Script
-from outrider.orchestrator.core.policy.policy import EPISODE_ROUNDS
+from outrider.orchestrator.core.policy import POLICY
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Message, Verify
 from outrider.protocol.profile import Latency, Profile
@@ -181,7 +181,7 @@ def test_auto_tries_plain_decoding_only_briefly_when_speculation_wins() -> None:
     cluster.send_target = note  # type: ignore[method-assign]
     for text in random_texts(3, 1200):
         cluster.run(text, 1000, "auto")
-    assert longest and max(longest) < EPISODE_ROUNDS
+    assert longest and max(longest) < POLICY.episode_rounds
 
 
 def test_a_text_that_is_too_short_is_an_error() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from outrider.drafters.replay import Script
-from outrider.orchestrator.core.policy.estimates import TRIAL_ROUNDS
+from outrider.orchestrator.core.policy import POLICY
 from outrider.orchestrator.events import Admit, RequestEnded
 from outrider.protocol.messages import Branch, Branches, Commit, Drafted, Fault, Message, Open, Prepare, Resync, Span
 from outrider.protocol.sampling import SamplingParams
@@ -126,7 +126,11 @@ def test_left_out_drafter_gets_tokens_only_at_its_trial() -> None:
     tried, told_since = told(made, "draft-1", Commit)[0], len(told(made, "draft-1", Open))
     assert made.generated == list(TEXT[10:110])
     others = [receiver for receiver, message in made.sent_to_drafters if isinstance(message, Commit)]
-    assert isinstance(tried, Commit) and tried.rank_offset == 8 and others.index("draft-1") >= TRIAL_ROUNDS - 1
+    assert (
+        isinstance(tried, Commit)
+        and tried.rank_offset == 8
+        and others.index("draft-1") >= POLICY.drafter_trial_rounds - 1
+    )
     assert list(tried.tokens) == list(TEXT[10 : tried.base_len]) and told_since == 1
 
 

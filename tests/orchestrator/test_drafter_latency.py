@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from outrider.orchestrator.core.draft_pool import dealt, evenly, quickest
-from outrider.orchestrator.core.policy.estimates import TRIAL_ROUNDS, DrafterLatency
+from outrider.orchestrator.core.policy import POLICY
+from outrider.orchestrator.core.policy.estimates import DrafterLatency
 
 BRANCHES, DEPTH, ROUND_MS = 12, 4, 20.0
 
@@ -48,7 +49,7 @@ def test_each_draft_model_has_its_own_ranking() -> None:
 def test_late_drafter_is_asked_only_for_occasional_trials() -> None:
     slow = latency(25.0)
     assert deal(a=latency(3.0), b=slow) == {"a": range(12)}
-    slow.left_out = TRIAL_ROUNDS
+    slow.left_out = POLICY.drafter_trial_rounds
     assert deal(a=latency(3.0), b=slow) == {"a": range(12), "b": range(12, 18)}
 
 
@@ -75,7 +76,7 @@ def test_silent_drafter_loses_its_share_and_regains_it_by_one_trial() -> None:
         silent.observe_overdue(ROUND_MS + 5.0)
         rounds += 1
     assert rounds < 12
-    silent.left_out = TRIAL_ROUNDS
+    silent.left_out = POLICY.drafter_trial_rounds
     silent.reset()
     silent.lag_ms.add(3.0)
     assert silent.share(DEPTH, ROUND_MS) == 1.0

@@ -9,13 +9,12 @@ import pytest
 
 from outrider.bench import prompts
 from outrider.orchestrator.core.planner import MOST_REQUESTED, Planner
+from outrider.orchestrator.core.policy import POLICY
 from outrider.orchestrator.core.policy.acceptance import (
     CODE,
     FREE,
     HELD,
     REPEATING,
-    SILENT_ROUNDS,
-    TOKENS,
     Drift,
     kind_of,
 )
@@ -32,8 +31,8 @@ from outrider.protocol.sampling import SamplingParams
 from tests.harness.settings import round_settings
 
 GOOD, POOR = (
-    InProcessDrafter("eagle3", is_head=True, agreement=0.8),
-    InProcessDrafter("mtp", is_head=True, agreement=0.1),
+    InProcessDrafter("eagle3", is_head=True, agreement=0.8, weight=0.1),
+    InProcessDrafter("mtp", is_head=True, agreement=0.1, weight=0.1),
 )
 STEP_MS = 10.0
 
@@ -161,9 +160,13 @@ def test_ngram_forecast_follows_observed_copies() -> None:
 
 def test_drift_reports_silent_and_never_accepted_drafters() -> None:
     silent, poor, fair = Drift(), Drift(), Drift()
-    assert [bool(silent.observe(0, 0)) for _ in range(SILENT_ROUNDS)] == [False] * (SILENT_ROUNDS - 1) + [True]
-    assert [bool(poor.observe(4, 0)) for _ in range(TOKENS // 4)] == [False] * (TOKENS // 4 - 1) + [True]
-    assert not any(fair.observe(4, n % 4 == 0) for n in range(10 * TOKENS))
+    assert [bool(silent.observe(0, 0)) for _ in range(POLICY.silent_rounds)] == [False] * (POLICY.silent_rounds - 1) + [
+        True
+    ]
+    assert [bool(poor.observe(4, 0)) for _ in range(POLICY.judged_tokens // 4)] == [False] * (
+        POLICY.judged_tokens // 4 - 1
+    ) + [True]
+    assert not any(fair.observe(4, n % 4 == 0) for n in range(10 * POLICY.judged_tokens))
     assert not any(Drift(silent=1).observe(n % 2, 0) for n in range(8))
 
 

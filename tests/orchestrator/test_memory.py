@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.core.policy import tuning
+from outrider.orchestrator.core.policy import POLICY, tuning
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm
-from outrider.orchestrator.core.policy.policy import EPISODE_ROUNDS, Policy
+from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import SECONDS, PolicyStore, TunedArm, Tuning
 from outrider.orchestrator.settings import ServeSettings
 
@@ -53,7 +53,7 @@ def test_learned_rates_are_restored_from_the_policy_file(tmp_path: Path) -> None
 
 def test_policy_starts_where_another_ended() -> None:
     first = Policy(experienced(), MODES, 4, 16)
-    for _ in range(40 * EPISODE_ROUNDS):
+    for _ in range(40 * POLICY.episode_rounds):
         plan = first.plan()
         first.observe_round(plan, 2, 2 / {"ar": 0.15, "sd": 0.06, "ssd": 0.1}[plan.mode])
     second = Policy(experienced(), MODES, 4, 16)

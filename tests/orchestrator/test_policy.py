@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from outrider.orchestrator.core.policy import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
-from outrider.orchestrator.core.policy.policy import EPISODE_ROUNDS, FEW_ROUNDS, Policy
+from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm
 
 MODES = ("ar", "sd", "ssd")
@@ -34,39 +35,39 @@ def world(**rates: float) -> dict[str, float]:
 def test_policy_settles_on_the_fastest_mode(best: str) -> None:
     rates = {mode: 0.12 if mode == best else 0.08 for mode in MODES}
     policy = Policy(Estimates(), MODES, 4)
-    run(policy, rates, 20 * EPISODE_ROUNDS)
-    assert run(policy, rates, 200 * EPISODE_ROUNDS)[best] > 0.9 * 200 * EPISODE_ROUNDS
+    run(policy, rates, 20 * POLICY.episode_rounds)
+    assert run(policy, rates, 200 * POLICY.episode_rounds)[best] > 0.9 * 200 * POLICY.episode_rounds
 
 
 def test_nearly_all_rounds_are_plain_if_speculation_does_not_pay() -> None:
     rates = world(ar=0.1, sd=0.03, ssd=0.05)
     policy = Policy(Estimates(), MODES, 4)
-    run(policy, rates, 50 * EPISODE_ROUNDS)
-    assert run(policy, rates, 400 * EPISODE_ROUNDS)["ar"] > 0.97 * 400 * EPISODE_ROUNDS
+    run(policy, rates, 50 * POLICY.episode_rounds)
+    assert run(policy, rates, 400 * POLICY.episode_rounds)["ar"] > 0.97 * 400 * POLICY.episode_rounds
 
 
 def test_slow_trial_ends_early() -> None:
     policy = Policy(Estimates(), MODES, 4)
     rates = world(ar=0.1, sd=0.03, ssd=0.05)
-    run(policy, rates, 50 * EPISODE_ROUNDS)
+    run(policy, rates, 50 * POLICY.episode_rounds)
     before = policy.plan()
     assert before.mode == "ar"
     lengths, last = [], before
-    for _ in range(400 * EPISODE_ROUNDS):
+    for _ in range(400 * POLICY.episode_rounds):
         plan = policy.plan()
         if plan.mode != "ar":
             lengths = [*lengths[:-1], lengths[-1] + 1] if plan is last else [*lengths, 1]
         policy.observe_round(plan, 1 if plan.mode == "ar" else 3, (1 if plan.mode == "ar" else 3) / rates[plan.mode])
         last = plan
-    assert lengths and max(lengths) < EPISODE_ROUNDS / 2
+    assert lengths and max(lengths) < POLICY.episode_rounds / 2
 
 
 def test_policy_adapts_to_changed_rates() -> None:
     policy = Policy(Estimates(), MODES, 4)
-    run(policy, world(ar=0.1, sd=0.12, ssd=0.2), 50 * EPISODE_ROUNDS)
+    run(policy, world(ar=0.1, sd=0.12, ssd=0.2), 50 * POLICY.episode_rounds)
     changed = world(ar=0.1, sd=0.05, ssd=0.04)
-    run(policy, changed, 100 * EPISODE_ROUNDS)
-    assert run(policy, changed, 50 * EPISODE_ROUNDS)["ar"] > 40 * EPISODE_ROUNDS
+    run(policy, changed, 100 * POLICY.episode_rounds)
+    assert run(policy, changed, 50 * POLICY.episode_rounds)["ar"] > 40 * POLICY.episode_rounds
 
 
 def test_plans_are_deterministic() -> None:
@@ -87,7 +88,7 @@ def test_tuning_skips_the_first_trials() -> None:
     choices = [TunedArm("ssd", 3, 8, 200.0), TunedArm("sd", 3, 0, 150.0), TunedArm("ar", 0, 0, 90.0)]
     policy.start_from(choices)
     rates = world(ar=0.09, sd=0.15, ssd=0.2)
-    assert run(policy, rates, 5 * EPISODE_ROUNDS)["ssd"] == 5 * EPISODE_ROUNDS
+    assert run(policy, rates, 5 * POLICY.episode_rounds)["ssd"] == 5 * POLICY.episode_rounds
 
 
 TUNED = (TunedArm("ssd", 6, 4, 204.0), TunedArm("sd", 3, 0, 140.0), TunedArm("ar", 0, 0, 92.0))
@@ -108,7 +109,7 @@ def test_policy_starts_with_the_tuned_k_and_b(best: TunedArm) -> None:
 def rounds_at(policy: Policy, rates: dict[int, float], episodes: int) -> Counter[Arm]:
     """Rounds by plan in a world where SSD brings what its K says, SD and plain decoding what they were tuned at."""
     seen: Counter[Arm] = Counter()
-    for _ in range(episodes * EPISODE_ROUNDS):
+    for _ in range(episodes * POLICY.episode_rounds):
         plan = policy.plan()
         seen[plan] += 1
         rate = rates[plan.depth] if plan.mode == "ssd" else {"sd": 0.14, "ar": 0.092}[plan.mode]
@@ -150,7 +151,7 @@ def test_reason_says_forecast_until_measured() -> None:
 def test_reason_has_no_rate_before_a_measurement() -> None:
     policy = Policy(Estimates(), MODES, 4)
     seen = set()
-    for _ in range(5 * EPISODE_ROUNDS):
+    for _ in range(5 * POLICY.episode_rounds):
         plan = policy.plan()
         seen.add("tokens/s" in policy.why)
         assert "tokens/s" not in policy.why or "fastest measured" in policy.why
@@ -166,7 +167,7 @@ def test_reason_says_measured_before_for_an_earlier_run() -> None:
 
 def test_every_choice_has_a_reason() -> None:
     policy = Policy(Estimates(), MODES, 4)
-    for _ in range(5 * EPISODE_ROUNDS):
+    for _ in range(5 * POLICY.episode_rounds):
         plan = policy.plan()
         assert policy.why.startswith(plan.mode)
         policy.observe_round(plan, 1, 10.0)
@@ -192,21 +193,21 @@ def test_policy_pauses_trials_and_measurements_while_prompts_are_read() -> None:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.set_load(8)
     rates = world(ar=0.3, sd=0.1, ssd=0.2)
-    crowd(policy, rates, 100 * EPISODE_ROUNDS)
+    crowd(policy, rates, 100 * POLICY.episode_rounds)
     assert policy.plan().mode == "ar"
     known = list(policy.learned())
     policy.set_load(8, reading=True)
     disturbed = world(ar=0.01, sd=0.01, ssd=0.01)
-    assert crowd(policy, disturbed, 5 * EPISODE_ROUNDS)["ar"] == 5 * EPISODE_ROUNDS * 8
+    assert crowd(policy, disturbed, 5 * POLICY.episode_rounds)["ar"] == 5 * POLICY.episode_rounds * 8
     assert list(policy.learned()) == known
     policy.set_load(8)
-    assert crowd(policy, rates, 10 * EPISODE_ROUNDS)["ar"] > 9 * EPISODE_ROUNDS * 8
+    assert crowd(policy, rates, 10 * POLICY.episode_rounds)["ar"] > 9 * POLICY.episode_rounds * 8
 
 
 def test_rounds_count_if_some_prompt_is_always_being_read() -> None:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.set_load(8, reading=True)
-    crowd(policy, world(ar=0.3, sd=0.1, ssd=0.2), 20 * EPISODE_ROUNDS)
+    crowd(policy, world(ar=0.3, sd=0.1, ssd=0.2), 20 * POLICY.episode_rounds)
     assert list(policy.learned())
 
 
@@ -219,25 +220,28 @@ def test_old_measurement_with_concurrent_requests_yields_to_the_forecast() -> No
         estimates.observe_depth(16, 0.5)
     policy = Policy(estimates, MODES, 4, 16)
     policy.set_load(4)
-    crowd(policy, world(ar=0.38, sd=0.1, ssd=0.1), 30 * EPISODE_ROUNDS, 4)
-    assert crowd(policy, world(ar=0.38, sd=0.1, ssd=0.7), 150 * EPISODE_ROUNDS, 4)["ssd"] > 50 * EPISODE_ROUNDS * 4
+    crowd(policy, world(ar=0.38, sd=0.1, ssd=0.1), 30 * POLICY.episode_rounds, 4)
+    assert (
+        crowd(policy, world(ar=0.38, sd=0.1, ssd=0.7), 150 * POLICY.episode_rounds, 4)["ssd"]
+        > 50 * POLICY.episode_rounds * 4
+    )
 
 
 def test_one_delayed_round_does_not_change_the_chosen_mode() -> None:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.set_load(8)
     rates = world(ar=0.3, sd=0.1, ssd=0.25)
-    crowd(policy, rates, 100 * EPISODE_ROUNDS + EPISODE_ROUNDS // 2)
+    crowd(policy, rates, 100 * POLICY.episode_rounds + POLICY.episode_rounds // 2)
     crowd(policy, world(ar=0.003, sd=0.003, ssd=0.003), 1)
-    assert crowd(policy, rates, 20 * EPISODE_ROUNDS)["ar"] > 18 * EPISODE_ROUNDS * 8
+    assert crowd(policy, rates, 20 * POLICY.episode_rounds)["ar"] > 18 * POLICY.episode_rounds * 8
 
 
 def test_plain_decoding_is_measured_first_with_concurrent_requests() -> None:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.set_load(8)
     assert policy.plan().mode == "ar"
-    seen = crowd(policy, world(ar=0.1, sd=0.1, ssd=0.4), 4 * EPISODE_ROUNDS)
-    assert 0 < seen["ar"] < 8 * EPISODE_ROUNDS
+    seen = crowd(policy, world(ar=0.1, sd=0.1, ssd=0.4), 4 * POLICY.episode_rounds)
+    assert 0 < seen["ar"] < 8 * POLICY.episode_rounds
     policy.set_load(1)
     assert Policy(Estimates(), MODES, 4, 16).plan().mode != "ar"
 
@@ -250,8 +254,8 @@ def test_plain_decoding_with_a_slow_start_is_soon_remeasured() -> None:
     policy = Policy(estimates, MODES, 4, 16)
     policy.set_load(8)
     crowd(policy, world(ar=0.2, sd=0.1, ssd=0.25), 4)
-    seen = crowd(policy, world(ar=0.3, sd=0.1, ssd=0.25), 20 * EPISODE_ROUNDS)
-    assert seen["ar"] > 8 * 10 * EPISODE_ROUNDS
+    seen = crowd(policy, world(ar=0.3, sd=0.1, ssd=0.25), 20 * POLICY.episode_rounds)
+    assert seen["ar"] > 8 * 10 * POLICY.episode_rounds
 
 
 def test_equally_promising_mode_is_tried_early_with_concurrent_requests() -> None:
@@ -262,8 +266,8 @@ def test_equally_promising_mode_is_tried_early_with_concurrent_requests() -> Non
     policy = Policy(estimates, MODES, 4, 16)
     policy.set_load(4)
     promised = Forecasts(estimates, estimates, 4, 4, 16, False).of(Arm("ssd"))[1]
-    seen = crowd(policy, world(ar=promised, sd=0.1, ssd=2 * promised), 3 * EPISODE_ROUNDS, 4)
-    assert seen["ssd"] > EPISODE_ROUNDS * 4
+    seen = crowd(policy, world(ar=promised, sd=0.1, ssd=2 * promised), 3 * POLICY.episode_rounds, 4)
+    assert seen["ssd"] > POLICY.episode_rounds * 4
 
 
 def test_formula_does_not_change_a_tuned_rate() -> None:
@@ -275,7 +279,7 @@ def test_formula_does_not_change_a_tuned_rate() -> None:
     for _ in range(50):
         estimates.observe_verify(7, 60.0)
         estimates.observe_depth(4, 12.0)
-    for _ in range(2 * FEW_ROUNDS):
+    for _ in range(2 * POLICY.few_rounds):
         plan = policy.plan()
         assert plan == Arm("ssd", 6, 4) and "by tune's forecast" in policy.why
         assert max(record.rate or 0.0 for record in policy._records.values()) == pytest.approx(0.204)
@@ -293,9 +297,9 @@ def test_faster_trial_continues_until_adopted() -> None:
     """However little the formula thought of it."""
     policy = tuned()
     rates = world(ar=0.092, sd=0.14, ssd=0.1)
-    run(policy, rates, 12 * EPISODE_ROUNDS)
-    assert run(policy, rates, 2 * EPISODE_ROUNDS)["sd"] > EPISODE_ROUNDS
+    run(policy, rates, 12 * POLICY.episode_rounds)
+    assert run(policy, rates, 2 * POLICY.episode_rounds)["sd"] > POLICY.episode_rounds
     better = world(ar=0.3, sd=0.14, ssd=0.1)
-    seen = run(policy, better, 60 * EPISODE_ROUNDS)
-    assert seen["ar"] > 10 * EPISODE_ROUNDS
-    assert run(policy, better, 10 * EPISODE_ROUNDS)["ar"] == 10 * EPISODE_ROUNDS
+    seen = run(policy, better, 60 * POLICY.episode_rounds)
+    assert seen["ar"] > 10 * POLICY.episode_rounds
+    assert run(policy, better, 10 * POLICY.episode_rounds)["ar"] == 10 * POLICY.episode_rounds

@@ -25,14 +25,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from outrider.orchestrator.core.policy import POLICY
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import InProcessDrafter
 
 if TYPE_CHECKING:
     from outrider.orchestrator.core.policy.estimates import Estimates
-
-SMOOTHING = 0.1
-FADE = 0.99
 
 
 class Average:
@@ -41,9 +39,9 @@ class Average:
     Its `value`, for which it may also be called, is `prior` before the first sample.
     """
 
-    def __init__(self, prior: float = 0.0, smoothing: float = SMOOTHING) -> None:
+    def __init__(self, prior: float = 0.0, smoothing: float | None = None) -> None:
         self.is_known = False
-        self.value, self._smoothing, self._count = prior, smoothing, 0
+        self.value, self._smoothing, self._count = prior, smoothing or POLICY.smoothing, 0
 
     def __call__(self) -> float:
         return self.value
@@ -64,16 +62,8 @@ class Average:
         return self.value if self.is_known else prior
 
 
-PRIOR_WEIGHT = 8.0
-PRIOR_ACCEPTANCE = 0.7
-# In one text the acceptance of its kind weighs as much as this many rejected chains.
-PRIOR_BREAKS = 3.0
-# A text begins with this share of its kind's rejections: only drafting shows how it differs, and texts differ more than
-# the cost of a few rounds.
-OPTIMISM = 0.75
 MAX_POSITIONS = 64
-# The least probability of acceptance, and of rejection, in a likelihood.
-SELDOM = 0.02
+SELDOM = 0.02  # the least probability in a likelihood, so that no chain decides alone
 
 
 class Acceptance:
@@ -84,12 +74,13 @@ class Acceptance:
 
     def __init__(
         self,
-        prior: float | Acceptance = PRIOR_ACCEPTANCE,
-        weight: float = PRIOR_WEIGHT,
+        prior: float | Acceptance | None = None,
+        weight: float | None = None,
         positions: int = MAX_POSITIONS,
-        fade: float = FADE,
+        fade: float | None = None,
     ) -> None:
-        self.prior, self._weight, self._fade = prior, weight, fade
+        self.prior = POLICY.prior_rate if prior is None else prior
+        self._weight, self._fade = weight or POLICY.prior_chains, fade or POLICY.fade
         self._tried = [0.0] * positions
         self._held = [0.0] * positions
 
@@ -100,9 +91,9 @@ class Acceptance:
             self._held[position] = self._fade * self._held[position] + float(index < accepted)
 
     def start_from(self, rates: Sequence[float]) -> None:
-        """Begins from `rates` by position, weighed as `PRIOR_WEIGHT` rounds."""
+        """Begins from `rates` by position, weighed as `prior_chains` rounds."""
         for position, rate in enumerate(rates[: len(self._tried)]):
-            self._tried[position], self._held[position] = PRIOR_WEIGHT, PRIOR_WEIGHT * min(rate, 1.0)
+            self._tried[position], self._held[position] = POLICY.prior_chains, POLICY.prior_chains * min(rate, 1.0)
 
     def known(self) -> tuple[float, ...]:
         """Returns the rates of the positions that have samples."""
@@ -149,7 +140,7 @@ class Shifted(Acceptance):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rejected, self._expected = OPTIMISM * PRIOR_BREAKS, PRIOR_BREAKS
+        self._rejected, self._expected = POLICY.optimism * POLICY.prior_rejections, POLICY.prior_rejections
 
     def add(self, chain_length: int, accepted: int) -> None:
         super().add(chain_length, accepted)
@@ -160,17 +151,13 @@ class Shifted(Acceptance):
         return max(1.0 - (1.0 - self._prior_rate(position)) * self._rejected / self._expected, 0.0)
 
 
-# A drafter's token takes at least this share of a target step, however small the drafter is.
-LEAST_WEIGHT = 0.05
-
-
 class InProcessDrafts:
     """One in-process drafter: `drafted` is its acceptance, `is_head` whether it reads the target's hidden states."""
 
     def __init__(self, drafter: InProcessDrafter) -> None:
         self.name, self.is_head = drafter.name, drafter.is_head
-        self.drafted = Acceptance(drafter.agreement if drafter.agreement >= 0 else PRIOR_ACCEPTANCE)
-        self._weight = max(drafter.weight, LEAST_WEIGHT)
+        self.drafted = Acceptance(drafter.agreement if drafter.agreement >= 0 else POLICY.prior_rate)
+        self._weight = drafter.weight
         self._step_ms = Average()
 
     def observe(self, tokens: int, accepted: int, milliseconds: float) -> None:
@@ -193,10 +180,6 @@ class InProcessDrafts:
         return self._step_ms.value_or(self._weight * forward_ms)
 
 
-# For copies: a text is some forty rounds long.
-COPY_SMOOTHING = 0.08
-
-
 class TextAcceptance:
     """The acceptance in one text or kind of text, after `rounds` chains; `above` is that of its kind, or of all. A
     text may move to another kind; its own rounds still count."""
@@ -205,8 +188,8 @@ class TextAcceptance:
         self.above = above
         self.rounds = 0
         self._drafted: dict[str, Acceptance] = {}
-        self._copied = Acceptance(prior=0.3, positions=2)
-        self._tokens, self._rows = Average(smoothing=COPY_SMOOTHING), Average(smoothing=COPY_SMOOTHING)
+        self._copied = Acceptance(prior=POLICY.prior_copied, positions=2)
+        self._tokens, self._rows = Average(), Average()
 
     def holding(self, drafter: str = "") -> Acceptance:
         """Returns the drafter's acceptance."""
@@ -244,29 +227,20 @@ class TextAcceptance:
 
 FREE, REPEATING, HELD, CODE = "", "repeating", "held", "code"
 
-# A text repeats itself if at least the share REPEATED of the pairs among its newest tokens (at most MOST, at least
-# LEAST pairs) repeats earlier ones.
-MOST, LEAST = 512, 24
-REPEATED = 0.3
-
 
 def kind_of(tokens: Sequence[int], held: bool, code: bool = False) -> str:
     """Returns the kind of a text; `held`: a grammar constrains it; `code`: it looks like a program."""
     if held:
         return HELD
     other = CODE if code else FREE
-    pairs = list(pairwise(tokens[-MOST:]))
-    if len(pairs) < LEAST:
+    pairs = list(pairwise(tokens[-POLICY.repeat_most :]))
+    if len(pairs) < POLICY.repeat_least:
         return other
-    return REPEATING if len(pairs) - len(set(pairs)) >= REPEATED * len(pairs) else other
+    return REPEATING if len(pairs) - len(set(pairs)) >= POLICY.repeated_share * len(pairs) else other
 
 
 # The kinds that a prompt only suggests; a grammar is certain.
 LOOKS = (FREE, CODE, REPEATING)
-# By how much another kind must explain the rounds better, as a log-probability.
-DOUBT = 2.0
-# A kind with fewer rounds is not considered.
-KNOWN = 24
 
 
 @dataclass(slots=True)
@@ -294,8 +268,8 @@ class TextProfiles:
 
     def open(self, looks: str, greedy: bool) -> TextProfile:
         """Returns the profile of a new text that looks like one of this kind."""
-        others = [kind for kind in LOOKS if looks in LOOKS and self.odds(kind, greedy).rounds >= KNOWN]
-        scores = dict.fromkeys(others, -DOUBT) | {looks: 0.0}
+        others = [kind for kind in LOOKS if looks in LOOKS and self.odds(kind, greedy).rounds >= POLICY.known_rounds]
+        scores = dict.fromkeys(others, -POLICY.kind_doubt) | {looks: 0.0}
         return TextProfile(looks, greedy, scores, TextAcceptance(self.odds(looks, greedy)))
 
     def observe(self, text: TextProfile, drafter: str, drafted: int, accepted: int) -> None:
@@ -311,12 +285,6 @@ class TextProfiles:
             odds.observe(drafter, drafted, accepted)
 
 
-# A drafter is left out after this many rounds in a row without a token,
-SILENT_ROUNDS = 4
-# or if less than the share LEAST_USE of TOKENS tokens was accepted.
-TOKENS, LEAST_USE = 128, 0.02
-
-
 @dataclass(slots=True)
 class Drift:
     """The recent use of one drafter to one request."""
@@ -329,10 +297,10 @@ class Drift:
         """Records a chain; returns why the drafter is of no use any more, empty if it is of use."""
         self.silent = 0 if drafted else self.silent + 1
         self.drafted, self.held = self.drafted + drafted, self.held + held
-        if self.silent >= SILENT_ROUNDS:
+        if self.silent >= POLICY.silent_rounds:
             return f"it proposed nothing in {self.silent} rounds"
-        if self.drafted >= TOKENS:
-            if self.held < LEAST_USE * self.drafted:
+        if self.drafted >= POLICY.judged_tokens:
+            if self.held < POLICY.least_use * self.drafted:
                 return f"{self.held} of its last {self.drafted} tokens were accepted"
             self.drafted, self.held = self.drafted // 2, self.held // 2
         return ""

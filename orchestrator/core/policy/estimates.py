@@ -16,12 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from outrider.orchestrator.core.policy.acceptance import FADE, SMOOTHING, Acceptance, Average, InProcessDrafts
+from outrider.orchestrator.core.policy import POLICY
+from outrider.orchestrator.core.policy.acceptance import Acceptance, Average, InProcessDrafts
 from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning
+from outrider.orchestrator.settings import BRANCHES
 from outrider.protocol.messages import InProcessDrafter
-
-# A prior slope weighs as much as points with this sum of squares.
-PRIOR_SPREAD = 32.0
 
 
 class Slope:
@@ -31,20 +30,15 @@ class Slope:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, x: float, y: float) -> None:
-        self._n, self._x, self._y = FADE * self._n + 1, FADE * self._x + x, FADE * self._y + y
-        self._xx, self._xy = FADE * self._xx + x * x, FADE * self._xy + x * y
+        self._n, self._x, self._y = POLICY.fade * self._n + 1, POLICY.fade * self._x + x, POLICY.fade * self._y + y
+        self._xx, self._xy = POLICY.fade * self._xx + x * x, POLICY.fade * self._xy + x * y
 
     def value(self, prior: float) -> float:
         """Returns the slope; near `prior` until there are points that differ in x."""
         count = max(self._n, 1.0)
         spread = self._xx - self._x**2 / count
         covariance = self._xy - self._x * self._y / count
-        return (covariance + PRIOR_SPREAD * prior) / (spread + PRIOR_SPREAD)
-
-
-LATENCY_SMOOTHING = 0.3
-# A drafter that is left out is tried again after this many rounds.
-TRIAL_ROUNDS = 32
+        return (covariance + POLICY.prior_spread * prior) / (spread + POLICY.prior_spread)
 
 
 class DrafterLatency:
@@ -55,13 +49,13 @@ class DrafterLatency:
 
     def __init__(self) -> None:
         self.left_out = 0
-        self.lag_ms = Average(smoothing=LATENCY_SMOOTHING)
-        self.step_ms = Average(smoothing=LATENCY_SMOOTHING)
+        self.lag_ms = Average(smoothing=POLICY.latency_smoothing)
+        self.step_ms = Average(smoothing=POLICY.latency_smoothing)
 
     @property
     def is_due(self) -> bool:
         """Whether it is to be tried, because its latency is unknown or old."""
-        return not self.lag_ms.is_known or self.left_out >= TRIAL_ROUNDS
+        return not self.lag_ms.is_known or self.left_out >= POLICY.drafter_trial_rounds
 
     def observe_chain(self, tokens: int, milliseconds: float) -> None:
         """Records the time of a whole chain."""
@@ -77,7 +71,7 @@ class DrafterLatency:
     def reset(self) -> None:
         """Drops the old measurements of a drafter that was left out."""
         self.left_out = 0
-        self.lag_ms = Average(smoothing=LATENCY_SMOOTHING)
+        self.lag_ms = Average(smoothing=POLICY.latency_smoothing)
 
     def ready_ms(self, depth: int) -> float:
         """Returns the time from a message until its branches are `depth` tokens deep."""
@@ -93,14 +87,9 @@ class DrafterLatency:
         return (1.0 + left_ms / self.step_ms()) / depth
 
 
-# Until measured: each further row costs a tenth of the first.
-COST_PER_ROW = 0.1
 # Up to EXACT_ROWS every number of rows has an average of its own; beyond, PARTS averages share each power of two.
 EXACT_ROWS = 16
 PARTS = 8
-# New samples weigh most, since the load of the machine changes. HEAVIEST limits the weight of one average.
-ROW_FADE = 0.995
-HEAVIEST = 1.0 / SMOOTHING
 
 
 class RowCosts:
@@ -114,9 +103,9 @@ class RowCosts:
     def add(self, rows: int, milliseconds: float) -> None:
         bucket = _bucket(rows)
         average, weight, updated = self._averages.get(bucket, (milliseconds, 0.0, self._count))
-        weight *= ROW_FADE ** (self._count - updated)
-        average += max(1.0 / (weight + 1.0), SMOOTHING) * (milliseconds - average)
-        self._averages[bucket] = average, min(weight + 1.0, HEAVIEST), self._count
+        weight *= POLICY.fade ** (self._count - updated)
+        average += max(1.0 / (weight + 1.0), POLICY.smoothing) * (milliseconds - average)
+        self._averages[bucket] = average, min(weight + 1.0, 1.0 / POLICY.smoothing), self._count
         self._count += 1
         self._curve = None
 
@@ -125,7 +114,7 @@ class RowCosts:
         """(rows, milliseconds), both rising."""
         if self._curve is None:
             weighed = [
-                (rows, ms, weight * ROW_FADE ** (self._count - updated))
+                (rows, ms, weight * POLICY.fade ** (self._count - updated))
                 for rows, (ms, weight, updated) in sorted(self._averages.items())
             ]
             self._curve = _monotone(weighed)
@@ -166,7 +155,7 @@ def _bucket(rows: int) -> int:
 
 def usual(rows: int) -> float:
     """Returns the prior cost of `rows`, in units of one row."""
-    return 1.0 + COST_PER_ROW * (rows - 1)
+    return 1.0 + POLICY.cost_per_row * (rows - 1)
 
 
 def _monotone(weighed: Sequence[tuple[int, float, float]]) -> list[tuple[int, float]]:
@@ -190,20 +179,7 @@ class Copy:
     matched: int = 0
 
 
-# Acceptance of tokens copied from the text, by the length of the match before them.
-PRIOR_COPIED = (0.3, 0.3, 0.45, 0.55, 0.65, 0.75)
-# The same for copies whose first token a drafter contradicts.
-PRIOR_ALTERNATIVES = (0.05, 0.05, 0.1, 0.15, 0.2, 0.25)
-# The acceptance of copies changes from text to text and with the temperature: few positions and a short memory.
-COPY_WEIGHT = 2.0
-COPY_FADE = 0.95
-COPIED_SMOOTHING = 0.03
-PRIOR_HIT_RATE, PRIOR_BRANCHES = 0.8, 16
-# The prior hit rate weighs as much as this many lookups.
-PRIOR_LOOKUPS = 4.0
-# The miss rate falls with this power of B (theorem 12).
-MISS_POWER = 0.5
-PRIOR_VERIFY_MS, PRIOR_DEPTH_MS, PRIOR_LINK_MS, PRIOR_TURNAROUND_MS = 10.0, 3.0, 0.5, 0.3
+LONGEST_MATCH = 5  # a longer one counts as this; `NgramIndex` knows none
 
 
 class Estimates:
@@ -220,31 +196,31 @@ class Estimates:
         self.active = 1
         self.part = 1.0
         self.drafted = Acceptance()
-        self._copied = [Acceptance(prior, COPY_WEIGHT, positions=2, fade=COPY_FADE) for prior in PRIOR_COPIED]
-        self._alternatives_of_drafts = [
-            Acceptance(prior, COPY_WEIGHT, positions=2, fade=COPY_FADE) for prior in PRIOR_ALTERNATIVES
-        ]
+        self._copied, self._alternatives = (
+            [Acceptance(prior, POLICY.copy_prior_chains, 2, POLICY.copy_fade) for _ in range(LONGEST_MATCH + 1)]
+            for prior in (POLICY.prior_copied, POLICY.prior_alternative)
+        )
         self._verify_ms = RowCosts()
         self.pipelined_ms = RowCosts()
         self._trees_ms = RowCosts()
         self._row_ms = Slope()
         self._other_rows = Average()
         self._step_ms = Average()
-        self.depth_ms = Average(PRIOR_DEPTH_MS)
-        self.link_ms = Average(PRIOR_LINK_MS)
-        self._link_alone_ms = Average(PRIOR_LINK_MS)
+        self.depth_ms = Average(POLICY.prior_depth_ms)
+        self.link_ms = Average()
+        self._link_alone_ms = Average()
         self._round_tokens = Average()
         self._round_ms = Average()
         self.hit_rate = Average()
         self._covered = Average()
         for average in (self.hit_rate, self._covered):
-            average.start_from(PRIOR_HIT_RATE, PRIOR_LOOKUPS)
-        self._branches = Average(PRIOR_BRANCHES)
-        self.turnaround_ms = Average(PRIOR_TURNAROUND_MS)
+            average.start_from(POLICY.prior_rate, POLICY.prior_chains)
+        self._branches = Average(BRANCHES)
+        self.turnaround_ms = Average()
         self.in_process: dict[str, InProcessDrafts] = {}
         self._in_process_known: dict[str, InProcessKnown] = {}
-        self._copied_tokens = Average(smoothing=COPIED_SMOOTHING)
-        self._copied_rows = Average(smoothing=COPIED_SMOOTHING)
+        self._copied_tokens = Average()
+        self._copied_rows = Average()
 
     # --- observations ---------------------------------------------------------------------------------------------
 
@@ -263,7 +239,7 @@ class Estimates:
         self.turnaround_ms.start_from(tuning.turnaround_ms)
         for average in (self.hit_rate, self._covered):
             average.start_from(min(tuning.hit_rate, 1.0))
-        self._branches.start_from(max((choice.branches for choice in tuning.choices), default=0) or PRIOR_BRANCHES)
+        self._branches.start_from(max((choice.branches for choice in tuning.choices), default=0) or BRANCHES)
         self.drafted.start_from(tuning.acceptance)
         self._in_process_known |= {known.name: known for known in tuning.own}
 
@@ -277,7 +253,7 @@ class Estimates:
             link_ms=self._link_alone_ms(),
             turnaround_ms=self.turnaround_ms(),
             acceptance=self.drafted.known(),
-            hit_rate=self.covered(PRIOR_BRANCHES),
+            hit_rate=self.covered(BRANCHES),
             choices=choices,
             temp=temp,
             plain_ms=self.pipelined_ms.points,
@@ -354,7 +330,7 @@ class Estimates:
         measured = self._verify_ms(rows)
         if measured is None:
             measured = self.pipelined_ms(rows)
-        return measured if measured is not None else PRIOR_VERIFY_MS * usual(rows)
+        return measured if measured is not None else POLICY.prior_verify_ms * usual(rows)
 
     def verify_ms(self, rows: int) -> float:
         """Returns the time of a forward with `rows` of one request and the recent average of the others' rows."""
@@ -363,7 +339,7 @@ class Estimates:
     def row_ms(self) -> float:
         """Returns the time that one more row adds to a forward."""
         first = self.forward_ms(1)
-        return min(max(self._row_ms.value(COST_PER_ROW * first), 0.0), first)
+        return min(max(self._row_ms.value(POLICY.cost_per_row * first), 0.0), first)
 
     def plain_ms(self, texts: int) -> float:
         """Returns the time of a step of plain decoding, pipelined, with this many texts."""
@@ -404,13 +380,13 @@ class Estimates:
         """Returns the time for one more token on each of `branches`, over all requests and draft workers."""
         branches = max(round(branches * self.part), 1)
         measured = self._trees_ms(branches)
-        return self.depth_ms() * usual(branches) / usual(PRIOR_BRANCHES) if measured is None else measured
+        return self.depth_ms() * usual(branches) / usual(BRANCHES) if measured is None else measured
 
     # --- odds and worth -------------------------------------------------------------------------------------------
 
     def copied(self, matched: int) -> Acceptance:
         """Returns the acceptance of copies after a match of this length."""
-        return self._copied[min(matched, len(self._copied) - 1)]
+        return self._copied[min(matched, LONGEST_MATCH)]
 
     def copied_a_round(self) -> tuple[float, float]:
         """Returns the right tokens and all tokens of the copies, per round."""
@@ -418,12 +394,12 @@ class Estimates:
 
     def alternatives(self, matched: int) -> Acceptance:
         """Returns the acceptance of copies whose first token a drafter contradicts."""
-        return self._alternatives_of_drafts[min(matched, len(self._alternatives_of_drafts) - 1)]
+        return self._alternatives[min(matched, LONGEST_MATCH)]
 
     def covered(self, branches: int) -> float:
         """Returns the hit rate when all of `branches` are there in time."""
         missed = 1.0 - self._covered()
-        return max(1.0 - missed * math.pow(self._branches() / max(branches, 1), MISS_POWER), 0.0)
+        return max(1.0 - missed * math.sqrt(self._branches() / max(branches, 1)), 0.0)
 
     def request_tokens_per_ms(self) -> float:
         """Returns the recent rate of one request; the cost of a millisecond of its waiting."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import itemgetter
 
+from outrider.orchestrator.core.policy import POLICY
 from outrider.orchestrator.core.policy.acceptance import TextAcceptance
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.protocol.heads import NGRAM
@@ -138,9 +139,6 @@ class Arm:
         return Arm(self.mode, drafter=self.drafter)
 
 
-# The widest B within this share of the best rate is chosen: drafters grow no more than they can finish in time.
-NEAR = 0.93
-
 Forecast = tuple[Arm, float]
 """A plan and the rate of all requests under it, in tokens per millisecond."""
 
@@ -189,7 +187,7 @@ class Forecasts:
             rate = sd_rate if mode == "sd" else ssd_rate
             forecasts += [(Arm(mode, depth, breadth), rate(costs, odds, depth)) for depth in depths]
         best = max(rate for _, rate in forecasts)
-        widest = max(plan.branches for plan, rate in forecasts if rate >= min(NEAR * best, best))
+        widest = max(plan.branches for plan, rate in forecasts if rate >= min(POLICY.near * best, best))
         return max((forecast for forecast in forecasts if forecast[0].branches == widest), key=itemgetter(1))
 
     def _in_process(self, drafter: str, depth: int) -> Forecast:

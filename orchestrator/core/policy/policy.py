@@ -15,21 +15,13 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from outrider.orchestrator.core.policy import POLICY
 from outrider.orchestrator.core.policy.acceptance import TextAcceptance
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecast, Forecasts
 from outrider.orchestrator.core.policy.tuning import TunedArm
 from outrider.protocol.heads import NGRAM
 
-# Factor on older measurements when a new episode begins: for one request alone, and for several (FADE_TOGETHER, since
-# other requests run by then).
-FADE, FADE_TOGETHER = 0.9, 0.7
-# A prior rate or forecast weighs as much as this many milliseconds of measurements.
-BELIEF_MS = 250.0
-# A round counts as at most HELD_UP average rounds: something else delayed a longer one. Applies after FEW rounds.
-HELD_UP, FEW = 4.0, 8
-# A trial ends early when its rate is below this share of the best rate.
-HOPELESS = 0.8
 # The source of a record's numbers, as shown to users.
 MEASURED, MEASURED_BEFORE = "measured", "measured before"
 
@@ -55,7 +47,7 @@ class ArmRecord:
     @property
     def rate(self) -> float | None:
         """The measured rate over all texts, the prior rate included; None without either."""
-        prior_ms = BELIEF_MS if self.prior_rate else 0.0
+        prior_ms = POLICY.belief_ms if self.prior_rate else 0.0
         total_ms = prior_ms + self.milliseconds
         return (self.prior_rate * prior_ms + self.tokens) / total_ms if total_ms > 0 else None
 
@@ -66,7 +58,7 @@ class ArmRecord:
         if self.promised <= 0:
             return prior
         corrected = formula * self.tokens / self.promised
-        return (prior * BELIEF_MS + corrected * self.milliseconds) / (BELIEF_MS + self.milliseconds)
+        return (prior * POLICY.belief_ms + corrected * self.milliseconds) / (POLICY.belief_ms + self.milliseconds)
 
     @property
     def noise(self) -> float:
@@ -78,13 +70,13 @@ class ArmRecord:
         return math.sqrt(max(tokens - 2 * rate * mixed + rate**2 * milliseconds, 0.0)) / self.milliseconds
 
     def counted(self, milliseconds: float) -> float:
-        """Returns the time that counts for a round of `milliseconds` (`HELD_UP`)."""
-        return min(milliseconds, HELD_UP * self.milliseconds / self.rounds) if self.rounds >= FEW else milliseconds
+        """Returns the time that counts for a round of `milliseconds` (`held_up`)."""
+        return min(milliseconds, POLICY.held_up * self.milliseconds / self.rounds) if self.rounds else milliseconds
 
     def add(self, tokens: float, milliseconds: float, promised: float, episode: float, each: bool) -> None:
         """Adds a round. Older rounds fade with every episode since the last one (`each`), or else once at most."""
         age = episode - self.last_episode
-        fade = FADE_TOGETHER**age if each else FADE ** min(age, 1.0)
+        fade = POLICY.episode_fade ** (age if each else min(age, 1.0))
         self.tokens = self.tokens * fade + tokens
         self.milliseconds = self.milliseconds * fade + milliseconds
         self.promised = self.promised * fade + promised
@@ -95,64 +87,16 @@ class ArmRecord:
         self.source = MEASURED
 
 
-@dataclass(frozen=True, slots=True)
-class TrialRules:
-    """When trials begin and end.
-
-    The first `warm_up` rounds of an arm pay for the change and do not count. After `rounds` counted ones a trial may
-    end early, if its rate plus `errors` standard errors is below the best. An arm waits `patience` episodes for a trial
-    if its estimate reaches the share `margin` of the best, `unlikely` times as long if not.
-    """
-
-    warm_up: int
-    rounds: int
-    errors: float
-    patience: int
-    margin: float
-    unlikely: int
-
-
 @dataclass(slots=True)
 class ArmTrial:
     """A trial of an arm that is not known to be the best: `to_beat` is the best rate, `seen` the trial's own rounds."""
 
     to_beat: float
-    rules: TrialRules
     seen: ArmRecord = field(default_factory=ArmRecord)
 
     def is_hopeless(self, rounds: int) -> bool:
-        if rounds < self.rules.rounds or self.seen.rate is None:
-            return False
-        likely = self.seen.rate + (self.rules.errors * self.seen.noise if self.seen.noise else math.inf)
-        return self.seen.rate < HOPELESS * self.to_beat or likely < self.to_beat
-
-
-# An episode lasts EPISODE_ROUNDS rounds under one plan: long enough to measure. The policy chooses again after
-# FEW_ROUNDS while the arm has fewer than KNOWN rounds.
-EPISODE_ROUNDS, FEW_ROUNDS, KNOWN = 12, 4, 36
-# Rounds during the reading of a prompt say little about an arm. After this many in a row they count nevertheless.
-LONGEST_READING = 6 * EPISODE_ROUNDS
-# Limit of `ArmRecord.waits`.
-LONGEST_WAIT = 32
-# Another K than the tuned one gets a trial only if its forecast is better by this factor.
-OTHER_DEPTH_MARGIN = 1.05
-# With many requests speculation delays the reading of prompts, and texts end one by one, the last in few rows. So it
-# must beat plain decoding by this factor for each doubling of the requests beyond two.
-DEARER = 1.025
-# The arm in use stays unless another is better by this factor: noise must not cause a change.
-STAY_MARGIN = 1.02
-# A tuned arm stays unless another is better by this factor and the error of both rates: other load comes and goes.
-HOME_MARGIN = 1.05
-# The forecast's error for an arm is halved (as a logarithm) at the next load, and limited to this factor.
-MOST_ERROR = 1.5
-# With several requests it is also halved after this many episodes: other requests run by then.
-HALF_FORGOTTEN = 24
-# An arm never measured must beat an arm of a tuning or an earlier server by this factor in its forecast.
-UNKNOWN_MARGIN = 1.1
-
-# With several requests drafters have several texts to catch up with, fewer rounds show as much, and a trial costs the
-# time of all. Such a load ends after a few episodes, so a promising arm does not wait for the next.
-ALONE, TOGETHER = TrialRules(1, 4, math.inf, 24, 0.9, 2), TrialRules(2, 2, 1.0, 6, 0.95, 32)
+        """Whether its rate, after this many rounds, is below the best by more than its own standard error."""
+        return rounds >= POLICY.few_rounds and (self.seen.rate or math.inf) + self.seen.noise < self.to_beat
 
 
 @dataclass(slots=True)
@@ -225,7 +169,7 @@ class Policy:
     def plan(self) -> Arm:
         """Returns the plan for the next round, and chooses again when that is due."""
         if self._plan is None or self.is_due:
-            self._episode += self._rounds / self._active / EPISODE_ROUNDS
+            self._episode += self._rounds / self._active / POLICY.episode_rounds
             self._rounds = 0
             self._plan = self._choose(passing=self._plan is None)
         return self._plan
@@ -235,21 +179,22 @@ class Policy:
         """Whether the next `plan` chooses again."""
         rounds = self._rounds // self._active
         hopeless = self._trial is not None and self._trial.is_hopeless(rounds - self._warm_up)
-        return self._plan is None or rounds >= (FEW_ROUNDS if self._is_short else EPISODE_ROUNDS) or hopeless
+        enough = POLICY.few_rounds if self._is_short else POLICY.episode_rounds
+        return self._plan is None or rounds >= enough or hopeless
 
     @property
     def _is_short(self) -> bool:
         """Whether the episode is a short one: the first AR rounds of a load, or, with one request, a new arm."""
         if self._active > 1 or self._arm is None:
             return self._is_first
-        return self._trial is None and self._records[self._arm].rounds < KNOWN
+        return self._trial is None and self._records[self._arm].rounds < POLICY.known_rounds
 
     def observe_round(self, plan: Arm, tokens: int, milliseconds: float) -> None:
         """Records a round of one request under `plan`; the others are taken to gain as many tokens in that time."""
         if plan != self._plan or self._arm is None:
             return
         self._read_beside = self._read_beside + 1 if self._reading else 0
-        if 0 < self._read_beside <= LONGEST_READING * self._active:
+        if 0 < self._read_beside <= 2 * POLICY.known_rounds * self._active:
             return
         self._rounds += 1
         if self._rounds > self._warm_up * self._active and milliseconds > 0:
@@ -261,7 +206,7 @@ class Policy:
             record.add(all_tokens, milliseconds, promised, self._episode, self._active > 1)
             if self._trial is not None:
                 if self._trial.seen.rate is None:
-                    record.waits = min(record.waits * 2, LONGEST_WAIT)
+                    record.waits = min(record.waits * 2, POLICY.longest_wait)
                 self._trial.seen.add(all_tokens, milliseconds, promised, 0, each=False)
 
     @property
@@ -269,10 +214,6 @@ class Policy:
         """The arms without K and B."""
         joint = [Arm("ssd", drafter=other) for other in self.others if other != NGRAM] if "ssd" in self.modes else []
         return (*map(Arm, self.modes), *(Arm("sd", drafter=other) for other in self.others), *joint)
-
-    @property
-    def _trial_rules(self) -> TrialRules:
-        return ALONE if self._active == 1 else TOGETHER
 
     @property
     def _records(self) -> dict[Arm, ArmRecord]:
@@ -300,7 +241,7 @@ class Policy:
             return self._take(self._arm, forecasts, "better than the best so far")
         overdue = None if self._reading else self._overdue(best, rates, forecasts, guesses)
         if overdue is not None:
-            self._trial = ArmTrial(rates[best] * self._dearer(overdue), self._trial_rules)
+            self._trial = ArmTrial(rates[best] * self._dearer(overdue))
             return self._take(overdue, forecasts, self._why_try(overdue, rates))
         return self._take(best, forecasts, self._why_best(best, rates[best]))
 
@@ -318,7 +259,7 @@ class Policy:
     def _take_expected(self, rates: dict[Arm, float], guesses: dict[Arm, float], forecasts: dict[Arm, Forecast]) -> Arm:
         """Chooses after requests have left: the others may leave soon, so nothing is tried, and an arm unmeasured at
         this load counts as it did at a larger one."""
-        others = {arm: guess / HOME_MARGIN for arm, guess in guesses.items() if self._differs(arm, forecasts)}
+        others = {arm: guess / POLICY.stay_margin for arm, guess in guesses.items() if self._differs(arm, forecasts)}
         expected = others | rates
         best = max(expected, key=expected.__getitem__)
         why = self._why_best(best, rates[best]) if best in rates else "expected from its rate with more requests"
@@ -333,7 +274,7 @@ class Policy:
 
     def _dearer(self, arm: Arm) -> float:
         """Returns by which factor an arm must beat plain decoding."""
-        return math.pow(DEARER, max(_load(self._active) - 1, 0)) if arm.mode != "ar" else 1.0
+        return math.pow(POLICY.dearer, max(_load(self._active) - 1, 0)) if arm.mode != "ar" else 1.0
 
     def _worths(self, rates: dict[Arm, float]) -> dict[Arm, float]:
         """Converts rates to the rates of plain decoding that are worth as much."""
@@ -347,8 +288,7 @@ class Policy:
         for arm, (_, formula) in forecasts.items():
             record = self._records.setdefault(arm, ArmRecord(last_episode=self._episode))
             if record.source or self._differs(arm, forecasts):
-                unknown = self._home is not None and not record.source
-                rates[arm] = record.rate_where(formula) / (UNKNOWN_MARGIN if unknown else 1.0)
+                rates[arm] = record.rate_where(formula)
         return rates
 
     def _why_try(self, arm: Arm, rates: dict[Arm, float]) -> str:
@@ -358,9 +298,9 @@ class Policy:
 
     def _to_leave(self, current: Arm, other: Arm, rate: float) -> float:
         """Returns the rate that `other` must reach to replace `current`; chance alone must not replace a tuned arm."""
-        if current != self._home or self._active > 1:
-            return rate * STAY_MARGIN
-        return rate * HOME_MARGIN + math.hypot(self._records[current].noise, self._records[other].noise)
+        is_tuned = current == self._home and self._active == 1
+        noise = math.hypot(self._records[current].noise, self._records[other].noise) if is_tuned else 0.0
+        return rate * POLICY.stay_margin + noise
 
     def _overdue(
         self, best: Arm, rates: dict[Arm, float], forecasts: dict[Arm, Forecast], guesses: dict[Arm, float]
@@ -377,29 +317,29 @@ class Policy:
 
     def _patience(self, arm: Arm, rates: dict[Arm, float], best: float, guess: float) -> int:
         """Returns after how many episodes an arm is tried; 0 for a promising one never measured at this load."""
-        rules, patience = self._trial_rules, self._records[arm].waits * self._trial_rules.patience
+        patience = self._records[arm].waits * POLICY.patience
         if arm.mode == "ar" and self._active > 1:  # measured in the first rounds of the load, when much else goes on
-            return patience
-        if max(guess, rates.get(arm, 0.0)) <= rules.margin * best:
-            return rules.unlikely * patience
+            return patience // 4
+        if max(guess, rates.get(arm, 0.0)) <= POLICY.promising * best:
+            return POLICY.unlikely * patience
         return patience if arm in rates else 0
 
     def _differs(self, arm: Arm, forecasts: dict[Arm, Forecast]) -> bool:
-        """Whether the arm's forecast differs enough from its alternative's: another K from the tuned one of its kind,
-        and SSD with an in-process drafter from SSD without."""
-        if arm.mode == "ssd" and arm.drafter and forecasts[arm][1] < OTHER_DEPTH_MARGIN * forecasts[Arm("ssd")][1]:
+        """Whether the arm's forecast is better than its alternative's: another K's than the tuned one's of its kind,
+        and that of SSD with an in-process drafter than that of SSD without."""
+        if arm.mode == "ssd" and arm.drafter and forecasts[arm][1] < forecasts[Arm("ssd")][1]:
             return False
         tuned = self._tuned.get(arm.kind)
         if tuned is None or arm == tuned or tuned not in forecasts:
             return True
         (plan, rate), (tuned_plan, tuned_rate) = forecasts[arm], forecasts[tuned]
-        return plan.depth != tuned_plan.depth and rate > OTHER_DEPTH_MARGIN * tuned_rate
+        return plan.depth != tuned_plan.depth and rate > tuned_rate
 
     def _take(self, arm: Arm, forecasts: dict[Arm, Forecast], why: str) -> Arm:
         plan, self._promised = forecasts[arm]
         settings = {"ar": "", "sd": f", K = {plan.depth}"}.get(plan.mode, f", K = {plan.depth}, B = {plan.branches}")
         by = f" by {plan.drafter}" if plan.drafter else ""
-        self._warm_up = self._trial_rules.warm_up if self._active > 1 or arm != self._arm else 0
+        self._warm_up = int(arm != self._arm)
         self._arm, self.why = arm, f"{plan.mode}{by}{settings}: {why}"
         return plan
 
@@ -419,9 +359,8 @@ class Policy:
             return 1.0
         nearest = min(measured, key=lambda load: abs(load - here))
         forecast = rate if nearest == here else self._forecasts(1 << nearest)[arm][1]
-        error = min(max(measured[nearest] / forecast, 1 / MOST_ERROR), MOST_ERROR)
         age = self._episode - self._by_load[nearest][arm].last_episode if self._active > 1 else 0
-        return math.pow(error, 0.5 ** (abs(nearest - here) + age / HALF_FORGOTTEN))
+        return math.pow(measured[nearest] / forecast, 0.5 ** (abs(nearest - here) + age / POLICY.half_forgotten))
 
     def _forecasts(self, at_once: int) -> dict[Arm, Forecast]:
         """Returns the forecast of each arm. Tuned arms count for one request only, as tune measures them."""

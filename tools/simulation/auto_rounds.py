@@ -1,0 +1,387 @@
+"""Rounds of mode `auto` in arithmetic: the real planner, estimates and proposals; no processes, messages or clock.
+
+A `Server` plays texts under the policy's plans, or under one fixed plan, and feeds the estimates with what the planner
+reports of real rounds. Whether a proposed token is right is drawn by position and drafter, so a text has the same luck
+under every plan. The rounds of several requests are in step. Tokens are positions: the right token at position p is
+p + 1, and wrong ones are negative.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
+from typing import cast
+
+from outrider.drafters.fan_out import best_first
+from outrider.orchestrator.core.next_round import after_miss, drafts_better, worth_hoping, worth_waiting
+from outrider.orchestrator.core.planner import Planner
+from outrider.orchestrator.core.policy.acceptance import FREE, TextProfile, kind_of
+from outrider.orchestrator.core.policy.estimates import Copy
+from outrider.orchestrator.core.policy.forecasts import Arm
+from outrider.orchestrator.core.proposal import (
+    LONGEST_COPY,
+    Lookup,
+    NgramIndex,
+    Proposal,
+    ProposalSource,
+    best_tail,
+    copied,
+    filled,
+    longest_copy,
+    merged,
+)
+from outrider.orchestrator.events import Admit
+from outrider.protocol.heads import NGRAM
+from outrider.protocol.profile import Profile
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import ROOT
+from tools.simulation.odds import BEYOND_RANKS, KnownOdds
+
+WORKER = ""
+ROOM = 64
+MATCHED = 5  # the longest match that an n-gram lookup knows
+SHORTEST_MATCH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of text: how often a token of each drafter holds (`holds`), the share of its tokens, and of its prompt's,
+    that repeats earlier ones, in passages of `passage` tokens on average. `looks_code`: the front takes it for code."""
+
+    name: str
+    holds: Mapping[str, float]
+    repeats: float = 0.05
+    passage: float = 16.0
+    looks_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The costs of a machine in milliseconds.
+
+    `own_ms`: a token of each in-process drafter. `all_cores`: the time of a forward on all cores, as a share of one
+    beside a drafter. `noise`: the standard deviation of a round's logarithm; every `outlier`th round takes ten times as
+    long. `cold_ms`: what the first forward of a worker takes in addition.
+    """
+
+    profile: Profile
+    own_ms: Mapping[str, float] = field(default_factory=dict)
+    all_cores: float = 1.0
+    turnaround_ms: float = 0.3
+    noise: float = 0.05
+    outlier: int = 0
+    cold_ms: float = 20.0
+
+
+class Text:
+    """One text with its luck, at position `at`; the server sets its `profile`."""
+
+    is_empty = False
+    profile: TextProfile
+
+    def __init__(self, kind: Kind, profile: Profile, length: int, rng: random.Random) -> None:
+        self.kind, self.length, self.at = kind, length, 0
+        size = length + 2 * ROOM
+        self.right = {drafter: [rng.random() < p for _ in range(size)] for drafter, p in kind.holds.items()}
+        borders = tuple(accumulate(profile.bonus_ranks))
+        ranks = (bisect_right(borders, rng.random()) for _ in range(size))
+        self.ranks = [rank if rank < len(borders) else BEYOND_RANKS for rank in ranks]
+        self._starts, self._ends = _passages(kind, size, rng)
+        self._chance = [rng.random() for _ in range(size)]
+        self.prompt = _prompt(kind, rng)
+        self.ahead: tuple[Lookup, int, float, int] | None = None  # found, depth, since the last push, pushes until it
+        self.rounds = self.covered = 0
+        self.silent = 0  # tokens since a draft worker last drafted
+
+    def chain(self, drafter: str, length: int) -> tuple[int, ...]:
+        """Returns a drafter's chain: wrong from its first error on."""
+        right = self.right[drafter]
+        held = next((i for i in range(length) if not right[self.at + i]), length)
+        mark = -1 - list(self.right).index(drafter) * 10**6
+        return tuple(self.at + i + 1 if i < held else mark - self.at - i for i in range(length))
+
+    def lookup(self, length: int, then: Sequence[int] = ()) -> Copy:
+        """Stands for `NgramIndex.lookup`: copies hold to the end of a repeated passage."""
+        at = self.at + len(then)
+        if length < 1 or (then and then[-1] != at) or at >= len(self._ends):
+            return Copy()
+        start, end = self._starts[at], self._ends[at]
+        if end and at - start >= SHORTEST_MATCH:
+            matched, held = min(at - start, MATCHED), end - at
+        elif self._chance[at] < 0.35:
+            matched, held = SHORTEST_MATCH, int(self._chance[at] < 0.08)
+        else:
+            return Copy()
+        return Copy(tuple(at + i + 1 if i < held else -(10**8) - at - i for i in range(length)), matched)
+
+    def accepted(self, proposal: Proposal) -> tuple[int, ...]:
+        """Returns the accepted nodes."""
+        parents = proposal.parents or range(ROOT, len(proposal.chain) - 1)
+        path: list[int] = []
+        node = ROOT
+        for place, (token, parent) in enumerate(zip(proposal.chain, parents, strict=True)):
+            if parent == node and token == self.at + len(path) + 1:
+                path.append(place)
+                node = place
+        return tuple(path)
+
+
+def _passages(kind: Kind, size: int, rng: random.Random) -> tuple[list[int], list[int]]:
+    """Returns for each position where the repeated passage around it begins and ends; 0, 0 outside of one."""
+    starts, ends = [0] * size, [0] * size
+    at, new = 0, kind.passage * (1 - kind.repeats) / max(kind.repeats, 1e-9)
+    while at < size:
+        at += 1 + int(rng.expovariate(1 / new))
+        end = min(at + 3 + int(rng.expovariate(1 / kind.passage)), size)
+        for place in range(at, end):
+            starts[place], ends[place] = at, end
+        at = end
+    return starts, ends
+
+
+def _prompt(kind: Kind, rng: random.Random) -> list[int]:
+    """Returns a prompt in which words are as frequent as in a natural text, and passages repeat as in its text."""
+    tokens: list[int] = []
+    for _ in range(rng.choice((12, 60, 300, 700))):
+        if len(tokens) > 20 and rng.random() < kind.repeats / kind.passage:
+            at = rng.randrange(len(tokens) - 10)
+            tokens += tokens[at : at + int(kind.passage)]
+        tokens.append(int(4000 ** rng.random()))
+    return tokens
+
+
+@dataclass(slots=True)
+class Server:
+    """A server on `machine`; `plan`: a fixed plan in place of the policy's."""
+
+    machine: Machine
+    planner: Planner
+    rng: random.Random
+    plan: Arm | None = None
+    slower: float = 1.0
+    """How much longer the drafter's work takes than by the profile."""
+    plans: Counter[Arm] = field(default_factory=Counter)
+    _forwards: int = 0
+    _last: Arm = field(default_factory=lambda: Arm("ar"))
+
+    def play(self, texts: Sequence[Text], reading: int = 0) -> float:
+        """Plays texts that begin together; returns the milliseconds. Rounds take longer while their prompts are read:
+        the first `reading` plain ones, and more of others, since prompts are read more slowly beside chains."""
+        running, spent, unread = list(texts), 0.0, float(reading)
+        for text in running:
+            looks = kind_of(text.prompt, False, text.kind.looks_code)
+            text.profile = self.planner.profiles.open(looks, greedy=True)
+        self.planner.set_load(len(running), unread > 0)
+        while running:
+            spent += self._round(running, 1.35 if unread > 0 else 1.0)
+            running = [text for text in running if text.at < text.length]
+            unread -= 1.0 if self._last.mode == "ar" else 0.6
+            self.planner.set_load(len(running), unread > 0)
+        return spent
+
+    # --- a round --------------------------------------------------------------------------------------------------
+
+    def _round(self, texts: Sequence[Text], reading: float) -> float:
+        planner, e, count = self.planner, self.planner.estimates, len(texts)
+        first = texts[0]
+        kind, odds = (first.profile.kind, first.profile.odds) if count == 1 else (FREE, None)
+        policy = planner._policy(ADMIT, planner._sources("", 1 if self._has_worker else 0), kind, odds)
+        plan = self.plan or policy.plan()
+        self.plans[plan] += 1
+        pending = [text.lookup(LONGEST_COPY) for text in texts]
+        steps = [self._step(text, plan, count) for text in texts]
+        rows = sum(1 + len(step.proposal.chain) for step in steps)
+        plain = all(step.proposal.autonomous for step in steps)
+        noise = self.rng.lognormvariate(0.0, self.machine.noise) * reading
+        if self.machine.outlier and self.rng.random() < 1 / self.machine.outlier:
+            noise *= 10.0
+        resting = plan.mode == "ar" or (plan.mode == "sd" and (bool(plan.drafter) or count == 1))
+        verify_ms = (
+            self.machine.profile.target.milliseconds(rows) * noise * (self.machine.all_cores if resting else 1.0)
+        )
+        own_ms = max(step.own_ms for step in steps)
+        asked = [step.asked_ms for step in steps if step.asked_ms]
+        waits = sum(step.wait_ms for step in steps) / count
+        if count == 1:
+            round_ms = verify_ms + own_ms + sum(asked) + waits
+        else:
+            round_ms = max(own_ms + waits + verify_ms + sum(asked) / count, sum(asked))
+        hit = plan.mode == "ssd" and all(step.proposal.lookup is Lookup.HIT for step in steps)
+        round_ms += 0.0 if plain else self.machine.turnaround_ms * (1.0 if hit else 2.0)
+        if not plain:
+            e.observe_verify(rows, verify_ms, rows // count)
+        for text, step, copy in zip(texts, steps, pending, strict=True):
+            self._settle(text, step, copy, plan, round_ms, verify_ms, count)
+            policy.odds = text.profile.odds if count == 1 else policy.odds
+            if text.rounds > 1:
+                policy.observe_round(plan, step.kept, round_ms)
+        self._last = plan
+        return round_ms
+
+    @property
+    def _has_worker(self) -> bool:
+        return self.planner._settings.drafters > 0
+
+    def _settle(
+        self, text: Text, step: Step, copy: Copy, plan: Arm, round_ms: float, verify_ms: float, count: int
+    ) -> None:
+        """Reports a round as `Planner.on_outcome` does, and lets the draft worker work ahead."""
+        e, proposal, profile = self.planner.estimates, step.proposal, text.profile
+        nodes = text.accepted(proposal)
+        kept = tuple(range(text.at + 1, text.at + len(nodes) + 2))
+        step.kept, along = len(kept), proposal.along(nodes)
+        own = proposal.drafter if proposal.source is ProposalSource.HEAD else ""
+        drafted = proposal.drafter_nodes
+        e.observe_round(len(kept), round_ms)
+        if proposal.autonomous:
+            e.pipelined_ms.add(count, round_ms)
+        else:
+            if count == 1:
+                self.planner.profiles.observe(profile, own, len(drafted), along)
+            if own:
+                e.in_process[own].observe(len(drafted), along, step.own_ms)
+            else:
+                e.observe_chain(len(drafted), along)
+        held = e.observe_copy(copy, kept)
+        if count == 1:
+            self.planner.profiles.observe(profile, NGRAM, min(len(copy.chain), len(kept)), held)
+        if drafted and copy.chain and proposal.chain[drafted[0]] != copy.chain[0]:
+            e.observe_alternatives(copy, kept)
+        if proposal.lookup is Lookup.HIT:
+            e.turnaround_ms.add(self.machine.turnaround_ms)
+        line = proposal.line
+        off_line = kept[:-1] != line[: len(nodes)]
+        text.at += len(kept)
+        text.rounds += 1
+        text.silent += len(kept)
+        text.ahead = (
+            self._ahead(text, line, len(nodes), off_line, plan, verify_ms, count) if plan.mode == "ssd" else None
+        )
+
+    def _ahead(
+        self, text: Text, line: Sequence[int], accepted: int, off_line: bool, plan: Arm, verify_ms: float, count: int
+    ) -> tuple[Lookup, int, float, int]:
+        """Lets the draft worker work ahead during a verify. Returns whether the outcome has a branch, its depth, the
+        time since the last push, and how many pushes are missing until it has one."""
+        e, profile = self.planner.estimates, self.machine.profile
+        branches = max(plan.branches, 1)
+        step_ms = self._draft_ms(branches * count)
+        behind = self._draft_ms(-(-text.silent // 16)) * text.silent / 16 if text.silent > 8 else 0.0
+        text.silent = 0
+        window = verify_ms - 2 * profile.link_ms - behind
+        pushes = max(int(window / step_ms), 0)
+        full = accepted == len(line)
+        at = text.at - 1
+        rank = text.ranks[at] + full if not (full and text.right[WORKER][at]) else 0
+        found = not off_line and rank < self._fan_out(len(line), branches)[accepted]
+        late = int(full and accepted > 0)
+        depth = min(pushes - late, plan.depth)
+        for _ in range(min(pushes, plan.depth)):
+            e.observe_depth(branches, step_ms)
+        text.covered = branches if pushes > late else 0
+        since = max(window - pushes * step_ms, 0.0)
+        return (Lookup.HIT if found else Lookup.MISS), depth, since, max(1 + late - pushes, 0)
+
+    def _draft_ms(self, rows: int) -> float:
+        self._forwards += 1
+        cold = self.machine.cold_ms / self._forwards if self._forwards <= 4 else 0.0
+        noise = self.rng.lognormvariate(0.0, self.machine.noise)
+        return self.machine.profile.draft.milliseconds(max(rows, 1)) * self.slower * noise + cold
+
+    def _fan_out(self, chain: int, branches: int) -> Sequence[int]:
+        return _fan_out(self.machine.profile, chain, branches)
+
+    # --- proposals ------------------------------------------------------------------------------------------------
+
+    def _step(self, text: Text, plan: Arm, count: int) -> Step:
+        """Decides what a text verifies, as `Proposer` does."""
+        e, ngrams, depth = self.planner.estimates, cast("NgramIndex", text), plan.depth
+        if plan.mode == "ar":
+            return Step(Proposal(autonomous=True))
+        tail = best_tail(e, longest_copy(ngrams, ROOM))
+        if plan.mode == "sd":
+            if plan.drafter == NGRAM:
+                return Step(copied(tail.tokens) if tail.tokens else Proposal(autonomous=True))
+            if not drafts_better(e, tail, depth, plan.drafter):
+                return Step(copied(tail.tokens))
+            return self._own(text, plan, depth) if plan.drafter else self._asked(text, depth)
+        if text.ahead is None:
+            return self._after_miss(text, plan, Lookup.NONE)
+        lookup, deep, since, missing = text.ahead
+        step_ms = self._draft_ms(max(plan.branches, 1) * count)
+        e.observe_lookup(lookup is Lookup.HIT, text.covered)
+        if lookup is Lookup.HIT and deep > 0:
+            wait_ms = 0.0
+            while worth_waiting(e, deep, depth, since):
+                wait_ms, since, deep = wait_ms + max(step_ms - since, 0.0), 0.0, deep + 1
+            return self._branch(text, deep, Lookup.GROWN if wait_ms else Lookup.HIT, wait_ms)
+        if missing:
+            choice = after_miss(e, tail, depth, True, plan.drafter)
+            wait_ms = missing * step_ms - since
+            if worth_hoping(e, choice, depth, max(missing * e.depth_ms() - since, 0.0)):
+                if lookup is Lookup.HIT:
+                    return self._branch(text, 1, Lookup.LATE, wait_ms)
+                step = self._after_miss(text, plan, Lookup.MISS)
+                step.wait_ms += wait_ms
+                return step
+        return self._after_miss(text, plan, Lookup.MISS)
+
+    def _after_miss(self, text: Text, plan: Arm, lookup: Lookup) -> Step:
+        e = self.planner.estimates
+        tail = best_tail(e, longest_copy(cast("NgramIndex", text), ROOM))
+        choice = after_miss(e, tail, plan.depth, True, plan.drafter)
+        if choice.wait_for:
+            return self._asked(text, choice.wait_for, lookup)
+        if choice.own:
+            return self._own(text, plan, choice.own, lookup)
+        tokens = copied(tail.tokens)
+        return Step(Proposal(tokens.chain, tokens.source, lookup, copied=tokens.copied))
+
+    def _own(self, text: Text, plan: Arm, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
+        chain = text.chain(plan.drafter, depth)
+        proposal = Proposal(chain, ProposalSource.HEAD, lookup, drafter=plan.drafter)
+        return Step(proposal, own_ms=depth * self.machine.own_ms[plan.drafter])
+
+    def _asked(self, text: Text, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
+        """A chain on request; a worker that has not drafted for long reads the text first."""
+        e = self.planner.estimates
+        work_ms = sum(self._draft_ms(1) for _ in range(depth))
+        link_ms = 2 * self.machine.profile.link_ms + 0.2
+        behind = self._draft_ms(text.silent // 16) * text.silent / 16 if text.silent > 8 else 0.0
+        text.silent = 0
+        e.observe_draft(depth, work_ms)
+        e.observe_link(link_ms)
+        chain = self._extended(text, Proposal(text.chain(WORKER, depth), ProposalSource.DRAFTER, lookup))
+        return Step(chain, asked_ms=work_ms + link_ms + behind)
+
+    def _branch(self, text: Text, depth: int, lookup: Lookup, wait_ms: float) -> Step:
+        branch = Proposal(text.chain(WORKER, depth), ProposalSource.CACHE, lookup)
+        return Step(self._extended(text, branch), wait_ms=wait_ms)
+
+    def _extended(self, text: Text, branch: Proposal) -> Proposal:
+        e, ngrams = self.planner.estimates, cast("NgramIndex", text)
+        return merged(e, ngrams, branch, (), ROOM) or filled(e, ngrams, branch, (), ROOM)
+
+
+@dataclass(slots=True)
+class Step:
+    """What a text verifies next, and the milliseconds before: of a wait, of a chain on request, of own drafting."""
+
+    proposal: Proposal
+    wait_ms: float = 0.0
+    asked_ms: float = 0.0
+    own_ms: float = 0.0
+    kept: int = 0
+
+
+@cache
+def _fan_out(profile: Profile, chain: int, branches: int) -> Sequence[int]:
+    return best_first([None] * (chain + 1), branches, KnownOdds(profile))
+
+
+ADMIT = Admit("r", (1, 2), SamplingParams(), "auto", frozenset())
