@@ -30,7 +30,7 @@ from outrider.server.mapping.generation_params import include_usage_of
 from outrider.server.mapping.output_format import output_format_of
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
-from outrider.server.problems import Refused, refuse_given
+from outrider.server.problems import Refused
 from outrider.server.schemas import (
     MAX_STOPS,
     MAX_TOOLS,
@@ -47,6 +47,7 @@ from outrider.server.schemas import (
     Usage,
     absent,
     bounded,
+    unsupported,
 )
 from outrider.server.server_context import TheServer
 
@@ -140,10 +141,10 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     modalities: Annotated[list[str], bounded(MAX_STOPS)] | None = None
-    audio: Any = None
-    functions: Any = None
-    function_call: Any = None
-    web_search_options: Any = None
+    audio: Annotated[Any, unsupported("audio output is not supported")] = None
+    functions: Annotated[Any, unsupported("it is deprecated; use tools")] = None
+    function_call: Annotated[Any, unsupported("it is deprecated; use tool_choice")] = None
+    web_search_options: Annotated[Any, unsupported("web search is not supported")] = None
     verbosity: Any = None
 
 
@@ -283,17 +284,8 @@ def call_id(call: ToolCall) -> str:
     return call.id or f"call_{secrets.token_hex(12)}"
 
 
-_REFUSED = {
-    "audio": "audio output is not supported",
-    "functions": "it is deprecated; use tools",
-    "function_call": "it is deprecated; use tool_choice",
-    "web_search_options": "web search is not supported",
-}
-
-
 def refuse(asked: ChatRequest) -> None:
     """Raises Refused for unsupported fields that would change the answer."""
-    refuse_given(asked, _REFUSED)
     if asked.modalities is not None and asked.modalities != ["text"]:
         raise Refused("modalities: only text output is supported; expected ['text'], or leave it out", "modalities")
     if asked.continue_final_message and asked.add_generation_prompt:

@@ -35,6 +35,7 @@ from outrider.server.schemas import (
     Usage,
     absent,
     bounded,
+    unsupported,
 )
 from outrider.server.server_context import AnswerPlan, TheServer
 
@@ -47,7 +48,7 @@ class CompletionRequest(Sampling):
     prompt: str | Tokens | Annotated[list[str | Tokens], bounded(MAX_CHOICES, least=1)]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
-    suffix: str | None = None
+    suffix: Annotated[str | None, unsupported("fill-in-the-middle is not supported; leave it out")] = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     return_token_ids: bool | None = Field(None, description="vLLM's: return token ids")
 
@@ -184,8 +185,6 @@ async def complete(asked: CompletionRequest, request: Request, context: TheServe
     """Completes texts. Choices of several prompts follow one another."""
     if asked.echo and asked.logprobs is not None:
         raise Refused("logprobs of the prompt are not supported; leave out echo or logprobs", "logprobs")
-    if asked.suffix:
-        raise Refused("suffix: fill-in-the-middle is not supported; leave it out", "suffix")
     with_usage = include_usage_of(asked)
     plan, echoes = await asyncio.to_thread(_plan, context.model, asked)
     formatter = TextCompletionFormatter(plan.info, echoes, with_usage, _tried(asked), asked.n or 1)

@@ -48,6 +48,7 @@ from outrider.server.schemas import (
     Timings,
     absent,
     bounded,
+    unsupported,
 )
 from outrider.server.server_context import TheServer, as_json
 
@@ -100,11 +101,14 @@ class CountTokensRequest(ApiRequest):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: Object | None = None
-    mcp_servers: Any = None
+    mcp_servers: Annotated[Any, unsupported("this server does not call MCP servers; expected client tools")] = None
     output_config: Object | None = None
     output_format: Object | None = None
-    thread: Any = None
-    compaction: Any = None
+    thread: Annotated[
+        Any,
+        unsupported("conversations are not stored; send all messages, without thread", "thread_unsupported_request"),
+    ] = None
+    compaction: Annotated[Any, unsupported("conversations are not shortened; leave it out")] = None
     # Ignored: they have no effect on the answer.
     cache_control: Any = None
     context_management: Any = None
@@ -118,8 +122,6 @@ class MessagesRequest(CountTokensRequest, Generation):
     max_tokens: MaxTokens
     stop_sequences: Stops | None = None
     # Ignored as well.
-    metadata: Any = None
-    service_tier: Any = None
     container: Any = None
     inference_geo: Any = None
 
@@ -288,20 +290,6 @@ _LABEL = "x-anthropic-billing-header:"
 _CHOICES = {"auto": ANY, "any": MUST, "none": NONE}
 
 
-def refuse(asked: CountTokensRequest) -> None:
-    """Raises Refused for unsupported fields that would change the answer."""
-    if asked.mcp_servers:
-        raise Refused("mcp_servers: this server does not call MCP servers; expected client tools", "mcp_servers")
-    if asked.thread is not None:
-        raise Refused(
-            "thread: conversations are not stored; send all messages, without thread",
-            "thread",
-            details="thread_unsupported_request",
-        )
-    if asked.compaction is not None:
-        raise Refused("compaction: conversations are not shortened; leave it out", "compaction")
-
-
 def output_format_of(asked: CountTokensRequest) -> OutputFormat | None:
     """Returns the format of `output_config.format`, or of the older `output_format`. Raises Refused."""
     if asked.output_format is not None:
@@ -335,7 +323,6 @@ def _choice(asked: CountTokensRequest) -> ToolSelection:
 
 def conversation(model: ServedModel, asked: CountTokensRequest) -> TemplateInput:
     """Converts to a template's input. A final assistant turn is continued, as in Anthropic's API."""
-    refuse(asked)
     box = _toolbox(model, asked)
     messages: list[dict[str, Any]] = []
     # Claude Code's label differs for each request and would defeat the prompt cache.

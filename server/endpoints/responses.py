@@ -33,7 +33,7 @@ from outrider.server.mapping.conversation import (
 from outrider.server.mapping.output_format import parse_output_format
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall
-from outrider.server.problems import Problem, Refused, refuse_given
+from outrider.server.problems import Problem, Refused
 from outrider.server.schemas import (
     MAX_TOOLS,
     ApiResponse,
@@ -48,6 +48,7 @@ from outrider.server.schemas import (
     Timings,
     absent,
     bounded,
+    unsupported,
 )
 from outrider.server.server_context import TheServer, as_json
 
@@ -112,22 +113,15 @@ class ResponsesRequest(OpenAIGeneration):
         None, description="message.output_text.logprobs; other values are ignored"
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
-    prompt: Any = None
+    previous_response_id: Annotated[str | None, unsupported("responses are not stored; send the whole input")] = None
+    conversation: Annotated[Any, unsupported("conversations are not stored; send the whole input")] = None
+    background: Annotated[bool | None, unsupported("responses can't run in the background; leave it out")] = None
+    prompt: Annotated[Any, unsupported("prompts are not stored; send instructions and input")] = None
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="inputs are never truncated: one that is too long is rejected, with auto too"
     )
-    max_tool_calls: int | None = None
-    # Ignored: they have no effect on the answer.
-    metadata: Any = None
-    store: Any = None
-    user: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    max_tool_calls: Annotated[int | None, unsupported("tools are called by the client")] = None
+    # Ignored as well.
     stream_options: Any = None
     client_metadata: Any = None
 
@@ -369,21 +363,6 @@ def _item(part: Part, with_logprobs: bool) -> Output:
 
 _LOGPROBS = "message.output_text.logprobs"
 _READABLE = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_REFUSED = {
-    "previous_response_id": "responses are not stored; send the whole input",
-    "conversation": "conversations are not stored; send the whole input",
-    "prompt": "prompts are not stored; send instructions and input",
-    "max_tool_calls": "tools are called by the client",
-}
-
-
-def refuse(asked: ResponsesRequest) -> None:
-    """Raises Refused for unsupported fields that would change the answer."""
-    if asked.top_logprobs and logprobs(asked) is None:
-        raise Refused(f"top_logprobs: none are wanted; expected {_LOGPROBS} in include", "top_logprobs")
-    refuse_given(asked, _REFUSED)
-    if asked.background:
-        raise Refused("background: responses can't run in the background; leave it out", "background")
 
 
 def logprobs(asked: ResponsesRequest) -> int | None:
@@ -415,7 +394,8 @@ def _tool_choice(asked: ResponsesRequest) -> ToolSelection:
 
 
 def conversation(model: ServedModel, asked: ResponsesRequest) -> TemplateInput:
-    refuse(asked)
+    if asked.top_logprobs and logprobs(asked) is None:
+        raise Refused(f"top_logprobs: none are wanted; expected {_LOGPROBS} in include", "top_logprobs")
     box = _toolbox(model, asked)
     messages: list[dict[str, Any]] = []
     if asked.instructions:
