@@ -1,17 +1,15 @@
-"""Access control: Host header, API keys, body size and the number of concurrent requests of each caller.
+"""Access control: Host header, API keys, and each caller's own client of the orchestrator.
 
 A caller is identified by API key, or by address if it sends none.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import MutableMapping
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -26,7 +24,6 @@ PUBLIC = frozenset({"/health", "/ready", "/"})
 METRICS = "/metrics"
 """Also public on loopback; it contains no texts."""
 PAGE = "/page/"
-BODY_SECONDS = 60.0
 
 
 def key_of(scope: Scope) -> str | None:
@@ -37,23 +34,19 @@ def key_of(scope: Scope) -> str | None:
 
 
 class AuthMiddleware:
-    """Checks each request before routing, and reads its whole body within a time limit."""
+    """Checks each request before routing."""
 
     def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
         self._app = app
         self._keys = tuple(key.encode() for key in settings.api_keys)
         self._public = PUBLIC | {METRICS} if settings.is_loopback else PUBLIC
-        self._most = settings.max_body_mb * 2**20
         self._hosts = {"localhost", settings.host.lower()} if settings.is_loopback and not settings.api_keys else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._authorize(scope)
-            receive = await self._with_body(scope, receive)
         except Refused as refused:
             await refused.problem.response(scope)(scope, receive, send)
-            return
-        except ClientDisconnected:
             return
         await self._app(scope, receive, _without_body(scope, send) if scope["method"] == "HEAD" else send)
 
@@ -69,40 +62,6 @@ class AuthMiddleware:
             raise Refused(
                 "no valid API key; expected one as a bearer token or as x-api-key", status=401, code="invalid_api_key"
             )
-
-    async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
-        """Reads the body, and returns a `receive` that delivers it as one message."""
-        if scope["method"] not in ("POST", "PUT", "PATCH"):
-            return receive
-        stated = Headers(scope=scope).get("content-length", "")
-        too_large = Refused(f"the body is larger than {self._most // 2**20} MB (--max-body-mb)", status=413)
-        if stated.isdigit() and int(stated) > self._most:
-            raise too_large
-        body, more = bytearray(), True
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnected
-                    body += message.get("body", b"")
-                    if len(body) > self._most:
-                        raise too_large
-                    more = message.get("more_body", False)
-        except TimeoutError:
-            raise Refused(f"the body did not come within {BODY_SECONDS:g} s", status=408) from None
-        waiting = [bytes(body)]
-
-        async def receive_body() -> MutableMapping[str, Any]:
-            if waiting:
-                return {"type": "http.request", "body": waiting.pop(), "more_body": False}
-            return await receive()
-
-        return receive_body
-
-
-class ClientDisconnected(Exception):
-    """The client disconnected before its response was complete."""
 
 
 def _without_body(scope: Scope, send: Send) -> Send:

@@ -49,9 +49,8 @@ class ServerContext:
         self.model = model
         self.backend = backend
         self.metrics = metrics
-        self._most = settings.max_streams_per_key
+        self.settings = settings
         self._running = Counter[str]()
-        self._longest = settings.request_timeout
         self.ignored = IgnoredFields()
         self.draining = False
 
@@ -111,14 +110,14 @@ class ServerContext:
         Raises:
             Refused: the server is draining, or the caller has too many requests.
             OutriderError: a choice failed; of a stream, before its status 200 was sent.
-            ClientDisconnected: the client left; the request is cancelled.
+            ClientDisconnect: the client left; the request is cancelled.
         """
         if self.draining:
             raise Refused("the server is shutting down; retry after it restarts", status=503)
-        caller = caller_of(request)
-        if self._most is not None and self._running[caller] >= self._most:
+        caller, most = caller_of(request), self.settings.max_streams_per_key
+        if most is not None and self._running[caller] >= most:
             raise Refused(
-                f"{self._most} of your requests are running, the maximum (--max-streams-per-key); try again later",
+                f"{most} of your requests are running, the maximum (--max-streams-per-key); try again later",
                 status=429,
                 code="rate_limit_exceeded",
             )
@@ -133,7 +132,7 @@ class ServerContext:
             return self.metrics.watch(inner)
 
         client, name = self.backend.client(request), caller_hash(caller)
-        run = RequestRun(client, plan.jobs, plan.one_call, watch, place, self._longest, name)
+        run = RequestRun(client, plan.jobs, plan.one_call, watch, place, self.settings.request_timeout, name)
         try:
             if stream:
                 await run.begun(FIRST_SECONDS)  # early errors get their own HTTP status

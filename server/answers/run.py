@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -27,7 +28,6 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.server import schemas
 from outrider.server.answers.formatter import AnswerFormatter
 from outrider.server.answers.parts import NO_EXTRAS, UNFINISHED, ChoiceState, Extras, KeepAlive, Splitter, StreamItem
-from outrider.server.auth_middleware import ClientDisconnected
 from outrider.server.connection import chunk_writer
 from outrider.server.mapping.generation_params import seed_of
 from outrider.server.metrics import ChoiceTimer
@@ -286,7 +286,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await while_connected(self._write(chunk_writer(scope, send), send), receive)
-        except ClientDisconnected:
+        except ClientDisconnect:
             pass
         finally:
             await self._run.close()
@@ -312,7 +312,7 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     """Returns the result of `work`.
 
     Raises:
-        ClientDisconnected: the client left; `work` is cancelled.
+        ClientDisconnect: the client left; `work` is cancelled.
     """
 
     async def disconnect() -> None:
@@ -323,7 +323,7 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientDisconnected
+            raise ClientDisconnect
         return working.result()
     finally:
         for task in (working, leaving):

@@ -1,4 +1,4 @@
-"""Routes with a JSON body: parsing, unknown fields, and the description of their responses in /openapi.json.
+"""Routes with a JSON body: its limits, parsing, unknown fields, and what /openapi.json says of their responses.
 
 Unknown fields are ignored and counted, because APIs grow. A field is rejected if ignoring it would change the answer: a
 field of another path or server, or a misspelled one.
@@ -6,6 +6,7 @@ field of another path or server, or a misspelled one.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -24,9 +25,8 @@ from starlette.responses import Response
 from outrider.server.problems import Refused
 from outrider.server.schemas import AnthropicProblem, ApiRequest, OpenAIProblem
 
+BODY_SECONDS = 60.0
 ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
-
-
 SCHEMAS = "#/components/schemas/"
 KINDS = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
 """The schema of events that `type` distinguishes."""
@@ -106,15 +106,16 @@ class JsonRoute(APIRoute):
         shape: type[ApiRequest] = first.annotation
 
         async def handle(request: Request) -> Response:
+            context = request.app.state.context
             _check_kind(request)
+            body = await _body(request, context.settings.max_body_mb)
             try:  # strict JSON: UTF-8, no NaN, limited nesting
-                asked = shape.model_validate(from_json(await request.body(), allow_inf_nan=False))
+                asked = shape.model_validate(from_json(body, allow_inf_nan=False))
             except ValidationError as error:
                 wrong = error.errors(include_url=False)
                 raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in wrong]) from None
             except ValueError as error:
                 raise Refused(f"the body is not JSON: {error}") from None
-            context = request.app.state.context
             if asked.model_extra:
                 context.ignored.note(request.url.path, ignorable(asked))
             context.check_model(asked.model)
@@ -136,6 +137,28 @@ def _check_kind(request: Request) -> None:
             status=415,
             details="request_body_encoding_unsupported",
         )
+
+
+async def _body(request: Request, most_mb: int) -> bytearray:
+    """Reads the whole body within a time limit.
+
+    Raises:
+        Refused: it is too large, or late.
+        ClientDisconnect: the client left.
+    """
+    too_large = Refused(f"the body is larger than {most_mb} MB (--max-body-mb)", status=413)
+    stated, most, body = request.headers.get("content-length", ""), most_mb * 2**20, bytearray()
+    if stated.isdigit() and int(stated) > most:
+        raise too_large
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for data in request.stream():
+                body += data
+                if len(body) > most:
+                    raise too_large
+    except TimeoutError:
+        raise Refused(f"the body did not come within {BODY_SECONDS:g} s", status=408) from None
+    return body
 
 
 _ALIKE = 0.9
