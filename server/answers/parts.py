@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import chain
+from itertools import chain, groupby
 from operator import add
 from typing import Any, cast
 
@@ -232,14 +232,16 @@ class ChoiceState:
     def parts(self) -> list[Part]:
         """The parts, with consecutive text and consecutive thinking joined."""
         found: list[Part] = []
-        for piece in self.pieces:
-            last = found[-1] if found else None
-            if isinstance(piece, TextPart) and isinstance(last, TextPart):
-                found[-1] = TextPart(last.text + piece.text, last.at)
-            elif isinstance(piece, ThinkingPart) and isinstance(last, ThinkingPart):
-                found[-1] = ThinkingPart(last.text + piece.text)
-            else:
-                found.append(piece)
+        for _, group in groupby(self.pieces, type):
+            pieces = list(group)
+            text = "".join(piece.text for piece in pieces if not isinstance(piece, ToolCall))
+            match pieces[0]:
+                case TextPart(at=at):
+                    found.append(TextPart(text, at))
+                case ThinkingPart():
+                    found.append(ThinkingPart(text))
+                case ToolCall():
+                    found += pieces
         return found
 
     @property
@@ -297,6 +299,20 @@ class ChoiceState:
 
 
 StreamItem = KeepAlive | PartUpdate | ChoiceState
+
+
+def merged(item: StreamItem, later: StreamItem) -> PartUpdate | None:
+    """Returns two updates of one choice as one, unless tags were between their texts."""
+    if not isinstance(item, PartUpdate) or not isinstance(later, PartUpdate) or item.index != later.index:
+        return None
+    match item.part, later.part:
+        case TextPart(text=text, at=at), TextPart(text=more) as following if following.at == at + len(text):
+            part: Part = TextPart(text + more, at)
+        case ThinkingPart(text=text), ThinkingPart(text=more):
+            part = ThinkingPart(text + more)
+        case _:
+            return None
+    return PartUpdate(item.index, part, item.extras + later.extras)
 
 
 def total_timings(choices: Sequence[ChoiceState]) -> Timings:

@@ -27,7 +27,16 @@ from outrider.protocol.messages import RoundRecord
 from outrider.protocol.sampling import SamplingParams
 from outrider.server import schemas
 from outrider.server.answers.formatter import AnswerFormatter
-from outrider.server.answers.parts import NO_EXTRAS, UNFINISHED, ChoiceState, Extras, KeepAlive, Splitter, StreamItem
+from outrider.server.answers.parts import (
+    NO_EXTRAS,
+    UNFINISHED,
+    ChoiceState,
+    Extras,
+    KeepAlive,
+    Splitter,
+    StreamItem,
+    merged,
+)
 from outrider.server.connection import chunk_writer
 from outrider.server.mapping.generation_params import seed_of
 from outrider.server.metrics import ChoiceTimer
@@ -106,25 +115,6 @@ def job(
     return ChoiceJob(tokens, sampling, splitter, speculation, asked.timeout, words)
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceText:
-    """New text of choice `index`, its tokens and their extras."""
-
-    index: int
-    text: str
-    tokens: tuple[int, ...]
-    extras: Extras = NO_EXTRAS
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceEnded:
-    """Choice `index` is complete."""
-
-    index: int
-    result: GenerationResult
-
-
-News = ChoiceText | KeepAlive | ChoiceEnded
 StartTimer = Callable[[int, ChoiceJob], ChoiceTimer]
 """Starts the timer of a choice, by its index."""
 
@@ -153,15 +143,16 @@ class RequestRun:
         self._watch = watch
         self._place = place
         self._longest = longest
-        self._line = asyncio.Queue[News | Exception]()
-        self._first: list[News] = []
+        self._line = asyncio.Queue[StreamItem | Exception]()
+        self._first: list[StreamItem] = []
         self._streams: dict[int, AsyncStream] = {}
         self._tasks = [asyncio.create_task(self._complete(index, job)) for index, job in enumerate(jobs)]
 
     @property
     def over(self) -> bool:
         """Whether all choices are complete and their results were returned."""
-        return not self._first and all(choice.result is not UNFINISHED for choice in self._choices)
+        is_read = not self._first and self._line.empty()
+        return is_read and all(choice.result is not UNFINISHED for choice in self._choices)
 
     async def begun(self, patience: float) -> None:
         """Waits for the first result, at most `patience` seconds.
@@ -171,26 +162,17 @@ class RequestRun:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):
-                self._first = await self.news()
+                self._first = await self._ready()
 
     async def next(self) -> list[StreamItem]:
-        """Returns new items.
+        """Waits for new items, and returns them in order, or a keep-alive; consecutive text of a choice is joined.
 
         Raises:
             OutriderError: a choice failed, which fails the request.
         """
-        first, self._first = self._first, []
-        found: list[StreamItem] = []
-        for one in first or await self.news():
-            match one:
-                case ChoiceText(index=index, text=text, tokens=tokens, extras=extras):
-                    found += self._choices[index].add(text, tokens, extras)
-                    if self._choices[index].finish and index in self._streams:
-                        await self._streams.pop(index).end()  # its result follows
-                case ChoiceEnded(index=index, result=result):
-                    found += self._choices[index].end(result)
-                case KeepAlive():
-                    found.append(one)
+        found, self._first = self._first or await self._ready(), []
+        for index in [index for index in self._streams if self._choices[index].finish]:
+            await self._streams.pop(index).end()  # its result follows
         return found
 
     async def whole(self) -> list[ChoiceState]:
@@ -203,13 +185,7 @@ class RequestRun:
             await self.next()
         return self._choices
 
-    async def news(self) -> list[News]:
-        """Waits for new results, and returns them in order, or a keep-alive; texts of one choice are joined.
-
-        Raises:
-            OutriderError: a choice failed.
-        """
-        found: list[News] = []
+    async def _ready(self) -> list[StreamItem]:
         try:
             async with asyncio.timeout(SILENCE_SECONDS):
                 ready = [await self._line.get()]
@@ -217,13 +193,13 @@ class RequestRun:
             return [KeepAlive("still here")]
         while not self._line.empty():
             ready.append(self._line.get_nowait())
+        found: list[StreamItem] = []
         for one in ready:
-            last = found[-1] if found else None
             if isinstance(one, Exception):
                 raise one
-            if isinstance(one, ChoiceText) and isinstance(last, ChoiceText) and one.index == last.index:
-                text, tokens = last.text + one.text, last.tokens + one.tokens
-                found[-1] = ChoiceText(one.index, text, tokens, last.extras + one.extras)
+            both = merged(found[-1], one) if found else None
+            if both is not None:
+                found[-1] = both
             else:
                 found.append(one)
         return found
@@ -236,14 +212,18 @@ class RequestRun:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _complete(self, index: int, job: ChoiceJob) -> None:
-        watch = self._watch(index, job)
+        watch, choice = self._watch(index, job), self._choices[index]
         result: GenerationResult | None = None
         failed: Exception | None = None
         limits = [limit for limit in (job.timeout, self._longest) if limit is not None]
 
         def grown(chunk: Chunk) -> None:
             watch.grown(len(chunk.token_ids))
-            self._line.put_nowait(ChoiceText(index, chunk.text, chunk.token_ids, extras_of(chunk, job)))
+            put(choice.add(chunk.text, chunk.token_ids, extras_of(chunk, job)))
+
+        def put(items: Sequence[StreamItem]) -> None:
+            for item in items:
+                self._line.put_nowait(item)
 
         try:
             stream = self._streams[index] = self._client.stream(
@@ -256,7 +236,7 @@ class RequestRun:
             log.info("choice %d is %s", index, stream.request, extra={"client_request": stream.request})
             async with asyncio.timeout(min(limits, default=None)):
                 result = await stream.follow(grown)
-            self._line.put_nowait(ChoiceEnded(index, result))
+            put(choice.end(result))
         except OutriderError as error:
             self._line.put_nowait(failed := error)
         except TimeoutError:
@@ -266,6 +246,7 @@ class RequestRun:
             self._line.put_nowait(failed := error)  # ends the reader's wait
             raise
         finally:
+            self._streams.pop(index, None)
             watch.ended(result, failed)
 
 

@@ -16,8 +16,8 @@ from starlette.types import Message, Receive, Scope, Send
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import WorkerError
 from outrider.server.__main__ import config
-from outrider.server.answers.parts import ChoiceState, PartUpdate, Splitter, StreamItem
-from outrider.server.answers.run import ChoiceText, EventStream, News, RequestRun
+from outrider.server.answers.parts import PartUpdate, StreamItem, TextPart
+from outrider.server.answers.run import EventStream, RequestRun
 from outrider.server.connection import _NAME, chunk_writer
 from outrider.server.problems import Problem
 
@@ -33,11 +33,9 @@ class ScriptedRun(RequestRun):
     over = False  # type: ignore[assignment]
 
     def __init__(self) -> None:
-        self._first, self._streams = [], {}
-        self._choices = [ChoiceState(0, Splitter())]
-        self._left: list[News] = [ChoiceText(0, piece.decode(), (1,)) for piece in PIECES]
+        self._left: list[StreamItem] = [PartUpdate(0, TextPart(piece.decode())) for piece in PIECES]
 
-    async def news(self) -> list[News]:
+    async def next(self) -> list[StreamItem]:
         if self._left:
             return [self._left.pop(0)]
         raise WorkerError("gone")

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import _infer_thinking, _infer_tool_parser
 
-from outrider.server.answers.parts import Splitter, TextPart, ThinkingPart
+from outrider.server.answers.parts import (
+    NO_EXTRAS,
+    ChoiceState,
+    KeepAlive,
+    PartUpdate,
+    Splitter,
+    TextPart,
+    ThinkingPart,
+    merged,
+)
 from outrider.server.model.served import Toolbox
 from outrider.server.model.tool_format import SpanTags, ToolCall, ToolFormat, infer, thinking_tags, tool_format
 
@@ -109,3 +118,22 @@ def test_incomplete_call_is_dropped_when_the_text_was_cut(rest: str) -> None:
         assert joined(parts) == [("S", "Well. "), ("C", '{"x": "<b>"}'), *words]
     words_alone = Splitter(THINK, json_tools(), BOX)
     assert joined(words_alone.feed("1 <") + words_alone.finish(cut=True)) == [("S", "1 <")]
+
+
+def test_waiting_updates_of_a_choice_are_merged_unless_tags_were_between_their_texts() -> None:
+    both = merged(PartUpdate(0, TextPart("ab", 3)), PartUpdate(0, TextPart("c", 5)))
+    assert both == PartUpdate(0, TextPart("abc")) and isinstance(both.part, TextPart) and both.part.at == 3
+    thoughts = merged(PartUpdate(0, ThinkingPart("a")), PartUpdate(0, ThinkingPart("b")))
+    assert thoughts == PartUpdate(0, ThinkingPart("ab"))
+    call = PartUpdate(0, ToolCall("f", "{}"))
+    for later in (PartUpdate(0, TextPart("c", 9)), PartUpdate(1, TextPart("c", 5)), call, KeepAlive("x")):
+        assert merged(PartUpdate(0, TextPart("ab", 3)), later) is None
+    assert merged(call, call) is None
+
+
+def test_a_finished_choice_joins_text_and_thinking_and_keeps_each_call() -> None:
+    choice = ChoiceState(0, Splitter(THINK, json_tools(), BOX))
+    for character in TEXT:
+        choice.add(character, (1,), NO_EXTRAS)
+    assert [type(part) for part in choice.parts] == [ThinkingPart, TextPart, ToolCall, ToolCall]
+    assert joined(choice.parts) == PARTS and choice.text == "Well, a < b. "

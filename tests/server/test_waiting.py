@@ -9,8 +9,8 @@ import pytest
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
 from outrider.server.answers import run as request_run
 from outrider.server.answers.formatter import AnswerFormatter, AnswerInfo
-from outrider.server.answers.parts import KeepAlive
-from outrider.server.answers.run import News, RequestRun
+from outrider.server.answers.parts import KeepAlive, StreamItem
+from outrider.server.answers.run import RequestRun
 from outrider.server.endpoints import chat, completions, messages
 from outrider.server.problems import problem_of
 
@@ -21,12 +21,12 @@ class SilentRun(RequestRun):
     over = False  # type: ignore[assignment]
 
     def __init__(self) -> None:
-        self._first = []
+        self._first, self._streams = [], {}
         self._line = asyncio.Queue()
         self._line.put_nowait(KeepAlive("prompt 512/4096"))
 
-    async def news(self) -> list[News]:
-        found = await super().news()
+    async def next(self) -> list[StreamItem]:
+        found = await super().next()
         self.over = found == [KeepAlive("prompt 4096/4096")]
         if found == [KeepAlive("still here")]:
             self._line.put_nowait(KeepAlive("prompt 4096/4096"))
