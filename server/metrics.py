@@ -209,10 +209,6 @@ class Metrics:
         """Counts a response. `path` is the route's template."""
         self._answers.labels(path, str(status)).inc()
 
-    def watch(self, span: ChoiceSpan | None = None) -> ChoiceTimer:
-        """Returns a timer for a choice that starts now. It also reports to `span`."""
-        return ChoiceTimer(self, span)
-
     def text(self, stats: Stats | None) -> bytes:
         """Returns the text that Prometheus reads, including `stats` if given."""
         self._totals.stats = self._processes.stats = stats
@@ -224,7 +220,7 @@ class Metrics:
 
 
 class ChoiceTimer:
-    """Times one choice. Only choices that complete are recorded."""
+    """Times one choice from creation on, also for `span`. Only choices that complete are recorded."""
 
     def __init__(self, metrics: Metrics, span: ChoiceSpan | None) -> None:
         self._metrics = metrics

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.server.answers.formatter import AnswerFormatter, AnswerInfo
-from outrider.server.answers.parts import splitter
-from outrider.server.answers.run import ChoiceJob, EventStream, RequestRun, job, while_connected
+from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
+from outrider.server.answers.parts import ChoiceJob, job, splitter
+from outrider.server.answers.run import EventStream, RequestRun, while_connected
 from outrider.server.answers.usage import counter, schema_checker, speller
 from outrider.server.auth_middleware import CompletionBackend, caller_hash, caller_of
 from outrider.server.endpoints.json_route import IgnoredFields
@@ -29,15 +29,6 @@ from outrider.server.schemas import Generation
 
 FIRST_SECONDS = 0.5
 """How long a stream waits for its first result before its status 200 is sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerPlan:
-    """What is generated: a job for each choice. `one_call`: a choice ends after its first tool call."""
-
-    info: AnswerInfo
-    jobs: list[ChoiceJob]
-    one_call: bool = False
 
 
 class ServerContext:
@@ -89,22 +80,21 @@ class ServerContext:
         for index in range(count):
             split = splitter(self.model, prompt, box, form is not None, grammar is not None)
             jobs.append(job(self.model.codec, asked, prompt.tokens, sampling, index, split))
-        info = AnswerInfo(
+        return AnswerPlan(
             self.model.id,
             len(prompt.tokens),
+            jobs,
+            box.one,
             counter(self.model, prompt),
             speller(self.model, sampling),
             schema_checker(form, box),
         )
-        return AnswerPlan(info, jobs, box.one)
 
     async def count_tokens(self, talk: TemplateInput) -> int:
         """Counts the tokens of a conversation. Raises as `plan`."""
         return len((await asyncio.to_thread(self.model.prompt, talk)).tokens)
 
-    async def respond(
-        self, request: Request, plan: AnswerPlan, formatter: AnswerFormatter, stream: bool | None
-    ) -> Response:
+    async def respond(self, request: Request, formatter: AnswerFormatter, stream: bool | None) -> Response:
         """Generates the answers, and returns the response or the stream.
 
         Raises:
@@ -122,28 +112,23 @@ class ServerContext:
                 code="rate_limit_exceeded",
             )
         self._running[caller] += 1
-        place = ExitStack()
-        place.callback(self._release, caller)
         span = request.scope["state"]["span"]
         operation = "text_completion" if request.url.path in ("/v1/completions", "/completions") else "chat"
 
         def watch(index: int, job: ChoiceJob) -> ChoiceTimer:
             inner = span.choice(operation, index, job.sampling) if span is not None else None
-            return self.metrics.watch(inner)
+            return ChoiceTimer(self.metrics, inner)
 
-        client, name = self.backend.client(request), caller_hash(caller)
-        run = RequestRun(client, plan.jobs, plan.one_call, watch, place, self.settings.request_timeout, name)
-        try:
+        client, release = self.backend.client(request), partial(self._release, caller)
+        longest, name = self.settings.request_timeout, caller_hash(caller)
+        run = RequestRun(client, formatter.plan, watch, release, longest, name)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(run.close)
             if stream:
                 await run.begun(FIRST_SECONDS)  # early errors get their own HTTP status
+                stack.pop_all()
                 return EventStream(run, formatter)
-            choices = await while_connected(run.whole(), request.receive)
-            response = as_json(formatter.whole(choices))
-        except BaseException:
-            await run.close()
-            raise
-        await run.close()
-        return response
+            return as_json(formatter.whole(await while_connected(run.whole(), request.receive)))
 
     def _release(self, caller: str) -> None:
         self._running[caller] -= 1

@@ -20,6 +20,7 @@ from pydantic_core import to_json
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.answers.parts import (
     NO_EXTRAS,
+    ChoiceJob,
     ChoiceState,
     Extras,
     KeepAlive,
@@ -65,8 +66,9 @@ class Stencil:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerInfo:
-    """What is known before generation.
+class AnswerPlan:
+    """What is generated, a job for each choice, and what is known before. `one_call`: a choice ends after its first
+    tool call.
 
     `thoughts` counts thinking tokens; None: they are not reported. `speller` is None without log-probabilities. `notes`
     checks schemas.
@@ -74,6 +76,8 @@ class AnswerInfo:
 
     model: str
     prompt_tokens: int
+    jobs: Sequence[ChoiceJob]
+    one_call: bool = False
     thoughts: ThoughtCounter | None = None
     speller: LogprobFormatter | None = None
     notes: SchemaChecker = lambda _choices: []
@@ -83,8 +87,8 @@ class AnswerInfo:
 class AnswerFormatter(ABC):
     """Formats the answer of one request for an API, whole or as events. Methods may write several events, or none."""
 
-    def __init__(self, info: AnswerInfo) -> None:
-        self.info = info
+    def __init__(self, plan: AnswerPlan) -> None:
+        self.plan = plan
 
     @abstractmethod
     def whole(self, choices: list[ChoiceState]) -> BaseModel:
@@ -129,8 +133,8 @@ class BlockFormatter(AnswerFormatter):
     `_at` is the number of the block that grows, and `_kind` its kind; None before the first block.
     """
 
-    def __init__(self, info: AnswerInfo) -> None:
-        super().__init__(info)
+    def __init__(self, plan: AnswerPlan) -> None:
+        super().__init__(plan)
         self._at = -1
         self._kind: type[Part] | None = None
 
@@ -168,13 +172,13 @@ class CompletionFormatter(AnswerFormatter):
     response: type[BaseModel]
     chunk: type[BaseModel]
 
-    def __init__(self, info: AnswerInfo, include_usage: bool) -> None:
-        super().__init__(info)
+    def __init__(self, plan: AnswerPlan, include_usage: bool) -> None:
+        super().__init__(plan)
         self._include_usage = include_usage
         self._common = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
-            "created": info.created,
-            "model": info.model,
+            "created": plan.created,
+            "model": plan.model,
             "system_fingerprint": FINGERPRINT,
         }
         self._finished: list[ChoiceState] = []
@@ -191,7 +195,7 @@ class CompletionFormatter(AnswerFormatter):
     def whole(self, choices: list[ChoiceState]) -> BaseModel:
         """Returns the full response. Usage and timings include all choices, also those that are not kept."""
         kept = self._kept(choices)
-        total = usage(self.info.prompt_tokens, choices, self.info.thoughts)
+        total = usage(self.plan.prompt_tokens, choices, self.plan.thoughts)
         numbers = {"timings": timings(total_timings(choices)), "outrider": self._about(kept)}
         return self.response(**self._common, **numbers, usage=total, choices=list(map(self._choice, kept)))
 
@@ -208,7 +212,7 @@ class CompletionFormatter(AnswerFormatter):
     def end(self) -> bytes:
         if not self._include_usage:
             return DONE
-        total = usage(self.info.prompt_tokens, self._finished, self.info.thoughts)
+        total = usage(self.plan.prompt_tokens, self._finished, self.plan.thoughts)
         return self._event([], self._finished, usage=total) + DONE
 
     def failed(self, problem: Problem) -> bytes:
@@ -218,7 +222,7 @@ class CompletionFormatter(AnswerFormatter):
         return choices
 
     def _about(self, choices: Sequence[ChoiceState]) -> BaseModel:
-        return about(choices[0], self.info.notes(choices))
+        return about(choices[0], self.plan.notes(choices))
 
     def _event(self, choices: list[BaseModel], ended: Sequence[ChoiceState] = (), **more: Any) -> bytes:
         """Returns an event. `ended`: the choices whose timings it reports."""

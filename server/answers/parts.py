@@ -7,7 +7,7 @@ Characters that may begin a tag are held back until that is decided, so a part n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, groupby
 from operator import add
@@ -16,10 +16,13 @@ from typing import Any, cast
 from msgspec import structs, to_builtins
 
 from outrider.orchestrator.client.dialogue import GenerationResult, TokenLogprob
+from outrider.orchestrator.pairing.tokenizer import TextCodec, TextStream
 from outrider.protocol.messages import Timings
+from outrider.protocol.sampling import SamplingParams
+from outrider.server.mapping.generation_params import seed_of
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import InvalidToolCall, SpanTags, ToolCall, ToolFormat
-from outrider.server.schemas import Round, TokenOrigin
+from outrider.server.schemas import Generation, Round, TokenOrigin, Watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,36 @@ def _begun(text: str, marks: tuple[str, ...]) -> int:
     longest = max((len(mark) for mark in marks), default=1) - 1
     lengths = range(min(longest, len(text)), 0, -1)
     return next((n for n in lengths if any(mark.startswith(text[-n:]) for mark in marks)), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceJob:
+    """One choice: its prompt and parameters. `timeout` is in seconds. `ids`: return the tokens' ids. `words`
+    detokenizes, if token origins are requested."""
+
+    tokens: tuple[int, ...]
+    sampling: SamplingParams
+    splitter: Splitter
+    speculation: Watched
+    timeout: float | None
+    words: TextStream | None
+    ids: bool = False
+
+
+def job(
+    codec: TextCodec,
+    asked: Generation,
+    tokens: tuple[int, ...],
+    sampling: SamplingParams,
+    index: int,
+    splitter: Splitter,
+) -> ChoiceJob:
+    """Returns the job of choice `index`. The choices of a request differ in the seed."""
+    sampling = replace(sampling, seed=seed_of(sampling.seed or 0, index))
+    speculation = Watched(**dict(asked.speculation or {}))
+    ends = frozenset[int]() if sampling.ignore_eos else codec.eos
+    words = TextStream(codec, tokens, sampling.stop, ends) if speculation.origins else None
+    return ChoiceJob(tokens, sampling, splitter, speculation, asked.timeout, words)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -21,27 +20,23 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncStream
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
-from outrider.orchestrator.pairing.tokenizer import TextCodec, TextStream
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import RoundRecord
-from outrider.protocol.sampling import SamplingParams
 from outrider.server import schemas
-from outrider.server.answers.formatter import AnswerFormatter
+from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
 from outrider.server.answers.parts import (
     NO_EXTRAS,
     UNFINISHED,
+    ChoiceJob,
     ChoiceState,
     Extras,
     KeepAlive,
-    Splitter,
     StreamItem,
     merged,
 )
 from outrider.server.connection import chunk_writer
-from outrider.server.mapping.generation_params import seed_of
 from outrider.server.metrics import ChoiceTimer
 from outrider.server.problems import Refused, problem_of
-from outrider.server.schemas import Generation, Watched
 
 
 def extras_of(chunk: Chunk, job: ChoiceJob) -> Extras:
@@ -85,68 +80,36 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceJob:
-    """One choice: its prompt and parameters. `timeout` is in seconds. `ids`: return the tokens' ids. `words`
-    detokenizes, if token origins are requested."""
-
-    tokens: tuple[int, ...]
-    sampling: SamplingParams
-    splitter: Splitter
-    speculation: Watched
-    timeout: float | None
-    words: TextStream | None
-    ids: bool = False
-
-
-def job(
-    codec: TextCodec,
-    asked: Generation,
-    tokens: tuple[int, ...],
-    sampling: SamplingParams,
-    index: int,
-    splitter: Splitter,
-) -> ChoiceJob:
-    """Returns the job of choice `index`. The choices of a request differ in the seed."""
-    sampling = replace(sampling, seed=seed_of(sampling.seed or 0, index))
-    speculation = Watched(**dict(asked.speculation or {}))
-    ends = frozenset[int]() if sampling.ignore_eos else codec.eos
-    words = TextStream(codec, tokens, sampling.stop, ends) if speculation.origins else None
-    return ChoiceJob(tokens, sampling, splitter, speculation, asked.timeout, words)
-
-
 StartTimer = Callable[[int, ChoiceJob], ChoiceTimer]
 """Starts the timer of a choice, by its index."""
 
 
 class RequestRun:
-    """Starts on creation. Call `next` until `over`, then `close`, which cancels what still runs and releases the
-    `place`.
+    """Starts on creation. Call `next` until `over`, then `close`, which cancels what still runs and calls `release`.
 
-    `one_call`: a choice ends after its first tool call. A choice ends with an error after `longest` seconds, or its own
+    A choice ends with an error after `longest` seconds, or its own
     timeout. `caller` identifies the user to an orchestrator with several.
     """
 
     def __init__(
         self,
         client: AsyncBaseClient,
-        jobs: Sequence[ChoiceJob],
-        one_call: bool,
+        plan: AnswerPlan,
         watch: StartTimer,
-        place: ExitStack,
+        release: Callable[[], None],
         longest: float | None,
         caller: str,
     ) -> None:
         self._client = client
-        self._choices = [ChoiceState(index, job.splitter, one_call) for index, job in enumerate(jobs)]
+        self._choices = [ChoiceState(index, job.splitter, plan.one_call) for index, job in enumerate(plan.jobs)]
         self._caller = caller
         self._watch = watch
-        self._place = place
+        self._release = release
         self._longest = longest
         self._line = asyncio.Queue[StreamItem | Exception]()
         self._first: list[StreamItem] = []
         self._streams: dict[int, AsyncStream] = {}
-        self._tasks = [asyncio.create_task(self._complete(index, job)) for index, job in enumerate(jobs)]
+        self._tasks = [asyncio.create_task(self._complete(index, job)) for index, job in enumerate(plan.jobs)]
 
     @property
     def over(self) -> bool:
@@ -206,7 +169,7 @@ class RequestRun:
 
     async def close(self) -> None:
         """Cancels unfinished choices, and waits until they are cancelled."""
-        self._place.close()
+        self._release()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -217,13 +180,13 @@ class RequestRun:
         failed: Exception | None = None
         limits = [limit for limit in (job.timeout, self._longest) if limit is not None]
 
-        def grown(chunk: Chunk) -> None:
-            watch.grown(len(chunk.token_ids))
-            put(choice.add(chunk.text, chunk.token_ids, extras_of(chunk, job)))
-
         def put(items: Sequence[StreamItem]) -> None:
             for item in items:
                 self._line.put_nowait(item)
+
+        def grown(chunk: Chunk) -> None:
+            watch.grown(len(chunk.token_ids))
+            put(choice.add(chunk.text, chunk.token_ids, extras_of(chunk, job)))
 
         try:
             stream = self._streams[index] = self._client.stream(

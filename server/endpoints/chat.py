@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from outrider.protocol.sampling import MOST_LOGPROBS
-from outrider.server.answers.formatter import AnswerInfo, CompletionFormatter
+from outrider.server.answers.formatter import AnswerPlan, CompletionFormatter
 from outrider.server.answers.parts import ChoiceState, Extras, Part, TextPart, ThinkingPart
 from outrider.server.answers.run import speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
@@ -234,8 +234,8 @@ class ChatFormatter(CompletionFormatter):
     response = ChatCompletion
     chunk = ChatChunk
 
-    def __init__(self, info: AnswerInfo, count: int, include_usage: bool) -> None:
-        super().__init__(info, include_usage)
+    def __init__(self, plan: AnswerPlan, count: int, include_usage: bool) -> None:
+        super().__init__(plan, include_usage)
         self._calls = [0] * count
 
     def begin(self) -> bytes:
@@ -275,7 +275,7 @@ class ChatFormatter(CompletionFormatter):
         return Delta()
 
     def _extras(self, extras: Extras) -> dict[str, Any]:
-        rows = self.info.speller.content(extras.logprobs) if self.info.speller is not None else None
+        rows = self.plan.speller.content(extras.logprobs) if self.plan.speller is not None else None
         return {"logprobs": rows, "speculation": speculated(extras)}
 
 
@@ -368,7 +368,7 @@ async def complete(asked: ChatRequest, request: Request, context: TheServer) -> 
     plan = await asyncio.to_thread(
         context.plan, asked, talk, output_format_of(asked), asked.stop, _most(asked), logprobs, count
     )
-    return await context.respond(request, plan, ChatFormatter(plan.info, count, include_usage_of(asked)), asked.stream)
+    return await context.respond(request, ChatFormatter(plan, count, include_usage_of(asked)), asked.stream)
 
 
 def _most(asked: ChatRequest) -> int | None:

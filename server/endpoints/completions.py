@@ -15,9 +15,9 @@ from starlette.responses import Response
 from outrider.orchestrator.client.dialogue import TokenLogprob
 from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.protocol.schema import NEVER
-from outrider.server.answers.formatter import AnswerInfo, CompletionFormatter
-from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, Part, Splitter, TextPart
-from outrider.server.answers.run import job, speculated
+from outrider.server.answers.formatter import AnswerPlan, CompletionFormatter
+from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, Part, Splitter, TextPart, job
+from outrider.server.answers.run import speculated
 from outrider.server.answers.usage import LEAST, LogprobFormatter, schema_checker, speller
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping.generation_params import include_usage_of, sampling_params
@@ -37,7 +37,7 @@ from outrider.server.schemas import (
     bounded,
     unsupported,
 )
-from outrider.server.server_context import AnswerPlan, TheServer
+from outrider.server.server_context import TheServer
 
 Tokens = Annotated[list[int], bounded(MAX_TOKENS, least=1)]
 
@@ -142,13 +142,13 @@ class TextCompletionFormatter(CompletionFormatter):
     chunk = Completion
 
     def __init__(
-        self, info: AnswerInfo, echoes: Sequence[str], include_usage: bool, tried: int = 1, each: int = 1
+        self, plan: AnswerPlan, echoes: Sequence[str], include_usage: bool, tried: int = 1, each: int = 1
     ) -> None:
         """Of every `tried` choices the likeliest `each` are kept."""
-        super().__init__(info, include_usage)
+        super().__init__(plan, include_usage)
         self._echoes = echoes
         self._tried, self._each = tried, each
-        self._listings = [CompletionLogprobWriter(info.speller) for _ in echoes] if info.speller is not None else None
+        self._listings = [CompletionLogprobWriter(plan.speller) for _ in echoes] if plan.speller is not None else None
 
     def begin(self) -> bytes:
         begun = enumerate(map(TextPart, self._echoes))
@@ -187,8 +187,8 @@ async def complete(asked: CompletionRequest, request: Request, context: TheServe
         raise Refused("logprobs of the prompt are not supported; leave out echo or logprobs", "logprobs")
     with_usage = include_usage_of(asked)
     plan, echoes = await asyncio.to_thread(_plan, context.model, asked)
-    formatter = TextCompletionFormatter(plan.info, echoes, with_usage, _tried(asked), asked.n or 1)
-    return await context.respond(request, plan, formatter, asked.stream)
+    formatter = TextCompletionFormatter(plan, echoes, with_usage, _tried(asked), asked.n or 1)
+    return await context.respond(request, formatter, asked.stream)
 
 
 def _plan(model: ServedModel, asked: CompletionRequest) -> tuple[AnswerPlan, list[str]]:
@@ -208,15 +208,16 @@ def _plan(model: ServedModel, asked: CompletionRequest) -> tuple[AnswerPlan, lis
         for tokens in prompts
         for index in range(tried)
     ]
-    info = AnswerInfo(
+    plan = AnswerPlan(
         model.id,
         sum(map(len, prompts)),
+        jobs,
         speller=speller(model, sampling) if asked.logprobs is not None else None,
         notes=schema_checker(form),
     )
     texts = [one if isinstance(one, str) else model.codec.decode(tuple(one)) for one in given] if asked.echo else []
     echoes = [text for text in texts or [""] * len(given) for _ in range(each)]
-    return AnswerPlan(info, jobs), echoes
+    return plan, echoes
 
 
 def _tried(asked: CompletionRequest) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -13,9 +12,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from outrider.orchestrator.pairing.tokenizer import Detokenizer, TextCodec
-from outrider.server.answers.formatter import AnswerInfo, BlockFormatter, event, typed_event
-from outrider.server.answers.parts import ChoiceState, Part, PartUpdate, TextPart, ThinkingPart, timings
-from outrider.server.answers.run import ChoiceJob
+from outrider.server.answers.formatter import AnswerPlan, BlockFormatter, event, typed_event
+from outrider.server.answers.parts import ChoiceJob, ChoiceState, Part, PartUpdate, TextPart, ThinkingPart, timings
 from outrider.server.answers.usage import about
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
@@ -190,29 +188,29 @@ _REASONS: dict[str, StopReason] = {"tool": "tool_use", "length": "max_tokens"}
 
 
 class MessageFormatter(BlockFormatter):
-    """Formats a message. `stopped_by` returns the stop sequence that ended a choice.
+    """Formats a message.
 
     A stream is message_start, content blocks, message_delta with the stop reason and usage, and message_stop.
     """
 
-    def __init__(self, info: AnswerInfo, stopped_by: Callable[[ChoiceState], str | None]) -> None:
-        super().__init__(info)
-        self._stopped_by = stopped_by
+    def __init__(self, plan: AnswerPlan, codec: TextCodec) -> None:
+        super().__init__(plan)
+        self._codec = codec
         self._id = f"msg_{secrets.token_hex(12)}"
 
     def whole(self, choices: Sequence[ChoiceState]) -> MessageAnswer:
         (choice,) = choices
         return MessageAnswer(
             id=self._id,
-            model=self.info.model,
+            model=self.plan.model,
             content=[_block(part) for part in choice.parts],
             **self._reason(choice),
             **self._numbers(choice),
         )
 
     def begin(self) -> bytes:
-        used = messages_usage(self.info.prompt_tokens, None)
-        begun = MessageAnswer(id=self._id, model=self.info.model, content=[], usage=used)
+        used = messages_usage(self.plan.prompt_tokens, None)
+        begun = MessageAnswer(id=self._id, model=self.plan.model, content=[], usage=used)
         return typed_event("message_start", message=begun)
 
     def end(self) -> bytes:
@@ -240,13 +238,13 @@ class MessageFormatter(BlockFormatter):
         return (signature or b"") + typed_event("content_block_stop", index=self._at)
 
     def _reason(self, choice: ChoiceState) -> dict[str, Any]:
-        stop = self._stopped_by(choice) if choice.finish == "stop" else None
+        stop = stop_that_ended(self._codec, self.plan.jobs[0], choice) if choice.finish == "stop" else None
         reason = "stop_sequence" if stop is not None else _REASONS.get(choice.finish, "end_turn")
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _numbers(self, choice: ChoiceState) -> dict[str, Any]:
         return {
-            "usage": messages_usage(self.info.prompt_tokens, choice),
+            "usage": messages_usage(self.plan.prompt_tokens, choice),
             "timings": timings(choice.result.timings),
             "outrider": about(choice),
         }
@@ -368,8 +366,7 @@ async def answer(asked: MessagesRequest, request: Request, context: TheServer) -
     """Generates an answer to a conversation."""
     talk, form = conversation(context.model, asked), output_format_of(asked)
     plan = await asyncio.to_thread(context.plan, asked, talk, form, asked.stop_sequences, asked.max_tokens)
-    stopped_by = partial(stop_that_ended, context.model.codec, plan.jobs[0])
-    return await context.respond(request, plan, MessageFormatter(plan.info, stopped_by), asked.stream)
+    return await context.respond(request, MessageFormatter(plan, context.model.codec), asked.stream)
 
 
 @router.post("/messages/count_tokens", response_model=None, responses=response_docs(TokenCount, anthropic=True))

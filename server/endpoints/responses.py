@@ -14,8 +14,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from outrider.protocol.sampling import MOST_LOGPROBS, SamplingParams
-from outrider.server.answers.formatter import AnswerInfo, BlockFormatter, typed_event
+from outrider.protocol.sampling import MOST_LOGPROBS
+from outrider.server.answers.formatter import AnswerPlan, BlockFormatter, typed_event
 from outrider.server.answers.parts import ChoiceState, Extras, Part, PartUpdate, TextPart, ThinkingPart, timings
 from outrider.server.answers.usage import TextLogprobs, about
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
@@ -217,19 +217,19 @@ class ResponseFormatter(BlockFormatter):
     The output's items are messages, reasoning and calls. The last one is `in_progress` while it grows.
     """
 
-    def __init__(self, info: AnswerInfo, asked: ResponsesRequest, sampling: SamplingParams) -> None:
-        super().__init__(info)
+    def __init__(self, plan: AnswerPlan, asked: ResponsesRequest) -> None:
+        super().__init__(plan)
         # Coding agents also offer tools that run at OpenAI.
         others = sorted({tool.type[:40] for tool in asked.tools or () if tool.type != "function"})
         self._notes = [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
-        self._logprobs = TextLogprobs(info.speller) if info.speller is not None else None
+        self._logprobs = TextLogprobs(plan.speller) if plan.speller is not None else None
         self._number = -1
         self._items: list[Output] = []
-        choice = asked.tool_choice
+        choice, sampling = asked.tool_choice, plan.jobs[0].sampling
         self._common: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(12)}",
-            "created_at": info.created,
-            "model": info.model,
+            "created_at": plan.created,
+            "model": plan.model,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
@@ -268,21 +268,21 @@ class ResponseFormatter(BlockFormatter):
         return ResponseObject(**self._common, output=self._items, **more)
 
     def _whole(self, choice: ChoiceState) -> ResponseObject:
-        info, times, made = self.info, choice.result.timings, len(choice.tokens)
-        thought = info.thoughts(choice) if info.thoughts is not None else 0
+        plan, times, made = self.plan, choice.result.timings, len(choice.tokens)
+        thought = plan.thoughts(choice) if plan.thoughts is not None else 0
         usage = ResponsesUsage(
-            input_tokens=info.prompt_tokens,
+            input_tokens=plan.prompt_tokens,
             input_tokens_details=WrittenTokens(cached_tokens=times.cache_n, cache_write_tokens=times.prompt_n),
             output_tokens=made,
             output_tokens_details=ReasoningTokens(reasoning_tokens=thought),
-            total_tokens=info.prompt_tokens + made,
+            total_tokens=plan.prompt_tokens + made,
         )
         return self._shape(
             status=_status(choice),
             incomplete_details={"reason": "max_output_tokens"} if choice.finish == "length" else None,
             usage=usage,
             timings=timings(times),
-            outrider=about(choice, [*self._notes, *self.info.notes([choice])]),
+            outrider=about(choice, [*self._notes, *self.plan.notes([choice])]),
         )
 
     def _take_logprobs(self, extras: Extras) -> None:
@@ -450,8 +450,7 @@ async def respond(asked: ResponsesRequest, request: Request, context: TheServer)
     plan = await asyncio.to_thread(
         context.plan, asked, talk, form, asked.stop, asked.max_output_tokens, logprobs(asked)
     )
-    formatter = ResponseFormatter(plan.info, asked, plan.jobs[0].sampling)
-    return await context.respond(request, plan, formatter, asked.stream)
+    return await context.respond(request, ResponseFormatter(plan, asked), asked.stream)
 
 
 @router.post("/responses/input_tokens", response_model=None, responses=response_docs(InputTokens))

@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
 from outrider.server.answers import run as request_run
-from outrider.server.answers.formatter import AnswerFormatter, AnswerInfo
+from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
 from outrider.server.answers.parts import KeepAlive, StreamItem
 from outrider.server.answers.run import RequestRun
 from outrider.server.endpoints import chat, completions, messages
@@ -33,10 +35,10 @@ class SilentRun(RequestRun):
         return found
 
 
-INFO = AnswerInfo("m", 5)
+PLAN = AnswerPlan("m", 5, [])
 APIS: dict[str, AnswerFormatter] = {
-    "chat": chat.ChatFormatter(INFO, 1, False),
-    "completions": completions.TextCompletionFormatter(INFO, [""], False),
+    "chat": chat.ChatFormatter(PLAN, 1, False),
+    "completions": completions.TextCompletionFormatter(PLAN, [""], False),
 }
 
 
@@ -63,10 +65,8 @@ def test_silent_stream_sends_progress_and_keep_alive_comments(api: str) -> None:
 
 
 def test_silent_messages_stream_sends_pings() -> None:
-    assert (
-        written(messages.MessageFormatter(INFO, lambda choice: None))
-        == [b'event: ping\ndata: {"type": "ping"}\n\n'] * 3
-    )
+    codec = load_codec(find_model(str(EMBEDDED_TARGET), weights=False))
+    assert written(messages.MessageFormatter(PLAN, codec)) == [b'event: ping\ndata: {"type": "ping"}\n\n'] * 3
 
 
 @pytest.mark.parametrize(
