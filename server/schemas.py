@@ -77,6 +77,16 @@ class LooseShape(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
+class ContentPart(LooseShape):
+    """A part of a message's content. Only text can be read; images, audio and files are rejected."""
+
+    type: str
+    text: str | None = None
+
+
+Content = str | Annotated[list[ContentPart], bounded()]
+
+
 class ApiResponse(BaseModel):
     """A response, or a part of one."""
 

@@ -36,6 +36,7 @@ from outrider.server.schemas import (
     MAX_TOOLS,
     ApiResponse,
     ChatLogprobs,
+    Content,
     LooseShape,
     MaxTokens,
     Object,
@@ -54,13 +55,6 @@ from outrider.server.server_context import TheServer
 Finish = Literal["stop", "length", "tool_calls"]
 
 
-class ChatPart(LooseShape):
-    """A part of a message. Only text is supported; images, audio and files are rejected."""
-
-    type: str
-    text: str | None = None
-
-
 class FunctionCalled(LooseShape):
     name: str
     arguments: str | Object = "{}"
@@ -76,7 +70,7 @@ class ChatMessage(LooseShape):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ChatPart], bounded()] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCalled], bounded(MAX_TOOLS)] | None = None
     tool_call_id: str | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from difflib import get_close_matches
 from functools import cache
 from inspect import signature
@@ -104,6 +104,7 @@ class JsonRoute(APIRoute):
         endpoint = self.endpoint
         first, *others = signature(endpoint, eval_str=True).parameters.values()
         shape: type[ApiRequest] = first.annotation
+        _SHAPES.add(shape)
 
         async def handle(request: Request) -> Response:
             context = request.app.state.context
@@ -180,6 +181,9 @@ _OTHER_SERVERS = frozenset(
 )  # fmt: skip
 """Fields of vLLM, llama.cpp, SGLang and others that change the text there."""
 
+_SHAPES: set[type[ApiRequest]] = set()
+"""The requests of all paths."""
+
 log = logging.getLogger(__name__)
 
 
@@ -224,10 +228,4 @@ def _effective_fields(shape: type[ApiRequest]) -> tuple[str, ...]:
 
 @cache
 def _other_paths() -> frozenset[str]:
-    return frozenset(name for shape in _subclasses(ApiRequest) for name in _effective_fields(shape)) - _HARMLESS
-
-
-def _subclasses(shape: type[ApiRequest]) -> Iterator[type[ApiRequest]]:
-    for one in shape.__subclasses__():
-        yield one
-        yield from _subclasses(one)
+    return frozenset(name for shape in _SHAPES for name in _effective_fields(shape)) - _HARMLESS

@@ -37,6 +37,7 @@ from outrider.server.schemas import (
     MAX_TOOLS,
     ApiRequest,
     ApiResponse,
+    ContentPart,
     Generation,
     LooseShape,
     MaxTokens,
@@ -51,11 +52,9 @@ from outrider.server.schemas import (
 from outrider.server.server_context import TheServer, as_json
 
 
-class Block(LooseShape):
+class Block(ContentPart):
     """A content block: text, thinking, tool_use or tool_result. Images and documents are rejected."""
 
-    type: str
-    text: str | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None

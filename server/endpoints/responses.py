@@ -38,6 +38,7 @@ from outrider.server.schemas import (
     MAX_TOOLS,
     ApiResponse,
     CachedTokens,
+    Content,
     LooseShape,
     MaxTokens,
     Object,
@@ -53,23 +54,16 @@ from outrider.server.schemas import (
 from outrider.server.server_context import TheServer, as_json
 
 
-class Content(LooseShape):
-    """A part of a message: input_text or output_text."""
-
-    type: str
-    text: str | None = None
-
-
 class Item(LooseShape):
     """A message, a function call, its output, or earlier reasoning."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Annotated[list[Content], bounded()] | None = None
+    content: Content | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | Annotated[list[Content], bounded()] | None = None
+    output: Content | None = None
 
 
 class FunctionTool(LooseShape):
