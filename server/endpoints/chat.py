@@ -34,6 +34,7 @@ from outrider.server.problems import Refused
 from outrider.server.schemas import (
     MAX_STOPS,
     MAX_TOOLS,
+    ApiRequest,
     ApiResponse,
     ChatLogprobs,
     Content,
@@ -120,11 +121,10 @@ class ToolsAllowed(LooseShape):
     allowed_tools: Allowed
 
 
-class ChatRequest(Sampling):
-    """A chat completion."""
+class ConversationRequest(ApiRequest):
+    """The fields that become the prompt."""
 
-    messages: Annotated[list[ChatMessage], bounded(least=1)]
-    max_completion_tokens: MaxTokens | None = None
+    messages: Annotated[list[ChatMessage], bounded(least=1)] | None = None
     tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChosen | ToolsAllowed | None = None
     parallel_tool_calls: bool | None = None
@@ -132,6 +132,13 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
+
+
+class ChatRequest(ConversationRequest, Sampling):
+    """A chat completion."""
+
+    messages: Annotated[list[ChatMessage], bounded(least=1)]
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     modalities: Annotated[list[str], bounded(MAX_STOPS)] | None = None
@@ -278,27 +285,7 @@ def call_id(call: ToolCall) -> str:
     return call.id or f"call_{secrets.token_hex(12)}"
 
 
-def refuse(asked: ChatRequest) -> None:
-    """Raises Refused for unsupported fields that would change the answer."""
-    if asked.modalities is not None and asked.modalities != ["text"]:
-        raise Refused("modalities: only text output is supported; expected ['text'], or leave it out", "modalities")
-    if asked.continue_final_message and asked.add_generation_prompt:
-        raise Refused(
-            "continue_final_message and add_generation_prompt can't be used together", "continue_final_message"
-        )
-    if asked.continue_final_message:
-        check_own_turn(asked.messages)
-    if asked.top_logprobs and not asked.logprobs:
-        raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
-
-
-def check_own_turn(messages: list[ChatMessage]) -> None:
-    """Raises Refused unless the last message is the assistant's."""
-    if not messages or messages[-1].role != "assistant":
-        raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
-
-
-def _tool_choice(asked: ChatRequest) -> ToolSelection:
+def _tool_choice(asked: ConversationRequest) -> ToolSelection:
     one = asked.parallel_tool_calls is False
     match asked.tool_choice:
         case None | str() as kind:
@@ -309,35 +296,31 @@ def _tool_choice(asked: ChatRequest) -> ToolSelection:
             return ToolSelection(allowed.mode, tuple(tool.function.name for tool in allowed.tools), one)
 
 
-def conversation(model: ServedModel, asked: ChatRequest) -> TemplateInput:
-    refuse(asked)
-    strict = [tool.function.name for tool in asked.tools or () if tool.function is not None and tool.function.strict]
-    box = toolbox(model, tools(asked.tools), _tool_choice(asked), strict)
+def conversation(model: ServedModel, asked: ConversationRequest) -> TemplateInput:
+    """Converts to a template's input. Raises Refused for unsupported content and tools."""
+    messages = asked.messages or []
+    if asked.continue_final_message and asked.add_generation_prompt:
+        raise Refused(
+            "continue_final_message and add_generation_prompt can't be used together", "continue_final_message"
+        )
+    if asked.continue_final_message and messages[-1].role != "assistant":
+        raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
+    given, strict = [], []
+    for place, tool in enumerate(asked.tools or ()):
+        if tool.type != "function" or tool.function is None:
+            raise Refused(f"tools.{place}: only function tools are supported", f"tools.{place}")
+        given.append(function(tool.function.name, tool.function.description, tool.function.parameters))
+        strict += [tool.function.name] if tool.function.strict else []
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.reasoning_effort is not None:
         keywords.setdefault("reasoning_effort", asked.reasoning_effort)
     return TemplateInput(
-        messages=messages(asked.messages),
-        box=box,
+        messages=[_message(message, f"messages.{place}.content") for place, message in enumerate(messages)],
+        box=toolbox(model, given, _tool_choice(asked), strict),
         keywords=keywords,
         answer=asked.add_generation_prompt is not False,
         continue_final=bool(asked.continue_final_message),
     )
-
-
-def messages(given: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Converts messages for the template. Raises Refused for unsupported content."""
-    return [_message(message, f"messages.{place}.content") for place, message in enumerate(given)]
-
-
-def tools(given: list[Tool] | None) -> list[dict[str, Any]]:
-    """Converts tools for the template. Raises Refused for anything but functions."""
-    found = []
-    for place, tool in enumerate(given or ()):
-        if tool.type != "function" or tool.function is None:
-            raise Refused(f"tools.{place}: only function tools are supported", f"tools.{place}")
-        found.append(function(tool.function.name, tool.function.description, tool.function.parameters))
-    return found
 
 
 def _message(message: ChatMessage, where: str) -> dict[str, Any]:
@@ -357,6 +340,10 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/chat/completions", response_model=None, responses=response_docs(ChatCompletion, chunk_docs(ChatChunk)))
 async def complete(asked: ChatRequest, request: Request, context: TheServer) -> Response:
     """Generates an answer to a conversation."""
+    if asked.modalities is not None and asked.modalities != ["text"]:
+        raise Refused("modalities: only text output is supported; expected ['text'], or leave it out", "modalities")
+    if asked.top_logprobs and not asked.logprobs:
+        raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
     talk, count = conversation(context.model, asked), asked.n or 1
     logprobs = asked.top_logprobs or 0 if asked.logprobs else None
     plan = await asyncio.to_thread(

@@ -411,6 +411,16 @@ def test_input_tokens_equal_the_tokenized_conversation(ask: Ask) -> None:
     }
 
 
+def test_tokenize_reads_a_conversation_as_chat_completions_do(ask: Ask) -> None:
+    def count(**fields: Any) -> int:
+        return int(ask("/tokenize", json={**CHAT_BODY, **fields}).json()["count"])
+
+    assert count(tools=[TOOL], tool_choice="none") == count() < count(tools=[TOOL])
+    for path in (CHAT, "/tokenize", "/apply-template"):
+        both = ask(path, json={**CHAT_BODY, "continue_final_message": True, "add_generation_prompt": True})
+        assert both.status_code == 400 and "can't be used together" in error_message(both)
+
+
 def test_truncation_auto_and_disabled_are_accepted(ask: Ask) -> None:
     for truncation, status in (("auto", 503), ("disabled", 503), ("sometimes", 400)):
         assert ask(RESPOND, json={"input": "x", "truncation": truncation}).status_code == status
