@@ -16,14 +16,13 @@ from starlette.responses import Response
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.server.access_log import CLIENT_CLOSED_REQUEST, VERSION, AccessLog
-from outrider.server.auth_middleware import AuthMiddleware, CompletionBackend
 from outrider.server.endpoints import chat, completions, messages, page, responses, status
 from outrider.server.endpoints.json_route import extend_openapi
 from outrider.server.metrics import Metrics
+from outrider.server.middleware import CLIENT_CLOSED_REQUEST, VERSION, AccessLog, AuthMiddleware
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import allowed_methods, problem_of
-from outrider.server.server_context import ServerContext
+from outrider.server.server_context import CompletionBackend, ServerContext
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import Tracing

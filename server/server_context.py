@@ -1,34 +1,77 @@
-"""What endpoints share: the model, the backend, metrics, and running requests until they end or the client leaves."""
+"""What endpoints share: the model, the backend, metrics, and running requests until they end or the client leaves.
+
+A caller is identified by API key, or by address if it sends none.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from functools import partial
-from typing import Annotated
+from functools import lru_cache, partial
+from typing import Annotated, Protocol
 
 from fastapi import Depends, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncClient
 from outrider.orchestrator.http_settings import HttpSettings
+from outrider.protocol.messages import Stats
 from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
 from outrider.server.answers.parts import ChoiceJob, job, splitter
 from outrider.server.answers.run import EventStream, RequestRun, while_connected
 from outrider.server.answers.usage import counter, schema_checker, speller
-from outrider.server.auth_middleware import CompletionBackend, caller_hash, caller_of
 from outrider.server.endpoints.json_route import IgnoredFields
-from outrider.server.mapping.generation_params import room, sampling_params
+from outrider.server.mapping.generation_params import UNBOUNDED, sampling_params
 from outrider.server.mapping.output_format import OutputFormat, answer_grammar, resolve_output_format
 from outrider.server.metrics import ChoiceTimer, Metrics
+from outrider.server.middleware import key_of
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.problems import Refused
 from outrider.server.schemas import Generation
 
 FIRST_SECONDS = 0.5
 """How long a stream waits for its first result before its status 200 is sent."""
+MAX_CLIENTS = 1024
+TIMEOUT_SECONDS = 10.0
+
+
+def caller_of(request: Request) -> str:
+    """Returns the caller's API key, or else its address."""
+    return key_of(request.scope) or (request.client.host if request.client is not None else "")
+
+
+def caller_hash(caller: str) -> str:
+    """Returns a hash of the caller that does not reveal its key. The orchestrator may run on another machine."""
+    return hashlib.sha256(caller.encode()).hexdigest()[:16]
+
+
+class CompletionBackend(Protocol):
+    """What completes texts: one orchestrator, or a fleet."""
+
+    def client(self, request: Request) -> AsyncBaseClient:
+        """Returns the client to use for `request`."""
+
+    async def stats(self) -> Stats:
+        """Returns current statistics. Raises OutriderError if there is no answer."""
+
+
+class CallerClients:
+    """Keeps one orchestrator client per caller, because the orchestrator schedules fairly by client. The least recently
+    used is dropped."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._client_of = lru_cache(MAX_CLIENTS)(lambda caller: AsyncClient(endpoint, TIMEOUT_SECONDS))
+        self._stats_client = AsyncClient(endpoint, TIMEOUT_SECONDS)
+
+    def client(self, request: Request) -> AsyncClient:
+        return self._client_of(caller_of(request))
+
+    async def stats(self) -> Stats:
+        return await self._stats_client.stats()
 
 
 class ServerContext:
@@ -74,8 +117,10 @@ class ServerContext:
         box, form = talk.box, resolve_output_format(self.model, form)
         prompt = self.model.prompt(talk)
         grammar = answer_grammar(self.model, prompt, box, form)
-        most = room(self.model, len(prompt.tokens), max_tokens)
-        sampling = sampling_params(self.model, asked, most, stop, grammar, logprobs)
+        if max_tokens is None:
+            length = self.model.context_length
+            max_tokens = UNBOUNDED if length is None else max(length - len(prompt.tokens), 1)
+        sampling = sampling_params(self.model, asked, max_tokens, stop, grammar, logprobs)
         jobs = []
         for index in range(count):
             split = splitter(self.model, prompt, box, form is not None, grammar is not None)

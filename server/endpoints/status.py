@@ -20,6 +20,7 @@ from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.endpoints.chat import ChatMessage, ConversationRequest, conversation
 from outrider.server.endpoints.json_route import JsonRoute, error_docs, response_docs
 from outrider.server.model.served import ServedModel
+from outrider.server.model.tool_format import NOTE
 from outrider.server.problems import Refused
 from outrider.server.schemas import MAX_TOKENS, ApiRequest, ApiResponse, absent, bounded
 from outrider.server.server_context import ServerContext, TheServer, as_json
@@ -244,5 +245,5 @@ def _model(context: ServerContext, name: str) -> Model:
         max_model_len=context.model.context_length,
         chat_template=context.model.template is not None,
         max_input_tokens=context.model.context_length,
-        description=context.model.note or None,
+        description=NOTE if context.model.tools_as_text else None,
     )

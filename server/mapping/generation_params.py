@@ -58,15 +58,6 @@ def sampling_params(
     return SamplingParams(**fields)
 
 
-def room(model: ServedModel, prompt_tokens: int, asked: int | None) -> int:
-    """Returns the maximum length of an answer: as requested, or what the context has room for."""
-    if asked is not None:
-        return asked
-    if model.context_length is None:
-        return UNBOUNDED
-    return max(model.context_length - prompt_tokens, 1)
-
-
 def _bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
     wrong = ", ".join(repr(key[:40]) for key in given or {} if not (key.isascii() and key.isdigit()))
     if wrong:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 
@@ -18,7 +19,6 @@ from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest, UnknownDrafter, as_error, kind_of
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.app import application
-from outrider.server.auth_middleware import CallerClients
 from outrider.server.endpoints.chat import ChatRequest
 from outrider.server.endpoints.completions import CompletionRequest
 from outrider.server.endpoints.json_route import IgnoredFields
@@ -27,6 +27,7 @@ from outrider.server.endpoints.responses import ResponsesRequest
 from outrider.server.endpoints.status import DetokenizeRequest
 from outrider.server.model.served import ServedModel, load_served
 from outrider.server.problems import problem_of
+from outrider.server.server_context import CallerClients
 from tests.server.scripted import write_scripted
 
 NOBODY = "ipc:///tmp/outrider-test-nobody-serves-this"
@@ -564,7 +565,7 @@ def test_http_settings_round_trip_through_json(tmp_path: Path) -> None:
 
     settings = HttpSettings(api_keys=("a", "b"), cors_origins=("*",), model_names=("m",))
     order = HttpOrder(settings, "ipc:///x", "m", str(tmp_path), 7)
-    assert HttpOrder.from_json(order.to_json()) == order
+    assert msgspec.json.decode(msgspec.json.encode(order), type=HttpOrder) == order
 
 
 def test_unknown_drafter_error_names_the_speculation_field():
