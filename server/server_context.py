@@ -25,8 +25,13 @@ from outrider.server.answers.parts import ChoiceJob, job, splitter
 from outrider.server.answers.run import EventStream, RequestRun, while_connected
 from outrider.server.answers.usage import counter, schema_checker, speller
 from outrider.server.endpoints.json_route import IgnoredFields
-from outrider.server.mapping.generation_params import UNBOUNDED, sampling_params
-from outrider.server.mapping.output_format import OutputFormat, answer_grammar, resolve_output_format
+from outrider.server.mapping.generation_params import (
+    UNBOUNDED,
+    OutputFormat,
+    answer_grammar,
+    resolve_output_format,
+    sampling_params,
+)
 from outrider.server.metrics import ChoiceTimer, Metrics
 from outrider.server.middleware import key_of
 from outrider.server.model.served import ServedModel, TemplateInput

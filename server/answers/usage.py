@@ -14,7 +14,7 @@ from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import NEVER
 from outrider.server.answers.parts import ChoiceState, TextPart
-from outrider.server.mapping.output_format import OutputFormat
+from outrider.server.mapping.generation_params import OutputFormat
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import SpanTags
 from outrider.server.schemas import (
@@ -83,25 +83,20 @@ class LogprobFormatter:
 
     def content(self, rows: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         """Formats for chat completions; None without tokens."""
-        visible = self.visible(rows)
-        return ChatLogprobs(content=[self.spelled(row) for row in visible]) if visible else None
+        spelled = self.spelled(rows)
+        return ChatLogprobs(content=spelled) if spelled else None
 
-    def visible(self, rows: Sequence[TokenLogprob]) -> list[TokenLogprob]:
-        return [row for row in rows if row.token not in self._ends]
-
-    def bytes_of(self, token: int) -> bytes:
-        return self._codec.spelling.of(token)
-
-    def text(self, token: int) -> str:
-        """Decodes a token; incomplete characters become U+FFFD."""
-        return self.bytes_of(token).decode(errors="replace")
-
-    def spelled(self, row: TokenLogprob) -> SpelledToken:
-        top = [self._likely(token, value) for token, value in row.top if value > NEVER]
-        return SpelledToken(**self._likely(row.token, row.logprob).model_dump(), top_logprobs=top)
+    def spelled(self, rows: Sequence[TokenLogprob]) -> list[SpelledToken]:
+        """Decodes each token; incomplete characters become U+FFFD."""
+        found = []
+        for row in (row for row in rows if row.token not in self._ends):
+            top = [self._likely(token, value) for token, value in row.top if value > NEVER]
+            found.append(SpelledToken(**self._likely(row.token, row.logprob).model_dump(), top_logprobs=top))
+        return found
 
     def _likely(self, token: int, value: float) -> LikelyToken:
-        return LikelyToken(token=self.text(token), logprob=max(value, LEAST), bytes=list(self.bytes_of(token)))
+        spelled = self._codec.spelling.of(token)
+        return LikelyToken(token=spelled.decode(errors="replace"), logprob=max(value, LEAST), bytes=list(spelled))
 
 
 class TextLogprobs:
@@ -115,9 +110,9 @@ class TextLogprobs:
 
     def take(self, rows: Sequence[TokenLogprob]) -> None:
         """Adds the next tokens."""
-        for row in self._speller.visible(rows):
-            self._length += len(self._characters.decode(self._speller.bytes_of(row.token)))
-            self._rows.append((self._length, self._speller.spelled(row)))
+        for one in self._speller.spelled(rows):
+            self._length += len(self._characters.decode(bytes(one.bytes)))
+            self._rows.append((self._length, one))
 
     def next(self, words: TextPart) -> list[SpelledToken]:
         """Returns the tokens that end in `words` and were not returned before."""

@@ -26,8 +26,7 @@ from outrider.server.mapping.conversation import (
     tool_result,
     toolbox,
 )
-from outrider.server.mapping.generation_params import include_usage_of
-from outrider.server.mapping.output_format import output_format_of
+from outrider.server.mapping.generation_params import include_usage_of, output_format_of
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Refused

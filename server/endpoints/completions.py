@@ -14,14 +14,18 @@ from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import TokenLogprob
 from outrider.protocol.sampling import MOST_LOGPROBS
-from outrider.protocol.schema import NEVER
 from outrider.server.answers.formatter import AnswerPlan, CompletionFormatter
 from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, Part, Splitter, TextPart, job
 from outrider.server.answers.run import speculated
-from outrider.server.answers.usage import LEAST, LogprobFormatter, schema_checker, speller
+from outrider.server.answers.usage import LogprobFormatter, schema_checker, speller
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
-from outrider.server.mapping.generation_params import include_usage_of, sampling_params
-from outrider.server.mapping.output_format import answer_grammar, output_format_of, resolve_output_format
+from outrider.server.mapping.generation_params import (
+    answer_grammar,
+    include_usage_of,
+    output_format_of,
+    resolve_output_format,
+    sampling_params,
+)
 from outrider.server.model.served import ServedModel, TokenizedPrompt, Toolbox
 from outrider.server.problems import Refused
 from outrider.server.schemas import (
@@ -31,6 +35,7 @@ from outrider.server.schemas import (
     Outrider,
     Sampling,
     Speculated,
+    SpelledToken,
     Timings,
     Usage,
     absent,
@@ -95,27 +100,26 @@ class CompletionLogprobWriter:
 
     def next(self, rows: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         """Formats the next tokens; None without any."""
-        visible = self._speller.visible(rows)
-        if not visible:
-            return None
-        offsets = []
-        for row in visible:
+        spelled, offsets = self._speller.spelled(rows), []
+        for one in spelled:
             offsets.append(self._length)
-            self._length += len(self._characters.decode(self._speller.bytes_of(row.token)))
+            self._length += len(self._characters.decode(bytes(one.bytes)))
+        if not spelled:
+            return None
         return CompletionLogprobs(
-            tokens=[self._speller.text(row.token) for row in visible],
-            token_logprobs=[max(row.logprob, LEAST) for row in visible],
-            top_logprobs=[self._top(row) for row in visible],
+            tokens=[one.token for one in spelled],
+            token_logprobs=[one.logprob for one in spelled],
+            top_logprobs=list(map(_top, spelled)),
             text_offset=offsets,
         )
 
-    def _top(self, row: TokenLogprob) -> dict[str, float]:
-        """Top tokens by text. Of tokens with equal text the likeliest is kept; the chosen token is always included."""
-        found = {self._speller.text(row.token): max(row.logprob, LEAST)}
-        for token, value in row.top:
-            if value > NEVER:
-                found.setdefault(self._speller.text(token), value)
-        return found
+
+def _top(spelled: SpelledToken) -> dict[str, float]:
+    """Top tokens by text. Of tokens with equal text the likeliest is kept; the chosen token is always included."""
+    found = {spelled.token: spelled.logprob}
+    for one in spelled.top_logprobs:
+        found.setdefault(one.token, one.logprob)
+    return found
 
 
 def likeliest(choices: Sequence[ChoiceState], tried: int, kept: int) -> list[ChoiceState]:

@@ -29,7 +29,7 @@ from outrider.server.mapping.conversation import (
     tool_result,
     toolbox,
 )
-from outrider.server.mapping.output_format import OutputFormat, parse_output_format
+from outrider.server.mapping.generation_params import OutputFormat, parse_output_format
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused
