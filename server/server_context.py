@@ -21,7 +21,7 @@ from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncClie
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.messages import Stats
 from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
-from outrider.server.answers.parts import ChoiceJob, job, splitter
+from outrider.server.answers.parts import ChoiceState, new_choice, splitter
 from outrider.server.answers.run import EventStream, RequestRun, while_connected
 from outrider.server.answers.usage import counter, schema_checker, speller
 from outrider.server.endpoints.json_route import IgnoredFields
@@ -126,15 +126,14 @@ class ServerContext:
             length = self.model.context_length
             max_tokens = UNBOUNDED if length is None else max(length - len(prompt.tokens), 1)
         sampling = sampling_params(self.model, asked, max_tokens, stop, grammar, logprobs)
-        jobs = []
+        choices = []
         for index in range(count):
             split = splitter(self.model, prompt, box, form is not None, grammar is not None)
-            jobs.append(job(self.model.codec, asked, prompt.tokens, sampling, index, split))
+            choices.append(new_choice(self.model.codec, asked, prompt.tokens, sampling, index, split, box.one))
         return AnswerPlan(
             self.model.id,
             len(prompt.tokens),
-            jobs,
-            box.one,
+            choices,
             counter(self.model, prompt),
             speller(self.model, sampling),
             schema_checker(form, box),
@@ -165,8 +164,8 @@ class ServerContext:
         span = request.scope["state"]["span"]
         operation = "text_completion" if request.url.path in ("/v1/completions", "/completions") else "chat"
 
-        def watch(index: int, job: ChoiceJob) -> ChoiceTimer:
-            inner = span.choice(operation, index, job.sampling) if span is not None else None
+        def watch(choice: ChoiceState) -> ChoiceTimer:
+            inner = span.choice(operation, choice.index, choice.sampling) if span is not None else None
             return ChoiceTimer(self.metrics, inner)
 
         client, release = self.backend.client(request), partial(self._release, caller)

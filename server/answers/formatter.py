@@ -17,12 +17,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_json
 
+from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.answers.parts import (
-    NO_EXTRAS,
-    ChoiceJob,
     ChoiceState,
-    Extras,
     KeepAlive,
     Part,
     PartUpdate,
@@ -67,8 +65,7 @@ class Stencil:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """What is generated, a job for each choice, and what is known before. `one_call`: a choice ends after its first
-    tool call.
+    """The choices to generate, and what is known before.
 
     `thoughts` counts thinking tokens; None: they are not reported. `speller` is None without log-probabilities. `notes`
     checks schemas.
@@ -76,8 +73,7 @@ class AnswerPlan:
 
     model: str
     prompt_tokens: int
-    jobs: Sequence[ChoiceJob]
-    one_call: bool = False
+    choices: list[ChoiceState]
     thoughts: ThoughtCounter | None = None
     speller: LogprobFormatter | None = None
     notes: SchemaChecker = lambda _choices: []
@@ -189,7 +185,9 @@ class CompletionFormatter(AnswerFormatter):
         """Returns a choice of the full response."""
 
     @abstractmethod
-    def _chunk_choice(self, index: int, part: Part | None, extras: Extras, finish: str | None = None) -> BaseModel:
+    def _chunk_choice(
+        self, choice: ChoiceState, part: Part | None, chunks: Sequence[Chunk] = (), finish: str | None = None
+    ) -> BaseModel:
         """Returns a choice of an event. `part` None: the choice ends, by the reason `finish`."""
 
     def whole(self, choices: list[ChoiceState]) -> BaseModel:
@@ -201,13 +199,13 @@ class CompletionFormatter(AnswerFormatter):
 
     def _part(self, update: PartUpdate) -> bytes:
         part = update.part
-        if update.extras is NO_EXTRAS and not isinstance(part, ToolCall):
-            return self._stencil(update.index, isinstance(part, ThinkingPart)).filled(part.text)
-        return self._event([self._chunk_choice(update.index, part, update.extras)])
+        if not update.chunks and not isinstance(part, ToolCall):
+            return self._stencil(update.choice.index, isinstance(part, ThinkingPart)).filled(part.text)
+        return self._event([self._chunk_choice(update.choice, part, update.chunks)])
 
     def _ended(self, choice: ChoiceState) -> bytes:
         self._finished.append(choice)
-        return self._event([self._chunk_choice(choice.index, None, choice.untold, choice.finish)], [choice])
+        return self._event([self._chunk_choice(choice, None, choice.untold, choice.finish)], [choice])
 
     def end(self) -> bytes:
         if not self._include_usage:
@@ -232,4 +230,4 @@ class CompletionFormatter(AnswerFormatter):
 
     def _stencil_of(self, index: int, is_thought: bool) -> Stencil:
         kind = ThinkingPart if is_thought else TextPart
-        return Stencil(lambda text: self._event([self._chunk_choice(index, kind(text), NO_EXTRAS)]))
+        return Stencil(lambda text: self._event([self._chunk_choice(self.plan.choices[index], kind(text))]))

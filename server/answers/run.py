@@ -21,15 +21,10 @@ from starlette.types import Receive, Scope, Send
 from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncStream
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.messages import RoundRecord
-from outrider.server import schemas
 from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
 from outrider.server.answers.parts import (
-    NO_EXTRAS,
     UNFINISHED,
-    ChoiceJob,
     ChoiceState,
-    Extras,
     KeepAlive,
     StreamItem,
     merged,
@@ -38,41 +33,6 @@ from outrider.server.connection import chunk_writer
 from outrider.server.metrics import ChoiceTimer
 from outrider.server.problems import Refused, problem_of
 
-
-def extras_of(chunk: Chunk, job: ChoiceJob) -> Extras:
-    """Returns what `job` requests of a chunk."""
-    if chunk.logprobs is None and chunk.origins is None and chunk.rounds is None and not job.ids:
-        return NO_EXTRAS
-    origins: list[schemas.TokenOrigin] = []
-    if job.words is not None:
-        for token, origin in zip(chunk.token_ids, chunk.origins or (), strict=True):
-            text = job.words.feed((token,)).text
-            origins.append(schemas.TokenOrigin(text=text, origin=origin.name.lower()))
-    return Extras(
-        chunk.logprobs or (),
-        tuple(origins),
-        tuple(map(_round, chunk.rounds or ())),
-        chunk.token_ids if job.ids else (),
-    )
-
-
-def speculated(extras: Extras) -> schemas.Speculated | None:
-    """Returns the `speculation` field of chat and text completions; None if empty."""
-    if not extras.origins and not extras.rounds:
-        return None
-    return schemas.Speculated(origins=list(extras.origins) or None, rounds=list(extras.rounds) or None)
-
-
-def _round(record: RoundRecord) -> schemas.Round:
-    given = {name: getattr(record, name) for name in ("round", "lookup", "source", "drafted", "accepted", "tokens")}
-    drafting = [
-        schemas.Drafting.of(one.work, drafter=one.drafter, round=one.round, depth=one.depth, branches=one.branches)
-        for one in record.drafting
-    ]
-    decided = schemas.Work.of(record.decided) if record.decided is not None else None
-    return schemas.Round(**given, verify=schemas.Work.of(record.verify), decided=decided, drafting=drafting)
-
-
 SILENCE_SECONDS = 4.0
 """A stream sends a keep-alive after as long without a result."""
 
@@ -80,8 +40,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-StartTimer = Callable[[int, ChoiceJob], ChoiceTimer]
-"""Starts the timer of a choice, by its index."""
+StartTimer = Callable[[ChoiceState], ChoiceTimer]
+"""Starts the timer of a choice."""
 
 
 class RequestRun:
@@ -101,7 +61,7 @@ class RequestRun:
         caller: str,
     ) -> None:
         self._client = client
-        self._choices = [ChoiceState(index, job.splitter, plan.one_call) for index, job in enumerate(plan.jobs)]
+        self._choices = plan.choices
         self._caller = caller
         self._watch = watch
         self._release = release
@@ -109,7 +69,7 @@ class RequestRun:
         self._line = asyncio.Queue[StreamItem | Exception]()
         self._first: list[StreamItem] = []
         self._streams: dict[int, AsyncStream] = {}
-        self._tasks = [asyncio.create_task(self._complete(index, job)) for index, job in enumerate(plan.jobs)]
+        self._tasks = [asyncio.create_task(self._complete(choice)) for choice in plan.choices]
 
     @property
     def over(self) -> bool:
@@ -174,11 +134,11 @@ class RequestRun:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _complete(self, index: int, job: ChoiceJob) -> None:
-        watch, choice = self._watch(index, job), self._choices[index]
+    async def _complete(self, choice: ChoiceState) -> None:
+        watch = self._watch(choice)
         result: GenerationResult | None = None
         failed: Exception | None = None
-        limits = [limit for limit in (job.timeout, self._longest) if limit is not None]
+        limits = [limit for limit in (choice.timeout, self._longest) if limit is not None]
 
         def put(items: Sequence[StreamItem]) -> None:
             for item in items:
@@ -186,17 +146,17 @@ class RequestRun:
 
         def grown(chunk: Chunk) -> None:
             watch.grown(len(chunk.token_ids))
-            put(choice.add(chunk.text, chunk.token_ids, extras_of(chunk, job)))
+            put(choice.add(chunk))
 
         try:
-            stream = self._streams[index] = self._client.stream(
-                job.tokens,
-                job.sampling,
-                **job.speculation.model_dump(),
+            stream = self._streams[choice.index] = self._client.stream(
+                choice.prompt,
+                choice.sampling,
+                **choice.speculation.model_dump(),
                 client=self._caller,
                 progress=lambda done, total: self._line.put_nowait(KeepAlive(f"prompt {done}/{total}")),
             )
-            log.info("choice %d is %s", index, stream.request, extra={"client_request": stream.request})
+            log.info("choice %d is %s", choice.index, stream.request, extra={"client_request": stream.request})
             async with asyncio.timeout(min(limits, default=None)):
                 result = await stream.follow(grown)
             put(choice.end(result))
@@ -209,7 +169,7 @@ class RequestRun:
             self._line.put_nowait(failed := error)  # ends the reader's wait
             raise
         finally:
-            self._streams.pop(index, None)
+            self._streams.pop(choice.index, None)
             watch.ended(result, failed)
 
 

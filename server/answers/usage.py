@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from outrider.orchestrator.client.dialogue import TokenLogprob
+from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
 from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
+from outrider.protocol.messages import RoundRecord
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import NEVER
 from outrider.server.answers.parts import ChoiceState, TextPart
@@ -20,11 +21,16 @@ from outrider.server.model.tool_format import SpanTags
 from outrider.server.schemas import (
     CachedTokens,
     ChatLogprobs,
+    Drafting,
     LikelyToken,
     Outrider,
     ReasoningTokens,
+    Round,
+    Speculated,
     SpelledToken,
+    TokenOrigin,
     Usage,
+    Work,
 )
 
 
@@ -32,6 +38,26 @@ def about(choice: ChoiceState, notes: Sequence[str] = ()) -> Outrider:
     """Returns the `outrider` field of an answer that begins with this choice."""
     result = choice.result
     return Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
+
+
+def speculated(choice: ChoiceState, chunks: Sequence[Chunk]) -> Speculated | None:
+    """Returns the `speculation` field of chat and text completions for the choice's next chunks; None if empty."""
+    origins, rounds = [], [_round(record) for chunk in chunks for record in chunk.rounds or ()]
+    if choice.words is not None:
+        for chunk in chunks:
+            for token, origin in zip(chunk.token_ids, chunk.origins or (), strict=True):
+                origins.append(TokenOrigin(text=choice.words.feed((token,)).text, origin=origin.name.lower()))
+    return Speculated(origins=origins or None, rounds=rounds or None) if origins or rounds else None
+
+
+def _round(record: RoundRecord) -> Round:
+    given = {name: getattr(record, name) for name in ("round", "lookup", "source", "drafted", "accepted", "tokens")}
+    drafting = [
+        Drafting.of(one.work, drafter=one.drafter, round=one.round, depth=one.depth, branches=one.branches)
+        for one in record.drafting
+    ]
+    decided = Work.of(record.decided) if record.decided is not None else None
+    return Round(**given, verify=Work.of(record.verify), decided=decided, drafting=drafting)
 
 
 ThoughtCounter = Callable[[ChoiceState], int]
@@ -69,6 +95,10 @@ def usage(prompt_tokens: int, choices: Sequence[ChoiceState], thoughts: ThoughtC
         prompt_tokens_details=CachedTokens(cached_tokens=held),
         completion_tokens_details=ReasoningTokens(reasoning_tokens=sum(map(thoughts, choices))) if thoughts else None,
     )
+
+
+def logprobs_of(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
+    return [row for chunk in chunks for row in chunk.logprobs or ()]
 
 
 LEAST = -9999.0

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.answers.formatter import AnswerPlan, CompletionFormatter
-from outrider.server.answers.parts import ChoiceState, Extras, Part, TextPart, ThinkingPart
-from outrider.server.answers.run import speculated
+from outrider.server.answers.parts import ChoiceState, Part, TextPart, ThinkingPart
+from outrider.server.answers.usage import logprobs_of, speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping.conversation import (
     ANY,
@@ -228,15 +230,15 @@ _FINISH: dict[str, Finish] = {"length": "length", "tool": "tool_calls"}
 
 
 class ChatFormatter(CompletionFormatter):
-    """Formats chat completions. In a stream each of the `count` choices starts with its role."""
+    """Formats chat completions. In a stream each choice starts with its role."""
 
     prefix = "chatcmpl"
     response = ChatCompletion
     chunk = ChatChunk
 
-    def __init__(self, plan: AnswerPlan, count: int, include_usage: bool) -> None:
+    def __init__(self, plan: AnswerPlan, include_usage: bool) -> None:
         super().__init__(plan, include_usage)
-        self._calls = [0] * count
+        self._calls = [0] * len(plan.choices)
 
     def begin(self) -> bytes:
         first = Delta(role="assistant", content="")
@@ -255,12 +257,14 @@ class ChatFormatter(CompletionFormatter):
             index=choice.index,
             message=message,
             finish_reason=_FINISH.get(choice.finish, "stop"),
-            **self._extras(choice.extras),
+            **self._extras(choice, choice.chunks),
         )
 
-    def _chunk_choice(self, index: int, part: Part | None, extras: Extras, finish: str | None = None) -> ChunkChoice:
-        reason = _FINISH.get(finish, "stop") if finish is not None else None
-        return ChunkChoice(index=index, delta=self._delta(index, part), finish_reason=reason, **self._extras(extras))
+    def _chunk_choice(
+        self, choice: ChoiceState, part: Part | None, chunks: Sequence[Chunk] = (), finish: str | None = None
+    ) -> ChunkChoice:
+        reason, delta = _FINISH.get(finish, "stop") if finish is not None else None, self._delta(choice.index, part)
+        return ChunkChoice(index=choice.index, delta=delta, finish_reason=reason, **self._extras(choice, chunks))
 
     def _delta(self, index: int, part: Part | None) -> Delta:
         match part:
@@ -274,9 +278,9 @@ class ChatFormatter(CompletionFormatter):
                 return Delta(tool_calls=[ToolCallDelta(index=self._calls[index] - 1, id=call_id(part), function=made)])
         return Delta()
 
-    def _extras(self, extras: Extras) -> dict[str, Any]:
-        rows = self.plan.speller.content(extras.logprobs) if self.plan.speller is not None else None
-        return {"logprobs": rows, "speculation": speculated(extras)}
+    def _extras(self, choice: ChoiceState, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        rows = self.plan.speller.content(logprobs_of(chunks)) if self.plan.speller is not None else None
+        return {"logprobs": rows, "speculation": speculated(choice, chunks)}
 
 
 def call_id(call: ToolCall) -> str:
@@ -348,7 +352,7 @@ async def complete(asked: ChatRequest, request: Request, context: TheServer) -> 
     plan = await asyncio.to_thread(
         context.plan, asked, talk, output_format_of(asked), asked.stop, _most(asked), logprobs, count
     )
-    return await context.respond(request, ChatFormatter(plan, count, include_usage_of(asked)), asked.stream)
+    return await context.respond(request, ChatFormatter(plan, include_usage_of(asked)), asked.stream)
 
 
 def _most(asked: ChatRequest) -> int | None:

@@ -12,12 +12,11 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from outrider.orchestrator.client.dialogue import TokenLogprob
+from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
 from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.answers.formatter import AnswerPlan, CompletionFormatter
-from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, Part, Splitter, TextPart, job
-from outrider.server.answers.run import speculated
-from outrider.server.answers.usage import LogprobFormatter, schema_checker, speller
+from outrider.server.answers.parts import ChoiceState, Part, Splitter, TextPart, new_choice
+from outrider.server.answers.usage import LogprobFormatter, logprobs_of, schema_checker, speculated, speller
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping.generation_params import (
     answer_grammar,
@@ -129,7 +128,7 @@ def likeliest(choices: Sequence[ChoiceState], tried: int, kept: int) -> list[Cho
         return list(choices)
 
     def mean(choice: ChoiceState) -> float:
-        rows = choice.extras.logprobs
+        rows = logprobs_of(choice.chunks)
         return sum(row.logprob for row in rows) / max(len(rows), 1)
 
     best: list[ChoiceState] = []
@@ -155,26 +154,26 @@ class TextCompletionFormatter(CompletionFormatter):
         self._listings = [CompletionLogprobWriter(plan.speller) for _ in echoes] if plan.speller is not None else None
 
     def begin(self) -> bytes:
-        begun = enumerate(map(TextPart, self._echoes))
-        return b"".join(self._event([self._chunk_choice(n, echo, NO_EXTRAS)]) for n, echo in begun if echo.text)
+        begun = zip(self.plan.choices, map(TextPart, self._echoes), strict=True)
+        return b"".join(self._event([self._chunk_choice(choice, echo)]) for choice, echo in begun if echo.text)
 
     def _kept(self, choices: list[ChoiceState]) -> list[ChoiceState]:
         return likeliest(choices, self._tried, self._each)
 
     def _choice(self, choice: ChoiceState) -> CompletionChoice:
         text = TextPart(self._echoes[choice.index] + choice.text)
-        return self._chunk_choice(choice.index, text, choice.extras, choice.finish)
+        return self._chunk_choice(choice, text, choice.chunks, choice.finish)
 
     def _chunk_choice(
-        self, index: int, part: Part | None, extras: Extras, finish: str | None = None
+        self, choice: ChoiceState, part: Part | None, chunks: Sequence[Chunk] = (), finish: str | None = None
     ) -> CompletionChoice:
         return CompletionChoice(
-            index=index,
+            index=choice.index,
             text=part.text if isinstance(part, TextPart) else "",
-            logprobs=self._listings[index].next(extras.logprobs) if self._listings is not None else None,
+            logprobs=self._listings[choice.index].next(logprobs_of(chunks)) if self._listings is not None else None,
             finish_reason=None if finish is None else "length" if finish == "length" else "stop",
-            token_ids=list(extras.ids) or None,
-            speculation=speculated(extras),
+            token_ids=[token for chunk in chunks for token in chunk.token_ids] or None if choice.ids else None,
+            speculation=speculated(choice, chunks),
         )
 
 
@@ -207,15 +206,17 @@ def _plan(model: ServedModel, asked: CompletionRequest) -> tuple[AnswerPlan, lis
     form = resolve_output_format(model, output_format_of(asked))
     grammar = answer_grammar(model, TokenizedPrompt(()), Toolbox(), form)
     sampling, ids = sampling_params(model, asked, most, asked.stop, grammar, wanted), bool(asked.return_token_ids)
-    jobs = [
-        replace(job(model.codec, asked, tokens, sampling, index, Splitter()), ids=ids)
+    choices = [
+        new_choice(model.codec, asked, tokens, sampling, index, Splitter(), ids=ids)
         for tokens in prompts
         for index in range(tried)
     ]
+    for place, choice in enumerate(choices):  # seeds are by the index among a prompt's choices
+        choice.index = place
     plan = AnswerPlan(
         model.id,
         sum(map(len, prompts)),
-        jobs,
+        choices,
         speller=speller(model, sampling) if asked.logprobs is not None else None,
         notes=schema_checker(form),
     )

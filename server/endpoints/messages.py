@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from outrider.orchestrator.pairing.tokenizer import Detokenizer, TextCodec
 from outrider.server.answers.formatter import AnswerPlan, BlockFormatter, event, typed_event
-from outrider.server.answers.parts import ChoiceJob, ChoiceState, Part, PartUpdate, TextPart, ThinkingPart, timings
+from outrider.server.answers.parts import ChoiceState, Part, PartUpdate, TextPart, ThinkingPart, timings
 from outrider.server.answers.usage import about
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
@@ -237,7 +237,7 @@ class MessageFormatter(BlockFormatter):
         return (signature or b"") + typed_event("content_block_stop", index=self._at)
 
     def _reason(self, choice: ChoiceState) -> dict[str, Any]:
-        stop = stop_that_ended(self._codec, self.plan.jobs[0], choice) if choice.finish == "stop" else None
+        stop = stop_that_ended(self._codec, choice) if choice.finish == "stop" else None
         reason = "stop_sequence" if stop is not None else _REASONS.get(choice.finish, "end_turn")
         return {"stop_reason": reason, "stop_sequence": stop}
 
@@ -273,10 +273,10 @@ def _block(part: Part, begun: bool = False) -> AnswerBlock:
             return ToolUseBlock(id=own or f"toolu_{secrets.token_hex(12)}", name=name, input=given)
 
 
-def stop_that_ended(codec: TextCodec, job: ChoiceJob, choice: ChoiceState) -> str | None:
+def stop_that_ended(codec: TextCodec, choice: ChoiceState) -> str | None:
     """Returns the stop string that occurs first in the choice's text, or None."""
-    sampling = job.sampling
-    detokenizer = Detokenizer(codec, job.tokens)
+    sampling = choice.sampling
+    detokenizer = Detokenizer(codec, choice.prompt)
     ends = frozenset() if sampling.ignore_eos else codec.eos
     text = "".join(detokenizer.feed(token) for token in choice.tokens if token not in ends) + detokenizer.finish()
     found = [(place, stop) for stop in sampling.stop if (place := text.find(stop)) >= 0]

@@ -14,10 +14,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.answers.formatter import AnswerPlan, BlockFormatter, typed_event
-from outrider.server.answers.parts import ChoiceState, Extras, Part, PartUpdate, TextPart, ThinkingPart, timings
-from outrider.server.answers.usage import TextLogprobs, about
+from outrider.server.answers.parts import ChoiceState, Part, PartUpdate, TextPart, ThinkingPart, timings
+from outrider.server.answers.usage import TextLogprobs, about, logprobs_of
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
     ANY,
@@ -219,7 +220,7 @@ class ResponseFormatter(BlockFormatter):
         self._logprobs = TextLogprobs(plan.speller) if plan.speller is not None else None
         self._number = -1
         self._items: list[Output] = []
-        choice, sampling = asked.tool_choice, plan.jobs[0].sampling
+        choice, sampling = asked.tool_choice, plan.choices[0].sampling
         self._common: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(12)}",
             "created_at": plan.created,
@@ -235,7 +236,7 @@ class ResponseFormatter(BlockFormatter):
 
     def whole(self, choices: Sequence[ChoiceState]) -> ResponseObject:
         (choice,) = choices
-        self._take_logprobs(choice.extras)
+        self._take_logprobs(choice.chunks)
         for part in choice.parts:
             self._items.append(_item(part, self._logprobs is not None))
             self._grow(part)
@@ -279,9 +280,9 @@ class ResponseFormatter(BlockFormatter):
             outrider=about(choice, [*self._notes, *self.plan.notes([choice])]),
         )
 
-    def _take_logprobs(self, extras: Extras) -> None:
+    def _take_logprobs(self, chunks: Sequence[Chunk]) -> None:
         if self._logprobs is not None:
-            self._logprobs.take(extras.logprobs)
+            self._logprobs.take(logprobs_of(chunks))
 
     def _grow(self, part: Part) -> list[SpelledToken]:
         """Adds a part to the last item, and returns its log-probabilities."""
@@ -306,7 +307,7 @@ class ResponseFormatter(BlockFormatter):
         return before + self._of_item("content_part.added", content_index=0, part=item.content[0])
 
     def _delta(self, update: PartUpdate) -> bytes:
-        self._take_logprobs(update.extras)
+        self._take_logprobs(update.chunks)
         rows = self._grow(update.part)
         match update.part:
             case TextPart(text=text):

@@ -15,8 +15,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import WorkerError
+from outrider.protocol.sampling import SamplingParams
 from outrider.server.__main__ import config
-from outrider.server.answers.parts import PartUpdate, StreamItem, TextPart
+from outrider.server.answers.parts import ChoiceState, PartUpdate, Splitter, StreamItem, TextPart
 from outrider.server.answers.run import EventStream, RequestRun
 from outrider.server.connection import _NAME, chunk_writer
 from outrider.server.problems import Problem
@@ -24,6 +25,7 @@ from outrider.server.problems import Problem
 BEGIN = b"data: begun\n\n"
 PIECES = [b"data: one\n\n", b"data: " + b"x" * 300 + b"\n\n"]
 WHOLE = [BEGIN, *PIECES, b"data: gone\n\n"]
+CHOICE = ChoiceState(0, (), SamplingParams(), Splitter())
 passed: list[int] = []
 
 
@@ -33,7 +35,7 @@ class ScriptedRun(RequestRun):
     over = False  # type: ignore[assignment]
 
     def __init__(self) -> None:
-        self._left: list[StreamItem] = [PartUpdate(0, TextPart(piece.decode())) for piece in PIECES]
+        self._left: list[StreamItem] = [PartUpdate(CHOICE, TextPart(piece.decode())) for piece in PIECES]
 
     async def next(self) -> list[StreamItem]:
         if self._left:

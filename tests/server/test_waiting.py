@@ -37,7 +37,7 @@ class SilentRun(RequestRun):
 
 PLAN = AnswerPlan("m", 5, [])
 APIS: dict[str, AnswerFormatter] = {
-    "chat": chat.ChatFormatter(PLAN, 1, False),
+    "chat": chat.ChatFormatter(PLAN, False),
     "completions": completions.TextCompletionFormatter(PLAN, [""], False),
 }
 
