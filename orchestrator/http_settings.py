@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import msgspec
-
 from outrider.orchestrator.settings import count, setting, switch
 from outrider.protocol import values, version
 from outrider.protocol.errors import InvalidRequest
@@ -164,7 +162,7 @@ def _check_certificate(cert: str, key: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HttpOrder:
-    """The order to the HTTP process: its settings, the orchestrator's endpoint, the model, the open socket.
+    """The order to the HTTP process, a line of JSON: its settings, the orchestrator's endpoint, the model, the socket.
 
     `log_fd`: the descriptor of the orchestrator's log.
     """
@@ -177,12 +175,3 @@ class HttpOrder:
     log_level: str = "warning"
     log_format: str = "text"
     log_fd: int | None = None
-
-    def to_json(self) -> bytes:
-        """Returns the order as one line of JSON."""
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, line: str) -> HttpOrder:
-        """Returns the order that `to_json` wrote."""
-        return msgspec.json.decode(line, type=cls)

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI
 
@@ -21,9 +22,9 @@ from outrider.orchestrator.http_settings import HttpOrder, HttpSettings, tracing
 from outrider.protocol import process
 from outrider.protocol.version import install
 from outrider.server.app import application
-from outrider.server.auth_middleware import CallerClients
 from outrider.server.connection import Connection
 from outrider.server.model.served import load_served
+from outrider.server.server_context import CallerClients
 
 if TYPE_CHECKING:
     from outrider.server.tracing import Tracing
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     """Serves until stdin closes."""
-    order = HttpOrder.from_json(sys.stdin.readline())
+    order = msgspec.json.decode(sys.stdin.readline(), type=HttpOrder)
     process.set_up(order.log_level, order.log_format, "http", order.log_fd)
     model = load_served(order.model, Path(order.folder), order.settings.model_names, order.settings.tool_fallback)
     tracing = _tracing(order.settings, model.id)

@@ -10,19 +10,19 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.server.access_log import CLIENT_CLOSED_REQUEST, VERSION, AccessLog
-from outrider.server.auth_middleware import AuthMiddleware, ClientDisconnected, CompletionBackend
 from outrider.server.endpoints import chat, completions, messages, page, responses, status
 from outrider.server.endpoints.json_route import extend_openapi
 from outrider.server.metrics import Metrics
+from outrider.server.middleware import CLIENT_CLOSED_REQUEST, VERSION, AccessLog, AuthMiddleware
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import allowed_methods, problem_of
-from outrider.server.server_context import ServerContext
+from outrider.server.server_context import CompletionBackend, ServerContext
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import Tracing
@@ -57,7 +57,7 @@ def application(
     extend_openapi(app, model.names, (chat.ChatChunk,))
     for kind in (OutriderError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _problem)
-    app.add_exception_handler(ClientDisconnected, _disconnected)
+    app.add_exception_handler(ClientDisconnect, _disconnected)
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=5)
     app.add_middleware(AuthMiddleware, settings=settings)
     app.add_middleware(AccessLog, metrics=metrics, tracing=tracing)

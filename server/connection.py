@@ -16,7 +16,7 @@ import h11
 from starlette.types import Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from outrider.server.access_log import fresh_id
+from outrider.server.middleware import fresh_id
 from outrider.server.problems import Problem, is_anthropic
 
 _NAME = "outrider.cycle"

@@ -34,8 +34,8 @@ Values = float | Mapping[Any, float]
 
 
 class OrchestratorMetrics(Collector):
-    """The orchestrator's totals, which include requests of other clients. `stats` is None if the orchestrator does not
-    answer."""
+    """The orchestrator's totals, which include requests of other clients, and its processes. `stats` is None if the
+    orchestrator does not answer."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -43,6 +43,7 @@ class OrchestratorMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
+        yield from process_metrics(stats)
         yield GaugeMetricFamily(f"{_PREFIX}up", "Whether the orchestrator answers", value=float(stats is not None))
         if stats is not None:
             yield from self._now(stats)
@@ -132,33 +133,28 @@ class OrchestratorMetrics(Collector):
         return family
 
 
-class ProcessMetrics(Collector):
-    """CPU time, memory and open files of this process, the orchestrator and the workers it started. Remote workers are
-    excluded."""
-
-    def __init__(self) -> None:
-        self.stats: Stats | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        labels = ("process",)
-        cpu = CounterMetricFamily("outrider:process_cpu_seconds", "CPU time, user and system", labels=labels)
-        memory = GaugeMetricFamily("outrider:process_resident_memory_bytes", "Resident memory", labels=labels)
-        files = GaugeMetricFamily("outrider:process_open_fds", "Open files and sockets", labels=labels)
-        parent = os.getppid()
-        workers = self.stats.workers if self.stats is not None else ()
-        for name, number in [("http", os.getpid()), ("orchestrator", parent), *((w.name, w.pid) for w in workers)]:
-            try:
-                process = psutil.Process(number)
-                if number not in (os.getpid(), parent) and process.ppid() != parent:
-                    continue
-                with process.oneshot():
-                    times, resident, opened = process.cpu_times(), process.memory_info().rss, process.num_fds()
-            except psutil.Error:  # it has ended
+def process_metrics(stats: Stats | None) -> Iterator[Metric]:
+    """Yields CPU time, memory and open files of this process, the orchestrator and the workers it started. Remote
+    workers are excluded."""
+    labels = ("process",)
+    cpu = CounterMetricFamily("outrider:process_cpu_seconds", "CPU time, user and system", labels=labels)
+    memory = GaugeMetricFamily("outrider:process_resident_memory_bytes", "Resident memory", labels=labels)
+    files = GaugeMetricFamily("outrider:process_open_fds", "Open files and sockets", labels=labels)
+    parent = os.getppid()
+    workers = stats.workers if stats is not None else ()
+    for name, number in [("http", os.getpid()), ("orchestrator", parent), *((w.name, w.pid) for w in workers)]:
+        try:
+            process = psutil.Process(number)
+            if number not in (os.getpid(), parent) and process.ppid() != parent:
                 continue
-            cpu.add_metric((name,), times.user + times.system)
-            memory.add_metric((name,), resident)
-            files.add_metric((name,), opened)
-        yield from (cpu, memory, files)
+            with process.oneshot():
+                times, resident, opened = process.cpu_times(), process.memory_info().rss, process.num_fds()
+        except psutil.Error:  # it has ended
+            continue
+        cpu.add_metric((name,), times.user + times.system)
+        memory.add_metric((name,), resident)
+        files.add_metric((name,), opened)
+    yield from (cpu, memory, files)
 
 
 _SECONDS = (
@@ -183,9 +179,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model
         self._totals = OrchestratorMetrics(model)
-        self._processes = ProcessMetrics()
         self.registry.register(self._totals)
-        self.registry.register(self._processes)
         self._answers = Counter(
             "outrider:http_requests", "Answers by path and status", ("path", "status"), registry=self.registry
         )
@@ -209,13 +203,9 @@ class Metrics:
         """Counts a response. `path` is the route's template."""
         self._answers.labels(path, str(status)).inc()
 
-    def watch(self, span: ChoiceSpan | None = None) -> ChoiceTimer:
-        """Returns a timer for a choice that starts now. It also reports to `span`."""
-        return ChoiceTimer(self, span)
-
     def text(self, stats: Stats | None) -> bytes:
         """Returns the text that Prometheus reads, including `stats` if given."""
-        self._totals.stats = self._processes.stats = stats
+        self._totals.stats = stats
         return generate_latest(self.registry)
 
     def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
@@ -224,7 +214,7 @@ class Metrics:
 
 
 class ChoiceTimer:
-    """Times one choice. Only choices that complete are recorded."""
+    """Times one choice from creation on, also for `span`. Only choices that complete are recorded."""
 
     def __init__(self, metrics: Metrics, span: ChoiceSpan | None) -> None:
         self._metrics = metrics

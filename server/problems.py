@@ -95,13 +95,6 @@ class Refused(HTTPException):
         self.problem = Problem(status, message, param, code, details)
 
 
-def refuse_given(asked: object, reasons: Mapping[str, str]) -> None:
-    """Raises Refused if a field of `asked` with a reason has a value."""
-    for name, why in reasons.items():
-        if getattr(asked, name) is not None:
-            raise Refused(f"{name}: {why}", name)
-
-
 def allowed_methods(headers: Mapping[str, str] | None) -> str:
     """Returns the `Allow` header of a 405: the route's methods, or GET for static files; HEAD where GET is served."""
     methods = (headers or {}).get("Allow", "GET")
@@ -145,7 +138,8 @@ def _invalid(errors: Sequence[Any]) -> Problem:
     path = [str(part) for part in above if _is_field(part)]
     path += [str(last)] if is_unknown or _is_field(last) else []
     reason = "no such field is known here; leave it out" if is_unknown else first["msg"]
-    return Problem(400, f"{'.'.join(path) or 'the body'}: {reason}", param=path[0] if path else None)
+    details = first.get("ctx", {}).get("details")
+    return Problem(400, f"{'.'.join(path) or 'the body'}: {reason}", path[0] if path else None, details=details)
 
 
 def _is_field(part: str | int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.orchestrator.http_settings import MOST_SECONDS
@@ -77,10 +77,31 @@ class LooseShape(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
+class ContentPart(LooseShape):
+    """A part of a message's content. Only text can be read; images, audio and files are rejected."""
+
+    type: str
+    text: str | None = None
+
+
+Content = str | Annotated[list[ContentPart], bounded()]
+
+
 class ApiResponse(BaseModel):
     """A response, or a part of one."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+def unsupported(reason: str, details: str | None = None) -> Any:
+    """Rejects a field that is not empty and would change the answer. `details`: Anthropic's `error_code`."""
+
+    def check(given: Any) -> Any:
+        if given:
+            raise PydanticCustomError("unsupported", "{reason}", {"reason": reason, "details": details})
+        return given
+
+    return AfterValidator(check)
 
 
 def absent() -> Any:
@@ -144,6 +165,9 @@ class Generation(ApiRequest):
         Annotated[float, Field(gt=0, le=MOST_SECONDS, description="seconds until the request is cancelled")] | None
     ) = None
     stream: bool | None = None
+    # Ignored: they have no effect on the answer.
+    metadata: Any = None
+    service_tier: Any = None
 
 
 class OpenAIGeneration(Generation):
@@ -155,6 +179,12 @@ class OpenAIGeneration(Generation):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
     ignore_eos: bool | None = None
+    # Ignored as well.
+    user: Any = None
+    store: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
 
 
 class Sampling(OpenAIGeneration):
@@ -177,14 +207,7 @@ class Sampling(OpenAIGeneration):
     guided_choice: Choices | None = None
     json_schema: Object | str | None = Field(None, description="llama.cpp's name for a schema")
     structured_outputs: StructuredOutputs | None = None
-    # Ignored: they have no effect on the answer.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    # Ignored as well.
     cache_prompt: Any = None
     prediction: Any = None
 

@@ -1,43 +1,82 @@
-"""What endpoints share: the model, the backend, metrics, and running requests until they end or the client leaves."""
+"""What endpoints share: the model, the backend, metrics, and running requests until they end or the client leaves.
+
+A caller is identified by API key, or by address if it sends none.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Annotated
+from contextlib import AsyncExitStack
+from functools import lru_cache, partial
+from typing import Annotated, Protocol
 
 from fastapi import Depends, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncClient
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.server.answers.formatter import AnswerFormatter, AnswerInfo
-from outrider.server.answers.parts import splitter
-from outrider.server.answers.run import ChoiceJob, EventStream, RequestRun, job, while_connected
+from outrider.protocol.messages import Stats
+from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
+from outrider.server.answers.parts import ChoiceState, new_choice, splitter
+from outrider.server.answers.run import EventStream, RequestRun, while_connected
 from outrider.server.answers.usage import counter, schema_checker, speller
-from outrider.server.auth_middleware import CompletionBackend, caller_hash, caller_of
 from outrider.server.endpoints.json_route import IgnoredFields
-from outrider.server.mapping.generation_params import room, sampling_params
-from outrider.server.mapping.output_format import OutputFormat, answer_grammar, resolve_output_format
+from outrider.server.mapping.generation_params import (
+    UNBOUNDED,
+    OutputFormat,
+    answer_grammar,
+    resolve_output_format,
+    sampling_params,
+)
 from outrider.server.metrics import ChoiceTimer, Metrics
+from outrider.server.middleware import key_of
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.problems import Refused
 from outrider.server.schemas import Generation
 
 FIRST_SECONDS = 0.5
 """How long a stream waits for its first result before its status 200 is sent."""
+MAX_CLIENTS = 1024
+TIMEOUT_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerPlan:
-    """What is generated: a job for each choice. `one_call`: a choice ends after its first tool call."""
+def caller_of(request: Request) -> str:
+    """Returns the caller's API key, or else its address."""
+    return key_of(request.scope) or (request.client.host if request.client is not None else "")
 
-    info: AnswerInfo
-    jobs: list[ChoiceJob]
-    one_call: bool = False
+
+def caller_hash(caller: str) -> str:
+    """Returns a hash of the caller that does not reveal its key. The orchestrator may run on another machine."""
+    return hashlib.sha256(caller.encode()).hexdigest()[:16]
+
+
+class CompletionBackend(Protocol):
+    """What completes texts: one orchestrator, or a fleet."""
+
+    def client(self, request: Request) -> AsyncBaseClient:
+        """Returns the client to use for `request`."""
+
+    async def stats(self) -> Stats:
+        """Returns current statistics. Raises OutriderError if there is no answer."""
+
+
+class CallerClients:
+    """Keeps one orchestrator client per caller, because the orchestrator schedules fairly by client. The least recently
+    used is dropped."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._client_of = lru_cache(MAX_CLIENTS)(lambda caller: AsyncClient(endpoint, TIMEOUT_SECONDS))
+        self._stats_client = AsyncClient(endpoint, TIMEOUT_SECONDS)
+
+    def client(self, request: Request) -> AsyncClient:
+        return self._client_of(caller_of(request))
+
+    async def stats(self) -> Stats:
+        return await self._stats_client.stats()
 
 
 class ServerContext:
@@ -49,9 +88,8 @@ class ServerContext:
         self.model = model
         self.backend = backend
         self.metrics = metrics
-        self._most = settings.max_streams_per_key
+        self.settings = settings
         self._running = Counter[str]()
-        self._longest = settings.request_timeout
         self.ignored = IgnoredFields()
         self.draining = False
 
@@ -84,67 +122,62 @@ class ServerContext:
         box, form = talk.box, resolve_output_format(self.model, form)
         prompt = self.model.prompt(talk)
         grammar = answer_grammar(self.model, prompt, box, form)
-        most = room(self.model, len(prompt.tokens), max_tokens)
-        sampling = sampling_params(self.model, asked, most, stop, grammar, logprobs)
-        jobs = []
+        if max_tokens is None:
+            length = self.model.context_length
+            max_tokens = UNBOUNDED if length is None else max(length - len(prompt.tokens), 1)
+        sampling = sampling_params(self.model, asked, max_tokens, stop, grammar, logprobs)
+        choices = []
         for index in range(count):
             split = splitter(self.model, prompt, box, form is not None, grammar is not None)
-            jobs.append(job(self.model.codec, asked, prompt.tokens, sampling, index, split))
-        info = AnswerInfo(
+            choices.append(new_choice(self.model.codec, asked, prompt.tokens, sampling, index, split, box.one))
+        return AnswerPlan(
             self.model.id,
             len(prompt.tokens),
+            choices,
             counter(self.model, prompt),
             speller(self.model, sampling),
             schema_checker(form, box),
         )
-        return AnswerPlan(info, jobs, box.one)
 
     async def count_tokens(self, talk: TemplateInput) -> int:
         """Counts the tokens of a conversation. Raises as `plan`."""
         return len((await asyncio.to_thread(self.model.prompt, talk)).tokens)
 
-    async def respond(
-        self, request: Request, plan: AnswerPlan, formatter: AnswerFormatter, stream: bool | None
-    ) -> Response:
+    async def respond(self, request: Request, formatter: AnswerFormatter, stream: bool | None) -> Response:
         """Generates the answers, and returns the response or the stream.
 
         Raises:
             Refused: the server is draining, or the caller has too many requests.
             OutriderError: a choice failed; of a stream, before its status 200 was sent.
-            ClientDisconnected: the client left; the request is cancelled.
+            ClientDisconnect: the client left; the request is cancelled.
         """
         if self.draining:
             raise Refused("the server is shutting down; retry after it restarts", status=503)
-        caller = caller_of(request)
-        if self._most is not None and self._running[caller] >= self._most:
+        caller, most = caller_of(request), self.settings.max_streams_per_key
+        if most is not None and self._running[caller] >= most:
             raise Refused(
-                f"{self._most} of your requests are running, the maximum (--max-streams-per-key); try again later",
+                f"{most} of your requests are running, the maximum (--max-streams-per-key); try again later",
                 status=429,
                 code="rate_limit_exceeded",
             )
         self._running[caller] += 1
-        place = ExitStack()
-        place.callback(self._release, caller)
         span = request.scope["state"]["span"]
         operation = "text_completion" if request.url.path in ("/v1/completions", "/completions") else "chat"
 
-        def watch(index: int, job: ChoiceJob) -> ChoiceTimer:
-            inner = span.choice(operation, index, job.sampling) if span is not None else None
-            return self.metrics.watch(inner)
+        def watch(choice: ChoiceState) -> ChoiceTimer:
+            inner = span.choice(operation, choice.index, choice.sampling) if span is not None else None
+            return ChoiceTimer(self.metrics, inner)
 
-        client, name = self.backend.client(request), caller_hash(caller)
-        run = RequestRun(client, plan.jobs, plan.one_call, watch, place, self._longest, name)
-        try:
+        client, release = self.backend.client(request), partial(self._release, caller)
+        longest, name = self.settings.request_timeout, caller_hash(caller)
+        run = RequestRun(client, formatter.plan, watch, release, longest, name)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(run.close)
             if stream:
                 await run.begun(FIRST_SECONDS)  # early errors get their own HTTP status
+                stack.pop_all()
                 return EventStream(run, formatter)
-            choices = await while_connected(run.whole(), request.receive)
-            response = as_json(formatter.whole(choices))
-        except BaseException:
-            await run.close()
-            raise
-        await run.close()
-        return response
+            return as_json(formatter.whole(await while_connected(run.whole(), request.receive)))
 
     def _release(self, caller: str) -> None:
         self._running[caller] -= 1

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
 from outrider.orchestrator.machine.spawn import STDERR, STEADY_MEMORY, child_environment, log_file, log_tail, python
 from outrider.orchestrator.pairing.model_files import ModelFiles
@@ -145,7 +147,7 @@ class HttpProcess:
         os.close(shared)
         if self._process.stdin is not None:
             order = replace(self._order, log_fd=shared)
-            os.write(self._process.stdin.fileno(), order.to_json() + b"\n")
+            os.write(self._process.stdin.fileno(), msgspec.json.encode(order) + b"\n")
 
 
 def large_pages() -> dict[str, str]:

@@ -17,11 +17,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_json
 
+from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.answers.parts import (
-    NO_EXTRAS,
     ChoiceState,
-    Extras,
     KeepAlive,
     Part,
     PartUpdate,
@@ -65,8 +64,8 @@ class Stencil:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerInfo:
-    """What is known before generation.
+class AnswerPlan:
+    """The choices to generate, and what is known before.
 
     `thoughts` counts thinking tokens; None: they are not reported. `speller` is None without log-probabilities. `notes`
     checks schemas.
@@ -74,6 +73,7 @@ class AnswerInfo:
 
     model: str
     prompt_tokens: int
+    choices: list[ChoiceState]
     thoughts: ThoughtCounter | None = None
     speller: LogprobFormatter | None = None
     notes: SchemaChecker = lambda _choices: []
@@ -83,8 +83,8 @@ class AnswerInfo:
 class AnswerFormatter(ABC):
     """Formats the answer of one request for an API, whole or as events. Methods may write several events, or none."""
 
-    def __init__(self, info: AnswerInfo) -> None:
-        self.info = info
+    def __init__(self, plan: AnswerPlan) -> None:
+        self.plan = plan
 
     @abstractmethod
     def whole(self, choices: list[ChoiceState]) -> BaseModel:
@@ -129,8 +129,8 @@ class BlockFormatter(AnswerFormatter):
     `_at` is the number of the block that grows, and `_kind` its kind; None before the first block.
     """
 
-    def __init__(self, info: AnswerInfo) -> None:
-        super().__init__(info)
+    def __init__(self, plan: AnswerPlan) -> None:
+        super().__init__(plan)
         self._at = -1
         self._kind: type[Part] | None = None
 
@@ -168,13 +168,13 @@ class CompletionFormatter(AnswerFormatter):
     response: type[BaseModel]
     chunk: type[BaseModel]
 
-    def __init__(self, info: AnswerInfo, include_usage: bool) -> None:
-        super().__init__(info)
+    def __init__(self, plan: AnswerPlan, include_usage: bool) -> None:
+        super().__init__(plan)
         self._include_usage = include_usage
         self._common = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
-            "created": info.created,
-            "model": info.model,
+            "created": plan.created,
+            "model": plan.model,
             "system_fingerprint": FINGERPRINT,
         }
         self._finished: list[ChoiceState] = []
@@ -185,30 +185,32 @@ class CompletionFormatter(AnswerFormatter):
         """Returns a choice of the full response."""
 
     @abstractmethod
-    def _chunk_choice(self, index: int, part: Part | None, extras: Extras, finish: str | None = None) -> BaseModel:
+    def _chunk_choice(
+        self, choice: ChoiceState, part: Part | None, chunks: Sequence[Chunk] = (), finish: str | None = None
+    ) -> BaseModel:
         """Returns a choice of an event. `part` None: the choice ends, by the reason `finish`."""
 
     def whole(self, choices: list[ChoiceState]) -> BaseModel:
         """Returns the full response. Usage and timings include all choices, also those that are not kept."""
         kept = self._kept(choices)
-        total = usage(self.info.prompt_tokens, choices, self.info.thoughts)
+        total = usage(self.plan.prompt_tokens, choices, self.plan.thoughts)
         numbers = {"timings": timings(total_timings(choices)), "outrider": self._about(kept)}
         return self.response(**self._common, **numbers, usage=total, choices=list(map(self._choice, kept)))
 
     def _part(self, update: PartUpdate) -> bytes:
         part = update.part
-        if update.extras is NO_EXTRAS and not isinstance(part, ToolCall):
-            return self._stencil(update.index, isinstance(part, ThinkingPart)).filled(part.text)
-        return self._event([self._chunk_choice(update.index, part, update.extras)])
+        if not update.chunks and not isinstance(part, ToolCall):
+            return self._stencil(update.choice.index, isinstance(part, ThinkingPart)).filled(part.text)
+        return self._event([self._chunk_choice(update.choice, part, update.chunks)])
 
     def _ended(self, choice: ChoiceState) -> bytes:
         self._finished.append(choice)
-        return self._event([self._chunk_choice(choice.index, None, choice.untold, choice.finish)], [choice])
+        return self._event([self._chunk_choice(choice, None, choice.untold, choice.finish)], [choice])
 
     def end(self) -> bytes:
         if not self._include_usage:
             return DONE
-        total = usage(self.info.prompt_tokens, self._finished, self.info.thoughts)
+        total = usage(self.plan.prompt_tokens, self._finished, self.plan.thoughts)
         return self._event([], self._finished, usage=total) + DONE
 
     def failed(self, problem: Problem) -> bytes:
@@ -218,7 +220,7 @@ class CompletionFormatter(AnswerFormatter):
         return choices
 
     def _about(self, choices: Sequence[ChoiceState]) -> BaseModel:
-        return about(choices[0], self.info.notes(choices))
+        return about(choices[0], self.plan.notes(choices))
 
     def _event(self, choices: list[BaseModel], ended: Sequence[ChoiceState] = (), **more: Any) -> bytes:
         """Returns an event. `ended`: the choices whose timings it reports."""
@@ -228,4 +230,4 @@ class CompletionFormatter(AnswerFormatter):
 
     def _stencil_of(self, index: int, is_thought: bool) -> Stencil:
         kind = ThinkingPart if is_thought else TextPart
-        return Stencil(lambda text: self._event([self._chunk_choice(index, kind(text), NO_EXTRAS)]))
+        return Stencil(lambda text: self._event([self._chunk_choice(self.plan.choices[index], kind(text))]))

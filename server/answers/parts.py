@@ -1,26 +1,28 @@
 """Splits a generated text into parts: text, thinking and tool calls, by the model's own tags, as it grows.
 
 Characters that may begin a tag are held back until that is decided, so a part never changes after it was returned.
-`ChoiceState` is everything received of a choice.
+`ChoiceState` is a choice from its prompt to its result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import chain
+from itertools import groupby
 from operator import add
 from typing import Any, cast
 
 from msgspec import structs, to_builtins
 
-from outrider.orchestrator.client.dialogue import GenerationResult, TokenLogprob
-from outrider.orchestrator.pairing.tokenizer import partial_length
+from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
+from outrider.orchestrator.pairing.tokenizer import TextCodec, TextStream, partial_length
 from outrider.protocol.messages import Timings
+from outrider.protocol.sampling import SamplingParams
+from outrider.server.mapping.generation_params import seed_of
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import InvalidToolCall, SpanTags, ToolCall, ToolFormat
-from outrider.server.schemas import Round, TokenOrigin
+from outrider.server.schemas import Generation, Watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,28 +166,6 @@ def splitter(model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, in_form:
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
-    """What a request asked for beside the text of some consecutive tokens."""
-
-    logprobs: tuple[TokenLogprob, ...] = ()
-    origins: tuple[TokenOrigin, ...] = ()
-    rounds: tuple[Round, ...] = ()
-    ids: tuple[int, ...] = ()
-
-    def __add__(self, later: Extras) -> Extras:
-        return joined((self, later)) if later is not NO_EXTRAS else self
-
-
-NO_EXTRAS = Extras()
-
-
-def joined(many: Iterable[Extras]) -> Extras:
-    """Concatenates."""
-    columns = zip(*((row.logprobs, row.origins, row.rounds, row.ids) for row in many), strict=True)
-    return Extras(*(tuple(chain.from_iterable(column)) for column in columns))
-
-
-@dataclass(frozen=True, slots=True)
 class KeepAlive:
     """No text for a while; `note` says what is being done."""
 
@@ -194,11 +174,11 @@ class KeepAlive:
 
 @dataclass(frozen=True, slots=True)
 class PartUpdate:
-    """A part of choice `index`, and the extras of its tokens and of those since the part before."""
+    """A part of a choice, and the chunks of its tokens and of those since the part before, if they have extras."""
 
-    index: int
+    choice: ChoiceState
     part: Part
-    extras: Extras = NO_EXTRAS
+    chunks: tuple[Chunk, ...] = ()
 
 
 UNFINISHED = GenerationResult("", (), "", Timings(), 0, "", 0, "", "")
@@ -206,19 +186,28 @@ UNFINISHED = GenerationResult("", (), "", Timings(), 0, "", 0, "", "")
 
 @dataclass(slots=True)
 class ChoiceState:
-    """Everything received of choice `index`. `finish` is eos, stop, length, cancelled or tool; empty while it runs.
+    """Choice `index`: its prompt, its parameters, and everything received of it.
 
-    `one_call`: it ends after its first tool call. `pieces`: the parts as they came. `grown`: the extras of all tokens.
-    `untold`: the extras since the last part.
+    `timeout` is in seconds. `words` detokenizes, if token origins are requested. `ids`: return the tokens' ids.
+    `one_call`: it ends after its first tool call.
+
+    `finish` is eos, stop, length, cancelled or tool; empty while it runs. `pieces`: the parts as they came. `chunks`:
+    those with extras, which the request asked for beside the text; `untold`: of these, the ones since the last part.
     """
 
     index: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
     splitter: Splitter
+    speculation: Watched = field(default_factory=Watched)
+    timeout: float | None = None
+    words: TextStream | None = None
+    ids: bool = False
     one_call: bool = False
     pieces: list[Part] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    grown: list[Extras] = field(default_factory=list)
-    untold: Extras = NO_EXTRAS
+    chunks: list[Chunk] = field(default_factory=list)
+    untold: tuple[Chunk, ...] = ()
     finish: str = ""
     result: GenerationResult = UNFINISHED
 
@@ -226,14 +215,16 @@ class ChoiceState:
     def parts(self) -> list[Part]:
         """The parts, with consecutive text and consecutive thinking joined."""
         found: list[Part] = []
-        for piece in self.pieces:
-            last = found[-1] if found else None
-            if isinstance(piece, TextPart) and isinstance(last, TextPart):
-                found[-1] = TextPart(last.text + piece.text, last.at)
-            elif isinstance(piece, ThinkingPart) and isinstance(last, ThinkingPart):
-                found[-1] = ThinkingPart(last.text + piece.text)
-            else:
-                found.append(piece)
+        for _, group in groupby(self.pieces, type):
+            pieces = list(group)
+            text = "".join(piece.text for piece in pieces if not isinstance(piece, ToolCall))
+            match pieces[0]:
+                case TextPart(at=at):
+                    found.append(TextPart(text, at))
+                case ThinkingPart():
+                    found.append(ThinkingPart(text))
+                case ToolCall():
+                    found += pieces
         return found
 
     @property
@@ -248,19 +239,15 @@ class ChoiceState:
     def calls(self) -> list[ToolCall]:
         return [piece for piece in self.pieces if isinstance(piece, ToolCall)]
 
-    @property
-    def extras(self) -> Extras:
-        return joined(self.grown)
-
-    def add(self, text: str, tokens: Sequence[int], extras: Extras) -> list[StreamItem]:
-        """Adds text, and returns its parts. Does nothing after the end."""
+    def add(self, chunk: Chunk) -> list[StreamItem]:
+        """Adds a chunk, and returns its parts. Does nothing after the end."""
         if self.finish:
             return []
-        parts = self._take(self.splitter.feed(text))
-        self.tokens += tokens
-        if extras is not NO_EXTRAS:
-            self.grown.append(extras)
-            self.untold += extras
+        parts = self._take(self.splitter.feed(chunk.text))
+        self.tokens += chunk.token_ids
+        if self.ids or chunk.logprobs is not None or chunk.origins is not None or chunk.rounds is not None:
+            self.chunks.append(chunk)
+            self.untold += (chunk,)
         if self.one_call and self.calls:
             self.finish = "tool"
         return self._updates(parts)
@@ -285,12 +272,44 @@ class ChoiceState:
     def _updates(self, parts: Sequence[Part]) -> list[StreamItem]:
         found: list[StreamItem] = []
         for part in parts:
-            found.append(PartUpdate(self.index, part, self.untold))
-            self.untold = NO_EXTRAS
+            found.append(PartUpdate(self, part, self.untold))
+            self.untold = ()
         return found
 
 
 StreamItem = KeepAlive | PartUpdate | ChoiceState
+
+
+def new_choice(
+    codec: TextCodec,
+    asked: Generation,
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    index: int,
+    splitter: Splitter,
+    one_call: bool = False,
+    ids: bool = False,
+) -> ChoiceState:
+    """Returns choice `index`. The choices of a request differ in the seed."""
+    sampling = replace(sampling, seed=seed_of(sampling.seed or 0, index))
+    speculation = Watched(**dict(asked.speculation or {}))
+    ends = frozenset[int]() if sampling.ignore_eos else codec.eos
+    words = TextStream(codec, prompt, sampling.stop, ends) if speculation.origins else None
+    return ChoiceState(index, prompt, sampling, splitter, speculation, asked.timeout, words, ids, one_call)
+
+
+def merged(item: StreamItem, later: StreamItem) -> PartUpdate | None:
+    """Returns two updates of one choice as one, unless tags were between their texts."""
+    if not isinstance(item, PartUpdate) or not isinstance(later, PartUpdate) or item.choice is not later.choice:
+        return None
+    match item.part, later.part:
+        case TextPart(text=text, at=at), TextPart(text=more) as following if following.at == at + len(text):
+            part: Part = TextPart(text + more, at)
+        case ThinkingPart(text=text), ThinkingPart(text=more):
+            part = ThinkingPart(text + more)
+        case _:
+            return None
+    return PartUpdate(item.choice, part, item.chunks + later.chunks)
 
 
 def total_timings(choices: Sequence[ChoiceState]) -> Timings:

@@ -11,63 +11,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncStream
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
-from outrider.orchestrator.pairing.tokenizer import TextCodec, TextStream
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.messages import RoundRecord
-from outrider.protocol.sampling import SamplingParams
-from outrider.server import schemas
-from outrider.server.answers.formatter import AnswerFormatter
-from outrider.server.answers.parts import NO_EXTRAS, UNFINISHED, ChoiceState, Extras, KeepAlive, Splitter, StreamItem
-from outrider.server.auth_middleware import ClientDisconnected
+from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
+from outrider.server.answers.parts import (
+    UNFINISHED,
+    ChoiceState,
+    KeepAlive,
+    StreamItem,
+    merged,
+)
 from outrider.server.connection import chunk_writer
-from outrider.server.mapping.generation_params import seed_of
 from outrider.server.metrics import ChoiceTimer
 from outrider.server.problems import Refused, problem_of
-from outrider.server.schemas import Generation, Watched
-
-
-def extras_of(chunk: Chunk, job: ChoiceJob) -> Extras:
-    """Returns what `job` requests of a chunk."""
-    if chunk.logprobs is None and chunk.origins is None and chunk.rounds is None and not job.ids:
-        return NO_EXTRAS
-    origins: list[schemas.TokenOrigin] = []
-    if job.words is not None:
-        for token, origin in zip(chunk.token_ids, chunk.origins or (), strict=True):
-            text = job.words.feed((token,)).text
-            origins.append(schemas.TokenOrigin(text=text, origin=origin.name.lower()))
-    return Extras(
-        chunk.logprobs or (),
-        tuple(origins),
-        tuple(map(_round, chunk.rounds or ())),
-        chunk.token_ids if job.ids else (),
-    )
-
-
-def speculated(extras: Extras) -> schemas.Speculated | None:
-    """Returns the `speculation` field of chat and text completions; None if empty."""
-    if not extras.origins and not extras.rounds:
-        return None
-    return schemas.Speculated(origins=list(extras.origins) or None, rounds=list(extras.rounds) or None)
-
-
-def _round(record: RoundRecord) -> schemas.Round:
-    given = {name: getattr(record, name) for name in ("round", "lookup", "source", "drafted", "accepted", "tokens")}
-    drafting = [
-        schemas.Drafting.of(one.work, drafter=one.drafter, round=one.round, depth=one.depth, branches=one.branches)
-        for one in record.drafting
-    ]
-    decided = schemas.Work.of(record.decided) if record.decided is not None else None
-    return schemas.Round(**given, verify=schemas.Work.of(record.verify), decided=decided, drafting=drafting)
-
 
 SILENCE_SECONDS = 4.0
 """A stream sends a keep-alive after as long without a result."""
@@ -76,92 +40,42 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceJob:
-    """One choice: its prompt and parameters. `timeout` is in seconds. `ids`: return the tokens' ids. `words`
-    detokenizes, if token origins are requested."""
-
-    tokens: tuple[int, ...]
-    sampling: SamplingParams
-    splitter: Splitter
-    speculation: Watched
-    timeout: float | None
-    words: TextStream | None
-    ids: bool = False
-
-
-def job(
-    codec: TextCodec,
-    asked: Generation,
-    tokens: tuple[int, ...],
-    sampling: SamplingParams,
-    index: int,
-    splitter: Splitter,
-) -> ChoiceJob:
-    """Returns the job of choice `index`. The choices of a request differ in the seed."""
-    sampling = replace(sampling, seed=seed_of(sampling.seed or 0, index))
-    speculation = Watched(**dict(asked.speculation or {}))
-    ends = frozenset[int]() if sampling.ignore_eos else codec.eos
-    words = TextStream(codec, tokens, sampling.stop, ends) if speculation.origins else None
-    return ChoiceJob(tokens, sampling, splitter, speculation, asked.timeout, words)
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceText:
-    """New text of choice `index`, its tokens and their extras."""
-
-    index: int
-    text: str
-    tokens: tuple[int, ...]
-    extras: Extras = NO_EXTRAS
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceEnded:
-    """Choice `index` is complete."""
-
-    index: int
-    result: GenerationResult
-
-
-News = ChoiceText | KeepAlive | ChoiceEnded
-StartTimer = Callable[[int, ChoiceJob], ChoiceTimer]
-"""Starts the timer of a choice, by its index."""
+StartTimer = Callable[[ChoiceState], ChoiceTimer]
+"""Starts the timer of a choice."""
 
 
 class RequestRun:
-    """Starts on creation. Call `next` until `over`, then `close`, which cancels what still runs and releases the
-    `place`.
+    """Starts on creation. Call `next` until `over`, then `close`, which cancels what still runs and calls `release`.
 
-    `one_call`: a choice ends after its first tool call. A choice ends with an error after `longest` seconds, or its own
+    A choice ends with an error after `longest` seconds, or its own
     timeout. `caller` identifies the user to an orchestrator with several.
     """
 
     def __init__(
         self,
         client: AsyncBaseClient,
-        jobs: Sequence[ChoiceJob],
-        one_call: bool,
+        plan: AnswerPlan,
         watch: StartTimer,
-        place: ExitStack,
+        release: Callable[[], None],
         longest: float | None,
         caller: str,
     ) -> None:
         self._client = client
-        self._choices = [ChoiceState(index, job.splitter, one_call) for index, job in enumerate(jobs)]
+        self._choices = plan.choices
         self._caller = caller
         self._watch = watch
-        self._place = place
+        self._release = release
         self._longest = longest
-        self._line = asyncio.Queue[News | Exception]()
-        self._first: list[News] = []
+        self._line = asyncio.Queue[StreamItem | Exception]()
+        self._first: list[StreamItem] = []
         self._streams: dict[int, AsyncStream] = {}
-        self._tasks = [asyncio.create_task(self._complete(index, job)) for index, job in enumerate(jobs)]
+        self._tasks = [asyncio.create_task(self._complete(choice)) for choice in plan.choices]
 
     @property
     def over(self) -> bool:
         """Whether all choices are complete and their results were returned."""
-        return not self._first and all(choice.result is not UNFINISHED for choice in self._choices)
+        is_read = not self._first and self._line.empty()
+        return is_read and all(choice.result is not UNFINISHED for choice in self._choices)
 
     async def begun(self, patience: float) -> None:
         """Waits for the first result, at most `patience` seconds.
@@ -171,26 +85,17 @@ class RequestRun:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):
-                self._first = await self.news()
+                self._first = await self._ready()
 
     async def next(self) -> list[StreamItem]:
-        """Returns new items.
+        """Waits for new items, and returns them in order, or a keep-alive; consecutive text of a choice is joined.
 
         Raises:
             OutriderError: a choice failed, which fails the request.
         """
-        first, self._first = self._first, []
-        found: list[StreamItem] = []
-        for one in first or await self.news():
-            match one:
-                case ChoiceText(index=index, text=text, tokens=tokens, extras=extras):
-                    found += self._choices[index].add(text, tokens, extras)
-                    if self._choices[index].finish and index in self._streams:
-                        await self._streams.pop(index).end()  # its result follows
-                case ChoiceEnded(index=index, result=result):
-                    found += self._choices[index].end(result)
-                case KeepAlive():
-                    found.append(one)
+        found, self._first = self._first or await self._ready(), []
+        for index in [index for index in self._streams if self._choices[index].finish]:
+            await self._streams.pop(index).end()  # its result follows
         return found
 
     async def whole(self) -> list[ChoiceState]:
@@ -203,13 +108,7 @@ class RequestRun:
             await self.next()
         return self._choices
 
-    async def news(self) -> list[News]:
-        """Waits for new results, and returns them in order, or a keep-alive; texts of one choice are joined.
-
-        Raises:
-            OutriderError: a choice failed.
-        """
-        found: list[News] = []
+    async def _ready(self) -> list[StreamItem]:
         try:
             async with asyncio.timeout(SILENCE_SECONDS):
                 ready = [await self._line.get()]
@@ -217,46 +116,50 @@ class RequestRun:
             return [KeepAlive("still here")]
         while not self._line.empty():
             ready.append(self._line.get_nowait())
+        found: list[StreamItem] = []
         for one in ready:
-            last = found[-1] if found else None
             if isinstance(one, Exception):
                 raise one
-            if isinstance(one, ChoiceText) and isinstance(last, ChoiceText) and one.index == last.index:
-                text, tokens = last.text + one.text, last.tokens + one.tokens
-                found[-1] = ChoiceText(one.index, text, tokens, last.extras + one.extras)
+            both = merged(found[-1], one) if found else None
+            if both is not None:
+                found[-1] = both
             else:
                 found.append(one)
         return found
 
     async def close(self) -> None:
         """Cancels unfinished choices, and waits until they are cancelled."""
-        self._place.close()
+        self._release()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _complete(self, index: int, job: ChoiceJob) -> None:
-        watch = self._watch(index, job)
+    async def _complete(self, choice: ChoiceState) -> None:
+        watch = self._watch(choice)
         result: GenerationResult | None = None
         failed: Exception | None = None
-        limits = [limit for limit in (job.timeout, self._longest) if limit is not None]
+        limits = [limit for limit in (choice.timeout, self._longest) if limit is not None]
+
+        def put(items: Sequence[StreamItem]) -> None:
+            for item in items:
+                self._line.put_nowait(item)
 
         def grown(chunk: Chunk) -> None:
             watch.grown(len(chunk.token_ids))
-            self._line.put_nowait(ChoiceText(index, chunk.text, chunk.token_ids, extras_of(chunk, job)))
+            put(choice.add(chunk))
 
         try:
-            stream = self._streams[index] = self._client.stream(
-                job.tokens,
-                job.sampling,
-                **job.speculation.model_dump(),
+            stream = self._streams[choice.index] = self._client.stream(
+                choice.prompt,
+                choice.sampling,
+                **choice.speculation.model_dump(),
                 client=self._caller,
                 progress=lambda done, total: self._line.put_nowait(KeepAlive(f"prompt {done}/{total}")),
             )
-            log.info("choice %d is %s", index, stream.request, extra={"client_request": stream.request})
+            log.info("choice %d is %s", choice.index, stream.request, extra={"client_request": stream.request})
             async with asyncio.timeout(min(limits, default=None)):
                 result = await stream.follow(grown)
-            self._line.put_nowait(ChoiceEnded(index, result))
+            put(choice.end(result))
         except OutriderError as error:
             self._line.put_nowait(failed := error)
         except TimeoutError:
@@ -266,6 +169,7 @@ class RequestRun:
             self._line.put_nowait(failed := error)  # ends the reader's wait
             raise
         finally:
+            self._streams.pop(choice.index, None)
             watch.ended(result, failed)
 
 
@@ -286,7 +190,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await while_connected(self._write(chunk_writer(scope, send), send), receive)
-        except ClientDisconnected:
+        except ClientDisconnect:
             pass
         finally:
             await self._run.close()
@@ -312,7 +216,7 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     """Returns the result of `work`.
 
     Raises:
-        ClientDisconnected: the client left; `work` is cancelled.
+        ClientDisconnect: the client left; `work` is cancelled.
     """
 
     async def disconnect() -> None:
@@ -323,7 +227,7 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientDisconnected
+            raise ClientDisconnect
         return working.result()
     finally:
         for task in (working, leaving):

@@ -9,22 +9,28 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from outrider.orchestrator.client.dialogue import TokenLogprob
+from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
 from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
+from outrider.protocol.messages import RoundRecord
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import NEVER
 from outrider.server.answers.parts import ChoiceState, TextPart
-from outrider.server.mapping.output_format import OutputFormat
+from outrider.server.mapping.generation_params import OutputFormat
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import SpanTags
 from outrider.server.schemas import (
     CachedTokens,
     ChatLogprobs,
+    Drafting,
     LikelyToken,
     Outrider,
     ReasoningTokens,
+    Round,
+    Speculated,
     SpelledToken,
+    TokenOrigin,
     Usage,
+    Work,
 )
 
 
@@ -32,6 +38,26 @@ def about(choice: ChoiceState, notes: Sequence[str] = ()) -> Outrider:
     """Returns the `outrider` field of an answer that begins with this choice."""
     result = choice.result
     return Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
+
+
+def speculated(choice: ChoiceState, chunks: Sequence[Chunk]) -> Speculated | None:
+    """Returns the `speculation` field of chat and text completions for the choice's next chunks; None if empty."""
+    origins, rounds = [], [_round(record) for chunk in chunks for record in chunk.rounds or ()]
+    if choice.words is not None:
+        for chunk in chunks:
+            for token, origin in zip(chunk.token_ids, chunk.origins or (), strict=True):
+                origins.append(TokenOrigin(text=choice.words.feed((token,)).text, origin=origin.name.lower()))
+    return Speculated(origins=origins or None, rounds=rounds or None) if origins or rounds else None
+
+
+def _round(record: RoundRecord) -> Round:
+    given = {name: getattr(record, name) for name in ("round", "lookup", "source", "drafted", "accepted", "tokens")}
+    drafting = [
+        Drafting.of(one.work, drafter=one.drafter, round=one.round, depth=one.depth, branches=one.branches)
+        for one in record.drafting
+    ]
+    decided = Work.of(record.decided) if record.decided is not None else None
+    return Round(**given, verify=Work.of(record.verify), decided=decided, drafting=drafting)
 
 
 ThoughtCounter = Callable[[ChoiceState], int]
@@ -71,6 +97,10 @@ def usage(prompt_tokens: int, choices: Sequence[ChoiceState], thoughts: ThoughtC
     )
 
 
+def logprobs_of(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
+    return [row for chunk in chunks for row in chunk.logprobs or ()]
+
+
 LEAST = -9999.0
 """OpenAI's value for an impossible token."""
 
@@ -83,25 +113,20 @@ class LogprobFormatter:
 
     def content(self, rows: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         """Formats for chat completions; None without tokens."""
-        visible = self.visible(rows)
-        return ChatLogprobs(content=[self.spelled(row) for row in visible]) if visible else None
+        spelled = self.spelled(rows)
+        return ChatLogprobs(content=spelled) if spelled else None
 
-    def visible(self, rows: Sequence[TokenLogprob]) -> list[TokenLogprob]:
-        return [row for row in rows if row.token not in self._ends]
-
-    def bytes_of(self, token: int) -> bytes:
-        return self._codec.spelling.of(token)
-
-    def text(self, token: int) -> str:
-        """Decodes a token; incomplete characters become U+FFFD."""
-        return self.bytes_of(token).decode(errors="replace")
-
-    def spelled(self, row: TokenLogprob) -> SpelledToken:
-        top = [self._likely(token, value) for token, value in row.top if value > NEVER]
-        return SpelledToken(**self._likely(row.token, row.logprob).model_dump(), top_logprobs=top)
+    def spelled(self, rows: Sequence[TokenLogprob]) -> list[SpelledToken]:
+        """Decodes each token; incomplete characters become U+FFFD."""
+        found = []
+        for row in (row for row in rows if row.token not in self._ends):
+            top = [self._likely(token, value) for token, value in row.top if value > NEVER]
+            found.append(SpelledToken(**self._likely(row.token, row.logprob).model_dump(), top_logprobs=top))
+        return found
 
     def _likely(self, token: int, value: float) -> LikelyToken:
-        return LikelyToken(token=self.text(token), logprob=max(value, LEAST), bytes=list(self.bytes_of(token)))
+        spelled = self._codec.spelling.of(token)
+        return LikelyToken(token=spelled.decode(errors="replace"), logprob=max(value, LEAST), bytes=list(spelled))
 
 
 class TextLogprobs:
@@ -115,9 +140,9 @@ class TextLogprobs:
 
     def take(self, rows: Sequence[TokenLogprob]) -> None:
         """Adds the next tokens."""
-        for row in self._speller.visible(rows):
-            self._length += len(self._characters.decode(self._speller.bytes_of(row.token)))
-            self._rows.append((self._length, self._speller.spelled(row)))
+        for one in self._speller.spelled(rows):
+            self._length += len(self._characters.decode(bytes(one.bytes)))
+            self._rows.append((self._length, one))
 
     def next(self, words: TextPart) -> list[SpelledToken]:
         """Returns the tokens that end in `words` and were not returned before."""

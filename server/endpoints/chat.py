@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import MOST_LOGPROBS
-from outrider.server.answers.formatter import AnswerInfo, CompletionFormatter
-from outrider.server.answers.parts import ChoiceState, Extras, Part, TextPart, ThinkingPart
-from outrider.server.answers.run import speculated
+from outrider.server.answers.formatter import AnswerPlan, CompletionFormatter
+from outrider.server.answers.parts import ChoiceState, Part, TextPart, ThinkingPart
+from outrider.server.answers.usage import logprobs_of, speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping.conversation import (
     ANY,
@@ -26,16 +28,17 @@ from outrider.server.mapping.conversation import (
     tool_result,
     toolbox,
 )
-from outrider.server.mapping.generation_params import include_usage_of
-from outrider.server.mapping.output_format import output_format_of
+from outrider.server.mapping.generation_params import include_usage_of, output_format_of
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
-from outrider.server.problems import Refused, refuse_given
+from outrider.server.problems import Refused
 from outrider.server.schemas import (
     MAX_STOPS,
     MAX_TOOLS,
+    ApiRequest,
     ApiResponse,
     ChatLogprobs,
+    Content,
     LooseShape,
     MaxTokens,
     Object,
@@ -47,17 +50,11 @@ from outrider.server.schemas import (
     Usage,
     absent,
     bounded,
+    unsupported,
 )
 from outrider.server.server_context import TheServer
 
 Finish = Literal["stop", "length", "tool_calls"]
-
-
-class ChatPart(LooseShape):
-    """A part of a message. Only text is supported; images, audio and files are rejected."""
-
-    type: str
-    text: str | None = None
 
 
 class FunctionCalled(LooseShape):
@@ -75,7 +72,7 @@ class ChatMessage(LooseShape):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ChatPart], bounded()] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCalled], bounded(MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
@@ -125,11 +122,10 @@ class ToolsAllowed(LooseShape):
     allowed_tools: Allowed
 
 
-class ChatRequest(Sampling):
-    """A chat completion."""
+class ConversationRequest(ApiRequest):
+    """The fields that become the prompt."""
 
-    messages: Annotated[list[ChatMessage], bounded(least=1)]
-    max_completion_tokens: MaxTokens | None = None
+    messages: Annotated[list[ChatMessage], bounded(least=1)] | None = None
     tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChosen | ToolsAllowed | None = None
     parallel_tool_calls: bool | None = None
@@ -137,13 +133,20 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
+
+
+class ChatRequest(ConversationRequest, Sampling):
+    """A chat completion."""
+
+    messages: Annotated[list[ChatMessage], bounded(least=1)]
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     modalities: Annotated[list[str], bounded(MAX_STOPS)] | None = None
-    audio: Any = None
-    functions: Any = None
-    function_call: Any = None
-    web_search_options: Any = None
+    audio: Annotated[Any, unsupported("audio output is not supported")] = None
+    functions: Annotated[Any, unsupported("it is deprecated; use tools")] = None
+    function_call: Annotated[Any, unsupported("it is deprecated; use tool_choice")] = None
+    web_search_options: Annotated[Any, unsupported("web search is not supported")] = None
     verbosity: Any = None
 
 
@@ -227,15 +230,15 @@ _FINISH: dict[str, Finish] = {"length": "length", "tool": "tool_calls"}
 
 
 class ChatFormatter(CompletionFormatter):
-    """Formats chat completions. In a stream each of the `count` choices starts with its role."""
+    """Formats chat completions. In a stream each choice starts with its role."""
 
     prefix = "chatcmpl"
     response = ChatCompletion
     chunk = ChatChunk
 
-    def __init__(self, info: AnswerInfo, count: int, include_usage: bool) -> None:
-        super().__init__(info, include_usage)
-        self._calls = [0] * count
+    def __init__(self, plan: AnswerPlan, include_usage: bool) -> None:
+        super().__init__(plan, include_usage)
+        self._calls = [0] * len(plan.choices)
 
     def begin(self) -> bytes:
         first = Delta(role="assistant", content="")
@@ -254,12 +257,14 @@ class ChatFormatter(CompletionFormatter):
             index=choice.index,
             message=message,
             finish_reason=_FINISH.get(choice.finish, "stop"),
-            **self._extras(choice.extras),
+            **self._extras(choice, choice.chunks),
         )
 
-    def _chunk_choice(self, index: int, part: Part | None, extras: Extras, finish: str | None = None) -> ChunkChoice:
-        reason = _FINISH.get(finish, "stop") if finish is not None else None
-        return ChunkChoice(index=index, delta=self._delta(index, part), finish_reason=reason, **self._extras(extras))
+    def _chunk_choice(
+        self, choice: ChoiceState, part: Part | None, chunks: Sequence[Chunk] = (), finish: str | None = None
+    ) -> ChunkChoice:
+        reason, delta = _FINISH.get(finish, "stop") if finish is not None else None, self._delta(choice.index, part)
+        return ChunkChoice(index=choice.index, delta=delta, finish_reason=reason, **self._extras(choice, chunks))
 
     def _delta(self, index: int, part: Part | None) -> Delta:
         match part:
@@ -273,9 +278,9 @@ class ChatFormatter(CompletionFormatter):
                 return Delta(tool_calls=[ToolCallDelta(index=self._calls[index] - 1, id=call_id(part), function=made)])
         return Delta()
 
-    def _extras(self, extras: Extras) -> dict[str, Any]:
-        rows = self.info.speller.content(extras.logprobs) if self.info.speller is not None else None
-        return {"logprobs": rows, "speculation": speculated(extras)}
+    def _extras(self, choice: ChoiceState, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        rows = self.plan.speller.content(logprobs_of(chunks)) if self.plan.speller is not None else None
+        return {"logprobs": rows, "speculation": speculated(choice, chunks)}
 
 
 def call_id(call: ToolCall) -> str:
@@ -283,36 +288,7 @@ def call_id(call: ToolCall) -> str:
     return call.id or f"call_{secrets.token_hex(12)}"
 
 
-_REFUSED = {
-    "audio": "audio output is not supported",
-    "functions": "it is deprecated; use tools",
-    "function_call": "it is deprecated; use tool_choice",
-    "web_search_options": "web search is not supported",
-}
-
-
-def refuse(asked: ChatRequest) -> None:
-    """Raises Refused for unsupported fields that would change the answer."""
-    refuse_given(asked, _REFUSED)
-    if asked.modalities is not None and asked.modalities != ["text"]:
-        raise Refused("modalities: only text output is supported; expected ['text'], or leave it out", "modalities")
-    if asked.continue_final_message and asked.add_generation_prompt:
-        raise Refused(
-            "continue_final_message and add_generation_prompt can't be used together", "continue_final_message"
-        )
-    if asked.continue_final_message:
-        check_own_turn(asked.messages)
-    if asked.top_logprobs and not asked.logprobs:
-        raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
-
-
-def check_own_turn(messages: list[ChatMessage]) -> None:
-    """Raises Refused unless the last message is the assistant's."""
-    if not messages or messages[-1].role != "assistant":
-        raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
-
-
-def _tool_choice(asked: ChatRequest) -> ToolSelection:
+def _tool_choice(asked: ConversationRequest) -> ToolSelection:
     one = asked.parallel_tool_calls is False
     match asked.tool_choice:
         case None | str() as kind:
@@ -323,35 +299,31 @@ def _tool_choice(asked: ChatRequest) -> ToolSelection:
             return ToolSelection(allowed.mode, tuple(tool.function.name for tool in allowed.tools), one)
 
 
-def conversation(model: ServedModel, asked: ChatRequest) -> TemplateInput:
-    refuse(asked)
-    strict = [tool.function.name for tool in asked.tools or () if tool.function is not None and tool.function.strict]
-    box = toolbox(model, tools(asked.tools), _tool_choice(asked), strict)
+def conversation(model: ServedModel, asked: ConversationRequest) -> TemplateInput:
+    """Converts to a template's input. Raises Refused for unsupported content and tools."""
+    messages = asked.messages or []
+    if asked.continue_final_message and asked.add_generation_prompt:
+        raise Refused(
+            "continue_final_message and add_generation_prompt can't be used together", "continue_final_message"
+        )
+    if asked.continue_final_message and messages[-1].role != "assistant":
+        raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
+    given, strict = [], []
+    for place, tool in enumerate(asked.tools or ()):
+        if tool.type != "function" or tool.function is None:
+            raise Refused(f"tools.{place}: only function tools are supported", f"tools.{place}")
+        given.append(function(tool.function.name, tool.function.description, tool.function.parameters))
+        strict += [tool.function.name] if tool.function.strict else []
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.reasoning_effort is not None:
         keywords.setdefault("reasoning_effort", asked.reasoning_effort)
     return TemplateInput(
-        messages=messages(asked.messages),
-        box=box,
+        messages=[_message(message, f"messages.{place}.content") for place, message in enumerate(messages)],
+        box=toolbox(model, given, _tool_choice(asked), strict),
         keywords=keywords,
         answer=asked.add_generation_prompt is not False,
         continue_final=bool(asked.continue_final_message),
     )
-
-
-def messages(given: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Converts messages for the template. Raises Refused for unsupported content."""
-    return [_message(message, f"messages.{place}.content") for place, message in enumerate(given)]
-
-
-def tools(given: list[Tool] | None) -> list[dict[str, Any]]:
-    """Converts tools for the template. Raises Refused for anything but functions."""
-    found = []
-    for place, tool in enumerate(given or ()):
-        if tool.type != "function" or tool.function is None:
-            raise Refused(f"tools.{place}: only function tools are supported", f"tools.{place}")
-        found.append(function(tool.function.name, tool.function.description, tool.function.parameters))
-    return found
 
 
 def _message(message: ChatMessage, where: str) -> dict[str, Any]:
@@ -371,12 +343,16 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/chat/completions", response_model=None, responses=response_docs(ChatCompletion, chunk_docs(ChatChunk)))
 async def complete(asked: ChatRequest, request: Request, context: TheServer) -> Response:
     """Generates an answer to a conversation."""
+    if asked.modalities is not None and asked.modalities != ["text"]:
+        raise Refused("modalities: only text output is supported; expected ['text'], or leave it out", "modalities")
+    if asked.top_logprobs and not asked.logprobs:
+        raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
     talk, count = conversation(context.model, asked), asked.n or 1
     logprobs = asked.top_logprobs or 0 if asked.logprobs else None
     plan = await asyncio.to_thread(
         context.plan, asked, talk, output_format_of(asked), asked.stop, _most(asked), logprobs, count
     )
-    return await context.respond(request, plan, ChatFormatter(plan.info, count, include_usage_of(asked)), asked.stream)
+    return await context.respond(request, ChatFormatter(plan, include_usage_of(asked)), asked.stream)
 
 
 def _most(asked: ChatRequest) -> int | None:

@@ -12,16 +12,19 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from outrider.orchestrator.client.dialogue import TokenLogprob
+from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
 from outrider.protocol.sampling import MOST_LOGPROBS
-from outrider.protocol.schema import NEVER
-from outrider.server.answers.formatter import AnswerInfo, CompletionFormatter
-from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, Part, Splitter, TextPart
-from outrider.server.answers.run import job, speculated
-from outrider.server.answers.usage import LEAST, LogprobFormatter, schema_checker, speller
+from outrider.server.answers.formatter import AnswerPlan, CompletionFormatter
+from outrider.server.answers.parts import ChoiceState, Part, Splitter, TextPart, new_choice
+from outrider.server.answers.usage import LogprobFormatter, logprobs_of, schema_checker, speculated, speller
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
-from outrider.server.mapping.generation_params import include_usage_of, sampling_params
-from outrider.server.mapping.output_format import answer_grammar, output_format_of, resolve_output_format
+from outrider.server.mapping.generation_params import (
+    answer_grammar,
+    include_usage_of,
+    output_format_of,
+    resolve_output_format,
+    sampling_params,
+)
 from outrider.server.model.served import ServedModel, TokenizedPrompt, Toolbox
 from outrider.server.problems import Refused
 from outrider.server.schemas import (
@@ -31,12 +34,14 @@ from outrider.server.schemas import (
     Outrider,
     Sampling,
     Speculated,
+    SpelledToken,
     Timings,
     Usage,
     absent,
     bounded,
+    unsupported,
 )
-from outrider.server.server_context import AnswerPlan, TheServer
+from outrider.server.server_context import TheServer
 
 Tokens = Annotated[list[int], bounded(MAX_TOKENS, least=1)]
 
@@ -47,7 +52,7 @@ class CompletionRequest(Sampling):
     prompt: str | Tokens | Annotated[list[str | Tokens], bounded(MAX_CHOICES, least=1)]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
-    suffix: str | None = None
+    suffix: Annotated[str | None, unsupported("fill-in-the-middle is not supported; leave it out")] = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     return_token_ids: bool | None = Field(None, description="vLLM's: return token ids")
 
@@ -94,27 +99,26 @@ class CompletionLogprobWriter:
 
     def next(self, rows: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         """Formats the next tokens; None without any."""
-        visible = self._speller.visible(rows)
-        if not visible:
-            return None
-        offsets = []
-        for row in visible:
+        spelled, offsets = self._speller.spelled(rows), []
+        for one in spelled:
             offsets.append(self._length)
-            self._length += len(self._characters.decode(self._speller.bytes_of(row.token)))
+            self._length += len(self._characters.decode(bytes(one.bytes)))
+        if not spelled:
+            return None
         return CompletionLogprobs(
-            tokens=[self._speller.text(row.token) for row in visible],
-            token_logprobs=[max(row.logprob, LEAST) for row in visible],
-            top_logprobs=[self._top(row) for row in visible],
+            tokens=[one.token for one in spelled],
+            token_logprobs=[one.logprob for one in spelled],
+            top_logprobs=list(map(_top, spelled)),
             text_offset=offsets,
         )
 
-    def _top(self, row: TokenLogprob) -> dict[str, float]:
-        """Top tokens by text. Of tokens with equal text the likeliest is kept; the chosen token is always included."""
-        found = {self._speller.text(row.token): max(row.logprob, LEAST)}
-        for token, value in row.top:
-            if value > NEVER:
-                found.setdefault(self._speller.text(token), value)
-        return found
+
+def _top(spelled: SpelledToken) -> dict[str, float]:
+    """Top tokens by text. Of tokens with equal text the likeliest is kept; the chosen token is always included."""
+    found = {spelled.token: spelled.logprob}
+    for one in spelled.top_logprobs:
+        found.setdefault(one.token, one.logprob)
+    return found
 
 
 def likeliest(choices: Sequence[ChoiceState], tried: int, kept: int) -> list[ChoiceState]:
@@ -124,7 +128,7 @@ def likeliest(choices: Sequence[ChoiceState], tried: int, kept: int) -> list[Cho
         return list(choices)
 
     def mean(choice: ChoiceState) -> float:
-        rows = choice.extras.logprobs
+        rows = logprobs_of(choice.chunks)
         return sum(row.logprob for row in rows) / max(len(rows), 1)
 
     best: list[ChoiceState] = []
@@ -141,35 +145,35 @@ class TextCompletionFormatter(CompletionFormatter):
     chunk = Completion
 
     def __init__(
-        self, info: AnswerInfo, echoes: Sequence[str], include_usage: bool, tried: int = 1, each: int = 1
+        self, plan: AnswerPlan, echoes: Sequence[str], include_usage: bool, tried: int = 1, each: int = 1
     ) -> None:
         """Of every `tried` choices the likeliest `each` are kept."""
-        super().__init__(info, include_usage)
+        super().__init__(plan, include_usage)
         self._echoes = echoes
         self._tried, self._each = tried, each
-        self._listings = [CompletionLogprobWriter(info.speller) for _ in echoes] if info.speller is not None else None
+        self._listings = [CompletionLogprobWriter(plan.speller) for _ in echoes] if plan.speller is not None else None
 
     def begin(self) -> bytes:
-        begun = enumerate(map(TextPart, self._echoes))
-        return b"".join(self._event([self._chunk_choice(n, echo, NO_EXTRAS)]) for n, echo in begun if echo.text)
+        begun = zip(self.plan.choices, map(TextPart, self._echoes), strict=True)
+        return b"".join(self._event([self._chunk_choice(choice, echo)]) for choice, echo in begun if echo.text)
 
     def _kept(self, choices: list[ChoiceState]) -> list[ChoiceState]:
         return likeliest(choices, self._tried, self._each)
 
     def _choice(self, choice: ChoiceState) -> CompletionChoice:
         text = TextPart(self._echoes[choice.index] + choice.text)
-        return self._chunk_choice(choice.index, text, choice.extras, choice.finish)
+        return self._chunk_choice(choice, text, choice.chunks, choice.finish)
 
     def _chunk_choice(
-        self, index: int, part: Part | None, extras: Extras, finish: str | None = None
+        self, choice: ChoiceState, part: Part | None, chunks: Sequence[Chunk] = (), finish: str | None = None
     ) -> CompletionChoice:
         return CompletionChoice(
-            index=index,
+            index=choice.index,
             text=part.text if isinstance(part, TextPart) else "",
-            logprobs=self._listings[index].next(extras.logprobs) if self._listings is not None else None,
+            logprobs=self._listings[choice.index].next(logprobs_of(chunks)) if self._listings is not None else None,
             finish_reason=None if finish is None else "length" if finish == "length" else "stop",
-            token_ids=list(extras.ids) or None,
-            speculation=speculated(extras),
+            token_ids=[token for chunk in chunks for token in chunk.token_ids] or None if choice.ids else None,
+            speculation=speculated(choice, chunks),
         )
 
 
@@ -184,12 +188,10 @@ async def complete(asked: CompletionRequest, request: Request, context: TheServe
     """Completes texts. Choices of several prompts follow one another."""
     if asked.echo and asked.logprobs is not None:
         raise Refused("logprobs of the prompt are not supported; leave out echo or logprobs", "logprobs")
-    if asked.suffix:
-        raise Refused("suffix: fill-in-the-middle is not supported; leave it out", "suffix")
     with_usage = include_usage_of(asked)
     plan, echoes = await asyncio.to_thread(_plan, context.model, asked)
-    formatter = TextCompletionFormatter(plan.info, echoes, with_usage, _tried(asked), asked.n or 1)
-    return await context.respond(request, plan, formatter, asked.stream)
+    formatter = TextCompletionFormatter(plan, echoes, with_usage, _tried(asked), asked.n or 1)
+    return await context.respond(request, formatter, asked.stream)
 
 
 def _plan(model: ServedModel, asked: CompletionRequest) -> tuple[AnswerPlan, list[str]]:
@@ -204,20 +206,23 @@ def _plan(model: ServedModel, asked: CompletionRequest) -> tuple[AnswerPlan, lis
     form = resolve_output_format(model, output_format_of(asked))
     grammar = answer_grammar(model, TokenizedPrompt(()), Toolbox(), form)
     sampling, ids = sampling_params(model, asked, most, asked.stop, grammar, wanted), bool(asked.return_token_ids)
-    jobs = [
-        replace(job(model.codec, asked, tokens, sampling, index, Splitter()), ids=ids)
+    choices = [
+        new_choice(model.codec, asked, tokens, sampling, index, Splitter(), ids=ids)
         for tokens in prompts
         for index in range(tried)
     ]
-    info = AnswerInfo(
+    for place, choice in enumerate(choices):  # seeds are by the index among a prompt's choices
+        choice.index = place
+    plan = AnswerPlan(
         model.id,
         sum(map(len, prompts)),
+        choices,
         speller=speller(model, sampling) if asked.logprobs is not None else None,
         notes=schema_checker(form),
     )
     texts = [one if isinstance(one, str) else model.codec.decode(tuple(one)) for one in given] if asked.echo else []
     echoes = [text for text in texts or [""] * len(given) for _ in range(each)]
-    return AnswerPlan(info, jobs), echoes
+    return plan, echoes
 
 
 def _tried(asked: CompletionRequest) -> int:

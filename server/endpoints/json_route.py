@@ -1,4 +1,4 @@
-"""Routes with a JSON body: parsing, unknown fields, and the description of their responses in /openapi.json.
+"""Routes with a JSON body: its limits, parsing, unknown fields, and what /openapi.json says of their responses.
 
 Unknown fields are ignored and counted, because APIs grow. A field is rejected if ignoring it would change the answer: a
 field of another path or server, or a misspelled one.
@@ -6,9 +6,10 @@ field of another path or server, or a misspelled one.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from difflib import get_close_matches
 from functools import cache
 from inspect import signature
@@ -24,9 +25,8 @@ from starlette.responses import Response
 from outrider.server.problems import Refused
 from outrider.server.schemas import AnthropicProblem, ApiRequest, OpenAIProblem
 
+BODY_SECONDS = 60.0
 ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
-
-
 SCHEMAS = "#/components/schemas/"
 KINDS = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
 """The schema of events that `type` distinguishes."""
@@ -104,17 +104,19 @@ class JsonRoute(APIRoute):
         endpoint = self.endpoint
         first, *others = signature(endpoint, eval_str=True).parameters.values()
         shape: type[ApiRequest] = first.annotation
+        _SHAPES.add(shape)
 
         async def handle(request: Request) -> Response:
+            context = request.app.state.context
             _check_kind(request)
+            body = await _body(request, context.settings.max_body_mb)
             try:  # strict JSON: UTF-8, no NaN, limited nesting
-                asked = shape.model_validate(from_json(await request.body(), allow_inf_nan=False))
+                asked = shape.model_validate(from_json(body, allow_inf_nan=False))
             except ValidationError as error:
                 wrong = error.errors(include_url=False)
                 raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in wrong]) from None
             except ValueError as error:
                 raise Refused(f"the body is not JSON: {error}") from None
-            context = request.app.state.context
             if asked.model_extra:
                 context.ignored.note(request.url.path, ignorable(asked))
             context.check_model(asked.model)
@@ -138,6 +140,28 @@ def _check_kind(request: Request) -> None:
         )
 
 
+async def _body(request: Request, most_mb: int) -> bytearray:
+    """Reads the whole body within a time limit.
+
+    Raises:
+        Refused: it is too large, or late.
+        ClientDisconnect: the client left.
+    """
+    too_large = Refused(f"the body is larger than {most_mb} MB (--max-body-mb)", status=413)
+    stated, most, body = request.headers.get("content-length", ""), most_mb * 2**20, bytearray()
+    if stated.isdigit() and int(stated) > most:
+        raise too_large
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for data in request.stream():
+                body += data
+                if len(body) > most:
+                    raise too_large
+    except TimeoutError:
+        raise Refused(f"the body did not come within {BODY_SECONDS:g} s", status=408) from None
+    return body
+
+
 _ALIKE = 0.9
 _NAMES_KEPT = 200
 _LONGEST = 80
@@ -156,6 +180,9 @@ _OTHER_SERVERS = frozenset(
     }
 )  # fmt: skip
 """Fields of vLLM, llama.cpp, SGLang and others that change the text there."""
+
+_SHAPES: set[type[ApiRequest]] = set()
+"""The requests of all paths."""
 
 log = logging.getLogger(__name__)
 
@@ -201,10 +228,4 @@ def _effective_fields(shape: type[ApiRequest]) -> tuple[str, ...]:
 
 @cache
 def _other_paths() -> frozenset[str]:
-    return frozenset(name for shape in _subclasses(ApiRequest) for name in _effective_fields(shape)) - _HARMLESS
-
-
-def _subclasses(shape: type[ApiRequest]) -> Iterator[type[ApiRequest]]:
-    for one in shape.__subclasses__():
-        yield one
-        yield from _subclasses(one)
+    return frozenset(name for shape in _SHAPES for name in _effective_fields(shape)) - _HARMLESS

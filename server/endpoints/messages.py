@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -13,9 +12,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from outrider.orchestrator.pairing.tokenizer import Detokenizer, TextCodec
-from outrider.server.answers.formatter import AnswerInfo, BlockFormatter, event, typed_event
+from outrider.server.answers.formatter import AnswerPlan, BlockFormatter, event, typed_event
 from outrider.server.answers.parts import ChoiceState, Part, PartUpdate, TextPart, ThinkingPart, timings
-from outrider.server.answers.run import ChoiceJob
 from outrider.server.answers.usage import about
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
@@ -31,7 +29,7 @@ from outrider.server.mapping.conversation import (
     tool_result,
     toolbox,
 )
-from outrider.server.mapping.output_format import OutputFormat, parse_output_format
+from outrider.server.mapping.generation_params import OutputFormat, parse_output_format
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused
@@ -39,6 +37,7 @@ from outrider.server.schemas import (
     MAX_TOOLS,
     ApiRequest,
     ApiResponse,
+    ContentPart,
     Generation,
     LooseShape,
     MaxTokens,
@@ -48,15 +47,14 @@ from outrider.server.schemas import (
     Timings,
     absent,
     bounded,
+    unsupported,
 )
 from outrider.server.server_context import TheServer, as_json
 
 
-class Block(LooseShape):
+class Block(ContentPart):
     """A content block: text, thinking, tool_use or tool_result. Images and documents are rejected."""
 
-    type: str
-    text: str | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
@@ -100,11 +98,14 @@ class CountTokensRequest(ApiRequest):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: Object | None = None
-    mcp_servers: Any = None
+    mcp_servers: Annotated[Any, unsupported("this server does not call MCP servers; expected client tools")] = None
     output_config: Object | None = None
     output_format: Object | None = None
-    thread: Any = None
-    compaction: Any = None
+    thread: Annotated[
+        Any,
+        unsupported("conversations are not stored; send all messages, without thread", "thread_unsupported_request"),
+    ] = None
+    compaction: Annotated[Any, unsupported("conversations are not shortened; leave it out")] = None
     # Ignored: they have no effect on the answer.
     cache_control: Any = None
     context_management: Any = None
@@ -118,8 +119,6 @@ class MessagesRequest(CountTokensRequest, Generation):
     max_tokens: MaxTokens
     stop_sequences: Stops | None = None
     # Ignored as well.
-    metadata: Any = None
-    service_tier: Any = None
     container: Any = None
     inference_geo: Any = None
 
@@ -188,29 +187,29 @@ _REASONS: dict[str, StopReason] = {"tool": "tool_use", "length": "max_tokens"}
 
 
 class MessageFormatter(BlockFormatter):
-    """Formats a message. `stopped_by` returns the stop sequence that ended a choice.
+    """Formats a message.
 
     A stream is message_start, content blocks, message_delta with the stop reason and usage, and message_stop.
     """
 
-    def __init__(self, info: AnswerInfo, stopped_by: Callable[[ChoiceState], str | None]) -> None:
-        super().__init__(info)
-        self._stopped_by = stopped_by
+    def __init__(self, plan: AnswerPlan, codec: TextCodec) -> None:
+        super().__init__(plan)
+        self._codec = codec
         self._id = f"msg_{secrets.token_hex(12)}"
 
     def whole(self, choices: Sequence[ChoiceState]) -> MessageAnswer:
         (choice,) = choices
         return MessageAnswer(
             id=self._id,
-            model=self.info.model,
+            model=self.plan.model,
             content=[_block(part) for part in choice.parts],
             **self._reason(choice),
             **self._numbers(choice),
         )
 
     def begin(self) -> bytes:
-        used = messages_usage(self.info.prompt_tokens, None)
-        begun = MessageAnswer(id=self._id, model=self.info.model, content=[], usage=used)
+        used = messages_usage(self.plan.prompt_tokens, None)
+        begun = MessageAnswer(id=self._id, model=self.plan.model, content=[], usage=used)
         return typed_event("message_start", message=begun)
 
     def end(self) -> bytes:
@@ -238,13 +237,13 @@ class MessageFormatter(BlockFormatter):
         return (signature or b"") + typed_event("content_block_stop", index=self._at)
 
     def _reason(self, choice: ChoiceState) -> dict[str, Any]:
-        stop = self._stopped_by(choice) if choice.finish == "stop" else None
+        stop = stop_that_ended(self._codec, choice) if choice.finish == "stop" else None
         reason = "stop_sequence" if stop is not None else _REASONS.get(choice.finish, "end_turn")
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _numbers(self, choice: ChoiceState) -> dict[str, Any]:
         return {
-            "usage": messages_usage(self.info.prompt_tokens, choice),
+            "usage": messages_usage(self.plan.prompt_tokens, choice),
             "timings": timings(choice.result.timings),
             "outrider": about(choice),
         }
@@ -274,10 +273,10 @@ def _block(part: Part, begun: bool = False) -> AnswerBlock:
             return ToolUseBlock(id=own or f"toolu_{secrets.token_hex(12)}", name=name, input=given)
 
 
-def stop_that_ended(codec: TextCodec, job: ChoiceJob, choice: ChoiceState) -> str | None:
+def stop_that_ended(codec: TextCodec, choice: ChoiceState) -> str | None:
     """Returns the stop string that occurs first in the choice's text, or None."""
-    sampling = job.sampling
-    detokenizer = Detokenizer(codec, job.tokens)
+    sampling = choice.sampling
+    detokenizer = Detokenizer(codec, choice.prompt)
     ends = frozenset() if sampling.ignore_eos else codec.eos
     text = "".join(detokenizer.feed(token) for token in choice.tokens if token not in ends) + detokenizer.finish()
     found = [(place, stop) for stop in sampling.stop if (place := text.find(stop)) >= 0]
@@ -286,20 +285,6 @@ def stop_that_ended(codec: TextCodec, job: ChoiceJob, choice: ChoiceState) -> st
 
 _LABEL = "x-anthropic-billing-header:"
 _CHOICES = {"auto": ANY, "any": MUST, "none": NONE}
-
-
-def refuse(asked: CountTokensRequest) -> None:
-    """Raises Refused for unsupported fields that would change the answer."""
-    if asked.mcp_servers:
-        raise Refused("mcp_servers: this server does not call MCP servers; expected client tools", "mcp_servers")
-    if asked.thread is not None:
-        raise Refused(
-            "thread: conversations are not stored; send all messages, without thread",
-            "thread",
-            details="thread_unsupported_request",
-        )
-    if asked.compaction is not None:
-        raise Refused("compaction: conversations are not shortened; leave it out", "compaction")
 
 
 def output_format_of(asked: CountTokensRequest) -> OutputFormat | None:
@@ -335,7 +320,6 @@ def _choice(asked: CountTokensRequest) -> ToolSelection:
 
 def conversation(model: ServedModel, asked: CountTokensRequest) -> TemplateInput:
     """Converts to a template's input. A final assistant turn is continued, as in Anthropic's API."""
-    refuse(asked)
     box = _toolbox(model, asked)
     messages: list[dict[str, Any]] = []
     # Claude Code's label differs for each request and would defeat the prompt cache.
@@ -381,8 +365,7 @@ async def answer(asked: MessagesRequest, request: Request, context: TheServer) -
     """Generates an answer to a conversation."""
     talk, form = conversation(context.model, asked), output_format_of(asked)
     plan = await asyncio.to_thread(context.plan, asked, talk, form, asked.stop_sequences, asked.max_tokens)
-    stopped_by = partial(stop_that_ended, context.model.codec, plan.jobs[0])
-    return await context.respond(request, plan, MessageFormatter(plan.info, stopped_by), asked.stream)
+    return await context.respond(request, MessageFormatter(plan, context.model.codec), asked.stream)
 
 
 @router.post("/messages/count_tokens", response_model=None, responses=response_docs(TokenCount, anthropic=True))

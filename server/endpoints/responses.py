@@ -14,10 +14,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from outrider.protocol.sampling import MOST_LOGPROBS, SamplingParams
-from outrider.server.answers.formatter import AnswerInfo, BlockFormatter, typed_event
-from outrider.server.answers.parts import ChoiceState, Extras, Part, PartUpdate, TextPart, ThinkingPart, timings
-from outrider.server.answers.usage import TextLogprobs, about
+from outrider.orchestrator.client.dialogue import Chunk
+from outrider.protocol.sampling import MOST_LOGPROBS
+from outrider.server.answers.formatter import AnswerPlan, BlockFormatter, typed_event
+from outrider.server.answers.parts import ChoiceState, Part, PartUpdate, TextPart, ThinkingPart, timings
+from outrider.server.answers.usage import TextLogprobs, about, logprobs_of
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
     ANY,
@@ -30,14 +31,15 @@ from outrider.server.mapping.conversation import (
     tool_result,
     toolbox,
 )
-from outrider.server.mapping.output_format import parse_output_format
+from outrider.server.mapping.generation_params import parse_output_format
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall
-from outrider.server.problems import Problem, Refused, refuse_given
+from outrider.server.problems import Problem, Refused
 from outrider.server.schemas import (
     MAX_TOOLS,
     ApiResponse,
     CachedTokens,
+    Content,
     LooseShape,
     MaxTokens,
     Object,
@@ -48,15 +50,9 @@ from outrider.server.schemas import (
     Timings,
     absent,
     bounded,
+    unsupported,
 )
 from outrider.server.server_context import TheServer, as_json
-
-
-class Content(LooseShape):
-    """A part of a message: input_text or output_text."""
-
-    type: str
-    text: str | None = None
 
 
 class Item(LooseShape):
@@ -64,11 +60,11 @@ class Item(LooseShape):
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Annotated[list[Content], bounded()] | None = None
+    content: Content | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | Annotated[list[Content], bounded()] | None = None
+    output: Content | None = None
 
 
 class FunctionTool(LooseShape):
@@ -112,22 +108,15 @@ class ResponsesRequest(OpenAIGeneration):
         None, description="message.output_text.logprobs; other values are ignored"
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
-    prompt: Any = None
+    previous_response_id: Annotated[str | None, unsupported("responses are not stored; send the whole input")] = None
+    conversation: Annotated[Any, unsupported("conversations are not stored; send the whole input")] = None
+    background: Annotated[bool | None, unsupported("responses can't run in the background; leave it out")] = None
+    prompt: Annotated[Any, unsupported("prompts are not stored; send instructions and input")] = None
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="inputs are never truncated: one that is too long is rejected, with auto too"
     )
-    max_tool_calls: int | None = None
-    # Ignored: they have no effect on the answer.
-    metadata: Any = None
-    store: Any = None
-    user: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    max_tool_calls: Annotated[int | None, unsupported("tools are called by the client")] = None
+    # Ignored as well.
     stream_options: Any = None
     client_metadata: Any = None
 
@@ -223,19 +212,19 @@ class ResponseFormatter(BlockFormatter):
     The output's items are messages, reasoning and calls. The last one is `in_progress` while it grows.
     """
 
-    def __init__(self, info: AnswerInfo, asked: ResponsesRequest, sampling: SamplingParams) -> None:
-        super().__init__(info)
+    def __init__(self, plan: AnswerPlan, asked: ResponsesRequest) -> None:
+        super().__init__(plan)
         # Coding agents also offer tools that run at OpenAI.
         others = sorted({tool.type[:40] for tool in asked.tools or () if tool.type != "function"})
         self._notes = [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
-        self._logprobs = TextLogprobs(info.speller) if info.speller is not None else None
+        self._logprobs = TextLogprobs(plan.speller) if plan.speller is not None else None
         self._number = -1
         self._items: list[Output] = []
-        choice = asked.tool_choice
+        choice, sampling = asked.tool_choice, plan.choices[0].sampling
         self._common: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(12)}",
-            "created_at": info.created,
-            "model": info.model,
+            "created_at": plan.created,
+            "model": plan.model,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
@@ -247,7 +236,7 @@ class ResponseFormatter(BlockFormatter):
 
     def whole(self, choices: Sequence[ChoiceState]) -> ResponseObject:
         (choice,) = choices
-        self._take_logprobs(choice.extras)
+        self._take_logprobs(choice.chunks)
         for part in choice.parts:
             self._items.append(_item(part, self._logprobs is not None))
             self._grow(part)
@@ -274,26 +263,26 @@ class ResponseFormatter(BlockFormatter):
         return ResponseObject(**self._common, output=self._items, **more)
 
     def _whole(self, choice: ChoiceState) -> ResponseObject:
-        info, times, made = self.info, choice.result.timings, len(choice.tokens)
-        thought = info.thoughts(choice) if info.thoughts is not None else 0
+        plan, times, made = self.plan, choice.result.timings, len(choice.tokens)
+        thought = plan.thoughts(choice) if plan.thoughts is not None else 0
         usage = ResponsesUsage(
-            input_tokens=info.prompt_tokens,
+            input_tokens=plan.prompt_tokens,
             input_tokens_details=WrittenTokens(cached_tokens=times.cache_n, cache_write_tokens=times.prompt_n),
             output_tokens=made,
             output_tokens_details=ReasoningTokens(reasoning_tokens=thought),
-            total_tokens=info.prompt_tokens + made,
+            total_tokens=plan.prompt_tokens + made,
         )
         return self._shape(
             status=_status(choice),
             incomplete_details={"reason": "max_output_tokens"} if choice.finish == "length" else None,
             usage=usage,
             timings=timings(times),
-            outrider=about(choice, [*self._notes, *self.info.notes([choice])]),
+            outrider=about(choice, [*self._notes, *self.plan.notes([choice])]),
         )
 
-    def _take_logprobs(self, extras: Extras) -> None:
+    def _take_logprobs(self, chunks: Sequence[Chunk]) -> None:
         if self._logprobs is not None:
-            self._logprobs.take(extras.logprobs)
+            self._logprobs.take(logprobs_of(chunks))
 
     def _grow(self, part: Part) -> list[SpelledToken]:
         """Adds a part to the last item, and returns its log-probabilities."""
@@ -318,7 +307,7 @@ class ResponseFormatter(BlockFormatter):
         return before + self._of_item("content_part.added", content_index=0, part=item.content[0])
 
     def _delta(self, update: PartUpdate) -> bytes:
-        self._take_logprobs(update.extras)
+        self._take_logprobs(update.chunks)
         rows = self._grow(update.part)
         match update.part:
             case TextPart(text=text):
@@ -369,21 +358,6 @@ def _item(part: Part, with_logprobs: bool) -> Output:
 
 _LOGPROBS = "message.output_text.logprobs"
 _READABLE = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_REFUSED = {
-    "previous_response_id": "responses are not stored; send the whole input",
-    "conversation": "conversations are not stored; send the whole input",
-    "prompt": "prompts are not stored; send instructions and input",
-    "max_tool_calls": "tools are called by the client",
-}
-
-
-def refuse(asked: ResponsesRequest) -> None:
-    """Raises Refused for unsupported fields that would change the answer."""
-    if asked.top_logprobs and logprobs(asked) is None:
-        raise Refused(f"top_logprobs: none are wanted; expected {_LOGPROBS} in include", "top_logprobs")
-    refuse_given(asked, _REFUSED)
-    if asked.background:
-        raise Refused("background: responses can't run in the background; leave it out", "background")
 
 
 def logprobs(asked: ResponsesRequest) -> int | None:
@@ -415,7 +389,8 @@ def _tool_choice(asked: ResponsesRequest) -> ToolSelection:
 
 
 def conversation(model: ServedModel, asked: ResponsesRequest) -> TemplateInput:
-    refuse(asked)
+    if asked.top_logprobs and logprobs(asked) is None:
+        raise Refused(f"top_logprobs: none are wanted; expected {_LOGPROBS} in include", "top_logprobs")
     box = _toolbox(model, asked)
     messages: list[dict[str, Any]] = []
     if asked.instructions:
@@ -470,8 +445,7 @@ async def respond(asked: ResponsesRequest, request: Request, context: TheServer)
     plan = await asyncio.to_thread(
         context.plan, asked, talk, form, asked.stop, asked.max_output_tokens, logprobs(asked)
     )
-    formatter = ResponseFormatter(plan.info, asked, plan.jobs[0].sampling)
-    return await context.respond(request, plan, formatter, asked.stream)
+    return await context.respond(request, ResponseFormatter(plan, asked), asked.stream)
 
 
 @router.post("/responses/input_tokens", response_model=None, responses=response_docs(InputTokens))

@@ -17,40 +17,30 @@ from starlette.responses import Response
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.server.endpoints import chat
-from outrider.server.endpoints.chat import ChatMessage, Tool
+from outrider.server.endpoints.chat import ChatMessage, ConversationRequest, conversation
 from outrider.server.endpoints.json_route import JsonRoute, error_docs, response_docs
-from outrider.server.mapping.conversation import ToolSelection, toolbox
-from outrider.server.model.served import ServedModel, TemplateInput
+from outrider.server.model.served import ServedModel
+from outrider.server.model.tool_format import NOTE
 from outrider.server.problems import Refused
-from outrider.server.schemas import MAX_TOKENS, MAX_TOOLS, ApiRequest, ApiResponse, Object, absent, bounded
+from outrider.server.schemas import MAX_TOKENS, ApiRequest, ApiResponse, absent, bounded
 from outrider.server.server_context import ServerContext, TheServer, as_json
 
 
-class TokenizeRequest(ApiRequest):
+class TokenizeRequest(ConversationRequest):
     """`content` (llama.cpp) or `prompt` (vLLM) is a text; `messages` is a conversation."""
 
     content: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], bounded()] | None = None
-    tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
-    chat_template_kwargs: Object | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
     return_token_strs: bool = Field(False, description="vLLM's: return each token's text")
     with_pieces: bool = Field(False, description="llama.cpp's: return tokens as objects with id and piece")
     add_special: bool = Field(True, description="add the tokenizer's special tokens")
     add_special_tokens: bool | None = None
 
 
-class TemplateRequest(ApiRequest):
+class TemplateRequest(ConversationRequest):
     """A conversation, as in /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], bounded(least=1)]
-    tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
-    chat_template_kwargs: Object | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
 
 
 class DetokenizeRequest(ApiRequest):
@@ -178,7 +168,7 @@ async def tokenize(asked: TokenizeRequest, context: TheServer) -> Response:
 @text_router.post("/apply-template", response_model=None, responses=response_docs(Applied))
 async def apply(asked: TemplateRequest, context: TheServer) -> Response:
     """Applies the chat template to a conversation."""
-    prompt = await asyncio.to_thread(context.model.prompt, _talk(asked, asked.messages, context.model))
+    prompt = await asyncio.to_thread(context.model.prompt, conversation(context.model, asked))
     return as_json(Applied(prompt=context.model.codec.decode(prompt.tokens)))
 
 
@@ -198,7 +188,7 @@ def _tokenized(asked: TokenizeRequest, model: ServedModel) -> Tokenized:
     if len(given) != 1:
         raise Refused("expected exactly one of content, prompt and messages")
     if asked.messages is not None:
-        tokens = list(model.prompt(_talk(asked, asked.messages, model)).tokens)
+        tokens = list(model.prompt(conversation(model, asked)).tokens)
     else:
         special = asked.add_special if asked.add_special_tokens is None else asked.add_special_tokens
         tokens = list(model.tokens(str(given[0]), special))
@@ -208,18 +198,6 @@ def _tokenized(asked: TokenizeRequest, model: ServedModel) -> Tokenized:
         count=len(tokens),
         max_model_len=model.context_length,
         token_strs=[one.decode(errors="replace") for one in spelled] if asked.return_token_strs else None,
-    )
-
-
-def _talk(asked: TokenizeRequest | TemplateRequest, messages: list[ChatMessage], model: ServedModel) -> TemplateInput:
-    if asked.continue_final_message:
-        chat.check_own_turn(messages)
-    return TemplateInput(
-        chat.messages(messages),
-        toolbox(model, chat.tools(asked.tools), ToolSelection()),
-        asked.chat_template_kwargs or {},
-        answer=asked.add_generation_prompt,
-        continue_final=asked.continue_final_message,
     )
 
 
@@ -267,5 +245,5 @@ def _model(context: ServerContext, name: str) -> Model:
         max_model_len=context.model.context_length,
         chat_template=context.model.template is not None,
         max_input_tokens=context.model.context_length,
-        description=context.model.note or None,
+        description=NOTE if context.model.tools_as_text else None,
     )

@@ -8,17 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.server.model.served import ServedModel, Toolbox
 from outrider.server.problems import Refused
-
-
-class ContentPart(Protocol):
-    """A part of a message's content, in any API."""
-
-    type: str
-    text: str | None
+from outrider.server.schemas import ContentPart
 
 
 def text_of(content: str | Sequence[ContentPart] | None, where: str, readable: Collection[str] = ("text",)) -> str:

@@ -1,17 +1,26 @@
-"""Sampling parameters of every API as one record.
+"""A request's sampling parameters as one record, and its output format as the grammar that constrains a whole answer.
 
-Omitted values come from the model's generation_config.json, or else are Outrider's defaults.
+Omitted values come from the model's generation_config.json, or else are Outrider's defaults. The grammar allows
+thinking, if the model has it, and then the format or tool calls.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
+from outrider.grammar.compiler import as_part, check
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import MAX_SEED, Grammar, SamplingParams
-from outrider.server.model.served import ServedModel
+from outrider.server.model.call_grammar import Rules, arguments_of, calls, one_of
+from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
+from outrider.server.model.tool_format import ToolFormat
 from outrider.server.problems import Refused
 from outrider.server.schemas import Generation, Sampling
 
@@ -58,15 +67,6 @@ def sampling_params(
     return SamplingParams(**fields)
 
 
-def room(model: ServedModel, prompt_tokens: int, asked: int | None) -> int:
-    """Returns the maximum length of an answer: as requested, or what the context has room for."""
-    if asked is not None:
-        return asked
-    if model.context_length is None:
-        return UNBOUNDED
-    return max(model.context_length - prompt_tokens, 1)
-
-
 def _bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
     wrong = ", ".join(repr(key[:40]) for key in given or {} if not (key.isascii() and key.isdigit()))
     if wrong:
@@ -81,3 +81,184 @@ def include_usage_of(asked: Sampling) -> bool:
     if not asked.stream:
         raise Refused("stream_options needs stream: true", "stream_options")
     return bool(asked.stream_options.include_usage)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """`param` is the request's field. `loose`: parts of the schema that no grammar can enforce are checked after
+    generation."""
+
+    grammar: Grammar
+    param: str
+    loose: bool = False
+
+
+def output_format_of(asked: Sampling) -> OutputFormat | None:
+    """Returns the format of a chat or text completion.
+
+    Raises:
+        Refused: there are several, or one is invalid.
+    """
+    given: list[tuple[str, object, str]] = [
+        ("grammar", asked.grammar, "grammar"),
+        ("json_schema", asked.guided_json, "guided_json"),
+        ("regex", asked.guided_regex, "guided_regex"),
+        ("grammar", asked.guided_grammar, "guided_grammar"),
+        ("regex", _one_of(asked.guided_choice), "guided_choice"),
+        ("json_schema", asked.json_schema, "json_schema"),
+    ]
+    if (nested := asked.structured_outputs) is not None:
+        given += [
+            ("json_schema", nested.json_, "structured_outputs.json"),
+            ("json_schema", {"type": "object"} if nested.json_object else None, "structured_outputs.json_object"),
+            ("regex", _one_of(nested.choice), "structured_outputs.choice"),
+            ("regex", nested.regex, "structured_outputs.regex"),
+            ("grammar", nested.grammar, "structured_outputs.grammar"),
+        ]
+    forms = [_form(*one) for one in given if one[1] is not None]
+    if (form := parse_output_format(asked.response_format, "response_format", may_be_loose=True)) is not None:
+        forms.insert(0, form)
+    if len(forms) > 1:
+        names = " and ".join(form.param for form in forms)
+        raise Refused(f"{names} each set the output format; expected one of them", forms[1].param)
+    return forms[0] if forms else None
+
+
+def parse_output_format(given: object, name: str, may_be_loose: bool = False) -> OutputFormat | None:
+    """Parses `response_format`, `text.format` or Anthropic's `format`. OpenAI's schemas `may_be_loose`.
+
+    Raises:
+        Refused: it is invalid.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise Refused(f"{name}: expected an object", name.partition(".")[0])
+    kind = given.get("type", "text")
+    if kind == "text":
+        return None
+    inner = given.get("json_schema")
+    schema = (inner if isinstance(inner, Mapping) else given).get("schema")
+    if kind == "json_object":
+        return _form("json_schema", schema if schema is not None else {"type": "object"}, name)
+    if kind != "json_schema":
+        raise Refused(f"{name}: {str(kind)[:40]!r} is not supported; expected text, json_object or json_schema", name)
+    if schema is None:
+        raise Refused(f"{name}: the schema is missing; expected a JSON schema as 'schema'", name)
+    strict = inner if isinstance(inner, Mapping) else given
+    loose = may_be_loose and isinstance(schema, Mapping) and strict.get("strict") is not True
+    return replace(_form(kind, schema, name), loose=loose)
+
+
+def _one_of(texts: Sequence[str] | None) -> str | None:
+    return "|".join(map(re.escape, texts)) if texts is not None else None
+
+
+def _form(kind: str, given: object, name: str) -> OutputFormat:
+    with _refusing(f"{name}:", name):
+        if kind != "json_schema":
+            return OutputFormat(Grammar(kind, str(given)), name)
+        if not isinstance(given, Mapping | str | bool):
+            raise Refused(f"{name}: the schema is not an object; expected a JSON schema", name)
+        return OutputFormat(Grammar.json_schema(given), name)
+
+
+@contextmanager
+def _refusing(subject: str, param: str) -> Iterator[None]:
+    """Turns InvalidRequest into Refused, whose sentence begins with `subject`."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise Refused(f"{subject} {error}", param) from None
+
+
+_BREAKS = r"/\n{0,2}/"
+_ANYTHING = "<[*]>*"
+
+
+def answer_grammar(
+    model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, form: OutputFormat | None
+) -> Grammar | None:
+    """Returns the grammar of an answer to `prompt`; None if nothing constrains it.
+
+    Raises:
+        Refused: the format or a tool's schema can't be compiled or satisfied.
+    """
+    if form is None and not box.binds:
+        return None
+    param = form.param if form is not None else "tools"
+    if form is not None:
+        with _refusing(f"{param}:", param):
+            check(form.grammar, model.vocabulary)
+    rules = Rules(model.vocabulary)
+    body = _calls(rules, model, box, form) if box.tools else None
+    if body is None and form is None:
+        return None
+    if body is None and form is not None and prompt.thoughts is Thoughts.NONE:
+        return form.grammar
+    answer = {"name": "answer", "lark_grammar": rules.text(f"{_thoughts(rules, model, prompt)} {body or '@form'}")}
+    inner = [as_part(form.grammar, "form")] if form is not None else []
+    with _refusing(f"{param}:", param):
+        grammar = Grammar("llguidance", json.dumps({"grammars": [answer, *inner]}, ensure_ascii=False))
+        check(grammar, model.vocabulary)
+    return grammar
+
+
+def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> OutputFormat | None:
+    """Returns a format that is enforceable, `loose` only if its grammar omits part of the schema. Raises Refused."""
+    if form is None or not form.loose:
+        return form
+    try:
+        check(form.grammar, model.vocabulary)
+        return replace(form, loose=False)
+    except InvalidRequest as error:
+        schema = json.loads(form.grammar.text)
+        schema["x-guidance"] = {**schema.get("x-guidance", {}), "lenient": True}
+        try:
+            lenient = Grammar.json_schema(schema)  # without what the library does not support
+            check(lenient, model.vocabulary)
+        except InvalidRequest:
+            raise Refused(f"{form.param}: {error}", form.param) from None
+        return replace(form, grammar=lenient)
+
+
+def _calls(rules: Rules, model: ServedModel, box: Toolbox, form: OutputFormat | None) -> str | None:
+    """Returns what may follow thinking if there are tools. None: anything, or only the format."""
+    written = model.tools
+    if written is None or not (box.binds or form is not None):
+        return None
+    for function in (tool["function"] for tool in box.tools):
+        with _refusing(f"tools: of {function['name'][:80]}", "tools"):
+            check(Grammar.json_schema(arguments_of(function, function["name"] in box.strict)), model.vocabulary)
+    inner = calls(rules, written.style, box.tools, box.strict, box.one) if written.style is not None else None
+    if box.must:
+        return _only_calls(rules, written, inner, box)
+    if form is not None:
+        return one_of([_only_calls(rules, written, inner, box), "@form"])
+    marks = (written.tags.start, *((model.thinking.start,) if model.thinking is not None else ()))
+    return _text_and_calls(rules, written, inner, rules.free(*marks), box) if inner is not None else None
+
+
+def _only_calls(rules: Rules, written: ToolFormat, inner: str | None, box: Toolbox) -> str:
+    """Allows tool calls only. If their schemas can't be expressed, allows what begins like a call."""
+    start = rules.literal(written.tags.start)
+    if inner is None:
+        return f"{start} {_ANYTHING}"
+    call = rules.rule(f"{start} {inner} {rules.literal(written.tags.end)}")
+    one_pair = written.style is not None and written.style.block is not None  # of tags, around all calls
+    return call if box.one or one_pair else f"{call} ({_BREAKS} {call})*"
+
+
+def _text_and_calls(rules: Rules, written: ToolFormat, inner: str, words: str, box: Toolbox) -> str:
+    """Allows text in which every start tag begins a valid call."""
+    call = rules.rule(f"{rules.before(words, written.tags.start)} {inner} {rules.literal(written.tags.end)}")
+    return one_of([call, words]) if box.one else f"{call}* {words}"
+
+
+def _thoughts(rules: Rules, model: ServedModel, prompt: TokenizedPrompt) -> str:
+    if model.thinking is None or prompt.thoughts is Thoughts.NONE:
+        return ""
+    start, end = model.thinking.start, model.thinking.end
+    words, others = rules.free(end), rules.marks_but(end, model.codec.eos)
+    rest = f"{f'({words} {others})*' if others else ''} {rules.before(words, end)} {_BREAKS}"
+    return rest if prompt.thoughts is Thoughts.BEGUN else f"({rules.literal(start)} {rest})?"

@@ -26,7 +26,6 @@ from outrider.orchestrator.pairing.tokenizer import (
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.server.model.tool_format import (
     FORMAT,
-    NOTE,
     SpanTags,
     ToolFormat,
     thinking_tags,
@@ -109,11 +108,6 @@ class ServedModel:
     @property
     def id(self) -> str:
         return self.names[0]
-
-    @property
-    def note(self) -> str:
-        """A remark for the model's users."""
-        return NOTE if self.tools_as_text else ""
 
     @property
     def context_length(self) -> int | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 
@@ -18,7 +19,6 @@ from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest, UnknownDrafter, as_error, kind_of
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.app import application
-from outrider.server.auth_middleware import CallerClients
 from outrider.server.endpoints.chat import ChatRequest
 from outrider.server.endpoints.completions import CompletionRequest
 from outrider.server.endpoints.json_route import IgnoredFields
@@ -27,6 +27,7 @@ from outrider.server.endpoints.responses import ResponsesRequest
 from outrider.server.endpoints.status import DetokenizeRequest
 from outrider.server.model.served import ServedModel, load_served
 from outrider.server.problems import problem_of
+from outrider.server.server_context import CallerClients
 from tests.server.scripted import write_scripted
 
 NOBODY = "ipc:///tmp/outrider-test-nobody-serves-this"
@@ -297,6 +298,7 @@ def test_harmless_fields_are_accepted(ask: Ask) -> None:
     """It gets as far as the orchestrator, which does not run."""
     more = {"user": "u", "metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True, "logprobs": False}
     assert ask(CHAT, json={**CHAT_BODY, **more, "response_format": {"type": "text"}}).status_code == 503
+    assert ask(CHAT, json={**CHAT_BODY, "functions": [], "audio": None, "web_search_options": {}}).status_code == 503
     assert ask(RESPOND, json={"input": "x", "store": True, "include": ["x"], "metadata": {}}).status_code == 503
     cached = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
     said = {"messages": [{"role": "user", "content": [cached]}], "system": [cached], "max_tokens": 5}
@@ -409,6 +411,16 @@ def test_input_tokens_equal_the_tokenized_conversation(ask: Ask) -> None:
         "object": "response.input_tokens",
         "input_tokens": ask("/tokenize", json={"messages": talk}).json()["count"],
     }
+
+
+def test_tokenize_reads_a_conversation_as_chat_completions_do(ask: Ask) -> None:
+    def count(**fields: Any) -> int:
+        return int(ask("/tokenize", json={**CHAT_BODY, **fields}).json()["count"])
+
+    assert count(tools=[TOOL], tool_choice="none") == count() < count(tools=[TOOL])
+    for path in (CHAT, "/tokenize", "/apply-template"):
+        both = ask(path, json={**CHAT_BODY, "continue_final_message": True, "add_generation_prompt": True})
+        assert both.status_code == 400 and "can't be used together" in error_message(both)
 
 
 def test_truncation_auto_and_disabled_are_accepted(ask: Ask) -> None:
@@ -554,7 +566,7 @@ def test_http_settings_round_trip_through_json(tmp_path: Path) -> None:
 
     settings = HttpSettings(api_keys=("a", "b"), cors_origins=("*",), model_names=("m",))
     order = HttpOrder(settings, "ipc:///x", "m", str(tmp_path), 7)
-    assert HttpOrder.from_json(order.to_json()) == order
+    assert msgspec.json.decode(msgspec.json.encode(order), type=HttpOrder) == order
 
 
 def test_unknown_drafter_error_names_the_speculation_field():

@@ -15,15 +15,17 @@ from starlette.types import Message, Receive, Scope, Send
 
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import WorkerError
+from outrider.protocol.sampling import SamplingParams
 from outrider.server.__main__ import config
-from outrider.server.answers.parts import ChoiceState, PartUpdate, Splitter, StreamItem
-from outrider.server.answers.run import ChoiceText, EventStream, News, RequestRun
+from outrider.server.answers.parts import ChoiceState, PartUpdate, Splitter, StreamItem, TextPart
+from outrider.server.answers.run import EventStream, RequestRun
 from outrider.server.connection import _NAME, chunk_writer
 from outrider.server.problems import Problem
 
 BEGIN = b"data: begun\n\n"
 PIECES = [b"data: one\n\n", b"data: " + b"x" * 300 + b"\n\n"]
 WHOLE = [BEGIN, *PIECES, b"data: gone\n\n"]
+CHOICE = ChoiceState(0, (), SamplingParams(), Splitter())
 passed: list[int] = []
 
 
@@ -33,11 +35,9 @@ class ScriptedRun(RequestRun):
     over = False  # type: ignore[assignment]
 
     def __init__(self) -> None:
-        self._first, self._streams = [], {}
-        self._choices = [ChoiceState(0, Splitter())]
-        self._left: list[News] = [ChoiceText(0, piece.decode(), (1,)) for piece in PIECES]
+        self._left: list[StreamItem] = [PartUpdate(CHOICE, TextPart(piece.decode())) for piece in PIECES]
 
-    async def news(self) -> list[News]:
+    async def next(self) -> list[StreamItem]:
         if self._left:
             return [self._left.pop(0)]
         raise WorkerError("gone")

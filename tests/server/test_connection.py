@@ -23,8 +23,8 @@ from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.server import connection
 from outrider.server.__main__ import config
 from outrider.server.app import application
-from outrider.server.auth_middleware import CallerClients
 from outrider.server.model.served import load_served
+from outrider.server.server_context import CallerClients
 
 TEXT, CLAUDE = "/v1/completions", "/v1/messages"
 

@@ -19,7 +19,7 @@ from outrider.grammar.compiler import Compiler, vocabulary_of
 from outrider.protocol.sampling import Grammar
 from outrider.server.answers.parts import Splitter, TextPart, ThinkingPart, splitter
 from outrider.server.mapping.conversation import function
-from outrider.server.mapping.output_format import OutputFormat, answer_grammar
+from outrider.server.mapping.generation_params import OutputFormat, answer_grammar
 from outrider.server.model.served import Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import SpanTags, ToolCall, tool_format
 from outrider.server.problems import Refused

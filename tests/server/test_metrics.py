@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.protocol.messages import Stats, Timings, WorkerStats
-from outrider.server.metrics import ProcessMetrics
+from outrider.server.metrics import process_metrics
 from tests.server.house import RunningServer
 
 TALK = [{"role": "user", "content": "hi"}]
@@ -158,7 +158,6 @@ def test_process_metrics_cover_all_processes_of_the_server(pair: RunningServer) 
 def test_remote_worker_has_no_process_metrics() -> None:
     """Its process id may be that of an unrelated process here."""
     stranger = WorkerStats("draft", "far", "ready", 1, "mlx", "m", 1, 1, 1, 1, "")
-    looked_at = ProcessMetrics()
-    looked_at.stats = Stats("", "0", (stranger,), 0, 0, 0, 0, Timings(), 0, 0)
-    for family in looked_at.collect():
+    stats = Stats("", "0", (stranger,), 0, 0, 0, 0, Timings(), 0, 0)
+    for family in process_metrics(stats):
         assert {sample.labels["process"] for sample in family.samples} == {"http", "orchestrator"}

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import _infer_thinking, _infer_tool_parser
 
-from outrider.server.answers.parts import Splitter, TextPart, ThinkingPart
+from outrider.orchestrator.client.dialogue import Chunk
+from outrider.protocol.sampling import SamplingParams
+from outrider.server.answers.parts import (
+    ChoiceState,
+    KeepAlive,
+    PartUpdate,
+    Splitter,
+    TextPart,
+    ThinkingPart,
+    merged,
+)
 from outrider.server.model.served import Toolbox
 from outrider.server.model.tool_format import SpanTags, ToolCall, ToolFormat, infer, thinking_tags, tool_format
 
@@ -109,3 +119,25 @@ def test_incomplete_call_is_dropped_when_the_text_was_cut(rest: str) -> None:
         assert joined(parts) == [("S", "Well. "), ("C", '{"x": "<b>"}'), *words]
     words_alone = Splitter(THINK, json_tools(), BOX)
     assert joined(words_alone.feed("1 <") + words_alone.finish(cut=True)) == [("S", "1 <")]
+
+
+def test_waiting_updates_of_a_choice_are_merged_unless_tags_were_between_their_texts() -> None:
+    one, other = (ChoiceState(index, (), SamplingParams(), Splitter()) for index in (0, 1))
+    before, after = Chunk("ab", (1,), ()), Chunk("c", (2,), ())
+    both = merged(PartUpdate(one, TextPart("ab", 3), (before,)), PartUpdate(one, TextPart("c", 5), (after,)))
+    assert both == PartUpdate(one, TextPart("abc"), (before, after))
+    assert isinstance(both.part, TextPart) and both.part.at == 3
+    thoughts = merged(PartUpdate(one, ThinkingPart("a")), PartUpdate(one, ThinkingPart("b")))
+    assert thoughts == PartUpdate(one, ThinkingPart("ab"))
+    call = PartUpdate(one, ToolCall("f", "{}"))
+    for later in (PartUpdate(one, TextPart("c", 9)), PartUpdate(other, TextPart("c", 5)), call, KeepAlive("x")):
+        assert merged(PartUpdate(one, TextPart("ab", 3)), later) is None
+    assert merged(call, call) is None
+
+
+def test_a_finished_choice_joins_text_and_thinking_and_keeps_each_call() -> None:
+    choice = ChoiceState(0, (), SamplingParams(), Splitter(THINK, json_tools(), BOX))
+    for character in TEXT:
+        choice.add(Chunk(character, (1,)))
+    assert [type(part) for part in choice.parts] == [ThinkingPart, TextPart, ToolCall, ToolCall]
+    assert joined(choice.parts) == PARTS and choice.text == "Well, a < b. "

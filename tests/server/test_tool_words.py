@@ -94,7 +94,7 @@ def test_tools_precede_the_first_user_message_if_system_is_refused(scripted: Pat
 
 def test_tools_are_refused_when_the_fallback_is_disabled(bare: Path) -> None:
     off = load_served("bare", bare, ("bare",), tool_fallback=False)
-    assert off.tools is None and not off.note
+    assert off.tools is None and not off.tools_as_text
     with pytest.raises(Refused, match="leave tools out"):
         toolbox(off, [TOOL], ToolSelection())
 

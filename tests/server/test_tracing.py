@@ -20,8 +20,8 @@ from outrider.orchestrator.http_settings import HttpSettings, tracing_wanted
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest
 from outrider.server.app import application
-from outrider.server.auth_middleware import CallerClients
 from outrider.server.model.served import load_served
+from outrider.server.server_context import CallerClients
 from outrider.server.tracing import Tracing
 from tests.server.collector import Collector
 from tests.server.house import RunningServer

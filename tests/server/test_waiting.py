@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
+from outrider.orchestrator.client.dialogue import Chunk
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
+from outrider.protocol.sampling import SamplingParams
 from outrider.server.answers import run as request_run
-from outrider.server.answers.formatter import AnswerFormatter, AnswerInfo
-from outrider.server.answers.parts import KeepAlive
-from outrider.server.answers.run import News, RequestRun
+from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
+from outrider.server.answers.parts import ChoiceState, KeepAlive, Splitter, StreamItem
+from outrider.server.answers.run import RequestRun
 from outrider.server.endpoints import chat, completions, messages
+from outrider.server.model.served import Toolbox
+from outrider.server.model.tool_format import tool_format
 from outrider.server.problems import problem_of
 
 
@@ -21,22 +29,22 @@ class SilentRun(RequestRun):
     over = False  # type: ignore[assignment]
 
     def __init__(self) -> None:
-        self._first = []
+        self._first, self._streams = [], {}
         self._line = asyncio.Queue()
         self._line.put_nowait(KeepAlive("prompt 512/4096"))
 
-    async def news(self) -> list[News]:
-        found = await super().news()
+    async def next(self) -> list[StreamItem]:
+        found = await super().next()
         self.over = found == [KeepAlive("prompt 4096/4096")]
         if found == [KeepAlive("still here")]:
             self._line.put_nowait(KeepAlive("prompt 4096/4096"))
         return found
 
 
-INFO = AnswerInfo("m", 5)
+PLAN = AnswerPlan("m", 5, [])
 APIS: dict[str, AnswerFormatter] = {
-    "chat": chat.ChatFormatter(INFO, 1, False),
-    "completions": completions.TextCompletionFormatter(INFO, [""], False),
+    "chat": chat.ChatFormatter(PLAN, False),
+    "completions": completions.TextCompletionFormatter(PLAN, [""], False),
 }
 
 
@@ -63,10 +71,34 @@ def test_silent_stream_sends_progress_and_keep_alive_comments(api: str) -> None:
 
 
 def test_silent_messages_stream_sends_pings() -> None:
-    assert (
-        written(messages.MessageFormatter(INFO, lambda choice: None))
-        == [b'event: ping\ndata: {"type": "ping"}\n\n'] * 3
-    )
+    codec = load_codec(find_model(str(EMBEDDED_TARGET), weights=False))
+    assert written(messages.MessageFormatter(PLAN, codec)) == [b'event: ping\ndata: {"type": "ping"}\n\n'] * 3
+
+
+class HeldStream:
+    """Sends the beginning of a tool call, and no more."""
+
+    request = "q"
+
+    async def follow(self, grown: Callable[[Chunk], object]) -> None:
+        grown(Chunk('<tool_call>\n{"name": "f", "argu', (1, 2, 3)))
+        await asyncio.Event().wait()
+
+
+def test_stream_whose_text_is_held_back_sends_keep_alives() -> None:
+    client = SimpleNamespace(stream=lambda *_prompt, **_options: HeldStream())
+    timer = SimpleNamespace(grown=lambda _tokens: None, ended=lambda _result, _error: None)
+    box = Toolbox(({"type": "function", "function": {"name": "f", "parameters": {}}},))
+
+    async def first() -> list[StreamItem]:
+        choice = ChoiceState(0, (), SamplingParams(), Splitter(None, tool_format(None, (), "json_tools"), box))
+        run = RequestRun(client, AnswerPlan("m", 5, [choice]), lambda _choice: timer, lambda: None, None, "")
+        try:
+            return await run.next()
+        finally:
+            await run.close()
+
+    assert asyncio.run(first()) == [KeepAlive("still here")]
 
 
 @pytest.mark.parametrize(

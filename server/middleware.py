@@ -1,12 +1,14 @@
-"""Records every request: its id, path, status and duration.
+"""What every request passes: its id, access control, and the record of its end.
 
-The middleware runs before authentication, so rejected requests are recorded too. It feeds the metrics, the access log
+`AccessLog` is outside of `AuthMiddleware`, so rejected requests are recorded too. It feeds the metrics, the access log
 and the trace span. None of them contains a key, a query string or a body.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
+import ipaddress
 import logging
 import re
 import secrets
@@ -16,9 +18,10 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.process import current_request
-from outrider.server.auth_middleware import key_of
 from outrider.server.metrics import Metrics
+from outrider.server.problems import Refused
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import Tracing
@@ -88,3 +91,71 @@ def route_of(scope: Scope) -> str:
     path = str(getattr(scope.get("route"), "path", UNKNOWN))
     is_below = path.startswith("/") and scope["path"].startswith(f"{VERSION}/")
     return VERSION + path if is_below and not path.startswith(f"{VERSION}/") else path
+
+
+PUBLIC = frozenset({"/health", "/ready", "/"})
+METRICS = "/metrics"
+"""Also public on loopback; it contains no texts."""
+PAGE = "/page/"
+
+
+def key_of(scope: Scope) -> str | None:
+    """Returns the API key of a request, from `authorization` or `x-api-key`."""
+    headers = Headers(scope=scope)
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    return (bearer.strip() if scheme.lower() == "bearer" else None) or headers.get("x-api-key") or None
+
+
+class AuthMiddleware:
+    """Checks each request before routing."""
+
+    def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
+        self._app = app
+        self._keys = tuple(key.encode() for key in settings.api_keys)
+        self._public = PUBLIC | {METRICS} if settings.is_loopback else PUBLIC
+        self._hosts = {"localhost", settings.host.lower()} if settings.is_loopback and not settings.api_keys else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._authorize(scope)
+        except Refused as refused:
+            await refused.problem.response(scope)(scope, receive, send)
+            return
+        await self._app(scope, receive, _without_body(scope, send) if scope["method"] == "HEAD" else send)
+
+    def _authorize(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._hosts is not None and not _is_ours(headers.get("host", ""), self._hosts):
+            raise Refused("the Host header names another machine; ask for localhost or an address", status=403)
+        given = (key_of(scope) or "").encode(errors="replace")
+        # Every key is compared, so that the time does not depend on which one matches.
+        known = [hmac.compare_digest(given, key) for key in self._keys]
+        is_public = scope["path"] in self._public or scope["path"].startswith(PAGE) or scope["method"] == "OPTIONS"
+        if self._keys and not any(known) and not is_public:
+            raise Refused(
+                "no valid API key; expected one as a bearer token or as x-api-key", status=401, code="invalid_api_key"
+            )
+
+
+def _without_body(scope: Scope, send: Send) -> Send:
+    """Turns HEAD into GET for the application, and drops the response's body."""
+    scope["method"] = "GET"
+
+    async def begin(message: Message) -> None:
+        scope["method"] = "HEAD"
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return begin
+
+
+def _is_ours(host: str, hosts: set[str]) -> bool:
+    """Protects against DNS rebinding: only known names and IP addresses are accepted."""
+    name = host.rpartition(":")[0] if host.count(":") == 1 or "]:" in host else host
+    name = name.strip("[]").lower()
+    if name in hosts or not name:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
