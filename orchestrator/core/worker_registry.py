@@ -78,7 +78,7 @@ class FarClock:
         """Returns a message that arrived at `now_ns` with its times on this clock, none after `now_ns`."""
         if not isinstance(message, Branches | Drafted):
             return message
-        lasted_ns = max(message.work.ended_ns - message.work.started_ns, 0)
+        lasted_ns = max(message.work.duration_ns, 0)
         ended_ns = now_ns if self._error_ns is None else min(message.work.ended_ns - self.ahead_ns(now_ns), now_ns)
         return replace(message, work=Span(max(ended_ns - lasted_ns, 0), max(ended_ns, 0)))
 
