@@ -35,12 +35,7 @@ from outrider.orchestrator.core.proposal import (
     min_alternative,
     unites,
 )
-from outrider.orchestrator.core.request import (
-    CachedBranch,
-    DrafterWait,
-    Request,
-    SettledRound,
-)
+from outrider.orchestrator.core.request import CachedBranch, DrafterWait, Request, SettledRound
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
@@ -334,6 +329,7 @@ class NextRound:
     def open(self, request: Request, offered: bool) -> None:
         """Begins a request, or continues it on a new target: OPEN to the target and its drafters, which read the
         committed tokens. The target, unless they are `offered` to a prefill worker, answers as to an empty chain."""
+        request.round.is_open = True
         self._workers.send_target(structs.replace(opening(request, None), offered=offered))
         self._draft_pool.open(request)
 

@@ -217,7 +217,8 @@ class RoundState:
     """The round `number` under verification, with its `proposal`, or, once it has ended, the `wait` before the next.
 
     `prepared`: the chains that the target may continue with, by outcome. `covered`: how many outcomes the drafters had
-    finished at the latest one. `halted`: HALT was sent. `reads`: the round begins by reading all tokens.
+    finished at the latest one. `halted`: HALT was sent. `is_open`: the target has been sent the text. `reads`: the
+    round begins by reading it.
     """
 
     epoch: int = 0
@@ -227,6 +228,7 @@ class RoundState:
     wait: DrafterWait | None = None
     covered: int = 0
     halted: bool = False
+    is_open: bool = False
     reads: bool = True
 
     def begin(self, proposal: Proposal) -> None:
@@ -246,7 +248,7 @@ class RoundState:
         """
         self.epoch += 1
         self.begin(Proposal())
-        self.halted, self.reads = False, True
+        self.halted, self.is_open, self.reads = False, False, True
 
     def advance(self, outcome: Outcome, committed: tuple[int, ...]) -> Proposal:
         """Returns the proposal that the target verifies by itself after this outcome: its own, or a prepared one."""

@@ -6,10 +6,9 @@ running requests, and knows tokens and integers only. Time is passed in.
 
 `set_up_request` creates a request with its plan, its drafters and the notes about them.
 
-`TargetRecovery` holds the requests while there is no target, and continues them on its replacement, all together. If
-the target dies again before a request has got a token, that request is a suspect; on the next replacement suspects run
-one at a time, with no other request, until their first token. A request that kills the target alone fails, and the
-others continue.
+While there is no target the requests wait, and continue on its replacement, all together. If the target dies again
+before a request has got a token, that request is a suspect; on the next replacement suspects run one at a time, with no
+other request, until their first token. A request that kills the target alone fails, and the others continue.
 """
 
 from __future__ import annotations
@@ -38,13 +37,7 @@ from outrider.orchestrator.core.request import (
 )
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.core.worker_registry import TARGET
-from outrider.orchestrator.events import (
-    Admit,
-    Committed,
-    RequestBegan,
-    RequestEnded,
-    ToFront,
-)
+from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded, ToFront
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import ASK_AGAIN_NS
 from outrider.protocol.messages import (
@@ -64,72 +57,6 @@ from outrider.protocol.messages import (
 
 # After this many deaths of the target in a row without a token, a request is tried alone (SUSPECT), or fails (GUILTY).
 SUSPECT, GUILTY = 2, 3
-
-
-class TargetRecovery:
-    """The requests that wait, from the target's death until all are on its replacement.
-
-    `open_` begins a request on the target and its drafters, from its committed tokens.
-    """
-
-    def __init__(self, next_round: NextRound, open_: Callable[[Request], None]) -> None:
-        self._next, self._open = next_round, open_
-        self._away = False
-        self._trial: Request | None = None
-        self._waiting: dict[str, Request] = {}
-
-    def on_target_lost(self, requests: Sequence[Request], why: str) -> list[tuple[Request, str]]:
-        """Lets `requests` wait for a new target. Returns those that fail, with the reason."""
-        under_way = [request for request in requests if not self.is_waiting(request)]
-        self._away, self._trial = True, None
-        for request in under_way:
-            self._next.suspend(request)
-            request.sequence.add_note(f"the text continued after a pause: {why}")
-            request.sequence.deaths += 1
-            request.metrics.resumed += 1
-            self._waiting[request.id] = request
-        words = f"{why}, for the third time in a row with this request, the last time with this request alone"
-        return [(request, words) for request in under_way if request.sequence.deaths >= GUILTY]
-
-    def on_target_found(self) -> None:
-        """Continues the waiting requests on the new target."""
-        self._away = False
-        self._open_next()
-
-    def admit(self, request: Request) -> None:
-        """Opens a new request as soon as it may be on the target."""
-        self._waiting[request.id] = request
-        self._open_next()
-
-    def is_waiting(self, request: Request) -> bool:
-        """Whether a request waits for the target."""
-        return request.id in self._waiting
-
-    def is_on_trial(self, request: Request) -> bool:
-        """Whether a request is tried alone."""
-        return request is self._trial
-
-    def clear_suspect(self, request: Request) -> None:
-        """Ends the trial of a request that got its first token; it continues when all suspects were tried."""
-        self._next.suspend(request)
-        self._trial = None
-        self.admit(request)
-
-    def forget(self, request: Request) -> None:
-        """Drops a request that has ended."""
-        self._waiting.pop(request.id, None)
-        if self.is_on_trial(request):
-            self._trial = None
-        self._open_next()
-
-    def _open_next(self) -> None:
-        """Opens the requests that may be on the target now: a suspect by itself, or all."""
-        if self._away or self._trial is not None or not self._waiting:
-            return
-        self._trial = next((request for request in self._waiting.values() if request.sequence.deaths >= SUSPECT), None)
-        for request in [self._trial] if self._trial is not None else list(self._waiting.values()):
-            del self._waiting[request.id]
-            self._open(request)
 
 
 def set_up_request(admit: Admit, workers: WorkerPool, planner: Planner, budget: CacheBudget, now_ns: int) -> Request:
@@ -176,7 +103,8 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._next = NextRound(workers, self._draft_pool, self._planner, self.metrics, settings.full_depth)
         self._remote_prefills = RemotePrefills(workers, self._next.send_again, settings.prefill_from or 1)
-        self._recovery = TargetRecovery(self._next, self._open)
+        self._has_target = True
+        self._trial: Request | None = None  # a suspect that runs alone
         self.learned = self._planner.learned
 
     @property
@@ -191,7 +119,7 @@ class Scheduler:
         request = set_up_request(admit, self._workers, self._planner, self.cache_budget, now_ns)
         admit = request.admit
         self._requests[request.id] = request
-        self._recovery.admit(request)
+        self._open_next()
         self._workers.flush_and_yield()
         if self._settings.ngrams and admit.mode != "ar":
             request.sequence.ngrams.extend(request.sequence.tokens)
@@ -221,7 +149,7 @@ class Scheduler:
             if self._settings.simulate is None and self._draft_pool.add(request, name):
                 request.sequence.add_note(f"speculation: {name} drafts again")
                 self._planner.on_drafter_rejoined(request)
-                if not self._recovery.is_waiting(request):
+                if request.round.is_open:
                     self._draft_pool.join(request, name)
 
     def on_prefill_worker_lost(self, name: str) -> None:
@@ -230,16 +158,26 @@ class Scheduler:
 
     def on_target_lost(self, why: str, for_good: bool) -> None:
         """Lets requests wait for a new target; guilty ones fail, and all do if no new target will come."""
-        requests = list(self._requests.values())
-        over = for_good or self._settings.simulate is not None
-        for request, words in [(r, why) for r in requests] if over else self._recovery.on_target_lost(requests, why):
-            self._fail(request, words)
+        self._has_target, self._trial = False, None
+        for request in list(self._requests.values()):
+            sequence = request.sequence
+            if for_good or self._settings.simulate is not None:
+                self._fail(request, why)
+            elif request.round.is_open:
+                self._next.suspend(request)
+                sequence.add_note(f"the text continued after a pause: {why}")
+                sequence.deaths += 1
+                request.metrics.resumed += 1
+                if sequence.deaths >= GUILTY:
+                    words = "for the third time in a row with this request, the last time with this request alone"
+                    self._fail(request, f"{why}, {words}")
 
     def on_target_found(self) -> None:
         """Continues the requests on the new target, from their committed tokens."""
         for request in self._requests.values():
             self._planner.on_drafter_rejoined(request)  # the new target may have other in-process drafters
-        self._recovery.on_target_found()
+        self._has_target = True
+        self._open_next()
 
     # --- messages of workers --------------------------------------------------------------------------------------
 
@@ -325,7 +263,7 @@ class Scheduler:
             if wait and now_ns >= wait.deadline_ns:
                 self._draft_pool.expire(request, now_ns)
                 self._next.end_wait(request, now_ns)
-            elif wait or self._recovery.is_waiting(request) or now_ns - sequence.heard_ns < ASK_AGAIN_NS:
+            elif wait or not request.round.is_open or now_ns - sequence.heard_ns < ASK_AGAIN_NS:
                 continue
             else:  # the target has made no progress on it for so long that a message may be lost
                 sequence.heard_ns = now_ns
@@ -353,8 +291,10 @@ class Scheduler:
             del self._requests[request.id]  # `_record` closes it
             return [settled]
         sequence.ngrams.extend(kept if self._settings.ngrams and request.admit.mode != "ar" else ())
-        if self._recovery.is_on_trial(request):
-            self._recovery.clear_suspect(request)
+        if request is self._trial:  # it continues when all suspects were tried
+            self._next.suspend(request)
+            self._trial = None
+            self._open_next()
         else:
             self._next.on_outcome(settled, now_ns)
         return [settled]
@@ -411,6 +351,15 @@ class Scheduler:
 
     # --- opening and ending ---------------------------------------------------------------------------------------
 
+    def _open_next(self) -> None:
+        """Opens the requests that may be on the target now: a suspect by itself, or all."""
+        waiting = [request for request in self._requests.values() if not request.round.is_open]
+        if not self._has_target or self._trial is not None or not waiting:
+            return
+        self._trial = next((request for request in waiting if request.sequence.deaths >= SUSPECT), None)
+        for request in [self._trial] if self._trial is not None else waiting:
+            self._open(request)
+
     def _open(self, request: Request) -> None:
         self._next.open(request, self._remote_prefills.offer(request))
 
@@ -439,4 +388,5 @@ class Scheduler:
         self._workers.send_target(Close(request.id))
         self._draft_pool.close(request)
         self._update_planner()
-        self._recovery.forget(request)
+        self._trial = None if request is self._trial else self._trial
+        self._open_next()

@@ -42,7 +42,7 @@ from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import ProtocolError, VersionMismatch
-from outrider.protocol.keys import key_shown
+from outrider.protocol.keys import DRAFTER, key_shown
 from outrider.protocol.messages import (
     Abilities,
     Branches,
@@ -105,7 +105,8 @@ DRAFTERS, STRANGERS = Rate(20_000, 20_000), Rate(10, 40)
 class WorkerPool:
     """The workers of this cluster: their abilities, and the messages to and from them.
 
-    `news`: `stats` or `stage` changed.
+    `news`: `stats` or `stage` changed. `exits` wakes a poller when a worker process has ended; None if the system has
+    no such descriptor.
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class WorkerPool:
         auth: CurveAuth | None = None,
     ) -> None:
         awaited = digest(Path(settings.model)) if settings.await_target and settings.model else None
-        self._registry, self._settings = WorkerRegistry(not settings.colocate, awaited, auth), settings
+        self._registry = WorkerRegistry(not settings.colocate, awaited, auth)
+        self._settings, self._auth = settings, auth
         self._memory = physical()
         self.endpoint = f"ipc://{run_dir}/workers"
         self.joining_endpoint = ""
@@ -126,9 +128,14 @@ class WorkerPool:
         self.seconds_a_ping = settings.worker_timeout / SILENT
         self.router = WorkerRouter(context, self.endpoint)
         self.socket = self.router.socket
-        if settings.workers_endpoint is not None:
-            self._bind_for_joining(settings, settings.workers_endpoint)
+        joining = settings.workers_endpoint
+        if joining is not None:
+            keys = auth.keys(DRAFTER) if auth is not None and settings.asks_for_keys(joining) else None
+            if keys is not None:
+                endpoints.prepare(self.socket)
+            self.joining_endpoint = self.router.open(joining, MAX_CONNECTIONS, keys).endpoint
         self._supervisor = Supervisor(self._registry, settings, self.endpoint, run_dir, self.seconds_a_ping)
+        self.exits = self._supervisor.exits
         self._arrived: list[Worker] = []
         self._outgoing: dict[str, list[Message]] = {}
         self._ping_serial = self._pinged_ns = 0
@@ -140,12 +147,6 @@ class WorkerPool:
         self._supervisor.start()
         if self._settings.await_target:
             self.stage, self.news = f"waiting for a target: outrider worker target --connect {self.endpoint}", True
-
-    @property
-    def exits(self) -> int | None:
-        """The descriptor that wakes a poller when a worker process has ended; None if the system has none."""
-        exits = self._supervisor.exits
-        return exits.fileno() if exits is not None else None
 
     def record_invalid(self, name: str, kind: str) -> None:
         """Counts an invalid message; a drafter that sends too many is dismissed."""
@@ -159,7 +160,8 @@ class WorkerPool:
             counts = ", ".join(f"{INVALID[kind]} ({count})" for kind, count in sorted(worker.invalid.items()))
             why = f"{worker} sent invalid messages: {counts}; disconnected"
             self._supervisor.dismiss(worker, why)
-            self._registry.refuse_key(worker.key, why)
+            if self._auth is not None and worker.key:
+                self._auth.refuse(worker.key, why)
 
     # --- abilities -------------------------------------------------------------------------------------------------
 
@@ -313,13 +315,6 @@ class WorkerPool:
             self.router.send(routing_id(worker.incarnation), Shutdown())
         self._supervisor.close()
         self.router.close()
-
-    def _bind_for_joining(self, settings: ServeSettings, endpoint: str) -> None:
-        """Binds the endpoint for workers of other machines."""
-        keys = self._registry.keys if settings.asks_for_keys(endpoint) else None
-        if keys is not None:
-            endpoints.prepare(self.socket)
-        self.joining_endpoint = self.router.open(endpoint, MAX_CONNECTIONS, keys).endpoint
 
     def _hello(self, identity: bytes, hello: Hello, key: str) -> None:
         """Admits a worker that is ready, spawned or joining, or refuses it. A repeated HELLO changes nothing."""

@@ -19,8 +19,7 @@ after some deaths in a row, so that the operator notices; any worker is if its l
 worker's routing id is its incarnation, which the orchestrator draws for workers that it spawns, and a drafter that
 joins draws itself. A living worker's name can't be taken over: ZeroMQ leaves a routing id with its holder, on other
 machines with the holder's key, and a name stays with its incarnation. It decides which workers may join and stay, by
-key, description and vocabulary. It changes only the keys that `CurveAuth` refuses, and knows nothing of sockets or
-requests.
+key, description and vocabulary. Knows nothing of sockets or requests.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from outrider.orchestrator.machine import system
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
 from outrider.protocol.digest import fits
-from outrider.protocol.keys import DRAFTER, PREFILL, ServerKeys, key_shown
+from outrider.protocol.keys import DRAFTER, PREFILL, key_shown
 from outrider.protocol.messages import Branches, Drafted, Hello, Message, Span, WorkerStats
 from outrider.protocol.stats import CacheUse, Tally
 from outrider.protocol.worker_link import heartbeat_of, routing_id
@@ -374,16 +373,6 @@ class WorkerRegistry:
         """The same as `take_away`, and the process may not join again."""
         self.take_away(worker)
         self._shut_out.append(worker.incarnation)
-
-    @property
-    def keys(self) -> ServerKeys | None:
-        """The keys of an endpoint for workers of other machines; None: none are required."""
-        return self._auth.keys(DRAFTER) if self._auth is not None else None
-
-    def refuse_key(self, key: str, why: str) -> None:
-        """Refuses a key from now on, and dismisses workers that joined with it; an empty one is no key."""
-        if self._auth is not None and key:
-            self._auth.refuse(key, why)
 
     def may_stay(self, role: str, key: str) -> bool:
         allowed = PREFILL if role == "prefill" else DRAFTER  # a prefill worker is trusted with the text
