@@ -40,7 +40,6 @@ from outrider.protocol import clock
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.worker_link import INCARNATION_BITS
 
-
 STDIN = 0
 
 
