@@ -346,13 +346,10 @@ class Trace:
         tracks = sorted({track for track, _ in self._events})
         processes = sorted({process_of(track) for track in tracks})
         pids = {track: 1 + processes.index(process_of(track)) for track in tracks}
+        named = [("process_name", 1 + index, 0, process) for index, process in enumerate(processes)]
+        named += [("thread_name", pids[track], tid, track) for tid, track in enumerate(tracks)]
         names = [
-            {"ph": "M", "pid": 1 + index, "name": "process_name", "args": {"name": process}}
-            for index, process in enumerate(processes)
-        ]
-        names += [
-            {"ph": "M", "pid": pids[track], "tid": tid, "name": "thread_name", "args": {"name": track}}
-            for tid, track in enumerate(tracks)
+            {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}} for kind, pid, tid, name in named
         ]
         events = [{"pid": pids[track], "tid": tracks.index(track), **event} for track, event in self._events]
         try:
@@ -396,21 +393,16 @@ class RoundMetrics:
                 self._verified_ns = outcome.work.ended_ns
                 self.verifies.add(outcome.work.duration_ns)
         if self._trace.enabled:
-            if outcome.drafted is not None:
-                self._trace_in_process(ended, outcome.drafted.span)
-            accepted = ended.proposal.origins(ended.nodes)[:-1][: len(ended.kept)]
-            self._trace.add(
-                TARGET, f"verify {len(ended.proposal.chain) + 1}", outcome.work, round=ended.number,
-                accepted=outcome.accepted, by=dict(Counter(origin.name.lower() for origin in accepted)),
-            )  # fmt: skip
+            number, proposal, chain = ended.number, ended.proposal, ended.proposal.chain
+            if outcome.drafted is not None:  # its chain has a track of its own
+                source = proposal.source if chain else ProposalSource.NONE
+                verified_ns = outcome.work.started_ns
+                self._trace.mark(ORCHESTRATOR, source.value, verified_ns, round=number, chain=len(chain), tokens=chain)
+                self._trace.add(TARGETS_DRAFTER, "chain", outcome.drafted.span, tokens=len(chain), round=number)
+            accepted = Counter(origin.name.lower() for origin in proposal.origins(ended.nodes)[:-1][: len(ended.kept)])
+            verify = f"verify {len(chain) + 1}"
+            self._trace.add(TARGET, verify, outcome.work, round=number, accepted=outcome.accepted, by=dict(accepted))
         return report
-
-    def _trace_in_process(self, ended: SettledRound, drafting: Span) -> None:
-        """Traces an in-process chain on a track of its own."""
-        chain, verified_ns = ended.proposal.chain, ended.outcome.work.started_ns
-        source = ended.proposal.source if chain else ProposalSource.NONE
-        self._trace.mark(ORCHESTRATOR, source.value, verified_ns, round=ended.number, chain=len(chain), tokens=chain)
-        self._trace.add(TARGETS_DRAFTER, "chain", drafting, tokens=len(chain), round=ended.number)
 
 
 def _mark(proposal: Proposal) -> str:

@@ -145,7 +145,7 @@ class Proposer:
             return self.serve(request, committed, now_ns)
         tail = self._tail(request)
         drafter = request.plan.drafter
-        if _copies_only(request):
+        if drafter == NGRAM or not (drafter or request.draft.drafters):  # n-grams are the only source
             return copied(tail.tokens) if tail.tokens or self.full_depth else PLAIN
         if not self._is_fixed(request) and not drafts_better(self.estimates, tail, request.longest, drafter):
             return copied(tail.tokens)
@@ -302,12 +302,6 @@ class Proposer:
     def _until_next_forward(self, limit_ms: float) -> float:
         """Limits a wait to the other requests' next forward, if there are others: this one joins the one after."""
         return limit_ms if self.estimates.active == 1 else min(limit_ms, self.estimates.verify_ms(1))
-
-
-def _copies_only(request: Request) -> bool:
-    """Whether n-grams are the only source of this request's chains."""
-    drafter = request.plan.drafter
-    return request.plan.mode != "ar" and (drafter == NGRAM or not (drafter or request.draft.drafters))
 
 
 def _first(q: SparseQ | None, chain: tuple[int, ...]) -> SparseQ | None:

@@ -463,18 +463,15 @@ class WorkerRegistry:
 
     def join(self, hello: Hello, key: str = "") -> Worker:
         """Registers a worker that joins by itself, with this key; workers that left earlier are dropped."""
-        if hello.role == "target":
-            before = self._named.get(TARGET)
-            worker = Worker(TARGET, hello.role, hello.incarnation, None)
-            if before is not None:
-                worker.restarts = before.restarts
-                worker.restarts.begun()
-            self.give(worker)
-            return worker
+        before = self._named.get(TARGET) if hello.role == "target" else None
         for left in [worker for worker in self.all() if worker.spawned is None and worker.state == "lost"]:
             del self._named[left.name]
         free = (name for n in itertools.count(1) if (name := f"{hello.role}-{n}") not in self._named)
-        worker = Worker(hello.name or next(free), hello.role, hello.incarnation, None, key=key)
+        name = TARGET if hello.role == "target" else hello.name or next(free)
+        worker = Worker(name, hello.role, hello.incarnation, None, key=key)
+        if before is not None:
+            worker.restarts = before.restarts
+            worker.restarts.begun()
         self.give(worker)
         return worker
 
