@@ -195,14 +195,13 @@ class WorkerPool:
 
     def drafters(self) -> set[str]:
         """Returns the names of the drafters that are ready."""
-        return {worker.name for worker in self._registry.all() if worker.role == "draft" and worker.state == "ready"}
+        return {worker.name for worker in self._registry.ready("draft")}
 
     def prefill_workers(self) -> set[str]:
         """Returns the ready prefill workers whose keys and values the target can take over."""
         target = self.hello(TARGET)
-        ready = [worker for worker in self._registry.all() if worker.role == "prefill" and worker.state == "ready"]
-        readers = {worker.name for worker in ready if worker.hello and reads_alike(worker.hello, target)}
-        return readers if target.abilities.takes_kv else set()
+        ready = self._registry.ready("prefill") if target.abilities.takes_kv else []
+        return {worker.name for worker in ready if worker.hello and reads_alike(worker.hello, target)}
 
     def hello(self, name: str) -> Hello:
         """Returns a worker's description; an empty one before it has sent its own."""
@@ -246,14 +245,16 @@ class WorkerPool:
         """Yields (worker name, message) for the messages about requests; handles the others; never blocks."""
         for first, frames in self.router.arrived():
             identity = first.bytes
-            if self._registry.is_unauthorized(identity, first):
-                self.rejected += 1
+            worker = self._registry.at(identity)
+            if worker is not None and self._auth is not None and worker.key != key_shown(first):
+                self.rejected += 1  # the holder of this routing id joined with another key, or without one
                 continue
-            for message in self._decoded(identity, frames) if self._within_rate(identity, frames) else ():
-                worker = self._registry.at(identity)
+            within_rate = self._within_rate(identity, worker, frames)
+            for message in self._decoded(identity, worker, frames) if within_rate else ():
                 match message:
                     case Hello():
                         self._hello(identity, message, key_shown(first))
+                        worker = self._registry.at(identity)
                     case _ if worker is None:
                         self.rejected += 1
                         log.info("dropped a %s from an unknown peer", type(message).__name__)
@@ -359,9 +360,8 @@ class WorkerPool:
                 worker.kv_limit = share
                 self.router.send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
 
-    def _within_rate(self, identity: bytes, frames: Sequence[bytes]) -> bool:
+    def _within_rate(self, identity: bytes, worker: Worker | None, frames: Sequence[bytes]) -> bool:
         """Whether the sender is within its rate; messages over it are not decoded."""
-        worker = self._registry.at(identity)
         if worker is not None and worker.role == "target":
             return True
         allowance = self._strangers if worker is None else self._drafters
@@ -377,12 +377,11 @@ class WorkerPool:
             )
         return False
 
-    def _decoded(self, identity: bytes, frames: Sequence[bytes]) -> list[Message]:
+    def _decoded(self, identity: bytes, worker: Worker | None, frames: Sequence[bytes]) -> list[Message]:
         try:
             return decode_all(frames)
         except ProtocolError as error:
             self.rejected += 1
-            worker = self._registry.at(identity)
             log.info("dropped a frame on the workers' socket: %s", error)
             if worker is not None:
                 self.record_invalid(worker.name, "frame")

@@ -29,7 +29,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import zmq
 from msgspec.structs import replace
 
 from outrider.orchestrator.auth import CurveAuth
@@ -38,7 +37,7 @@ from outrider.orchestrator.machine import system
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
 from outrider.protocol.digest import fits
-from outrider.protocol.keys import DRAFTER, PREFILL, key_shown
+from outrider.protocol.keys import DRAFTER, PREFILL
 from outrider.protocol.messages import Branches, Drafted, Hello, Message, Span, WorkerStats
 from outrider.protocol.stats import CacheUse, Tally
 from outrider.protocol.worker_link import heartbeat_of, routing_id
@@ -347,6 +346,9 @@ class WorkerRegistry:
     def all(self) -> list[Worker]:
         return list(self._named.values())
 
+    def ready(self, role: str) -> list[Worker]:
+        return [worker for worker in self._named.values() if worker.role == role and worker.state == "ready"]
+
     def named(self, name: str) -> Worker | None:
         return self._named.get(name)
 
@@ -377,11 +379,6 @@ class WorkerRegistry:
     def may_stay(self, role: str, key: str) -> bool:
         allowed = PREFILL if role == "prefill" else DRAFTER  # a prefill worker is trusted with the text
         return self._auth is not None and self._auth.is_allowed(allowed, key)
-
-    def is_unauthorized(self, identity: bytes, first: zmq.Frame) -> bool:
-        """Whether the sender uses a routing id whose worker joined with another key, or without one."""
-        worker = self.at(identity) if self._auth is not None else None
-        return worker is not None and worker.key != key_shown(first)
 
     def refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
         """Returns why a stranger that sent HELLO is refused; None if it may join."""
