@@ -307,8 +307,9 @@ class DraftState:
 
     def complete(self, depth: int) -> Iterable[tuple[tuple[int, ...], CachedBranch]]:
         """Returns (outcome, branch) for each branch that has its full depth or will not grow."""
+        growing = {name for name, state in self.drafters.items() if state.brings_branches}
         branches = self.cache.branches.items()
-        return [(commit, branch) for commit, branch in branches if len(branch.chain) >= depth or not self.grows(branch)]
+        return [(commit, it) for commit, it in branches if it.drafter not in growing or len(it.chain) >= depth]
 
     def pushes_until(self, accepted: int, chain_length: int) -> int:
         """Returns how many more pushes of the lead may bring the first branches of `accepted` tokens; 0: they are here.

@@ -55,7 +55,7 @@ class Span(Record, frozen=True):
 
     @property
     def milliseconds(self) -> float:
-        return self.duration_ns / MILLISECOND_NS
+        return (self.ended_ns - self.started_ns) / MILLISECOND_NS
 
 
 class RequestMessage(Message, frozen=True):
