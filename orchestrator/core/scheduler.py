@@ -158,6 +158,7 @@ class Scheduler:
 
     def on_target_lost(self, why: str, for_good: bool) -> None:
         """Lets requests wait for a new target; guilty ones fail, and all do if no new target will come."""
+        guilty = f"{why}, for the third time in a row with this request, the last time with this request alone"
         self._has_target, self._trial = False, None
         for request in list(self._requests.values()):
             sequence = request.sequence
@@ -169,8 +170,7 @@ class Scheduler:
                 sequence.deaths += 1
                 request.metrics.resumed += 1
                 if sequence.deaths >= GUILTY:
-                    words = "for the third time in a row with this request, the last time with this request alone"
-                    self._fail(request, f"{why}, {words}")
+                    self._fail(request, guilty)
 
     def on_target_found(self) -> None:
         """Continues the requests on the new target, from their committed tokens."""
