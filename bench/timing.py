@@ -184,10 +184,6 @@ def medians(samples: Iterable[tuple[int, float]]) -> Curve:
     return Curve(tuple((at, statistics.median(found)) for at, found in sorted(by_place.items())))
 
 
-def milliseconds(span: Span) -> float:
-    return (span.ended_ns - span.started_ns) / 1e6
-
-
 WARM_UP = 2
 
 Text = tuple[int, Sequence[int]]
@@ -232,7 +228,7 @@ def verifies(
             number, at = 1, start + 2 + bench.verify(1, start + 1, ()).accepted
         number += 1
         outcome = bench.verify(number, at, text[at : at + count - 1])
-        yield count, milliseconds(outcome.work)
+        yield count, outcome.work.milliseconds
         at += outcome.accepted + 1
     bench.close()
 
@@ -332,7 +328,7 @@ class Stopwatch:
                 self._chain.append((depth, chain_ms))
                 self._between.append(between_ms)
             ahead = aheads(self._bench, known, endless, depth, self._branches, numbers_of(ROUNDS))
-            self._ahead += [(depth, milliseconds(span)) for span in ahead]
+            self._ahead += [(depth, span.milliseconds) for span in ahead]
 
     def read(self) -> IsolatedTimes:
         """Returns the medians of all samples, of which at least one is needed."""

@@ -279,8 +279,7 @@ class Work(ApiResponse):
     @classmethod
     def of(cls, span: Span, **more: Any) -> Self:
         """Returns the work of a span. `more`: other fields."""
-        milliseconds = (span.ended_ns - span.started_ns) / MILLISECOND_NS
-        return cls(start_ms=span.started_ns / MILLISECOND_NS, ms=milliseconds, **more)
+        return cls(start_ms=span.started_ns / MILLISECOND_NS, ms=span.milliseconds, **more)
 
 
 class Drafting(Work):

@@ -11,7 +11,6 @@ from outrider.bench import picture
 from outrider.bench.timing import (
     WARM_UP,
     aheads,
-    milliseconds,
     numbers_of,
     positions_of,
     verifies,
@@ -127,11 +126,11 @@ def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Over
         tokens = load_codec(pair.target).encode(prompt)
         known = (len(tokens), bench.text(tokens, len(numbers) * (depth + 1) + 1, GREEDY)[0])
         verify = [verify_ms for _, verify_ms in verifies(bench, known, GREEDY, [depth + 1] * rounds)]
-        ahead = [milliseconds(span) for span in aheads(bench, known, GREEDY, depth, branches, numbers)]
+        ahead = [span.milliseconds for span in aheads(bench, known, GREEDY, depth, branches, numbers)]
         bench.open(tokens, GREEDY, target=True, drafter=True)
         positions = positions_of(known, depth, numbers)
         parallel = [bench.both(at, depth, branches) for at in positions]
-    both = [map(milliseconds, spans) for spans in zip(*parallel[WARM_UP:], strict=True)]
+    both = [[span.milliseconds for span in spans] for spans in zip(*parallel[WARM_UP:], strict=True)]
     return Overlap(rounds, depth, branches, *map(statistics.median, (verify, ahead, *both)))
 
 

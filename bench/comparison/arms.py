@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from outrider.bench.comparison.runs import require_pace
 from outrider.bench.comparison.summary import Summary, summary
-from outrider.bench.timing import Curve, medians, milliseconds
+from outrider.bench.timing import Curve, medians
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning
@@ -63,7 +63,7 @@ class MeasuredArm:
     @property
     def verify_ms(self) -> float:
         """The mean forward of the target."""
-        return statistics.fmean(milliseconds(record.verify) for record in self.rounds)
+        return statistics.fmean(record.verify.milliseconds for record in self.rounds)
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -75,7 +75,7 @@ class MeasuredArm:
     def step_ms(self) -> float:
         """The drafter's time for a token of a chain; 0 if it drafted none."""
         chains = [work for record in self.rounds for work in record.drafting if not work.branches]
-        return sum(milliseconds(work.work) for work in chains) / max(sum(work.depth for work in chains), 1)
+        return sum(work.work.milliseconds for work in chains) / max(sum(work.depth for work in chains), 1)
 
 
 _Run = tuple[Timings, Sequence[RoundRecord]]
@@ -143,7 +143,7 @@ class ArmCosts:
     def verify_ms(self) -> Curve:
         """A verify alone, by its rows. The few chains that the text's end cut short are left out."""
         return medians(
-            (record.drafted + 1, milliseconds(record.verify))
+            (record.drafted + 1, record.verify.milliseconds)
             for found in self.arms.values()
             if found.arm.mode != "ssd"
             for record in found.rounds
@@ -166,13 +166,13 @@ class ArmCosts:
             for record in found.rounds:
                 for work in record.drafting:
                     if record.decided is not None and work.round == record.round and work.depth == found.arm.depth:
-                        yield work.depth, milliseconds(record.decided), milliseconds(work.work)
+                        yield work.depth, record.decided.milliseconds, work.work.milliseconds
 
     @property
     def tree_ms(self) -> Curve:
         """One more token for all branches, by their number."""
         return medians(
-            (found.arm.branches, milliseconds(work.work))
+            (found.arm.branches, work.work.milliseconds)
             for found in self.of("ssd")
             for record in found.rounds
             for work in record.drafting
@@ -200,7 +200,7 @@ class ArmCosts:
     def slowdown(self, found: MeasuredArm) -> float:
         """Returns how many times longer a verify of this arm takes than alone."""
         alone = self.verify_ms
-        return statistics.median(milliseconds(record.verify) / alone(record.drafted + 1) for record in found.rounds)
+        return statistics.median(record.verify.milliseconds / alone(record.drafted + 1) for record in found.rounds)
 
     def record(self, temp: float) -> Tuning:
         """Returns what a server starts from."""

@@ -27,7 +27,7 @@ import numpy as np
 
 from outrider.orchestrator.core.policy.estimates import DrafterLatency, Estimates
 from outrider.orchestrator.core.proposal import min_alternative
-from outrider.orchestrator.core.request import NO_RANKS, Request
+from outrider.orchestrator.core.request import NO_RANKS, DrafterState, Request
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import (
     Alternatives,
@@ -107,7 +107,7 @@ class SentTasks:
 
         `request` is None if it has ended or never was; `vocab` is the size of the sender's vocabulary.
         """
-        runs = request is not None and not request.over and getattr(message, "epoch", request.epoch) == request.epoch
+        runs = request is not None and getattr(message, "epoch", request.round.epoch) == request.round.epoch
         if from_target:
             return "" if runs and isinstance(message, TARGETS) else LATE
         if not isinstance(message, DRAFTERS):
@@ -117,7 +117,7 @@ class SentTasks:
         if tasks is None:
             return LATE if sender in self._forgotten.get(name, ()) else "request"
         invalid = _invalid(tasks, message, vocab)
-        return invalid or ("" if runs and request is not None and sender in request.drafters else LATE)
+        return invalid or ("" if runs and request is not None and sender in request.draft.drafters else LATE)
 
 
 def opening(
@@ -126,13 +126,13 @@ def opening(
     """Returns OPEN with the text so far, and for a drafter the chain and the outcomes to prepare."""
     return Open(
         request=request.id,
-        epoch=request.epoch,
-        round=request.round,
-        tokens=np.asarray(request.tokens, np.int32),
+        epoch=request.round.epoch,
+        round=request.round.number,
+        tokens=np.asarray(request.sequence.tokens, np.int32),
         sampling=request.admit.sampling,
         eos=tuple(sorted(request.admit.eos)),
-        depth=request.depth,
-        branches=len(ranks) or request.branches,
+        depth=request.plan.depth,
+        branches=len(ranks) or request.plan.branches,
         verifying=verifying,
         generated=request.generated,
         rank_offset=ranks.start,
@@ -190,6 +190,10 @@ def evenly(names: Sequence[str], branches: int) -> dict[str, range]:
     return {name: range(first, last) for name, first, last in zip(names, ends, ends[1:], strict=False) if last > first}
 
 
+# A drafter that was lost this often in a row while it drafted for a request, without an answer, is not taken back.
+MOST_LOSSES = 2
+
+
 class DraftPool:
     """Sends tasks to the drafters, recorded in `sent`. `evenly_dealt`: shares do not depend on measurements, so that
     rounds are reproducible."""
@@ -206,34 +210,45 @@ class DraftPool:
     def open(self, request: Request) -> None:
         """Sends OPEN to all: they read the committed tokens, and prepare outcomes of the round under way, if any."""
         ranks = self._deal(request) if _verifying(request) is not None else {}
-        request.cache.start(_counts(ranks))
-        for name in request.drafters:
+        request.draft.start(ranks)
+        for name in request.draft.drafters:
             self._open(request, name, ranks.get(name, NO_RANKS))
+
+    def add(self, request: Request, name: str) -> bool:
+        """Adds a drafter that may draft for the request: not if the request seems to have caused its losses. Returns
+        whether it was added; `join` sends it the text."""
+        draft = request.draft
+        if not request.admit.takes_workers or name in draft.drafters or draft.losses[name] >= MOST_LOSSES:
+            return False
+        draft.drafters[name] = DrafterState()
+        request.metrics.rejoined += 1
+        return True
 
     def join(self, request: Request, name: str) -> None:
         """Sends OPEN to a new drafter; if it is the only one, it prepares outcomes of the round under way."""
-        if len(request.drafters) == 1:
+        if len(request.draft.drafters) == 1:
             self.open(request)
         else:
             self._open(request, name, NO_RANKS)
 
     def reopen(self, request: Request, name: str) -> None:
         """Sends OPEN, and its task again, to a drafter that missed a message."""
-        state = request.drafters[name]
+        state, number = request.draft.drafters[name], request.round.number
         has_task, round_, ranks, depth = not state.done, state.round, state.ranks, state.depth
-        self._open(request, name, ranks if has_task and round_ == request.round else NO_RANKS)
-        if state.done:
-            request.cache.lost(name)
-        if has_task and round_ > request.round:
+        self._open(request, name, ranks if has_task and round_ == number else NO_RANKS)
+        if has_task and round_ > number:
             self._commit(request, name, NO_RANKS, depth, 0)
 
-    def prepare(self, request: Request, now_ns: int) -> None:
-        """Sends COMMIT to the drafters: the tokens that became final, and the outcomes that each prepares."""
-        ranks = self._deal(request)
-        self.expire(request, now_ns)
-        request.cache.start(_counts(ranks))
+    def start_round(self, request: Request, now_ns: int) -> None:
+        """Drops the branches of the round before. In SSD, sends COMMIT to the drafters: the tokens that became final,
+        and the outcomes that each prepares."""
+        ranks = {}
+        if request.plan.mode == "ssd" and request.draft.drafters:
+            ranks = self._deal(request)
+            self.expire(request, now_ns)
+        request.draft.start(ranks)
         for name in ranks:
-            self._commit(request, name, ranks[name], request.depth, now_ns)
+            self._commit(request, name, ranks[name], request.plan.depth, now_ns)
 
     def ask(self, request: Request, depth: int, now_ns: int) -> None:
         """Requests a chain after the committed text from the quickest drafter, and from others whose trial is due.
@@ -249,68 +264,83 @@ class DraftPool:
         for name in others:
             latencies[name].left_out += 1
 
-    def remove(self, request: Request, name: str) -> None:
+    def suspend(self, request: Request) -> None:
+        """Drops the branches of a request that the target has lost."""
+        request.draft.start()
+
+    def remove(self, request: Request, name: str, was_lost: bool) -> None:
         """Removes a drafter from a request; CLOSE stops it in case it was only asleep."""
-        del request.drafters[name]
-        request.cache.lost(name)
+        del request.draft.drafters[name]
+        request.draft.losses[name] += was_lost
         self._workers.send_worker(name, Close(request.id))
 
     def close(self, request: Request) -> None:
         """Closes a request at all its drafters."""
-        for name in request.drafters:
+        for name in request.draft.drafters:
             self._workers.send_worker(name, Close(request.id))
         self.sent.forget(request.id)
+        request.draft.cache.clear()
 
     # --- messages of drafters -------------------------------------------------------------------------------------
 
     def on_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> bool:
-        """Records a push; returns whether it is awaited. One for a round that has ended still shows the latency."""
-        state, latency, pushes = request.drafters[name], self._latencies[name], request.drafters[name].pushes
-        is_awaited = message.round == request.round and state.is_awaited(message)
-        if message.entries and len(request.drafters) > 1:  # else there is none to compare it with
+        """Records a push, and keeps its branches if they are awaited; returns whether they are. A push for a round that
+        has ended still shows the latency."""
+        draft, latency = request.draft, self._latencies[name]
+        draft.losses.pop(name, None)
+        state = draft.drafters[name]
+        pushes, since_ms, is_awaited = state.pushes, _since(state.heard_ns, now_ns), state.is_awaited(message)
+        if message.entries and len(draft.drafters) > 1:  # else there is none to compare it with
             if not pushes and message.round == state.round and state.asked_ns:
-                latency.lag_ms.add((now_ns - state.asked_ns) / MILLISECOND_NS)
+                latency.lag_ms.add(_since(state.asked_ns, now_ns))
             elif pushes and is_awaited:
-                latency.step_ms.add((now_ns - state.heard_ns) / MILLISECOND_NS)
+                latency.step_ms.add(since_ms)
         if message.round == state.round:
-            state.pushes += bool(message.entries)
-        if is_awaited:
-            state.heard_ns, state.done = now_ns, message.final
-        return is_awaited
+            state.push(message, is_awaited, now_ns)
+        if not is_awaited:
+            return False
+        draft.cache.add(message, name)
+        if message.entries and name == draft.lead:
+            work_ms = message.work.milliseconds
+            if self._estimates.active == 1:
+                self._estimates.observe_depth(len(message.entries), work_ms)
+            elif pushes:  # with several requests, trees take turns: the time since the last push counts
+                self._estimates.observe_depth(len(message.entries), max(since_ms, work_ms))
+        return True
 
     def on_drafted(self, request: Request, name: str, message: Drafted, now_ns: int) -> bool:
         """Records a chain, even if the wait for it has ended; returns whether it answers the latest task."""
-        state = request.drafters[name]
+        state = request.draft.drafters[name]
         is_awaited = state.is_awaited(message)
         if is_awaited and state.asked_ns:
-            self._latencies[name].observe_chain(len(message.chain), (now_ns - state.asked_ns) / MILLISECOND_NS)
+            self._latencies[name].observe_chain(len(message.chain), _since(state.asked_ns, now_ns))
         state.done = state.done or is_awaited
         return is_awaited
 
     def expire(self, request: Request, now_ns: int) -> None:
         """Ends all tasks; one without any answer counts as overdue."""
-        for name, state in request.drafters.items():
+        for name, state in request.draft.drafters.items():
             if not state.done and not state.pushes and state.asked_ns:
-                self._latencies[name].observe_overdue((now_ns - state.asked_ns) / MILLISECOND_NS)
+                self._latencies[name].observe_overdue(_since(state.asked_ns, now_ns))
             state.done = True
 
     # --- internals ------------------------------------------------------------------------------------------------
 
     def _of(self, request: Request) -> Mapping[str, DrafterLatency]:
-        return {name: self._latencies[name] for name in request.drafters}
+        return {name: self._latencies[name] for name in request.draft.drafters}
 
     def _deal(self, request: Request) -> dict[str, range]:
         """Returns the ranks that each drafter prepares; the first leads. A single drafter gets all."""
-        names, branches = request.drafters, request.branches
+        names, branches, depth = request.draft.drafters, request.plan.branches, request.plan.depth
         if len(names) == 1 or not names:
             self._estimates.part = 1.0
             return dict.fromkeys(names, range(branches))
         if self._evenly_dealt:
             return evenly(sorted(names), branches)
-        latencies, within_ms = self._of(request), self._estimates.verify_ms(request.depth + 1)
+        latencies, within_ms = self._of(request), self._estimates.verify_ms(depth + 1)
         hellos = {name: self._workers.hello(name) for name in names}
         models = {name: (hello.vocab_size, hello.parameters) for name, hello in hellos.items()}
-        ranks = dealt(latencies, models, request.cache.lead, branches, request.depth, within_ms)
+        ranks = dealt(latencies, models, request.draft.lead, branches, depth, within_ms)
         for name, latency in latencies.items():
             if name not in ranks:
                 latency.left_out += 1
@@ -320,34 +350,36 @@ class DraftPool:
         return ranks
 
     def _open(self, request: Request, name: str, ranks: range) -> None:
-        state, verifying = request.drafters[name], _verifying(request) if ranks else None
+        state, verifying = request.draft.drafters[name], _verifying(request) if ranks else None
+        ranks = ranks if verifying is not None else NO_RANKS
         min_prob = min_alternative(self._estimates, request.takes_trees)
         self._send(name, opening(request, verifying, ranks, min_prob))
-        state.assign(request.round, ranks, request.depth, len(request.tokens), 0)
-        state.done = verifying is None
+        state.assign(request.round.number, ranks, request.plan.depth, len(request.sequence.tokens), 0)
+        state.done = not ranks
 
     def _commit(self, request: Request, name: str, ranks: range, depth: int, now_ns: int) -> None:
         """Sends COMMIT: prepare outcomes of the round under way, or, without `ranks`, a chain for the next one.
 
         A drafter that lacks more tokens than a message holds gets a new OPEN first.
         """
-        state, round_ = request.drafters[name], request.round if ranks else request.round + 1
-        if len(request.tokens) - state.known_len > MAX_COMMIT:
+        state, tokens = request.draft.drafters[name], request.sequence.tokens
+        round_ = request.round.number + (0 if ranks else 1)
+        if len(tokens) - state.known_len > MAX_COMMIT:
             self._open(request, name, NO_RANKS)
             now_ns = 0
         message = Commit(
             request=request.id,
-            epoch=request.epoch,
+            epoch=request.round.epoch,
             round=round_,
-            base_len=len(request.tokens),
-            tokens=tuple(request.tokens[state.known_len :]),
-            verifying=request.proposal.line if ranks else None,
+            base_len=len(tokens),
+            tokens=tuple(tokens[state.known_len :]),
+            verifying=request.round.proposal.line if ranks else None,
             depth=depth,
             branches=len(ranks),
             rank_offset=ranks.start,
             min_prob=min_alternative(self._estimates, request.takes_trees),
         )
-        state.assign(round_, ranks, depth, len(request.tokens), now_ns)
+        state.assign(round_, ranks, depth, len(tokens), now_ns)
         self._send(name, message)
 
     def _send(self, drafter: str, message: Open | Commit) -> None:
@@ -355,14 +387,14 @@ class DraftPool:
         self._workers.send_worker(drafter, message)
 
 
-def _counts(ranks: Mapping[str, range]) -> dict[str, int]:
-    return {name: len(share) for name, share in ranks.items()}
+def _since(then_ns: int, now_ns: int) -> float:
+    return (now_ns - then_ns) / MILLISECOND_NS
 
 
 def _verifying(request: Request) -> tuple[int, ...] | None:
     """Returns the chain whose outcomes drafters prepare; None: there is none, or the round has ended."""
-    under_way = request.base_len == len(request.tokens) and not request.proposal.autonomous
-    return request.proposal.line if request.mode == "ssd" and under_way else None
+    proposal, under_way = request.round.proposal, not request.round.wait
+    return proposal.line if request.plan.mode == "ssd" and under_way and not proposal.autonomous else None
 
 
 TARGETS = (Outcome, Features, Prefilled, Resync, Fault)

@@ -21,16 +21,7 @@ from outrider.orchestrator.core.policy.tuning import PolicyStore
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.core.worker_registry import WorkerLoss
-from outrider.orchestrator.events import (
-    Admit,
-    Mailbox,
-    ModelVocabulary,
-    Quit,
-    Stop,
-    ToCore,
-    ToFront,
-    WorkersChanged,
-)
+from outrider.orchestrator.events import Admit, Mailbox, ModelVocabulary, Quit, Stop, ToCore, ToFront, WorkersChanged
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
@@ -93,7 +84,7 @@ class Core:
         poller.register(self._inbox.wake, zmq.POLLIN)
         poller.register(self.pool.router.monitor, zmq.POLLIN)
         if self.pool.exits is not None:
-            poller.register(self.pool.exits, zmq.POLLIN)
+            poller.register(self.pool.exits.fileno(), zmq.POLLIN)
         try:
             self.pool.start()
             going = True
@@ -128,8 +119,6 @@ class Core:
             elif worker.role == "draft":
                 self._scheduler.on_drafter_found(worker.name)
         self.pool.flush()
-        if self.pool.news:
-            self._send_workers_changed()
 
     def _receive_front(self) -> bool:
         for event in self._inbox.take():
@@ -155,7 +144,17 @@ class Core:
         for loss in self.pool.losses(now_ns):
             self._on_loss(loss, now_ns)
         if self.pool.news:
-            self._send_workers_changed()
+            self.pool.news = False
+            self._outbox.put(
+                WorkersChanged(
+                    workers=self.pool.stats(),
+                    ready=self.pool.ready,
+                    stage=self.pool.stage,
+                    fatal=self._fatal,
+                    notes=tuple(self.pool.notes()),
+                    kv_budget=self.pool.kv_budget,
+                )
+            )
 
     def _on_loss(self, loss: WorkerLoss, now_ns: int) -> None:
         log.log(logging.INFO if loss.fatal else logging.WARNING, "%s", loss.why)  # the server's exit shows a fatal one
@@ -166,10 +165,3 @@ class Core:
         else:
             self._scheduler.on_drafter_lost(loss.worker.name, loss.why, now_ns)
         self._fatal = loss.why if loss.fatal else self._fatal
-        self._send_workers_changed()
-
-    def _send_workers_changed(self) -> None:
-        pool = self.pool
-        pool.news = False
-        notes = tuple(pool.notes())
-        self._outbox.put(WorkersChanged(pool.stats(), pool.ready, pool.stage, self._fatal, notes, pool.kv_budget))

@@ -150,10 +150,10 @@ class RequestMetrics:
         entry.waits += 1
         entry.waited_ns = entry.waited_ns or now_ns
 
-    def on_proposed(self, number: int, proposal: Proposal, accepted: int, now_ns: int) -> None:
-        """Records the proposal of round `number`, after an outcome with this many accepted tokens."""
+    def on_proposed(self, number: int, proposal: Proposal, now_ns: int) -> None:
+        """Records the proposal of round `number`."""
         entry = self._entry(number)
-        entry.lookup, entry.after, entry.source = proposal.lookup, accepted, proposal.source
+        entry.lookup, entry.source = proposal.lookup, proposal.source
         entry.decided = Span(entry.waited_ns or now_ns, now_ns)
 
     def on_drafts(self, drafter: str, message: Branches | Drafted, now_ns: int) -> None:
@@ -172,12 +172,13 @@ class RequestMetrics:
         reading the whole text is not that of a verify.
         """
         entry, proposal, outcome = self._entry(ended.number), ended.proposal, ended.outcome
+        entry.after = self._recent[ended.number - 1].accepted if ended.number - 1 in self._recent else 0
         entry.kept, entry.chain, entry.accepted = len(ended.kept), len(proposal.chain), outcome.accepted
         entry.depth, entry.drafter = proposal.depth, proposal.drafter
         entry.by = proposal.origins(ended.nodes)[:-1]
         entry.ended_ns = now_ns
         if self.first_ns and not ended.read:
-            entry.verify_ns, entry.idle_ns = outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns
+            entry.verify_ns, entry.idle_ns = outcome.work.duration_ns, outcome.idle_ns
             entry.turnaround = proposal.lookup is Lookup.HIT
         self.first_ns = self.first_ns or now_ns
         return self._report(ended, entry) if self.reports else None
@@ -327,7 +328,7 @@ class Trace:
         if self._path is None:
             return
         if len(self._events) < MOST_EVENTS:
-            times = {"ts": span.started_ns / 1000, "dur": (span.ended_ns - span.started_ns) / 1000}
+            times = {"ts": span.started_ns / 1000, "dur": span.duration_ns / 1000}
             self._events.append((track, {"ph": "X", "name": name, "args": args, **times}))
             return
         if not self._is_full:
@@ -345,13 +346,10 @@ class Trace:
         tracks = sorted({track for track, _ in self._events})
         processes = sorted({process_of(track) for track in tracks})
         pids = {track: 1 + processes.index(process_of(track)) for track in tracks}
+        named = [("process_name", 1 + index, 0, process) for index, process in enumerate(processes)]
+        named += [("thread_name", pids[track], tid, track) for tid, track in enumerate(tracks)]
         names = [
-            {"ph": "M", "pid": 1 + index, "name": "process_name", "args": {"name": process}}
-            for index, process in enumerate(processes)
-        ]
-        names += [
-            {"ph": "M", "pid": pids[track], "tid": tid, "name": "thread_name", "args": {"name": track}}
-            for tid, track in enumerate(tracks)
+            {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}} for kind, pid, tid, name in named
         ]
         events = [{"pid": pids[track], "tid": tracks.index(track), **event} for track, event in self._events]
         try:
@@ -370,10 +368,10 @@ class RoundMetrics:
         self._verified_ns = 0
 
     def on_proposed(self, request: Request, now_ns: int) -> None:
-        proposal, chain = request.proposal, request.proposal.chain
-        request.metrics.on_proposed(request.round, proposal, request.accepted, now_ns)
+        number, proposal, chain = request.round.number, request.round.proposal, request.round.proposal.chain
+        request.metrics.on_proposed(number, proposal, now_ns)
         if self._trace.enabled and not proposal.draft:
-            self._trace.mark(ORCHESTRATOR, _mark(proposal), now_ns, round=request.round, chain=len(chain), tokens=chain)
+            self._trace.mark(ORCHESTRATOR, _mark(proposal), now_ns, round=number, chain=len(chain), tokens=chain)
 
     def on_drafts(self, request: Request, sender: str, message: Branches | Drafted, now_ns: int) -> None:
         request.metrics.on_drafts(sender, message, now_ns)
@@ -390,26 +388,21 @@ class RoundMetrics:
         request, outcome = ended.request, ended.outcome
         report = request.metrics.on_ended(ended, now_ns)
         if not ended.read:
-            self.rounds.add(now_ns - request.handled_ns)
+            self.rounds.add(ended.took_ns)
             if outcome.work.ended_ns != self._verified_ns:  # several requests report the same forward
                 self._verified_ns = outcome.work.ended_ns
-                self.verifies.add(outcome.work.ended_ns - outcome.work.started_ns)
+                self.verifies.add(outcome.work.duration_ns)
         if self._trace.enabled:
-            if outcome.drafted is not None:
-                self._trace_in_process(ended, outcome.drafted.span)
-            accepted = ended.proposal.origins(ended.nodes)[:-1][: len(ended.kept)]
-            self._trace.add(
-                TARGET, f"verify {len(ended.proposal.chain) + 1}", outcome.work, round=ended.number,
-                accepted=outcome.accepted, by=dict(Counter(origin.name.lower() for origin in accepted)),
-            )  # fmt: skip
+            number, proposal, chain = ended.number, ended.proposal, ended.proposal.chain
+            if outcome.drafted is not None:  # its chain has a track of its own
+                source = proposal.source if chain else ProposalSource.NONE
+                verified_ns = outcome.work.started_ns
+                self._trace.mark(ORCHESTRATOR, source.value, verified_ns, round=number, chain=len(chain), tokens=chain)
+                self._trace.add(TARGETS_DRAFTER, "chain", outcome.drafted.span, tokens=len(chain), round=number)
+            accepted = Counter(origin.name.lower() for origin in proposal.origins(ended.nodes)[:-1][: len(ended.kept)])
+            verify = f"verify {len(chain) + 1}"
+            self._trace.add(TARGET, verify, outcome.work, round=number, accepted=outcome.accepted, by=dict(accepted))
         return report
-
-    def _trace_in_process(self, ended: SettledRound, drafting: Span) -> None:
-        """Traces an in-process chain on a track of its own."""
-        chain, verified_ns = ended.proposal.chain, ended.outcome.work.started_ns
-        source = ended.proposal.source if chain else ProposalSource.NONE
-        self._trace.mark(ORCHESTRATOR, source.value, verified_ns, round=ended.number, chain=len(chain), tokens=chain)
-        self._trace.add(TARGETS_DRAFTER, "chain", drafting, tokens=len(chain), round=ended.number)
 
 
 def _mark(proposal: Proposal) -> str:

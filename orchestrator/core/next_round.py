@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from outrider.orchestrator.core.draft_pool import DraftPool
+from msgspec import structs
+
+from outrider.orchestrator.core.draft_pool import DraftPool, opening
 from outrider.orchestrator.core.metrics import RoundMetrics
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.estimates import Estimates
@@ -33,11 +35,7 @@ from outrider.orchestrator.core.proposal import (
     min_alternative,
     unites,
 )
-from outrider.orchestrator.core.request import (
-    CachedBranch,
-    DrafterWait,
-    Request,
-)
+from outrider.orchestrator.core.request import CachedBranch, DrafterWait, Request, SettledRound
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
@@ -139,15 +137,15 @@ class Proposer:
 
     def after(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
         """Returns the step after the outcome that made `committed` final."""
-        if request.mode == "ar":
+        if request.plan.mode == "ar":
             return PLAIN
         if request.room < 1:
             return Proposal()
-        if request.mode == "ssd" and request.drafters:
+        if request.plan.mode == "ssd" and request.draft.drafters:
             return self.serve(request, committed, now_ns)
         tail = self._tail(request)
         drafter = request.plan.drafter
-        if _copies_only(request):
+        if drafter == NGRAM or not (drafter or request.draft.drafters):  # n-grams are the only source
             return copied(tail.tokens) if tail.tokens or self.full_depth else PLAIN
         if not self._is_fixed(request) and not drafts_better(self.estimates, tail, request.longest, drafter):
             return copied(tail.tokens)
@@ -165,7 +163,7 @@ class Proposer:
         return replace(
             beside,
             source=source,
-            draft=depth or request.depth,
+            draft=depth or request.plan.depth,
             drafter=drafter,
             min_prob=min_alternative(self.estimates, request.takes_trees),
             by=beside.origins(range(len(beside.chain)))[:-1],
@@ -174,9 +172,9 @@ class Proposer:
 
     def _copy_beside(self, request: Request) -> tuple[int, ...]:
         """Returns the copy that pays in one tree with an in-process chain."""
-        if not request.takes_trees or request.ngrams.is_empty:
+        if not request.takes_trees or request.sequence.ngrams.is_empty:
             return ()
-        copy = longest_copy(request.ngrams, request.room)
+        copy = longest_copy(request.sequence.ngrams, request.room)
         return copy_beside(self.estimates, copy, request.plan.drafter, request.longest)
 
     def unites(self, request: Request) -> bool:
@@ -184,23 +182,23 @@ class Proposer:
         return (
             bool(request.in_process_drafter)
             and request.takes_trees
-            and unites(self.estimates, request.in_process_drafter, request.depth)
+            and unites(self.estimates, request.in_process_drafter, request.plan.depth)
         )
 
     def stays(self, request: Request) -> bool:
         """Whether an autonomous target should continue by itself: the next proposal would be the same."""
         step = self.after(request, (), 0)
-        is_same = isinstance(step, Proposal) and step.autonomous and step.drafter == request.proposal.drafter
+        is_same = isinstance(step, Proposal) and step.autonomous and step.drafter == request.round.proposal.drafter
         return is_same or request.room < 1
 
     def _tail(self, request: Request) -> CopiedTail:
         """Returns the copy that pays after the committed text."""
-        return best_tail(self.estimates, longest_copy(request.ngrams, request.room))
+        return best_tail(self.estimates, longest_copy(request.sequence.ngrams, request.room))
 
     def branch(self, request: Request, cached: CachedBranch, committed: tuple[int, ...] = ()) -> Proposal:
         """Returns a branch as a proposal, extended by a copy; the n-grams have not seen the `committed` tokens yet."""
         room = request.room - len(committed)
-        chain = cached.chain[: max(min(request.depth, room), 0)]
+        chain = cached.chain[: max(min(request.plan.depth, room), 0)]
         hit = Proposal(chain, ProposalSource.CACHE, Lookup.HIT, q=_first(cached.q, chain), drafter=cached.drafter)
         return self._filled(request, hit, room, committed, cached.alternatives)
 
@@ -213,8 +211,8 @@ class Proposer:
 
     def after_wait(self, request: Request) -> Proposal:
         """Returns the proposal after a wait: its branch, as deep as it is, or an empty chain."""
-        outcome = request.wait.outcome if request.wait else None
-        cached = request.cache.lookup(outcome) if outcome else None
+        wait = request.round.wait
+        cached = request.draft.cache.lookup(wait.outcome) if wait and wait.outcome else None
         return self.branch(request, cached) if cached else Proposal()
 
     def _filled(
@@ -223,26 +221,27 @@ class Proposer:
         """Extends a chain by a copy and alternatives, unless rounds are reproducible or the chain comes with its q."""
         if self.full_depth or request.admit.sampling.is_residual:
             return chain
+        ngrams = request.sequence.ngrams
         if request.takes_trees:
-            tree = merged(self.estimates, request.ngrams, chain, committed, room, others)
+            tree = merged(self.estimates, ngrams, chain, committed, room, others)
             if tree is not None:
                 return tree
-        return chain if request.ngrams.is_empty else filled(self.estimates, request.ngrams, chain, committed, room)
+        return chain if ngrams.is_empty else filled(self.estimates, ngrams, chain, committed, room)
 
     def serve(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
         """Looks the outcome up. A hit is served as deep as it is, unless one more token is worth its wait."""
-        cache = request.cache
-        cached = cache.lookup(committed)
-        if self.full_depth and not cache.final:
-            wait_ms = request.depth * self.estimates.depth_ms()
+        draft = request.draft
+        cached = draft.cache.lookup(committed)
+        if self.full_depth and not draft.final:
+            wait_ms = request.plan.depth * self.estimates.depth_ms()
             return self._wait_for_branch(request, committed, wait_ms, now_ns, cached is None)
         if cached is None:
             return self._after_miss(request, committed, now_ns)
-        since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
         hit = self.branch(request, cached)
         if self.unites(request):
             return self._in_process(request, hit)
-        grows = cache.grows(cached) and cached.drafter == cache.lead and not hit.copied
+        grows = draft.grows(cached) and cached.drafter == draft.lead and not hit.copied
+        since_ms = draft.since_push_ms(now_ns) if grows else 0.0
         if grows and worth_waiting(self.estimates, len(cached.chain), request.longest, since_ms):
             return self._wait_for_branch(request, committed, self.estimates.depth_ms(), now_ns)
         return hit
@@ -253,19 +252,19 @@ class Proposer:
 
     def _after_miss(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
         """Returns the fallback, or a wait for branches of this outcome that are on their way and worth it."""
-        longest = request.longest
-        if self._is_fixed(request) and request.drafters:
+        longest, draft = request.longest, request.draft
+        if self._is_fixed(request) and draft.drafters:
             return self.wait_for_chain(longest, now_ns, missed=True)
         tail = self._tail(request)
-        choice = after_miss(self.estimates, tail, longest, bool(request.drafters), request.in_process_drafter)
-        line = request.proposal.line
+        choice = after_miss(self.estimates, tail, longest, bool(draft.drafters), request.in_process_drafter)
+        line = request.round.proposal.line
         off_line = committed[:-1] != line[: len(committed) - 1]  # an alternative's branch holds the rest
-        pushes = 0 if off_line else request.cache.pushes_until(len(committed) - 1, len(line))
-        if pushes and request.drafters:
+        pushes = 0 if off_line else draft.pushes_until(len(committed) - 1, len(line))
+        if pushes:
             expected_ms = pushes * self.estimates.depth_ms()
-            expected_ms += self.estimates.link_ms() if not request.cache.pushes else 0.0
+            expected_ms += self.estimates.link_ms() if not draft.drafters[draft.lead].pushes else 0.0
             # An overdue push is expected to take as long again.
-            wait_ms = abs(expected_ms - (now_ns - request.branches_at_ns) / MILLISECOND_NS)
+            wait_ms = abs(expected_ms - draft.since_push_ms(now_ns))
             if worth_hoping(self.estimates, choice, longest, wait_ms):
                 return self._wait_for_branch(request, committed, wait_ms, now_ns, missed=True)
         if choice.wait_for:
@@ -291,8 +290,8 @@ class Proposer:
     ) -> DrafterWait:
         """Returns a new or continued wait for this outcome's branch to grow, or, if `missed`, to arrive; in all no
         longer than for a whole tree."""
-        e, before = self.estimates, request.wait
-        whole_ms = longest_wait_ms((request.depth + 1) * e.depth_ms() + e.link_ms())
+        e, before = self.estimates, request.round.wait
+        whole_ms = longest_wait_ms((request.plan.depth + 1) * e.depth_ms() + e.link_ms())
         limit_ms, whole_ms = longest_wait_ms(expected_ms), self._until_next_forward(whole_ms)
         if self.full_depth:
             limit_ms = whole_ms = PATIENCE_MS
@@ -305,121 +304,146 @@ class Proposer:
         return limit_ms if self.estimates.active == 1 else min(limit_ms, self.estimates.verify_ms(1))
 
 
-def _copies_only(request: Request) -> bool:
-    """Whether n-grams are the only source of this request's chains."""
-    drafter = request.plan.drafter
-    return request.mode != "ar" and (drafter == NGRAM or not (drafter or request.drafters))
-
-
 def _first(q: SparseQ | None, chain: tuple[int, ...]) -> SparseQ | None:
     return q.part(0, len(chain)) if q is not None else None
 
 
-@dataclass(eq=False)
 class NextRound:
     """Begins rounds and waits."""
 
-    _workers: WorkerPool
-    _draft_pool: DraftPool
-    _planner: Planner
-    _proposer: Proposer
-    _metrics: RoundMetrics
+    def __init__(
+        self, workers: WorkerPool, draft_pool: DraftPool, planner: Planner, metrics: RoundMetrics, full_depth: bool
+    ) -> None:
+        self._workers = workers
+        self._draft_pool = draft_pool
+        self._planner = planner
+        self._metrics = metrics
+        self._proposer = Proposer(planner.estimates, full_depth)
 
-    def take(self, request: Request, step: Step, now_ns: int) -> None:
+    def open(self, request: Request, offered: bool) -> None:
+        """Begins a request, or continues it on a new target: OPEN to the target and its drafters, which read the
+        committed tokens. The target, unless they are `offered` to a prefill worker, answers as to an empty chain."""
+        request.round.is_open = True
+        self._workers.send_target(structs.replace(opening(request, None), offered=offered))
+        self._draft_pool.open(request)
+
+    def suspend(self, request: Request) -> None:
+        """Drops the round or wait under way, because the target has lost the request; `open` follows."""
+        request.round.suspend()
+        self._draft_pool.suspend(request)
+        request.metrics.on_rounds_lost()
+
+    def on_outcome(self, settled: SettledRound, now_ns: int) -> None:
+        """Ends a round, and begins the next one or a wait, or follows a target that has begun it by itself."""
+        request, outcome = settled.request, settled.outcome
+        goes_on = outcome.next_proposal is not None
+        request.round.end(settled.proposal, request.draft.covered, goes_on)
+        if goes_on:
+            self._on_autonomous_round(request, request.round.advance(outcome, settled.kept), now_ns)
+        else:
+            self._planner.replan(request)
+            self._take(request, self._proposer.after(request, settled.kept, now_ns), now_ns)
+
+    def on_branches(self, request: Request, final: bool, now_ns: int) -> None:
+        """Prepares branches that are complete, and ends a wait that they end; `final`: one drafter has sent all."""
+        if final:
+            self._prepare(request)
+        wait = request.round.wait
+        if wait and wait.outcome:
+            self._take(request, self._proposer.serve(request, wait.outcome, now_ns), now_ns)
+
+    def on_drafted(self, request: Request, drafter: str, message: Drafted, now_ns: int) -> None:
+        """Begins the round that waited for a chain on request."""
+        self._verify(request, self._proposer.drafted(request, drafter, message), now_ns)
+
+    def end_wait(self, request: Request, now_ns: int) -> None:
+        """Ends the wait if all drafters are done."""
+        if request.round.wait and all(state.done for state in request.draft.drafters.values()):
+            self._verify(request, self._proposer.after_wait(request), now_ns)
+
+    def send_again(self, request: Request) -> None:
+        """Sends the round under way again: the target repeats its answer, continues its work, or answers RESYNC."""
+        self._send_verify(request)
+        if request.round.halted:
+            self._send_halt(request)
+
+    # --- internals ------------------------------------------------------------------------------------------------
+
+    def _take(self, request: Request, step: Step, now_ns: int) -> None:
         """Begins a round, or a wait; a chain is requested by a COMMIT without one."""
         if isinstance(step, Proposal):
-            self.verify(request, step, now_ns)
+            self._verify(request, step, now_ns)
             return
-        if request.wait is None or step.depth:  # else it continues after a push
-            request.metrics.on_wait(request.round + 1, now_ns)
-        request.wait = step
+        if request.round.wait is None or step.depth:  # else it continues after a push
+            request.metrics.on_wait(request.round.number + 1, now_ns)
+        request.round.wait = step
         if step.depth:
             self._draft_pool.ask(request, step.depth, now_ns)
 
-    def verify(self, request: Request, proposal: Proposal, now_ns: int) -> None:
+    def _verify(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         """Begins a round: VERIFY to the target and, in the same flush, COMMIT to the drafters."""
-        waited, request.wait = request.wait, None
-        self._begin_round(request, proposal.after_wait(waited.missed) if waited else proposal)
+        wait = request.round.wait
+        request.round.begin(proposal.after_wait(wait.missed) if wait else proposal)
         self._send_verify(request)
         self._under_way(request, now_ns)
 
-    def _begin_round(self, request: Request, proposal: Proposal) -> None:
-        request.round += 1
-        request.base_len = len(request.tokens)
-        request.proposal = proposal
+    def _on_autonomous_round(self, request: Request, proposal: Proposal, now_ns: int) -> None:
+        """Follows a target that has begun the next round by itself, and sends HALT if it is to be the last such one."""
+        request.round.begin(proposal)
+        if not proposal.autonomous:
+            self._under_way(request, now_ns)
+        elif not request.round.halted and (self._planner.wants_other(request) or not self._proposer.stays(request)):
+            request.round.halted = True
+            self._send_halt(request)
 
     def _under_way(self, request: Request, now_ns: int) -> None:
         """Requests branches for the round under way, and records its proposal."""
-        request.cache.start()
-        request.prepared = {}
-        if request.mode == "ssd" and request.drafters:
-            self._draft_pool.prepare(request, now_ns)
-        request.branches_at_ns = now_ns
+        self._draft_pool.start_round(request, now_ns)
         self._metrics.on_proposed(request, now_ns)
         self._planner.on_proposed(request)
 
-    def on_autonomous_round(self, request: Request, proposal: Proposal, now_ns: int) -> None:
-        """Follows a target that has begun the next round by itself, and sends HALT if it is to be the last such one."""
-        self._begin_round(request, proposal)
-        if not proposal.autonomous:
-            self._under_way(request, now_ns)
-        elif not request.halted and (self._planner.wants_other(request) or not self._proposer.stays(request)):
-            request.halted = True
-            self._send_halt(request)
-
-    def prepare(self, request: Request) -> None:
+    def _prepare(self, request: Request) -> None:
         """Prepares chains at the target for the outcomes that have a complete branch and do not end the request.
 
         Not during a wait, in a tree with in-process drafts, with a residual q, which would be sent twice, or if the
         policy may have another plan after this round.
         """
-        ahead = request.mode == "ssd" and not self._proposer.unites(request)
-        if not ahead or request.wait or request.admit.sampling.is_residual or self._planner.may_replan(request):
+        round_, room, prepared = request.round, request.room, dict[tuple[int, ...], Proposal]()
+        ahead = request.plan.mode == "ssd" and not self._proposer.unites(request)
+        if not ahead or round_.wait or request.admit.sampling.is_residual or self._planner.may_replan(request):
             return
-        request.prepared, room = {}, request.room
-        for committed, branch in request.cache.complete(request.depth):
+        for committed, branch in request.draft.complete(request.plan.depth):
             if room > len(committed) and request.up_to_end(committed)[1] is None:
-                request.prepared[committed] = self._proposer.branch(request, branch, committed)
-        chains = request.prepared.values()
+                prepared[committed] = self._proposer.branch(request, branch, committed)
+        round_.prepared = prepared
+        chains = prepared.values()
         if chains:
             self._workers.send_target(
                 Prepare(
                     request=request.id,
-                    epoch=request.epoch,
-                    round=request.round,
-                    base_len=request.base_len,
-                    committed=tuple(request.prepared),
+                    epoch=round_.epoch,
+                    round=round_.number,
+                    base_len=len(request.sequence.tokens),
+                    committed=tuple(prepared),
                     chains=tuple(proposal.chain for proposal in chains),
                     parents=tuple(p.parents for p in chains) if any(p.parents for p in chains) else (),
                 )
             )
 
-    def end_wait(self, request: Request, now_ns: int) -> None:
-        """Ends the wait if all drafters are done."""
-        if request.wait and all(state.done for state in request.drafters.values()):
-            self.verify(request, self._proposer.after_wait(request), now_ns)
-
-    # --- messages to the target -----------------------------------------------------------------------------------
-
-    def send_again(self, request: Request) -> None:
-        """Sends the round under way again: the target repeats its answer, continues its work, or answers RESYNC."""
-        self._send_verify(request)
-        if request.halted:
-            self._send_halt(request)
-
     def _send_verify(self, request: Request) -> None:
         """Sends VERIFY with the request's proposal."""
+        round_ = request.round
         self._workers.send_target(
             Verify(
                 request=request.id,
-                epoch=request.epoch,
-                round=request.round,
-                base_len=request.base_len,
-                proposal=request.proposal.to_message(request.admit.sampling, request.remaining),
+                epoch=round_.epoch,
+                round=round_.number,
+                base_len=len(request.sequence.tokens),
+                proposal=round_.proposal.to_message(request.admit.sampling, request.remaining),
                 all_cores=self._planner.drafters_rest(request),
             )
         )
 
     def _send_halt(self, request: Request) -> None:
         """Sends HALT: the target must not continue by itself."""
-        self._workers.send_target(Halt(request=request.id, epoch=request.epoch))
+        self._workers.send_target(Halt(request=request.id, epoch=request.round.epoch))

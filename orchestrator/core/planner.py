@@ -20,7 +20,7 @@ from outrider.orchestrator.events import Admit
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, is_joint
-from outrider.protocol.messages import Branches, Drafted, InProcessDrafter, Span
+from outrider.protocol.messages import Drafted, InProcessDrafter
 
 MOST_REQUESTED = 64  # policies for a requested K or B
 
@@ -103,18 +103,19 @@ class Planner:
     def on_drafter_rejoined(self, request: Request) -> None:
         """Updates a fixed plan after the set of drafters has changed."""
         if request.admit.mode != "auto":
-            request.plan, _ = self._fixed_plan(request.admit, self._sources_of(request))
+            request.planning.plan, _ = self._fixed_plan(request.admit, self._sources_of(request))
 
     def replan(self, request: Request) -> None:
         """Sets the plan of the next round: the policy's in `auto`; in SSD, an open B to the best one by the
         forecast for this K, which the drafter can finish."""
         is_open = request.admit.branches is None and self._settings.branches is None and not self._settings.full_depth
         if request.admit.mode == "auto":
-            request.plan = self._policy_of(request).plan()
-        elif request.mode == "ssd" and request.round % POLICY.breadth_rounds == 0 and is_open:
+            request.planning.plan = self._policy_of(request).plan()
+        elif request.plan.mode == "ssd" and request.round.number % POLICY.breadth_rounds == 0 and is_open:
             most = self._branches(request.admit, self._sources_of(request).workers)
-            formula = Forecasts(self.estimates, request.text.odds, self.estimates.active, request.depth, most, False)
-            request.plan = replace(request.plan, branches=formula.of(Arm("ssd", request.depth))[0].branches)
+            odds, depth = request.planning.text.odds, request.plan.depth
+            formula = Forecasts(self.estimates, odds, self.estimates.active, depth, most, False)
+            request.planning.plan = replace(request.plan, branches=formula.of(Arm("ssd", depth))[0].branches)
 
     def wants_other(self, request: Request) -> bool:
         """Whether a target that continues by itself is to stop, because the policy has another plan."""
@@ -141,36 +142,23 @@ class Planner:
     # --- observations ---------------------------------------------------------------------------------------------
 
     def on_proposed(self, request: Request) -> None:
-        lookup = request.proposal.lookup
+        lookup = request.round.proposal.lookup
         if lookup is not Lookup.NONE:
             # A late branch counts too: the proposer decides whether it is worth a wait.
-            self.estimates.observe_lookup(lookup.found, request.covered)
-
-    def on_branches(self, request: Request, message: Branches, now_ns: int) -> None:
-        """Records a push of the fastest drafter. With several requests, trees take turns: the time since the last push
-        counts."""
-        if not message.entries:
-            return
-        work_ms = _milliseconds(message.work)
-        if self.estimates.active == 1:
-            self.estimates.observe_depth(len(message.entries), work_ms)
-        elif request.cache.pushes > 1:
-            since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
-            self.estimates.observe_depth(len(message.entries), max(since_ms, work_ms))
+            self.estimates.observe_lookup(lookup.found, request.round.covered)
 
     def on_drafted(self, message: Drafted, waiting: DrafterWait, now_ns: int) -> None:
-        work_ms = _milliseconds(message.work)
+        work_ms = message.work.milliseconds
         self.estimates.observe_draft(len(message.chain), work_ms)
         self.estimates.observe_link((now_ns - waiting.asked_ns) / MILLISECOND_NS - work_ms)
 
-    def on_outcome(self, ended: SettledRound, now_ns: int) -> None:
+    def on_outcome(self, ended: SettledRound) -> None:
         """Records the costs and odds of a round; no costs if it read the whole text."""
         request, outcome, kept = ended.request, ended.outcome, ended.kept
         self._judge_copy(ended)
-        round_ms, request.handled_ns = (now_ns - request.handled_ns) / MILLISECOND_NS, now_ns
         if ended.read:
             return
-        proposal, estimates = ended.proposal, self.estimates
+        proposal, estimates, round_ms = ended.proposal, self.estimates, ended.took_ns / MILLISECOND_NS
         estimates.observe_round(len(kept), round_ms)
         if proposal.autonomous and not proposal.draft:
             if round_ms > 0:  # 0: two outcomes arrived together
@@ -178,16 +166,19 @@ class Planner:
         elif ended.plan.mode != "ar":
             if outcome.work.ended_ns != self._forward_ns:  # several requests report the same forward
                 self._forward_ns, rows = outcome.work.ended_ns, len(proposal.chain) + 1
-                estimates.observe_verify(max(outcome.rows, rows), _milliseconds(outcome.work), rows)
+                estimates.observe_verify(max(outcome.rows, rows), outcome.work.milliseconds, rows)
             along = proposal.along(ended.nodes)
             if self._can_judge(request):
                 self.profiles.observe(
-                    request.text, proposal.drafter if proposal.draft else "", len(proposal.drafter_nodes), along
+                    request.planning.text,
+                    proposal.drafter if proposal.draft else "",
+                    len(proposal.drafter_nodes),
+                    along,
                 )
             if not proposal.draft:
                 estimates.observe_chain(len(proposal.drafter_nodes), along)
             elif proposal.chain and outcome.drafted is not None:
-                drafting_ms = _milliseconds(outcome.drafted.span)
+                drafting_ms = outcome.drafted.span.milliseconds
                 estimates.in_process[proposal.drafter].observe(len(proposal.drafter_nodes), along, drafting_ms)
         if proposal.lookup is Lookup.HIT:
             estimates.turnaround_ms.add(outcome.idle_ns / MILLISECOND_NS)
@@ -198,34 +189,36 @@ class Planner:
         """Whether the kind of its text matters: in `auto`, for a request alone."""
         return request.admit.mode == "auto" and self.estimates.active == 1
 
-    def judge_in_process(self, ended: SettledRound) -> None:
-        """Leaves out an in-process drafter that is of no use to the request any more, and adds a note."""
-        request, drafter = ended.request, ended.proposal.drafter
-        if not ended.proposal.draft or drafter in request.left_out or request.remaining < ended.plan.depth:
-            return
-        why = request.drifts.setdefault(drafter, Drift()).observe(ended.proposal.depth, ended.outcome.accepted)
-        if why:
-            request.left_out.add(drafter)
-            request.add_note(f"speculation: {drafter} is not used: {why}")
-            self.on_drafter_rejoined(request)
+    def judge_in_process(self, ended: SettledRound) -> str:
+        """Leaves out an in-process drafter that is of no use to the request any more; returns a note if it does."""
+        request, drafter, planning = ended.request, ended.proposal.drafter, ended.request.planning
+        if not ended.proposal.draft or drafter in planning.left_out or request.remaining < ended.plan.depth:
+            return ""
+        why = planning.drifts.setdefault(drafter, Drift()).observe(ended.proposal.depth, ended.outcome.accepted)
+        if not why:
+            return ""
+        planning.left_out.add(drafter)
+        self.on_drafter_rejoined(request)
+        return f"speculation: {drafter} is not used: {why}"
 
     def _judge_copy(self, ended: SettledRound) -> None:
         """Records how a copy would have done in this round, whatever was verified; then makes the next round's."""
-        request, proposal, kept, pending = ended.request, ended.proposal, ended.kept, ended.request.pending_copy
+        request, proposal, kept = ended.request, ended.proposal, ended.kept
+        planning, sequence, pending = request.planning, request.sequence, request.planning.pending_copy
         if pending is not None and pending.base_len == ended.outcome.base_len:
             copy, nodes = pending.copy, proposal.drafter_nodes
             held = self.estimates.observe_copy(copy, kept)
             if self._can_judge(request):
-                self.profiles.observe(request.text, NGRAM, min(len(copy.chain), len(kept)), held)
+                self.profiles.observe(planning.text, NGRAM, min(len(copy.chain), len(kept)), held)
             if nodes and copy.chain and proposal.chain[nodes[0]] != copy.chain[0]:
                 self.estimates.observe_alternatives(copy, kept)
-        if not request.ngrams.is_empty:
-            request.pending_copy = PendingCopy(len(request.tokens), longest_copy(request.ngrams, LONGEST_COPY))
+        if not sequence.ngrams.is_empty:
+            planning.pending_copy = PendingCopy(len(sequence.tokens), longest_copy(sequence.ngrams, LONGEST_COPY))
 
     # --- policies -------------------------------------------------------------------------------------------------
 
     def _sources_of(self, request: Request) -> DraftSources:
-        return self._sources(request.admit.drafter, len(request.drafters), request.left_out)
+        return self._sources(request.admit.drafter, len(request.draft.drafters), request.planning.left_out)
 
     def _sources(self, named: str, workers: int, left_out: Collection[str] = ()) -> DraftSources:
         """Returns what may draft for a request: only the drafters that it has `named`, if any."""
@@ -239,7 +232,8 @@ class Planner:
         return DraftSources(workers, others)
 
     def _policy_of(self, request: Request) -> Policy:
-        return self._policy(request.admit, self._sources_of(request), request.text.kind, request.text.odds)
+        text = request.planning.text
+        return self._policy(request.admit, self._sources_of(request), text.kind, text.odds)
 
     def _policy(
         self, admit: Admit, sources: DraftSources, kind: str = FREE, odds: TextAcceptance | None = None
@@ -282,7 +276,3 @@ def _is_allowed(admit: Admit, choice: TunedArm) -> bool:
     """Whether the request's K and B, if given, allow the choice."""
     fits_depth = admit.num_draft_tokens is None or choice.depth <= admit.num_draft_tokens
     return fits_depth and (admit.branches is None or choice.mode != "ssd" or choice.branches == admit.branches)
-
-
-def _milliseconds(span: Span) -> float:
-    return (span.ended_ns - span.started_ns) / MILLISECOND_NS

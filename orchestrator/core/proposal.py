@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.protocol.messages import (
@@ -296,61 +296,27 @@ class DraftTrie:
             masses.append((masses[parent] if parent >= 0 else 1.0) * odds / max(totals[parent], 1.0))
         return masses
 
+    def best(self, cost: Callable[[int], float], worth: float | None = None, most: int = LARGEST) -> list[int]:
+        """Returns the nodes of the best tree of at most `most`, depth first, the likeliest branch first.
 
-@dataclass(frozen=True, slots=True)
-class VerifyTree:
-    """A tree in the form of `protocol.trees`, its heaviest branch first; the `parents` of a chain are ().
-
-    `by` holds the origin of each token, `expects` the expected tokens of a round, the bonus token included.
-    """
-
-    tokens: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-    by: tuple[Origin, ...] = ()
-    expects: float = 1.0
-
-
-def grown(
-    drafts: DraftTrie, cost: Callable[[int], float], worth: float | None = None, most: int = LARGEST
-) -> VerifyTree:
-    """Returns the best tree.
-
-    Args:
-        cost: the total cost of a round by its rows: the nodes and the last committed token.
-        worth: the tokens that a unit of cost is worth. None maximises tokens per cost of this round, which adds nodes
-            while mass / (1 + E) > dc / c.
-        most: the most nodes.
-    """
-    masses = drafts.masses()
-    heaviest = sorted(range(len(masses)), key=lambda node: -masses[node])[:most]  # a parent before its children
-    best, size, expects, total = _value(1.0, cost(1), worth), 0, 1.0, 1.0
-    for index, node in enumerate(heaviest, 1):
-        total += masses[node]
-        value = _value(total, cost(index + 1), worth)
-        if value > best:
-            best, size, expects = value, index, total
-    return _flatten(drafts, heaviest[:size], expects)
-
-
-def _value(tokens: float, cost: float, worth: float | None) -> float:
-    return tokens / cost if worth is None else tokens - worth * cost
-
-
-def _flatten(drafts: DraftTrie, chosen: Sequence[int], expects: float) -> VerifyTree:
-    """Returns the chosen nodes, the heaviest first, as a tree depth first, its likeliest branch first."""
-    below: defaultdict[int, list[int]] = defaultdict(list)
-    for node in chosen:
-        below[drafts.parents[node]].append(node)
-    places = {ROOT: ROOT}
-    todo = below[ROOT][::-1]
-    while todo:
-        node = todo.pop()
-        places[node] = len(places) - 1
-        todo += below[node][::-1]
-    nodes = list(places)[1:]
-    parents = tuple(places[drafts.parents[node]] for node in nodes)
-    tokens, by = tuple(drafts.tokens[node] for node in nodes), tuple(drafts.by[node] for node in nodes)
-    return VerifyTree(tokens, () if is_chain(parents) else parents, by, expects)
+        Args:
+            cost: the total cost of a round by its rows: the nodes and the last committed token.
+            worth: the tokens that a unit of cost is worth. None maximises tokens per cost of this round, which adds
+                nodes while mass / (1 + E) > dc / c.
+        """
+        masses = self.masses()
+        heaviest = sorted(range(len(masses)), key=lambda node: -masses[node])[:most]  # a parent before its children
+        expected = enumerate(accumulate((masses[node] for node in heaviest), initial=1.0), 1)
+        values = [tokens / cost(rows) if worth is None else tokens - worth * cost(rows) for rows, tokens in expected]
+        below: defaultdict[int, list[int]] = defaultdict(list)
+        for node in heaviest[: values.index(max(values))]:
+            below[self.parents[node]].append(node)
+        nodes: list[int] = []
+        todo = below[ROOT][::-1]
+        while todo:
+            nodes.append(todo.pop())
+            todo += below[nodes[-1]][::-1]
+        return nodes
 
 
 LONGEST_COPY = 12
@@ -455,11 +421,13 @@ def merged(
     drafts.add((*chain, *tail), [*[0.0] * len(chain), *rates], Origin.COPIED)
     worth = None if estimates.active == 1 else estimates.tokens_per_ms()
     fixed = estimates.turnaround_ms()
-    tree = grown(drafts, lambda rows: fixed + estimates.verify_ms(rows), worth)
-    if not tree.parents:
+    nodes = drafts.best(lambda rows: fixed + estimates.verify_ms(rows), worth)
+    places = {node: place for place, node in enumerate(nodes)}
+    parents = tuple(places.get(drafts.parents[node], ROOT) for node in nodes)
+    if is_chain(parents):
         return None
-    copied = tree.by.count(Origin.COPIED)
-    return replace(branch, chain=tree.tokens, parents=tree.parents, by=tree.by, copied=copied)
+    tokens, by = tuple(drafts.tokens[node] for node in nodes), tuple(drafts.by[node] for node in nodes)
+    return replace(branch, chain=tokens, parents=parents, by=by, copied=by.count(Origin.COPIED))
 
 
 def copy_beside(estimates: Estimates, copy: Copy, drafter: str, depth: int) -> tuple[int, ...]:

@@ -42,10 +42,10 @@ class RemotePrefills:
     def offer(self, request: Request) -> bool:
         """Offers a prompt to the prefill workers; returns whether the target is to wait before it reads."""
         self.forget(request)
-        left = len(request.tokens) - 1
+        left = len(request.sequence.tokens) - 1
         if left < self._min_tokens or not self._workers.prefill_workers():
             return False
-        self._prefills[request.id] = RemotePrefill(request.epoch, left)
+        self._prefills[request.id] = RemotePrefill(request.round.epoch, left)
         return True
 
     def on_progress(self, request: Request, message: Prefilled) -> None:
@@ -63,8 +63,8 @@ class RemotePrefills:
         loads = {name: sum(p.left for p in self._prefills.values() if p.worker == name) for name in sorted(workers)}
         prefill.worker = min(loads, key=loads.__getitem__)
         self.asked.add(prefill.worker)
-        tokens = np.asarray(request.tokens, np.int32)
-        self._workers.send_worker(prefill.worker, Prefill(request.id, request.epoch, tokens, message.done))
+        tokens = np.asarray(request.sequence.tokens, np.int32)
+        self._workers.send_worker(prefill.worker, Prefill(request.id, request.round.epoch, tokens, message.done))
 
     def on_message(self, request: Request | None, sender: str, message: Message) -> bool:
         """Handles a prefill worker's message; returns False if it is stale."""

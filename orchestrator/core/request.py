@@ -1,8 +1,10 @@
-"""The state of one running request in the core: its tokens, round, drafters, branches and wait, and where it ends.
+"""The state of one running request in the core: its tokens, round, drafters, branches and plan, and where it ends.
 
 Knows tokens and times; knows no text, socket or model.
 
-`DrafterState` is a drafter's state in one request: the tokens that it knows, its task, and how far that has come.
+A `Request` consists of records. Each is written by one module, and read by all: `SequenceState` by the scheduler,
+`RoundState` by `NextRound`, `DraftState` with its `DrafterState`s by `DraftPool`, `PlanState` by `Planner`
+(tests/architecture checks it).
 
 `SpeculationCache`: outcome -> branch, one round deep (paper definition 4). An outcome (k, t) is identified by the
 tokens that it makes final: the first k of the chain, then t. The cache holds only branches that arrived before the
@@ -27,6 +29,7 @@ from outrider.orchestrator.core.policy.estimates import Copy
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import Lookup, NgramIndex, Proposal, ProposalSource
 from outrider.orchestrator.events import Admit
+from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Alternatives, Branches, Coupled, Drafted, Outcome
 from outrider.protocol.schema import Origin
 from outrider.protocol.trees import SparseQ
@@ -61,6 +64,17 @@ class DrafterState:
         """Whether a message answers the latest task, which is not done."""
         is_kind = isinstance(message, Branches) == bool(self.ranks)
         return is_kind and not self.done and (message.round, message.base_len) == (self.round, self.known_len)
+
+    def push(self, message: Branches, is_awaited: bool, now_ns: int) -> None:
+        """Records branches of its round, which may have ended."""
+        self.pushes += bool(message.entries)
+        if is_awaited:
+            self.heard_ns, self.done = now_ns, message.final
+
+    @property
+    def brings_branches(self) -> bool:
+        """Whether branches of the round under verification are still to come."""
+        return bool(self.ranks) and not self.done
 
 
 A_REQUEST, IN_ALL = 16 << 20, 64 << 20
@@ -100,57 +114,29 @@ class CachedBranch:
 
 
 class SpeculationCache:
-    """The branches of the round under verification; `start` empties it for the next one.
-
-    The `lead` is the drafter with the likeliest outcomes; `pushes` counts its own.
-    """
+    """The branches of the round under verification."""
 
     def __init__(self, budget: CacheBudget | None = None) -> None:
         """`budget` is shared with other requests' caches."""
         self._budget = budget or CacheBudget()
         self._held = 0
-        self._branches: dict[tuple[int, ...], CachedBranch] = {}
-        self._awaited: dict[str, int] = {}
-        self._requested = 0
-        self.lead = ""
-        self.pushes = 0
-
-    def start(self, asked: dict[str, int] | None = None) -> None:
-        """Empties the cache; `asked` is the number of outcomes that each drafter prepares, the lead first."""
-        self.clear()
-        self._awaited = asked or {}
-        self._requested = sum(self._awaited.values())
-        self.lead = next(iter(self._awaited), self.lead)
-        self.pushes = 0
+        self.branches: dict[tuple[int, ...], CachedBranch] = {}
 
     def clear(self) -> None:
         """Drops all branches and releases their bytes."""
-        self._branches.clear()
+        self.branches.clear()
         self._budget.release(self._held)
         self._held = 0
-
-    @property
-    def final(self) -> bool:
-        """Whether all drafters have finished, so that no branch will come."""
-        return not self._awaited
-
-    @property
-    def covered(self) -> int:
-        """The number of outcomes whose drafters have finished; 0 if the lead has not."""
-        return 0 if self.lead in self._awaited else self._requested - sum(self._awaited.values())
 
     def add(self, message: Branches, drafter: str) -> None:
         """Adds branches if there is room; a deeper one replaces a shorter one. Depth decides, never the tokens."""
         end = 0
-        self.pushes += drafter == self.lead
         for entry in message.entries if self._has_room(message) else ():
             start, end = end, end + len(entry.chain)
-            old = self._branches.get(entry.committed)
+            old = self.branches.get(entry.committed)
             if old is None or len(entry.chain) > len(old.chain) or (entry.alternatives and old.chain == entry.chain):
                 q = message.q.part(start, end) if message.q is not None else None
-                self._branches[entry.committed] = CachedBranch(entry.chain, q, drafter, entry.alternatives)
-        if message.final:
-            self.finished(drafter)
+                self.branches[entry.committed] = CachedBranch(entry.chain, q, drafter, entry.alternatives)
 
     def _has_room(self, message: Branches) -> bool:
         """Reserves the bytes of a whole message, because its arrays are views of one buffer."""
@@ -161,50 +147,17 @@ class SpeculationCache:
         self._held += size
         return True
 
-    def finished(self, drafter: str) -> None:
-        """Records that a drafter has sent all its branches."""
-        self._awaited.pop(drafter, None)
-
-    def lost(self, drafter: str) -> None:
-        """Records that a drafter will not send the rest of its branches."""
-        self._requested -= self._awaited.pop(drafter, 0)
-
     def lookup(self, committed: tuple[int, ...]) -> CachedBranch | None:
         """Returns the branch for the outcome that makes these tokens final, as deep as it is, or None.
 
         If an alternative and further tokens of its branch were accepted, it is the rest of that branch.
         """
-        branch = self._branches.get(committed)
+        branch = self.branches.get(committed)
         for length in range(len(committed) - 1, 0, -1) if branch is None else ():
-            shorter, rest = self._branches.get(committed[:length]), committed[length:]
+            shorter, rest = self.branches.get(committed[:length]), committed[length:]
             if shorter is not None and shorter.chain[: len(rest)] == rest and len(shorter.chain) > len(rest):
                 return CachedBranch(shorter.chain[len(rest) :], None, shorter.drafter)
         return branch
-
-    def grows(self, branch: CachedBranch) -> bool:
-        """Whether its drafter may still extend it."""
-        return branch.drafter in self._awaited
-
-    def complete(self, depth: int) -> Iterable[tuple[tuple[int, ...], CachedBranch]]:
-        """Returns (outcome, branch) for each branch that has its full depth or will not grow."""
-        branches = self._branches.items()
-        if self.final:
-            return branches
-        return [(commit, branch) for commit, branch in branches if not self.grows(branch) or len(branch.chain) >= depth]
-
-    def pushes_until(self, accepted: int, chain_length: int) -> int:
-        """Returns how many more pushes of the lead may bring the first branches of `accepted` tokens; 0: they are here.
-
-        The branches of full acceptance come with the second push: the first one feeds the chain's last token.
-        """
-        leads = (commit for commit, branch in self._branches.items() if branch.drafter == self.lead)
-        if self.lead not in self._awaited or any(len(commit) == accepted + 1 for commit in leads):
-            return 0
-        return max((2 if accepted == chain_length else 1) - self.pushes, 0)
-
-
-# A drafter that was lost this often in a row while it drafted for a request, without an answer, is not taken back.
-MOST_LOSSES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,55 +185,70 @@ class PendingCopy:
 
 
 @dataclass(slots=True)
-class Request:
-    """A request in flight.
+class SequenceState:
+    """The text of a request: the prompt and all committed `tokens`, at most `context`.
 
-    - `tokens`: the prompt and all committed tokens, at most `context`; `text`: the profile of the text's kind.
-    - `plan`: how its rounds are made. `proposal` is under verification in `round`, which began with `base_len`
-      committed tokens; `accepted`: the accepted tokens of the latest outcome.
-    - `prepared`: the chains that the target may continue with, by outcome. `covered`: how many outcomes the drafters
-      had finished at the latest one. `pending_copy`: the copy of the round under way.
-    - `halted`: HALT was sent. `over`: the last outcome has come. `reads`: the round under way begins by reading all
-      tokens. `heard_ns`: when the target last made progress on it, or was asked again.
-    - `deaths` of the target in a row without a token for this request; `losses`: the same of each drafter, by name.
-    - `drifts`: the use of in-process drafters; `left_out`: those that are of no use any more.
-    - `takes_trees`: whether the target can verify trees of drafts.
+    `appended_ns`: when the latest came. `heard_ns`: when the target last made progress on it, or was asked again.
+    `deaths` of the target in a row without a token for it. `notes`: what the reader of the text should know.
     """
 
-    admit: Admit
-    plan: Arm
     tokens: list[int]
-    ngrams: NgramIndex
     context: int
-    text: TextProfile
-    drafters: dict[str, DrafterState]
-    epoch: int = 0
-    round: int = 0
-    base_len: int = 0
-    accepted: int = 0
-    covered: int = 0
-    proposal: Proposal = field(default_factory=Proposal)
-    cache: SpeculationCache = field(default_factory=SpeculationCache)
-    prepared: dict[tuple[int, ...], Proposal] = field(default_factory=dict)
-    halted: bool = False
-    over: bool = False
-    wait: DrafterWait | None = None
-    pending_copy: PendingCopy | None = None
-    branches_at_ns: int = 0
-    handled_ns: int = 0
-    reads: bool = True
-    deaths: int = 0
-    losses: Counter[str] = field(default_factory=Counter)
-    drifts: dict[str, Drift] = field(default_factory=dict)
-    left_out: set[str] = field(default_factory=set)
+    ngrams: NgramIndex = field(default_factory=NgramIndex)
+    appended_ns: int = 0
     heard_ns: int = 0
-    metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    takes_trees: bool = False
+    deaths: int = 0
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def id(self) -> str:
-        return self.admit.request
+    def append(self, tokens: Sequence[int], now_ns: int) -> None:
+        """Makes tokens final, which the target has just brought."""
+        self.tokens += tokens
+        self.appended_ns = self.heard_ns = now_ns
+        self.deaths = 0
+
+    def add_note(self, words: str) -> None:
+        """Adds a note, unless it is there already."""
+        if words not in self.notes:
+            self.notes.append(words)
+
+
+@dataclass(slots=True)
+class RoundState:
+    """The round `number` under verification, with its `proposal`, or, once it has ended, the `wait` before the next.
+
+    `prepared`: the chains that the target may continue with, by outcome. `covered`: how many outcomes the drafters had
+    finished at the latest one. `halted`: HALT was sent. `is_open`: the target has been sent the text. `reads`: the
+    round begins by reading it.
+    """
+
+    epoch: int = 0
+    number: int = 0
+    proposal: Proposal = field(default_factory=Proposal)
+    prepared: dict[tuple[int, ...], Proposal] = field(default_factory=dict)
+    wait: DrafterWait | None = None
+    covered: int = 0
+    halted: bool = False
+    is_open: bool = False
+    reads: bool = True
+
+    def begin(self, proposal: Proposal) -> None:
+        """Begins the next round, and ends the wait for its proposal."""
+        self.number += 1
+        self.proposal, self.prepared, self.wait = proposal, {}, None
+
+    def end(self, proposal: Proposal, covered: int, goes_on: bool) -> None:
+        """Ends the round, in which `proposal` was verified; `goes_on`: the target continues by itself."""
+        self.proposal, self.covered = proposal, covered
+        self.halted, self.reads = self.halted and goes_on, False
+
+    def suspend(self) -> None:
+        """Begins a new epoch: the target has lost the request, and messages of the old epoch are stale.
+
+        The next round gets a new number, because the latest may have ended during a wait for a drafter.
+        """
+        self.epoch += 1
+        self.begin(Proposal())
+        self.halted, self.is_open, self.reads = False, False, True
 
     def advance(self, outcome: Outcome, committed: tuple[int, ...]) -> Proposal:
         """Returns the proposal that the target verifies by itself after this outcome: its own, or a prepared one."""
@@ -293,52 +261,110 @@ class Request:
         by = (Origin.PREPARED,) * len(verified.parents)
         return Proposal(verified.chain, ProposalSource.CACHE, Lookup.HIT, parents=verified.parents, by=by)
 
-    def can_join(self, drafter: str) -> bool:
-        """Whether an available drafter may draft for it: not if the request seems to have caused its losses."""
-        return self.admit.takes_workers and drafter not in self.drafters and self.losses[drafter] < MOST_LOSSES
 
-    def add_rejoined(self, drafter: str) -> None:
-        """Adds a drafter in the middle of the text."""
-        self.drafters[drafter] = DrafterState()
-        self.metrics.rejoined += 1
-        self.add_note(f"speculation: {drafter} drafts again")
+@dataclass(slots=True)
+class DraftState:
+    """The drafters of a request, and the branches that they have sent for the round under verification.
 
-    def suspend(self) -> None:
-        """Begins a new epoch: the target has lost the request, and messages of the old epoch are stale.
+    The `lead` is the drafter with the likeliest outcomes. `losses` of each drafter in a row without an answer.
+    """
 
-        The next round gets a new number, because the latest may have ended during a wait for a drafter.
-        """
-        self.epoch += 1
-        self.halted, self.wait, self.proposal, self.prepared = False, None, Proposal(), {}
-        self.cache.start()
-        self.metrics.on_rounds_lost()
-        self.round += 1
+    drafters: dict[str, DrafterState]
+    cache: SpeculationCache
+    lead: str = ""
+    losses: Counter[str] = field(default_factory=Counter)
 
-    def add_note(self, words: str) -> None:
-        """Adds a note for the reader of the text, unless it is there already."""
-        if words not in self.notes:
-            self.notes.append(words)
+    def start(self, asked: Iterable[str] = ()) -> None:
+        """Drops all branches for those of another round, of which these drafters are `asked`, the lead first."""
+        self.cache.clear()
+        for state in self.drafters.values():
+            state.ranks = NO_RANKS
+        self.lead = next(iter(asked), self.lead)
 
     @property
-    def mode(self) -> str:
-        return self.plan.mode
+    def final(self) -> bool:
+        """Whether all drafters have finished, so that no branch will come."""
+        return not any(state.brings_branches for state in self.drafters.values())
+
+    @property
+    def covered(self) -> int:
+        """The number of outcomes whose drafters have finished; 0 if the lead has not."""
+        if self._is_leading:
+            return 0
+        return sum(len(state.ranks) for state in self.drafters.values() if state.done)
+
+    @property
+    def _is_leading(self) -> bool:
+        return self.lead in self.drafters and self.drafters[self.lead].brings_branches
+
+    def since_push_ms(self, now_ns: int) -> float:
+        """Returns the time since the lead's latest push, or since it was asked."""
+        return (now_ns - self.drafters[self.lead].heard_ns) / MILLISECOND_NS
+
+    def grows(self, branch: CachedBranch) -> bool:
+        """Whether its drafter may still extend it."""
+        return branch.drafter in self.drafters and self.drafters[branch.drafter].brings_branches
+
+    def complete(self, depth: int) -> Iterable[tuple[tuple[int, ...], CachedBranch]]:
+        """Returns (outcome, branch) for each branch that has its full depth or will not grow."""
+        growing = {name for name, state in self.drafters.items() if state.brings_branches}
+        branches = self.cache.branches.items()
+        return [(commit, it) for commit, it in branches if it.drafter not in growing or len(it.chain) >= depth]
+
+    def pushes_until(self, accepted: int, chain_length: int) -> int:
+        """Returns how many more pushes of the lead may bring the first branches of `accepted` tokens; 0: they are here.
+
+        The branches of full acceptance come with the second push: the first one feeds the chain's last token.
+        """
+        leads = (commit for commit, branch in self.cache.branches.items() if branch.drafter == self.lead)
+        if not self._is_leading or any(len(commit) == accepted + 1 for commit in leads):
+            return 0
+        return max((2 if accepted == chain_length else 1) - self.drafters[self.lead].pushes, 0)
+
+
+@dataclass(slots=True)
+class PlanState:
+    """How the rounds of a request are made: its `plan`, and what it is based on.
+
+    `text`: the profile of the text's kind. `drifts`: the use of in-process drafters; `left_out`: those that are of no
+    use any more. `pending_copy`: the copy of the round under way.
+    """
+
+    plan: Arm
+    text: TextProfile
+    drifts: dict[str, Drift] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
+    pending_copy: PendingCopy | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A request in flight. `takes_trees`: whether the target can verify trees of drafts for it."""
+
+    admit: Admit
+    sequence: SequenceState
+    draft: DraftState
+    planning: PlanState
+    metrics: RequestMetrics
+    takes_trees: bool = False
+    round: RoundState = field(default_factory=RoundState)
+
+    @property
+    def id(self) -> str:
+        return self.admit.request
+
+    @property
+    def plan(self) -> Arm:
+        return self.planning.plan
 
     @property
     def in_process_drafter(self) -> str:
         """The in-process drafter that drafts after a miss while draft workers work ahead; empty: none."""
-        return self.plan.drafter if self.mode == "ssd" else ""
-
-    @property
-    def depth(self) -> int:
-        return self.plan.depth
-
-    @property
-    def branches(self) -> int:
-        return self.plan.branches
+        return self.plan.drafter if self.plan.mode == "ssd" else ""
 
     @property
     def generated(self) -> int:
-        return len(self.tokens) - len(self.admit.tokens)
+        return len(self.sequence.tokens) - len(self.admit.tokens)
 
     @property
     def made(self) -> int:
@@ -348,17 +374,19 @@ class Request:
     @property
     def remaining(self) -> int:
         """How many tokens it may still grow by."""
-        return min(len(self.admit.tokens) + self.admit.sampling.max_tokens, self.context) - len(self.tokens)
+        most = len(self.admit.tokens) + self.admit.sampling.max_tokens
+        return min(most, self.sequence.context) - len(self.sequence.tokens)
 
     @property
     def room(self) -> int:
         """The most tokens of a chain: the bonus token must fit its length."""
-        return min(len(self.admit.tokens) + self.admit.sampling.max_tokens - 1, self.context) - len(self.tokens)
+        most = len(self.admit.tokens) + self.admit.sampling.max_tokens - 1
+        return min(most, self.sequence.context) - len(self.sequence.tokens)
 
     @property
     def longest(self) -> int:
         """The most tokens of a drafter's chain."""
-        return max(min(self.depth, self.room), 0)
+        return max(min(self.plan.depth, self.room), 0)
 
     def up_to_end(self, new: Sequence[int]) -> tuple[list[int], str | None]:
         """Returns the tokens of `new` that count, and why the request ends with them, if it does."""
@@ -372,7 +400,8 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class SettledRound:
     """A round that ended with `outcome`, recorded once the next one is under way. `read`: it began by reading the whole
-    text. `nodes` were accepted, and the tokens `kept` became final; `reason`: why the request ends there, if it does.
+    text. `nodes` were accepted, and the tokens `kept` became final, `took_ns` after those before them; `reason`: why
+    the request ends there, if it does.
     """
 
     request: Request
@@ -383,4 +412,5 @@ class SettledRound:
     outcome: Outcome
     nodes: Sequence[int]
     kept: tuple[int, ...]
+    took_ns: int
     reason: str | None

@@ -6,10 +6,9 @@ running requests, and knows tokens and integers only. Time is passed in.
 
 `set_up_request` creates a request with its plan, its drafters and the notes about them.
 
-`TargetRecovery` holds the requests while there is no target, and continues them on its replacement, all together. If
-the target dies again before a request has got a token, that request is a suspect; on the next replacement suspects run
-one at a time, with no other request, until their first token. A request that kills the target alone fails, and the
-others continue.
+While there is no target the requests wait, and continue on its replacement, all together. If the target dies again
+before a request has got a token, that request is a suspect; on the next replacement suspects run one at a time, with no
+other request, until their first token. A request that kills the target alone fails, and the others continue.
 """
 
 from __future__ import annotations
@@ -18,32 +17,27 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from msgspec import structs
-
-from outrider.orchestrator.core.draft_pool import LATE, DraftPool, opening
+from outrider.orchestrator.core.draft_pool import LATE, DraftPool
 from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, Trace
-from outrider.orchestrator.core.next_round import NextRound, Proposer
+from outrider.orchestrator.core.next_round import NextRound
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.acceptance import kind_of
 from outrider.orchestrator.core.policy.tuning import Tuning
-from outrider.orchestrator.core.proposal import PIECE, NgramIndex
+from outrider.orchestrator.core.proposal import PIECE
 from outrider.orchestrator.core.remote_prefills import RemotePrefills
 from outrider.orchestrator.core.request import (
     CacheBudget,
     DrafterState,
+    DraftState,
+    PlanState,
     Request,
+    SequenceState,
     SettledRound,
     SpeculationCache,
 )
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.core.worker_registry import TARGET
-from outrider.orchestrator.events import (
-    Admit,
-    Committed,
-    RequestBegan,
-    RequestEnded,
-    ToFront,
-)
+from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded, ToFront
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import ASK_AGAIN_NS
 from outrider.protocol.messages import (
@@ -65,72 +59,6 @@ from outrider.protocol.messages import (
 SUSPECT, GUILTY = 2, 3
 
 
-class TargetRecovery:
-    """The requests that wait, from the target's death until all are on its replacement.
-
-    `open_` begins a request on the target and its drafters, from its committed tokens.
-    """
-
-    def __init__(self, open_: Callable[[Request], None]) -> None:
-        self._open = open_
-        self._away = False
-        self._trial: Request | None = None
-        self._waiting: dict[str, Request] = {}
-
-    def on_target_lost(self, requests: Sequence[Request], why: str) -> list[tuple[Request, str]]:
-        """Lets `requests` wait for a new target. Returns those that fail, with the reason."""
-        under_way = [request for request in requests if not self.is_waiting(request)]
-        self._away, self._trial = True, None
-        for request in under_way:
-            request.suspend()
-            request.add_note(f"the text continued after a pause: {why}")
-            request.deaths += 1
-            request.metrics.resumed += 1
-            self._waiting[request.id] = request
-        words = f"{why}, for the third time in a row with this request, the last time with this request alone"
-        return [(request, words) for request in under_way if request.deaths >= GUILTY]
-
-    def on_target_found(self) -> None:
-        """Continues the waiting requests on the new target."""
-        self._away = False
-        self._open_next()
-
-    def admit(self, request: Request) -> None:
-        """Opens a new request as soon as it may be on the target."""
-        self._waiting[request.id] = request
-        self._open_next()
-
-    def is_waiting(self, request: Request) -> bool:
-        """Whether a request waits for the target."""
-        return request.id in self._waiting
-
-    def is_on_trial(self, request: Request) -> bool:
-        """Whether a request is tried alone."""
-        return request is self._trial
-
-    def clear_suspect(self, request: Request) -> None:
-        """Ends the trial of a request that got its first token; it continues when all suspects were tried."""
-        request.suspend()
-        self._trial = None
-        self.admit(request)
-
-    def forget(self, request: Request) -> None:
-        """Drops a request that has ended."""
-        self._waiting.pop(request.id, None)
-        if self.is_on_trial(request):
-            self._trial = None
-        self._open_next()
-
-    def _open_next(self) -> None:
-        """Opens the requests that may be on the target now: a suspect by itself, or all."""
-        if self._away or self._trial is not None or not self._waiting:
-            return
-        self._trial = next((request for request in self._waiting.values() if request.deaths >= SUSPECT), None)
-        for request in [self._trial] if self._trial is not None else list(self._waiting.values()):
-            del self._waiting[request.id]
-            self._open(request)
-
-
 def set_up_request(admit: Admit, workers: WorkerPool, planner: Planner, budget: CacheBudget, now_ns: int) -> Request:
     """Returns a new request, about which nothing has been sent yet; its n-grams are still empty."""
     worker_notes = workers.notes() if admit.mode != "ar" else []
@@ -143,17 +71,11 @@ def set_up_request(admit: Admit, workers: WorkerPool, planner: Planner, budget: 
     plan, notes = planner.first_plan(admit, len(drafters), text.kind)
     return Request(
         admit,
-        plan,
-        tokens=tokens,
-        ngrams=NgramIndex(),
-        context=workers.target_context,
-        text=text,
-        drafters={name: DrafterState() for name in sorted(drafters)},
-        cache=SpeculationCache(budget),
-        heard_ns=now_ns,
-        metrics=RequestMetrics(now_ns, admit.rounds),
+        SequenceState(tokens, workers.target_context, heard_ns=now_ns, notes=[*worker_notes, *notes]),
+        DraftState({name: DrafterState() for name in sorted(drafters)}, SpeculationCache(budget)),
+        PlanState(plan, text),
+        RequestMetrics(now_ns, admit.rounds),
         takes_trees=planner.merges and workers.target_abilities.trees and not admit.sampling.is_residual,
-        notes=[*worker_notes, *notes],
     )
 
 
@@ -179,10 +101,10 @@ class Scheduler:
         self._planner = Planner(settings, tunings, memory, lambda: workers.target_abilities.drafters)
         self._draft_pool = DraftPool(workers, self._planner.estimates, settings.full_depth)
         self._requests: dict[str, Request] = {}
-        self._proposer = Proposer(self._planner.estimates, settings.full_depth)
-        self._next = NextRound(workers, self._draft_pool, self._planner, self._proposer, self.metrics)
+        self._next = NextRound(workers, self._draft_pool, self._planner, self.metrics, settings.full_depth)
         self._remote_prefills = RemotePrefills(workers, self._next.send_again, settings.prefill_from or 1)
-        self._recovery = TargetRecovery(self._open)
+        self._has_target = True
+        self._trial: Request | None = None  # a suspect that runs alone
         self.learned = self._planner.learned
 
     @property
@@ -197,11 +119,11 @@ class Scheduler:
         request = set_up_request(admit, self._workers, self._planner, self.cache_budget, now_ns)
         admit = request.admit
         self._requests[request.id] = request
-        self._recovery.admit(request)
+        self._open_next()
         self._workers.flush_and_yield()
         if self._settings.ngrams and admit.mode != "ar":
-            request.ngrams.extend(request.tokens)
-        self._emit(RequestBegan(request.id, admit.mode, tuple(request.notes)))
+            request.sequence.ngrams.extend(request.sequence.tokens)
+        self._emit(RequestBegan(request.id, admit.mode, tuple(request.sequence.notes)))
 
     def stop(self, request_id: str, reason: str) -> None:
         """Ends a request whose text is complete or unwanted; the round in flight is cancelled."""
@@ -218,17 +140,16 @@ class Scheduler:
     def on_drafter_lost(self, name: str, why: str, now_ns: int) -> None:
         """Removes a drafter; its requests continue with the drafters that are left, or without."""
         for request in list(self._requests.values()):
-            if name in request.drafters:
-                request.losses[name] += 1
-                self._remove_drafter(request, name, why, now_ns)
+            if name in request.draft.drafters:
+                self._remove_drafter(request, name, why, True, now_ns)
 
     def on_drafter_found(self, name: str) -> None:
         """Adds a drafter to all requests that it may draft for, in the middle of their texts."""
         for request in self._requests.values():
-            if request.can_join(name) and self._settings.simulate is None:
-                request.add_rejoined(name)
+            if self._settings.simulate is None and self._draft_pool.add(request, name):
+                request.sequence.add_note(f"speculation: {name} drafts again")
                 self._planner.on_drafter_rejoined(request)
-                if not self._recovery.is_waiting(request):
+                if request.round.is_open:
                     self._draft_pool.join(request, name)
 
     def on_prefill_worker_lost(self, name: str) -> None:
@@ -237,16 +158,26 @@ class Scheduler:
 
     def on_target_lost(self, why: str, for_good: bool) -> None:
         """Lets requests wait for a new target; guilty ones fail, and all do if no new target will come."""
-        requests = list(self._requests.values())
-        over = for_good or self._settings.simulate is not None
-        for request, words in [(r, why) for r in requests] if over else self._recovery.on_target_lost(requests, why):
-            self._fail(request, words)
+        guilty = f"{why}, for the third time in a row with this request, the last time with this request alone"
+        self._has_target, self._trial = False, None
+        for request in list(self._requests.values()):
+            sequence = request.sequence
+            if for_good or self._settings.simulate is not None:
+                self._fail(request, why)
+            elif request.round.is_open:
+                self._next.suspend(request)
+                sequence.add_note(f"the text continued after a pause: {why}")
+                sequence.deaths += 1
+                request.metrics.resumed += 1
+                if sequence.deaths >= GUILTY:
+                    self._fail(request, guilty)
 
     def on_target_found(self) -> None:
         """Continues the requests on the new target, from their committed tokens."""
         for request in self._requests.values():
             self._planner.on_drafter_rejoined(request)  # the new target may have other in-process drafters
-        self._recovery.on_target_found()
+        self._has_target = True
+        self._open_next()
 
     # --- messages of workers --------------------------------------------------------------------------------------
 
@@ -288,93 +219,94 @@ class Scheduler:
             case Outcome():
                 settled += self._on_outcome(request, message, now_ns)
             case Features():
-                for name in [name for name in request.drafters if workers.hello(name).features]:  # which read them
-                    workers.send_worker(name, message)
+                for name in request.draft.drafters:
+                    if workers.hello(name).features:  # it reads them
+                        workers.send_worker(name, message)
             case Branches():
                 self._on_branches(request, sender, message, now_ns)
             case Drafted():
                 self._on_drafted(request, sender, message, now_ns)
             case Prefilled():
-                self._on_prefilled(request, message, sender in request.drafters, now_ns)
+                self._on_prefilled(request, message, sender in request.draft.drafters, now_ns)
             case Resync():
                 self._on_resync(request, sender, now_ns)
-            case Fault() if sender in request.drafters:
-                self._remove_drafter(request, sender, message.message, now_ns)
+            case Fault() if sender in request.draft.drafters:
+                self._remove_drafter(request, sender, message.message, False, now_ns)
             case Fault():
                 self._fail(request, message.message)
 
     def _on_prefilled(self, request: Request, message: Prefilled, of_drafter: bool, now_ns: int) -> None:
-        if message.cached and not request.epoch:
+        if message.cached and not request.round.epoch:
             request.metrics.on_cached(message.cached, of_drafter)
         if of_drafter:
             return
-        request.heard_ns = now_ns
+        request.sequence.heard_ns = now_ns
         self._remote_prefills.on_progress(request, message)
         if not request.generated:
             self._emit(Progress(request.id, message.done, message.total))
 
     def next_deadline_ns(self) -> int | None:
         """Returns when `on_time` must be called at the latest, or None; 0: at once, to index a prompt's n-grams."""
-        if any(request.ngrams.is_behind for request in self._requests.values()):
+        requests = self._requests.values()
+        if any(request.sequence.ngrams.is_behind for request in requests):
             return 0
-        return min((r.wait.deadline_ns for r in self._requests.values() if r.wait), default=None)
+        return min((request.round.wait.deadline_ns for request in requests if request.round.wait), default=None)
 
     def on_time(self, now_ns: int) -> None:
         """Ends overdue waits, with the branch as deep as it is or a step of the target alone; sends a round again if
         its outcome may be lost; indexes a piece of a long prompt."""
-        behind = next((request for request in self._requests.values() if request.ngrams.is_behind), None)
+        behind = next((r.sequence.ngrams for r in self._requests.values() if r.sequence.ngrams.is_behind), None)
         if behind is not None:
-            behind.ngrams.read_on(PIECE)
+            behind.read_on(PIECE)
         for request in list(self._requests.values()):
-            if request.wait and now_ns >= request.wait.deadline_ns:
+            sequence, wait = request.sequence, request.round.wait
+            if wait and now_ns >= wait.deadline_ns:
                 self._draft_pool.expire(request, now_ns)
                 self._next.end_wait(request, now_ns)
-            elif request.wait or self._recovery.is_waiting(request) or now_ns - request.heard_ns < ASK_AGAIN_NS:
+            elif wait or not request.round.is_open or now_ns - sequence.heard_ns < ASK_AGAIN_NS:
                 continue
             else:  # the target has made no progress on it for so long that a message may be lost
-                request.heard_ns = now_ns
+                sequence.heard_ns = now_ns
                 self._remote_prefills.forget(request)
                 self._next.send_again(request)
 
     def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> list[SettledRound]:
-        proposal = request.proposal.settled(outcome)
+        sequence, round_ = request.sequence, request.round
+        proposal = round_.proposal.settled(outcome)
         nodes = proposal.nodes(outcome)
-        is_current = outcome.round == request.round and outcome.base_len == request.base_len
-        if not is_current or request.wait or nodes is None:
+        # During a wait there are more tokens than the round had that has ended.
+        is_current = (outcome.round, outcome.base_len) == (round_.number, len(sequence.tokens))
+        if not is_current or nodes is None:
             self.stale += 1
             return []
-        request.proposal, request.heard_ns, request.deaths = proposal, now_ns, 0
-        if request.reads:
+        if round_.reads:
             self._remote_prefills.forget(request)
-        commit = [*(proposal.chain[node] for node in nodes), outcome.bonus]
-        kept, reason = request.up_to_end(commit)
+        kept, reason = request.up_to_end([*(proposal.chain[node] for node in nodes), outcome.bonus])
+        took_ns = now_ns - sequence.appended_ns
         settled = SettledRound(
-            request, request.round, request.plan, proposal, request.reads, outcome, nodes, tuple(kept), reason
+            request, round_.number, request.plan, proposal, round_.reads, outcome, nodes, tuple(kept), took_ns, reason
         )
-        request.reads = False
-        request.tokens += kept
-        request.accepted = outcome.accepted
-        request.covered = request.cache.covered
-        if reason is None:
-            request.ngrams.extend(kept if self._settings.ngrams and request.admit.mode != "ar" else ())
-            if self._recovery.is_on_trial(request):
-                self._recovery.clear_suspect(request)
-            elif outcome.next_proposal is not None:
-                self._next.on_autonomous_round(request, request.advance(outcome, tuple(kept)), now_ns)
-            else:
-                request.halted = False
-                self._planner.replan(request)
-                step = self._proposer.after(request, tuple(kept), now_ns)
-                self._next.take(request, step, now_ns)
-        request.over = reason is not None
+        sequence.append(kept, now_ns)
+        if reason is not None:
+            del self._requests[request.id]  # `_record` closes it
+            return [settled]
+        sequence.ngrams.extend(kept if self._settings.ngrams and request.admit.mode != "ar" else ())
+        if request is self._trial:  # it continues when all suspects were tried
+            self._next.suspend(request)
+            self._trial = None
+            self._open_next()
+        else:
+            self._next.on_outcome(settled, now_ns)
         return [settled]
 
     def _record(self, settled: SettledRound, now_ns: int) -> None:
         """Records a round in metrics and planner, and sends its tokens to the front."""
         request, outcome, kept = settled.request, settled.outcome, settled.kept
         report = self.metrics.on_outcome(settled, now_ns)
-        self._planner.on_outcome(settled, now_ns)
-        self._planner.judge_in_process(settled)
+        self._planner.on_outcome(settled)
+        note = self._planner.judge_in_process(settled)
+        if note:
+            request.sequence.add_note(note)
         logprobs = outcome.logprobs.part(0, len(kept)) if outcome.logprobs is not None else None
         origins = settled.proposal.origins(settled.nodes)[: len(kept)] if request.admit.origins else None
         self._emit(Committed(request.id, kept, logprobs, origins, (report,) if report is not None else None))
@@ -382,75 +314,68 @@ class Scheduler:
             self._finish(request, settled.reason)
 
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
-        request.losses.pop(sender, None)
         self.metrics.on_drafts(request, sender, message, now_ns)
-        if not self._draft_pool.on_branches(request, sender, message, now_ns):
+        if self._draft_pool.on_branches(request, sender, message, now_ns):
+            self._next.on_branches(request, message.final, now_ns)
+        else:
             self.stale += 1
-            return
-        request.cache.add(message, sender)
-        if sender == request.cache.lead:
-            self._planner.on_branches(request, message, now_ns)
-            request.branches_at_ns = now_ns
-        if message.final:
-            self._next.prepare(request)
-        if request.wait and request.wait.outcome:
-            step = self._proposer.serve(request, request.wait.outcome, now_ns)
-            self._next.take(request, step, now_ns)
 
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
-        waiting = request.wait
-        if not self._draft_pool.on_drafted(request, sender, message, now_ns) or waiting is None or waiting.outcome:
+        wait = request.round.wait
+        if not self._draft_pool.on_drafted(request, sender, message, now_ns) or wait is None or wait.outcome:
             self.stale += 1
             return
         self.metrics.on_drafts(request, sender, message, now_ns)
-        self._planner.on_drafted(message, waiting, now_ns)
-        proposal = self._proposer.drafted(request, sender, message)
-        self._next.verify(request, proposal, now_ns)
+        self._planner.on_drafted(message, wait, now_ns)
+        self._next.on_drafted(request, sender, message, now_ns)
 
     def _on_resync(self, request: Request, sender: str, now_ns: int) -> None:
         """Sends all committed tokens again to a worker that missed some; for the target a new epoch begins."""
-        if sender in request.drafters:
+        if sender in request.draft.drafters:
             self._draft_pool.reopen(request, sender)
             self._next.end_wait(request, now_ns)
             return
-        request.suspend()
+        self._next.suspend(request)
         self._open(request)
 
     def _on_worker_note(self, sender: str, note: WorkerNote) -> None:
         """Adds the note to every request that the sender works for, one for each sender."""
         for request in self._requests.values():
-            has_note = any(words.startswith(f"{sender}: ") for words in request.notes)
-            if not has_note and sender in (TARGET, *request.drafters):
-                request.notes.append(f"{sender}: {note.message}")
+            has_note = any(words.startswith(f"{sender}: ") for words in request.sequence.notes)
+            if not has_note and sender in (TARGET, *request.draft.drafters):
+                request.sequence.add_note(f"{sender}: {note.message}")
 
     def _update_planner(self) -> None:
         """Updates the planner's load: how many requests run, and whether prompts are still read."""
-        self._planner.set_load(len(self._requests), any(request.reads for request in self._requests.values()))
+        self._planner.set_load(len(self._requests), any(request.round.reads for request in self._requests.values()))
 
     # --- opening and ending ---------------------------------------------------------------------------------------
 
-    def _open(self, request: Request) -> None:
-        request.base_len = len(request.tokens)
-        request.reads = True
-        # The target reads the committed tokens, unless a prefill worker may, and answers as to an empty chain.
-        self._workers.send_target(structs.replace(opening(request, None), offered=self._remote_prefills.offer(request)))
-        self._draft_pool.open(request)
-
-    def _remove_drafter(self, request: Request, drafter: str, why: str, now_ns: int) -> None:
-        if drafter not in request.drafters:
+    def _open_next(self) -> None:
+        """Opens the requests that may be on the target now: a suspect by itself, or all."""
+        waiting = [request for request in self._requests.values() if not request.round.is_open]
+        if not self._has_target or self._trial is not None or not waiting:
             return
+        self._trial = next((request for request in waiting if request.sequence.deaths >= SUSPECT), None)
+        for request in [self._trial] if self._trial is not None else waiting:
+            self._open(request)
+
+    def _open(self, request: Request) -> None:
+        self._next.open(request, self._remote_prefills.offer(request))
+
+    def _remove_drafter(self, request: Request, drafter: str, why: str, was_lost: bool, now_ns: int) -> None:
         if self._settings.simulate is not None:
             self._fail(request, why)
             return
-        self._draft_pool.remove(request, drafter)
+        self._draft_pool.remove(request, drafter, was_lost)
         self._planner.on_drafter_rejoined(request)
-        request.add_note(f"speculation: {why}")
+        request.sequence.add_note(f"speculation: {why}")
         self._next.end_wait(request, now_ns)
 
     def _finish(self, request: Request, reason: str) -> None:
         self._close(request)
         timings = partial(request.metrics.timings, len(request.admit.tokens))
-        notes = [*request.notes, *filter(None, [self._planner.reason(request)])]
+        notes = [*request.sequence.notes, *filter(None, [self._planner.reason(request)])]
         self._emit(RequestEnded(request.id, reason, timings(request.made), tuple(notes), timings))
 
     def _fail(self, request: Request, why: str) -> None:
@@ -458,10 +383,10 @@ class Scheduler:
         self._emit(Failed(request.id, "WorkerError", why))
 
     def _close(self, request: Request) -> None:
-        del self._requests[request.id]
+        self._requests.pop(request.id, None)
         self._remote_prefills.forget(request)
         self._workers.send_target(Close(request.id))
         self._draft_pool.close(request)
         self._update_planner()
-        self._recovery.forget(request)
-        request.cache.clear()
+        self._trial = None if request is self._trial else self._trial
+        self._open_next()

@@ -5,8 +5,8 @@ worker that had been ready is restarted; its successor keeps its name, its memor
 joined by itself is not restarted; a target that did is waited for. Knows workers and processes; nothing of sockets or
 requests.
 
-`SpawnedWorker`: a worker process in a session of its own. It holds the read end of a pipe and ends when the pipe
-closes, and so with the orchestrator, however that ends. Its stderr is a log in the run directory.
+`SpawnedWorker`: a worker process in a session of its own. It ends when its stdin closes, and so with the orchestrator,
+however that ends. Its stderr is a log in the run directory.
 
 Its `exits` is a descriptor that a poller can wait for, readable when one of the processes has ended. Linux has that;
 elsewhere the core checks its processes a few times a second. It reaps nothing: the process id stays reserved until its
@@ -40,14 +40,14 @@ from outrider.protocol import clock
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.worker_link import INCARNATION_BITS
 
+STDIN = 0
+
 
 class SpawnedWorker:
     """A worker process that this process started and may end."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], lifeline: int, log: Path) -> None:
-        self.name = name
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self._process = process
-        self._lifeline: int | None = lifeline
         self._exit: int | None = None
         self._log = log
 
@@ -64,7 +64,7 @@ class SpawnedWorker:
         return log_tail(self._log)
 
     def terminate(self) -> None:
-        """Asks the process to end in order, by a signal and by closing the pipe."""
+        """Asks the process to end in order, by a signal and by closing its stdin."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -95,9 +95,8 @@ class SpawnedWorker:
     def _end(self, number: signal.Signals) -> None:
         if self._process.poll() is None:  # reaped only here, so the id still belongs to this process
             os.killpg(self._process.pid, number)
-        lifeline, self._lifeline = self._lifeline, None
-        if lifeline is not None:
-            os.close(lifeline)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
 
 def spawn_worker(
@@ -111,18 +110,16 @@ def spawn_worker(
     """
     system.require_mlx()
     log = run_dir / f"{name}.log"
-    theirs, lifeline = os.pipe()
-    inherited = [theirs]
-    command = worker_command(role, name, endpoint, settings, theirs)
+    command = worker_command(role, name, endpoint, settings, STDIN)
     command += ["--incarnation", str(incarnation)]
-    if settings.log_format == "json":
-        inherited.append(os.dup(STDERR))
-        command += ["--log-fd", str(inherited[-1])]
+    inherited = [os.dup(STDERR)] if settings.log_format == "json" else []
+    for number in inherited:
+        command += ["--log-fd", str(number)]
     try:
         with log_file(log, "wb") as stderr:
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=stderr,
                 stderr=stderr,
                 env={
@@ -134,13 +131,12 @@ def spawn_worker(
                 start_new_session=True,
             )
     except OSError as error:
-        os.close(lifeline)
         raise WorkerError(f"the {role} worker can't be started ({error}); expected {sys.executable} to run") from None
     finally:
         for number in inherited:
             os.close(number)
     system.place(process.pid, role, settings)
-    return SpawnedWorker(name, process, lifeline, log)
+    return SpawnedWorker(process, log)
 
 
 log = logging.getLogger(__name__)

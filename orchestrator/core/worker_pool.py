@@ -42,7 +42,7 @@ from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import ProtocolError, VersionMismatch
-from outrider.protocol.keys import key_shown
+from outrider.protocol.keys import DRAFTER, key_shown
 from outrider.protocol.messages import (
     Abilities,
     Branches,
@@ -105,7 +105,8 @@ DRAFTERS, STRANGERS = Rate(20_000, 20_000), Rate(10, 40)
 class WorkerPool:
     """The workers of this cluster: their abilities, and the messages to and from them.
 
-    `news`: `stats` or `stage` changed.
+    `news`: `stats` or `stage` changed. `exits` wakes a poller when a worker process has ended; None if the system has
+    no such descriptor.
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class WorkerPool:
         auth: CurveAuth | None = None,
     ) -> None:
         awaited = digest(Path(settings.model)) if settings.await_target and settings.model else None
-        self._registry, self._settings = WorkerRegistry(not settings.colocate, awaited, auth), settings
+        self._registry = WorkerRegistry(not settings.colocate, awaited, auth)
+        self._settings, self._auth = settings, auth
         self._memory = physical()
         self.endpoint = f"ipc://{run_dir}/workers"
         self.joining_endpoint = ""
@@ -126,9 +128,14 @@ class WorkerPool:
         self.seconds_a_ping = settings.worker_timeout / SILENT
         self.router = WorkerRouter(context, self.endpoint)
         self.socket = self.router.socket
-        if settings.workers_endpoint is not None:
-            self._bind_for_joining(settings, settings.workers_endpoint)
+        joining = settings.workers_endpoint
+        if joining is not None:
+            keys = auth.keys(DRAFTER) if auth is not None and settings.asks_for_keys(joining) else None
+            if keys is not None:
+                endpoints.prepare(self.socket)
+            self.joining_endpoint = self.router.open(joining, MAX_CONNECTIONS, keys).endpoint
         self._supervisor = Supervisor(self._registry, settings, self.endpoint, run_dir, self.seconds_a_ping)
+        self.exits = self._supervisor.exits
         self._arrived: list[Worker] = []
         self._outgoing: dict[str, list[Message]] = {}
         self._ping_serial = self._pinged_ns = 0
@@ -140,12 +147,6 @@ class WorkerPool:
         self._supervisor.start()
         if self._settings.await_target:
             self.stage, self.news = f"waiting for a target: outrider worker target --connect {self.endpoint}", True
-
-    @property
-    def exits(self) -> int | None:
-        """The descriptor that wakes a poller when a worker process has ended; None if the system has none."""
-        exits = self._supervisor.exits
-        return exits.fileno() if exits is not None else None
 
     def record_invalid(self, name: str, kind: str) -> None:
         """Counts an invalid message; a drafter that sends too many is dismissed."""
@@ -159,7 +160,8 @@ class WorkerPool:
             counts = ", ".join(f"{INVALID[kind]} ({count})" for kind, count in sorted(worker.invalid.items()))
             why = f"{worker} sent invalid messages: {counts}; disconnected"
             self._supervisor.dismiss(worker, why)
-            self._registry.refuse_key(worker.key, why)
+            if self._auth is not None and worker.key:
+                self._auth.refuse(worker.key, why)
 
     # --- abilities -------------------------------------------------------------------------------------------------
 
@@ -193,14 +195,13 @@ class WorkerPool:
 
     def drafters(self) -> set[str]:
         """Returns the names of the drafters that are ready."""
-        return {worker.name for worker in self._registry.all() if worker.role == "draft" and worker.state == "ready"}
+        return {worker.name for worker in self._registry.ready("draft")}
 
     def prefill_workers(self) -> set[str]:
         """Returns the ready prefill workers whose keys and values the target can take over."""
         target = self.hello(TARGET)
-        ready = [worker for worker in self._registry.all() if worker.role == "prefill" and worker.state == "ready"]
-        readers = {worker.name for worker in ready if worker.hello and reads_alike(worker.hello, target)}
-        return readers if target.abilities.takes_kv else set()
+        ready = self._registry.ready("prefill") if target.abilities.takes_kv else []
+        return {worker.name for worker in ready if worker.hello and reads_alike(worker.hello, target)}
 
     def hello(self, name: str) -> Hello:
         """Returns a worker's description; an empty one before it has sent its own."""
@@ -244,14 +245,16 @@ class WorkerPool:
         """Yields (worker name, message) for the messages about requests; handles the others; never blocks."""
         for first, frames in self.router.arrived():
             identity = first.bytes
-            if self._registry.is_unauthorized(identity, first):
-                self.rejected += 1
+            worker = self._registry.at(identity)
+            if worker is not None and self._auth is not None and worker.key != key_shown(first):
+                self.rejected += 1  # the holder of this routing id joined with another key, or without one
                 continue
-            for message in self._decoded(identity, frames) if self._within_rate(identity, frames) else ():
-                worker = self._registry.at(identity)
+            within_rate = self._within_rate(identity, worker, frames)
+            for message in self._decoded(identity, worker, frames) if within_rate else ():
                 match message:
                     case Hello():
                         self._hello(identity, message, key_shown(first))
+                        worker = self._registry.at(identity)
                     case _ if worker is None:
                         self.rejected += 1
                         log.info("dropped a %s from an unknown peer", type(message).__name__)
@@ -314,13 +317,6 @@ class WorkerPool:
         self._supervisor.close()
         self.router.close()
 
-    def _bind_for_joining(self, settings: ServeSettings, endpoint: str) -> None:
-        """Binds the endpoint for workers of other machines."""
-        keys = self._registry.keys if settings.asks_for_keys(endpoint) else None
-        if keys is not None:
-            endpoints.prepare(self.socket)
-        self.joining_endpoint = self.router.open(endpoint, MAX_CONNECTIONS, keys).endpoint
-
     def _hello(self, identity: bytes, hello: Hello, key: str) -> None:
         """Admits a worker that is ready, spawned or joining, or refuses it. A repeated HELLO changes nothing."""
         worker = self._registry.at(identity)
@@ -364,9 +360,8 @@ class WorkerPool:
                 worker.kv_limit = share
                 self.router.send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
 
-    def _within_rate(self, identity: bytes, frames: Sequence[bytes]) -> bool:
+    def _within_rate(self, identity: bytes, worker: Worker | None, frames: Sequence[bytes]) -> bool:
         """Whether the sender is within its rate; messages over it are not decoded."""
-        worker = self._registry.at(identity)
         if worker is not None and worker.role == "target":
             return True
         allowance = self._strangers if worker is None else self._drafters
@@ -382,12 +377,11 @@ class WorkerPool:
             )
         return False
 
-    def _decoded(self, identity: bytes, frames: Sequence[bytes]) -> list[Message]:
+    def _decoded(self, identity: bytes, worker: Worker | None, frames: Sequence[bytes]) -> list[Message]:
         try:
             return decode_all(frames)
         except ProtocolError as error:
             self.rejected += 1
-            worker = self._registry.at(identity)
             log.info("dropped a frame on the workers' socket: %s", error)
             if worker is not None:
                 self.record_invalid(worker.name, "frame")

@@ -19,8 +19,7 @@ after some deaths in a row, so that the operator notices; any worker is if its l
 worker's routing id is its incarnation, which the orchestrator draws for workers that it spawns, and a drafter that
 joins draws itself. A living worker's name can't be taken over: ZeroMQ leaves a routing id with its holder, on other
 machines with the holder's key, and a name stays with its incarnation. It decides which workers may join and stay, by
-key, description and vocabulary. It changes only the keys that `CurveAuth` refuses, and knows nothing of sockets or
-requests.
+key, description and vocabulary. Knows nothing of sockets or requests.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import zmq
 from msgspec.structs import replace
 
 from outrider.orchestrator.auth import CurveAuth
@@ -39,7 +37,7 @@ from outrider.orchestrator.machine import system
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
 from outrider.protocol.digest import fits
-from outrider.protocol.keys import DRAFTER, PREFILL, ServerKeys, key_shown
+from outrider.protocol.keys import DRAFTER, PREFILL
 from outrider.protocol.messages import Branches, Drafted, Hello, Message, Span, WorkerStats
 from outrider.protocol.stats import CacheUse, Tally
 from outrider.protocol.worker_link import heartbeat_of, routing_id
@@ -78,7 +76,7 @@ class FarClock:
         """Returns a message that arrived at `now_ns` with its times on this clock, none after `now_ns`."""
         if not isinstance(message, Branches | Drafted):
             return message
-        lasted_ns = max(message.work.ended_ns - message.work.started_ns, 0)
+        lasted_ns = max(message.work.duration_ns, 0)
         ended_ns = now_ns if self._error_ns is None else min(message.work.ended_ns - self.ahead_ns(now_ns), now_ns)
         return replace(message, work=Span(max(ended_ns - lasted_ns, 0), max(ended_ns, 0)))
 
@@ -348,6 +346,9 @@ class WorkerRegistry:
     def all(self) -> list[Worker]:
         return list(self._named.values())
 
+    def ready(self, role: str) -> list[Worker]:
+        return [worker for worker in self._named.values() if worker.role == role and worker.state == "ready"]
+
     def named(self, name: str) -> Worker | None:
         return self._named.get(name)
 
@@ -375,24 +376,9 @@ class WorkerRegistry:
         self.take_away(worker)
         self._shut_out.append(worker.incarnation)
 
-    @property
-    def keys(self) -> ServerKeys | None:
-        """The keys of an endpoint for workers of other machines; None: none are required."""
-        return self._auth.keys(DRAFTER) if self._auth is not None else None
-
-    def refuse_key(self, key: str, why: str) -> None:
-        """Refuses a key from now on, and dismisses workers that joined with it; an empty one is no key."""
-        if self._auth is not None and key:
-            self._auth.refuse(key, why)
-
     def may_stay(self, role: str, key: str) -> bool:
         allowed = PREFILL if role == "prefill" else DRAFTER  # a prefill worker is trusted with the text
         return self._auth is not None and self._auth.is_allowed(allowed, key)
-
-    def is_unauthorized(self, identity: bytes, first: zmq.Frame) -> bool:
-        """Whether the sender uses a routing id whose worker joined with another key, or without one."""
-        worker = self.at(identity) if self._auth is not None else None
-        return worker is not None and worker.key != key_shown(first)
 
     def refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
         """Returns why a stranger that sent HELLO is refused; None if it may join."""
@@ -474,18 +460,15 @@ class WorkerRegistry:
 
     def join(self, hello: Hello, key: str = "") -> Worker:
         """Registers a worker that joins by itself, with this key; workers that left earlier are dropped."""
-        if hello.role == "target":
-            before = self._named.get(TARGET)
-            worker = Worker(TARGET, hello.role, hello.incarnation, None)
-            if before is not None:
-                worker.restarts = before.restarts
-                worker.restarts.begun()
-            self.give(worker)
-            return worker
+        before = self._named.get(TARGET) if hello.role == "target" else None
         for left in [worker for worker in self.all() if worker.spawned is None and worker.state == "lost"]:
             del self._named[left.name]
         free = (name for n in itertools.count(1) if (name := f"{hello.role}-{n}") not in self._named)
-        worker = Worker(hello.name or next(free), hello.role, hello.incarnation, None, key=key)
+        name = TARGET if hello.role == "target" else hello.name or next(free)
+        worker = Worker(name, hello.role, hello.incarnation, None, key=key)
+        if before is not None:
+            worker.restarts = before.restarts
+            worker.restarts.begun()
         self.give(worker)
         return worker
 

@@ -12,6 +12,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import (
     MAX_BESIDE,
@@ -47,6 +48,14 @@ class Span(Record, frozen=True):
 
     started_ns: Nanoseconds
     ended_ns: Nanoseconds
+
+    @property
+    def duration_ns(self) -> int:
+        return self.ended_ns - self.started_ns
+
+    @property
+    def milliseconds(self) -> float:
+        return (self.ended_ns - self.started_ns) / MILLISECOND_NS
 
 
 class RequestMessage(Message, frozen=True):

@@ -194,7 +194,7 @@ class Watch:
         watched = self.requests.get(getattr(message, "request", ""))
         if watched is None or not isinstance(message, Open | Verify | Prepare | Commit):
             return
-        known = self.rounds._requests[message.request].tokens
+        known = self.rounds._requests[message.request].sequence.tokens
         base_len = len(message.tokens) if isinstance(message, Open) else message.base_len
         ahead = isinstance(message, Commit) and message.verifying is None
         place = (message.epoch, message.round - ahead)
@@ -210,17 +210,20 @@ class Watch:
 
     def _served(self, watched: Watched, message: Verify) -> None:
         request = self.rounds._requests[message.request]
-        if request.proposal.source is ProposalSource.CACHE:
-            chain = tuple(request.proposal.chain[node] for node in request.proposal.drafter_nodes)
-            committed = tuple(request.tokens[request.base_len - request.accepted - 1 :])
-            place = (message.epoch, message.round - 1, message.base_len - len(committed), committed)
-            held = any(key[:4] == place and key[4][: len(chain)] == chain for key in watched.prepared)
+        proposal = request.round.proposal
+        if proposal.source is ProposalSource.CACHE:
+            chain = tuple(proposal.chain[node] for node in proposal.drafter_nodes)
+            place, tokens = (message.epoch, message.round - 1), tuple(request.sequence.tokens)
+            held = any(
+                key[:2] == place and key[3] == tokens[key[2] :] and key[4][: len(chain)] == chain
+                for key in watched.prepared
+            )
             self._judge("served", held, f"{message} was prepared by nobody for {place}")
 
     def _from_cache(
         self, watched: Watched, message: Prepare, committed: tuple[int, ...], chain: tuple[int, ...]
     ) -> None:
-        proposal = self.rounds._requests[message.request].prepared[committed]
+        proposal = self.rounds._requests[message.request].round.prepared[committed]
         own = tuple(proposal.chain[node] for node in proposal.drafter_nodes)
         place = (message.epoch, message.round, message.base_len, committed)
         held = any(key[:4] == place and key[4][: len(own)] == own for key in watched.prepared)

@@ -10,4 +10,4 @@ from outrider.protocol.messages import Outcome
 def settled(number: int, proposal: Proposal, outcome: Outcome, kept: int) -> SettledRound:
     """A round of no request, with so many tokens that count."""
     nodes = proposal.nodes(outcome) or ()
-    return SettledRound(None, number, None, proposal, False, outcome, nodes, (0,) * kept, None)  # type: ignore[arg-type]
+    return SettledRound(None, number, None, proposal, False, outcome, nodes, (0,) * kept, 0, None)  # type: ignore[arg-type]

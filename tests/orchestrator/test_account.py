@@ -24,7 +24,7 @@ def account(rounds: int, accepted: int = 2) -> RequestMetrics:
     proposal = Proposal()
     for number in range(rounds + 1):
         if number < rounds:
-            found.on_proposed(number + 1, HIT, accepted, 0)
+            found.on_proposed(number + 1, HIT, 0)
         outcome = Outcome("r", 0, number, 0, accepted if number else 0, 9, Span(0, 5_000_000), idle_ns=1_000_000)
         kept = accepted + 1 if number else 1
         found.on_ended(settled(number, proposal, outcome, kept), (number + 1) * SECOND_NS)
@@ -70,7 +70,7 @@ def test_a_miss_is_counted_by_its_fallback(
     found = account(3)
     if asked:
         found.on_wait(4, 1)
-    found.on_proposed(4, Proposal((1,), source, lookup), 2, 1)
+    found.on_proposed(4, Proposal((1,), source, lookup), 1)
     found.on_ended(settled(4, Proposal(), Outcome("r", 0, 4, 0, 0, 9, Span(0, 1)), 1), 9 * SECOND_NS)
     times = found.timings(7, 11)
     followed = (times.missed_then_plain, times.missed_then_copied, times.missed_then_drafted, times.cache_late)
@@ -80,7 +80,7 @@ def test_a_miss_is_counted_by_its_fallback(
 def test_a_round_under_way_is_not_counted() -> None:
     found = account(4)
     found.on_wait(5, 1)
-    found.on_proposed(5, replace(HIT, lookup=Lookup.LATE), 2, 1)
+    found.on_proposed(5, replace(HIT, lookup=Lookup.LATE), 1)
     assert found.timings(7, 13) == account(4).timings(7, 13)
 
 

@@ -8,7 +8,9 @@ import pytest
 from outrider.drafters.replay import Script
 from outrider.orchestrator.core import request
 from outrider.orchestrator.core.request import CacheBudget, SpeculationCache
+from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Branch, Branches, Span
+from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ
 from tests.orchestrator.cluster_in_process import Cluster
 
@@ -35,7 +37,7 @@ def test_branches_are_limited_per_request_and_in_total() -> None:
     for cache in (first, second):
         for bonus in range(20):
             cache.add(branches(bonus, 1), "draft-0")
-    assert len(first._branches) == 9 and len(second._branches) == 4 and budget.dropped == 11 + 16
+    assert len(first.branches) == 9 and len(second.branches) == 4 and budget.dropped == 11 + 16
     assert budget.held <= 15 << 10
 
 
@@ -45,17 +47,20 @@ def test_budget_is_freed_when_a_round_or_request_ends() -> None:
     first.add(branches(1, 8), "draft-0")
     second.add(branches(1, 8), "draft-0")
     assert second.lookup((1,)) is None
-    first.start()
+    first.clear()
     second.add(branches(1, 8), "draft-0")
     second.clear()
     assert budget.held == 0
 
 
-def test_drafter_with_dropped_branches_still_counts_as_finished() -> None:
-    cache = SpeculationCache(CacheBudget())
-    cache.start({"draft-0": 4})
-    cache.add(branches(1, 100, final=True), "draft-0")
-    assert cache.final and not cache._branches
+def test_drafter_with_dropped_branches_still_counts_as_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "A_REQUEST", 0)
+    cluster = Cluster(TEXT, Script((TEXT,), (0.7,), (1.0,), 4096), ngrams=False, steps=0)
+    cluster.rounds.begin(Admit("r", TEXT[:10], SamplingParams(), "ssd", frozenset()), 0)
+    draft = cluster.rounds._requests["r"].draft
+    assert not draft.final and draft.covered == 0
+    cluster.rounds.handle("draft-0", Branches("r", 0, 0, 10, 1, (Branch((1,), (7,)),), Span(0, 1), final=True), 0)
+    assert draft.final and draft.covered == 8 and not draft.cache.branches
 
 
 def test_text_is_unchanged_when_branches_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

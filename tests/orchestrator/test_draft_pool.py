@@ -67,9 +67,9 @@ def test_round_is_complete_when_all_asked_drafters_finish() -> None:
     made = begun(branches=8, full_depth=True, steps=0)
     request = made.rounds._requests["r"]
     for name in ("draft-0", "draft-1"):
-        assert not request.cache.final
+        assert not request.draft.final
         made.rounds.handle(name, Branches("r", 0, 0, len(PROMPT), 3, (), NONE, final=True), 0)
-    assert request.cache.final and request.cache.covered == 8
+    assert request.draft.final and request.draft.covered == 8
 
 
 def test_branches_are_prepared_once_their_drafter_finishes() -> None:
@@ -88,7 +88,7 @@ def test_deeper_of_two_branches_for_an_outcome_is_kept(first: str) -> None:
     for name in sorted(pushes, reverse=first == "draft-1"):
         entries = (Branch((5,), pushes[name]),)
         made.rounds.handle(name, Branches("r", 0, 0, len(PROMPT), 2, entries, NONE), 0)
-    found = made.rounds._requests["r"].cache.lookup((5,))
+    found = made.rounds._requests["r"].draft.cache.lookup((5,))
     assert found is not None and (found.chain, found.drafter) == ((8, 9), "draft-1")
 
 
@@ -110,7 +110,7 @@ def test_joining_drafter_gets_the_whole_text_and_others_get_nothing() -> None:
     made.workers["draft-1"] = late
     made.rounds.on_drafter_found("draft-1")
     opened = told(made, "draft-1", Open)[-1]
-    assert isinstance(opened, Open) and opened.tokens.tolist() == made.rounds._requests["r"].tokens
+    assert isinstance(opened, Open) and opened.tokens.tolist() == made.rounds._requests["r"].sequence.tokens
     assert opened.verifying is None and len(told(made, "draft-0", Open)) == 1
     for _ in range(200):
         made._turn()
@@ -182,11 +182,11 @@ def test_chain_from_an_unasked_drafter_is_dropped_and_counted() -> None:
     made._prepare()
     for outcome in made.target.answer(made._to_target.popleft()):
         made.rounds.handle("target-0", outcome, 0)
-    before, invalid = made.rounds.stale, invalid_messages(made)
+    before, invalid, round_ = made.rounds.stale, invalid_messages(made), made.rounds._requests["r"].round
     made.rounds.handle("draft-1", Drafted("r", 0, 1, len(PROMPT) + 1, (1, 2), NONE), 0)
-    assert made.rounds.stale == before + 1 and made.rounds._requests["r"].wait and invalid == [("draft-1", "round")]
+    assert made.rounds.stale == before + 1 and round_.wait and invalid == [("draft-1", "round")]
     made.rounds.handle("draft-0", Drafted("r", 0, 1, len(PROMPT) + 1, (1, 2), NONE), 0)
-    assert not made.rounds._requests["r"].wait
+    assert not round_.wait
 
 
 def test_unrequested_branches_are_dropped_and_counted() -> None:
@@ -196,7 +196,7 @@ def test_unrequested_branches_are_dropped_and_counted() -> None:
     made.rounds.handle("draft-1", Branches("r", 0, 0, len(PROMPT), 1, many, NONE), 0)
     made.rounds.handle("draft-1", Branches("r", 0, 5, len(PROMPT), 1, many[:1], NONE), 0)
     assert invalid == [("draft-1", "length"), ("draft-1", "round")]
-    assert made.rounds.stale == 2 and not made.rounds._requests["r"].cache._branches
+    assert made.rounds.stale == 2 and not made.rounds._requests["r"].draft.cache.branches
 
 
 def test_timings_count_accepted_tokens_per_drafter() -> None:

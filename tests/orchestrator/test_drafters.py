@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.bench import prompts
+from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.planner import MOST_REQUESTED, Planner
 from outrider.orchestrator.core.policy import POLICY
 from outrider.orchestrator.core.policy.acceptance import (
@@ -22,8 +23,7 @@ from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, load, write
-from outrider.orchestrator.core.proposal import NgramIndex
-from outrider.orchestrator.core.request import Request
+from outrider.orchestrator.core.request import DraftState, PlanState, Request, SequenceState, SpeculationCache
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.admission import is_code
 from outrider.protocol.messages import InProcessDrafter
@@ -77,7 +77,8 @@ def slow_drafter(admit: Admit, full_depth: bool = False) -> Arm:
         found.estimates.observe_lookup(number % 4 > 0, 16)
         found.estimates.observe_chain(1, number % 2)
     text = found.profiles.open(FREE, greedy=True)
-    request = Request(admit, plan(found, admit), list(admit.tokens), NgramIndex(), 1 << 20, text, {})
+    sequence, draft = SequenceState(list(admit.tokens), 1 << 20), DraftState({}, SpeculationCache())
+    request = Request(admit, sequence, draft, PlanState(plan(found, admit), text), RequestMetrics())
     found.replan(request)
     return request.plan
 

@@ -8,7 +8,7 @@ from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.next_round import after_miss, longest_wait_ms, worth_hoping
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.proposal import CopiedTail
-from outrider.orchestrator.core.request import SpeculationCache
+from outrider.orchestrator.core.request import DrafterState, DraftState, SpeculationCache
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, RequestEnded, ToFront
 from outrider.protocol.clock import MILLISECOND_NS
@@ -59,22 +59,39 @@ def push(*accepted: int, final: bool = False) -> Branches:
 DEPTH_MS_NS = int(DEPTH_MS * MILLISECOND_NS)
 
 
+class Drafting:
+    """Two drafters of a request, each asked for eight branches."""
+
+    def __init__(self) -> None:
+        self.draft = DraftState({"lead": DrafterState(), "other": DrafterState()}, SpeculationCache())
+        self.draft.start(["lead", "other"])
+        for state in self.draft.drafters.values():
+            state.assign(1, range(8), 2, 4, 0)
+
+    def add(self, message: Branches, name: str) -> None:
+        self.draft.drafters[name].push(message, True, 0)
+        self.draft.cache.add(message, name)
+
+    def pushes_until(self) -> list[int]:
+        return [self.draft.pushes_until(k, 3) for k in range(4)]
+
+
 def test_only_full_acceptance_branches_may_need_a_second_push() -> None:
-    cache = SpeculationCache()
-    cache.start({"lead": 8, "other": 8})
-    cache.add(push(0, 1, 2, 3), "other")
-    assert [cache.pushes_until(k, 3) for k in range(4)] == [1, 1, 1, 2]
-    cache.start({"lead": 8, "other": 8})
-    cache.add(push(0, 1), "lead")
-    assert [cache.pushes_until(k, 3) for k in range(4)] == [0, 0, 0, 1]
-    cache.add(push(3), "lead")
-    assert cache.pushes_until(3, 3) == 0
-    cache.start({"lead": 8, "other": 8})
-    assert cache.pushes_until(3, 3) == 2
-    cache.add(push(0, final=True), "lead")
-    assert [cache.pushes_until(k, 3) for k in range(4)] == [0, 0, 0, 0]
-    cache.start()
-    assert [cache.pushes_until(k, 3) for k in range(4)] == [0, 0, 0, 0], "nobody was asked"
+    first = Drafting()
+    first.add(push(0, 1, 2, 3), "other")
+    assert first.pushes_until() == [1, 1, 1, 2]
+    second = Drafting()
+    second.add(push(0, 1), "lead")
+    assert second.pushes_until() == [0, 0, 0, 1]
+    second.add(push(3), "lead")
+    assert second.pushes_until() == [0, 0, 0, 0]
+    third = Drafting()
+    assert third.pushes_until()[3] == 2
+    third.add(push(0, final=True), "lead")
+    assert third.pushes_until() == [0, 0, 0, 0]
+    fourth = Drafting()
+    fourth.draft.start()
+    assert fourth.pushes_until() == [0, 0, 0, 0], "none was asked"
 
 
 class Wires(HonestWorkers):

@@ -137,7 +137,7 @@ def test_drafter_message_is_checked_against_its_tasks(
     cluster: ValidatingCluster, message: Message, verdict: str
 ) -> None:
     validator, request = SentTasks(), cluster.rounds._requests["r"]
-    request.epoch = 2
+    request.round.epoch = 2
     for told in (BRANCHES_TASK, CHAIN_TASK):
         validator.record("draft-0", told)
     assert validator.refusal(request, False, "draft-0", message, VOCABULARY) == verdict
@@ -151,9 +151,9 @@ def test_answer_to_an_old_task_is_late_and_never_invalid(cluster: ValidatingClus
     for number in range(MOST_ROUNDS * 3):
         validator.record("draft-0", replace(BRANCHES_TASK, epoch=number // 9, round=number, base_len=40 + number))
         said.append(replace(GOOD, epoch=number // 9, round=number, base_len=40 + number))
-    request.epoch = 1
+    request.round.epoch = 1
     assert {validator.refusal(request, False, "draft-0", message, VOCABULARY) for message in said} <= {"", LATE}
-    request.drafters.clear()
+    request.draft.drafters.clear()
     assert {validator.refusal(of, False, "draft-0", m, VOCABULARY) for m in said for of in (request, None)} == {LATE}
 
 
@@ -186,7 +186,8 @@ def test_constantly_invalid_drafter_does_not_change_the_text(message: Message) -
     def lies(sender: str, said: Message, now_ns: int) -> None:
         request = cluster.rounds._requests.get("r")
         if sender == "draft-0" and request is not None and not isinstance(message, Close):
-            lie = replace(message, epoch=request.epoch, round=request.round, base_len=len(request.tokens))  # type: ignore[call-arg]
+            at = request.round
+            lie = replace(message, epoch=at.epoch, round=at.number, base_len=len(request.sequence.tokens))  # type: ignore[call-arg]
             handle("draft-0", lie, now_ns)
         elif sender == "draft-0":
             handle("draft-0", message, now_ns)

@@ -27,7 +27,7 @@ def branches(number: int, work: Span) -> Branches:
 def test_round_record_has_its_chain_and_times_since_the_start() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
     hit = Proposal((1, 2), ProposalSource.CACHE, Lookup.HIT)
-    metrics.on_proposed(3, hit, 1, BEGAN + 40)
+    metrics.on_proposed(3, hit, BEGAN + 40)
     found = report(metrics, 3, hit, outcome(3, 1, Span(1_050, 1_090)), 2)
     assert (found.round, found.lookup, found.source) == (3, "hit", "cache")
     assert (found.drafted, found.accepted, found.tokens) == (2, 1, 2)
@@ -39,8 +39,8 @@ def test_wait_spans_from_the_first_wait_to_the_chain() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
     metrics.on_wait(1, BEGAN + 10)
     metrics.on_wait(1, BEGAN + 20)
-    metrics.on_proposed(1, Proposal(lookup=Lookup.MISS), 0, BEGAN + 30)
-    metrics.on_proposed(2, Proposal(), 0, BEGAN + 50)
+    metrics.on_proposed(1, Proposal(lookup=Lookup.MISS), BEGAN + 30)
+    metrics.on_proposed(2, Proposal(), BEGAN + 50)
     told = [report(metrics, number, Proposal(), outcome(number, 0, Span(1_060, 1_070)), 1) for number in (1, 2)]
     assert [record.decided for record in told] == [Span(10, 30), Span(50, 50)]
     assert [record.lookup for record in told] == ["miss", "none"]

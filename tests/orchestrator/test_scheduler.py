@@ -360,7 +360,7 @@ def test_resync_sends_the_drafter_all_tokens_once() -> None:
     for _ in range(6):
         cluster._turn()
     cluster.rounds.handle("draft-0", Resync("r", 0), 0)
-    opened, told = [m for m in to_drafter if isinstance(m, Open)][-1], cluster.rounds._requests["r"].tokens
+    opened, told = [m for m in to_drafter if isinstance(m, Open)][-1], cluster.rounds._requests["r"].sequence.tokens
     assert opened.tokens.tolist() == told
     since = len(to_drafter)
     for _ in range(6):
@@ -441,7 +441,8 @@ def test_full_depth_branch_after_its_outcome_counts_as_late() -> None:
     on_outcome = cluster.rounds._on_outcome
 
     def noted(request: Request, outcome: Outcome, now_ns: int) -> list[SettledRound]:
-        came.append(request.cache.lookup((*request.proposal.chain[: outcome.accepted], outcome.bonus)) is not None)
+        committed = (*request.round.proposal.chain[: outcome.accepted], outcome.bonus)
+        came.append(request.draft.cache.lookup(committed) is not None)
         return on_outcome(request, outcome, now_ns)
 
     cluster.rounds._on_outcome = noted  # type: ignore[method-assign]

@@ -63,7 +63,7 @@ def test_returning_drafter_gets_hits_in_the_same_request(ngrams: bool) -> None:
 def test_request_waiting_for_a_dead_drafter_continues_at_once() -> None:
     cluster = FailingCluster([random_text(1)], ngrams=False, steps=0)
     cluster.begin("sd")
-    while cluster.rounds._requests["r0"].wait is None:
+    while cluster.rounds._requests["r0"].round.wait is None:
         cluster._turn()
     told = len(cluster.sent_to_target)
     cluster.kill_drafter()
@@ -101,7 +101,7 @@ def test_request_that_seems_to_kill_drafters_continues_without_them() -> None:
     for _ in range(4):
         cluster.kill_drafter()
         cluster.find_drafter()
-    assert not cluster.rounds._requests["r0"].drafters
+    assert not cluster.rounds._requests["r0"].draft.drafters
     assert cluster.rounds._requests["r0"].metrics.rejoined == 1
     cluster.to_the_end()
     assert cluster.text_of("r0") == expected_tokens(cluster)
@@ -296,7 +296,7 @@ def test_counts_are_right_after_target_deaths_during_drafter_waits(mode: str) ->
     cluster = FailingCluster([random_text(1)], ngrams=False)
     cluster.begin(mode, 120)
     for _ in range(5):
-        while cluster.rounds.active and cluster.rounds._requests["r0"].wait is None:
+        while cluster.rounds.active and cluster.rounds._requests["r0"].round.wait is None:
             cluster._turn()
         cluster.kill_target()
         cluster.find_target()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
@@ -14,7 +15,6 @@ from outrider.orchestrator.core.proposal import (
     NgramIndex,
     Proposal,
     ProposalSource,
-    grown,
     merged,
     min_alternative,
 )
@@ -41,40 +41,55 @@ def drafted(*odds: float) -> DraftTrie:
     return drafts
 
 
+def tokens(drafts: DraftTrie, nodes: Sequence[int]) -> list[int]:
+    return [drafts.tokens[node] for node in nodes]
+
+
+def parents(drafts: DraftTrie, nodes: Sequence[int]) -> list[int]:
+    return [nodes.index(drafts.parents[node]) if drafts.parents[node] >= 0 else -1 for node in nodes]
+
+
+def expected_tokens(drafts: DraftTrie, nodes: Sequence[int]) -> float:
+    """The expected tokens of a round, the bonus token included."""
+    masses = drafts.masses()
+    return 1.0 + sum(masses[node] for node in nodes)
+
+
 def test_single_chain_grows_into_a_chain() -> None:
-    found = grown(drafted(0.9, 0.8, 0.7), flat)
-    assert (found.tokens, found.parents) == ((10, 11, 12), ())
-    assert found.expects == pytest.approx(1 + 0.9 + 0.72 + 0.504)
-    assert found.by == (Origin.PREPARED,) * 3
+    drafts = drafted(0.9, 0.8, 0.7)
+    assert drafts.best(flat) == [0, 1, 2]
+    assert expected_tokens(drafts, [0, 1, 2]) == pytest.approx(1 + 0.9 + 0.72 + 0.504)
+    assert drafts.by == [Origin.PREPARED] * 3
 
 
 def test_rows_that_do_not_pay_are_left_out() -> None:
-    assert grown(drafted(0.9, 0.8, 0.7), steep).tokens == (10,)
-    assert grown(drafted(0.7, 0.5), steep).tokens == ()
-    assert grown(drafted(0.9, 0.8, 0.05), flat, worth=6.0).tokens == (10, 11)
+    assert drafted(0.9, 0.8, 0.7).best(steep) == [0]
+    assert drafted(0.7, 0.5).best(steep) == []
+    assert drafted(0.9, 0.8, 0.05).best(flat, worth=6.0) == [0, 1]
 
 
 def test_tree_fills_the_rows_up_to_a_cost_step() -> None:
     """Where rows cost nothing up to the next tile a tree fills the tile."""
     drafts = drafted(0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
-    assert len(grown(drafts, lambda rows: 1.0 if rows <= 4 else 4.0).tokens) == 3
-    assert len(grown(drafts, lambda rows: 1.0 if rows <= 8 else 4.0).tokens) == 7
+    assert len(drafts.best(lambda rows: 1.0 if rows <= 4 else 4.0)) == 3
+    assert len(drafts.best(lambda rows: 1.0 if rows <= 8 else 4.0)) == 7
 
 
 def test_shared_prefixes_are_merged_and_the_rest_branches() -> None:
     drafts = drafted(0.6, 0.7, 0.7)
     drafts.add((10, 5, 6), (0.3, 0.25, 0.9), Origin.COPIED)
     drafts.add((4,), (0.35,), Origin.GUESSED)
-    found = grown(drafts, flat)
-    assert not fault(found.tokens, found.parents)
-    assert lines(found.tokens, found.parents) == [[10], [10, 11], [10, 11, 12], [10, 5], [10, 5, 6], [4]]
-    assert found.by == (Origin.PREPARED,) * 3 + (Origin.COPIED,) * 2 + (Origin.GUESSED,)
+    nodes = drafts.best(flat)
+    tree = tokens(drafts, nodes), parents(drafts, nodes)
+    assert not fault(*tree)
+    assert lines(*tree) == [[10], [10, 11], [10, 11, 12], [10, 5], [10, 5, 6], [4]]
+    assert [drafts.by[node] for node in nodes] == [Origin.PREPARED] * 3 + [Origin.COPIED] * 2 + [Origin.GUESSED]
 
 
 def test_exclusive_tokens_add_at_most_one_expected_token() -> None:
     drafts = drafted(0.8)
     drafts.add((5,), (0.8,), Origin.COPIED)
-    assert grown(drafts, flat).expects == pytest.approx(2.0)
+    assert expected_tokens(drafts, drafts.best(flat)) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -82,19 +97,19 @@ def test_grown_tree_is_the_best_of_its_size(seed: int) -> None:
     """Against every tree that there is."""
     draws, drafts = random.Random(seed), DraftTrie()
     for _ in range(3):
-        tokens = [draws.randrange(3) for _ in range(3)]
-        drafts.add(tokens, [draws.uniform(0.05, 0.3) for _ in tokens], Origin.DRAFTED)
-    whole = grown(drafts, lambda rows: 1.0)
+        chain = [draws.randrange(3) for _ in range(3)]
+        drafts.add(chain, [draws.uniform(0.05, 0.3) for _ in chain], Origin.DRAFTED)
+    whole = drafts.best(lambda rows: 1.0)
     nodes = {tuple(down): node for node, down in enumerate(lines(drafts.tokens, drafts.parents))}
     masses = drafts.masses()
-    assert len(whole.tokens) == len(masses)
+    assert len(whole) == len(masses)
     for size in range(1, len(masses) + 1):
         best = max(
             sum(masses[nodes[down]] for down in chosen)
             for chosen in combinations(nodes, size)
             if all(down[:-1] in chosen or len(down) == 1 for down in chosen)
         )
-        assert grown(drafts, lambda rows: 1.0, most=size).expects == pytest.approx(1.0 + best)
+        assert expected_tokens(drafts, drafts.best(lambda rows: 1.0, most=size)) == pytest.approx(1.0 + best)
 
 
 def hit(*chain: int) -> Proposal:

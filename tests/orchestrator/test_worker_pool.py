@@ -830,7 +830,7 @@ def test_flooding_stranger_is_rate_limited_and_others_are_served(
     target, stranger = harness.worker("target-0"), Peer(harness, "draft", 9)
     read: list[object] = []
     decoded = harness.pool._decoded
-    harness.pool._decoded = lambda identity, frames: read.append(frames) or decoded(identity, frames)  # type: ignore
+    harness.pool._decoded = lambda *sent: read.append(sent) or decoded(*sent)  # type: ignore
     for _ in range(1000):
         stranger.say(Resync("r", 0))
     target.say(Resync("r", 0))
