@@ -47,4 +47,4 @@ class Pool:
 def test_workbench_wait_ends_when_its_worker_fails(pool: Pool, words: str) -> None:
     bench = Workbench(cast("WorkerPool", pool), lambda stage: None)
     with pytest.raises(WorkerError, match=words):
-        bench._wait(Outcome)
+        bench.wait(Outcome)
