@@ -297,6 +297,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest(f"the formula describes draft workers; draft_backend {settings.draft_backend} has none")
     depths = [check_setting("num_draft_tokens", depth) for depth in numbers("depths", options.depths, int)]
     length = values.whole("max_tokens", options.max_tokens, 2, 1 << 20)
+    count = values.whole("prompts", options.prompts, 1, 1000)
     samplings = [
         SamplingParams(max_tokens=length, temp=temp, seed=0, ignore_eos=True)
         for temp in numbers("temps", options.temps, float)
@@ -313,7 +314,7 @@ def run(options: argparse.Namespace) -> int:
             print(stack.enter_context(Contention(settings)).describe())
         for (kind, prompts), sampling in product(classes.items(), samplings):
             stopwatch, timings = Stopwatch(bench, depths, settings.breadth), defaultdict[str, list[Timings]](list)
-            for number, prompt in enumerate(prompts[: options.prompts]):
+            for number, prompt in enumerate(prompts[:count]):
                 screen.show(f"{kind} T={sampling.temp:g}, prompt {number + 1}")
                 first = number % len(runners)
                 order = [*runners[first:], *runners[:first]]
