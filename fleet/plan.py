@@ -225,7 +225,7 @@ def _engine(given: Mapping[str, Any], placed: Placed | None) -> ServeSettings:
     drafts = placed is None or placed.drafter.on != "none" or "draft_model" in settings
     if drafts or settings.get("draft_backend", "mlx") != "mlx":
         return _record("engine", ServeSettings, settings)
-    return _record("engine, and placed.drafter is none", ServeSettings, {**settings, "draft_backend": "none"})
+    return _record("engine, whose placed.drafter is none", ServeSettings, {**settings, "draft_backend": "none"})
 
 
 _INNER: dict[str, type[Any]] = {"needs": Resources, "drafter": DrafterPlan}
