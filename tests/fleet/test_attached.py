@@ -62,4 +62,4 @@ def test_text_continues_on_another_engine_and_503_follows_without_any(fleet: Fle
     answer = httpx.post(f"{fleet.url}/v1/completions", json=asked, headers=headers, timeout=PATIENCE)
     assert answer.status_code == 503 and answer.headers["retry-after"]
     assert "no engine of the fleet answers" in answer.json()["error"]["message"]
-    assert httpx.get(f"{fleet.url}/ready").status_code == 503
+    assert httpx.get(f"{fleet.url}/ready", timeout=PATIENCE).status_code == 503
