@@ -28,6 +28,7 @@ import psutil
 
 from outrider.orchestrator.machine.spawn import child_environment
 from outrider.protocol import keys, values
+from outrider.protocol.digest import replace_file
 from outrider.protocol.endpoints import Tcp, is_local
 from outrider.protocol.errors import EndpointError, InvalidRequest, KeyFault
 from outrider.protocol.version import PACKAGE_VERSION, install
@@ -296,13 +297,11 @@ def create_token(folder: Path) -> Path:
     file = folder / TOKEN
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as made:
-            made.write(secrets.token_hex(BYTES))
-    except FileExistsError:
-        return read_token(folder)
+        if not file.exists():
+            replace_file(file, secrets.token_hex(BYTES), 0o600)
     except OSError as error:
         raise KeyFault(f"{file} can't be written ({error.strerror}); expected a folder of your own") from None
-    return file
+    return read_token(folder)
 
 
 def read_token(folder: Path) -> Path:
