@@ -7,6 +7,7 @@ control of every host, so its file must be readable only by its owner.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import json
 import os
 import platform
@@ -29,7 +30,6 @@ import psutil
 from outrider.orchestrator.machine.spawn import child_environment
 from outrider.protocol import keys, values
 from outrider.protocol.digest import replace_file
-from outrider.protocol.endpoints import Tcp, is_local
 from outrider.protocol.errors import EndpointError, InvalidRequest, KeyFault
 from outrider.protocol.version import PACKAGE_VERSION, install
 
@@ -274,7 +274,10 @@ def check_port(port: int) -> None:
 
 def is_loopback(address: str) -> bool:
     """Whether HOST:PORT is reachable only from this host."""
-    return is_local(Tcp(address.rpartition(":")[0], 0))
+    try:
+        return ipaddress.ip_address(address.rpartition(":")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def enter(environment: Mapping[str, str]) -> None:
