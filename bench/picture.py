@@ -28,12 +28,9 @@ def figure(width: float, height: float) -> Figure:
         InvalidRequest: Matplotlib is not installed.
     """
     version.require("bench", "a picture")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    empty = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(empty)
-    return empty
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(drawn: Figure, path: Path, dpi: int) -> None:

@@ -7,7 +7,6 @@ Prompts of the suite are questions to a chat model and pass its chat template. P
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.protocol.errors import InvalidRequest
@@ -18,25 +17,12 @@ TINY = SUITE / "tiny"
 CLASSES = ("code", "repeated", "prose", "json")
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt of a class (`kind`); `number` counts from 0 within the class."""
-
-    kind: str
-    number: int
-    text: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}-{self.number}"
-
-
-def load(kind: str) -> list[Prompt]:
+def load(kind: str) -> list[str]:
     """Returns the tiny pair's prompts of one class. Raises InvalidRequest if the class does not exist."""
     return load_suite(TINY, [kind])[kind]
 
 
-def load_suite(folder: Path = SUITE, kinds: Sequence[str] | None = None) -> dict[str, list[Prompt]]:
+def load_suite(folder: Path = SUITE, kinds: Sequence[str] | None = None) -> dict[str, list[str]]:
     """Returns a suite's prompts by class: each `*.txt` of the folder is a class. `kinds`: the classes to load.
 
     Raises:
@@ -53,7 +39,4 @@ def load_suite(folder: Path = SUITE, kinds: Sequence[str] | None = None) -> dict
         texts = {kind: paths[kind].read_text(encoding="utf-8").removesuffix("\n") for kind in kinds or ordered}
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the prompts in {folder} can't be read: {error}") from error
-    return {
-        kind: [Prompt(kind, number, entry) for number, entry in enumerate(text.split("\n%\n")) if entry.strip()]
-        for kind, text in texts.items()
-    }
+    return {kind: [entry for entry in text.split("\n%\n") if entry.strip()] for kind, text in texts.items()}

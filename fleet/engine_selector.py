@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from bisect import bisect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -64,4 +65,4 @@ def _by_name(session: str, many: Sequence[int]) -> int:
     """Chooses a kind by hash, in proportion to its engines."""
     ends = list(accumulate(many))
     at = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8]) % ends[-1]
-    return next(kind for kind, end in enumerate(ends) if at < end)
+    return bisect(ends, at)

@@ -28,7 +28,8 @@ from pathlib import Path
 import psutil
 
 from outrider.orchestrator.machine.spawn import child_environment
-from outrider.protocol import values
+from outrider.protocol import keys, values
+from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import EndpointError, InvalidRequest, KeyFault
 from outrider.protocol.version import PACKAGE_VERSION, install
 
@@ -39,6 +40,10 @@ RAY = {"metal": "metal", "ane": "ane", "cuda": "GPU", "cpu": "CPU", "memory": "m
 """Our names and Ray's."""
 
 
+def _memory(name: str, value: object) -> int:
+    return 0 if value == 0 else values.size(name, value)
+
+
 @dataclass(frozen=True, slots=True)
 class Resources:
     """Resources of a host: shares of its Metal GPU and Neural Engine, NVIDIA GPUs, CPU cores, bytes of memory.
@@ -47,16 +52,14 @@ class Resources:
         InvalidRequest: a value is out of range, or no host has this combination.
     """
 
-    metal: float = 0
-    ane: float = 0
-    cuda: float = 0
-    cpu: float = 0
-    memory: int = 0
+    metal: float = values.number_field(0, 0, 1)
+    ane: float = values.number_field(0, 0, 1)
+    cuda: float = values.number_field(0, 0, MOST)
+    cpu: float = values.number_field(0, 0, MOST)
+    memory: int = values.checked(0, _memory)
 
     def __post_init__(self) -> None:
-        for name in ("metal", "ane", "cuda", "cpu"):
-            values.number(name, getattr(self, name), 0, 1 if name in ONE_A_HOST else MOST)
-        object.__setattr__(self, "memory", values.size("memory", self.memory) if self.memory else 0)
+        values.check_fields(self)
         if self.cuda > 1 and self.cuda != int(self.cuda):
             raise InvalidRequest(f"cuda is {self.cuda:g}; expected a whole number of GPUs, or a part of one below 1")
         if self.cuda and (self.metal or self.ane):
@@ -282,37 +285,31 @@ def enter(environment: Mapping[str, str]) -> None:
     os.environ.update({name: value for name, value in environment.items() if name.startswith("RAY_")})
 
 
+TOKEN = "token"
 BYTES = 32
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def default_folder() -> Path:
     """Returns the folder for a fleet's token and records."""
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return home / "outrider" / "fleet"
-
-
-def token_file(folder: Path) -> Path:
-    return folder / "token"
+    return keys.default_folder().with_name("fleet")
 
 
 def create_token(folder: Path) -> Path:
     """Returns the token's file, and creates it if needed. Raises KeyFault if that fails, or others can read it."""
-    file = token_file(folder)
+    file = folder / TOKEN
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as made:
-            made.write(secrets.token_hex(BYTES))
-    except FileExistsError:
-        return read_token(folder)
+        if not file.exists():
+            replace_file(file, secrets.token_hex(BYTES), 0o600)
     except OSError as error:
         raise KeyFault(f"{file} can't be written ({error.strerror}); expected a folder of your own") from None
-    return file
+    return read_token(folder)
 
 
 def read_token(folder: Path) -> Path:
     """Returns the token's file. Raises KeyFault if there is none, or others can read it."""
-    file = token_file(folder)
+    file = folder / TOKEN
     try:
         mode = file.stat().st_mode
         empty = not file.read_text(encoding="ascii").strip()

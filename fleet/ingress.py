@@ -78,8 +78,6 @@ class EngineLeases:
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
                 places += await kind.broadcast("place", self.ingress_key).results_async(timeout_s=WAIT_SECONDS)
-        if not places:
-            raise EndpointError(NO_ENGINE)
         answers = await asyncio.gather(*(self._client_of(place).stats() for place in places), return_exceptions=True)
         found = []
         for number, stats in enumerate(answers):
@@ -87,7 +85,7 @@ class EngineLeases:
                 workers = tuple(structs.replace(one, name=f"{number}/{one.name}") for one in stats.workers)
                 found.append(structs.replace(stats, workers=workers))
         if not found:
-            raise EndpointError("no engine of the fleet answers; try again later")
+            raise EndpointError(NO_ENGINE)
         return reduce(_sum, found)
 
     async def complete(self, session: str, ask: Callable[[AsyncClient], Coroutine[Any, Any, None]]) -> None:

@@ -9,8 +9,8 @@ and the key. Nothing here asks Ray or another host.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,8 @@ from outrider.protocol.errors import EndpointError, InvalidRequest
 
 PLACES = ("same-host", "other-host", "none")
 MOST_ENGINES = 10_000
-MOST_GATES = 100
+MOST_INGRESSES = 100
 MOST_TRIES = 100
-GATE_PORT = 8080
 A_DAY = 86_400.0
 
 
@@ -40,11 +39,11 @@ class DrafterPlan:
     offers `needs`; none, only n-grams.
     """
 
-    on: str = "same-host"
+    on: str = values.checked("same-host", partial(values.word, words=PLACES))
     needs: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:
-        values.word("on", self.on, PLACES)
+        values.check_fields(self)
         if self.on == "none" and self.needs != Resources():
             raise InvalidRequest(f"on is none, but needs is {self.needs}; expected no needs, or a drafter")
 
@@ -57,18 +56,14 @@ class Scale:
     `downscale_delay_s` of too little.
     """
 
-    min: int = 1
-    max: int = 1
-    requests_per_engine: float = 4
-    upscale_delay_s: float = 30
-    downscale_delay_s: float = 600
+    min: int = values.whole_field(1, 1, MOST_ENGINES)
+    max: int = values.whole_field(1, 1, MOST_ENGINES)
+    requests_per_engine: float = values.number_field(4, 0.1, 1024)
+    upscale_delay_s: float = values.number_field(30, 0, A_DAY)
+    downscale_delay_s: float = values.number_field(600, 0, A_DAY)
 
     def __post_init__(self) -> None:
-        values.whole("min", self.min, 1, MOST_ENGINES)
-        values.whole("max", self.max, 1, MOST_ENGINES)
-        values.number("requests_per_engine", self.requests_per_engine, 0.1, 1024)
-        for name in ("upscale_delay_s", "downscale_delay_s"):
-            values.number(name, getattr(self, name), 0, A_DAY)
+        values.check_fields(self)
         if self.min > self.max:
             raise InvalidRequest(f"min is {self.min} and max {self.max}; expected min up to max")
 
@@ -77,12 +72,12 @@ class Scale:
 class Placed:
     """Engines that Ray starts: `replicas`, each on a host that offers `needs`, and their drafters."""
 
-    replicas: int = 1
+    replicas: int = values.whole_field(1, 1, MOST_ENGINES)
     needs: Resources = field(default_factory=Resources)
     drafter: DrafterPlan = field(default_factory=DrafterPlan)
 
     def __post_init__(self) -> None:
-        values.whole("replicas", self.replicas, 1, MOST_ENGINES)
+        values.check_fields(self)
         try:
             self.bundle()
         except InvalidRequest as error:
@@ -103,15 +98,13 @@ class IngressPlan:
     `sessions`: requests with the same `x-session-id` go to the same engine. `tries`: engines tried for a text.
     """
 
-    count: int = 1
-    sessions: bool = True
-    tries: int = 5
-    http: HttpSettings = field(default_factory=lambda: HttpSettings(port=GATE_PORT))
+    count: int = values.whole_field(1, 1, MOST_INGRESSES)
+    sessions: bool = values.checked(True, values.flag)
+    tries: int = values.whole_field(5, 1, MOST_TRIES)
+    http: HttpSettings = field(default_factory=HttpSettings)
 
     def __post_init__(self) -> None:
-        values.whole("count", self.count, 1, MOST_GATES)
-        values.flag("sessions", self.sessions)
-        values.whole("tries", self.tries, 1, MOST_TRIES)
+        values.check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,13 +220,12 @@ def plan_of(found: object) -> FleetPlan:
 
 def _engine(given: Mapping[str, Any], placed: Placed | None) -> ServeSettings:
     """Returns the engines' settings, model names included."""
-    section = _section("engine", given.get("engine"), ENGINE)
-    models = {name: given[name] for name in ("model", "draft_model") if given.get(name) is not None}
-    settings = _record("engine", ServeSettings, {**models, **section})
-    drafts = placed is None or placed.drafter.on != "none" or settings.draft_model is not None
-    if drafts or settings.draft_backend != "mlx":
-        return settings
-    return _record("placed.drafter is none", partial(replace, settings), {"draft_backend": "none"})
+    settings = {name: given[name] for name in ("model", "draft_model") if given.get(name) is not None}
+    settings |= _section("engine", given.get("engine"), ENGINE)
+    drafts = placed is None or placed.drafter.on != "none" or "draft_model" in settings
+    if drafts or settings.get("draft_backend", "mlx") != "mlx":
+        return _record("engine", ServeSettings, settings)
+    return _record("engine, whose placed.drafter is none", ServeSettings, {**settings, "draft_backend": "none"})
 
 
 _INNER: dict[str, type[Any]] = {"needs": Resources, "drafter": DrafterPlan}
@@ -251,12 +243,10 @@ def _read(name: str, kind: type[Record], found: object) -> Record:
 
 def _ingress(found: object) -> IngressPlan:
     given = _section("ingress", found, INGRESS)
-    http = {"port": GATE_PORT, **{name: given.pop(name) for name in HTTP if name in given}}
-    for name in LISTS:
-        if name in http:
-            http[name] = _words(f"ingress.{name}", http[name])
+    http = {name: given.pop(name) for name in HTTP if name in given}
+    http |= {name: _words(f"ingress.{name}", http[name]) for name in LISTS if name in http}
     file = given.pop("api_key_file", None)
-    from_file = keys_in(Path(file).expanduser() if file is not None else None)
+    from_file = keys_in(values.path("ingress.api_key_file", file).expanduser() if file is not None else None)
     http["api_keys"] = (*http.get("api_keys", ()), *from_file, *keys_in_environment())
     try:
         return _record("ingress", IngressPlan, {**given, "http": _record("ingress", HttpSettings, http)})
@@ -291,14 +281,12 @@ def _section(name: str, found: object, known: tuple[str, ...]) -> dict[str, Any]
     return dict(found)
 
 
-def _record(name: str, made: Callable[..., Record], given: Mapping[str, Any]) -> Record:
+def _record(name: str, made: type[Record], given: Mapping[str, Any]) -> Record:
     """Creates a record; errors are prefixed with `name`."""
     try:
         return made(**given)
     except InvalidRequest as error:
         raise InvalidRequest(f"{name}: {error}") from None
-    except (TypeError, AttributeError):
-        raise InvalidRequest(f"{name} has a value of a wrong type in {dict(given)}; see docs/fleet.md") from None
 
 
 class Loader(yaml.SafeLoader):

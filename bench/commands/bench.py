@@ -1,14 +1,12 @@
 """Compares AR, SD, SSD and auto with other engines on the same weights and prompts, in interleaved runs.
 
-By default each class of prompts has a table, at the settings that are best for it, with the formula's prediction beside
-it. `--suite` runs chat prompts of all classes at settings that are chosen once, as for a real server, and measures the
-footprint afterwards.
+By default each class of prompts has a table, at the settings that are best for it. `--suite` runs chat prompts of all
+classes at settings that are chosen once, as for a real server, and measures the footprint afterwards.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -21,7 +19,6 @@ from outrider.bench.commands import concurrency, files
 from outrider.bench.commands.files import numbers
 from outrider.bench.commands.footprint import LENGTH, Footprint, footprint_lines, measure_footprint
 from outrider.bench.comparison import report
-from outrider.bench.comparison.contention import Contention
 from outrider.bench.comparison.peers import ChosenPeers, choose
 from outrider.bench.comparison.runners import (
     BASELINE,
@@ -33,8 +30,6 @@ from outrider.bench.comparison.runners import (
     start_runners,
 )
 from outrider.bench.comparison.runs import Run, run_interleaved
-from outrider.bench.comparison.summary import FormulaComparison, compare_all, lines, shares, summaries_of
-from outrider.bench.timing import Stopwatch, workbench
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen
@@ -54,7 +49,6 @@ UNUSED = (*flags.OF_MANY_REQUESTS, "colocate", "ngrams", "memory", "trace")
 PROMPTS, SUITE_PROMPTS = 24, 6
 DEPTHS, SUITE_DEPTHS = "2,3,4", "1,2,3"
 SUITE_TRIAL_PROMPTS = 1
-SINGLE_CLASS_ONLY = ("both_cores", "contended")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +63,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     peers = "engines to compare with: llama.cpp,mlx-lm or one of these, or none (default: all that are installed)"
     group.add_argument("--peers", metavar="NAME,NAME", help=peers)
     group.add_argument("--both-cores", action="store_true", help="add a table of AR, SD and mlx-lm with both cores")
-    group.add_argument("--contended", action="store_true", help="keep the target's device busy with another process")
     results = "folder for bench.json and bench.png (default: out)"
     group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help=results)
     concurrency.add_flags(parser)
@@ -117,31 +110,14 @@ def run(options: argparse.Namespace) -> int:
     sections: list[report.Section] = []
     ratios: dict[str, list[report.Ratio]] = {}
     raw: dict[str, Any] = {}
-    conditions = ""
     with ExitStack() as stack:
-        families = stack.enter_context(
-            start_runners(given, settings, plan.depths, plan.both_cores, plan.peers, screen.show, plan.suite)
+        families = start_runners(
+            stack, given, settings, plan.depths, plan.both_cores, plan.peers, screen.show, plan.suite
         )
-        bench = None
-        if settings.has_draft_worker and not plan.suite:
-            bench = stack.enter_context(workbench(settings, screen.show))
-        if options.contended:
-            conditions = "; " + stack.enter_context(Contention(settings)).describe()
         for group, sampling in product(plan.groups, plan.samplings):
             best = families.best(group.trials, sampling, lambda message: screen.show(f"trial, {message}"))
-            stopwatch = Stopwatch(bench, plan.depths, settings.breadth) if bench else None
-            sample = stopwatch.sample if stopwatch else None
-            runs = run_interleaved(best, group.prompts, sampling, screen.show, sample)
-            alone = stopwatch.read() if stopwatch else None
-            subjects = summaries_of(best, runs, BOTH_CORES)
-            if plan.suite:
-                notes = [shares(subject) for subject in subjects]
-            elif alone is None:
-                notes = ["- no draft worker: no step was timed in isolation, so there is no prediction"]
-            else:
-                notes = lines(alone, subjects, settings.breadth, families.weight_bytes)
-            comparison = compare_all(subjects, alone) if alone else {}
-            found = _sections(plan, group, sampling.temp, runs, settings.threads, conditions, comparison, notes)
+            runs = run_interleaved(best, group.prompts, sampling, screen.show)
+            found = _sections(plan, group, sampling.temp, runs, settings.threads, families.weight_bytes)
             at = f"T={sampling.temp:g}" if plan.suite else f"{group.name} T={sampling.temp:g}"
             raw[at] = {name: list(map(_plain, group.classes, of_name)) for name, of_name in runs.items()}
             sections += found
@@ -175,9 +151,8 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Samplin
         InvalidRequest: a flag is invalid, or a class of prompts or a peer is missing.
     """
     suite = options.suite is not None
-    for name in SINGLE_CLASS_ONLY if suite else ():
-        if getattr(options, name):
-            raise InvalidRequest(f"{name.replace('_', '-')} can't be combined with suite")
+    if suite and options.both_cores:
+        raise InvalidRequest("both-cores can't be combined with suite")
     given = numbers("depths", options.depths or (SUITE_DEPTHS if suite else DEPTHS), int)
     depths = [check_setting("num_draft_tokens", depth) for depth in given]
     peers = choose(options.peers, pair.settings, options.model, options.draft_model)
@@ -209,19 +184,17 @@ def _sections(
     temp: float,
     runs: dict[str, list[Run]],
     threads: int,
-    conditions: str,
-    comparison: dict[str, FormulaComparison],
-    notes: Sequence[str],
+    weight_bytes: int,
 ) -> list[report.Section]:
     """Returns the tables of one group at one temperature."""
-    here = f"{threads} BLAS thread{'s' * (threads > 1)} per worker{conditions}"
+    here = f"{threads} BLAS thread{'s' * (threads > 1)} per worker"
     main = runs if plan.suite else main_table_runs(runs)
-    found = [report.section(group.name, temp, here, main, BASELINE, comparison, notes)]
+    found = [report.section(group.name, temp, here, main, BASELINE, weight_bytes)]
     for kind in dict.fromkeys(group.classes) if plan.suite else ():
-        found.append(report.section(kind, temp, here, report.of_class(runs, group.classes, kind), BASELINE, {}))
+        found.append(report.section(kind, temp, here, report.of_class(runs, group.classes, kind), BASELINE))
     if plan.both_cores:
-        there = f"{BOTH_CORES[2:]}: {2 * threads} BLAS threads, not pinned; others as above{conditions}"
-        found.append(report.section(group.name, temp, there, second_table_runs(runs), BASELINE + BOTH_CORES, {}))
+        there = f"{BOTH_CORES[2:]}: {2 * threads} BLAS threads, not pinned; others as above"
+        found.append(report.section(group.name, temp, there, second_table_runs(runs), BASELINE + BOTH_CORES))
     return found
 
 

@@ -26,7 +26,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
 WIDEST = 256
-SINGLE_REQUEST_ONLY = ("depths", "prompts", "both_cores", "contended")
+SINGLE_REQUEST_ONLY = ("depths", "prompts", "both_cores")
 TRIAL_ROUNDS = 2
 # All engines read the same prompts, so no engine may cache them or load estimates of an earlier run.
 OWN_SETTINGS = {"prompt_cache": False, "memory": False}

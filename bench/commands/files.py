@@ -94,9 +94,9 @@ def of_classes(options: argparse.Namespace, pair: ChosenPair, usual: Sequence[st
     if options.suite is not None:
         text = load_text(pair.target)
         found = load_suite(options.suite, kinds)
-        return {kind: [text.tokens(prompt.text) for prompt in prompts] for kind, prompts in found.items()}
+        return {kind: [text.tokens(prompt) for prompt in prompts] for kind, prompts in found.items()}
     codec = load_codec(pair.target)
-    return {kind: [codec.encode(prompt.text) for prompt in load(kind)] for kind in kinds or usual}
+    return {kind: [codec.encode(prompt) for prompt in load(kind)] for kind in kinds or usual}
 
 
 def in_turn(classes: Sequence[Sequence[Tokens]]) -> list[Tokens]:

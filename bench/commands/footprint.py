@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Any
 
 import psutil
@@ -137,6 +138,5 @@ def peak(pid: int, work: Callable[[], object]) -> int:
 
 def _prompts(words: Sequence[int], count: int, length: int) -> list[tuple[int, ...]]:
     """Returns prompts that begin at different positions of `words`, so that none is in the prompt cache."""
-    repeated = [*words] * (1 + (length + count) // len(words))
     step = max(len(words) // count, 1)
-    return [tuple((repeated * 2)[at : at + length]) for at in range(0, count * step, step)]
+    return [tuple(islice(cycle(words), at, at + length)) for at in range(0, count * step, step)]

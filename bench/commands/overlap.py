@@ -5,17 +5,11 @@ from __future__ import annotations
 import argparse
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from outrider.bench import picture
-from outrider.bench.timing import (
-    WARM_UP,
-    aheads,
-    numbers_of,
-    positions_of,
-    verifies,
-    workbench,
-)
+from outrider.bench.timing import WARM_UP, workbench
 from outrider.bench.trace import Bar, breakdown, draw, read, table
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
@@ -120,18 +114,18 @@ def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Over
     Raises:
         WorkerError: a worker was lost or did not answer.
     """
-    depth, branches, numbers = pair.settings.depth, pair.settings.breadth, numbers_of(rounds)
+    depth, branches = pair.settings.depth, pair.settings.breadth
     with workbench(pair.settings, screen.show) as bench:
         screen.show("timing rounds")
         tokens = load_codec(pair.target).encode(prompt)
-        known = (len(tokens), bench.text(tokens, len(numbers) * (depth + 1) + 1, GREEDY)[0])
-        verify = [verify_ms for _, verify_ms in verifies(bench, known, GREEDY, [depth + 1] * rounds)]
-        ahead = [span.milliseconds for span in aheads(bench, known, GREEDY, depth, branches, numbers)]
-        bench.open(tokens, GREEDY, target=True, drafter=True)
-        positions = positions_of(known, depth, numbers)
-        parallel = [bench.both(at, depth, branches) for at in positions]
-    both = [[span.milliseconds for span in spans] for spans in zip(*parallel[WARM_UP:], strict=True)]
-    return Overlap(rounds, depth, branches, *map(statistics.median, (verify, ahead, *both)))
+        text, _ = bench.text(tokens, (WARM_UP + rounds) * (depth + 1) + 1, GREEDY)
+        timed = partial(bench.rounds, (len(tokens), text), GREEDY, depth, rounds)
+        verify = timed(lambda at: bench.verify(at.number, at.base_len, at.chain).work, drafter=False)
+        ahead = timed(lambda at: bench.work_ahead(at, depth, branches), target=False)
+        parallel = timed(lambda at: bench.both(at, depth, branches))
+    spans = (verify, ahead, *zip(*parallel, strict=True))
+    medians = (statistics.median(span.milliseconds for span in found) for found in spans)
+    return Overlap(rounds, depth, branches, *medians)
 
 
 def _real_rounds(options: argparse.Namespace, prompt: str, trace: Path, screen: Screen) -> list[Bar]:

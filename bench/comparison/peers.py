@@ -61,6 +61,11 @@ class PeerProcess(HelperProcess):
         super().__init__(f"outrider.bench.comparison.{module}", json.dumps(given), threads=settings.threads)
         system.place(self.pid, "target", settings)
 
+    def complete(self, sampling: SamplingParams, **request: Any) -> dict[str, Any]:
+        """Sends a request with the fields of `sampling` that both kinds of requests have."""
+        given = {"max_tokens": sampling.max_tokens, "temp": sampling.temp, "seed": sampling.seed or 0}
+        return self.ask({**given, **request})
+
 
 def mlx_lm(settings: ServeSettings) -> PeerProcess:
     """Starts mlx-lm. `settings` must name folders (see `pairing`)."""
@@ -97,10 +102,7 @@ class PeerRunner:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
-        answer = self.process.ask({
-            "tokens": list(prompt), "max_tokens": sampling.max_tokens, "temp": sampling.temp,
-            "seed": sampling.seed or 0, "ignore_eos": sampling.ignore_eos, **self.extra,
-        })  # fmt: skip
+        answer = self.process.complete(sampling, tokens=list(prompt), ignore_eos=sampling.ignore_eos, **self.extra)
         return Run(tuple(answer["tokens"]), Timed(max(answer["count"] - 1, 0), answer["decode_seconds"]))
 
 
@@ -113,13 +115,7 @@ class PeerBatch:
     extra: Mapping[str, int] = field(default_factory=dict)
 
     def run(self, texts: Texts, sampling: SamplingParams) -> list[Reply]:
-        answer = self.process.ask({
-            "batch": [list(text) for text in texts],
-            "max_tokens": sampling.max_tokens,
-            "temp": sampling.temp,
-            "seed": sampling.seed or 0,
-            **self.extra,
-        })  # fmt: skip
+        answer = self.process.complete(sampling, batch=[list(text) for text in texts], **self.extra)
         return [Reply(r["sent"], tuple(Arrival(at, n) for at, n in r["arrivals"])) for r in answer["replies"]]
 
 

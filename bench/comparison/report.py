@@ -29,7 +29,7 @@ from outrider.bench.comparison.runs import (
     timed,
     total_rate,
 )
-from outrider.bench.comparison.summary import FormulaComparison, summary
+from outrider.bench.comparison.summary import notes, summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunnerRow:
-    """One runner on one class of prompts. Values are None if the runner does not report them; `comparison` is None if
-    the formula does not apply."""
+    """One runner on one class of prompts. Values are None if the runner does not report them."""
 
     name: str
     median: float
@@ -46,7 +45,6 @@ class RunnerRow:
     acceptance: float | None
     tokens_per_round: float | None
     hit_rate: float | None
-    comparison: FormulaComparison | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +70,43 @@ def section(
     conditions: str,
     runs: Mapping[str, list[Run]],
     baseline: str,
-    comparison: Mapping[str, FormulaComparison],
-    notes: Sequence[str] = (),
+    weight_bytes: int | None = None,
 ) -> Section:
-    """Summarizes runs, fastest first."""
-    rows = [_row(name, found, runs[baseline], comparison.get(name)) for name, found in runs.items()]
+    """Summarizes runs, fastest first. `weight_bytes`: what the target reads in one forward; None: without notes."""
+    rows, lines = [], list[str]()
+    for name, of_name in runs.items():
+        found = summary([run.timings for run in of_name if run.timings is not None])
+        against = ratio([run.timed for run in of_name], [run.timed for run in runs[baseline]])
+        median = statistics.median(run.timed.rate for run in of_name)
+        rows.append(RunnerRow(name, median, against, found.acceptance, found.tokens_per_round, found.hit_rate))
+        lines += notes(name, found, weight_bytes) if weight_bytes is not None and found.rounds else []
     repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[baseline])
     ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
-    return Section(kind, temp, conditions, len(runs[baseline]), baseline, repeated, ordered, tuple(notes))
+    return Section(kind, temp, conditions, len(runs[baseline]), baseline, repeated, ordered, tuple(lines))
 
 
 def table(found: Section) -> str:
     """Returns a Markdown table with a title line and notes."""
     head = f"{found.kind}, T = {found.temp:g}: {found.prompts} prompts, {found.repeated:.0%} of 4-grams repeated"
-    has_formula = any(row.comparison for row in found.rows)
-    titles = ["", "tok/s (median)", f"relative to {found.baseline} [95 %]"]
-    titles += [*(["of predicted"] if has_formula else []), "acceptance", "tokens per round", "hit rate"]
-    rows = []
-    for row in found.rows:
-        rows.append([row.name, f"{row.median:.1f}", str(row.against)])
-        rows[-1] += [_format(row.comparison.share if row.comparison else None)] if has_formula else []
-        rows[-1] += [_format(row.acceptance, ".0%"), _format(row.tokens_per_round), _format(row.hit_rate, ".0%")]
+    titles = [
+        "",
+        "tok/s (median)",
+        f"relative to {found.baseline} [95 %]",
+        "acceptance",
+        "tokens per round",
+        "hit rate",
+    ]
+    rows = [
+        (
+            row.name,
+            f"{row.median:.1f}",
+            str(row.against),
+            _format(row.acceptance, ".0%"),
+            _format(row.tokens_per_round, ".2f"),
+            _format(row.hit_rate, ".0%"),
+        )
+        for row in found.rows
+    ]
     lines = [f"{head}; {found.conditions}", "", _markdown(titles, rows)]
     return "\n".join([*lines, *(["", *found.notes] if found.notes else [])])
 
@@ -101,20 +115,7 @@ def _markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *rows))
 
 
-def _row(name: str, runs: Sequence[Run], baseline: Sequence[Run], comparison: FormulaComparison | None) -> RunnerRow:
-    found = summary([run.timings for run in runs if run.timings is not None])
-    return RunnerRow(
-        name,
-        statistics.median(run.timed.rate for run in runs),
-        ratio([run.timed for run in runs], [run.timed for run in baseline]),
-        found.acceptance,
-        found.tokens_per_round,
-        found.hit_rate,
-        comparison,
-    )
-
-
-def _format(value: float | None, form: str = ".2f") -> str:
+def _format(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 

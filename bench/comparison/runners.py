@@ -5,8 +5,8 @@ A family is one decoding method with all its settings. A trial on a few prompts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ FEWEST_TRIAL_PROMPTS = 2
 Tell = Callable[[str], None]
 
 
-@contextmanager
 def start_runners(
+    stack: ExitStack,
     given: dict[str, Any],
     settings: ServeSettings,
     depths: Sequence[int],
@@ -56,31 +56,30 @@ def start_runners(
     peers: ChosenPeers,
     tell: Tell,
     one_process: bool = False,
-) -> Iterator[RunnerFamilies]:
-    """Starts all runners. `one_process` adds `auto` with both models in one process on both cores.
+) -> RunnerFamilies:
+    """Starts all runners, which `stack` ends. `one_process` adds `auto` with both models in one process on both cores.
 
     `given` are the cluster's settings as keywords; `settings` the same with resolved folders (see `pairing`).
 
     Raises:
         OutriderError: a cluster or a peer can't be started.
     """
-    with ExitStack() as stack:
-        found = RunnerFamilies(stack, settings, depths, tell)
-        found.add_ours("", given)
+    found = RunnerFamilies(stack, settings, depths, tell)
+    found.add_ours("", given)
+    if peers.mlx_lm:
+        found.add_mlx_lm("", settings)
+    if peers.gguf is not None:
+        found.add_llama_cpp(peers.gguf, peers.draft)
+    # SSD uses one core per worker; here the other runners get as many.
+    threads = 2 * settings.threads
+    if one_process and settings.can_colocate:
+        client = found.cluster({**given, "colocate": True, "threads": threads}).client()
+        found.families.append([ModeRunner(ONE_PROCESS, client, "auto")])
+    if both_cores:
+        found.add_ours(BOTH_CORES, {**given, "threads": threads}, plain=True)
         if peers.mlx_lm:
-            found.add_mlx_lm("", settings)
-        if peers.gguf is not None:
-            found.add_llama_cpp(peers.gguf, peers.draft)
-        # SSD uses one core per worker; here the other runners get as many.
-        threads = 2 * settings.threads
-        if one_process and settings.can_colocate:
-            client = found.cluster({**given, "colocate": True, "threads": threads}).client()
-            found.families.append([ModeRunner(ONE_PROCESS, client, "auto")])
-        if both_cores:
-            found.add_ours(BOTH_CORES, {**given, "threads": threads}, plain=True)
-            if peers.mlx_lm:
-                found.add_mlx_lm(BOTH_CORES, replace(settings, threads=threads))
-        yield found
+            found.add_mlx_lm(BOTH_CORES, replace(settings, threads=threads))
+    return found
 
 
 class RunnerFamilies:
@@ -95,17 +94,10 @@ class RunnerFamilies:
 
     def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> list[PromptRunner]:
         """Returns the best of each family in a trial on prompts that are not measured later, because the best of many
-        is partly luck. SD with only the model is always kept, because the formula describes it."""
+        is partly luck."""
         trial = run_interleaved([runner for family in self.families for runner in family], prompts, sampling, tell)
         rates = {name: total_rate([run.timed for run in runs]) for name, runs in trial.items()}
-        chosen: dict[str, PromptRunner] = {}
-        for family in self.families:
-            models = [runner for runner in family if runner.name.startswith("sd model")]
-            for candidates in (family, models):
-                if candidates:
-                    best = max(candidates, key=lambda runner: rates[runner.name])
-                    chosen.setdefault(best.name, best)
-        return list(chosen.values())
+        return [max(family, key=lambda runner: rates[runner.name]) for family in self.families]
 
     def add_ours(self, suffix: str, given: dict[str, Any], plain: bool = False) -> None:
         """Adds AR, SD with every draft source and, unless `plain`, SSD and auto.
@@ -114,20 +106,21 @@ class RunnerFamilies:
         """
         depths, drafts = self._depths, self._settings.draft_backend != "ngram"
         without_drafter = {k: v for k, v in given.items() if k not in ("draft_model", "draft_backend", "replay")}
-        client = self.cluster(given).client()
+        client = ngrams = self.cluster(given).client()
         clients = {"n-gram": client}
+        self.weight_bytes = _target(client).weight_bytes
+        self.families.append([ModeRunner(BASELINE + suffix, client, "ar")])
         if drafts:
             ngrams = self.cluster({**without_drafter, "draft_backend": "ngram", "ngrams": True}).client()
             model = self.cluster({**given, "ngrams": False}).client()
-            clients = {"model": model, "n-gram": ngrams, "both": client}
-        self.weight_bytes = _target(client).weight_bytes
-        self.families += [
-            [ModeRunner(BASELINE + suffix, client, "ar")],
-            [ModeRunner(f"sd {name} K={k}{suffix}", one, "sd", k) for k in depths for name, one in clients.items()],
-        ]
+            self.families.append([ModeRunner(f"sd model K={k}{suffix}", model, "sd", k) for k in depths])
+            clients = {"n-gram": ngrams, "both": client}
+        self.families.append(
+            [ModeRunner(f"sd {name} K={k}{suffix}", one, "sd", k) for k in depths for name, one in clients.items()]
+        )
         if plain:
             return
-        self._pin(clients["n-gram"])
+        self._pin(ngrams)
         if self._settings.can_colocate:
             together = self.cluster({**given, "colocate": True}).client()
             self._pin(together)

@@ -168,13 +168,12 @@ def run_interleaved(
     tasks: Sequence[T],
     sampling: SamplingParams,
     tell: Callable[[str], None],
-    between: Callable[[T, SamplingParams], None] | None = None,
     seeds: int = 1,
 ) -> dict[str, list[R]]:
     """Runs every task with every runner, beginning with a different runner for each task. Returns results by runner
     name, in task order.
 
-    Task number n uses seed n * `seeds`. `between` is called after each task, while all runners are idle.
+    Task number n uses seed n * `seeds`.
     """
     runs: dict[str, list[R]] = {runner.name: [] for runner in runners}
     for number, task in enumerate(tasks):
@@ -182,9 +181,6 @@ def run_interleaved(
         for runner in (*runners[first:], *runners[:first]):
             tell(f"{number + 1} of {len(tasks)}: {runner.name}")
             runs[runner.name].append(runner.run(task, chosen))
-        if between is not None:
-            tell(f"{number + 1} of {len(tasks)}: times in isolation")
-            between(task, chosen)
     return runs
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.comparison.contention import Contention
 from outrider.bench.comparison.runners import pin_process
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
+from tools.contention import Contention
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +47,7 @@ def test_contention_process_ends_when_the_bench_fails() -> None:
 def test_contention_process_ends_when_its_stdin_closes() -> None:
     """Its stdin is a pipe, which the parent's death closes."""
     process = subprocess.Popen(
-        python("-m", "outrider.bench.comparison.contention", "cpu"),
+        python("-m", "tools.contention", "cpu"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=child_environment(),

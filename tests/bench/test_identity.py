@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from outrider.bench.prompts import Prompt
 from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
 from tests.harness import identity
+from tests.harness.default_model import Prompt
 from tests.harness.identity import HOUSES, SETTINGS, Case, Judge, Way, scrambled, table
 
 CASE = Case(Prompt("code", 0, "x"), (1, 2), SamplingParams(max_tokens=3))

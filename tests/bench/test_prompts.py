@@ -18,12 +18,12 @@ def test_each_class_has_enough_short_prompts(kind: str) -> None:
     codec = load_codec(find_model(str(EMBEDDED_TARGET)))
     prompts = load(kind)
     assert len(prompts) >= (24 if kind == "code" else 12)
-    assert all(30 <= len(codec.encode(prompt.text)) <= 200 for prompt in prompts)
-    assert all(prompt.text == prompt.text.rstrip() and "%\n" not in prompt.text for prompt in prompts)
+    assert all(30 <= len(codec.encode(prompt)) <= 200 for prompt in prompts)
+    assert all(prompt == prompt.rstrip() and "%\n" not in prompt for prompt in prompts)
 
 
 def test_no_prompt_occurs_twice() -> None:
-    texts = [prompt.text for kind in CLASSES for prompt in load(kind)]
+    texts = [prompt for kind in CLASSES for prompt in load(kind)]
     assert len(set(texts)) == len(texts)
 
 
@@ -48,13 +48,13 @@ def test_an_unknown_class_is_refused() -> None:
 @pytest.mark.parametrize("kind", SUITE_CLASSES)
 def test_each_suite_class_has_twenty_distinct_prompts(kind: str) -> None:
     prompts = load_suite()[kind]
-    assert len({prompt.text for prompt in prompts}) == 20
-    assert all(prompt.text == prompt.text.strip() for prompt in prompts)
+    assert len(set(prompts)) == 20
+    assert all(prompt == prompt.strip() for prompt in prompts)
 
 
 @pytest.mark.parametrize("kind", ["summary", "extraction", "editing"])
 def test_prompts_about_a_text_contain_it(kind: str) -> None:
-    assert all(80 <= len(prompt.text.split()) <= 250 for prompt in load_suite()[kind])
+    assert all(80 <= len(prompt.split()) <= 250 for prompt in load_suite()[kind])
 
 
 def test_a_folder_of_classes_is_read_as_a_suite(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_folder_of_classes_is_read_as_a_suite(tmp_path: Path) -> None:
     (tmp_path / "chat.txt").write_text("Hello\n")
     found = load_suite(tmp_path)
     assert list(found) == ["chat", "poems"]
-    assert [prompt.text for prompt in found["poems"]] == ["One\ntwo", "Three"]
+    assert found["poems"] == ["One\ntwo", "Three"]
     assert list(load_suite(tmp_path, ["poems"])) == ["poems"]
 
 

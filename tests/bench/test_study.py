@@ -22,7 +22,6 @@ from outrider.orchestrator.core.policy.forecasts import (
     Odds,
     RoundKind,
     ar_rate,
-    ceiling,
     mixed_rate,
     round_ms,
     sd_rate,
@@ -32,6 +31,7 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Span
 from outrider.protocol.version import install
+from tools.formula import ceiling
 
 FLAT = Costs(10.0, lambda rows: 10.0, lambda depth: 4.0, lambda depth: 9.0, 0.0)
 

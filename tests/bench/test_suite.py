@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,9 +105,10 @@ def test_only_modes_the_pair_supports_are_compared(
     monkeypatch.setattr(runners_module, "pin_process", lambda pid, core: None)
     drafts = {"draft_model": "draft"} if backend == "mlx" else {}
     given = {"model": "target", "draft_backend": backend, **drafts}
-    with runners_module.start_runners(
-        given, ServeSettings(**given), [2], False, ChosenPeers(), lambda said: None
-    ) as found:
+    with ExitStack() as stack:
+        found = runners_module.start_runners(
+            stack, given, ServeSettings(**given), [2], False, ChosenPeers(), lambda said: None
+        )
         names = [contestant.name for family in found.families for contestant in family]
     assert [name for name in names if "both" not in name and "colocated" not in name] == modes
 

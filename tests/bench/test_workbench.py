@@ -1,4 +1,4 @@
-"""A workbench waits for its workers, and stops when one is lost."""
+"""A workbench runs rounds over a known text, waits for its workers, and stops when one is lost."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any, cast
 import pytest
 import zmq
 
-from outrider.bench.timing import Workbench
+from outrider.bench.timing import WARM_UP, Workbench
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.core.worker_registry import WorkerLoss
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Fault, Message, Outcome
+from outrider.protocol.sampling import SamplingParams
 
 
 class Pool:
@@ -37,6 +38,17 @@ class Pool:
         return [WorkerLoss(cast("Any", None), self._loses, True)] if self._loses else []
 
 
+def test_rounds_verify_the_text_itself_and_the_warm_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, opened = Workbench(cast("WorkerPool", Pool()), lambda stage: None), list[tuple[Any, ...]]()
+    monkeypatch.setattr(Workbench, "open", lambda _, tokens, sampling, **to: opened.append((tokens, to)))
+    monkeypatch.setattr(Workbench, "close", lambda _: opened.append(()))
+    text = tuple(range(100, 120))
+    found = bench.rounds((3, text), SamplingParams(), 2, 2, lambda at: at, target=False)
+    assert opened == [(text[:3], {"target": False, "drafter": True}), ()]
+    assert WARM_UP == 2 and [(at.number, at.base_len) for at in found] == [(3, 10), (4, 13)]
+    assert [(at.new, at.chain) for at in found] == [((107, 108, 109), (110, 111)), ((110, 111, 112), (113, 114))]
+
+
 @pytest.mark.parametrize(
     ("pool", "words"),
     [
@@ -47,4 +59,4 @@ class Pool:
 def test_workbench_wait_ends_when_its_worker_fails(pool: Pool, words: str) -> None:
     bench = Workbench(cast("WorkerPool", pool), lambda stage: None)
     with pytest.raises(WorkerError, match=words):
-        bench._wait(Outcome)
+        bench.wait(Outcome)

@@ -56,10 +56,10 @@ def test_engine_with_other_weights_is_left_out_and_named_in_the_status(fleet: Fl
 
 def test_text_continues_on_another_engine_and_503_follows_without_any(fleet: Fleet, expected_text: str) -> None:
     assert fleet.stream(lambda: kill(server_of(fleet.busy()[1]))) == expected_text
-    ((_, last),) = fleet.stats()
+    ((_, last),) = until(fleet.stats, "no engine answers")
     kill(server_of(last))
     asked, headers = {"prompt": PROMPT}, {"x-api-key": KEY}
     answer = httpx.post(f"{fleet.url}/v1/completions", json=asked, headers=headers, timeout=PATIENCE)
     assert answer.status_code == 503 and answer.headers["retry-after"]
     assert "no engine of the fleet answers" in answer.json()["error"]["message"]
-    assert httpx.get(f"{fleet.url}/ready").status_code == 503
+    assert httpx.get(f"{fleet.url}/ready", timeout=PATIENCE).status_code == 503

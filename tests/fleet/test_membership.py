@@ -106,7 +106,7 @@ def test_plan_whose_needs_no_host_offers_is_refused(call: Callable[..., Result],
 def test_a_gates_port_in_use_is_refused(at_head: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        (at_head / "fleet.yaml").write_text(f"placed:\ngate: {{port: {port}}}\n")
+        (at_head / "fleet.yaml").write_text(f"placed:\ningress: {{port: {port}}}\n")
         refused = command("run", str(at_head / "fleet.yaml"), "--folder", str(at_head))
     last_error = last_line(refused.stderr)
     assert refused.returncode == 4 and f"the ingress can't listen at 127.0.0.1:{port}" in last_error

@@ -63,13 +63,13 @@ def test_placed_drafters_join_from_other_hosts_and_their_chains_are_accepted(
 
 
 def test_gate_serves_the_http_api_and_requires_keys(fleet: Fleet, expected_text: str) -> None:
-    refused = httpx.post(f"{fleet.url}/v1/completions", json=BODY)
+    refused = httpx.post(f"{fleet.url}/v1/completions", json=BODY, timeout=PATIENCE)
     assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
     headers = {"x-api-key": KEY}
     answer = httpx.post(f"{fleet.url}/v1/completions", json=BODY, headers=headers, timeout=PATIENCE)
     assert answer.json()["choices"][0]["text"] == expected_text
-    assert httpx.get(f"{fleet.url}/ready").json()["status"] == "ready"
-    assert "outrider:up 1.0" in httpx.get(f"{fleet.url}/metrics", headers=headers).text
+    assert httpx.get(f"{fleet.url}/ready", timeout=PATIENCE).json()["status"] == "ready"
+    assert "outrider:up 1.0" in httpx.get(f"{fleet.url}/metrics", headers=headers, timeout=PATIENCE).text
 
 
 @pytest.mark.parametrize("victim", [actor_of, server_of, target_of, drafters_actor_of])

@@ -115,6 +115,14 @@ def test_resources_are_converted_to_rays_names():
         ({**ONE, "ingress": {"api_keys": [12]}}, "ingress.api_keys is [12]; expected a list of strings"),
         ({**ONE, "ingress": {"port": 70000}}, "ingress: port is 70000; expected a whole number from 0 to 65535"),
         ({**ONE, "ingress": {"host": 5}}, "ingress: host is 5; expected text"),
+        ({**ONE, "ingress": {"api_key_file": 5}}, "ingress.api_key_file is 5; expected a path"),
+        ({"placed": {"needs": {"memory": []}}}, "placed.needs: memory is []; expected a whole number"),
+        ({"placed": {"needs": [1]}}, "placed.needs is [1]; expected keys"),
+        ({"placed": {"drafter": ["none"]}}, "placed.drafter is ['none']; expected keys"),
+        ({"placed": {"replicas": {}}}, "placed: replicas is {}; expected a whole number"),
+        ({"placed": {}, "scale": {"max": None}}, "scale: max is None; expected a whole number"),
+        ({"placed": {}, "engine": {"head": {}}}, "engine: head is {}; expected text"),
+        ({"placed": {}, "model": 5}, "engine: model is 5; expected text"),
     ],
 )  # fmt: skip
 def test_error_of_an_invalid_value_names_its_key(found, sentence, monkeypatch):

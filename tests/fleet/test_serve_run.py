@@ -22,7 +22,7 @@ SERVE = (sys.executable, "-c", AS_IF_TYPED + "from ray.serve.scripts import cli;
 def test_serve_run_answers_over_http_and_stops_on_interrupt(hosts: Any, expected_text: str, tmp_path: Path) -> None:
     from ray import serve
 
-    (tmp_path / "fleet.yaml").write_text(f"placed: {{needs: {{metal: 1}}}}\ngate: {{port: 0, api_keys: [{KEY}]}}\n")
+    (tmp_path / "fleet.yaml").write_text(f"placed: {{needs: {{metal: 1}}}}\ningress: {{port: 0, api_keys: [{KEY}]}}\n")
     command = [*SERVE, "plan=fleet.yaml", "--address", hosts.address, "--name", NAME]
     with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log) as run:
         try:

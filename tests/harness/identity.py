@@ -25,7 +25,6 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from outrider.bench.comparison.peers import PeerRunner, mlx_lm
-from outrider.bench.prompts import Prompt
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.cli.verify import certify
@@ -36,7 +35,7 @@ from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.default_model import default_codec, mixed
+from tests.harness.default_model import Prompt, default_codec, mixed
 from tests.harness.requests import TimedRequest, send_all
 
 Tell = Callable[[str], None]

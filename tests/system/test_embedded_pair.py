@@ -17,7 +17,6 @@ import zmq
 from mlx_lm.generate import generate_step
 
 from outrider import Client, Grammar, LocalCluster, SamplingParams
-from outrider.bench.prompts import Prompt
 from outrider.engine.loading import LoadedModel, load
 from outrider.orchestrator.client.dialogue import GenerationResult
 from outrider.orchestrator.core.proposal import LONGEST_COPY
@@ -28,7 +27,7 @@ from outrider.protocol.messages import Done, Generate
 from outrider.target_worker.certificate import Claim, certify
 from tests.covering import matrix
 from tests.halts import pid_of, still
-from tests.harness.default_model import mixed
+from tests.harness.default_model import Prompt, mixed
 
 LIMIT_SECONDS = 200.0
 PROMPTS = mixed(4)

@@ -4,8 +4,8 @@ All requests share the drafter and each forward of the target; with more request
 
 `Costs` and the functions below it are the formula: theorem 7 of the paper with the cost c(M) of verifying M tokens and
 the turnaround added. It predicts the rates of AR, SD and SSD, in tokens per millisecond, from times in milliseconds and
-probabilities that are measured separately. The functions are pure; the policy, `outrider tune` and `outrider bench` use
-them. n requests in one forward gain n times the tokens, for a forward over the rows of all.
+probabilities that are measured separately. The functions are pure; the policy and `tools.formula` use them. n requests
+in one forward gain n times the tokens, for a forward over the rows of all.
 """
 
 from __future__ import annotations
@@ -109,11 +109,6 @@ def joint_rate(costs: Costs, odds: Odds, depth: int, own: Odds, own_ms: float) -
     missed = (1.0 - odds.hit) / max(1.0 - odds.hit * first_accepted, 1e-9)
     hit = RoundKind(1.0 - missed, depth + 1, odds.tokens(depth), ahead=depth)
     return mixed_rate(costs, [hit, RoundKind(missed, depth + 1, own.tokens(depth), own_ms=own_ms)])
-
-
-def ceiling(costs: Costs, depth: int) -> float:
-    """1 + T_SD: the upper bound of the speedup of SSD over SD with the same drafter and K."""
-    return 1.0 + costs.chain_ms(depth) / costs.verify_ms(depth + 1)
 
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)

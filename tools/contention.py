@@ -1,6 +1,6 @@
-"""A process that keeps the target's device busy until the bench ends.
+"""A process that keeps the target's device busy while something is measured.
 
-`python -m outrider.bench.comparison.contention gpu|cpu` streams memory on a CPU, as another model's weights would, or
+`python -m tools.contention gpu|cpu` streams memory on a CPU, as another model's weights would, or
 multiplies matrices on a GPU, until stdin closes.
 """
 
@@ -26,7 +26,7 @@ class Contention(HelperProcess):
     def __init__(self, settings: ServeSettings) -> None:
         self._core = system.core_of("target", settings)
         self._on_gpu = sys.platform == "darwin"
-        super().__init__("outrider.bench.comparison.contention", "gpu" if self._on_gpu else "cpu")
+        super().__init__("tools.contention", "gpu" if self._on_gpu else "cpu")
         system.pin(self.pid, self._core)
 
     def describe(self) -> str:
