@@ -25,7 +25,8 @@ from statistics import fmean, stdev
 
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.core import planner
-from outrider.orchestrator.core.policy import POLICY, PolicyConstants, acceptance, estimates, forecasts, policy
+from outrider.orchestrator.core.policy import acceptance, estimates, forecasts, policy
+from outrider.orchestrator.core.policy.constants import POLICY, PolicyConstants
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
 from outrider.protocol import values

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 
 from outrider.orchestrator.core.planner import Planner
-from outrider.orchestrator.core.policy import POLICY, PolicyConstants
+from outrider.orchestrator.core.policy.constants import POLICY, PolicyConstants
 from outrider.orchestrator.core.policy.forecasts import Arm
 from tests.harness.settings import round_settings
 from tools.policy_constants import SCENES, TWO_CORES, USELESS, play, result, standard, use, variants

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.drafters.replay import ReplayDrafter, Script
-from outrider.orchestrator.core.policy import POLICY
+from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Message, Verify
 from outrider.protocol.profile import Latency, Profile

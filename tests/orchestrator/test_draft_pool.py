@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from outrider.drafters.replay import Script
-from outrider.orchestrator.core.policy import POLICY
+from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.events import Admit, RequestEnded
 from outrider.protocol.messages import Branch, Branches, Commit, Drafted, Fault, Message, Open, Prepare, Resync, Span
 from outrider.protocol.sampling import SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.orchestrator.core.draft_pool import dealt, evenly, quickest
-from outrider.orchestrator.core.policy import POLICY
+from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import DrafterLatency
 
 BRANCHES, DEPTH, ROUND_MS = 12, 4, 20.0

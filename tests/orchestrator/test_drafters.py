@@ -10,7 +10,6 @@ import pytest
 from outrider.bench import prompts
 from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.planner import MOST_REQUESTED, Planner
-from outrider.orchestrator.core.policy import POLICY
 from outrider.orchestrator.core.policy.acceptance import (
     CODE,
     FREE,
@@ -19,6 +18,7 @@ from outrider.orchestrator.core.policy.acceptance import (
     Drift,
     kind_of,
 )
+from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.policy import Policy

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.core.policy import POLICY, tuning
+from outrider.orchestrator.core.policy import tuning
+from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.policy import Policy

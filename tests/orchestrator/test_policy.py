@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.orchestrator.core.policy import POLICY
+from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.policy.policy import Policy

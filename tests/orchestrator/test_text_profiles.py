@@ -7,8 +7,8 @@ from statistics import fmean
 
 import pytest
 
-from outrider.orchestrator.core.policy import POLICY
 from outrider.orchestrator.core.policy.acceptance import CODE, FREE, HELD, REPEATING, TextProfiles
+from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.protocol.messages import InProcessDrafter
 from tests.harness.classes_of_text import HOLDS, auto, best_of, cold

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from outrider.orchestrator.core.policy import POLICY
+from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import InProcessDrafter
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from outrider.orchestrator.core.policy import POLICY
 from outrider.orchestrator.core.policy.acceptance import Acceptance, Average, InProcessDrafts
+from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning
 from outrider.orchestrator.settings import BRANCHES
 from outrider.protocol.messages import InProcessDrafter

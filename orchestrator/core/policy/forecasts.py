@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import itemgetter
 
-from outrider.orchestrator.core.policy import POLICY
 from outrider.orchestrator.core.policy.acceptance import TextAcceptance
+from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.protocol.heads import NGRAM
 

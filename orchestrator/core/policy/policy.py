@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from outrider.orchestrator.core.policy import POLICY
 from outrider.orchestrator.core.policy.acceptance import TextAcceptance
+from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecast, Forecasts
 from outrider.orchestrator.core.policy.tuning import TunedArm
