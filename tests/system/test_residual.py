@@ -162,7 +162,7 @@ def test_chain_verified_with_a_wrong_q_is_detected(
 
     def tampered(message: Message) -> None:
         if isinstance(message, Verify) and message.chain:
-            message = tamper(message, cluster.rounds._requests[message.request].tokens[-1])
+            message = tamper(message, cluster.rounds._requests[message.request].sequence.tokens[-1])
         send(message)
 
     cluster.send_target = tampered  # type: ignore[method-assign]
