@@ -38,6 +38,10 @@ MESSAGES: dict[str, type[Message]] = {
 }
 """Every message, by its name in the header."""
 
+for _cls in MESSAGES.values():
+    # msgspec describes a class when it first reads one; another thread that reads one meanwhile crashes the process.
+    msgspec.msgpack.Decoder(_cls)
+
 
 class _Frames(threading.local):
     """The frames of the message that this thread writes or reads, and what packs its headers."""

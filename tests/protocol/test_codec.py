@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -175,3 +177,34 @@ def test_oversized_frame_is_refused_before_sending(monkeypatch):
     for long in (Generate("q", "x" * 1001, None, SamplingParams()), Generate("q", None, tokens, SamplingParams())):
         with pytest.raises(ProtocolError, match=r"Generate has a frame of 1,.* bytes; expected at most 1,000"):
             encode(long)
+
+
+FIRST_READS = """
+import sys, threading
+from outrider.protocol.codec import decode
+frames = [bytes.fromhex(line) for line in sys.stdin]
+sys.setswitchinterval(1e-6)
+start = threading.Barrier(8)
+
+def read():
+    start.wait()
+    for frame in frames:
+        decode([frame])
+
+threads = [threading.Thread(target=read) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_may_read_their_first_messages_at_the_same_time():
+    """msgspec describes a class when it is first read; meanwhile another thread crashed the process."""
+    messages = [VERIFY, OUTCOME, Generate("r", "text", None, SamplingParams())]
+    sent = "\n".join(bytes(encode(message)[0]).hex() for message in messages)
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST_READS], input=sent, text=True, capture_output=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
