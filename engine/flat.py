@@ -480,11 +480,11 @@ class FlatRows:
                 cache.move(last.row, sequence.row, last.length)
             last.row = sequence.row
             self._sequences[sequence.row] = last
-        for cache in self._layers:
-            cache.release(len(self._sequences))
         sequence.row = -1
-        if not self._sequences and not self._keeps_buffers:
-            for cache in self._layers:
+        for cache in self._layers:
+            if self._sequences or self._keeps_buffers:
+                cache.release(len(self._sequences))
+            else:
                 cache.clear()
 
     def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
