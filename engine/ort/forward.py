@@ -107,17 +107,30 @@ class OrtForward:
             features: float32 [T, W], for a head; then `hidden` [R, H], the last layer's output, is returned, too.
         """
         runs = list(_runs(segments))
-        if len(runs) > 1:
-            found: dict[str, Array] = {}
-            for first, own in runs:
-                end = first + sum(segment.count for segment in own)
-                here = np.flatnonzero((wanted >= first) & (wanted < end))
-                rows = features[first:end] if features is not None else None
-                results = self(tokens[first:end], own, caches, wanted[here] - first, tapped, all_cores, rows)
-                for name, part in results.items():
-                    count, at = (len(tokens), slice(first, end)) if name.startswith("layer") else (len(wanted), here)
-                    found.setdefault(name, np.empty((count, part.shape[1]), np.float32))[at] = part
-            return found
+        if len(runs) == 1:
+            return self._run(tokens, runs[0][1], caches, wanted, tapped, all_cores, features)
+        found: dict[str, Array] = {}
+        for first, own in runs:
+            end = first + sum(segment.count for segment in own)
+            here = np.flatnonzero((wanted >= first) & (wanted < end))
+            rows = features[first:end] if features is not None else None
+            results = self._run(tokens[first:end], own, caches, wanted[here] - first, tapped, all_cores, rows)
+            for name, part in results.items():
+                count, at = (len(tokens), slice(first, end)) if name.startswith("layer") else (len(wanted), here)
+                found.setdefault(name, np.empty((count, part.shape[1]), np.float32))[at] = part
+        return found
+
+    def _run(
+        self,
+        tokens: Ints,
+        segments: Sequence[Segment],
+        caches: Sequence[FlatCache],
+        wanted: Ints,
+        tapped: Sequence[int],
+        all_cores: bool,
+        features: Array | None,
+    ) -> dict[str, Array]:
+        """Feeds the segments of one run (`_runs`) in one forward; see `__call__`."""
         place = _Arrangement.of(segments, max(len(tokens), self.least), self._heads)
         self._look_up(max(place.total, place.positions_end))
         x = self._embedding(tokens)
