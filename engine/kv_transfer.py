@@ -59,7 +59,8 @@ class KVLayout:
     def pack(self, layers: Layers) -> Bytes:
         """Packs keys and values of a piece, [1, heads, n, width] each, in the order of the layers."""
         arrays = (array for pair in layers for array in pair)
-        return np.concatenate([_raw(array.astype(t.dtype)) for array, t in zip(arrays, self.tensors, strict=True)])
+        typed = [array.astype(tensor.dtype) for array, tensor in zip(arrays, self.tensors, strict=True)]
+        return np.concatenate([np.array(mx.contiguous(a).view(mx.uint8), copy=False).reshape(-1) for a in typed])
 
     def unpack(self, data: Bytes, count: int) -> Layers:
         """Unpacks keys and values of `count` tokens. Raises ProtocolError if their size is wrong."""
@@ -74,10 +75,6 @@ class KVLayout:
             shape = (1, part.heads, count, part.width * int(part.dtype.size))
             arrays.append(mx.array(data[start:end].reshape(shape)).view(part.dtype))
         return tuple(zip(arrays[::2], arrays[1::2], strict=True))
-
-
-def _raw(array: mx.array) -> Bytes:
-    return np.array(mx.contiguous(array).view(mx.uint8), copy=False).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)

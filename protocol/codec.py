@@ -146,7 +146,7 @@ def decode(frames: Sequence[Buffer]) -> Message:
 def decode_all(frames: Sequence[Buffer]) -> list[Message]:
     """Returns the messages in `frames`, at least one; raises as `decode` does if any of them is invalid."""
     rest = iter(frames)
-    return [_first(rest), *(_message(header, rest) for header in rest)]
+    return [_first(rest), *(_checked(_entries(header), rest) for header in rest)]
 
 
 def request_of(frames: Sequence[Buffer]) -> str | None:
@@ -162,11 +162,6 @@ def _first(rest: Iterator[Buffer]) -> Message:
     header = next(rest, None)
     if header is None:
         raise ProtocolError("the message has no frames; expected a header and a frame for each array")
-    return _message(header, rest)
-
-
-def _message(header: Buffer, rest: Iterator[Buffer]) -> Message:
-    """Returns the message with this header; its arrays are taken from `rest`."""
     return _checked(_entries(header), rest)
 
 

@@ -492,18 +492,13 @@ def _packed(points: Array, bits: int) -> Array:
     return packed
 
 
-def _whole_groups(array: Array, group: int) -> Array:
-    """Pads the rows with zeros to a multiple of `group`."""
-    return np.pad(array, ((0, 0), (0, -array.shape[1] % group)))
-
-
 def _digits(rest: Array, steps: Array | float, bits: int, group: int) -> list[tuple[Array, Array]]:
     """Quantises `rest` [N, G]: levels [N, columns] and scales [N, columns / group], G padded to whole groups.
 
     A second digit for what the first one leaves is there only if that is more than `_REST` of a row's quantisation
     step, `steps` [N, 1].
     """
-    middle, left = 2 ** (bits - 1), _whole_groups(rest, group)
+    middle, left = 2 ** (bits - 1), np.pad(rest, ((0, 0), (0, -rest.shape[1] % group)))  # whole groups
     digits: list[tuple[Array, Array]] = []
     while not digits or (len(digits) < 2 and (np.abs(left) > _REST * steps).any()):
         blocks = left.reshape(len(left), -1, group)
