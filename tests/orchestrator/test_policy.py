@@ -246,6 +246,15 @@ def test_plain_decoding_is_measured_first_with_concurrent_requests() -> None:
     assert Policy(Estimates(), MODES, 4, 16).plan().mode != "ar"
 
 
+def test_choice_is_due_when_all_requests_but_one_have_left() -> None:
+    """Also where the arm of the larger load was never run at the smaller one."""
+    policy = Policy(Estimates(), MODES, 4, 16)
+    policy.set_load(2)
+    policy.plan()
+    policy.set_load(1)
+    assert policy.is_due and policy.plan()
+
+
 def test_plain_decoding_with_a_slow_start_is_soon_remeasured() -> None:
     """A crowd's first rounds are those of a process that has only begun."""
     estimates = Estimates()

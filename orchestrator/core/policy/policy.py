@@ -177,10 +177,12 @@ class Policy:
     @property
     def is_due(self) -> bool:
         """Whether the next `plan` chooses again."""
+        if self._plan is None:
+            return True
         rounds = self._rounds // self._active
         hopeless = self._trial is not None and self._trial.is_hopeless(rounds - self._warm_up)
         enough = POLICY.few_rounds if self._is_short else POLICY.episode_rounds
-        return self._plan is None or rounds >= enough or hopeless
+        return rounds >= enough or hopeless
 
     @property
     def _is_short(self) -> bool:
