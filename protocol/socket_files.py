@@ -22,8 +22,9 @@ import zmq
 
 from outrider.protocol.errors import EndpointError
 
-MAX_PATH = zmq.IPC_PATH_MAX_LEN or 103
-"""The most bytes of a unix socket's path on this system: 107 on Linux, 103 on macOS."""
+_NEW = ".new"
+MAX_PATH = (zmq.IPC_PATH_MAX_LEN or 103) - len(_NEW)
+"""The most bytes of an endpoint's path: 103 on Linux, 99 on macOS. A second socket beside it has a longer name."""
 
 
 class SocketLock:
@@ -59,12 +60,22 @@ class SocketLock:
         self.inode = _inode(self.path)
 
     def shut(self) -> None:
-        """Puts a socket at the path that accepts no connections; open ones stay. A second call does nothing."""
+        """Puts a socket at the path that accepts no connections; open ones stay. A second call does nothing.
+
+        There is a socket at the path at every moment: to a client that found none, no server would be running.
+        """
         if self._shut is None and self.inode is not None:
-            os.rename(self.path, self._aside)
+            new = self.path + _NEW
+            for left in (new, self._aside):  # by a killed server
+                _remove(left)
             self._shut = socket.socket(socket.AF_UNIX)
-            self._shut.bind(self.path)
+            self._shut.bind(new)
             self._shut.listen()
+            try:
+                os.link(self.path, self._aside)
+            except OSError:  # a file system without links
+                os.rename(self.path, self._aside)
+            os.rename(new, self.path)
 
     def open(self) -> None:
         """Restores the socket of `bind`; waiting connections are closed, and ZeroMQ connects again."""
@@ -151,7 +162,7 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-MAX_NAME = 32
+MAX_NAME = 28
 """The most characters of a socket's name in the directory."""
 _PREFIX = "outrider-run-"
 _UNLOCKED = ".outrider-run-"  # its name until it is locked, so that no other process removes it as abandoned

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket as plain
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
@@ -160,6 +161,18 @@ def test_client_waits_while_the_server_does_not_listen(sockets, ipc, short):
         assert server.poll(10_000) and server.recv_multipart()[1] == b"waits"
         bound.stop_listening()
     assert not list(short.iterdir())
+
+
+def test_there_is_a_socket_while_the_server_stops_listening(sockets, ipc, short):
+    """A client that finds none would report that no server is running."""
+    with bind(sockets(), ipc) as bound, ThreadPoolExecutor(1) as looker:
+        done = threading.Event()
+        looks = looker.submit(lambda: [(short / "s").is_socket() for _ in iter(done.is_set, True)])
+        for _ in range(2000):
+            bound.stop_listening()
+            bound.listen()
+        done.set()
+        assert all(looks.result())
 
 
 KILLED = """
