@@ -418,14 +418,12 @@ class DraftWorker:
         """Sends each request's result; one with an error ends."""
         span = Span(started_ns, clock.now())
         self._took(operation, started_ns)
+        peak_bytes = self._memory.bytes() if self._memory is not None else 0
         for running, result in zip(requests, results, strict=True):
             if isinstance(result, OutriderError):
                 self._fault(running.newest.request, result)
             elif result is not None:
-                self._link.send(running.answer(result, span, self._peak_bytes()))
-
-    def _peak_bytes(self) -> int:
-        return self._memory.bytes() if self._memory is not None else 0
+                self._link.send(running.answer(result, span, peak_bytes))
 
     def _drop(self, request: str, spoilt: bool = False) -> None:
         running = self._running.pop(request, None)

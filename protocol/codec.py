@@ -68,7 +68,9 @@ def _read_array(kind: Any, entry: Any) -> np.ndarray[Any, Any]:
     """Returns an array, a read-only view of the next frame. Raises ValueError; the decoder adds the place."""
     array: Array = kind.__args__[1]
     match entry:
-        case [array.dtype, [*size]] if len(size) == array.axes and all(map(_is_length, size)):
+        case [array.dtype, [*size]] if len(size) == array.axes and all(
+            type(n) is int and 0 <= n <= MAX_AXIS for n in size
+        ):
             raw, wire = next(_frames.unread, None), _wire(array.dtype)
         case _:
             raise ValueError(f"Expected an array of {array.dtype}, {array.axes} axes of at most {MAX_AXIS:,}")
@@ -82,10 +84,6 @@ def _read_array(kind: Any, entry: Any) -> np.ndarray[Any, Any]:
     if items.dtype.kind == "f" and not np.isfinite(items).all():
         raise ValueError("Expected finite numbers")
     return items
-
-
-def _is_length(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_AXIS
 
 
 @cache

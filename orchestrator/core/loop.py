@@ -112,7 +112,7 @@ class Core:
         """Handles all messages that have arrived, BRANCHES before OUTCOMEs, so that a lookup sees what came in time."""
         arrived = list(self.pool.receive())
         arrived.sort(key=lambda arrival: isinstance(arrival[1], Outcome))
-        self._scheduler.handle_all(arrived, clock.now())
+        self._scheduler.handle(arrived, clock.now())
         for worker in self.pool.arrivals():
             if worker.role == "target":
                 self._scheduler.on_target_found()

@@ -181,12 +181,11 @@ class Scheduler:
 
     # --- messages of workers --------------------------------------------------------------------------------------
 
-    def handle(self, sender: str, message: Message, now_ns: int) -> None:
-        """Handles a worker's message about a request; a stale or invalid one is dropped and counted."""
-        self.handle_all([(sender, message)], now_ns)
+    def handle(self, arrived: Iterable[tuple[str, Message]], now_ns: int) -> None:
+        """Handles workers' messages that came together; a stale or invalid one is dropped and counted.
 
-    def handle_all(self, arrived: Iterable[tuple[str, Message]], now_ns: int) -> None:
-        """Handles messages that came together: replies leave before metrics are written and events go to the front."""
+        Replies leave before metrics are written and events go to the front.
+        """
         settled: list[SettledRound] = []
         for sender, message in arrived:
             self._handle_one(sender, message, now_ns, settled)

@@ -39,6 +39,7 @@ CHOICE = "OUTRIDER_OPENBLAS"
 """The environment variable that sets the library to preload; empty: none, so that MLX uses its wheel's BLAS."""
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _NAMES = ("openblas", "openblasp", "openblaso")
+_find_library = cache(find_library)
 
 
 def openblas() -> str | None:
@@ -54,12 +55,7 @@ def openblas() -> str | None:
         if not Path(chosen).is_file():
             raise InvalidRequest(f"{CHOICE} is {chosen}, which is not a file; expected a libopenblas.so.0, or no value")
         return chosen
-    return _installed_openblas()
-
-
-@cache
-def _installed_openblas() -> str | None:
-    return next(filter(None, map(find_library, _NAMES)), None)
+    return next(filter(None, map(_find_library, _NAMES)), None)
 
 
 def needs_openblas() -> bool:

@@ -270,11 +270,6 @@ class Outcome(RoundMessage, frozen=True):
     logprobs: Logprobs | None = None
     path: Path | None = None
 
-    @property
-    def drafted_chain(self) -> tuple[int, ...]:
-        """The in-process drafter's tokens; (): it did not draft."""
-        return self.drafted.chain if self.drafted is not None else ()
-
 
 class Features(EpochMessage, frozen=True):
     """Target -> orchestrator -> drafters that read them: `rows` of committed tokens, the first of them at `position`.

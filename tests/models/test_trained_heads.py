@@ -23,7 +23,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.harness.default_model import mixed_tokens
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, answered, drafted_chain
 
 SHIPPED = {kind: Path(folder) for kind, folder in embedded_heads().items()}
 LENGTH, DEPTH, PROMPTS = 16, 3, 2
@@ -59,7 +59,7 @@ def test_shipped_head_reaches_its_minimum_acceptance(target: LoadedModel, name: 
     assert own.note == ""
     for temp, floor in FLOORS[name].items():
         found = outcomes(target, own, temp)
-        drafted = sum(len(one.drafted_chain) for one in found)
+        drafted = sum(len(drafted_chain(one)) for one in found)
         share = sum(one.accepted for one in found) / drafted
         assert share > floor, (temp, share)
 

@@ -270,7 +270,7 @@ class World(HonestWorkers):
 
     def _take(self, arrived: list[tuple[str, Message]]) -> None:
         self.watch.wants([message for _, message in arrived])
-        self.rounds.handle_all(arrived, self._clock())
+        self.rounds.handle(arrived, self._clock())
         self.flush_and_yield()
         for node in self.nodes.values():
             told = f"{node.name} has told {node.link.up.lies} lies, and {node.lies} were found"

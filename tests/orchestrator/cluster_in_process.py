@@ -207,13 +207,13 @@ class Cluster(HonestWorkers):
             self._prepare()
             for outcome in self.target.answer(self._to_target.popleft()):
                 if not self._drop(outcome):
-                    self.rounds.handle("target-0", through_the_codec(outcome), self._now)
+                    self.rounds.handle([("target-0", through_the_codec(outcome))], self._now)
             if self.target.autonomous is not None:
                 self._to_target.appendleft(self.target.autonomous)
                 self.target.autonomous = None
         elif (outcome := self.target.step()) is not None:
             if not self._drop(outcome):
-                self.rounds.handle("target-0", through_the_codec(outcome), self._now)
+                self.rounds.handle([("target-0", through_the_codec(outcome))], self._now)
         else:
             self._work(100)
             self._now += 10_000_000_000 if not self._to_target else 0
@@ -240,7 +240,7 @@ class Cluster(HonestWorkers):
             while link.sent:
                 message = link.sent.popleft()
                 if not self._drop(message):
-                    self.rounds.handle(link.name, message, self._now)
+                    self.rounds.handle([(link.name, message)], self._now)
 
 
 __all__ = ["Close", "Cluster", "Resync", "Script"]

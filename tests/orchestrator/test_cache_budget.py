@@ -59,7 +59,7 @@ def test_drafter_with_dropped_branches_still_counts_as_finished(monkeypatch: pyt
     cluster.rounds.begin(Admit("r", TEXT[:10], SamplingParams(), "ssd", frozenset()), 0)
     draft = cluster.rounds._requests["r"].draft
     assert not draft.final and draft.covered == 0
-    cluster.rounds.handle("draft-0", Branches("r", 0, 0, 10, 1, (Branch((1,), (7,)),), Span(0, 1), final=True), 0)
+    cluster.rounds.handle([("draft-0", Branches("r", 0, 0, 10, 1, (Branch((1,), (7,)),), Span(0, 1), final=True))], 0)
     assert draft.final and draft.covered == 8 and not draft.cache.branches
 
 

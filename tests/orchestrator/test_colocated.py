@@ -101,7 +101,7 @@ class Target(HonestWorkers):
             next_proposal, drafted=InProcessDraft(chain, Span(self._now, drafted)) if own else None,
         )  # fmt: skip
         self._now = ended
-        self.rounds.handle("target-0", outcome, self._now)
+        self.rounds.handle([("target-0", outcome)], self._now)
 
 
 class Recorded(Trace):

@@ -68,16 +68,16 @@ def test_round_is_complete_when_all_asked_drafters_finish() -> None:
     request = made.rounds._requests["r"]
     for name in ("draft-0", "draft-1"):
         assert not request.draft.final
-        made.rounds.handle(name, Branches("r", 0, 0, len(PROMPT), 3, (), NONE, final=True), 0)
+        made.rounds.handle([(name, Branches("r", 0, 0, len(PROMPT), 3, (), NONE, final=True))], 0)
     assert request.draft.final and request.draft.covered == 8
 
 
 def test_branches_are_prepared_once_their_drafter_finishes() -> None:
     made = begun(branches=8, full_depth=True, steps=0)
     entries = (Branch((5,), (8, 9, 10)),)
-    made.rounds.handle("draft-1", Branches("r", 0, 0, len(PROMPT), 3, entries, NONE, final=True), 0)
+    made.rounds.handle([("draft-1", Branches("r", 0, 0, len(PROMPT), 3, entries, NONE, final=True))], 0)
     assert [m.committed for m in made.sent_to_target if isinstance(m, Prepare)] == [((5,),)]
-    made.rounds.handle("draft-0", Branches("r", 0, 0, len(PROMPT), 1, (Branch((6,), (8,)),), NONE), 0)
+    made.rounds.handle([("draft-0", Branches("r", 0, 0, len(PROMPT), 1, (Branch((6,), (8,)),), NONE))], 0)
     assert len([m for m in made.sent_to_target if isinstance(m, Prepare)]) == 1
 
 
@@ -87,7 +87,7 @@ def test_deeper_of_two_branches_for_an_outcome_is_kept(first: str) -> None:
     pushes = {"draft-0": (8,), "draft-1": (8, 9)}
     for name in sorted(pushes, reverse=first == "draft-1"):
         entries = (Branch((5,), pushes[name]),)
-        made.rounds.handle(name, Branches("r", 0, 0, len(PROMPT), 2, entries, NONE), 0)
+        made.rounds.handle([(name, Branches("r", 0, 0, len(PROMPT), 2, entries, NONE))], 0)
     found = made.rounds._requests["r"].draft.cache.lookup((5,))
     assert found is not None and (found.chain, found.drafter) == ((8, 9), "draft-1")
 
@@ -97,7 +97,7 @@ def test_resync_reopens_only_the_drafter_that_asked() -> None:
     for _ in range(5):
         made._turn()
     before = len(told(made, "draft-0", Open))
-    made.rounds.handle("draft-1", Resync("r", 0), 0)
+    made.rounds.handle([("draft-1", Resync("r", 0))], 0)
     assert len(told(made, "draft-1", Open)) == 2 and len(told(made, "draft-0", Open)) == before == 1
 
 
@@ -140,7 +140,7 @@ def dies(made: Cluster, name: str) -> None:
 
 
 def fails(made: Cluster, name: str) -> None:
-    made.rounds.handle(name, Fault(name, "r", "no more of this"), made._now)
+    made.rounds.handle([(name, Fault(name, "r", "no more of this"))], made._now)
 
 
 def stops(made: Cluster, name: str) -> None:
@@ -181,11 +181,11 @@ def test_chain_from_an_unasked_drafter_is_dropped_and_counted() -> None:
     made._steps = 0
     made._prepare()
     for outcome in made.target.answer(made._to_target.popleft()):
-        made.rounds.handle("target-0", outcome, 0)
+        made.rounds.handle([("target-0", outcome)], 0)
     before, invalid, round_ = made.rounds.stale, invalid_messages(made), made.rounds._requests["r"].round
-    made.rounds.handle("draft-1", Drafted("r", 0, 1, len(PROMPT) + 1, (1, 2), NONE), 0)
+    made.rounds.handle([("draft-1", Drafted("r", 0, 1, len(PROMPT) + 1, (1, 2), NONE))], 0)
     assert made.rounds.stale == before + 1 and round_.wait and invalid == [("draft-1", "round")]
-    made.rounds.handle("draft-0", Drafted("r", 0, 1, len(PROMPT) + 1, (1, 2), NONE), 0)
+    made.rounds.handle([("draft-0", Drafted("r", 0, 1, len(PROMPT) + 1, (1, 2), NONE))], 0)
     assert not round_.wait
 
 
@@ -193,8 +193,8 @@ def test_unrequested_branches_are_dropped_and_counted() -> None:
     made = begun(branches=4, full_depth=True, steps=0)
     invalid = invalid_messages(made)
     many = tuple(Branch((n,), (8,)) for n in range(3))
-    made.rounds.handle("draft-1", Branches("r", 0, 0, len(PROMPT), 1, many, NONE), 0)
-    made.rounds.handle("draft-1", Branches("r", 0, 5, len(PROMPT), 1, many[:1], NONE), 0)
+    made.rounds.handle([("draft-1", Branches("r", 0, 0, len(PROMPT), 1, many, NONE))], 0)
+    made.rounds.handle([("draft-1", Branches("r", 0, 5, len(PROMPT), 1, many[:1], NONE))], 0)
     assert invalid == [("draft-1", "length"), ("draft-1", "round")]
     assert made.rounds.stale == 2 and not made.rounds._requests["r"].draft.cache.branches
 

@@ -30,7 +30,7 @@ def test_shared_forward_counts_once_and_prompt_reading_not_at_all() -> None:
     for number, (begun, ended) in enumerate(((0, 4), (5, 7), (8, 11))):
         work = Span(begun * ms, ended * ms)
         told = [Outcome(name, 0, number, 3 + number, 0, 5, work, next_proposal=Coupled()) for name in ("a", "b")]
-        scheduler.handle_all([("target-0", one) for one in told], ended * ms)
+        scheduler.handle([("target-0", one) for one in told], ended * ms)
     lasted, verified = scheduler.metrics.rounds.snapshot(), scheduler.metrics.verifies.snapshot()
     assert (sum(lasted.counts), round(1000 * lasted.seconds)) == (4, 2 * (3 + 4))
     assert (sum(verified.counts), round(1000 * verified.seconds)) == (2, 2 + 3)

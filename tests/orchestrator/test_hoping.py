@@ -126,13 +126,13 @@ def test_wait_for_a_pushing_drafter_is_bounded_by_its_tree_time() -> None:
     scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
     push = Branches("r", 0, 0, 3, 1, (Branch((5,), (1,)),), Span(0, MILLISECOND_NS))
     now_ns = MILLISECOND_NS
-    scheduler.handle("draft-0", push, now_ns)
-    scheduler.handle("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)), now_ns)
+    scheduler.handle([("draft-0", push)], now_ns)
+    scheduler.handle([("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)))], now_ns)
     asked_ns = now_ns
     assert not wires.verifies, "the branch is short and the next push near: the request waits"
     while not wires.verifies and now_ns < asked_ns + 10**9:
         now_ns += MILLISECOND_NS // 2
-        scheduler.handle("draft-0", push, now_ns)
+        scheduler.handle([("draft-0", push)], now_ns)
         scheduler.on_time(now_ns)
     assert wires.verifies[0].chain == (1,)
     assert now_ns - asked_ns <= (longest_wait_ms(5 * 1.0 + 0.5) + 1.0) * MILLISECOND_NS
@@ -142,12 +142,12 @@ def test_branch_after_its_outcome_is_used_and_counted_as_late() -> None:
     wires, told = Wires(), list[ToFront]()
     scheduler = Scheduler(wires, round_settings(4, 8, ngrams=False), told.append, Trace(None))
     scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=9), "ssd", frozenset()), 0)
-    scheduler.handle("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)), 5 * MILLISECOND_NS)
+    scheduler.handle([("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)))], 5 * MILLISECOND_NS)
     assert not wires.verifies, "the first push is near: the request waits"
     late = Branches("r", 0, 0, 3, 4, (Branch((5,), (1, 2, 3, 4)),), Span(0, MILLISECOND_NS), final=True)
-    scheduler.handle("draft-0", late, 6 * MILLISECOND_NS)
+    scheduler.handle([("draft-0", late)], 6 * MILLISECOND_NS)
     assert wires.verifies[0].chain == (1, 2, 3, 4)
-    scheduler.handle("target-0", Outcome("r", 0, 1, 4, 4, 5, Span(0, 1)), 7 * MILLISECOND_NS)
+    scheduler.handle([("target-0", Outcome("r", 0, 1, 4, 4, 5, Span(0, 1)))], 7 * MILLISECOND_NS)
     scheduler.stop("r", "cancelled")
     timings = next(event.timings for event in told if isinstance(event, RequestEnded))
     assert (timings.cache_hits, timings.cache_misses, timings.cache_late) == (0, 1, 1)

@@ -5,8 +5,6 @@ A late message is only dropped. A message that answers nothing its drafter was s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -32,6 +30,7 @@ from outrider.protocol.messages import (
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ
 from tests.orchestrator.cluster_in_process import Cluster
+from tests.system.links import intercept
 
 TEXT = tuple(range(1000, 1200))
 PROMPT = TEXT[:10]
@@ -89,7 +88,7 @@ FOREIGN: list[tuple[str, Message, str]] = [
 def test_foreign_or_stale_message_is_dropped_and_counted(
     cluster: ValidatingCluster, sender: str, message: Message, lie: str
 ) -> None:
-    cluster.rounds.handle(sender, message, 0)
+    cluster.rounds.handle([(sender, message)], 0)
     assert cluster.rounds.stale == 1 and cluster.lies == [lie] * bool(lie)
     assert not [event for event in cluster.told if isinstance(event, Committed)]
     assert [type(told) for told in cluster.sent_to_target] == [Open]
@@ -181,7 +180,6 @@ def test_recorded_tasks_are_bounded() -> None:
 @pytest.mark.parametrize("message", [outcome(), Drafted("r", 0, 1, len(PROMPT) + 1, (7,), NONE), Close("r")])
 def test_constantly_invalid_drafter_does_not_change_the_text(message: Message) -> None:
     cluster = ValidatingCluster()
-    handle: Callable[..., None] = cluster.rounds.handle
 
     def lies(sender: str, said: Message, now_ns: int) -> None:
         request = cluster.rounds._requests.get("r")
@@ -193,7 +191,7 @@ def test_constantly_invalid_drafter_does_not_change_the_text(message: Message) -
             handle("draft-0", message, now_ns)
         handle(sender, said, now_ns)
 
-    cluster.rounds.handle = lies  # type: ignore[method-assign]
+    handle = intercept(cluster.rounds, lies)
     cluster.run(PROMPT, 60)
     assert cluster.generated == list(TEXT[10:70])
     assert len(cluster.lies) > 10
@@ -201,5 +199,5 @@ def test_constantly_invalid_drafter_does_not_change_the_text(message: Message) -
 
 def test_prompt_progress_is_taken_from_the_target_only(cluster: ValidatingCluster) -> None:
     for sender, done in (("draft-0", 3), ("target-0", 4)):
-        cluster.rounds.handle(sender, Prefilled("r", 0, done, 10), 0)
+        cluster.rounds.handle([(sender, Prefilled("r", 0, done, 10))], 0)
     assert [event for event in cluster.told if isinstance(event, Progress)] == [Progress("r", 4, 10)]

@@ -36,6 +36,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 from tests.harness.settings import round_settings
 from tests.orchestrator.cluster_in_process import Cluster, Script
+from tests.system.links import intercept
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
 
@@ -217,7 +218,7 @@ def test_branches_past_an_end_token_are_not_prepared() -> None:
     cluster = Cluster(text, script(text))
     cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset({7})), 0)
     entries = (Branch((7,), (8, 9)), Branch((5,), (8, 9, 10)))
-    cluster.rounds.handle("draft-0", Branches("r", 0, 0, len(PROMPT), 3, entries, Span(0, 1), final=True), 0)
+    cluster.rounds.handle([("draft-0", Branches("r", 0, 0, len(PROMPT), 3, entries, Span(0, 1), final=True))], 0)
     known = [message for message in cluster.sent_to_target if isinstance(message, Prepare)]
     assert [(message.committed, message.chains) for message in known] == [(((5,),), ((8, 9, 10),))]
 
@@ -330,7 +331,7 @@ def test_target_finishes_without_a_lost_drafter() -> None:
 def test_messages_of_a_dropped_drafter_are_ignored(last_words: Message) -> None:
     text = random_text(13)
     cluster = Cluster(text, script(text), ngrams=False)
-    handle, heard = cluster.rounds.handle, []
+    heard: list[str] = []
 
     def fails(sender: str, message: Message, now_ns: int) -> None:
         handle(sender, message, now_ns)
@@ -339,7 +340,7 @@ def test_messages_of_a_dropped_drafter_are_ignored(last_words: Message) -> None:
             handle("draft-0", Fault("draft-0", "r", "the context is full"), now_ns)
             handle("draft-0", last_words, now_ns)
 
-    cluster.rounds.handle = fails  # type: ignore[method-assign]
+    handle = intercept(cluster.rounds, fails)
     cluster.run(PROMPT, 80)
     assert cluster.generated == list(text[10:90])
     assert sum(isinstance(message, Open) for message in cluster.sent_to_target) == 1
@@ -359,7 +360,7 @@ def test_resync_sends_the_drafter_all_tokens_once() -> None:
     cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
     for _ in range(6):
         cluster._turn()
-    cluster.rounds.handle("draft-0", Resync("r", 0), 0)
+    cluster.rounds.handle([("draft-0", Resync("r", 0))], 0)
     opened, told = [m for m in to_drafter if isinstance(m, Open)][-1], cluster.rounds._requests["r"].sequence.tokens
     assert opened.tokens.tolist() == told
     since = len(to_drafter)
@@ -373,7 +374,7 @@ def test_simulation_fails_when_its_drafter_fails() -> None:
     text = random_text(12)
     cluster = Cluster(text, script(text), simulated=True)
     cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
-    cluster.rounds.handle("draft-0", Fault("draft-0", "r", "the drafter is full"), 0)
+    cluster.rounds.handle([("draft-0", Fault("draft-0", "r", "the drafter is full"))], 0)
     assert cluster.told[-1] == Failed("r", "WorkerError", "the drafter is full")
     assert not cluster.rounds.active
 
@@ -382,14 +383,13 @@ def test_simulation_fails_when_its_drafter_fails() -> None:
 def test_worker_note_is_reported_once_with_the_result(sender: str) -> None:
     text = random_text(12)
     cluster = Cluster(text, script(text), simulated=True)
-    handle = cluster.rounds.handle
 
     def remarking(name: str, message: Message, now_ns: int) -> None:
         handle(sender, WorkerNote(sender, "the times are wrong"), now_ns)
         handle("draft-7", WorkerNote("draft-7", "I have no part in this"), now_ns)
         handle(name, message, now_ns)
 
-    cluster.rounds.handle = remarking  # type: ignore[method-assign]
+    handle = intercept(cluster.rounds, remarking)
     ended = cluster.run(PROMPT, 50)
     assert cluster.generated == list(text[10:60])
     assert ended.notes == (f"{sender}: the times are wrong",)
@@ -399,14 +399,13 @@ def test_stale_and_duplicate_messages_are_dropped_and_counted() -> None:
     text = random_text(11)
     cluster = Cluster(text, script(text))
     seen: list[tuple[str, Message]] = []
-    handle = cluster.rounds.handle
 
     def twice(sender: str, message: Message, now_ns: int) -> None:
         seen.append((sender, message))
         handle(sender, message, now_ns)
         handle(*seen[len(seen) // 2], now_ns)
 
-    cluster.rounds.handle = twice  # type: ignore[method-assign]
+    handle = intercept(cluster.rounds, twice)
     cluster.run(PROMPT, 60)
     assert cluster.generated == list(text[10:70])
     assert cluster.rounds.stale > 0

@@ -169,7 +169,7 @@ def test_late_messages_of_a_dead_target_and_drafters_are_dropped() -> None:
     cluster.kill_target()
     said, stale = cluster.text_of("r0"), cluster.rounds.stale
     for message in late:
-        cluster.rounds.handle("target-0", message, 0)
+        cluster.rounds.handle([("target-0", message)], 0)
     cluster._work(100)
     assert cluster.text_of("r0") == said and cluster.rounds.stale >= stale + len(late)
 

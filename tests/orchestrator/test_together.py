@@ -76,7 +76,7 @@ def outcome(request: str) -> Outcome:
 
 def test_all_verifies_are_sent_before_any_committed_event() -> None:
     scheduler, wires = under_way(9)
-    scheduler.handle_all([("target-0", outcome(request)) for request in REQUESTS], 1)
+    scheduler.handle([("target-0", outcome(request)) for request in REQUESTS], 1)
     kinds = [type(sent) if sent != "let go" else sent for sent in wires.sent]
     assert kinds == [Verify] * 3 + ["let go"] + [Committed] * 3
     assert [sent.request for sent in wires.sent if not isinstance(sent, str)] == [*REQUESTS, *REQUESTS]  # type: ignore[union-attr]
@@ -85,7 +85,7 @@ def test_all_verifies_are_sent_before_any_committed_event() -> None:
 def test_duplicate_outcome_in_one_batch_counts_once() -> None:
     for max_tokens in (1, 9):
         scheduler, wires = under_way(max_tokens)
-        scheduler.handle_all([("target-0", outcome("a"))] * 2, 1)
+        scheduler.handle([("target-0", outcome("a"))] * 2, 1)
         assert [sent for sent in wires.sent if isinstance(sent, Committed)] == [Committed("a", (5,))]
         assert scheduler.stale == 1
         ended = [sent.timings.predicted_n for sent in wires.sent if isinstance(sent, RequestEnded)]
@@ -125,7 +125,7 @@ def test_merged_tokens_keep_logprobs_origins_and_rounds() -> None:
 def test_plain_outcomes_in_one_batch_do_not_affect_time_estimates() -> None:
     scheduler, wires = under_way(9)
     following = [replace(outcome("a"), round=n, base_len=3 + n, next_proposal=Coupled()) for n in (1, 2)]
-    scheduler.handle_all([("target-0", sent) for sent in (outcome("a"), *following)], 1)
+    scheduler.handle([("target-0", sent) for sent in (outcome("a"), *following)], 1)
     assert [sent.tokens for sent in wires.sent if isinstance(sent, Committed)] == [(5,), (5,), (5,)]
     scheduler.begin(Admit("d", (1, 2, 3), SamplingParams(), "auto", frozenset()), 1)
     assert wires.sent[-1] == RequestBegan("d", "auto")

@@ -345,7 +345,7 @@ class Cluster(HonestWorkers):
                 return False
         while self._target_link.sent:
             message = self._target_link.sent.popleft()
-            self.rounds.handle("target-0", message, self._clock())
+            self.rounds.handle([("target-0", message)], self._clock())
             if isinstance(message, Outcome) and message.drafted is not None:
                 self._verifies.append(
                     Verify(
@@ -382,7 +382,7 @@ class Cluster(HonestWorkers):
     def _deliver(self, messages: Sequence[Message]) -> None:
         for message in messages:
             if self._draft_worker is not None:
-                self.rounds.handle("draft-0", message, self._clock())
+                self.rounds.handle([("draft-0", message)], self._clock())
 
     def _look(self) -> None:
         if self.after_draft is not None and self._watched is not None:

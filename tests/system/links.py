@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.protocol.codec import decode, decode_all, encode, encode_all
-from outrider.protocol.messages import Message
+from outrider.protocol.messages import Message, Outcome
+
+Handle = Callable[[str, Message, int], None]
 
 
 class VirtualClock:
@@ -76,6 +79,23 @@ def answered(worker: Turning, link: FakeLink, messages: Sequence[Message], turns
     except Idle:
         pass
     return list(link.sent)[before:]
+
+
+def drafted_chain(outcome: Outcome) -> tuple[int, ...]:
+    """The in-process drafter's tokens; (): it did not draft."""
+    return outcome.drafted.chain if outcome.drafted is not None else ()
+
+
+def intercept(scheduler: Scheduler, hook: Handle) -> Handle:
+    """Gives each message to `hook` in place of the scheduler, and returns what gives one to the scheduler."""
+    handle = scheduler.handle
+
+    def handle_each(arrived: Iterable[tuple[str, Message]], now_ns: int) -> None:
+        for sender, message in arrived:
+            hook(sender, message, now_ns)
+
+    scheduler.handle = handle_each  # type: ignore[method-assign]
+    return lambda sender, message, now_ns: handle([(sender, message)], now_ns)
 
 
 def through_the_codec(message: Message) -> Message:

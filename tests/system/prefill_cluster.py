@@ -62,5 +62,5 @@ class PrefillCluster(Cluster):
         while self._reader_link.sent and self.is_there:
             for message in self._way(self._reader_link.sent.popleft(), self._way_rng):
                 self.handed += [message] if isinstance(message, PromptKv) else []
-                self.rounds.handle(NAME, through_the_codec(message), self._clock())
+                self.rounds.handle([(NAME, through_the_codec(message))], self._clock())
         return True

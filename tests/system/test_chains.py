@@ -17,6 +17,7 @@ from outrider.protocol.messages import Branches, Message
 from outrider.protocol.sampling import SamplingParams
 from tests.covering import matrix
 from tests.system.cluster import AMPLE, MIXED, UNTIL_IDLE, Cluster, Schedule
+from tests.system.links import intercept
 from tests.system.redraft import TIE, doubts, fresh_scores, only_ties
 from tests.system.small import TOY
 
@@ -91,7 +92,6 @@ def test_every_branch_and_its_outcome_equal_a_fresh_drafters(
 def record_branches(cluster: Cluster) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
     """(base_len, accepted) -> bonus -> the longest chain pushed for that outcome."""
     pushed: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
-    handle = cluster.rounds.handle
 
     def listen(sender: str, message: Message, now_ns: int) -> None:
         for entry in message.entries if isinstance(message, Branches) else ():
@@ -100,7 +100,7 @@ def record_branches(cluster: Cluster) -> dict[tuple[int, int], dict[int, tuple[i
             known[bonus] = max(known.get(bonus, ()), entry.chain, key=len)
         handle(sender, message, now_ns)
 
-    cluster.rounds.handle = listen  # type: ignore[method-assign]
+    handle = intercept(cluster.rounds, listen)
     return pushed
 
 

@@ -16,6 +16,7 @@ from outrider.protocol.messages import Message, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.covering import matrix
 from tests.system.cluster import Cluster, Run
+from tests.system.links import intercept
 from tests.system.markov import markov, p_values
 from tests.system.redraft import doubts, only_ties
 from tests.system.same import check_same
@@ -83,7 +84,6 @@ def test_every_chain_equals_a_fresh_drafters(make_cluster: Make, small_pair: Sma
 def test_drafters_cache_holds_the_committed_tokens(make_cluster: Make, sampling: str) -> None:
     cluster = make_cluster(None, colocated="model", ngrams=False)
     seen = []
-    handle = cluster.rounds.handle
 
     def look(sender: str, message: Message, now_ns: int) -> None:
         for running in cluster.target._running.values():
@@ -93,7 +93,7 @@ def test_drafters_cache_holds_the_committed_tokens(make_cluster: Make, sampling:
             seen.append(len(columns))
         handle(sender, message, now_ns)
 
-    cluster.rounds.handle = look  # type: ignore[method-assign]
+    handle = intercept(cluster.rounds, look)
     cluster.run(PROMPT, SAMPLINGS[sampling], "sd")
     assert max(seen) > len(PROMPT) + LENGTH // 2
 

@@ -25,6 +25,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ, one_hot
 from outrider.target_worker import model_runner
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
+from tests.system.links import intercept
 from tests.system.markov import markov, p_values
 
 Make = Callable[..., Cluster]
@@ -174,7 +175,6 @@ def test_a_q_that_does_not_fit_its_chains_is_dropped_and_counted(
     make: Callable[[Path], Cluster], kind: type[Branches] | type[Drafted]
 ) -> None:
     cluster = make(PATHS["hit" if kind is Branches else "sd"])
-    handle = cluster.rounds.handle
 
     def spoilt(sender: str, message: Message, now_ns: int) -> None:
         if isinstance(message, kind) and message.q is not None and len(message.q) > 1:
@@ -183,7 +183,7 @@ def test_a_q_that_does_not_fit_its_chains_is_dropped_and_counted(
 
     lies: list[str] = []
     cluster.record_invalid = lambda name, lie: lies.append(lie)  # type: ignore[method-assign]
-    cluster.rounds.handle = spoilt  # type: ignore[method-assign]
+    handle = intercept(cluster.rounds, spoilt)
     run = cluster.run(PROMPT, replace(SAMPLING, seed=1, max_tokens=40), "ssd" if kind is Branches else "sd")
     assert len(run.tokens) == 40 and cluster.rounds.stale > 10 and set(lies) == {"q"}
 
@@ -235,14 +235,13 @@ def test_residual_rule_changes_nothing_at_temperature_zero(
 def test_coupled_chains_carry_no_q(make_cluster: Make) -> None:
     cluster = make_cluster("model", schedule=MIXED)
     seen: list[SparseQ | None] = []
-    handle = cluster.rounds.handle
 
     def look(sender: str, message: Message, now_ns: int) -> None:
         if isinstance(message, Branches | Drafted):
             seen.append(message.q)
         handle(sender, message, now_ns)
 
-    cluster.rounds.handle = look  # type: ignore[method-assign]
+    handle = intercept(cluster.rounds, look)
     cluster.run(PROMPT, SamplingParams(max_tokens=40, temp=1.0, seed=1))
     assert len(seen) > 10 and set(seen) == {None}
 

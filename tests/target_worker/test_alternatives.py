@@ -17,7 +17,7 @@ from outrider.protocol.messages import Autonomous, InProcess, Open, Outcome, Ver
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import HeadDraftSession, InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, answered, drafted_chain
 from tests.target_worker.block_heads import block_head, linked_head, parallel_head
 from tests.target_worker.heads import drafter, markov_llama, token_head
 
@@ -102,5 +102,5 @@ def text(outcomes: list[Outcome], request: str) -> list[int]:
     for one in outcomes:
         if one.request == request:
             held = range(one.accepted) if one.path is None else one.path
-            found += [*(one.drafted_chain[node] for node in held), one.bonus]
+            found += [*(drafted_chain(one)[node] for node in held), one.bonus]
     return found

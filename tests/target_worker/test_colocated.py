@@ -15,7 +15,7 @@ from outrider.protocol.messages import Autonomous, Close, Coupled, Fault, Halt, 
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel, ModelDraftSession
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, answered, drafted_chain
 from tests.system.markov import markov
 
 _rng = np.random.default_rng(6)
@@ -66,7 +66,7 @@ def plain_rounds(number: int, base_len: int, room: int) -> Verify:
 
 def text(answers: list[Any]) -> list[int]:
     """The tokens that a run of outcomes commits."""
-    return [token for a in answers for token in [*a.drafted_chain[: a.accepted], a.bonus]]
+    return [token for a in answers for token in [*drafted_chain(a)[: a.accepted], a.bonus]]
 
 
 def plain() -> list[int]:
@@ -82,7 +82,7 @@ def test_autonomous_rounds_report_their_drafted_chains() -> None:
     worker_under_test = WorkerUnderTest()
     answers = worker_under_test.exchange(drafting(1, START), turns=10)
     assert [a.round for a in answers] == list(range(1, 11))
-    assert {len(a.drafted_chain) for a in answers} == {3}
+    assert {len(drafted_chain(a)) for a in answers} == {3}
     assert all(b.base_len == a.base_len + a.accepted + 1 for a, b in pairwise(answers))
     assert 0 < sum(a.accepted for a in answers) < 30
     assert [*TRUTH[:START], *text(answers)] == TRUTH[: START + len(text(answers))] == worker_under_test.tokens
@@ -97,7 +97,7 @@ def test_drafting_time_is_reported_apart_from_verify_time() -> None:
 @pytest.mark.parametrize("room", [1, 2, 3, 4, 5, 17])
 def test_chains_leave_room_for_the_bonus_and_rounds_end_at_the_limit(room: int) -> None:
     answers = WorkerUnderTest().exchange(drafting(1, START, depth=4, room=room))
-    assert all(a.base_len + len(a.drafted_chain) < START + room for a in answers)
+    assert all(a.base_len + len(drafted_chain(a)) < START + room for a in answers)
     assert text(answers) == TRUTH[START : START + room]
 
 
@@ -215,7 +215,7 @@ def test_verify_during_another_prompt_is_drafted_in_the_next_forward() -> None:
 
 def test_requests_that_draft_together_get_the_chains_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """And where one's drafting fails, only that one ends."""
-    alone = [(a.drafted_chain, a.accepted, a.bonus) for a in WorkerUnderTest().exchange(drafting(1, START))]
+    alone = [(drafted_chain(a), a.accepted, a.bonus) for a in WorkerUnderTest().exchange(drafting(1, START))]
 
     class Fails(Exception):
         pass
@@ -232,7 +232,7 @@ def test_requests_that_draft_together_get_the_chains_of_single_requests(monkeypa
     worker_under_test.exchange(*others)
     goes = [replace(drafting(1, len(text) + 1), request=name) for name, text in (("s", "30"), ("t", "55"))]
     answers = worker_under_test.exchange(drafting(1, START), *goes)
-    of_r = [(a.drafted_chain, a.accepted, a.bonus) for a in answers if isinstance(a, Outcome) and a.request == "r"]
+    of_r = [(drafted_chain(a), a.accepted, a.bonus) for a in answers if isinstance(a, Outcome) and a.request == "r"]
     assert of_r == alone
     assert [a.request for a in answers if isinstance(a, Fault)] == ["t"]
     assert sum(isinstance(a, Outcome) and a.request == "s" for a in answers) > 10

@@ -26,6 +26,7 @@ from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from tests.drafters.experts import gated_mlp, rms
 from tests.drafters.mtp_heads import turned
+from tests.system.links import drafted_chain
 from tests.target_worker.heads import LAYERS, H, markov_llama
 from tests.target_worker.test_in_process_head import accepted, run, texts
 from tests.tiny import VOCAB_SIZE, write_model
@@ -149,7 +150,7 @@ def test_text_with_early_exit_equals_that_of_the_target(
     """By its layers alone, and by an adapter that says anything."""
     outcomes = run(target, drafters(scale), temp, requests)
     assert texts(outcomes) == alone(temp, requests)
-    assert any(a.drafted_chain for one in outcomes for a in one)
+    assert any(drafted_chain(a) for one in outcomes for a in one)
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
@@ -181,7 +182,7 @@ def test_non_finite_rows_end_only_the_drafting(
     )
     outcomes = run(target, own, 0.8, 4)
     assert texts(outcomes) == alone(0.8, 4)
-    assert "are not finite" in caplog.text and not any(a.drafted_chain for one in outcomes for a in one)
+    assert "are not finite" in caplog.text and not any(drafted_chain(a) for one in outcomes for a in one)
 
 
 @pytest.mark.parametrize(

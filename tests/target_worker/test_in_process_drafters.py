@@ -29,7 +29,7 @@ from outrider.protocol.stats import KvCost
 from outrider.target_worker import in_process_drafters
 from outrider.target_worker.in_process_drafters import DrafterSpec, InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, answered, drafted_chain
 from tests.target_worker.heads import drafter, feature_head, markov_llama, mtp_head, token_head, write_feature_head
 
 LENGTH, DEPTH = 24, 3
@@ -74,7 +74,7 @@ def run(
 
 
 def texts(rounds: list[tuple[str, Outcome]]) -> list[int]:
-    return [token for _, a in rounds for token in [*a.drafted_chain[: a.accepted], a.bonus]]
+    return [token for _, a in rounds for token in [*drafted_chain(a)[: a.accepted], a.bonus]]
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
@@ -84,7 +84,7 @@ def test_text_is_the_targets_own_with_any_drafter_in_any_round(target: LoadedMod
     found = run(target, four(target), ["token", "draft", "", "feature", "mtp"], temp, requests)
     for request, rounds in found.items():
         assert texts(rounds)[:LENGTH] == texts(alone[request])[:LENGTH]
-    drafted = {name for rounds in found.values() for name, a in rounds if a.drafted_chain}
+    drafted = {name for rounds in found.values() for name, a in rounds if drafted_chain(a)}
     assert drafted == {"token", "draft", "feature", "mtp"}
 
 
@@ -94,9 +94,9 @@ def test_drafter_beside_others_drafts_the_chains_of_a_single_drafter(target: Loa
     for name, made in (("token", token_head), ("feature", feature_head), ("mtp", mtp_head)):
         own = InProcessDrafters({name: drafter(made(target), target)})  # type: ignore[operator]
         alone = run(target, own, [name], 0.0)["0"]
-        chains_of_single = {a.base_len: a.drafted_chain for _, a in alone if a.drafted_chain}
+        chains_of_single = {a.base_len: drafted_chain(a) for _, a in alone if drafted_chain(a)}
         shared = [
-            (chains_of_single[a.base_len], a.drafted_chain)
+            (chains_of_single[a.base_len], drafted_chain(a))
             for name_of_drafter, a in together
             if name_of_drafter == name and a.base_len in chains_of_single
         ]

@@ -34,7 +34,7 @@ from tests.ahead import said
 from tests.covering import matrix
 from tests.drafters import nextn_heads
 from tests.drafters.mtp_heads import model_of, write, written
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, answered, drafted_chain
 from tests.target_worker.block_heads import (
     block_feature_head,
     block_head,
@@ -97,7 +97,7 @@ def test_text_of_hybrid_and_windowed_targets_stays_their_own(tiny_model: Callabl
     own = drafter(random_head(other), other)
     outcomes = run(other, own, 0.8, 3)
     assert texts(outcomes) == texts(run(other, None, 0.8, 3))
-    assert any(a.drafted_chain for one in outcomes for a in one)
+    assert any(drafted_chain(a) for one in outcomes for a in one)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "mimo", "deepseek_v3"])
@@ -112,7 +112,7 @@ def test_text_with_the_mtp_head_of_the_model_equals_that_of_the_target(
     own = load_head("mtp", str(folder), other, lambda stage: None)
     outcomes = run(other, own, 0.8, 3)
     assert texts(outcomes) == texts(run(other, None, 0.8, 3))
-    assert any(a.drafted_chain for one in outcomes for a in one)
+    assert any(drafted_chain(a) for one in outcomes for a in one)
     assert own.weight_bytes > 0 and "trained for this target" in own.note
 
 
@@ -138,7 +138,7 @@ def test_plain_rounds_and_received_chains_leave_no_gap_for_the_head(target: Load
 
 
 def texts(outcomes: Sequence[Sequence[Outcome]]) -> list[list[int]]:
-    return [[t for a in one for t in [*a.drafted_chain[: a.accepted], a.bonus]] for one in outcomes]
+    return [[t for a in one for t in [*drafted_chain(a)[: a.accepted], a.bonus]] for one in outcomes]
 
 
 def accepted(outcomes: Sequence[Sequence[Outcome]]) -> float:
@@ -158,7 +158,7 @@ def test_text_with_any_head_equals_that_of_the_target(
     truth = alone(temp, requests)
     outcomes = run(target, drafter(head(target), target), temp, requests)
     assert texts(outcomes) == truth
-    assert any(a.drafted_chain for one in outcomes for a in one)
+    assert any(drafted_chain(a) for one in outcomes for a in one)
 
 
 class GarbageHeadDrafter(HeadDrafter):
@@ -182,8 +182,8 @@ def test_head_with_the_targets_logits_is_right_within_its_vocabulary(target: Loa
     """At a temperature too: its noise is the target's, by the target's names of tokens."""
     head = token_head(target)
     known = set(head.vocabulary.ids.tolist())  # type: ignore[union-attr]
-    rounds = [a for one in run(target, drafter(head, target), temp, 4) for a in one if a.drafted_chain]
-    missed = [a for a in rounds if a.accepted < len(a.drafted_chain)]
+    rounds = [a for one in run(target, drafter(head, target), temp, 4) for a in one if drafted_chain(a)]
+    missed = [a for a in rounds if a.accepted < len(drafted_chain(a))]
     assert len(rounds) > 20 and sum(a.accepted for a in rounds) > len(rounds)
     assert sum(a.bonus in known for a in missed) <= 1  # its attention is to itself all but exactly
 
@@ -309,7 +309,7 @@ def test_non_finite_rows_end_only_the_drafting(
     monkeypatch.setattr(head, "fuse", lambda rows: mx.full((rows.shape[0], 64), mx.inf))
     outcomes = run(target, drafter(head, target), 0.8, 4)
     assert texts(outcomes) == alone(0.8, 4)
-    assert not any(a.drafted_chain for one in outcomes for a in one)
+    assert not any(drafted_chain(a) for one in outcomes for a in one)
     assert "are not finite" in caplog.text and "stops drafting for this request" in caplog.text
 
 

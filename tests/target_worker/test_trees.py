@@ -19,7 +19,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import fault
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, answered, drafted_chain
 from tests.target_worker.heads import drafter, markov_llama, token_head
 from tests.target_worker.test_in_process_head import LENGTH, PROMPTS, run
 
@@ -38,7 +38,7 @@ def alone(target: LoadedModel) -> Alone:
 
 def tokens_of(outcomes: Sequence[Sequence[Outcome]]) -> list[list[int]]:
     """The tokens of outcomes whose trees the target itself has told."""
-    return [[token for a in one for token in (*held(a, a.drafted_chain), a.bonus)] for one in outcomes]
+    return [[token for a in one for token in (*held(a, drafted_chain(a)), a.bonus)] for one in outcomes]
 
 
 def held(outcome: Outcome, tokens: Sequence[int]) -> list[int]:
@@ -167,5 +167,5 @@ def test_target_without_trees_takes_the_first_branch_of_a_drafted_tree(
     go = Verify("0", 0, 1, len(PROMPTS[0]) + 1, Autonomous(LENGTH, InProcess(3)))
     outcomes = [*found, *answered(worker, link, [go])]
     blank = {"work": plain[0][0].work, "idle_ns": 0, "drafted": None, "peak_bytes": 0}
-    seen, expected = ([(replace(one, **blank), one.drafted_chain) for one in found] for found in (outcomes, plain[0]))
+    seen, expected = ([(replace(one, **blank), drafted_chain(one)) for one in found] for found in (outcomes, plain[0]))
     assert seen == expected

@@ -137,7 +137,7 @@ class WorkersSocketFuzz:
         if self._pool.socket.poll(wait_ms):
             arrived = list(self._pool.receive())
             arrived.sort(key=lambda arrival: type(arrival[1]).__name__ == "Outcome")
-            self._rounds.handle_all(arrived, now())
+            self._rounds.handle(arrived, now())
         self._pool.router.watch()
         for worker in self._pool.arrivals():
             if worker.role == "target":

@@ -163,7 +163,7 @@ class VirtualEngine:
 
     def _handle(self, sender: str, message: Message) -> None:
         if not self.gone:
-            self.rounds.handle(sender, message, self.world.now_ns())
+            self.rounds.handle([(sender, message)], self.world.now_ns())
             self._watch_deadline()
 
     def _watch_deadline(self) -> None:
