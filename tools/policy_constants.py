@@ -76,6 +76,11 @@ def kinds(free: float, code: float, editing: float) -> tuple[Kind, ...]:
 
 REAL = kinds(0.42, 0.57, 0.5)
 SHARP = kinds(0.75, 0.85, 0.8)
+ANSWERS = (
+    Kind("free", {WORKER: 0.42}, 0.05),
+    Kind("extraction", {WORKER: 0.5}, 0.4, 6.0, shows=False),
+    Kind("editing", {WORKER: 0.3}, 0.7, 12.0, shows=False),
+)
 USELESS = (Kind("free", {WORKER: 0.05}, 0.02), Kind("code", {WORKER: 0.1}, 0.05, looks_code=True))
 BY_HEADS = (
     Kind("free", {WORKER: 0.55, "eagle3": 0.35, "mtp": 0.8}, 0.05),
@@ -123,6 +128,8 @@ SCENES = (
     Scene("two cores, other memory", TWO_CORES, REAL, tuned="memory"),
     Scene("two cores, drafter slows", TWO_CORES, REAL, (1,) * 16, work=(1.0, 5.0)),
     Scene("two cores, drafter slow at first", TWO_CORES, REAL, (1,) * 16, work=(5.0, 1.0)),
+    Scene("two cores, answers copy", TWO_CORES, ANSWERS, (1,) * 24),
+    Scene("two cores, answers copy, disturbed", DISTURBED, ANSWERS, (1,) * 24),
     Scene("two cores, crowds", TWO_CORES, REAL, MIXED),
     Scene("two cores, crowds, disturbed", DISTURBED, REAL, MIXED),
     Scene("two cores, useless draft, long life", TWO_CORES, USELESS, (1,) * 12, 500),

@@ -14,7 +14,7 @@ from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest
-from outrider.orchestrator.core.proposal import LONGEST_COPY, Lookup, longest_copy
+from outrider.orchestrator.core.proposal import LONGEST_COPY, CopyRound, Lookup, best_tail, longest_copy
 from outrider.orchestrator.core.request import DrafterWait, PendingCopy, Request, SettledRound
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.settings import ServeSettings
@@ -129,11 +129,8 @@ class Planner:
         return policy.is_due or policy.plan() != request.plan
 
     def drafters_rest(self, request: Request) -> bool:
-        """Whether no draft worker computes during this request's verifies, so that in `auto` the target may use all
-        cores. In SD by a draft worker it drafts for other requests meanwhile, if there are any."""
-        plan = request.plan
-        resting = plan.mode == "ar" or (plan.mode == "sd" and (bool(plan.drafter) or self.estimates.active == 1))
-        return resting and request.admit.mode == "auto"
+        """Whether the target may use all cores for this request's verifies (`Arm.rests_drafters`)."""
+        return request.admit.mode == "auto" and request.plan.rests_drafters(self.estimates.active)
 
     def reason(self, request: Request) -> str | None:
         """Returns the reason for the plan of a request in `auto`; None in other modes."""
@@ -166,7 +163,8 @@ class Planner:
         elif ended.plan.mode != "ar":
             if outcome.work.ended_ns != self._forward_ns:  # several requests report the same forward
                 self._forward_ns, rows = outcome.work.ended_ns, len(proposal.chain) + 1
-                estimates.observe_verify(max(outcome.rows, rows), outcome.work.milliseconds, rows)
+                all_cores = request.admit.mode == "auto" and ended.plan.rests_drafters(estimates.active)
+                estimates.observe_verify(max(outcome.rows, rows), outcome.work.milliseconds, rows, all_cores)
             along = proposal.along(ended.nodes)
             if self._can_judge(request):
                 self.profiles.observe(
@@ -214,6 +212,20 @@ class Planner:
                 self.estimates.observe_alternatives(copy, kept)
         if not sequence.ngrams.is_empty:
             planning.pending_copy = PendingCopy(len(sequence.tokens), longest_copy(sequence.ngrams, LONGEST_COPY))
+            self._follow_copies(request, planning.pending_copy)
+
+    def _follow_copies(self, request: Request, pending: PendingCopy) -> None:
+        """Records the rounds that n-grams alone would make; one with a long copy lasts several plain rounds."""
+        planning, tokens, round_ = request.planning, request.sequence.tokens, request.planning.copy_round
+        if round_ is not None:
+            right = round_.right(tokens[round_.base_len :])
+            if right is None:
+                return
+            self.estimates.copies.add(round_.rows, right)
+            if self._can_judge(request):
+                self.profiles.observe_copies(planning.text, round_.rows, right)
+        rows = len(best_tail(self.estimates, pending.copy).tokens)
+        planning.copy_round = CopyRound(pending.base_len, pending.copy, rows)
 
     # --- policies -------------------------------------------------------------------------------------------------
 

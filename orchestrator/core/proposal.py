@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, takewhile
 
-from outrider.orchestrator.core.policy.estimates import Copy, Estimates
+from outrider.orchestrator.core.policy.estimates import Copy, Estimates, right_tokens
 from outrider.protocol.messages import (
     Alternatives,
     Autonomous,
@@ -346,6 +346,21 @@ def best_tail(estimates: Estimates, copy: Copy, held: float = 1.0) -> CopiedTail
 def longest_copy(ngrams: NgramIndex, room: int) -> Copy:
     """Returns the longest copy that may be verified; `room` is the most tokens of a chain."""
     return ngrams.lookup(min(LONGEST_COPY, room))
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRound:
+    """The round that n-grams alone would make after the first `base_len` tokens: it would verify the first `rows` of
+    `copy`. The text shows how it would end, whatever is verified."""
+
+    base_len: int
+    copy: Copy
+    rows: int
+
+    def right(self, following: Sequence[int]) -> int | None:
+        """Returns how many of its tokens were right; None until the tokens `following` it show that."""
+        right = right_tokens(self.copy, following)
+        return min(right, self.rows) if len(following) > self.rows or right < len(following) else None
 
 
 def copied(tokens: tuple[int, ...]) -> Proposal:

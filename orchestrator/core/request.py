@@ -27,7 +27,7 @@ from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.policy.acceptance import Drift, TextProfile
 from outrider.orchestrator.core.policy.estimates import Copy
 from outrider.orchestrator.core.policy.forecasts import Arm
-from outrider.orchestrator.core.proposal import Lookup, NgramIndex, Proposal, ProposalSource
+from outrider.orchestrator.core.proposal import CopyRound, Lookup, NgramIndex, Proposal, ProposalSource
 from outrider.orchestrator.events import Admit
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Alternatives, Branches, Coupled, Drafted, Outcome
@@ -327,7 +327,7 @@ class PlanState:
     """How the rounds of a request are made: its `plan`, and what it is based on.
 
     `text`: the profile of the text's kind. `drifts`: the use of in-process drafters; `left_out`: those that are of no
-    use any more. `pending_copy`: the copy of the round under way.
+    use any more. `pending_copy`: the copy of the round under way; `copy_round`: a round that n-grams alone would make.
     """
 
     plan: Arm
@@ -335,6 +335,7 @@ class PlanState:
     drifts: dict[str, Drift] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
     pending_copy: PendingCopy | None = None
+    copy_round: CopyRound | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

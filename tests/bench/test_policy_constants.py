@@ -10,6 +10,7 @@ import pytest
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.constants import POLICY, PolicyConstants
 from outrider.orchestrator.core.policy.forecasts import Arm
+from outrider.protocol.heads import NGRAM
 from tests.harness.settings import round_settings
 from tools.policy_constants import SCENES, TWO_CORES, USELESS, play, result, standard, use, variants
 from tools.simulation.auto_rounds import Server, Text
@@ -33,7 +34,8 @@ def test_plain_decoding_takes_the_machines_time() -> None:
 def test_auto_loses_little_with_a_useless_draft() -> None:
     place = next(index for index, scene in enumerate(SCENES) if scene.kinds == USELESS and not scene.tuned)
     rate, plans = result((POLICY, place, 1, standard(SCENES[place], 1)))
-    assert rate > 0.93 and sum(n for plan, n in plans.items() if plan.mode == "ar") > 0.6 * plans.total()
+    without = sum(n for plan, n in plans.items() if plan.mode == "ar" or plan.drafter == NGRAM)
+    assert rate > 0.93 and without > 0.8 * plans.total()
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(PolicyConstants)])

@@ -70,8 +70,10 @@ class Machine:
         estimates.observe_verify(depth + 1, took_ms)
         copied = self._held(HOLDS[kind][NGRAM], COPIED)
         estimates.observe_copy(Copy((1,) * COPIED, 3), (1,) * copied + (0,))
+        estimates.copies.add(COPIED, copied)
         texts = self.planner.profiles
         texts.observe(text, NGRAM, COPIED, copied)
+        texts.observe_copies(text, COPIED, copied)
         if plan.drafter == NGRAM:
             return
         texts.observe(text, plan.drafter, depth, held)

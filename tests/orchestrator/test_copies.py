@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
+from itertools import repeat
+
 import pytest
 
 from outrider.orchestrator.core.policy.acceptance import Average
 from outrider.orchestrator.core.policy.estimates import Copy, Estimates
+from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.proposal import (
     LONGEST_COPY,
+    CopyRound,
     Lookup,
     NgramIndex,
     Proposal,
@@ -17,6 +23,7 @@ from outrider.orchestrator.core.proposal import (
     filled,
     longest_copy,
 )
+from outrider.protocol.heads import NGRAM
 
 LOOP = (1, 2, 3, 4, 5, 6, 7)
 COPY = Copy((1, 2, 3, 4, 5, 6), 5)
@@ -57,6 +64,23 @@ def test_row_cost_is_learned_from_differing_row_counts(rows: tuple[int, ...], se
         for count in rows:
             found.observe_verify(count, 10.0 + 5.0 * (number % 7) + (count - 1) * 2.0)
     assert found.row_ms() == pytest.approx(2.0 if len(rows) > 1 else 0.1 * found.verify_ms(1), rel=0.1)
+
+
+def test_a_stalled_forward_hardly_changes_the_cost_of_a_row_count() -> None:
+    found = Estimates()
+    for milliseconds in (*[10.0] * 20, 200.0):
+        found.observe_verify(2, milliseconds)
+    assert found.forward_ms(2) < 11.5
+
+
+def test_forwards_beside_drafters_and_on_all_cores_have_their_own_costs() -> None:
+    found = Estimates()
+    found.observe_verify(2, 14.0)
+    assert found.forward_ms(2, all_cores=True) == found.forward_ms(2) == 14.0
+    found.observe_verify(2, 10.0, all_cores=True)
+    assert (found.forward_ms(2, all_cores=True), found.forward_ms(2)) == (10.0, 14.0)
+    forecasts = Forecasts(found, found, 1, 1, 1, False)
+    assert forecasts.of(Arm("sd", drafter=NGRAM))[1] > 1 / 10.0 > 1 / 14.0 > forecasts.of(Arm("ssd"))[1] / 2
 
 
 def test_copies_that_stop_holding_are_soon_shortened() -> None:
@@ -146,6 +170,33 @@ def test_copy_acceptance_is_learned_without_verifying() -> None:
     for _ in range(10):
         found.observe_copy(LONG, (0, 1, 2))
     assert found.copied(5).rate(0) < 0.6
+
+
+@pytest.mark.parametrize("row_ms", [0.5, 4.6])
+def test_plain_decoding_shows_the_rounds_of_ngrams_alone(row_ms: float) -> None:
+    """As many rows and right tokens as if they had been verified, since a long copy is followed for as long."""
+    found, draws = estimates(row_ms), random.Random(5)
+    words = [[draws.randrange(50) for _ in range(draws.randrange(2, 9))] for _ in range(12)]
+    text = [token for _ in range(80) for token in draws.choice(words)]
+
+    def begin(base_len: int) -> CopyRound:
+        copy = longest_copy(NgramIndex(text[:base_len]), LONGEST_COPY)
+        return CopyRound(base_len, copy, len(best_tail(found, copy).tokens))
+
+    def rounds(steps: Iterable[int]) -> list[tuple[int, int]]:
+        """Those seen by a target that commits so many tokens at a time."""
+        round_, seen, at = begin(20), [], 20
+        for step in steps:
+            at += step
+            right = round_.right(text[round_.base_len : at]) if at <= len(text) else None
+            if right is not None:
+                seen.append((round_.rows, right))
+                round_ = begin(at)
+        return seen
+
+    plain = rounds(repeat(1, len(text)))
+    verified = rounds(right + 1 for _, right in plain)
+    assert plain == verified and any(0 < right < rows for rows, right in plain)
 
 
 def test_empty_copy_leaves_estimates_unchanged() -> None:

@@ -19,7 +19,7 @@ from outrider.orchestrator.core.policy.acceptance import (
     kind_of,
 )
 from outrider.orchestrator.core.policy.constants import POLICY
-from outrider.orchestrator.core.policy.estimates import Copy, Estimates
+from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, load, write
@@ -155,7 +155,7 @@ def test_ngram_forecast_follows_observed_copies() -> None:
     estimates = Estimates()
     policy = Policy(estimates, ("ar",), 4, 16, others=("ngram",))
     for _ in range(200):
-        estimates.observe_copy(Copy((5, 6, 7), 3), (5, 6, 7, 8))
+        estimates.copies.add(3, 3)
     assert policy.plan().drafter == "ngram"
 
 

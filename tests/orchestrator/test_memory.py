@@ -44,8 +44,9 @@ def test_learned_rates_are_restored_from_the_policy_file(tmp_path: Path) -> None
     fresh, old = Estimates(), experienced()
     fresh.start_from(RECORD)
     for ask in (
-        lambda e: e.forward_ms(5), lambda e: e.forward_ms(40), lambda e: e.plain_ms(1), lambda e: e.trees_ms(16),
-        lambda e: e.chain_ms(4), lambda e: e.turnaround_ms(), lambda e: e.covered(16),
+        lambda e: e.forward_ms(5), lambda e: e.forward_ms(40), lambda e: e.forward_ms(5, True),
+        lambda e: e.plain_ms(1), lambda e: e.trees_ms(16), lambda e: e.chain_ms(4),
+        lambda e: e.turnaround_ms(), lambda e: e.covered(16),
     ):  # fmt: skip
         assert ask(fresh) == pytest.approx(ask(old), rel=0.01)
     # A record counts as much as a few rounds, so its odds stand half way to what is usual.

@@ -25,6 +25,7 @@ from outrider.orchestrator.core.policy.estimates import Copy
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import (
     LONGEST_COPY,
+    CopyRound,
     Lookup,
     NgramIndex,
     Proposal,
@@ -51,13 +52,15 @@ SHORTEST_MATCH = 2
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of text: how often a token of each drafter holds (`holds`), the share of its tokens, and of its prompt's,
-    that repeats earlier ones, in passages of `passage` tokens on average. `looks_code`: the front takes it for code."""
+    that repeats earlier ones, in passages of `passage` tokens on average. `looks_code`: the front takes it for code.
+    `shows`: the prompt repeats itself, too; one to be edited is repeated in the answer only."""
 
     name: str
     holds: Mapping[str, float]
     repeats: float = 0.05
     passage: float = 16.0
     looks_code: bool = False
+    shows: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ class Text:
         self.prompt = _prompt(kind, rng)
         self.ahead: tuple[Lookup, int, float, int] | None = None  # found, depth, since the last push, pushes until it
         self.rounds = self.covered = 0
+        self.copy = self.lookup(LONGEST_COPY)
+        self.copy_round: CopyRound | None = None
         self.silent = 0  # tokens since a draft worker last drafted
 
     def chain(self, drafter: str, length: int) -> tuple[int, ...]:
@@ -148,7 +153,7 @@ def _prompt(kind: Kind, rng: random.Random) -> list[int]:
     """Returns a prompt in which words are as frequent as in a natural text, and passages repeat as in its text."""
     tokens: list[int] = []
     for _ in range(rng.choice((12, 60, 300, 700))):
-        if len(tokens) > 20 and rng.random() < kind.repeats / kind.passage:
+        if kind.shows and len(tokens) > 20 and rng.random() < kind.repeats / kind.passage:
             at = rng.randrange(len(tokens) - 10)
             tokens += tokens[at : at + int(kind.passage)]
         tokens.append(int(4000 ** rng.random()))
@@ -193,14 +198,13 @@ class Server:
         policy = planner._policy(ADMIT, planner._sources("", 1 if self._has_worker else 0), kind, odds)
         plan = self.plan or policy.plan()
         self.plans[plan] += 1
-        pending = [text.lookup(LONGEST_COPY) for text in texts]
         steps = [self._step(text, plan, count) for text in texts]
         rows = sum(1 + len(step.proposal.chain) for step in steps)
         plain = all(step.proposal.autonomous for step in steps)
         noise = self.rng.lognormvariate(0.0, self.machine.noise) * reading
         if self.machine.outlier and self.rng.random() < 1 / self.machine.outlier:
             noise *= 10.0
-        resting = plan.mode == "ar" or (plan.mode == "sd" and (bool(plan.drafter) or count == 1))
+        resting = plan.rests_drafters(count)
         verify_ms = (
             self.machine.profile.target.milliseconds(rows) * noise * (self.machine.all_cores if resting else 1.0)
         )
@@ -214,9 +218,9 @@ class Server:
         hit = plan.mode == "ssd" and all(step.proposal.lookup is Lookup.HIT for step in steps)
         round_ms += 0.0 if plain else self.machine.turnaround_ms * (1.0 if hit else 2.0)
         if not plain:
-            e.observe_verify(rows, verify_ms, rows // count)
-        for text, step, copy in zip(texts, steps, pending, strict=True):
-            self._settle(text, step, copy, plan, round_ms, verify_ms, count)
+            e.observe_verify(rows, verify_ms, rows // count, resting)
+        for text, step in zip(texts, steps, strict=True):
+            self._settle(text, step, plan, round_ms, verify_ms, count)
             policy.odds = text.profile.odds if count == 1 else policy.odds
             if text.rounds > 1:
                 policy.observe_round(plan, step.kept, round_ms)
@@ -227,9 +231,7 @@ class Server:
     def _has_worker(self) -> bool:
         return self.planner._settings.drafters > 0
 
-    def _settle(
-        self, text: Text, step: Step, copy: Copy, plan: Arm, round_ms: float, verify_ms: float, count: int
-    ) -> None:
+    def _settle(self, text: Text, step: Step, plan: Arm, round_ms: float, verify_ms: float, count: int) -> None:
         """Reports a round as `Planner.on_outcome` does, and lets the draft worker work ahead."""
         e, proposal, profile = self.planner.estimates, step.proposal, text.profile
         nodes = text.accepted(proposal)
@@ -247,21 +249,35 @@ class Server:
                 e.in_process[own].observe(len(drafted), along, step.own_ms)
             else:
                 e.observe_chain(len(drafted), along)
-        held = e.observe_copy(copy, kept)
-        if count == 1:
-            self.planner.profiles.observe(profile, NGRAM, min(len(copy.chain), len(kept)), held)
-        if drafted and copy.chain and proposal.chain[drafted[0]] != copy.chain[0]:
-            e.observe_alternatives(copy, kept)
         if proposal.lookup is Lookup.HIT:
             e.turnaround_ms.add(self.machine.turnaround_ms)
+        self._judge_copy(text, proposal, kept, count)
         line = proposal.line
         off_line = kept[:-1] != line[: len(nodes)]
-        text.at += len(kept)
         text.rounds += 1
         text.silent += len(kept)
         text.ahead = (
             self._ahead(text, line, len(nodes), off_line, plan, verify_ms, count) if plan.mode == "ssd" else None
         )
+
+    def _judge_copy(self, text: Text, proposal: Proposal, kept: Sequence[int], count: int) -> None:
+        """Reports how copies would have done, as `Planner` does."""
+        e, profiles, copy, drafted = self.planner.estimates, self.planner.profiles, text.copy, proposal.drafter_nodes
+        held = e.observe_copy(copy, kept)
+        if count == 1:
+            profiles.observe(text.profile, NGRAM, min(len(copy.chain), len(kept)), held)
+        if drafted and copy.chain and proposal.chain[drafted[0]] != copy.chain[0]:
+            e.observe_alternatives(copy, kept)
+        text.at += len(kept)
+        text.copy, round_ = text.lookup(LONGEST_COPY), text.copy_round
+        if round_ is not None:
+            right = round_.right(range(round_.base_len + 1, text.at + 1))
+            if right is None:
+                return
+            e.copies.add(round_.rows, right)
+            if count == 1:
+                profiles.observe_copies(text.profile, round_.rows, right)
+        text.copy_round = CopyRound(text.at, text.copy, len(best_tail(e, text.copy).tokens))
 
     def _ahead(
         self, text: Text, line: Sequence[int], accepted: int, off_line: bool, plan: Arm, verify_ms: float, count: int

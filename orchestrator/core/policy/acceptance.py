@@ -62,6 +62,27 @@ class Average:
         return self.value if self.is_known else prior
 
 
+class CopyStats:
+    """Rounds that n-grams alone would make: the `share` with a copy to verify, and that copy's `rows` and `right`
+    tokens on average."""
+
+    def __init__(self) -> None:
+        self.share, self.rows, self.right = Average(), Average(), Average()
+
+    def start_from(self, other: CopyStats) -> None:
+        """Begins from those of other texts."""
+        self.share.start_from(other.share())
+        self.rows.start_from(other.rows())
+        self.right.start_from(other.right())
+
+    def add(self, rows: int, right: int) -> None:
+        """Records a round that would verify `rows` tokens of a copy (0: there is none), `right` of them right."""
+        self.share.add(rows > 0)
+        if rows:
+            self.rows.add(rows)
+            self.right.add(right)
+
+
 MAX_POSITIONS = 64
 SELDOM = 0.02  # the least probability in a likelihood, so that no chain decides alone
 
@@ -189,7 +210,7 @@ class TextAcceptance:
         self.rounds = 0
         self._drafted: dict[str, Acceptance] = {}
         self._copied = Acceptance(prior=POLICY.prior_copied, positions=2)
-        self._tokens, self._rows = Average(), Average()
+        self._copies = CopyStats()
 
     def holding(self, drafter: str = "") -> Acceptance:
         """Returns the drafter's acceptance."""
@@ -200,24 +221,24 @@ class TextAcceptance:
         acceptance.prior = self.above.holding(drafter)
         return acceptance
 
-    def copied_a_round(self) -> tuple[float, float]:
-        """Returns the right tokens and all tokens of the copies, per round."""
-        tokens, rows = self.above.copied_a_round()
-        return self._tokens.value_or(tokens), self._rows.value_or(rows)
+    @property
+    def copies(self) -> CopyStats:
+        """The rounds that n-grams alone would make."""
+        return self._copies if self._copies.share.is_known else self.above.copies
 
     def observe(self, drafter: str, drafted: int, accepted: int) -> None:
         """Records a verified chain of a drafter, or a copy (`NGRAM`), verified or not, with this many right tokens."""
-        if drafter != NGRAM:
+        if drafter == NGRAM:
+            self._copied.add(drafted, accepted)
+        else:
             self.rounds += 1
             self.holding(drafter).add(drafted, min(accepted, drafted))
-            return
-        if not self._tokens.is_known:
-            tokens, rows = self.above.copied_a_round()
-            self._tokens.start_from(tokens)
-            self._rows.start_from(rows)
-        self._tokens.add(accepted)
-        self._rows.add(drafted)
-        self._copied.add(drafted, accepted)
+
+    def observe_copies(self, rows: int, right: int) -> None:
+        """Records a round that n-grams alone would have made (`CopyStats`)."""
+        if not self._copies.share.is_known:
+            self._copies.start_from(self.above.copies)
+        self._copies.add(rows, right)
 
     def likelihood(self, drafter: str, drafted: int, accepted: int) -> float:
         """Returns the log-probability that exactly `accepted` tokens of a chain are accepted."""
@@ -283,6 +304,11 @@ class TextProfiles:
             text.odds.above = self.odds(text.kind, text.greedy)
         for odds in (text.odds, self.odds(text.kind, text.greedy)):
             odds.observe(drafter, drafted, accepted)
+
+    def observe_copies(self, text: TextProfile, rows: int, right: int) -> None:
+        """Records the same in a text and in its kind."""
+        for odds in (text.odds, self.odds(text.kind, text.greedy)):
+            odds.observe_copies(rows, right)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from outrider.orchestrator.core.policy.acceptance import Acceptance, Average, InProcessDrafts
+from outrider.orchestrator.core.policy.acceptance import Acceptance, Average, CopyStats, InProcessDrafts
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning
 from outrider.orchestrator.settings import BRANCHES
@@ -103,6 +103,7 @@ class RowCosts:
     def add(self, rows: int, milliseconds: float) -> None:
         bucket = _bucket(rows)
         average, weight, updated = self._averages.get(bucket, (milliseconds, 0.0, self._count))
+        milliseconds = min(milliseconds, POLICY.held_up * average)  # a stall says little
         weight *= POLICY.fade ** (self._count - updated)
         average += max(1.0 / (weight + 1.0), POLICY.smoothing) * (milliseconds - average)
         self._averages[bucket] = average, min(weight + 1.0, 1.0 / POLICY.smoothing), self._count
@@ -201,6 +202,7 @@ class Estimates:
             for prior in (POLICY.prior_copied, POLICY.prior_alternative)
         )
         self._verify_ms = RowCosts()
+        self._all_cores_ms = RowCosts()
         self.pipelined_ms = RowCosts()
         self._trees_ms = RowCosts()
         self._row_ms = Slope()
@@ -219,8 +221,7 @@ class Estimates:
         self.turnaround_ms = Average()
         self.in_process: dict[str, InProcessDrafts] = {}
         self._in_process_known: dict[str, InProcessKnown] = {}
-        self._copied_tokens = Average()
-        self._copied_rows = Average()
+        self.copies = CopyStats()
 
     # --- observations ---------------------------------------------------------------------------------------------
 
@@ -228,6 +229,8 @@ class Estimates:
         """Begins from earlier measurements."""
         for rows, milliseconds in tuning.verify_ms:
             self.observe_verify(rows, milliseconds)
+        for rows, milliseconds in tuning.all_cores_ms:
+            self.observe_verify(rows, milliseconds, all_cores=True)
         for rows, milliseconds in tuning.plain_ms or ((1, tuning.step_ms),):
             self.pipelined_ms.add(rows, milliseconds)
         for rows, milliseconds in tuning.trees_ms:
@@ -257,6 +260,7 @@ class Estimates:
             choices=choices,
             temp=temp,
             plain_ms=self.pipelined_ms.points,
+            all_cores_ms=self._all_cores_ms.points,
             trees_ms=self._trees_ms.points,
             own=tuple(
                 InProcessKnown(drafts.name, drafts.step_ms(0.0), drafts.drafted.known())
@@ -274,9 +278,10 @@ class Estimates:
                 if known is not None:
                     drafts.start_from(known.step_ms, known.acceptance)
 
-    def observe_verify(self, rows: int, milliseconds: float, own: int | None = None) -> None:
-        """Records a forward of `rows`, `own` of them one request's (None: all)."""
-        self._verify_ms.add(rows, milliseconds)
+    def observe_verify(self, rows: int, milliseconds: float, own: int | None = None, all_cores: bool = False) -> None:
+        """Records a forward of `rows`, `own` of them one request's (None: all); `all_cores`: no draft worker computed,
+        so that it had all of them."""
+        (self._all_cores_ms if all_cores else self._verify_ms).add(rows, milliseconds)
         self._row_ms.add(rows, milliseconds)
         self._other_rows.add(rows - (rows if own is None else own))
 
@@ -295,15 +300,13 @@ class Estimates:
 
     def observe_copy(self, copy: Copy, committed: Sequence[int]) -> int:
         """Records a copy, verified or not, and the tokens that came; returns how many of the copy's were right."""
-        held = _held(copy, committed)
+        held = right_tokens(copy, committed)
         self.copied(copy.matched).add(min(len(copy.chain), len(committed)), held)
-        self._copied_tokens.add(held)
-        self._copied_rows.add(len(copy.chain))
         return held
 
     def observe_alternatives(self, copy: Copy, committed: Sequence[int]) -> None:
         """Records the same for a copy whose first token a drafter contradicted."""
-        self.alternatives(copy.matched).add(min(len(copy.chain), len(committed)), _held(copy, committed))
+        self.alternatives(copy.matched).add(min(len(copy.chain), len(committed)), right_tokens(copy, committed))
 
     def observe_link(self, milliseconds: float) -> None:
         """Records the time of a chain on request beyond its drafting; with several requests that includes a queue."""
@@ -325,12 +328,13 @@ class Estimates:
 
     # --- the target -----------------------------------------------------------------------------------------------
 
-    def forward_ms(self, rows: int) -> float:
-        """Returns c(M), the time of a forward of `rows` in all."""
-        measured = self._verify_ms(rows)
-        if measured is None:
-            measured = self.pipelined_ms(rows)
-        return measured if measured is not None else POLICY.prior_verify_ms * usual(rows)
+    def forward_ms(self, rows: int, all_cores: bool = False) -> float:
+        """Returns c(M), the time of a forward of `rows` in all, beside draft workers or on `all_cores`; of the other
+        kind where there is none of that."""
+        beside, alone = self._verify_ms, self._all_cores_ms
+        known = (alone, beside, self.pipelined_ms) if all_cores else (beside, alone, self.pipelined_ms)
+        measured = (milliseconds for costs in known if (milliseconds := costs(rows)) is not None)
+        return next(measured, POLICY.prior_verify_ms * usual(rows))
 
     def verify_ms(self, rows: int) -> float:
         """Returns the time of a forward with `rows` of one request and the recent average of the others' rows."""
@@ -345,9 +349,9 @@ class Estimates:
         """Returns the time of a step of plain decoding, pipelined, with this many texts."""
         nearest = min((rows for rows, _ in self.pipelined_ms.points), key=lambda rows: abs(rows - texts), default=None)
         if nearest is None:
-            return self.forward_ms(texts)
-        pipelined = (self.pipelined_ms(nearest) or 0.0) / self.forward_ms(nearest)
-        return pipelined * self.forward_ms(texts)
+            return self.forward_ms(texts, all_cores=True)
+        pipelined = (self.pipelined_ms(nearest) or 0.0) / self.forward_ms(nearest, all_cores=True)
+        return pipelined * self.forward_ms(texts, all_cores=True)
 
     # --- the drafter ----------------------------------------------------------------------------------------------
 
@@ -388,10 +392,6 @@ class Estimates:
         """Returns the acceptance of copies after a match of this length."""
         return self._copied[min(matched, LONGEST_MATCH)]
 
-    def copied_a_round(self) -> tuple[float, float]:
-        """Returns the right tokens and all tokens of the copies, per round."""
-        return self._copied_tokens(), self._copied_rows()
-
     def alternatives(self, matched: int) -> Acceptance:
         """Returns the acceptance of copies whose first token a drafter contradicts."""
         return self._alternatives[min(matched, LONGEST_MATCH)]
@@ -415,6 +415,6 @@ class Estimates:
         return milliseconds if self.active == 1 else max(milliseconds, self.verify_ms(1))
 
 
-def _held(copy: Copy, committed: Sequence[int]) -> int:
+def right_tokens(copy: Copy, committed: Sequence[int]) -> int:
     """Returns how many tokens at the copy's beginning are the committed ones."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(copy.chain, committed, strict=False)))

@@ -10,6 +10,7 @@ in one forward gain n times the tokens, for a forward over the rows of all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -133,6 +134,11 @@ class Arm:
         """The arm without K and B."""
         return Arm(self.mode, drafter=self.drafter)
 
+    def rests_drafters(self, at_once: int) -> bool:
+        """Whether no draft worker computes during its verifies, so that in `auto` the target has all cores. In SD by a
+        draft worker it drafts for other requests meanwhile, if there are any."""
+        return self.mode == "ar" or (self.mode == "sd" and (bool(self.drafter) or at_once == 1))
+
 
 Forecast = tuple[Arm, float]
 """A plan and the rate of all requests under it, in tokens per millisecond."""
@@ -153,13 +159,14 @@ class Forecasts:
 
     def __post_init__(self) -> None:
         self._verify_ms = cache(self.estimates.forward_ms)
+        self._all_cores_ms = cache(partial(self.estimates.forward_ms, all_cores=True))
 
     def of(self, arm: Arm) -> Forecast:
         """Returns the best plan of this arm, and its rate."""
         if arm.mode == "ar":
-            return Arm("ar", 1, self.branches), ar_rate(self._costs(1))
+            return Arm("ar", 1, self.branches), ar_rate(self._costs(arm, 1))
         if arm.drafter == NGRAM:
-            return Arm("sd", self.max_depth, self.branches, NGRAM), self._copying()
+            return Arm("sd", self.max_depth, self.branches, NGRAM), self._copying(self._costs(arm, 1))
         depths = (
             [arm.depth] if arm.depth else [depth for depth in DEPTHS if depth <= self.max_depth] or [self.max_depth]
         )
@@ -178,7 +185,7 @@ class Forecasts:
     def _best(self, mode: str, depths: Iterable[int], breadths: Iterable[int]) -> Forecast:
         forecasts: list[Forecast] = []
         for breadth in breadths:
-            costs, odds = self._costs(breadth), Odds(self._tokens, self.estimates.covered(breadth))
+            costs, odds = self._costs(Arm(mode), breadth), Odds(self._tokens, self.estimates.covered(breadth))
             rate = sd_rate if mode == "sd" else ssd_rate
             forecasts += [(Arm(mode, depth, breadth), rate(costs, odds, depth)) for depth in depths]
         best = max(rate for _, rate in forecasts)
@@ -188,20 +195,24 @@ class Forecasts:
     def _in_process(self, drafter: str, depth: int) -> Forecast:
         """Returns the forecast of chains of `depth` tokens by an in-process drafter."""
         odds, draft_ms = Odds(partial(self._tokens, drafter=drafter), 0.0), self.estimates.in_process_ms(depth, drafter)
-        return Arm("sd", depth, self.branches, drafter), own_rate(self._costs(1), odds, depth, draft_ms)
+        arm = Arm("sd", depth, self.branches, drafter)
+        return arm, own_rate(self._costs(arm, 1), odds, depth, draft_ms)
 
     def _joint(self, arm: Arm, depth: int) -> Forecast:
         """Returns the forecast of branches by draft workers with in-process chains after a miss."""
         breadth, e = arm.branches or self.branches, self.estimates
         odds = Odds(self._tokens, e.covered(breadth))
         own = Odds(partial(self._tokens, drafter=arm.drafter), 0.0)
-        rate = joint_rate(self._costs(breadth), odds, depth, own, e.in_process_ms(depth, arm.drafter))
+        rate = joint_rate(self._costs(arm, breadth), odds, depth, own, e.in_process_ms(depth, arm.drafter))
         return Arm("ssd", depth, breadth, arm.drafter), rate
 
-    def _copying(self) -> float:
-        """Returns the rate of rounds that verify n-gram chains, and make a plain step where there is none."""
-        tokens, rows = self.odds.copied_a_round()
-        return self.at_once * (1.0 + tokens) / self._verify_ms(self.at_once * (1 + round(rows)))
+    def _copying(self, costs: Costs) -> float:
+        """Returns the rate of rounds that verify n-gram chains, and make a plain step where no request has one."""
+        n, copies = self.at_once, self.odds.copies
+        share = copies.share()
+        some = 1.0 - math.pow(1.0 - share, n)
+        verify_ms = costs.verify_ms(n + round(n * share * copies.rows() / some)) if some else 0.0
+        return n * (1.0 + share * copies.right()) / (some * verify_ms + (1.0 - some) * costs.step_ms)
 
     def _tokens(self, depth: int, drafter: str = "") -> float:
         """Returns E[tokens] of a round with a chain of K; a tuned K above the maximum counts as the maximum."""
@@ -214,12 +225,12 @@ class Forecasts:
             self._tokens_by_depth[drafter] = tokens
         return tokens[min(depth, len(tokens) - 1)]
 
-    def _costs(self, breadth: int) -> Costs:
+    def _costs(self, arm: Arm, breadth: int) -> Costs:
         e, n = self.estimates, self.at_once
         depth_ms = e.trees_ms(n * max(breadth, 1))
         return Costs(
             e.plain_ms(n),
-            self._verify_ms,
+            self._all_cores_ms if arm.rests_drafters(n) else self._verify_ms,
             e.chain_ms,
             lambda depth: (depth + 1) * depth_ms,
             e.turnaround_ms(),

@@ -70,9 +70,10 @@ class InProcessKnown:
 class Tuning:
     """Costs in milliseconds at temperature `temp`, each measured alone, and the resulting choices, best first.
 
-    Pairs of a number and milliseconds: `verify_ms` is a forward by its rows, `plain_ms` a plain step by its texts,
-    `trees_ms` one more token for all branches by their number. A prefill worker reads prompts from `prefill_from`
-    tokens faster than the target (0: not measured). `own` are the in-process drafters.
+    Pairs of a number and milliseconds: `verify_ms` is a forward by its rows beside draft workers, `all_cores_ms` one
+    while they rest, `plain_ms` a plain step by its texts, `trees_ms` one more token for all branches by their number. A
+    prefill worker reads prompts from `prefill_from` tokens faster than the target (0: not measured). `own` are the
+    in-process drafters.
     """
 
     step_ms: ForwardTime
@@ -86,6 +87,7 @@ class Tuning:
     choices: tuple[TunedArm, ...]
     temp: Time = 0.0
     plain_ms: TimesByCount = ()
+    all_cores_ms: TimesByCount = ()
     trees_ms: TimesByCount = ()
     prefill_from: Annotated[int, Meta(ge=0)] = 0
     own: tuple[InProcessKnown, ...] = ()
