@@ -66,6 +66,18 @@ def test_row_cost_is_learned_from_differing_row_counts(rows: tuple[int, ...], se
     assert found.row_ms() == pytest.approx(2.0 if len(rows) > 1 else 0.1 * found.verify_ms(1), rel=0.1)
 
 
+def test_forwards_that_read_prompts_do_not_make_a_row_dear() -> None:
+    """Neither live ones nor those of an earlier server: copies would not pay any more."""
+    found = Estimates()
+    for rows, milliseconds in [(1, 10.0), (2, 11.0), (4, 13.0)] * 10:
+        found.observe_verify(rows, milliseconds)
+    before = found.row_ms()
+    found.observe_verify(512, 6000.0)
+    again = Estimates()
+    again.start_from(found.snapshot((), 0.0))
+    assert found.row_ms() == before == pytest.approx(1.0, rel=0.1) and again.row_ms() < 2.0
+
+
 def test_a_stalled_forward_hardly_changes_the_cost_of_a_row_count() -> None:
     found = Estimates()
     for milliseconds in (*[10.0] * 20, 200.0):

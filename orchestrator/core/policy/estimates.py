@@ -180,6 +180,7 @@ class Copy:
     matched: int = 0
 
 
+MOST_ROWS = 64  # of a forward that shows what a row costs; one with more also reads a prompt
 LONGEST_MATCH = 5  # a longer one counts as this; `NgramIndex` knows none
 
 
@@ -228,9 +229,9 @@ class Estimates:
     def start_from(self, tuning: Tuning) -> None:
         """Begins from earlier measurements."""
         for rows, milliseconds in tuning.verify_ms:
-            self.observe_verify(rows, milliseconds)
+            self._verify_ms.add(rows, milliseconds)
         for rows, milliseconds in tuning.all_cores_ms:
-            self.observe_verify(rows, milliseconds, all_cores=True)
+            self._all_cores_ms.add(rows, milliseconds)
         for rows, milliseconds in tuning.plain_ms or ((1, tuning.step_ms),):
             self.pipelined_ms.add(rows, milliseconds)
         for rows, milliseconds in tuning.trees_ms:
@@ -282,7 +283,8 @@ class Estimates:
         """Records a forward of `rows`, `own` of them one request's (None: all); `all_cores`: no draft worker computed,
         so that it had all of them."""
         (self._all_cores_ms if all_cores else self._verify_ms).add(rows, milliseconds)
-        self._row_ms.add(rows, milliseconds)
+        if rows <= MOST_ROWS:
+            self._row_ms.add(rows, milliseconds)
         self._other_rows.add(rows - (rows if own is None else own))
 
     def observe_draft(self, tokens: int, milliseconds: float) -> None:
