@@ -173,8 +173,9 @@ class DraftRequest:
         newest, base_len = self.newest, self.work.committed_len
         begin = newest.request, newest.epoch, newest.round, base_len
         if isinstance(result, Continuation):
+            line, odds = result.line, result.odds[: len(result.line)]
             return Drafted(
-                *begin, result.line, work, q=result.q, peak_bytes=peak_bytes, alternatives=result.alternatives
+                *begin, line, work, q=result.q, peak_bytes=peak_bytes, alternatives=result.alternatives, odds=odds
             )
         return Branches(
             *begin, result.depth, result.entries, work, final=result.final, q=result.q, peak_bytes=peak_bytes

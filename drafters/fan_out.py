@@ -22,8 +22,9 @@ FADE = 0.998
 # The probability of a rank beyond the counted ones, as a share of the rank before.
 BEYOND = 0.8
 
-# Bucket borders of gaps, nats. Between two of them acceptance changes by about ten points on the embedded pair.
-GAPS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
+# Bucket borders of gaps, nats. Between two of them acceptance changes by about ten points on the embedded pair. Below 0
+# the chain's token is not the drafter's best: it was copied from the text, or comes from another drafter.
+GAPS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
 
 
 # The prior weighs as much as this many rounds (measured on a typical pair, docs/log.md).
@@ -66,7 +67,7 @@ class Calibration:
     """Live estimates behind the fan-out."""
 
     def __init__(self) -> None:
-        middles = [0.12, *((a + b) / 2 for a, b in pairwise(GAPS)), 12.0]
+        middles = [0.0, *((a + b) / 2 for a, b in pairwise(GAPS)), 12.0]
         self._accepted = [Share(1.0 - 0.6 * math.exp(-gap / 1.5)) for gap in middles]
         self._by_position: list[Share] = []
         self._by_gap = {
@@ -94,6 +95,8 @@ class Calibration:
         if accepted == len(points):
             return
         full, point = accepted == chain_length, points[accepted]
+        if full and len(point.gaps) > 1:  # the drafter's next token, which may have been left out as unlikely
+            self._accepted[bisect(GAPS, point.below_first(1))].add(rank == 0)
         for candidate in range(min(len(point.gaps), MAX_RANK)):
             self._by_rank[full][candidate].add(candidate == rank)
             bucket = bisect(GAPS, point.below_first(candidate))

@@ -11,6 +11,7 @@ probabilities.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -132,6 +133,17 @@ def rank(tokens: Sequence[int], token: int) -> int | None:
     return tokens.index(token) if token in tokens else None
 
 
+def next_tokens(tree: TokenTree, nodes: Sequence[int], calibration: Calibration) -> list[tuple[int, float]]:
+    """Returns each node's best continuation, and the probability that it is accepted if the node is, by its gap. A
+    drawn one counts as certain: what is verified must not depend on it."""
+    if tree.draws:
+        return [(token, 1.0) for token in tree.best(nodes)]
+    found: list[tuple[int, float]] = []
+    for first, *others in tree.candidates(nodes, 2):
+        found.append((first.token, calibration.acceptance(0, others[0].gap if others else math.inf)))
+    return found
+
+
 def child_of(tree: TokenTree, node: int, token: int, given: bool) -> int | None:
     """Returns the fed node for `token` right after `node`, or None; in drawn chains only one with the right noise.
 
@@ -203,7 +215,8 @@ class ReadyBranches:
 
 @dataclass(slots=True)
 class GrowingBranch:
-    """A growing branch: `tip` is its last fed node (None before the bonus token is fed), `chain` its tokens.
+    """A growing branch: `tip` is its last fed node (None before the bonus token is fed), `chain` its tokens with their
+    `odds`.
 
     Chain token i follows `nodes[i]`. `alternatives` are set when the branch is complete.
     """
@@ -212,6 +225,7 @@ class GrowingBranch:
     bonus: int
     tip: int | None = None
     chain: list[int] = field(default_factory=list)
+    odds: list[float] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     alternatives: Alternatives | None = None
 
@@ -274,15 +288,18 @@ class BranchGrowth:
         self._begun = True
         self._fork()
         grown = self._growing
-        for branch, token in zip(grown, (yield from self._feed()), strict=True):
+        for branch, (token, odds) in zip(grown, (yield from self._feed()), strict=True):
             branch.chain.append(token)
+            branch.odds.append(odds)
         self._growing = [branch for branch in grown if len(branch.chain) < self._depth]
         ready, self._complete = self._complete + grown, []
         for branch in ready if self._task.min_prob < 1.0 and not self._tree.draws else ():
             if len(branch.chain) >= self._depth:
                 branch.alternatives = self._alternatives(branch)
+        depth = self._depth
         entries = tuple(
-            Branch((*self._chain[: b.accepted], b.bonus), tuple(b.chain[: self._depth]), b.alternatives) for b in ready
+            Branch((*self._chain[: b.accepted], b.bonus), tuple(b.chain[:depth]), b.alternatives, tuple(b.odds[:depth]))
+            for b in ready
         )
         q = self._tree.drawn_from([node for branch in ready for node in branch.nodes[: self._depth]])
         return ReadyBranches(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
@@ -299,8 +316,9 @@ class BranchGrowth:
         bonus_rank = rank(known[accepted].others, tokens[accepted])
         self._calibration.learn([at.point for at in known], len(self._chain), accepted, bonus_rank)
 
-    def _feed(self) -> Steps[list[int]]:
-        """Feeds the rest of the chain and every branch's next token. Returns each branch's best continuation."""
+    def _feed(self) -> Steps[list[tuple[int, float]]]:
+        """Feeds the rest of the chain and every branch's next token. Returns each branch's best continuation, with its
+        odds."""
         line = feed_of(self._tree, self._spine[-1], self._unfed)
         parents = [*line.parents, *(self._spine[b.accepted] if b.tip is None else b.tip for b in self._growing)]
         tokens = [*line.tokens, *(b.bonus if b.tip is None else None for b in self._growing)]
@@ -313,7 +331,7 @@ class BranchGrowth:
         for branch, node in zip(self._growing, nodes[fed:], strict=True):
             branch.tip = node
             branch.nodes.append(node)
-        return self._tree.best(nodes)[fed:]
+        return next_tokens(self._tree, nodes[fed:], self._calibration)
 
     def _fork(self) -> None:
         """Begins branches at the fork points that have been fed."""
@@ -342,7 +360,9 @@ class BranchGrowth:
         while node is not None:
             branch.tip = node
             branch.nodes.append(node)
-            branch.chain += self._tree.best([node])
+            token, odds = next_tokens(self._tree, [node], self._calibration)[0]
+            branch.chain.append(token)
+            branch.odds.append(odds)
             node = child_of(self._tree, node, branch.chain[-1], given=False)
         (self._growing if len(branch.chain) < self._depth else self._complete).append(branch)
 

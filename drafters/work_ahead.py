@@ -29,6 +29,7 @@ from outrider.drafters.growth import (
     Steps,
     committed_path,
     feed_of,
+    next_tokens,
 )
 from outrider.engine.pace import FADE, ForwardCost
 from outrider.grammar.constraint import Constraint
@@ -131,9 +132,10 @@ class WorkAhead:
         nodes = [self.tree.root]
         for wanted in range(depth - 1, 0, -1):
             nodes += yield TreeFeed(nodes[-1:], [None], [wanted])
-        chain = tuple(self.tree.best(nodes))
         if self._task.min_prob >= 1.0 or self.tree.draws:
-            return Continuation(chain, self.tree.drawn_from(nodes))
+            chain, odds = zip(*next_tokens(self.tree, nodes, self._calibration), strict=True)
+            return Continuation(chain, self.tree.drawn_from(nodes), odds=odds)
+        chain = tuple(self.tree.best(nodes))
         self.proposed = ChainAlternatives.of(chain, self.tree.candidates(nodes, WIDTH + len(self._eos)))
         return self.proposed.tree(self._calibration, self._task.min_prob)
 

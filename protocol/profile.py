@@ -37,7 +37,7 @@ class Latency:
 
     points: tuple[tuple[int, float], ...]
 
-    def milliseconds(self, rows: int) -> float:
+    def milliseconds(self, rows: float) -> float:
         if len(self.points) == 1:
             return self.points[0][1]
         right = min(max(bisect_left(self.points, (rows, 0.0)), 1), len(self.points) - 1)

@@ -93,6 +93,8 @@ Name = Annotated[str, Meta(max_length=4096)]
 ClientName = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=MAX_CHARACTERS)]
 Chain = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN)]
+ChainOdds = Annotated[tuple[Annotated[float, Meta(ge=0.0, le=1.0)], ...], Meta(max_length=MAX_CHAIN)]
+"""The probability that each token of a chain is accepted if those before it are; (): not known."""
 Node = Annotated[int, Meta(ge=-1, le=MAX_CHAIN - 1)]
 """A token of a tree or a chain by its index; -1: the text before them."""
 Parents = Annotated[tuple[Node, ...], Meta(max_length=MAX_CHAIN)]

@@ -215,7 +215,7 @@ def compare_speculative(run: Measured, alone: IsolatedTimes, depth: int, works_a
     """Compares SD with this K, or SSD (`works_ahead`), with theorem 7 for the run's mix of rounds."""
     costs = alone.costs(run.found.turnaround_ms)
     kinds = kinds_of(run, depth, works_ahead)
-    verify_alone_ms = sum(kind.share * alone.verify_ms(kind.rows) for kind in kinds)
+    verify_alone_ms = sum(kind.share * alone.verify_ms(round(kind.rows)) for kind in kinds)
     predicted = mixed_rate(costs, kinds)
     return FormulaComparison(
         run.rate,

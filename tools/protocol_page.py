@@ -187,6 +187,8 @@ def words(shape: types.Type) -> str:
             return f"a whole number from {_power(low)} to {_power(high)}"
         case types.IntType():
             return "a whole number"
+        case types.FloatType(ge=0.0, le=1.0):
+            return "a number from 0 to 1"
         case types.FloatType():
             return "a finite number"
         case types.BoolType():

@@ -411,6 +411,7 @@ INVALID = {
     "length": "more or longer chains than requested",
     "vocabulary": "tokens outside its own vocabulary",
     "beside": "alternative tokens that were not requested or are invalid",
+    "odds": "acceptance probabilities that do not match its tokens",
     "q": "probabilities that don't match its tokens",
     "frame": "frames that are not messages",
     "flood": "too many messages",
@@ -460,6 +461,8 @@ def _misfit(task: DraftTask, message: Branches | Drafted, drafts: Sequence[Branc
         return "length"
     if any(_are_invalid(task, draft.chain, draft.alternatives, vocab) for draft in drafts):
         return "beside"
+    if any(len(draft.odds) not in (0, len(draft.chain)) for draft in drafts):
+        return "odds"
     return "vocabulary" if _foreign(bonuses, vocab) or _foreign(flat(draft.chain for draft in drafts), vocab) else ""
 
 

@@ -13,6 +13,8 @@ by its expected time and some slack.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import structs
@@ -84,13 +86,16 @@ def drafts_better(estimates: Estimates, tail: CopiedTail, longest: int, drafter:
     return not tail.tokens or _request_value(estimates, longest, drafter) > _copy_value(estimates, tail)
 
 
-def worth_waiting(estimates: Estimates, depth: int, longest: int, since_last_ms: float) -> bool:
-    """Whether a hit of `depth` tokens should wait for one more; the last came `since_last_ms` ago."""
+def worth_waiting(
+    estimates: Estimates, depth: int, longest: int, since_last_ms: float, odds: Sequence[float] = ()
+) -> bool:
+    """Whether a hit of `depth` tokens with these `odds` should wait for one more; the last came `since_last_ms` ago."""
     if depth >= longest:
         return False
     waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(max(estimates.depth_ms() - since_last_ms, 0.0))
     row = estimates.tokens_per_ms() * (estimates.verify_ms(depth + 2) - estimates.verify_ms(depth + 1))
-    return estimates.drafted.reach(depth) > waiting + row
+    held = math.prod(odds) if odds else estimates.drafted.reach(depth - 1)
+    return held * estimates.drafted.rate(depth) > waiting + row
 
 
 def _copy_value(estimates: Estimates, tail: CopiedTail) -> float:
@@ -199,15 +204,16 @@ class Proposer:
         """Returns a branch as a proposal, extended by a copy; the n-grams have not seen the `committed` tokens yet."""
         room = request.room - len(committed)
         chain = cached.chain[: max(min(request.plan.depth, room), 0)]
-        hit = Proposal(chain, ProposalSource.CACHE, Lookup.HIT, q=_first(cached.q, chain), drafter=cached.drafter)
-        return self._filled(request, hit, room, committed, cached.alternatives)
+        q, odds = _first(cached.q, chain), cached.odds[: len(chain)]
+        hit = Proposal(chain, ProposalSource.CACHE, Lookup.HIT, q=q, drafter=cached.drafter, offered=len(chain))
+        return self._filled(request, hit, room, committed, cached.alternatives, odds)
 
     def drafted(self, request: Request, drafter: str, message: Drafted) -> Proposal:
         """Returns a chain on request as a proposal, extended by a copy."""
         chain = message.chain[: request.longest]
         source = ProposalSource.DRAFTER if chain else ProposalSource.NONE
-        proposal = Proposal(chain, source, q=_first(message.q, chain), drafter=drafter)
-        return self._filled(request, proposal, request.room, (), message.alternatives)
+        proposal = Proposal(chain, source, q=_first(message.q, chain), drafter=drafter, offered=len(chain))
+        return self._filled(request, proposal, request.room, (), message.alternatives, message.odds[: len(chain)])
 
     def after_wait(self, request: Request) -> Proposal:
         """Returns the proposal after a wait: its branch, as deep as it is, or an empty chain."""
@@ -216,17 +222,24 @@ class Proposer:
         return self.branch(request, cached) if cached else Proposal()
 
     def _filled(
-        self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...], others: Alternatives | None
+        self,
+        request: Request,
+        chain: Proposal,
+        room: int,
+        committed: tuple[int, ...],
+        others: Alternatives | None,
+        odds: Sequence[float],
     ) -> Proposal:
-        """Extends a chain by a copy and alternatives, unless rounds are reproducible or the chain comes with its q."""
+        """Extends or truncates a chain, or merges it with others into a tree, unless rounds are reproducible or the
+        chain comes with its q."""
         if self.full_depth or request.admit.sampling.is_residual:
             return chain
         ngrams = request.sequence.ngrams
         if request.takes_trees:
-            tree = merged(self.estimates, ngrams, chain, committed, room, others)
+            tree = merged(self.estimates, ngrams, chain, committed, room, others, odds)
             if tree is not None:
                 return tree
-        return chain if ngrams.is_empty else filled(self.estimates, ngrams, chain, committed, room)
+        return filled(self.estimates, ngrams, chain, committed, room, odds)
 
     def serve(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
         """Looks the outcome up. A hit is served as deep as it is, unless one more token is worth its wait."""
@@ -242,7 +255,7 @@ class Proposer:
             return self._in_process(request, hit)
         grows = draft.grows(cached) and cached.drafter == draft.lead and not hit.copied
         since_ms = draft.since_push_ms(now_ns) if grows else 0.0
-        if grows and worth_waiting(self.estimates, len(cached.chain), request.longest, since_ms):
+        if grows and worth_waiting(self.estimates, len(cached.chain), request.longest, since_ms, cached.odds):
             return self._wait_for_branch(request, committed, self.estimates.depth_ms(), now_ns)
         return hit
 

@@ -165,16 +165,16 @@ class Planner:
                 self._forward_ns, rows = outcome.work.ended_ns, len(proposal.chain) + 1
                 all_cores = request.admit.mode == "auto" and ended.plan.rests_drafters(estimates.active)
                 estimates.observe_verify(max(outcome.rows, rows), outcome.work.milliseconds, rows, all_cores)
-            along = proposal.along(ended.nodes)
+            along, drafted = proposal.along(ended.nodes), max(len(proposal.drafter_nodes), proposal.offered)
             if self._can_judge(request):
                 self.profiles.observe(
                     request.planning.text,
                     proposal.drafter if proposal.draft else "",
-                    len(proposal.drafter_nodes),
+                    drafted,
                     along,
                 )
             if not proposal.draft:
-                estimates.observe_chain(len(proposal.drafter_nodes), along)
+                estimates.observe_chain(drafted, along, len(proposal.drafter_nodes))
             elif proposal.chain and outcome.drafted is not None:
                 drafting_ms = outcome.drafted.span.milliseconds
                 estimates.in_process[proposal.drafter].observe(len(proposal.drafter_nodes), along, drafting_ms)

@@ -16,11 +16,13 @@ copy may be longer than K. All are pure functions of the estimates; nothing is s
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, takewhile
+from operator import mul
 
 from outrider.orchestrator.core.policy.estimates import Copy, Estimates, right_tokens
 from outrider.protocol.messages import (
@@ -84,7 +86,7 @@ class Proposal:
     they differ. With `autonomous` the target continues by itself after this round, plainly or with an in-process
     drafter. That drafter drafts `draft` tokens a round, and alternatives with a probability of more than `min_prob`;
     its chain comes with the outcome. With `draft` but not `autonomous` it does so for this round only, and `chain`
-    stands in one tree with its chain.
+    stands in one tree with its chain. Of a draft worker's chain of `offered` tokens it has the beginning that pays.
     """
 
     chain: tuple[int, ...] = ()
@@ -98,6 +100,7 @@ class Proposal:
     parents: tuple[int, ...] = ()
     by: tuple[Origin, ...] = ()
     min_prob: float = 1.0
+    offered: int = 0
 
     @property
     def line(self) -> tuple[int, ...]:
@@ -369,25 +372,33 @@ def copied(tokens: tuple[int, ...]) -> Proposal:
 
 
 def filled(
-    estimates: Estimates, ngrams: NgramIndex, branch: Proposal, committed: tuple[int, ...], room: int
+    estimates: Estimates,
+    ngrams: NgramIndex,
+    branch: Proposal,
+    committed: tuple[int, ...],
+    room: int,
+    odds: Sequence[float] = (),
 ) -> Proposal:
-    """Returns a branch extended by a copy, or a copy in its place, whichever is worth more.
+    """Returns the beginning of a branch that pays, extended by a copy if that pays, too; it may be a copy alone.
 
     Args:
         committed: tokens before the branch that the n-grams have not seen yet.
         room: the most tokens of the chain.
+        odds: of the branch's tokens, by the drafter; (): not known, then it is kept whole or replaced.
     """
-    longest = min(LONGEST_COPY, room)
-    drafted = len(branch.chain)
-    after = ngrams.lookup(longest - drafted, (*committed, *branch.chain))
-    instead = ngrams.lookup(longest, committed)
-    held = estimates.drafted.reach(drafted - 1) if drafted else 1.0
-    tail, alone = best_tail(estimates, after, held), best_tail(estimates, instead)
-    tokens = estimates.drafted.expected_tokens(drafted) - 1.0 + tail.gain
-    cost = estimates.tokens_per_ms() * estimates.row_ms() * drafted
-    if alone.tokens and alone.gain > tokens - cost:
-        return replace(copied(alone.tokens), lookup=branch.lookup)
-    return replace(branch, chain=branch.chain + tail.tokens, copied=len(tail.tokens))
+    longest, row = min(LONGEST_COPY, room), estimates.tokens_per_ms() * estimates.row_ms()
+    whole = len(branch.chain)
+    reached = list(accumulate(odds or map(estimates.drafted.rate, range(whole)), mul, initial=1.0))
+    best, most = branch, -math.inf
+    for kept in range(whole + 1) if odds else {whole, 0}:
+        chain = branch.chain[:kept]
+        tail = best_tail(estimates, ngrams.lookup(longest - kept, (*committed, *chain)), reached[kept])
+        gain = sum(reached[1 : kept + 1]) - row * kept + tail.gain
+        if gain > most and (kept or odds or tail.tokens):
+            begun = branch if kept else replace(copied(()), lookup=branch.lookup, offered=branch.offered)
+            source = ProposalSource.NGRAM if tail.tokens and not kept else begun.source
+            most, best = gain, replace(begun, source=source, chain=chain + tail.tokens, copied=len(tail.tokens))
+    return best
 
 
 # Hardly any alternative to a chain's token is likelier than this. If a row is worth more tokens, none are requested.
@@ -407,6 +418,7 @@ def merged(
     committed: tuple[int, ...],
     room: int,
     alternatives: Alternatives | None = None,
+    odds: Sequence[float] = (),
 ) -> Proposal | None:
     """Returns the best tree of a branch, a copy and alternatives; None: there is nothing to merge.
 
@@ -414,6 +426,7 @@ def merged(
         committed: tokens before the branch that the n-grams have not seen yet.
         room: the most tokens that can be accepted.
         alternatives: the drafter's alternatives to tokens of its chain.
+        odds: of the branch's tokens, by the drafter; (): those of chains on average.
     """
     chain, longest = branch.chain, min(LONGEST_COPY, room)
     instead = Copy() if ngrams.is_empty else ngrams.lookup(longest, committed)
@@ -421,19 +434,20 @@ def merged(
     if not chain or not (forks or alternatives is not None):
         return None
     drafts = DraftTrie()
-    drafts.add(chain, [estimates.drafted.rate(position) for position in range(len(chain))], branch.origin)
+    rates = odds or [estimates.drafted.rate(position) for position in range(len(chain))]
+    drafts.add(chain, rates, branch.origin)
     if alternatives is not None:
-        for token, parent, odds in zip(alternatives.tokens, alternatives.parents, alternatives.odds, strict=True):
+        for token, parent, share in zip(alternatives.tokens, alternatives.parents, alternatives.odds, strict=True):
             if parent < len(chain):  # which may have been truncated
-                drafts.add((*chain[: parent + 1], token), [*[0.0] * (parent + 1), odds], Origin.GUESSED)
+                drafts.add((*chain[: parent + 1], token), [*[0.0] * (parent + 1), share], Origin.GUESSED)
     if forks:
         shared, acceptance = drafts.shared(instead.chain), estimates.alternatives(instead.matched)
         positions = range(len(instead.chain))  # of which the first that no other source proposes counts as the first
         drafts.add(instead.chain, [acceptance.rate(max(at - shared, 0)) for at in positions], Origin.COPIED)
     after = Copy() if ngrams.is_empty else ngrams.lookup(longest - len(chain), (*committed, *chain))
-    tail = best_tail(estimates, after, estimates.drafted.reach(len(chain) - 1)).tokens
-    rates = [estimates.copied(after.matched).rate(position) for position in range(len(tail))]
-    drafts.add((*chain, *tail), [*[0.0] * len(chain), *rates], Origin.COPIED)
+    tail = best_tail(estimates, after, math.prod(rates)).tokens
+    follows = [estimates.copied(after.matched).rate(position) for position in range(len(tail))]
+    drafts.add((*chain, *tail), [*[0.0] * len(chain), *follows], Origin.COPIED)
     worth = None if estimates.active == 1 else estimates.tokens_per_ms()
     fixed = estimates.turnaround_ms()
     nodes = drafts.best(lambda rows: fixed + estimates.verify_ms(rows), worth)

@@ -105,12 +105,14 @@ _TOKEN_BYTES = 40  # a number and its place in a tuple
 
 @dataclass(frozen=True, slots=True)
 class CachedBranch:
-    """A branch: its chain, the distributions it was drawn from (if it was), its drafter, and its alternatives."""
+    """A branch: its chain, the distributions it was drawn from (if it was), its drafter, its alternatives, and the odds
+    of its tokens (as in `messages.Branch`)."""
 
     chain: tuple[int, ...]
     q: SparseQ | None = None
     drafter: str = ""
     alternatives: Alternatives | None = None
+    odds: tuple[float, ...] = ()
 
 
 class SpeculationCache:
@@ -136,7 +138,7 @@ class SpeculationCache:
             old = self.branches.get(entry.committed)
             if old is None or len(entry.chain) > len(old.chain) or (entry.alternatives and old.chain == entry.chain):
                 q = message.q.part(start, end) if message.q is not None else None
-                self.branches[entry.committed] = CachedBranch(entry.chain, q, drafter, entry.alternatives)
+                self.branches[entry.committed] = CachedBranch(entry.chain, q, drafter, entry.alternatives, entry.odds)
 
     def _has_room(self, message: Branches) -> bool:
         """Reserves the bytes of a whole message, because its arrays are views of one buffer."""
@@ -156,7 +158,8 @@ class SpeculationCache:
         for length in range(len(committed) - 1, 0, -1) if branch is None else ():
             shorter, rest = self.branches.get(committed[:length]), committed[length:]
             if shorter is not None and shorter.chain[: len(rest)] == rest and len(shorter.chain) > len(rest):
-                return CachedBranch(shorter.chain[len(rest) :], None, shorter.drafter)
+                begin = len(rest)
+                return CachedBranch(shorter.chain[begin:], None, shorter.drafter, odds=shorter.odds[begin:])
         return branch
 
 

@@ -21,6 +21,7 @@ from outrider.protocol.schema import (
     Breadth,
     Bytes,
     Chain,
+    ChainOdds,
     Committed,
     Count,
     Depth,
@@ -211,11 +212,15 @@ class Alternatives(Record, frozen=True):
 
 
 class Branch(Record, frozen=True):
-    """The chain drafted for the outcome that commits the tokens `committed`: the accepted ones, then the bonus."""
+    """The chain drafted for the outcome that commits the tokens `committed`: the accepted ones, then the bonus.
+
+    `odds` is the probability that each of its tokens is accepted if those before it are; (): not known.
+    """
 
     committed: Final
     chain: Chain
     alternatives: Alternatives | None = None
+    odds: ChainOdds = ()
 
 
 class Prepare(RoundMessage, frozen=True):
@@ -320,7 +325,7 @@ class Branches(RoundMessage, frozen=True):
 class Drafted(RoundMessage, frozen=True):
     """Drafter -> orchestrator: the continuation requested by Commit(verifying=None), to be verified in `round`.
 
-    `q` is what each of its tokens was drawn from; None: they were not drawn at random.
+    `q` is what each of its tokens was drawn from; None: they were not drawn at random. `odds` is as in Branch.
     """
 
     chain: Chain
@@ -328,6 +333,7 @@ class Drafted(RoundMessage, frozen=True):
     q: SparseQ | None = None
     peak_bytes: Serial = 0
     alternatives: Alternatives | None = None
+    odds: ChainOdds = ()
 
 
 class Prefill(EpochMessage, frozen=True):

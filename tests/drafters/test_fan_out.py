@@ -72,6 +72,27 @@ def test_calibration_finds_the_acceptance(rate: float) -> None:
     assert calibration.bonus_share(False, MAX_RANK - 1) < 0.05
 
 
+def test_tokens_that_are_never_verified_are_still_judged() -> None:
+    """After a chain that was cut short comes the target's own token, which shows whether the next would have held."""
+    unsure, end = ForkPoint(0.3, (0.0, 0.3)), ForkPoint(None, (0.0, 0.3))
+    calibration = Calibration()
+    for _ in range(300):
+        calibration.learn([unsure], 1, 0, None)
+    assert calibration.acceptance(0, 0.3) < 0.1
+    for _ in range(300):
+        calibration.learn([end], 0, 0, 0)
+    assert calibration.acceptance(0, 0.3) > 0.4
+
+
+def test_copied_tokens_are_judged_apart_from_the_drafter_s_own() -> None:
+    """A chain's token that is not the drafter's best came from elsewhere: that it holds says nothing of close calls."""
+    calibration, before = Calibration(), Calibration().acceptance(0, 0.1)
+    for _ in range(300):
+        calibration.learn([ForkPoint(-2.0, (0.0, 1.0)), ForkPoint(None, (0.0, 0.1))], 1, 1, None)
+    assert calibration.acceptance(0, -2.0) > 0.9
+    assert calibration.acceptance(0, 0.1) < before
+
+
 def test_unseen_gap_keeps_its_prior() -> None:
     """A rank that always wins at one gap says nothing about another gap."""
     calibration = calibrated(0.0, 1)

@@ -46,6 +46,17 @@ def test_branches_grow_to_full_depth_for_distinct_outcomes(chain_length: int) ->
         assert accepted == chain_length or bonus != chain[accepted]
 
 
+def test_each_token_of_a_branch_comes_with_the_probability_that_it_is_accepted() -> None:
+    """The surer the drafter, the likelier; a chain on request says the same as a branch."""
+    work = work_ahead()
+    work.commit((), BranchTask((), 3, 6))
+    entries = [entry for ready in finish(work) for entry in ready.entries]
+    assert entries and all(len(entry.odds) == len(entry.chain) and min(entry.odds) > 0 for entry in entries)
+    deepest = max(entries, key=lambda entry: len(entry.chain))
+    fresh = continued(work_ahead((*PROMPT, *deepest.committed)), len(deepest.chain))
+    assert (fresh.chain, fresh.odds) == (deepest.chain, deepest.odds)
+
+
 def test_only_the_last_push_is_final() -> None:
     work = work_ahead()
     work.commit((), BranchTask(continued(work, 3).chain, 3, 8))

@@ -135,6 +135,34 @@ def test_branch_is_unchanged_without_an_ngram_match() -> None:
     assert filled(estimates(drafted=0), NgramIndex((1, 2, 3)), branch(7, 8), committed=(9,), room=50) == branch(7, 8)
 
 
+def test_branch_ends_before_its_first_unlikely_token() -> None:
+    drafted = filled(estimates(), NgramIndex(), branch(7, 8, 9), committed=(), room=50, odds=(0.9, 0.02, 0.9))
+    assert drafted.chain == (7,) and drafted.offered == 0 and drafted.source is ProposalSource.CACHE
+    nothing = filled(estimates(), NgramIndex(), branch(7, 8, 9), committed=(), room=50, odds=(0.01, 0.9, 0.9))
+    assert nothing.chain == () and nothing.source is ProposalSource.NONE and nothing.lookup is Lookup.HIT
+    sure = branch(7, 8, 9)
+    assert filled(estimates(), NgramIndex(), sure, committed=(), room=50, odds=(0.9, 0.9, 0.9)) == sure
+
+
+def test_copy_continues_a_branch_where_the_drafter_is_unsure() -> None:
+    """The text repeats itself; the drafter knows the next token, but not that it continues as before."""
+    ngrams = NgramIndex((*LOOP, *LOOP, 1))
+    found = filled(estimates(), ngrams, branch(3, 99, 98), committed=(2,), room=50, odds=(0.95, 0.1, 0.1))
+    assert found.chain[:5] == (3, 4, 5, 6, 7) and 99 not in found.chain
+
+
+def test_tokens_that_were_left_out_count_as_rejected_and_take_no_rows() -> None:
+    found = Estimates()
+    for _ in range(400):
+        found.observe_chain(4, 1, verified=1)
+    assert found.rows(4) == pytest.approx(2.0, abs=0.3)
+    assert found.drafted.expected_tokens(4) == pytest.approx(2.0, abs=0.3)
+    whole = Estimates()
+    for _ in range(400):
+        whole.observe_chain(4, 1)
+    assert whole.rows(4) == pytest.approx(5.0)
+
+
 @pytest.mark.parametrize("room", [0, 1, 3, 4])
 def test_chains_fit_the_remaining_room(room: int) -> None:
     ngrams = NgramIndex(LOOP * 3)

@@ -127,6 +127,7 @@ CASES: dict[str, tuple[Message, str]] = {
     "a foreign token": (replace(GOOD, entries=(Branch((8,), (VOCABULARY,)),)), "vocabulary"),
     "a foreign bonus": (replace(GOOD, entries=(Branch((VOCABULARY,), (8,)),)), "vocabulary"),
     "a foreign token in a chain": (replace(DRAFT, chain=(VOCABULARY,)), "vocabulary"),
+    "odds of other tokens": (replace(DRAFT, odds=(0.5,)), "odds"),
     "another q": (replace(DRAFT, chain=(8,), q=Q), "q"),
 }
 

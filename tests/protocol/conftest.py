@@ -26,8 +26,8 @@ def of_shape(shape: types.Type) -> st.SearchStrategy[Any]:
     match shape:
         case types.IntType(ge=int(low), le=int(high)):
             return st.integers(low, high) | st.sampled_from((low, high))
-        case types.FloatType():
-            return st.floats(allow_nan=False, allow_infinity=False)
+        case types.FloatType(ge=least, le=most):
+            return st.floats(least, most, allow_nan=False, allow_infinity=False)
         case types.BoolType():
             return st.booleans()
         case types.StrType(pattern=str(pattern)):

@@ -121,8 +121,8 @@ class RowCosts:
             self._curve = _monotone(weighed)
         return tuple(self._curve)
 
-    def __call__(self, rows: int) -> float | None:
-        """Returns the milliseconds for `rows`; None until something was measured."""
+    def __call__(self, rows: float) -> float | None:
+        """Returns the milliseconds for `rows`, an expected number; None until something was measured."""
         points = self.points
         if not points:
             return None
@@ -137,7 +137,7 @@ class RowCosts:
         below, less = points[at - 1]
         return less + (ms - less) * (rows - below) / (above - below)
 
-    def _below(self, rows: int) -> float:
+    def _below(self, rows: float) -> float:
         """Extrapolates to fewer rows than the first point: linearly, but at least by proportion to it."""
         (first, ms), *others = self.points
         if not others:
@@ -154,7 +154,7 @@ def _bucket(rows: int) -> int:
     return round(rows / step) * step
 
 
-def usual(rows: int) -> float:
+def usual(rows: float) -> float:
     """Returns the prior cost of `rows`, in units of one row."""
     return 1.0 + POLICY.cost_per_row * (rows - 1)
 
@@ -198,6 +198,7 @@ class Estimates:
         self.active = 1
         self.part = 1.0
         self.drafted = Acceptance()
+        self.verified = Acceptance(1.0)
         self._copied, self._alternatives = (
             [Acceptance(prior, POLICY.copy_prior_chains, 2, POLICY.copy_fade) for _ in range(LONGEST_MATCH + 1)]
             for prior in (POLICY.prior_copied, POLICY.prior_alternative)
@@ -296,9 +297,11 @@ class Estimates:
         self.depth_ms.add(milliseconds)
         self._trees_ms.add(branches * self.active, milliseconds)
 
-    def observe_chain(self, drafted: int, accepted: int) -> None:
-        """Records a verified chain that began with `drafted` tokens from a drafter."""
+    def observe_chain(self, drafted: int, accepted: int, verified: int | None = None) -> None:
+        """Records a chain of `drafted` tokens from a draft worker, of which the first `verified` (None: all) were
+        verified, because only they were likely enough."""
         self.drafted.add(drafted, min(accepted, drafted))
+        self.verified.add(drafted, drafted if verified is None else verified)
 
     def observe_copy(self, copy: Copy, committed: Sequence[int]) -> int:
         """Records a copy, verified or not, and the tokens that came; returns how many of the copy's were right."""
@@ -330,7 +333,7 @@ class Estimates:
 
     # --- the target -----------------------------------------------------------------------------------------------
 
-    def forward_ms(self, rows: int, all_cores: bool = False) -> float:
+    def forward_ms(self, rows: float, all_cores: bool = False) -> float:
         """Returns c(M), the time of a forward of `rows` in all, beside draft workers or on `all_cores`; of the other
         kind where there is none of that."""
         beside, alone = self._verify_ms, self._all_cores_ms
@@ -341,6 +344,10 @@ class Estimates:
     def verify_ms(self, rows: int) -> float:
         """Returns the time of a forward with `rows` of one request and the recent average of the others' rows."""
         return self.forward_ms(rows + (round(self._other_rows.value) if self.active > 1 else 0))
+
+    def rows(self, depth: int) -> float:
+        """Returns E[rows] of the verify of a draft worker's chain of `depth` tokens, of which it has those that pay."""
+        return self.verified.expected_tokens(depth)
 
     def row_ms(self) -> float:
         """Returns the time that one more row adds to a forward."""

@@ -32,7 +32,7 @@ class Costs:
     """
 
     step_ms: float
-    verify_ms: Callable[[int], float]
+    verify_ms: Callable[[float], float]
     chain_ms: Callable[[int], float]
     tree_ms: Callable[[int], float]
     turnaround_ms: float
@@ -41,10 +41,12 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Odds:
-    """`tokens(K)` is E[tokens] of a round with a chain of K, the bonus token included; `hit` is the hit rate p."""
+    """`tokens(K)` is E[tokens] of a round with a chain of K, the bonus token included; `hit` is the hit rate p.
+    `rows(K)` is E[rows] of its verify, less than K + 1 if unlikely tokens are left out."""
 
     tokens: Callable[[int], float]
     hit: float
+    rows: Callable[[int], float] = lambda depth: depth + 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class RoundKind:
     """
 
     share: float
-    rows: int
+    rows: float
     tokens: float
     asked: int = 0
     ahead: int = 0
@@ -82,7 +84,7 @@ def ar_rate(costs: Costs) -> float:
 
 def sd_rate(costs: Costs, odds: Odds, depth: int) -> float:
     """Draft, then verify, in turn: T_SD is `chain_ms(K)` in units of c(K+1)."""
-    return mixed_rate(costs, [RoundKind(1.0, depth + 1, odds.tokens(depth), asked=depth)])
+    return mixed_rate(costs, [RoundKind(1.0, odds.rows(depth), odds.tokens(depth), asked=depth)])
 
 
 def own_rate(costs: Costs, odds: Odds, depth: int, draft_ms: float) -> float:
@@ -93,8 +95,8 @@ def own_rate(costs: Costs, odds: Odds, depth: int, draft_ms: float) -> float:
 
 def ssd_rate(costs: Costs, odds: Odds, depth: int) -> float:
     """Theorem 7. After a miss the better of an AR step and a chain on request counts."""
-    hit = RoundKind(odds.hit, depth + 1, odds.tokens(depth), ahead=depth)
-    asking = RoundKind(1.0 - odds.hit, depth + 1, odds.tokens(depth), asked=depth)
+    hit = RoundKind(odds.hit, odds.rows(depth), odds.tokens(depth), ahead=depth)
+    asking = RoundKind(1.0 - odds.hit, odds.rows(depth), odds.tokens(depth), asked=depth)
     stepping = RoundKind(1.0 - odds.hit, 1, 1.0, ahead=depth)
     worth = hit.tokens / round_ms(costs, hit)
     miss = max(asking, stepping, key=lambda kind: kind.tokens - worth * round_ms(costs, kind))
@@ -108,7 +110,7 @@ def joint_rate(costs: Costs, odds: Odds, depth: int, own: Odds, own_ms: float) -
     """
     first_accepted = own.tokens(1) - 1.0
     missed = (1.0 - odds.hit) / max(1.0 - odds.hit * first_accepted, 1e-9)
-    hit = RoundKind(1.0 - missed, depth + 1, odds.tokens(depth), ahead=depth)
+    hit = RoundKind(1.0 - missed, odds.rows(depth), odds.tokens(depth), ahead=depth)
     return mixed_rate(costs, [hit, RoundKind(missed, depth + 1, own.tokens(depth), own_ms=own_ms)])
 
 
@@ -185,7 +187,10 @@ class Forecasts:
     def _best(self, mode: str, depths: Iterable[int], breadths: Iterable[int]) -> Forecast:
         forecasts: list[Forecast] = []
         for breadth in breadths:
-            costs, odds = self._costs(Arm(mode), breadth), Odds(self._tokens, self.estimates.covered(breadth))
+            costs, odds = (
+                self._costs(Arm(mode), breadth),
+                Odds(self._tokens, self.estimates.covered(breadth), self.estimates.rows),
+            )
             rate = sd_rate if mode == "sd" else ssd_rate
             forecasts += [(Arm(mode, depth, breadth), rate(costs, odds, depth)) for depth in depths]
         best = max(rate for _, rate in forecasts)
@@ -201,7 +206,7 @@ class Forecasts:
     def _joint(self, arm: Arm, depth: int) -> Forecast:
         """Returns the forecast of branches by draft workers with in-process chains after a miss."""
         breadth, e = arm.branches or self.branches, self.estimates
-        odds = Odds(self._tokens, e.covered(breadth))
+        odds = Odds(self._tokens, e.covered(breadth), e.rows)
         own = Odds(partial(self._tokens, drafter=arm.drafter), 0.0)
         rate = joint_rate(self._costs(arm, breadth), odds, depth, own, e.in_process_ms(depth, arm.drafter))
         return Arm("ssd", depth, breadth, arm.drafter), rate

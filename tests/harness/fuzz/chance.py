@@ -59,6 +59,8 @@ def _value(rng: random.Random, shape: types.Type) -> Any:
     match shape:
         case types.IntType(ge=int(low), le=int(high)):
             return whole(rng, low, high)
+        case types.FloatType(ge=0.0, le=1.0):
+            return rng.choice((0.0, 1.0, rng.random()))
         case types.FloatType():
             return rng.choice((0.0, -1.5, 1e308, rng.random()))
         case types.BoolType():

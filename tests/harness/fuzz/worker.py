@@ -150,7 +150,7 @@ class WorkerFuzz:
         deepest = [message for message in answers if isinstance(message, Branches) and message.final]
         if not deepest:
             raise FuzzFailure(f"an honest request received {answers}")
-        return list(deepest[-1].entries)
+        return [(entry.committed, entry.chain) for entry in deepest[-1].entries]  # their odds depend on earlier rounds
 
     def _turn(self, *messages: Message) -> None:
         """Sends these messages, and runs the worker until it waits."""
