@@ -46,7 +46,7 @@ from outrider.target_worker.feature_publisher import FeatureListener, FeaturePub
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.model_runner import ModelRunner, VerifyResult, now
 from outrider.target_worker.prefix_reuse import KVImport, PrefixReuse
-from outrider.target_worker.rank_link import RankLeader
+from outrider.target_worker.ranks import RankLeader
 from outrider.target_worker.target_request import TargetRequest, opening
 
 log = logging.getLogger(__name__)
