@@ -60,8 +60,9 @@ class Inbox:
         """Drops the messages that are not yet handled."""
         self._kept.clear()
 
-    def look(self, request: str) -> None:
-        """Receives the messages that arrived while a prompt of `request` was read.
+    def of_others(self, request: str) -> list[Commit | Close]:
+        """Receives what arrived while a prompt of `request` was read; removes and returns messages about other open
+        requests. Messages that follow an OPEN stay.
 
         Raises:
             ReadCancelled: the worker shuts down, or the request was closed or opened again; earlier messages about it
@@ -69,18 +70,13 @@ class Inbox:
         """
         while (message := self._link.receive(wait=False)) is not None:
             self._kept.append(message)
-        for index, message in enumerate(self._kept):
-            if isinstance(message, Shutdown):
-                raise ReadCancelled
-            if isinstance(message, Open | Close) and message.request == request:
-                kept = list(self._kept)
+        kept = list(self._kept)
+        for index, message in enumerate(kept):
+            if isinstance(message, Shutdown) or (isinstance(message, Open | Close) and message.request == request):
                 others = [earlier for earlier in kept[:index] if getattr(earlier, "request", None) != request]
                 self._kept = deque([*others, *kept[index:]])
                 raise ReadCancelled
-
-    def of_others(self, request: str) -> list[Commit | Close]:
-        """Removes and returns messages about other open requests; messages that follow an OPEN stay."""
-        waiting, taken, kept = {request}, list[Commit | Close](), list(self._kept)
+        waiting, taken = {request}, list[Commit | Close]()
         self._kept.clear()
         for message in kept:
             if isinstance(message, Commit | Close) and message.request not in waiting:
@@ -257,7 +253,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         def progress(done: int, total: int) -> None:
             nonlocal read_ns
             self._took(Operation.READ, read_ns)
-            self._link.send(Prefilled(request=message.request, epoch=message.epoch, done=done, total=total))
+            self._link.send(Prefilled(message.request, message.epoch, done, total))
             self._work_for_others(message.request)
             self._link.expect(self._op_latency.expected_ms(Operation.READ))
             read_ns = clock.now()
@@ -277,16 +273,8 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         except ReadCancelled:
             return
         if work.tree.cached:
-            total = len(message.tokens)
-            self._link.send(
-                Prefilled(
-                    request=message.request,
-                    epoch=message.epoch,
-                    done=work.tree.cached,
-                    total=total,
-                    cached=work.tree.cached,
-                )
-            )
+            done, total = work.tree.cached, len(message.tokens)
+            self._link.send(Prefilled(message.request, message.epoch, done, total, cached=done))
         self._report()
         work.commit((), _wanted(message))  # the chain under verification
         self._running[message.request] = DraftRequest(work, message, clock.now())
@@ -303,7 +291,6 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             ReadCancelled: this request is no longer needed.
         """
         for _ in range(_FORWARDS_BETWEEN):
-            self._inbox.look(request)
             for message in self._inbox.of_others(request):
                 self._take(message)
             working = self._working()

@@ -303,7 +303,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
 def _progress(readers: Iterable[TargetRequest]) -> list[Message]:
     """Returns the progress of long prompts."""
     return [
-        Prefilled(request=reader.request, epoch=reader.epoch, done=reader.slot.fed, total=len(reader.slot.tokens))
+        Prefilled(reader.request, reader.epoch, reader.slot.fed, len(reader.slot.tokens))
         for reader in readers
         if not reader.over and len(reader.slot.tokens) > PREFILL
     ]
