@@ -42,7 +42,7 @@ _WEIGHTS = ("model*.safetensors",)
 _CODE = ("*.py",)
 _EXPECTED = "expected a model's folder, a GGUF file or a Hugging Face id such as org/name"
 _INSTEAD = "using the tiny test model (--model tiny) instead, whose answers make little sense"
-_CONVERSION = 2
+_CONVERSION = 3
 """The version of the conversion; increased when it writes other files from the same GGUF file."""
 
 
