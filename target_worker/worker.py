@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import mlx.core as mx
 
 from outrider.engine import memory
-from outrider.engine.kv_cache import PREFILL, CacheSlot, KVCache
+from outrider.engine.kv_cache import PREFILL, CacheSlot, FlatKVCache, KVCache
 from outrider.engine.load_checks import open_kv_cache, sequence_cost
 from outrider.engine.loading import LoadedModel
 from outrider.engine.pace import Pace, PeakMemory
@@ -79,7 +79,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         self._drafters = own or InProcessDrafters({})
         self._publisher = publisher
         self._drafters.read(model, self._kv_cache, publisher)
-        self._kv_import = KVImport(model, self._kv_cache)
+        self._kv_import = KVImport(model, self._kv_cache) if isinstance(self._kv_cache, FlatKVCache) else None
         self._prefixes = PrefixReuse(PromptCache(sequence_cost(self._kv_cache)), model.context_length)
         self._compiler = Compiler(model.folder)
         self._peak_memory = PeakMemory()
@@ -89,7 +89,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
     @property
     def takes_kv(self) -> bool:
         """True if a prefill worker can read prompts: no head needs the target's hidden states of them."""
-        return self._kv_import.is_possible and not self._drafters.reads
+        return self._kv_import is not None and not self._drafters.reads
 
     @property
     def kv(self) -> KvCost:
@@ -208,7 +208,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         others = tuple(self._running.values())
         self._running[message.request] = running
         self._prefixes.open(running, others)
-        running.offered = message.offered and self._kv_import.is_possible and running.awaits is None
+        running.offered = message.offered and self._kv_import is not None and running.awaits is None
         self._say_cached(running)
         self._report()
 
@@ -216,7 +216,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         return self._compiler.constraint_for(message.sampling, message.eos, message.prompt_len)
 
     def _import_kv(self, running: TargetRequest, message: PromptKv) -> None:
-        if running.epoch == message.epoch and running.offered:
+        if self._kv_import is not None and running.epoch == message.epoch and running.offered:
             self._kv_import.take(running, message)
             for progress in _progress([running]):
                 self._link.send(progress)
