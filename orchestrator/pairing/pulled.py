@@ -34,14 +34,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
-from outrider.orchestrator.pairing.gguf import requantized
+from outrider.orchestrator.pairing.gguf import GROUP, requantized
 from outrider.protocol.digest import CACHE, cache_folder, replace_file
 from outrider.protocol.errors import ModelError
 
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _PARTS = ("weight", "scales", "biases")
-_GROUP = 32
 
 
 def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
@@ -73,7 +72,7 @@ def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
     for name in _TOKENIZER:
         if (target / name).is_file():
             shutil.copyfile(target / name, folder / name)
-    quantisation = config["quantization"] | {f"{_HEAD}.rows": {"group_size": _GROUP, "bits": 8}}
+    quantisation = config["quantization"] | {f"{_HEAD}.rows": {"group_size": GROUP, "bits": 8}}
     embedding = (of_target.get("quantization") or {}).get(_EMBEDDING)
     quantisation |= {} if embedding is None else {_EMBEDDING: embedding}  # otherwise mlx-lm infers it
     whole = {key: value for key, value in config.items() if key != "embedding"}
@@ -89,9 +88,9 @@ def _whole(parts: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
         return weight.astype(np.float32)
     scales, biases = parts["scales"].astype(np.float32), parts["biases"].astype(np.float32)
     octets = weight.view(np.uint8)
-    is_bytes = octets.shape[1] == scales.shape[1] * _GROUP
+    is_bytes = octets.shape[1] == scales.shape[1] * GROUP
     steps = octets if is_bytes else np.stack([octets & 15, octets >> 4], axis=-1)
-    grouped = steps.reshape(*scales.shape, _GROUP) * scales[..., None] + biases[..., None]
+    grouped = steps.reshape(*scales.shape, GROUP) * scales[..., None] + biases[..., None]
     whole: NDArray[np.float32] = grouped.reshape(len(weight), -1)
     return whole
 
