@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from outrider.draft_worker.worker import DraftLink, DraftWorker
+from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.drafter import NAMES, make
 from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.replay import PacedDrafter, ReplayDrafter, SlowLink
@@ -18,7 +18,7 @@ from outrider.grammar.compiler import TOKENIZER, Compiler
 from outrider.protocol import process, worker_link
 from outrider.protocol.messages import Hello, Loading, WorkerNote
 from outrider.protocol.profile import Profile
-from outrider.protocol.worker_link import WorkerLink
+from outrider.protocol.worker_link import Link, WorkerLink
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, DraftWo
     report(f"starting the {options.backend} drafter")
     models_only()
     drafter = make(options.backend, options.model, report, options.prefill, options.target)
-    far: DraftLink = link
+    far: Link = link
     if options.simulate:
         profile = Profile.read(options.simulate)
         far = slow = SlowLink(link, profile.link_ms)

@@ -8,13 +8,11 @@ operations, so that it can announce how long the next one should take. Knows not
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import Calibration, FanOut
@@ -24,15 +22,12 @@ from outrider.engine.pace import PeakMemory
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
-from outrider.protocol.clock import FORGET_NS
 from outrider.protocol.errors import OutriderError, named_errors
 from outrider.protocol.messages import (
     Branches,
-    CacheReport,
     Close,
     Commit,
     Drafted,
-    Fault,
     Features,
     KvMemory,
     Message,
@@ -43,21 +38,7 @@ from outrider.protocol.messages import (
     Span,
 )
 from outrider.protocol.stats import CacheUse
-
-
-class DraftLink(Protocol):
-    """The part of `protocol.worker_link.WorkerLink` that the worker needs."""
-
-    @property
-    def name(self) -> str: ...
-
-    def send(self, message: Message) -> None: ...
-
-    def receive(self, wait: bool) -> Message | None: ...
-
-    def expect(self, milliseconds: float) -> None:
-        """Sets how long the next piece of work should take at most; 0: not known."""
-        ...
+from outrider.protocol.worker_link import Link, WorkerLoop
 
 
 class ReadCancelled(Exception):
@@ -67,7 +48,7 @@ class ReadCancelled(Exception):
 class Inbox:
     """The messages of `link`, in the order of their arrival."""
 
-    def __init__(self, link: DraftLink) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
         self._kept: deque[Message] = deque()
 
@@ -79,8 +60,9 @@ class Inbox:
         """Drops the messages that are not yet handled."""
         self._kept.clear()
 
-    def look(self, request: str) -> None:
-        """Receives the messages that arrived while a prompt of `request` was read.
+    def of_others(self, request: str) -> list[Commit | Close]:
+        """Receives what arrived while a prompt of `request` was read; removes and returns messages about other open
+        requests. Messages that follow an OPEN stay.
 
         Raises:
             ReadCancelled: the worker shuts down, or the request was closed or opened again; earlier messages about it
@@ -88,18 +70,13 @@ class Inbox:
         """
         while (message := self._link.receive(wait=False)) is not None:
             self._kept.append(message)
-        for index, message in enumerate(self._kept):
-            if isinstance(message, Shutdown):
-                raise ReadCancelled
-            if isinstance(message, Open | Close) and message.request == request:
-                kept = list(self._kept)
+        kept = list(self._kept)
+        for index, message in enumerate(kept):
+            if isinstance(message, Shutdown) or (isinstance(message, Open | Close) and message.request == request):
                 others = [earlier for earlier in kept[:index] if getattr(earlier, "request", None) != request]
                 self._kept = deque([*others, *kept[index:]])
                 raise ReadCancelled
-
-    def of_others(self, request: str) -> list[Commit | Close]:
-        """Removes and returns messages about other open requests; messages that follow an OPEN stay."""
-        waiting, taken, kept = {request}, list[Commit | Close](), list(self._kept)
+        waiting, taken = {request}, list[Commit | Close]()
         self._kept.clear()
         for message in kept:
             if isinstance(message, Commit | Close) and message.request not in waiting:
@@ -191,12 +168,12 @@ log = logging.getLogger(__name__)
 _FORWARDS_BETWEEN = 8  # the most forwards for other requests between two pieces of a prompt
 
 
-class DraftWorker:
+class DraftWorker(WorkerLoop[DraftRequest]):
     """Serves requests from `link` with `drafter` until SHUTDOWN."""
 
     def __init__(
         self,
-        link: DraftLink,
+        link: Link,
         drafter: Drafter,
         fan_out: FanOut,
         memory: PeakMemory | None = None,
@@ -204,7 +181,7 @@ class DraftWorker:
     ) -> None:
         """`memory`: measures the drafter's peak, if possible. `compiler`: for grammars over its tokens; without one it
         may draft tokens that a grammar excludes."""
-        self._link = link
+        super().__init__(link)
         self._drafter = drafter
         self._fan_out = fan_out
         self._memory = memory
@@ -212,20 +189,10 @@ class DraftWorker:
         self._calibration = Calibration()
         self._batcher = DraftBatcher(self._calibration)
         self._inbox = Inbox(link)
-        self._running: dict[str, DraftRequest] = {}
-        self._stale = 0
         self._op_latency = OpLatency()
-        self._reported_use = CacheUse()
-
-    def run(self) -> None:
-        gc.freeze()  # a full collection over the imported libraries takes longer than a forward
-        while self.turn():
-            pass
 
     def forget(self) -> None:
-        """Closes all requests; their state stays in the prompt cache."""
-        for request in list(self._running):
-            self._drop(request)
+        super().forget()
         self._inbox.clear()
 
     def turn(self) -> bool:
@@ -251,12 +218,8 @@ class DraftWorker:
             self._fault(message.request if isinstance(message, Open | Commit | Features | Close) else None, error)
 
     def _fault(self, request: str | None, error: OutriderError) -> None:
-        """Ends the request, not the worker."""
         running = self._running.get(request or "")
-        about = {"request": request, "round": running.newest.round if running is not None else None}
-        log.warning("request %s failed: %s", request, error, extra=about)
-        self._drop(request or "", spoilt=True)
-        self._link.send(Fault(name=self._link.name, request=request, message=str(error)))
+        self._fail(request, error, running.newest.round if running is not None else None)
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -265,7 +228,7 @@ class DraftWorker:
             case Commit():
                 self._commit(message)
             case Close():
-                self._drop(message.request)
+                self._close(message.request)
             case Features():
                 self._on_features(message)
             case KvMemory():
@@ -277,10 +240,10 @@ class DraftWorker:
     def _open(self, message: Open) -> None:
         known = self._running.get(message.request)
         if known is not None and known.is_beyond(message):
-            self._is_stale("open", message)
+            self._drop_stale(message)
             return
-        self._drop(message.request)
-        self._forget_silent()
+        self._close(message.request)
+        self._forget_silent(lambda running: running.committed_ns)
         check_known(self._drafter, message.verifying or ())
         if self._memory is not None and not self._running:
             self._memory.restart()
@@ -291,7 +254,7 @@ class DraftWorker:
         def progress(done: int, total: int) -> None:
             nonlocal read_ns
             self._took(Operation.READ, read_ns)
-            self._link.send(Prefilled(request=message.request, epoch=message.epoch, done=done, total=total))
+            self._link.send(Prefilled(message.request, message.epoch, done, total))
             self._work_for_others(message.request)
             self._link.expect(self._op_latency.expected_ms(Operation.READ))
             read_ns = clock.now()
@@ -311,31 +274,11 @@ class DraftWorker:
         except ReadCancelled:
             return
         if work.tree.cached:
-            total = len(message.tokens)
-            self._link.send(
-                Prefilled(
-                    request=message.request,
-                    epoch=message.epoch,
-                    done=work.tree.cached,
-                    total=total,
-                    cached=work.tree.cached,
-                )
-            )
+            done, total = work.tree.cached, len(message.tokens)
+            self._link.send(Prefilled(message.request, message.epoch, done, total, cached=done))
         self._report()
         work.commit((), _wanted(message))  # the chain under verification
         self._running[message.request] = DraftRequest(work, message, clock.now())
-
-    def _is_stale(self, word: str, message: Open | Commit) -> None:
-        self._stale += 1
-        about = {"request": message.request, "round": message.round}
-        log.debug("stale %s of round %d (%d so far)", word, message.round, self._stale, extra=about)
-
-    def _forget_silent(self) -> None:
-        """Closes requests without a message for a long time: CLOSE may have been lost. If not, COMMIT finds a gap."""
-        since_ns = clock.now() - FORGET_NS
-        for request, running in list(self._running.items()):
-            if running.committed_ns < since_ns:
-                self._drop(request)
 
     def _constraint(self, message: Open) -> Constraint | None:
         if self._compiler is None:
@@ -349,7 +292,6 @@ class DraftWorker:
             ReadCancelled: this request is no longer needed.
         """
         for _ in range(_FORWARDS_BETWEEN):
-            self._inbox.look(request)
             for message in self._inbox.of_others(request):
                 self._take(message)
             working = self._working()
@@ -364,10 +306,10 @@ class DraftWorker:
             return
         gap = running.gap(message)
         if running.is_beyond(message) or gap < 0:
-            self._is_stale("commit", message)
+            self._drop_stale(message)
             return
         if gap > 0:
-            self._drop(message.request)
+            self._close(message.request)
             self._link.send(Resync(request=message.request, epoch=message.epoch))
             return
         check_known(self._drafter, (*message.tokens, *(message.verifying or ())))
@@ -426,17 +368,11 @@ class DraftWorker:
             elif result is not None:
                 self._link.send(running.answer(result, span, peak_bytes))
 
-    def _drop(self, request: str, spoilt: bool = False) -> None:
-        running = self._running.pop(request, None)
-        if running is not None:
-            running.work.tree.close(spoilt)
-            self._report()
-            if self._memory is not None:
-                self._memory.ended(idle=not self._running)
+    @property
+    def _cache_use(self) -> CacheUse:
+        return self._drafter.prompt_cache.use
 
-    def _report(self) -> None:
-        """Reports the use of the prompt cache, if it has changed."""
-        use = self._drafter.prompt_cache.use
-        if use != self._reported_use:
-            self._reported_use = use
-            self._link.send(CacheReport(use))
+    def _release(self, running: DraftRequest, spoilt: bool) -> None:
+        running.work.tree.close(spoilt)
+        if self._memory is not None:
+            self._memory.ended(idle=not self._running)

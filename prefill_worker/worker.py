@@ -23,9 +23,9 @@ from outrider.engine.load_checks import open_kv_cache, sequence_cost
 from outrider.engine.loading import LoadedModel, load, outline
 from outrider.engine.prompt_cache import PromptCache
 from outrider.protocol.errors import CannotDraft, OutriderError, named_errors
-from outrider.protocol.messages import CacheReport, Close, Fault, KvMemory, Prefill, PromptKv, Shutdown
+from outrider.protocol.messages import Close, KvMemory, Prefill, PromptKv, Shutdown
 from outrider.protocol.stats import CacheUse, KvCost
-from outrider.protocol.worker_link import WorkerLink
+from outrider.protocol.worker_link import Link, WorkerLoop
 
 MAX_PIECE = 2**22
 """The most bytes of a message: the orchestrator forwards each between two rounds of other requests."""
@@ -39,64 +39,50 @@ Pieces = Generator[list[PromptKv]]
 log = logging.getLogger(__name__)
 
 
-class PrefillWorker:
-    """Reads prompts from `link` with `reader` until SHUTDOWN."""
+class PrefillWorker(WorkerLoop[Pieces]):
+    """Reads prompts from `link` with `reader` until SHUTDOWN; the first one is read, the others wait for their turn."""
 
-    def __init__(self, link: WorkerLink, reader: MlxReader | CoreMLReader) -> None:
-        self._link = link
+    def __init__(self, link: Link, reader: MlxReader | CoreMLReader) -> None:
+        super().__init__(link)
         self._reader = reader
-        self._jobs: dict[str, Pieces] = {}  # of prompts that are being read or wait for their turn
-        self._reported_use = CacheUse()
-
-    def run(self) -> None:
-        while self.turn():
-            pass
 
     def turn(self) -> bool:
         """Handles one message, or if there is none runs one forward of the first prompt. Returns False on SHUTDOWN."""
-        message = self._link.receive(wait=not self._jobs)
+        message = self._link.receive(wait=not self._running)
         match message:
             case None:
-                self._continue_reading(*next(iter(self._jobs.items())))
+                self._continue_reading(*next(iter(self._running.items())))
             case Prefill():
-                self._drop(message.request)
-                self._jobs[message.request] = self._reader.read(message)
+                self._close(message.request)
+                self._running[message.request] = self._reader.read(message)
             case Close():
-                self._drop(message.request)
+                self._close(message.request)
             case KvMemory():
                 self._reader.prompt_cache.allow(message.limit if message.prompt_cache else 0)
+                self._report()
             case Shutdown():
                 return False
             case _:
                 log.warning("a prefill worker can't handle %s", type(message).__name__)
         return True
 
-    def forget(self) -> None:
-        """Drops all prompts; their state stays in the prompt cache."""
-        for request in list(self._jobs):
-            self._drop(request)
-
     def _continue_reading(self, request: str, reading: Pieces) -> None:
         try:
             pieces = next(reading, None)
         except OutriderError as error:
-            log.warning("reading the prompt of %s failed: %s", request, error)
-            self._drop(request)
-            self._link.send(Fault(self._link.name, request, str(error)))
+            self._fail(request, error)
             return
         for piece in pieces or ():
             self._link.send(piece)
         if pieces is None:
-            self._drop(request)
+            self._close(request)
 
-    def _drop(self, request: str) -> None:
-        reading = self._jobs.pop(request, None)
-        if reading is None:
-            return
-        reading.close()
-        if self._reader.prompt_cache.use != self._reported_use:
-            self._reported_use = self._reader.prompt_cache.use
-            self._link.send(CacheReport(self._reported_use))
+    @property
+    def _cache_use(self) -> CacheUse:
+        return self._reader.prompt_cache.use
+
+    def _release(self, running: Pieces, spoilt: bool) -> None:
+        running.close()
 
 
 class MlxReader:

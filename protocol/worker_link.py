@@ -4,13 +4,14 @@
 socket. The heartbeat thread answers Ping with a counter that the busy thread moves, so an answer shows progress. A
 process is identified by its incarnation; the orchestrator assigns its name. Knows nothing of models.
 
-`WorkerLoop`: the loop of a worker process. `add_flags` and `run`: the flags of all workers, and how they serve one
-orchestrator after another.
+`WorkerLoop`: the loop of a worker process, and its requests. `add_flags` and `run`: the flags of all workers, and how
+they serve one orchestrator after another.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import math
 import os
@@ -19,16 +20,18 @@ import signal
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import zmq
 
 from outrider.protocol import clock, endpoints, process
+from outrider.protocol.clock import FORGET_NS
 from outrider.protocol.codec import decode, decode_all, encode, encode_all
 from outrider.protocol.endpoints import Tcp, connect, keys_to, parse, probe
 from outrider.protocol.errors import (
@@ -41,8 +44,21 @@ from outrider.protocol.errors import (
     WorkerError,
 )
 from outrider.protocol.keys import ClientKeys
-from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, Shutdown, Welcome
+from outrider.protocol.messages import (
+    CacheReport,
+    Commit,
+    Fault,
+    Hello,
+    Message,
+    Open,
+    Ping,
+    Pong,
+    Shutdown,
+    Verify,
+    Welcome,
+)
 from outrider.protocol.process import outside_finalizers
+from outrider.protocol.stats import CacheUse
 
 INCARNATION_BITS = 63
 IDLE_POLL_MS = 200
@@ -294,16 +310,90 @@ DRAFTER_CORE = "OUTRIDER_DRAFTER_CORE"
 """The environment variable with the number of the drafters' core, for a target that may use it while they rest."""
 
 
-class WorkerLoop(Protocol):
-    """A worker's loop."""
+class Link(Protocol):
+    """The part of `WorkerLink` that every worker needs; `drafters.replay.SlowLink` is another one."""
+
+    @property
+    def name(self) -> str: ...
+
+    def send(self, message: Message) -> None: ...
+
+    def receive(self, wait: bool) -> Message | None: ...
+
+    def expect(self, milliseconds: float) -> None: ...
+
+
+Request = TypeVar("Request")
+
+
+class WorkerLoop(ABC, Generic[Request]):
+    """A worker's loop: its requests by their ids, and what all workers do with them."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._running: dict[str, Request] = {}
+        self._reported_use = CacheUse()
+        self._stale = 0
 
     def run(self) -> None:
         """Runs until SHUTDOWN. Raises OrchestratorGone for a worker that was started by hand."""
-        ...
+        gc.freeze()  # a full collection over the imported libraries takes longer than a forward
+        while self.turn():
+            pass
+
+    @abstractmethod
+    def turn(self) -> bool:
+        """Handles messages or runs one forward. Returns False on SHUTDOWN."""
 
     def forget(self) -> None:
-        """Drops all requests, since their orchestrator is lost."""
-        ...
+        """Closes all requests, since their orchestrator is lost; their state stays in the prompt cache."""
+        for request in list(self._running):
+            self._close(request)
+        self._reported_use = CacheUse()  # the next orchestrator knows of none
+
+    @property
+    @abstractmethod
+    def _cache_use(self) -> CacheUse:
+        """The use of its prompt cache."""
+
+    @abstractmethod
+    def _release(self, running: Request, spoilt: bool) -> None:
+        """Frees a request's memory; its state may serve later requests unless a failure has `spoilt` it."""
+
+    def _close(self, request: str, spoilt: bool = False) -> None:
+        """Closes a request, if it is open."""
+        running = self._running.pop(request, None)
+        if running is not None:
+            self._release(running, spoilt)
+            self._report()
+
+    def _fail(self, request: str | None, error: OutriderError, number: int | None = None) -> None:
+        """Ends the request, in round `number`, not the worker."""
+        log.warning("request %s failed: %s", request, error, extra={"request": request, "round": number})
+        self._close(request or "", spoilt=True)
+        self._link.send(Fault(self._link.name, request, str(error)))
+
+    def _forget_silent(self, waits_since_ns: Callable[[Request], float]) -> None:
+        """Closes requests that have waited for a message for a long time, because their CLOSE must have been lost."""
+        since_ns = clock.now() - FORGET_NS
+        for request, running in list(self._running.items()):
+            if waits_since_ns(running) < since_ns:
+                log.warning("closing request %s: no message for a long time", request, extra={"request": request})
+                self._close(request)
+
+    def _report(self) -> None:
+        """Reports the use of the prompt cache, if it has changed."""
+        use = self._cache_use
+        if use != self._reported_use:
+            self._reported_use = use
+            self._link.send(CacheReport(use))
+
+    def _drop_stale(self, message: Open | Verify | Commit) -> None:
+        """Counts a message about an earlier round, which is dropped."""
+        self._stale += 1
+        about = {"request": message.request, "round": message.round}
+        kind = type(message).__name__
+        log.debug("stale %s of round %d (%d so far)", kind, message.round, self._stale, extra=about)
 
 
 def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> None:
@@ -322,7 +412,7 @@ def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> N
     parser.add_argument("--log-fd", type=int, default=None, help="the log file of the server that started it")
 
 
-def run(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, WorkerLoop]]) -> int:
+def run(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, WorkerLoop[Any]]]) -> int:
     """Loads the worker and serves; errors are reported to the orchestrator. Returns the exit code."""
     try:
         keys = keys_to(options.endpoint, options.server_key, options.keys)
@@ -337,7 +427,7 @@ def run(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, W
         return _serve(link, hello, worker)
 
 
-def _serve(link: WorkerLink, hello: Hello, worker: WorkerLoop) -> int:
+def _serve(link: WorkerLink, hello: Hello, worker: WorkerLoop[Any]) -> int:
     """Joins the cluster and runs until the end, with one orchestrator after another. Returns the exit code."""
     while True:
         try:

@@ -19,7 +19,7 @@ from outrider.engine.models_only import models_only
 from outrider.protocol import worker_link
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft, OutriderError
-from outrider.protocol.heads import DRAFT_MODEL, HEADS, names_of
+from outrider.protocol.heads import DRAFT_MODEL, HEADS
 from outrider.protocol.messages import Hello, Loading, WorkerNote
 from outrider.protocol.process import set_up
 from outrider.protocol.profile import Profile
@@ -27,7 +27,7 @@ from outrider.protocol.worker_link import WorkerLink, end_with_parent
 from outrider.target_worker.rank_link import RANK, LocalRanks
 
 if TYPE_CHECKING:
-    from outrider.target_worker.ranks import RankZero
+    from outrider.target_worker.ranks import RankLeader
     from outrider.target_worker.worker import TargetWorker
 
 log = logging.getLogger(__name__)
@@ -58,21 +58,21 @@ def _as_rank(options: argparse.Namespace) -> int:
             stack.callback(local.kill)
         models_only()
         from outrider.engine.ranks import join
-        from outrider.target_worker.ranks import RankZero, follow
+        from outrider.target_worker.ranks import RankLeader, follow
 
         ranks = join()
         if ranks.rank > 0:
             return follow(ranks, options.model)
-        rank_zero = RankZero(ranks, local)
-        stack.callback(rank_zero.close)
-        return _serve(options, rank_zero)
+        leader = RankLeader(ranks, local)
+        stack.callback(leader.close)
+        return _serve(options, leader)
 
 
-def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
-    return worker_link.run(options, lambda link: _load(options, rank_zero, link))
+def _serve(options: argparse.Namespace, leader: RankLeader | None) -> int:
+    return worker_link.run(options, lambda link: _load(options, leader, link))
 
 
-def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerLink) -> tuple[Hello, TargetWorker]:
+def _load(options: argparse.Namespace, leader: RankLeader | None, link: WorkerLink) -> tuple[Hello, TargetWorker]:
     link.send(Loading("target", "importing MLX"))
     models_only()
     from outrider.drafters.heads import load as heads
@@ -90,32 +90,33 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
     def report(stage: str) -> None:
         link.send(Loading("target", stage))
 
-    model = rank_zero.load(options.model, report) if rank_zero is not None else load(options.model, progress=report)
+    model = leader.load(options.model, report) if leader is not None else load(options.model, progress=report)
     report("checking the model")
     found = abilities(model)
-    kv_cache = rank_zero.texts(model) if rank_zero is not None else None
-    kinds = [kind for kind, _ in options.own]
-    wanted = [in_process_drafters.DrafterSpec(n, *own) for n, own in zip(names_of(kinds), options.own, strict=True)]
+    kv_cache = leader.texts(model) if leader is not None else None
     cost = heads.step_cost if profile is None else None
-    loaded = in_process_drafters.load(wanted if found.chains else (), model, report, rank_zero is None, cost)
+    loaded = in_process_drafters.load(options.own if found.chains else (), model, report, leader is None, cost)
     found = replace(found, drafters=loaded.infos, left_out=loaded.left_out)
-    drafters, publisher, unpublished = InProcessDrafters(loaded.drafters), None, ""
+    notes = [f"simulating {profile.name}"] if profile else []
+    notes += [f"drafting in this process with {info.model}" for info in loaded.infos]
+    notes += [*loaded.left_out, *loaded.doubts]
+    drafters, publisher, features = InProcessDrafters(loaded.drafters), None, ""
     memory.set_limits(model.weight_bytes + drafters.weight_bytes)  # each load has set them for one model only
     if options.tell:
         kind, folder = options.tell
         try:
-            publisher = FeaturePublisher.of(heads.load(kind, folder, model, report, rank_zero is None), folder, model)
+            told = heads.load(kind, folder, model, report, leader is None)
         except CannotDraft as error:
-            unpublished = str(error)
+            notes.append(str(error))
+        else:
+            publisher = FeaturePublisher(told.head)
+            features = heads.features_of(told.head, Path(folder), model.folder or Path())
+            notes.append(told.note)
     pace = Pace(profile.target, complain=lambda why: link.send(WorkerNote(link.name, why))) if profile else None
-    leader = rank_zero.leader if rank_zero is not None else None
     worker = TargetWorker(link, model, pace, drafters, kv_cache, leader, publisher)
-    drafts = [f"drafting in this process with {info.model}" for info in loaded.infos]
-    doubts = [*loaded.doubts, publisher.note if publisher is not None else unpublished]
-    of_ranks = rank_zero.note if rank_zero is not None else ""
-    simulating = [f"simulating {profile.name}"] if profile else []
-    chains = "" if worker.verifies_trees or not found.chains else "drafts are verified as chains, not as trees"
-    notes = [*simulating, *drafts, *loaded.left_out, *doubts, of_ranks, chains]
+    notes.append(leader.note if leader is not None else "")
+    if found.chains and not worker.verifies_trees:
+        notes.append("drafts are verified as chains, not as trees")
     hello = Hello(
         role="target",
         name=options.name,
@@ -132,7 +133,7 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
         kv=worker.kv,
         files=digest(model.folder) if model.folder is not None else "",
         number_format=model.number_format,
-        features=publisher.features if publisher is not None else "",
+        features=features,
     )
     return hello, worker
 

@@ -6,15 +6,11 @@ A prompt's features are sent piece by piece, while the next piece is read. Knows
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import Head
-from outrider.drafters.heads.load import features_of
-from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Features
 
 log = logging.getLogger(__name__)
@@ -26,17 +22,10 @@ TOO_LARGE = (
 
 
 class FeaturePublisher:
-    """Computes the features that `head` reads. `features`: identifies them in Hello; `note`: for the user."""
+    """Computes the features that `head` reads, in the target's forwards."""
 
-    def __init__(self, head: Head, features: str, note: str = "") -> None:
+    def __init__(self, head: Head) -> None:
         self.points, self._fuse, self.reach = head.points, head.fuse, head.reach
-        self.features, self.note = features, note
-
-    @classmethod
-    def of(cls, drafter: HeadDrafter, folder: str, model: LoadedModel) -> FeaturePublisher:
-        """Returns the publisher for a head that was loaded from this folder and tried with the target."""
-        target = model.folder or Path()
-        return cls(drafter.head, features_of(drafter.head, Path(folder), target), drafter.note)
 
     def fuse(self, rows: mx.array) -> mx.array:
         """Implements `HiddenStateReader`."""

@@ -31,7 +31,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import OutriderError, named_errors
-from outrider.protocol.heads import DRAFT_MODEL
+from outrider.protocol.heads import DRAFT_MODEL, names_of
 from outrider.protocol.messages import workers
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
@@ -267,15 +267,6 @@ def _begins_at(slot: CacheSlot, followers: Sequence[FeatureFollower], length: in
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterSpec:
-    """A drafter to load: its `name`, its `kind` (`DRAFT_MODEL` or one of `protocol.heads.HEADS`), and its files."""
-
-    name: str
-    kind: str
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
 class LoadedDrafters:
     """The loaded drafters by name, a note for each drafter that was left out, and the drafters' own notes."""
 
@@ -289,33 +280,35 @@ Cost = Callable[[HeadDrafter, LoadedModel], float | None]
 
 
 def load(
-    wanted: Sequence[DrafterSpec],
+    wanted: Sequence[tuple[str, str]],
     model: LoadedModel,
     progress: Callable[[str], None],
     alone: bool,
     cost: Cost | None = heads.step_cost,
 ) -> LoadedDrafters:
-    """Loads the drafters. `alone`: the whole model is in this process (see `drafters.heads.load`).
+    """Loads drafters, each a kind (`DRAFT_MODEL` or one of `protocol.heads.HEADS`) with the folder of its files.
+
+    `alone`: the whole model is in this process (see `drafters.heads.load`).
 
     `cost` then measures a head; None on a machine that simulates another, where a measurement would be meaningless.
     """
     drafters: dict[str, InProcessProposer] = {}
     infos, left_out, doubts = [], [], []
-    for spec in wanted:
+    for name, (kind, path) in zip(names_of(kind for kind, _ in wanted), wanted, strict=True):
         try:
-            if spec.kind == DRAFT_MODEL:
-                drafter: InProcessProposer = InProcessModel(MlxDrafter.load(spec.path, progress))
+            if kind == DRAFT_MODEL:
+                drafter: InProcessProposer = InProcessModel(MlxDrafter.load(path, progress))
             else:
-                drafter = heads.load(spec.kind, spec.path, model, progress, alone)
+                drafter = heads.load(kind, path, model, progress, alone)
         except OutriderError as error:
-            left_out.append(f"drafter {spec.name} is not used: {error}")
+            left_out.append(f"drafter {name} is not used: {error}")
             continue
-        drafters[spec.name] = drafter
+        drafters[name] = drafter
         doubts += [drafter.note] if drafter.note else []
         agreement = -1.0 if drafter.agreement is None else drafter.agreement
         weight = _weight(drafter, model, cost if alone else None)
         is_head = isinstance(drafter, HeadDrafter)
-        infos.append(workers.InProcessDrafter(spec.name, spec.path, is_head, agreement, weight))
+        infos.append(workers.InProcessDrafter(name, path, is_head, agreement, weight))
     return LoadedDrafters(drafters, tuple(infos), tuple(left_out), tuple(doubts))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from outrider.engine.kv_cache import FlatKVCache, KVCache
+from outrider.engine.kv_cache import FlatKVCache
 from outrider.engine.kv_transfer import KVLayout
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import LEAST, PromptCache, common
@@ -85,22 +85,16 @@ def _reader(running: TargetRequest, others: Iterable[TargetRequest]) -> AwaitedP
 
 
 class KVImport:
-    """Imports keys and values into the `kv_cache` of `model`."""
+    """Imports keys and values into the `kv_cache` of `model`, in which they are a text's only state."""
 
-    def __init__(self, model: LoadedModel, kv_cache: KVCache) -> None:
-        self._kv_cache = kv_cache if isinstance(kv_cache, FlatKVCache) else None
-        self._layout = KVLayout.of(model.model) if self._kv_cache is not None else None
-
-    @property
-    def is_possible(self) -> bool:
-        """True if the texts' only state is keys and values in this process."""
-        return self._kv_cache is not None
+    def __init__(self, model: LoadedModel, kv_cache: FlatKVCache) -> None:
+        self._kv_cache, self._layout = kv_cache, KVLayout.of(model.model)
 
     def take(self, running: TargetRequest, message: PromptKv) -> None:
         """Appends the missing part of these to the text; after a gap or an error the target reads the rest."""
         slot = running.slot
         skip = slot.fed - message.start
-        if self._kv_cache is None or self._layout is None or skip < 0:
+        if skip < 0:
             running.offered = False
             return
         count = min(message.count - skip, running.unread)

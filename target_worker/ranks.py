@@ -1,19 +1,25 @@
 """The ranks of a sharded target: rank 0 leads and serves, the others run every forward that it runs.
 
-A follower loads and checks the model like rank 0, and then does what rank 0 sends. It knows nothing of requests, of how
-tokens are chosen, or of the orchestrator.
+Rank 0 (`RankLeader`) sends its address through the collective, so that the launcher need not know it. From then on the
+ranks exchange messages by ZeroMQ. Another rank (`follow`) loads and checks the model like rank 0, and then does what
+rank 0 sends. It knows nothing of requests, of how tokens are chosen, or of the orchestrator.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import secrets
 import signal
 import socket
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
+import zmq
 from msgspec.structs import replace
 
 from outrider.engine import memory
@@ -21,53 +27,222 @@ from outrider.engine.kv_cache import KVCache
 from outrider.engine.load_checks import abilities, open_kv_cache
 from outrider.engine.loading import LoadedModel, find, load
 from outrider.engine.ranks import MirroredKVCache, RankFollower, Ranks
+from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.digest import digest
-from outrider.protocol.errors import OutriderError
-from outrider.protocol.messages import KvMemory, Ping, Pong, RankHello, Shutdown, TextChange, TextForward
+from outrider.protocol.errors import OutriderError, WorkerError
+from outrider.protocol.messages import (
+    Fault,
+    KvMemory,
+    Message,
+    Ping,
+    Pong,
+    RankHello,
+    Shutdown,
+    TextChange,
+    TextForward,
+    Welcome,
+)
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.target_worker.rank_link import LocalRanks, RankLeader, RankMember
+from outrider.target_worker.rank_link import LocalRanks, RankLink, own_address
 
 log = logging.getLogger(__name__)
 
 CLEAR_EVERY = 256  # forwards
+ANSWER_MS = 10_000
+FAREWELL_MS = 5_000
+STRANGER_SECONDS = 5.0
 
 
-class RankZero:
-    """Rank 0 of `ranks`; `local`: the ranks that it started itself."""
+class RankLeader(RankLink):
+    """Rank 0 of `ranks`; `local`: the ranks that it started itself. `here`: the number of ranks on this machine."""
 
-    def __init__(self, ranks: Ranks, local: LocalRanks | None) -> None:
-        """Raises WorkerError if rank 0 can't listen for the others."""
-        self.ranks = ranks
-        self.leader = RankLeader(ranks, local.kill if local is not None else lambda: None)
-        self._local = local
+    def __init__(self, ranks: Ranks, local: LocalRanks | None = None) -> None:
+        """Waits until all ranks have joined the collective. Raises WorkerError if no socket can be opened."""
+        super().__init__(zmq.ROUTER, ranks, local.kill if local is not None else lambda: None)
+        self._local, self.here = local, 1
+        self._secret, address = secrets.token_bytes(16), own_address()
+        self._socket.curve_server = True
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            port = self._socket.bind_to_random_port(f"tcp://{address}")
+            self._listener = socket.create_server((address, 0))
+        except (zmq.ZMQError, OSError) as error:
+            raise WorkerError(
+                f"rank 0 can't listen at {address} ({error}); expected an address of this host first in the hostfile"
+            ) from None
+        threading.Thread(target=self._accept_all, daemon=True, name="ranks").start()
+        # The collective gives the key and the secret to ranks only, so only ranks are admitted.
+        invitation = [address, port, self._listener.getsockname()[1], self._key, self._secret.hex()]
+        ranks.broadcast(json.dumps(invitation).encode())
         if local is not None:
             local.met()
 
     @property
     def note(self) -> str:
-        return f"{self.ranks.size} ranks, {self.leader.here} on this machine"
+        return f"{self.ranks.size} ranks, {self.here} on this machine"
 
     def load(self, model: str, report: Callable[[str], None]) -> LoadedModel:
         """Loads this rank's part. Raises OutriderError if a rank can't load its part, or differs from rank 0."""
         folder = find(model)
         report(f"waiting for {self.ranks.size - 1} more ranks")
         self._hello = _hello(self.ranks, folder)
-        self.leader.admit(self._hello)
+        self.admit(self._hello)
         return load(folder, progress=report, ranks=self.ranks)
 
     def texts(self, model: LoadedModel) -> KVCache:
-        """Opens a KV cache that all ranks share. Raises ModelError if the ranks measured different abilities."""
+        """Opens a KV cache that all ranks share. Raises WorkerError if the ranks measured different abilities."""
         own = open_kv_cache(model)
-        self.leader.agree(replace(self._hello, found=_found(model, own)))
-        return MirroredKVCache(own, self.ranks, self.leader.broadcast, self.leader.here)
+        self.compare(replace(self._hello, found=_found(model, own)))
+        return MirroredKVCache(own, self.ranks, self.broadcast, self.here)
+
+    def admit(self, own: RankHello) -> None:
+        """Waits until all ranks are there and as `own`; then they may load the model. Sets `here`."""
+        self.here += sum(other.host == own.host for other in self.compare(own))
+        self.broadcast(Welcome("rank"))
+
+    def compare(self, own: RankHello) -> list[RankHello]:
+        """Waits for each other rank's hello, and returns them.
+
+        Raises:
+            WorkerError: a rank failed, or it differs from `own`.
+        """
+        others = []
+        for _ in range(1, self.ranks.size):
+            identity, *frames = self._socket.recv_multipart()
+            (message,) = decode_all(frames)
+            if isinstance(message, Fault):
+                raise WorkerError(f"rank {identity.decode()}: {message.message}")
+            if not isinstance(message, RankHello):
+                raise WorkerError(f"a rank began with {type(message).__name__}; expected RankHello: restart all ranks")
+            _require_same(own, message)
+            others.append(message)
+        return others
+
+    def broadcast(self, *messages: Message) -> None:
+        """Sends messages to all ranks, in this order."""
+        frames = encode_all(messages)
+        for rank in range(1, self.ranks.size):
+            self._socket.send_multipart([name_of(rank), *frames])
+
+    def assure(self) -> None:
+        """Returns when all ranks have handled all messages; ends all ranks if one is lost.
+
+        The loss of another rank may fail a forward on rank 0, and is then no request's fault.
+        """
+        self.broadcast(Ping(0))
+        if not self._answered(Pong, ANSWER_MS):
+            self._lose()
 
     def close(self) -> None:
-        """Ends the other ranks in order."""
+        """Ends the other ranks in order, and waits a while for their answers."""
+        self.end()
         if self._local is not None:
             self._local.expect_end()
-        self.leader.close()
+        with suppress(zmq.ZMQError):
+            self.broadcast(Shutdown())
+            self._answered(Shutdown, FAREWELL_MS)
+        super().close()
         if self._local is not None:
             self._local.close()
+
+    def _answered(self, kind: type[Message], wait_ms: int) -> bool:
+        """Waits until each rank has sent such a message; returns False if no message comes for `wait_ms`."""
+        left = self.ranks.size - 1
+        while left:
+            if not self._socket.poll(wait_ms):
+                return False
+            left -= isinstance(decode_all(self._socket.recv_multipart()[1:])[0], kind)
+        return True
+
+    def _accept_all(self) -> None:
+        """Accepts one connection of each rank, and closes others."""
+        left = self.ranks.size - 1
+        with self._listener, suppress(OSError):
+            while left:
+                lifeline, _ = self._listener.accept()
+                if self._knows(lifeline):
+                    self._watch(lifeline)
+                    left -= 1
+                else:
+                    lifeline.close()
+
+    def _knows(self, lifeline: socket.socket) -> bool:
+        lifeline.settimeout(STRANGER_SECONDS)
+        try:
+            received = lifeline.recv(len(self._secret), socket.MSG_WAITALL)
+        except OSError:
+            return False
+        lifeline.settimeout(None)
+        return secrets.compare_digest(received, self._secret)
+
+
+def _require_same(own: RankHello, other: RankHello) -> None:
+    """Raises WorkerError if this rank can't work with rank 0."""
+    for what, mine, theirs in (
+        ("number of ranks", own.size, other.size),
+        ("releases", own.runs, other.runs),
+        ("weights", own.weights[:12], other.weights[:12]),
+        ("abilities of the model", own.found, other.found),
+    ):
+        if mine != theirs:
+            raise WorkerError(
+                f"rank {other.rank} and rank 0 differ in the {what}: {theirs} and {mine}; expected the same, on"
+                " machines of the same kind"
+            )
+
+
+class RankMember(RankLink):
+    """Another rank's side."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Waits until all ranks have joined the collective. Raises WorkerError if rank 0 can't be reached."""
+        super().__init__(zmq.DEALER, ranks)
+        address, port, door, key, secret = json.loads(ranks.broadcast(b""))
+        self._socket.setsockopt(zmq.IDENTITY, name_of(ranks.rank))
+        self._socket.curve_serverkey = key.encode()
+        self._socket.connect(f"tcp://{address}:{port}")
+        try:
+            lifeline = socket.create_connection((address, door))
+            lifeline.sendall(bytes.fromhex(secret))
+        except OSError as error:
+            raise WorkerError(
+                f"rank 0 can't be reached at {address} ({error}); expected an address that all hosts can connect to"
+            ) from None
+        self._watch(lifeline)
+
+    def enter(self, own: RankHello) -> None:
+        """Returns when all ranks may load the model. Ends this process if rank 0 rejects a rank."""
+        self.send(own)
+        if not isinstance(self.receive()[0], Welcome):
+            raise SystemExit(0)
+
+    def send(self, message: Message) -> None:
+        self._socket.send_multipart(encode_all([message]))
+
+    def receive(self) -> list[Message]:
+        """Returns rank 0's next messages. Waits."""
+        return decode_all(self._socket.recv_multipart())
+
+    def close(self) -> None:
+        """Ends this rank in order."""
+        self.end()
+        if not self._socket.closed:
+            self.send(Shutdown())
+        super().close()
+
+    def failed(self, error: OutriderError) -> int:
+        """Sends rank 0 the error, and waits a while so that it can report it. Returns the exit code."""
+        log.error("%s", error)
+        self.end()
+        self.send(Fault(name_of(self.ranks.rank).decode(), None, str(error)))
+        self._socket.poll(FAREWELL_MS)
+        self.close()
+        return error.exit_code
+
+
+def name_of(rank: int) -> bytes:
+    """Returns a rank's routing id."""
+    return str(rank).encode()
 
 
 def follow(ranks: Ranks, model: str) -> int:

@@ -7,14 +7,13 @@ drafters in other processes, or of text.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterable
 
 import mlx.core as mx
 
 from outrider.engine import memory
-from outrider.engine.kv_cache import PREFILL, CacheSlot, KVCache
+from outrider.engine.kv_cache import PREFILL, CacheSlot, FlatKVCache, KVCache
 from outrider.engine.load_checks import open_kv_cache, sequence_cost
 from outrider.engine.loading import LoadedModel
 from outrider.engine.pace import Pace, PeakMemory
@@ -22,12 +21,9 @@ from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
-from outrider.protocol.clock import FORGET_NS
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import (
-    CacheReport,
     Close,
-    Fault,
     Halt,
     KvMemory,
     Message,
@@ -41,12 +37,12 @@ from outrider.protocol.messages import (
     WorkerNote,
 )
 from outrider.protocol.stats import CacheUse, KvCost
-from outrider.protocol.worker_link import WorkerLink
+from outrider.protocol.worker_link import WorkerLink, WorkerLoop
 from outrider.target_worker.feature_publisher import FeatureListener, FeaturePublisher
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.model_runner import ModelRunner, VerifyResult, now
 from outrider.target_worker.prefix_reuse import KVImport, PrefixReuse
-from outrider.target_worker.rank_link import RankLeader
+from outrider.target_worker.ranks import RankLeader
 from outrider.target_worker.target_request import TargetRequest, opening
 
 log = logging.getLogger(__name__)
@@ -56,12 +52,14 @@ GRACE_MS = 1.0
 CLEAR_EVERY = 256  # forwards
 
 
-class TargetWorker:
+class TargetWorker(WorkerLoop[TargetRequest]):
     """Serves requests from `link` with `model` until SHUTDOWN.
 
     `pace` makes its forwards take a profile's time. `own`: the in-process drafters; `publisher`: sends features to a
     head in another process. For a sharded model, `leader` leads the other ranks, and `kv_cache` is shared by all.
     """
+
+    _link: WorkerLink
 
     def __init__(
         self,
@@ -73,7 +71,7 @@ class TargetWorker:
         leader: RankLeader | None = None,
         publisher: FeaturePublisher | None = None,
     ) -> None:
-        self._link = link
+        super().__init__(link)
         self._model = model
         self._leader = leader
         self._kv_cache = kv_cache or open_kv_cache(model)
@@ -81,20 +79,17 @@ class TargetWorker:
         self._drafters = own or InProcessDrafters({})
         self._publisher = publisher
         self._drafters.read(model, self._kv_cache, publisher)
-        self._kv_import = KVImport(model, self._kv_cache)
+        self._kv_import = KVImport(model, self._kv_cache) if isinstance(self._kv_cache, FlatKVCache) else None
         self._prefixes = PrefixReuse(PromptCache(sequence_cost(self._kv_cache)), model.context_length)
-        self._reported_use = CacheUse()
         self._compiler = Compiler(model.folder)
         self._peak_memory = PeakMemory()
-        self._running: dict[str, TargetRequest] = {}
-        self._stale = 0
         self._forwards = 0
         self._ending = False
 
     @property
     def takes_kv(self) -> bool:
         """True if a prefill worker can read prompts: no head needs the target's hidden states of them."""
-        return self._kv_import.is_possible and not self._drafters.reads
+        return self._kv_import is not None and not self._drafters.reads
 
     @property
     def kv(self) -> KvCost:
@@ -102,14 +97,13 @@ class TargetWorker:
         return self._prefixes.cache.cost + self._drafters.cost
 
     @property
+    def _cache_use(self) -> CacheUse:
+        return self._prefixes.cache.use
+
+    @property
     def verifies_trees(self) -> bool:
         """True if it verifies trees of drafts."""
         return self._kv_cache.trees
-
-    def run(self) -> None:
-        gc.freeze()  # a full collection over the imported libraries takes longer than a forward
-        while self.turn():
-            pass
 
     def turn(self) -> bool:
         """Handles waiting messages, then begins a forward or ends the one under way. Returns False on SHUTDOWN."""
@@ -132,12 +126,6 @@ class TargetWorker:
         if self._forwards % CLEAR_EVERY == 0:
             mx.clear_cache()
         return not self._ending
-
-    def forget(self) -> None:
-        """Closes all requests; their state stays in the prompt cache."""
-        for request in list(self._running):
-            self._close(request)
-        self._reported_use = CacheUse()
 
     @property
     def _has_work(self) -> bool:
@@ -185,25 +173,22 @@ class TargetWorker:
                 case _:
                     log.warning("a target can't handle %s", type(message).__name__)
         except OutriderError as error:
-            self._fail(getattr(message, "request", None), error)
+            self._fault(getattr(message, "request", None), error)
 
-    def _fail(self, request: str | None, error: OutriderError) -> None:
-        """Ends the request, not the worker; if a rank was lost, ends the worker instead."""
+    def _fault(self, request: str | None, error: OutriderError) -> None:
+        """Ends the request; if a rank was lost, ends the worker instead."""
         if self._leader is not None:
             self._leader.assure()
         running = self._running.get(request or "")
-        about = {"request": request, "round": running.round + 1 if running is not None else None}
-        log.warning("request %s failed: %s", request, error, extra=about)
-        self._close(request or "", spoilt=True)
-        self._link.send(Fault(self._link.name, request, str(error)))
+        self._fail(request, error, running.round + 1 if running is not None else None)
 
     def _open(self, message: Open) -> None:
         known = self._running.get(message.request)
         if known is not None and message.epoch <= known.epoch:
-            self._is_stale("open", message)
+            self._drop_stale(message)
             return
         self._close(message.request)
-        self._forget_silent()
+        self._forget_silent(lambda running: running.waits_since_ns)
         if not self._running:
             self._peak_memory.restart()
         tokens = message.tokens.tolist()
@@ -223,39 +208,23 @@ class TargetWorker:
         others = tuple(self._running.values())
         self._running[message.request] = running
         self._prefixes.open(running, others)
-        running.offered = message.offered and self._kv_import.is_possible and running.awaits is None
+        running.offered = message.offered and self._kv_import is not None and running.awaits is None
         self._say_cached(running)
         self._report()
-
-    def _is_stale(self, word: str, message: Open | Verify) -> None:
-        self._stale += 1
-        about = {"request": message.request, "round": message.round}
-        log.debug("stale %s of round %d (%d so far)", word, message.round, self._stale, extra=about)
-
-    def _forget_silent(self) -> None:
-        """Closes requests without a message for a long time, because their CLOSE must have been lost."""
-        since_ns = clock.now() - FORGET_NS
-        for request, running in list(self._running.items()):
-            if running.waits_since_ns < since_ns:
-                log.warning("closing request %s: no message for a long time", request, extra={"request": request})
-                self._close(request)
 
     def _constraint(self, message: Open) -> Constraint | None:
         return self._compiler.constraint_for(message.sampling, message.eos, message.prompt_len)
 
     def _import_kv(self, running: TargetRequest, message: PromptKv) -> None:
-        if running.epoch == message.epoch and running.offered:
+        if self._kv_import is not None and running.epoch == message.epoch and running.offered:
             self._kv_import.take(running, message)
             for progress in _progress([running]):
                 self._link.send(progress)
 
-    def _close(self, request: str, spoilt: bool = False) -> None:
-        running = self._running.pop(request, None)
-        if running is not None:
-            running.close(spoilt)
-            self._prefixes.close(running, spoilt)
-            self._report()
-            self._peak_memory.ended(idle=not self._running)
+    def _release(self, running: TargetRequest, spoilt: bool) -> None:
+        running.close(spoilt)
+        self._prefixes.close(running, spoilt)
+        self._peak_memory.ended(idle=not self._running)
 
     def _allow(self, message: KvMemory) -> None:
         """Sets the memory for all texts; in-process drafters get shares by the memory of a text in them."""
@@ -274,13 +243,7 @@ class TargetWorker:
                 self._say_cached(running)
                 self._report()
             except OutriderError as error:
-                self._fail(running.request, error)
-
-    def _report(self) -> None:
-        use = self._prefixes.cache.use
-        if use != self._reported_use:
-            self._reported_use = use
-            self._link.send(CacheReport(use))
+                self._fault(running.request, error)
 
     def _say_cached(self, running: TargetRequest) -> None:
         if running.cached or running.offered:
@@ -298,7 +261,7 @@ class TargetWorker:
                 self._link.send(answer)
             return
         if message.epoch < running.epoch:
-            self._is_stale("verify", message)
+            self._drop_stale(message)
             return
         running.offered = False  # a repeated VERIFY ends the wait for a prefill worker
         if not running.answers or (running.has_next and not running.autonomous):
@@ -329,7 +292,7 @@ class TargetWorker:
         if running.over:
             return None
         if isinstance(settled.verdict, OutriderError):
-            self._fail(running.request, settled.verdict)
+            self._fault(running.request, settled.verdict)
             return None
         if running.ended:
             running.forget(settled.verdict)
@@ -340,7 +303,7 @@ class TargetWorker:
 def _progress(readers: Iterable[TargetRequest]) -> list[Message]:
     """Returns the progress of long prompts."""
     return [
-        Prefilled(request=reader.request, epoch=reader.epoch, done=reader.slot.fed, total=len(reader.slot.tokens))
+        Prefilled(reader.request, reader.epoch, reader.slot.fed, len(reader.slot.tokens))
         for reader in readers
         if not reader.over and len(reader.slot.tokens) > PREFILL
     ]

@@ -36,7 +36,7 @@ from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.pairing.tokenizer import TextDelta
 from outrider.orchestrator.sockets import ClientMessage, ClientSocket
 from outrider.protocol import clock
-from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped, kind_of
+from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped, WorkerError, kind_of
 from outrider.protocol.messages import (
     Cancel,
     Done,
@@ -182,27 +182,22 @@ class Front:
             path = queue_path(sender, generate.client, key)
             ticket = self._admission.accept(generate, f"r{next(self._serials)}", sender, path)
         except OutriderError as error:
-            self._refuse(sender, Failed(generate.request, kind_of(error), str(error)))
-            return
-        if self._fatal:
-            self._refuse(sender, Failed(generate.request, "WorkerError", self._fatal))
+            refusal = Failed(generate.request, kind_of(error), str(error))
+            self._metrics.on_ended(refusal)
+            log.info("refused %s: %s", refusal.request, error, extra={"client_request": refusal.request})
+            self._clients.send(sender, refusal)
             return
         self._named[sender, generate.request] = ticket
         if ticket.complete:
             self._started(ticket, RequestBegan(ticket.key, ticket.admit.mode))
-            delta = ticket.text.finish()
-            self._show(ticket, delta, Committed(ticket.key, ()))
-            self._close(ticket, Done(ticket.name, "stop" if delta.stopped else ticket.complete, Timings()))
+            self._ended(ticket, RequestEnded(ticket.key, ticket.complete, Timings()))
             return
         self._waiting.put(ticket.path, ticket, first=generate.resume_tokens is not None)
 
-    def _refuse(self, sender: bytes, refusal: Failed) -> None:
-        self._metrics.on_ended(refusal)
-        log.info("refused %s: %s", refusal.request, refusal.message, extra={"client_request": refusal.request})
-        self._clients.send(sender, refusal)
-
     def _check_room(self) -> None:
         settings = self._pair.settings
+        if self._fatal:
+            raise WorkerError(self._fatal)
         if self._draining:
             raise ServerStopped(DRAINING)
         if len(self._named) >= self._admission.places + settings.max_waiting:
@@ -259,7 +254,7 @@ class Front:
         if event.stage and not self._ready:
             self._announce(Stage(event.stage))
         if event.fatal and not self._fatal:
-            self._give_up("WorkerError", event.fatal)
+            self._give_up(WorkerError.__name__, event.fatal)
         elif event.ready and not self._ready and (why := self._too_little_memory()):
             self._give_up(InvalidRequest.__name__, why)
         elif event.ready and not self._ready:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -148,18 +148,28 @@ class _Header:
         for _ in range(keys):
             key = self._string()
             metadata[key] = self._value(self._number("<u4"), key)
-        places = [self._tensor() for _ in range(tensors)]
+        places = dict(self._tensor() for _ in range(tensors))
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
             described = _describe(alignment)
             raise ModelError(f"{self._path}: general.alignment is {described}; expected a whole number above 0")
         start = -(-self._file.tell() // alignment) * alignment
-        return GgufFile(self._path, metadata, {name: self._placed(name, start, place) for name, place in places})
+        placed = {name: replace(place, offset=start + place.offset) for name, place in places.items()}
+        if any(place.offset + place.size > self._size for place in placed.values()):
+            raise cut_short(self._path)
+        return GgufFile(self._path, metadata, placed)
 
-    def _placed(self, name: str, start: int, place: tuple[tuple[int, ...], int, int]) -> TensorPlace:
+    def _tensor(self) -> tuple[str, TensorPlace]:
+        """Reads a tensor's name and place, whose offset is from the end of the header."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # deferred: takes half a second
 
-        shape, number, offset = place
+        name, dimensions = self._string(), self._number("<u4")
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
+            raise ModelError(f"{self._path}: the tensor {name} has {dimensions} dimensions; expected 1 to 4")
+        shape = tuple(self._number("<u8") for _ in range(dimensions))[::-1]
+        if not all(shape) or prod(shape) > 8 * self._size:  # every type has at least one bit for each number
+            raise ModelError(f"{self._path} is too small for the tensor {name} of shape {shape}")
+        number, offset = self._number("<u4"), self._number("<u8")
         try:
             kind = GGMLQuantizationType(number)
         except ValueError:
@@ -169,19 +179,7 @@ class _Header:
             raise ModelError(
                 f"{self._path}: the tensor {name} has rows of {shape[-1]} numbers; expected a multiple of {block}"
             )
-        size = prod(shape) // block * width
-        if start + offset + size > self._size:
-            raise cut_short(self._path)
-        return TensorPlace(shape, kind.name, start + offset, size)
-
-    def _tensor(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
-        name, dimensions = self._string(), self._number("<u4")
-        if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            raise ModelError(f"{self._path}: the tensor {name} has {dimensions} dimensions; expected 1 to 4")
-        shape = tuple(self._number("<u8") for _ in range(dimensions))
-        if not all(shape) or prod(shape) > 8 * self._size:  # every type has at least one bit for each number
-            raise ModelError(f"{self._path} is too small for the tensor {name} of shape {shape[::-1]}")
-        return name, (shape[::-1], self._number("<u4"), self._number("<u8"))
+        return name, TensorPlace(shape, kind.name, offset, prod(shape) // block * width)
 
     def _value(self, kind: int, key: str) -> Value:
         if kind in _NUMBERS:

@@ -99,7 +99,9 @@ def write_model(file: GgufFile, folder: Path, keep_precision: bool = False) -> N
     ids = gguf_tokenizer.write_tokenizer(file, folder, config["vocab_size"])
     _write_json(folder / "config.json", config | ids)
     _write_json(folder / "generation_config.json", ids)
-    _write_weights(folder, _converted(file, known, names, bits, dtype))
+    for number, shard in enumerate(_shards(_converted(file, known, names, bits, dtype)), start=1):
+        name = "model.safetensors" if number == 1 else f"model-{number:05}.safetensors"  # mlx-lm needs no index
+        (folder / name).write_bytes(save(shard, {"format": "mlx"}))
 
 
 def _architecture(file: GgufFile) -> GgufArchitecture:
@@ -301,29 +303,17 @@ def _quantization(bits: Mapping[str, int]) -> dict[str, Any]:
     return {"quantization": settings, "quantization_config": settings}
 
 
-def _write_weights(folder: Path, tensors: Iterator[tuple[str, NDArray[Any]]]) -> None:
-    places: dict[str, int] = {}
-    waiting: dict[str, NDArray[Any]] = {}
-    shards = total = held = 0
+def _shards(tensors: Iterator[tuple[str, NDArray[Any]]]) -> Iterator[dict[str, NDArray[Any]]]:
+    """Yields the tensors of each file."""
+    shard: dict[str, NDArray[Any]] = {}
+    held = 0
     for name, tensor in tensors:
-        if waiting and held + tensor.nbytes > SHARD:
-            shards += 1
-            (folder / f"model-{shards}.safetensors").write_bytes(save(waiting, {"format": "mlx"}))
-            waiting, held = {}, 0
-        waiting[name] = tensor
-        places[name] = shards + 1
+        if shard and held + tensor.nbytes > SHARD:
+            yield shard
+            shard, held = {}, 0
+        shard[name] = tensor
         held += tensor.nbytes
-        total += tensor.nbytes
-    shards += 1
-    (folder / f"model-{shards}.safetensors").write_bytes(save(waiting, {"format": "mlx"}))
-    if shards == 1:
-        (folder / "model-1.safetensors").rename(folder / "model.safetensors")
-        return
-    files = {shard: f"model-{shard:05}-of-{shards:05}.safetensors" for shard in range(1, shards + 1)}
-    for shard, file in files.items():
-        (folder / f"model-{shard}.safetensors").rename(folder / file)
-    index = {"metadata": {"total_size": total}, "weight_map": {name: files[shard] for name, shard in places.items()}}
-    _write_json(folder / "model.safetensors.index.json", index)
+    yield shard
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:

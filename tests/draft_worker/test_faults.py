@@ -10,8 +10,10 @@ import pytest
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.replay import ReplayDrafter, Script
-from outrider.protocol.messages import Branches, Fault, Open
+from outrider.engine.loading import load
+from outrider.protocol.messages import Branches, CacheReport, Close, Fault, KvMemory, Open
 from outrider.protocol.sampling import SamplingParams
 from tests.system.links import FakeLink, answered
 
@@ -57,3 +59,13 @@ def test_failed_request_does_not_stop_drafting_for_another(
     assert list(faults) == ["doomed"] and type(fault).__name__ in faults["doomed"]
     assert {vars(record).get("request") for record in caplog.records} == {None, "doomed"}
     assert any(isinstance(answer, Branches) and answer.request == "sound" and answer.final for answer in found)
+
+
+def test_next_orchestrator_hears_of_the_prompt_cache(tiny_model) -> None:
+    """Though its use has not changed since the one before heard of it."""
+    link = FakeLink("draft-0")
+    worker = DraftWorker(link, MlxDrafter(load(tiny_model("llama"))), POLICIES["best-first"])
+    opened = Open("r", 0, 0, np.arange(2, 102, dtype=np.int32), SamplingParams(), (), 2, 4, ())
+    answered(worker, link, [KvMemory(2**30), opened, Close("r")])
+    worker.forget()
+    assert any(isinstance(sent, CacheReport) and sent.use.bytes for sent in answered(worker, link, [KvMemory(2**30)]))

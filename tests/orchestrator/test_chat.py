@@ -34,6 +34,16 @@ def test_prompt_equals_transformers_chat_template(model_folder):
     assert ModelText(codec, chat_template(model_folder)).tokens(" hi <there> ") == tuple(expected)
 
 
+def test_generation_tags_are_ignored_as_by_transformers(model_folder):
+    from transformers import AutoTokenizer
+
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}"
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    theirs = AutoTokenizer.from_pretrained(str(model_folder))
+    text = theirs.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert render(template, messages, {}) == text == "hi|ho|"
+
+
 def test_chat_template_is_none_without_a_template(model_folder):
     assert chat_template(model_folder) is None
 

@@ -130,6 +130,16 @@ def test_llama_attention_biases_are_unpermuted(tmp_path):
     assert load(str(converted(file))).config["attention_bias"]
 
 
+def test_weights_of_several_files_are_all_loaded(tmp_path, monkeypatch):
+    file = write_gguf(tmp_path / "a.gguf")
+    whole = load(str(converted(file))).model(mx.array([TEXT]))
+    monkeypatch.setattr(gguf_model, "SHARD", 20_000)
+    monkeypatch.setenv(CACHE, str(tmp_path / "other"))
+    folder = converted(file)
+    assert len(list(folder.glob("model*.safetensors"))) > 3
+    assert mx.array_equal(load(str(folder)).model(mx.array([TEXT])), whole)
+
+
 @pytest.mark.parametrize("architecture", SIZES)
 def test_every_architecture_loads_with_an_untied_head(tmp_path, architecture):
     file = write_gguf(tmp_path / "a.gguf", architecture, "Q8_0", tied=False)

@@ -196,7 +196,7 @@ class Cluster(HonestWorkers):
         if self._own_head is not None:
             found["head"] = HeadDrafter(self._own_head, self._model.vocab_size)
         own = InProcessDrafters(found)
-        publisher = FeaturePublisher(self._head, "features") if self._head is not None else None
+        publisher = FeaturePublisher(self._head) if self._head is not None else None
         return TargetWorker(self._target_link, self._model, own=own, publisher=publisher)  # type: ignore[arg-type]
 
     def _new_drafter(self) -> DraftWorker | None:

@@ -141,7 +141,7 @@ def test_head_can_run_in_rank_0_unless_it_needs_the_whole_output_layer(tmp_path:
         left = ranks(cluster)
     assert alone.token_ids == by_head.token_ids
     assert [one.name for one in by_head.timings.draft_n_accepted_by] == ["eagle3"]
-    assert any("early-exit is left out" in note and "use it without shards" in note for note in by_head.notes)
+    assert any("early-exit is not used" in note and "use it without shards" in note for note in by_head.notes)
     until_gone(left)
 
 

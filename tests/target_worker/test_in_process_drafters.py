@@ -22,12 +22,11 @@ from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReaders
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import VerifyOutput
-from outrider.protocol.heads import names_of
 from outrider.protocol.messages import Autonomous, Halt, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.target_worker import in_process_drafters
-from outrider.target_worker.in_process_drafters import DrafterSpec, InProcessDrafters, InProcessModel
+from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered, drafted_chain
 from tests.target_worker.heads import drafter, feature_head, markov_llama, mtp_head, token_head, write_feature_head
@@ -119,8 +118,7 @@ def test_hidden_states_of_several_readers_are_tapped_once_and_split() -> None:
 def test_unusable_drafter_is_left_out_with_a_reason(target: LoadedModel, tmp_path: Path) -> None:
     head = write_feature_head(tmp_path / "head", target)
     kinds = [("eagle3", str(tmp_path / "none")), ("eagle3", str(head)), ("draft", str(tmp_path / "none"))]
-    wanted = [DrafterSpec(n, *one) for n, one in zip(names_of(kind for kind, _ in kinds), kinds, strict=True)]
-    loaded = in_process_drafters.load(wanted, target, lambda stage: None, alone=True, cost=None)
+    loaded = in_process_drafters.load(kinds, target, lambda stage: None, alone=True, cost=None)
     assert list(loaded.drafters) == ["eagle3-2"] == [one.name for one in loaded.infos]
     assert loaded.infos[0].is_head and loaded.infos[0].agreement > 0.1 and 0 < loaded.infos[0].weight < 1
     assert [words.split(" is not used: ")[0] for words in loaded.left_out] == [
@@ -133,7 +131,7 @@ def test_unusable_drafter_is_left_out_with_a_reason(target: LoadedModel, tmp_pat
 def test_weight_of_a_head_is_its_measured_cost_or_its_share_of_bytes(
     target: LoadedModel, tmp_path: Path, alone: bool
 ) -> None:
-    wanted = [DrafterSpec("eagle3", "eagle3", str(write_feature_head(tmp_path / "head", target)))]
+    wanted = [("eagle3", str(write_feature_head(tmp_path / "head", target)))]
 
     def fails(head: HeadDrafter, model: LoadedModel) -> float:
         raise ZeroDivisionError

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from outrider.protocol.errors import ModelError, WorkerError
+from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Fault, Ping, Pong, RankHello, Shutdown, TextChange, Welcome
-from outrider.target_worker.rank_link import RankLeader, RankLink, RankMember
+from outrider.target_worker.rank_link import RankLink
+from outrider.target_worker.ranks import RankLeader, RankMember
 
 LIMIT = 200.0
 HELLO = RankHello(0, 2, "studio", "outrider 1, mlx 2", "abc")
@@ -40,7 +41,7 @@ class Collective:
 @contextmanager
 def two(monkeypatch: pytest.MonkeyPatch, strangers: Sequence[bytes] = ()) -> Iterator[tuple[RankLeader, RankMember]]:
     """Both, the second let in; before it come `strangers` who say this."""
-    monkeypatch.setattr("outrider.target_worker.rank_link.own_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("outrider.target_worker.ranks.own_address", lambda: "127.0.0.1")
     words = queue.Queue[bytes]()
     first: Any = Collective(0, words)
     second: Any = Collective(1, words)
@@ -80,7 +81,7 @@ def test_rank_of_the_same_kind_is_admitted_and_receives_broadcasts(monkeypatch: 
         leader.broadcast(TextChange("open", 3), TextChange("mark", 3))
         assert member.receive() == [TextChange("open", 3), TextChange("mark", 3)]
         member.send(replace(FOUND, rank=1, host="book"))
-        leader.agree(FOUND)
+        leader.compare(FOUND)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +107,8 @@ def test_rank_of_another_kind_is_refused_with_a_reason(monkeypatch: pytest.Monke
 def test_ranks_with_different_model_abilities_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with two(monkeypatch) as (leader, member):
         member.send(replace(FOUND, rank=1, found="a vocabulary of 10, texts have separate forwards"))
-        with pytest.raises(ModelError, match="expected machines of the same kind"):
-            leader.agree(FOUND)
+        with pytest.raises(WorkerError, match=r"abilities of the model: .* on machines of the same kind"):
+            leader.compare(FOUND)
 
 
 def test_assure_returns_once_all_ranks_have_answered(monkeypatch: pytest.MonkeyPatch) -> None:
