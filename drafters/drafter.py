@@ -173,12 +173,12 @@ def make(backend: str, model: str, progress: Progress, prefill: str = "auto", ta
     """Returns the drafter `backend` for `model` (a model folder; for `replay` its script; for `coreml` also a package).
 
     Args:
-        prefill: the backend that reads prompts for `mlx`, see `drafters.coreml.prompts`.
+        prefill: the backend that reads prompts for `mlx`, see `drafters.coreml.selection`.
         target: the folder of the model whose features a head reads.
     """
     match backend:
         case "mlx":
-            from outrider.drafters.coreml.prompts import reader_for
+            from outrider.drafters.coreml.selection import reader_for
             from outrider.drafters.mlx import MlxDrafter
 
             return MlxDrafter.load(model, progress, reader_for(model, prefill, progress))

@@ -56,7 +56,7 @@ def lay_out(model: nn.Module, weight_bytes: int) -> bool:
     """Transposes the weights of all dense linear layers in memory if that is faster here; returns whether it did."""
     if mx.default_device().type != mx.cpu or sys.platform != "linux":
         return False
-    if _has_openblas() and weight_bytes > _CACHE_BYTES:
+    if has_openblas() and weight_bytes > _CACHE_BYTES:
         return False
     tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
     for module in model.modules():
@@ -68,7 +68,7 @@ def lay_out(model: nn.Module, weight_bytes: int) -> bool:
     return True
 
 
-def _has_openblas() -> bool:
+def has_openblas() -> bool:
     """Returns whether an OpenBLAS was preloaded: its symbols then come before those of the wheel's own BLAS."""
     return hasattr(ctypes.CDLL(None), "openblas_get_config")
 

@@ -53,28 +53,24 @@ class EngineAddress:
     host: str = ""
 
 
+NAMESPACE = "serve"
+"""The namespace of Ray Serve's actors. Their runtime contexts report another one."""
+
+
 @dataclass(frozen=True, slots=True)
 class IngressKey:
     """Identifies an ingress: its public key and its actor's name."""
 
     key: str
     actor: str
-    namespace: str
 
     def is_there(self) -> bool:
         """Whether the actor is alive. Asks Ray, which may take a while."""
         try:
-            ray.get_actor(self.actor, self.namespace)
+            ray.get_actor(self.actor, NAMESPACE)
         except ValueError:
             return False
         return True
-
-
-def ingress_key(key: str) -> IngressKey:
-    """Returns this actor's identity. Its namespace is Serve's, not the one that its runtime context reports."""
-    own = ray.get_runtime_context().get_actor_name() or ""
-    named = ray.util.list_named_actors(all_namespaces=True)
-    return IngressKey(key, own, next(one["namespace"] for one in named if one["name"] == own))
 
 
 class ActorKeyring:

@@ -24,7 +24,6 @@ class EngineSelector:
         self._now = now
         self._under_way = [0] * len(many)
         self._lost: list[dict[Hashable, float]] = [{} for _ in many]
-        self._silent = [0.0] * len(many)
 
     def choose(self, session: str) -> int:
         """Returns the kind for a text. Every ingress chooses the same for a session, while that kind has engines."""
@@ -51,14 +50,14 @@ class EngineSelector:
         self._lost[kind][engine] = self._now()
 
     def silent(self, kind: int) -> None:
-        """Records that no engine of this kind answered."""
-        self._silent[kind] = self._now() + MISSED_SECONDS
+        """Records that no engine of this kind answered: all of them are lost."""
+        self._lost[kind] |= dict.fromkeys(range(self._many[kind]), self._now())
 
     def _there(self, kind: int) -> int:
         """Returns how many engines of a kind are available."""
         since = self._now() - MISSED_SECONDS
         self._lost[kind] = {engine: at for engine, at in self._lost[kind].items() if at > since}
-        return 0 if self._now() < self._silent[kind] else max(self._many[kind] - len(self._lost[kind]), 0)
+        return max(self._many[kind] - len(self._lost[kind]), 0)
 
 
 def _by_name(session: str, many: Sequence[int]) -> int:

@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from outrider.fleet import plan
-from outrider.fleet.engine import ActorKeyring, EngineAddress, IngressKey, ingress_key
+from outrider.fleet.engine import ActorKeyring, EngineAddress, IngressKey
 from outrider.fleet.engine_selector import EngineSelector
 from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncClient, Grown
 from outrider.orchestrator.client.client import MOVES_ON
@@ -63,8 +63,9 @@ class EngineLeases:
         self._kinds = kinds
         self._keys = keys
         self._keyring = ActorKeyring()
-        self.ingress_key = ingress_key(self._keyring.key)
-        self._host = ray.get_runtime_context().get_node_id()
+        here = ray.get_runtime_context()
+        self._ingress_key = IngressKey(self._keyring.key, here.get_actor_name() or "")
+        self._host = here.get_node_id()
         self._client_of = lru_cache(MOST_KNOWN)(self._connect_to)
         self._turns = EngineSelector(many)
 
@@ -77,7 +78,7 @@ class EngineLeases:
         places: list[EngineAddress] = []
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
-                places += await kind.broadcast("place", self.ingress_key).results_async(timeout_s=WAIT_SECONDS)
+                places += await kind.broadcast("place", self._ingress_key).results_async(timeout_s=WAIT_SECONDS)
         answers = await asyncio.gather(*(self._client_of(place).stats() for place in places), return_exceptions=True)
         found = []
         for number, stats in enumerate(answers):
@@ -97,7 +98,7 @@ class EngineLeases:
             ServerStopped: it ends before `ask` does.
         """
         kind = self._turns.choose(session)
-        response = self._kinds[kind].options(stream=True, session_id=session).lease.remote(self.ingress_key)
+        response = self._kinds[kind].options(stream=True, session_id=session).lease.remote(self._ingress_key)
         gone: asyncio.Task[None] | None = None
         try:
             with self._turns.under_way(kind):
@@ -125,7 +126,7 @@ class EngineLeases:
         """Has Serve resolve the engines, which the first request would wait for otherwise."""
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
-                kind.broadcast("place", self.ingress_key).results(timeout_s=WAIT_SECONDS)
+                kind.broadcast("place", self._ingress_key).results(timeout_s=WAIT_SECONDS)
 
     def _connect_to(self, place: EngineAddress) -> AsyncClient:
         where = EngineAddress(place.own) if place.own and place.host == self._host else place
@@ -200,10 +201,6 @@ class Ingress:
     def url(self) -> str:
         """Returns the ingress's URL."""
         return self._listener.url
-
-    def ingress_key(self) -> IngressKey:
-        """Returns the identity that engines see."""
-        return self._engines.ingress_key
 
     def __call__(self, request: Request) -> Response:
         """Answers requests that come through Ray Serve's own proxy with the ingress's URL."""

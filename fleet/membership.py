@@ -9,7 +9,7 @@ import os
 import platform
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
@@ -104,14 +104,14 @@ def check_models(names: list[str]) -> None:
 @contextmanager
 def _muted_stderr() -> Iterator[None]:
     """Hides stderr output of Ray's C++ code, which repeats errors that are raised here."""
-    with ExitStack() as undone:
-        stderr = os.dup(2)
-        undone.callback(os.close, stderr)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        undone.callback(os.close, nowhere)
-        os.dup2(nowhere, 2)
-        undone.callback(os.dup2, stderr, 2)
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
         yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
 
 
 def _check_reachable(address: str) -> None:

@@ -79,7 +79,7 @@ printf '# Outrider on a Mac\n\n%s, %s, draft `%s`, target `%s`\n' "$(date -u +%Y
 
 step "This machine, and what each placement costs" "$python" -P -m outrider.drafters.coreml.doctor --model "$draft" --probe
 step "From which length on prompts are read by Core ML for a draft on MLX" \
-    "$python" -P -m outrider.drafters.coreml.prompts --model "$draft"
+    "$python" -P -m outrider.drafters.coreml.doctor --model "$draft" --prompts
 step "Tests that need macOS" "$python" -m pytest -m macos -rs -v --timeout 1800 tests/coreml
 step "Every mode, weight kind and unit: agreement, placement, latency, a soak of $predictions predictions; the GPU beside it" \
     "$python" -P -m tools.coreml_survey --model "$draft" --target "$target" --predictions "$predictions"

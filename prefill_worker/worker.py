@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.coreml.drafter import PackageReader
-from outrider.drafters.coreml.prompts import reader_for
+from outrider.drafters.coreml.selection import reader_for
 from outrider.engine.flat import FlatSequence, Floats
 from outrider.engine.kv_cache import PREFILL, Feed, FlatKVCache
 from outrider.engine.kv_transfer import KVLayout, ReadingFault

@@ -76,7 +76,7 @@ def slowdown(target: str, package: Package, units: str) -> str:
         result = str(Path(directory) / "trial.json")
         command = trial.command(package, units, "--predictions", str(10**6), "--result", result)
         silent = subprocess.DEVNULL
-        drafting = subprocess.Popen(command, stdout=silent, stderr=silent, env=trial.environment())
+        drafting = subprocess.Popen(command, stdout=silent, stderr=silent)
         try:
             time.sleep(20 if sys.platform == "darwin" else 4)  # loading and the comparison come first
             ended = drafting.poll()

@@ -6,7 +6,6 @@ tokens, rotations, a mask and, by mode, the cache. So branches, ragged lengths a
 docs/coreml.md.
 
 Modules, each importing only those before it: `layout`, `package` (what is on disk); `weights`, `converter` (make it);
-`runtimes`, `drafter` (run it, draft and read with it); `trial`, `selection` (which package works here, and on which
-unit); `prompts` (reads prompts, where that is faster); `convert`, `doctor` (the programs behind `outrider convert` and
-`outrider doctor`).
+`runtimes`, `drafter` (run it, draft and read with it); `trial`, `selection` (which package works here, on which
+unit, and which reads prompts); `doctor` (the program behind `outrider doctor`).
 """

@@ -339,7 +339,7 @@ def _write(
         layout=layout,
         source=checkpoint.path.resolve().name,
         source_hash=digest(checkpoint.path),
-        parameters=weights.parameters,
+        parameters=checkpoint.parameters,
         files=package.file_hashes(directory),
         versions={"outrider": PACKAGE_VERSION, **{name: version(name) for name in ("coremltools", "mlx", "mlx-lm")}},
         notes=weights.notes,

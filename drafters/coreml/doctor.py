@@ -2,7 +2,8 @@
 
 `outrider doctor` formats it; the program is separate so that the command line never imports MLX. A `Placement` is the
 time of one token and of a tree of eight on one device of this machine. CPU and GPU are measured now, which takes
-seconds; Core ML's times are those of a kept trial, or of a new one with --probe.
+seconds; Core ML's times are those of a kept trial, or of a new one with --probe. With --prompts the program measures
+only which prompts of the draft Core ML reads faster than MLX; drafters find the result.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import logging
 import operator
 import os
 import platform
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from outrider.drafters.coreml import prompts, runtimes, selection, trial
+from outrider.drafters.coreml import runtimes, selection, trial
 from outrider.drafters.coreml.runtimes import os_build
 from outrider.drafters.coreml.selection import PREFERRED, Packages
 from outrider.drafters.coreml.trial import Trials, Tried
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
-from outrider.engine.loading import find
+from outrider.engine.loading import find, has_openblas
 from outrider.engine.loading import load as load_model
 from outrider.protocol.errors import ModelError, OutriderError
 
@@ -85,7 +85,7 @@ def on_core_ml(packages: Packages, try_now: bool) -> list[Placement]:
     reading = []
     if try_now:
         selection.choose(packages, log.info, thorough=True)
-        reading = [prompts.timed_here(packages, log.info)]
+        reading = [selection.prompt_times(packages, log.info)]
     rows, places = Trials(packages.source_hash).rows, []
     for units in PREFERRED:
         here = [row for row in rows if row.units == units]
@@ -157,19 +157,15 @@ def inspect() -> Machine:
     )
 
 
-def blas_of(mapped: str, system: str) -> tuple[str, str]:
-    """Returns name and note of the BLAS that MLX calls, by the libraries `mapped` into a process."""
-    if system == "darwin":
-        return "Accelerate", ""
-    preloaded = re.search(r"/\S*libopenblas[^/\s]*\.so\S*", mapped)
-    if preloaded and ".libs/" not in preloaded.group():  # numpy has a copy of its own, with other symbol names
-        return "OpenBLAS", f"preloaded from {preloaded.group()}"
-    return "reference", "MLX uses the reference BLAS, with which M tokens cost M times as much as one; preload OpenBLAS"
-
-
 def _blas() -> Blas:
-    maps = Path("/proc/self/maps")
-    library, note = blas_of(maps.read_text(encoding="utf-8") if maps.is_file() else "", sys.platform)
+    """Returns the BLAS that MLX calls on the CPU."""
+    if sys.platform == "darwin":
+        library, note = "Accelerate", ""
+    elif has_openblas():
+        library, note = "OpenBLAS", f"preloaded from {os.environ.get('LD_PRELOAD', 'an unknown file')}"
+    else:
+        library = "reference"
+        note = "MLX uses the reference BLAS, with which M tokens cost M times as much as one; preload OpenBLAS"
     with mx.stream(mx.cpu):
         a = mx.random.normal((_SIDE, _SIDE))
         mx.eval(a @ a)
@@ -227,13 +223,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.doctor", description=__doc__)
     parser.add_argument("--model", help="the draft: a model directory or a Hugging Face id")
     parser.add_argument("--probe", action="store_true", help="convert it and try Core ML, which can take minutes")
+    parser.add_argument("--prompts", action="store_true", help="measure only what reads its prompts faster")
     options = parser.parse_args()
     try:
-        report = examine(options.model, options.probe)
+        if options.prompts:
+            times = selection.prompt_times(Packages(find(options.model)), log.info)
+            report = {"least": times.least, "sentence": times.sentence, "times": dataclasses.asdict(times)}
+        else:
+            report = dataclasses.asdict(examine(options.model, options.probe))
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    sys.stdout.write(json.dumps(dataclasses.asdict(report)) + "\n")
+    sys.stdout.write(json.dumps(report) + "\n")
     return 0
 
 

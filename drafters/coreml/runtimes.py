@@ -59,8 +59,8 @@ class Runtime(Protocol):
         ...
 
 
-class DeviceAbsent(ModelError):
-    """This machine lacks the device, for any package."""
+class DeviceUnavailable(ModelError):
+    """The device runs no package: this machine lacks it, or it hangs."""
 
 
 class RuntimeFault(WorkerError):
@@ -86,7 +86,7 @@ def open_runtime(package: Package, units: str, functions: Sequence[str] | None =
         functions: only these (default: all); each takes time and memory to load.
 
     Raises:
-        DeviceAbsent: this is not a Mac.
+        DeviceUnavailable: this is not a Mac.
         ModelError: Core ML refuses the package, or its directory can't be written to.
     """
     stand_in = os.environ.get(STAND_IN)
@@ -146,11 +146,11 @@ def compiled_path(package: Package) -> Path:
     """Returns the compiled model next to the package, compiled if it is missing; one for each build of macOS.
 
     Raises:
-        DeviceAbsent: this is not a Mac.
+        DeviceUnavailable: this is not a Mac.
         ModelError: Core ML refuses the package, or its directory can't be written to.
     """
     if sys.platform != "darwin":
-        raise DeviceAbsent(ABSENT)
+        raise DeviceUnavailable(ABSENT)
     path = package.path.resolve() / f"compiled-{os_build()}.mlmodelc"
     if path.is_dir():
         return path

@@ -3,10 +3,15 @@
 At first use, trials end with the first good one; a thorough selection tries everything and takes the fastest. The
 Neural Engine comes first, because a drafter there slows the target least; then the CPU; then MLX. `load` returns the
 drafter of the package, or of MLX.
+
+`reader_for` returns the package that reads prompts for a draft on MLX, by the setting `draft_prefill`: `auto` (the
+package for prompts that it was measured to read faster, see `prompt_times`), `mlx` (never), `coreml` (always), or the
+directory of a package (always that one).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import shutil
@@ -18,15 +23,15 @@ from mlx_lm.utils import load_config
 
 from outrider.drafters.coreml import layout, package, runtimes, trial
 from outrider.drafters.coreml.converter import convert
-from outrider.drafters.coreml.drafter import CoreMLDrafter
+from outrider.drafters.coreml.drafter import CoreMLDrafter, PackageReader
 from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, Mode, Options
 from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import open_runtime
-from outrider.drafters.coreml.trial import Trials, Tried
+from outrider.drafters.coreml.trial import PromptTimes, Trials, Tried
 from outrider.drafters.drafter import Drafter
 from outrider.engine.loading import find
 from outrider.protocol.digest import digest
-from outrider.protocol.errors import ModelError
+from outrider.protocol.errors import InvalidRequest, ModelError
 
 log = logging.getLogger(__name__)
 
@@ -208,3 +213,77 @@ def load(model: str, tell: Tell) -> Drafter:
     from outrider.drafters.mlx import MlxDrafter
 
     return MlxDrafter.load(str(checkpoint), tell)
+
+
+def reader_for(model: str, prefill: str, tell: Tell) -> PackageReader | None:
+    """Returns the package that reads prompts for the draft `model`; None: MLX does.
+
+    Raises:
+        InvalidRequest: `prefill` is neither one of the words nor a package.
+        ModelError: the package has other weights, or the draft can't be converted.
+    """
+    packages: PackageSource
+    match prefill:
+        case "mlx":
+            return None
+        case "auto":
+            return _if_faster(model, tell)
+        case "coreml":
+            packages = Packages(find(model), tell)
+        case _:
+            directory = Path(prefill).expanduser()
+            if not (directory / package.MANIFEST).is_file():
+                raise InvalidRequest(
+                    f"draft prefill is {prefill!r}; expected auto, mlx, coreml or the directory of a package"
+                )
+            packages = OnePackage(open_package(directory, find(model)))
+    chosen = choose(packages, tell)
+    if chosen.package is None or chosen.row is None:
+        tell(f"prompts are read by MLX: {chosen.sentence}")
+        return None
+    return _reader(chosen.package, chosen.row.units, 1, tell)
+
+
+def _if_faster(model: str, tell: Tell) -> PackageReader | None:
+    """Returns the package that a kept measurement found faster than MLX, if it still exists."""
+    if not runtimes.available():
+        return None
+    try:
+        checkpoint = find(model)
+        for row in Trials(digest(checkpoint)).rows:
+            times = row.prompts_here
+            if times is not None and times.least is not None:
+                packages = Packages(checkpoint, tell)
+                made = packages.get(row.options) if packages.made(row.options) else None
+                if made is not None and made.manifest.key == row.key:
+                    return _reader(made, row.units, times.least, tell)
+    except ModelError as error:  # `auto` may find no package
+        tell(f"prompts are read by MLX: {error}")
+    return None
+
+
+def _reader(package: Package, units: str, least: int, tell: Tell) -> PackageReader | None:
+    try:
+        runtime = open_runtime(package, units, [package.layout.prefill.name])
+    except ModelError as error:
+        tell(f"prompts are read by MLX: {error}")
+        return None
+    reader = PackageReader(package, runtime, least)
+    tell(reader.note)
+    return reader
+
+
+def prompt_times(packages: Packages, tell: Tell) -> PromptTimes:
+    """Returns the kept times of the package and unit that a drafter would run on this machine, or measures them.
+
+    Raises:
+        ModelError: no package of the draft can be made.
+    """
+    chosen = choose(packages, tell)
+    if chosen.package is None or chosen.row is None:
+        return PromptTimes("no unit", "", reason=chosen.sentence)
+    times = chosen.row.prompts_here
+    if times is None:
+        times = trial.time_prompts(chosen.package, chosen.row.units, packages.checkpoint)
+        Trials(packages.source_hash).add(dataclasses.replace(chosen.row, prompts=times))
+    return times

@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import platform
 import signal
 import subprocess
@@ -45,7 +44,15 @@ from outrider.drafters.coreml.layout import (
     trial_text,
 )
 from outrider.drafters.coreml.package import Package, folder, open_package
-from outrider.drafters.coreml.runtimes import UNITS, DeviceAbsent, engine_share, has_engine, open_runtime, os_build
+from outrider.drafters.coreml.runtimes import (
+    UNITS,
+    DeviceUnavailable,
+    RuntimeFault,
+    engine_share,
+    has_engine,
+    open_runtime,
+    os_build,
+)
 from outrider.engine.kv_rows import DenseKVRows
 from outrider.engine.load_checks import open_kv_rows
 from outrider.engine.loading import LoadedModel, load
@@ -55,7 +62,6 @@ from outrider.protocol.errors import InvalidRequest, OutriderError
 MODULE = "outrider.drafters.coreml.trial"
 PREDICTIONS = 300
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
-_ROOT = Path(__file__).absolute().parents[3]
 _SECONDS = 900.0  # a first compile for the Neural Engine can take minutes
 _ABSENT = 20  # the exit code if the device does not exist on this machine
 _LEAST_AGREEMENT = 0.9
@@ -165,11 +171,6 @@ class Trials:
         self._file = folder() / "probes" / f"{source_hash}-{system}.json"
         self.rows = _read(self._file)
 
-    @staticmethod
-    def any_prompts() -> bool:
-        """Returns whether prompts of any draft were timed; reads no weights."""
-        return any(row.prompts for file in (folder() / "probes").glob("*.json") for row in _read(file))
-
     def find(self, package: Package, units: str) -> Tried | None:
         found = (row for row in self.rows if (row.key, row.units) == (package.manifest.key, units))
         return next(found, None)
@@ -189,21 +190,13 @@ def _read(file: Path) -> list[Tried]:
         return []
 
 
-class TrialFailed(OutriderError):
-    """A trial ended without a result; `final` as in `Tried`."""
-
-    def __init__(self, reason: str, final: bool = False) -> None:
-        super().__init__(reason)
-        self.final = final
-
-
 def try_out(package: Package, units: str, predictions: int = PREDICTIONS) -> Tried:
     """Tries `units`: compiles, loads, compares, predicts, measures."""
     row = Tried(package.options, package.manifest.key, units)
     try:
         found = Trial(**_run_program(package, units, "--predictions", str(predictions)))
-    except TrialFailed as failed:
-        return dataclasses.replace(row, reason=str(failed), final=failed.final)
+    except (DeviceUnavailable, RuntimeFault) as error:
+        return dataclasses.replace(row, reason=str(error), final=isinstance(error, DeviceUnavailable))
     return dataclasses.replace(row, trial=found, reason=found.fault)
 
 
@@ -211,8 +204,8 @@ def time_prompts(package: Package, units: str, checkpoint: Path) -> PromptTimes:
     """Times the reading of prompts by the package, and by MLX with the model in the directory `checkpoint`."""
     try:
         return PromptTimes(**_run_program(package, units, "--model", str(checkpoint)))
-    except TrialFailed as failed:
-        return PromptTimes(units, mlx_and_device(), reason=str(failed))
+    except (DeviceUnavailable, RuntimeFault) as error:
+        return PromptTimes(units, mlx_and_device(), reason=str(error))
 
 
 def mlx_and_device() -> str:
@@ -224,43 +217,41 @@ def command(package: Package, units: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", MODULE, "--package", str(package.path), "--units", units, *arguments]
 
 
-def environment() -> dict[str, str]:
-    """Returns this process's environment, with the project on the module path."""
-    paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-
-
 def _run_program(package: Package, units: str, *arguments: str) -> Any:
-    """Returns the JSON object that the program writes. Raises TrialFailed."""
+    """Returns the JSON object that the program writes.
+
+    Raises:
+        DeviceUnavailable: the unit is absent, or hangs.
+        RuntimeFault: the program failed.
+    """
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
         line = command(package, units, *arguments, "--result", str(result))
         try:
-            done = subprocess.run(
-                line, capture_output=True, text=True, check=False, timeout=_SECONDS, env=environment()
-            )
+            done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=_SECONDS)
         except subprocess.TimeoutExpired:
-            raise TrialFailed(f"its trial was still running after {_SECONDS:.0f} seconds", final=True) from None
+            raise DeviceUnavailable(f"its trial was still running after {_SECONDS:.0f} seconds") from None
         if result.is_file():
             return json.loads(result.read_text(encoding="utf-8"))
     if done.returncode < 0:
         names = {known.value: known.name for known in signal.Signals}
         number = -done.returncode
-        raise TrialFailed(f"its trial was ended by {names.get(number, f'signal {number}')}")
+        raise RuntimeFault(f"its trial was ended by {names.get(number, f'signal {number}')}")
     lines = done.stderr.strip().splitlines()
     reason = f": {lines[-1]}" if lines else f" with exit code {done.returncode}"
-    raise TrialFailed(f"its trial failed{reason}", final=done.returncode == _ABSENT)
+    failure = DeviceUnavailable if done.returncode == _ABSENT else RuntimeFault
+    raise failure(f"its trial failed{reason}")
 
 
 def run(package: Package, units: str, predictions: int) -> Trial:
     """Compiles, loads, compares with MLX's logits, predicts `predictions` times, and measures.
 
     Raises:
-        DeviceAbsent: this machine has no such unit.
+        DeviceUnavailable: this machine has no such unit.
         OutriderError: the device refused the package or returned no finite numbers.
     """
     if units == "CPU_AND_NE" and not has_engine():  # the unit would be the CPU again
-        raise DeviceAbsent("Core ML can't use a Neural Engine on this machine")
+        raise DeviceUnavailable("Core ML can't use a Neural Engine on this machine")
     started = time.monotonic()
     runtime = open_runtime(package, units)
     loaded = time.monotonic()
@@ -373,7 +364,7 @@ def main() -> int:
             found = read_prompts(load(str(options.model)), package, options.units)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
-        return _ABSENT if isinstance(error, DeviceAbsent) else error.exit_code
+        return _ABSENT if isinstance(error, DeviceUnavailable) else error.exit_code
     options.result.write_text(json.dumps(dataclasses.asdict(found)), encoding="utf-8")
     return 0
 

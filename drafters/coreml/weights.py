@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.utils import load_config, load_model
+from mlx_lm.utils import get_total_parameters, load_config, load_model
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import layout
@@ -162,12 +162,6 @@ class Weights:
     vectors: dict[str, NDArray[np.floating]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    @property
-    def parameters(self) -> int:
-        forms = (form for name, form in self.matrices.items() if name != HEAD or not self.architecture.tied)
-        sizes = (form.values.size if isinstance(form, DenseMatrix) else form.data.size for form in forms)
-        return self.embedding.size + sum(sizes) + sum(vector.size for vector in self.vectors.values())
-
     def dense(self, prefix: str) -> list[tuple[str, mx.array]]:
         """Returns the weights below the module `prefix` in float32, by their names there."""
         named: dict[str, NDArray[np.floating]] = {
@@ -198,6 +192,8 @@ class _Range:
 class Checkpoint:
     """An mlx-lm model in the directory `path`, whose weights are not read yet; `kind` is one of layout.WEIGHTS.
 
+    `parameters`: the number of its weights.
+
     Raises:
         ModelError: there is no model, its architecture is refused, or its weights contradict config.json.
     """
@@ -215,6 +211,7 @@ class Checkpoint:
             self._model, _ = load_model(path, lazy=True)
         except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
             raise ModelError(f"{path} can't be loaded: {first_line(error)}") from error
+        self.parameters = int(get_total_parameters(self._model))
         self._kind, self._range = kind, _Range()
 
     def rope(self, positions: int) -> NDArray[np.float32]:

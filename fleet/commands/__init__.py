@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from outrider.fleet.host import FleetHost, default_folder, enter, read_token
+from outrider.fleet.host import FleetHost, default_folder, enter, read_token, require_ray
 from outrider.orchestrator import cli
 from outrider.orchestrator.cli import Parser
 from outrider.protocol.errors import InvalidRequest
@@ -81,8 +81,9 @@ def at_head(host: FleetHost) -> str:
     """Returns the head's address, and configures Ray to connect to it.
 
     Raises:
-        InvalidRequest: this host is not the head.
+        InvalidRequest: Ray is not installed, or this host is not the head.
     """
+    require_ray()
     here = host.running()
     if here is None or not here.head:
         raise InvalidRequest(

@@ -9,7 +9,6 @@ import argparse
 from pathlib import Path
 
 from outrider.fleet.commands import add_folder, at_head, host_of
-from outrider.fleet.host import require_ray
 from outrider.fleet.plan import FleetPlan, read_plan
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.protocol import values
@@ -31,7 +30,6 @@ def run(options: argparse.Namespace) -> int:
     if options.check:
         print(describe(plan))
         return 0
-    require_ray()
     address = at_head(host_of(options))
     from outrider.fleet import deployment
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from outrider.fleet.commands import add_folder, at_head, host_of
-from outrider.fleet.host import require_ray
 from outrider.orchestrator.cli.terminal import say
 
 
@@ -21,7 +20,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    require_ray()
     address = at_head(host_of(options))
     from outrider.fleet.deployment import look
 

@@ -134,7 +134,7 @@ def measured(draft_model: str) -> str | None:
     """Returns a note on what reads which prompts, or why that was not measured; None on systems without Core ML."""
     if sys.platform != "darwin":
         return None
-    command = python("-m", "outrider.drafters.coreml.prompts", "--model", draft_model)
+    command = python("-m", "outrider.drafters.coreml.doctor", "--model", draft_model, "--prompts")
     try:
         done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=READER_SECONDS)
     except subprocess.TimeoutExpired:

@@ -65,7 +65,7 @@ FROM_BESIDE: dict[str, set[str]] = {"orchestrator/core/policy": set()}
 IN_ORDER = {
     "drafters/coreml": (
         "layout", "package", "weights", "converter", "runtimes", "drafter", "trial", "selection",
-        "prompts", "doctor",
+        "doctor",
     ),
     "drafters/heads": (
         "layers", "head", "checkpoint", "pair_kv_cache", "kv_rows", "dflash", "eagle3", "mtp",

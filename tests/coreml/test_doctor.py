@@ -40,16 +40,21 @@ def test_doctor_prints_the_machine_as_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mapped", "system", "library"),
+    ("system", "preloaded", "library", "note"),
     [
-        ("", "darwin", "Accelerate"),
-        ("7f0 r-xp /usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblasp-r0.3.21.so\n", "linux", "OpenBLAS"),
-        ("7f0 r-xp /venv/numpy.libs/libscipy_openblas64_-8fb3d286.so\n", "linux", "reference"),
-        ("7f0 r-xp /venv/mlx/lib/libblas.so.3\n", "linux", "reference"),
+        ("darwin", False, "Accelerate", ""),
+        ("linux", True, "OpenBLAS", "preloaded from /lib/libopenblas.so.0"),
+        ("linux", False, "reference", "MLX uses the reference BLAS"),
     ],
 )
-def test_blas_is_recognised_from_the_loaded_libraries(mapped: str, system: str, library: str) -> None:
-    assert doctor.blas_of(mapped, system)[0] == library
+def test_doctor_names_the_blas_that_mlx_calls(
+    monkeypatch: pytest.MonkeyPatch, system: str, preloaded: bool, library: str, note: str
+) -> None:
+    monkeypatch.setattr(doctor.sys, "platform", system)
+    monkeypatch.setattr(doctor, "has_openblas", lambda: preloaded)
+    monkeypatch.setenv("LD_PRELOAD", "/lib/libopenblas.so.0")
+    found = doctor._blas()
+    assert found.library == library and found.note.startswith(note) and found.gflops > 0
 
 
 @pytest.mark.usefixtures("good_trials")

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.coreml import prompts, trial
+from outrider.drafters.coreml import selection, trial
 from outrider.drafters.coreml.drafter import PackageReader
 from outrider.drafters.coreml.runtimes import STAND_IN, Inputs, Outputs, RuntimeFault, RuntimeState
 from outrider.drafters.coreml.selection import Packages
-from outrider.drafters.coreml.trial import TrialFailed, Trials, Tried
+from outrider.drafters.coreml.trial import Trials, Tried
 from outrider.drafters.drafter import make
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.kv_rows import DenseKVRows, OrtKVRows
@@ -174,7 +174,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *ms: tuple[float, float]) -> list[
     def run(package: object, units: str, *arguments: str) -> dict[str, Any]:
         asked.append(units)
         if not ms:
-            raise TrialFailed("its trial was ended by SIGKILL")
+            raise RuntimeFault("its trial was ended by SIGKILL")
         lengths = [64 << i for i in range(len(ms))]
         mlx, own = ([pair[i] for pair in ms] for i in (0, 1))
         mine = {"units": units, "mlx": trial.mlx_and_device()}
@@ -207,12 +207,12 @@ def test_package_reads_prompts_from_the_length_where_faster(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, ms: Sequence[tuple[float, float]], least: int | None
 ) -> None:
     asked, model = scripted(monkeypatch, *ms), str(packages.checkpoint)
-    assert prompts.reader_for(model, "auto", print) is None
+    assert selection.reader_for(model, "auto", print) is None
     for _ in range(2):
-        found = prompts.timed_here(packages, print)
+        found = selection.prompt_times(packages, print)
         assert found.least == least and ("MLX reads" in found.sentence) == (least is None)
         assert "\n" not in found.sentence
-        reader = prompts.reader_for(model, "auto", print)
+        reader = selection.reader_for(model, "auto", print)
         assert (None if reader is None else reader.least) == least
     assert asked == ["CPU_AND_NE"]
 
@@ -222,10 +222,10 @@ def test_prompt_times_are_valid_for_one_version_of_mlx_and_macos(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     asked = scripted(monkeypatch, (9, 1))
-    assert prompts.timed_here(packages, print).least == 64
+    assert selection.prompt_times(packages, print).least == 64
     monkeypatch.setattr(trial, change, lambda: "another")
-    assert prompts.reader_for(str(packages.checkpoint), "auto", print) is None
-    assert prompts.timed_here(packages, print).least == 64 and asked == ["CPU_AND_NE"] * 2
+    assert selection.reader_for(str(packages.checkpoint), "auto", print) is None
+    assert selection.prompt_times(packages, print).least == 64 and asked == ["CPU_AND_NE"] * 2
 
 
 def test_prompt_times_of_a_rebuilt_package_are_not_used(
@@ -236,13 +236,13 @@ def test_prompt_times_of_a_rebuilt_package_are_not_used(
         packages.variants[0], "another key", "CPU_ONLY", GOOD, prompts=trial.time_prompts(None, "CPU_ONLY", None)
     )
     Trials(packages.source_hash).add(row)
-    assert Trials.any_prompts() and prompts.reader_for(str(packages.checkpoint), "auto", print) is None
+    assert selection.reader_for(str(packages.checkpoint), "auto", print) is None
 
 
 def test_failed_measurement_leaves_prompts_to_mlx(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = scripted(monkeypatch)
     for _ in range(2):
-        found = prompts.timed_here(packages, print)
+        found = selection.prompt_times(packages, print)
         assert found.least is None and found.sentence == "prompts are read by MLX: its trial was ended by SIGKILL"
     assert asked == ["CPU_AND_NE"]
 
@@ -258,10 +258,10 @@ def test_drafter_uses_the_package_only_where_measured_faster(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, text: list[int]
 ) -> None:
     model, messages = str(packages.checkpoint), list[str]()
-    assert prompts.reader_for(model, "auto", messages.append) is None and messages == []
+    assert selection.reader_for(model, "auto", messages.append) is None and messages == []
     scripted(monkeypatch, (9, 20), (20, 9))
-    assert prompts.timed_here(packages, messages.append).least == 128
-    reader = prompts.reader_for(model, "auto", messages.append)
+    assert selection.prompt_times(packages, messages.append).least == 128
+    reader = selection.reader_for(model, "auto", messages.append)
     assert reader is not None and reader.readable(127) == 0 and reader.readable(128) == 128
     assert messages[-1].startswith("prompts of 128 tokens and more are read by the reference interpreter")
     drafter = make("mlx", model, messages.append)
@@ -278,7 +278,7 @@ def test_mlx_reads_prompts_without_core_ml(
         pytest.skip("on a Mac Core ML is there")
     monkeypatch.delenv(STAND_IN)
     messages: list[str] = []
-    assert prompts.reader_for(str(bench("llama").model_path), "coreml", messages.append) is None
+    assert selection.reader_for(str(bench("llama").model_path), "coreml", messages.append) is None
     assert messages == ["prompts are read by MLX: Core ML runs on macOS only; drafting with MLX instead"]
 
 
@@ -286,7 +286,7 @@ def test_mlx_reads_prompts_without_core_ml(
 def test_package_reads_prompts_when_requested(bench: Callable[..., Bench], cache: Path, prefill: str) -> None:
     made, messages = bench("llama"), list[str]()
     word = str(made.package.path) if prefill == "package" else prefill
-    reader = prompts.reader_for(str(made.model_path), word, messages.append)
+    reader = selection.reader_for(str(made.model_path), word, messages.append)
     assert reader is not None and reader.least == 1 and "reference interpreter" in reader.note
     assert ("converting" in messages[0]) == (prefill == "coreml")
 
@@ -297,12 +297,12 @@ def test_invalid_settings_are_one_line_errors(
     made = bench("llama")
     other = tiny_model("llama", seed=5, **SIZES)
     with pytest.raises(ModelError, match=r"was made from llama-.* other weights than .* has") as refused:
-        prompts.reader_for(str(other), str(made.package.path), print)
+        selection.reader_for(str(other), str(made.package.path), print)
     assert "\n" not in str(refused.value)
     with pytest.raises(InvalidRequest, match="draft prefill is 'often'; expected auto, mlx, coreml or the directory"):
-        prompts.reader_for(str(made.model_path), "often", print)
+        selection.reader_for(str(made.model_path), "often", print)
     with pytest.raises(ModelError, match="off the Neural Engine's grid"):
-        prompts.reader_for(str(tiny_model("llama")), "coreml", print)
+        selection.reader_for(str(tiny_model("llama")), "coreml", print)
 
 
 def test_keys_and_values_count_their_columns() -> None:

@@ -191,12 +191,11 @@ def test_saved_trial_rows_are_read_back_unchanged(monkeypatch: pytest.MonkeyPatc
         Tried(Options(Mode.ONEHOT, "fp16", 64), "a", "CPU_AND_NE", GOOD, prompts=times),
     ]
     kept = Trials("f" * 64)
-    assert not Trials.any_prompts()
     for row in rows:
         kept.add(row)
     kept.add(dataclasses.replace(rows[0], final=False))
     assert Trials("f" * 64).rows == [dataclasses.replace(rows[0], final=False), rows[1]]
-    assert Trials("e" * 64).rows == [] and Trials.any_prompts()
+    assert Trials("e" * 64).rows == []
 
 
 def test_package_that_cannot_be_built_is_skipped(bench: Callable[..., Bench], choose: Choose) -> None:

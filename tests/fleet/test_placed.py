@@ -15,6 +15,7 @@ from outrider.fleet.host import Resources
 from outrider.fleet.plan import DrafterPlan, FleetPlan, IngressPlan, Placed
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.keys import make_pair
 from tests.fleet.house import (
     BODY,
     KEY,
@@ -110,12 +111,18 @@ def test_lease_is_held_as_long_as_its_gate_lives(fleet: Fleet) -> None:
     from ray import serve
 
     from outrider.fleet.deployment import HEALTH_SECONDS
+    from outrider.fleet.engine import NAMESPACE, IngressKey
 
-    ingress, engines = (serve.get_deployment_handle(name, fleet.name) for name in ("ingress", "placed"))
-    lease = engines.options(stream=True).lease.remote(ingress.ingress_key.remote().result())
+    named = ray.util.list_named_actors(all_namespaces=True)
+    names = [one["name"] for one in named if one["namespace"] == NAMESPACE]
+    (ingress,) = [name for name in names if f"{fleet.name}#ingress#" in name]
+    lease = (
+        serve.get_deployment_handle("placed", fleet.name)
+        .options(stream=True)
+        .lease.remote(IngressKey(make_pair().public, ingress))
+    )
     assert next(lease) in fleet.places()
-    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
-    actors = [ray.get_actor(name, namespace="serve") for name in names if "#placed#" in name]
+    actors = [ray.get_actor(name, NAMESPACE) for name in names if "#placed#" in name]
 
     def leases() -> int:
         return sum(ray.get([actor.get_num_ongoing_requests.remote() for actor in actors]))

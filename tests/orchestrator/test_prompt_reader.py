@@ -27,7 +27,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, code: int, out: str, err: str = "
 def test_measurement_runs_for_the_draft_and_returns_its_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answering(monkeypatch, 0, json.dumps({"least": 128, "sentence": "from 128 tokens on", "times": None}))
     assert measured("models/draft") == "from 128 tokens on"
-    assert asked[0][-3:] == ["outrider.drafters.coreml.prompts", "--model", "models/draft"]
+    assert asked[0][-4:] == ["outrider.drafters.coreml.doctor", "--model", "models/draft", "--prompts"]
 
 
 def test_failed_measurement_falls_back_to_mlx_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
