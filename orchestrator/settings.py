@@ -45,11 +45,18 @@ NO_SSD_COLOCATED = (
 
 
 def setting(default: Any, check: values.Check, group: str, metavar: str, *, help: str, **more: Any) -> Any:
-    """Returns a field whose flag is in this group of a command's help, where {default} stands for the default.
+    """Returns a field whose flag is in this group of a command's help; `help` need not state a plain default.
 
     `more`: `type`, argparse's type of its value, and `flag`, the flag's name (default: the field's).
     """
-    return values.checked(default, check, group=group, metavar=metavar, help=help, **more)
+    return values.checked(default, check, group=group, metavar=metavar, help=with_default(help, default), **more)
+
+
+def with_default(help: str, default: object) -> str:
+    """Returns the help of a flag with its default, unless that is stated or the flag is a switch."""
+    if isinstance(default, bool) or "(default: " in help:
+        return help
+    return f"{help} (default: {'none' if default in (None, ()) else default})"
 
 
 def _word(default: str, words: tuple[str, ...], group: str, metavar: str = "", *, help: str) -> Any:
@@ -90,7 +97,7 @@ class ServeSettings:
         InvalidRequest: a value is out of range, or two exclude each other; the message says what is allowed.
     """
 
-    mode: str = _word("auto", MODES, SPECULATION, help="how tokens are generated (default: {default})")
+    mode: str = _word("auto", MODES, SPECULATION, help="how tokens are generated")
     num_draft_tokens: int | None = count(
         None, 1, MAX_DRAFT_TOKENS, SPECULATION, "K",
         help=f"draft tokens a round (default: {DRAFT_TOKENS}); n-gram chains may be longer",
@@ -111,66 +118,50 @@ class ServeSettings:
         False, MODELS,
         help="convert GGUF tensors in formats that MLX lacks to half precision, instead of quantizing them again",
     )  # fmt: skip
-    draft_backend: str = _word(
-        "mlx", DRAFT_BACKENDS, MODELS, "NAME", help=f"the drafter: {', '.join(DRAFT_BACKENDS)} (default: {{default}})"
-    )
+    draft_backend: str = _word("mlx", DRAFT_BACKENDS, MODELS, "NAME", help=f"the drafter: {', '.join(DRAFT_BACKENDS)}")
     head: tuple[str, ...] = setting(
         (), values.texts, MODELS, "ID|PATH",
-        help="a head that also drafts, in the target's process; mtp or early-exit: the model's own; repeatable"
-        " (default: none)",
+        help="a head that also drafts, in the target's process; mtp or early-exit: the model's own; repeatable",
     )  # fmt: skip
-    head_in: str = _word("target", HEAD_PLACES, MODELS, help="the process that a head drafts in (default: {default})")
-    drafters: int = count(
-        1, 1, MAX_DRAFTERS, DRAFTING, help="draft processes, which share the outcomes (default: {default})"
-    )
+    head_in: str = _word("target", HEAD_PLACES, MODELS, help="the process that a head drafts in")
+    drafters: int = count(1, 1, MAX_DRAFTERS, DRAFTING, help="draft processes, which share the outcomes")
     draft_prefill: str = setting(
         "auto", values.text, DRAFTING, "auto|mlx|coreml|PACKAGE",
-        help="the backend that reads the prompts of an mlx drafter (default: {default})",
+        help="the backend that reads the prompts of an mlx drafter",
     )  # fmt: skip
     draft_device: str = _word(
-        "auto", DRAFT_DEVICES, DRAFTING,
-        help="the device of draft workers on MLX (default: {default}, the target's)",
-    )  # fmt: skip
-    colocate: bool = switch(False, DRAFTING, help="draft in the target's process")
-    fan_out: str = _word("best-first", FAN_OUTS, DRAFTING, help="how outcomes are chosen (default: {default})")
-    branch_depth: str = _word(
-        "auto", BRANCH_DEPTHS, DRAFTING, help="full: wait until branches are K tokens deep (default: {default})"
+        "auto", DRAFT_DEVICES, DRAFTING, help="the device of draft workers on MLX; auto: the target's"
     )
+    colocate: bool = switch(False, DRAFTING, help="draft in the target's process")
+    fan_out: str = _word("best-first", FAN_OUTS, DRAFTING, help="how outcomes are chosen")
+    branch_depth: str = _word("auto", BRANCH_DEPTHS, DRAFTING, help="full: wait until branches are K tokens deep")
     ngrams: bool = switch(True, DRAFTING, help="do not draft by copying from the text (n-grams)")
     trees: bool = switch(
         False, DRAFTING, help="verify drafts of several drafters as one tree, if that pays and the target can"
     )
-    replay: Path | None = _path(DRAFTING, help="the script of the replay drafter (default: none)")  # noqa: RUF009
-    threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products (default: {default})")
+    replay: Path | None = _path(DRAFTING, help="the script of the replay drafter")  # noqa: RUF009
+    threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products")
     cpu_kernels: str = _word(
         "auto", KERNELS, WORKERS,
-        help="the kernels on a CPU; auto: ONNX Runtime, or MLX for models that it does not support"
-        " (default: {default})",
+        help="the kernels on a CPU; auto: ONNX Runtime, or MLX for models that it does not support",
     )  # fmt: skip
     pin_cores: bool = switch(True, WORKERS, help="let target and drafter run on any core, on a machine that has two")
-    shards: int = count(1, 1, MAX_SHARDS, WORKERS, help="ranks of the target on this machine (default: {default})")
-    prefill_workers: int = count(
-        0, 0, MAX_DRAFTERS, WORKERS, help="processes that read long prompts (default: {default})"
-    )
+    shards: int = count(1, 1, MAX_SHARDS, WORKERS, help="ranks of the target on this machine")
+    prefill_workers: int = count(0, 0, MAX_DRAFTERS, WORKERS, help="processes that read long prompts")
     prefill_from: int | None = count(
         None, 1, 2**31 - 1, WORKERS, "TOKENS",
         help="the shortest prompt for prefill workers (default: as measured by tune, else 512)",
     )  # fmt: skip
-    prefill_backend: str = _word(
-        "mlx", PREFILL_BACKENDS, WORKERS, help="backend of prefill workers (default: {default})"
-    )
+    prefill_backend: str = _word("mlx", PREFILL_BACKENDS, WORKERS, help="backend of prefill workers")
     await_target: bool = switch(False, WORKERS, help="start no target; one joins by `outrider worker target`")
     worker_timeout: int = count(
-        10, 1, 86_400, WORKERS, "SECONDS",
-        help="seconds of silence before a worker is considered dead (default: {default})",
-    )  # fmt: skip
-    simulate: Path | None = _path(WORKERS, help="the latency profile of a machine to simulate (default: none)")  # noqa: RUF009
+        10, 1, 86_400, WORKERS, "SECONDS", help="seconds of silence before a worker is considered dead"
+    )
+    simulate: Path | None = _path(WORKERS, help="the latency profile of a machine to simulate")  # noqa: RUF009
     max_active: int | None = count(
         None, 1, 1024, MEMORY, help="requests in flight at once (default: as many as fit in memory, at most 16)"
     )
-    max_waiting: int = count(
-        256, 0, 1_000_000, MEMORY, help="requests that may wait; more are refused (default: {default})"
-    )
+    max_waiting: int = count(256, 0, 1_000_000, MEMORY, help="requests that may wait; more are refused")
     kv_memory: int | None = setting(
         None, values.size, MEMORY, "SIZE",
         help="memory for keys and values in all workers, such as 2GB (default: half of what the weights leave)",
@@ -178,18 +169,16 @@ class ServeSettings:
     prompt_cache: bool = switch(True, MEMORY, help="read every prompt in full")
     memory: bool = switch(True, MEMORY, help="mode auto does not use what it learned before, and saves nothing")
     keys: Path | None = _path(LOGS, "FOLDER", help="the folder of your keys (default: ~/.config/outrider/keys)")  # noqa: RUF009
-    trace: Path | None = _path(LOGS, help="write a timeline for chrome://tracing or Perfetto (default: none)")  # noqa: RUF009
-    log_level: str = _word("warning", LOG_LEVELS, LOGS, help="the lowest level that is logged (default: {default})")
-    log_format: str = _word(
-        "text", process.FORMATS, LOGS, help="json: an object a line on stderr, from every process (default: {default})"
-    )
+    trace: Path | None = _path(LOGS, help="write a timeline for chrome://tracing or Perfetto")  # noqa: RUF009
+    log_level: str = _word("warning", LOG_LEVELS, LOGS, help="the lowest level that is logged")
+    log_format: str = _word("text", process.FORMATS, LOGS, help="json: an object a line on stderr, from every process")
     endpoint: str | None = setting(
         None, values.text, ENDPOINTS, "ENDPOINT",
         help="the endpoint for Python clients, ipc://PATH or tcp://HOST:PORT (default: a new socket)",
     )  # fmt: skip
     workers_endpoint: str | None = setting(
         None, values.text, ENDPOINTS, "ENDPOINT",
-        help="the endpoint for drafters of other machines, tcp://HOST:PORT, see docs/security.md (default: none)",
+        help="the endpoint for drafters of other machines, tcp://HOST:PORT, see docs/security.md",
     )  # fmt: skip
     advertise: bool = switch(False, ENDPOINTS, help="announce the workers' endpoint on the local network")
     keyed: bool = switch(False, ENDPOINTS, help="require keys on loopback, too; other machines always need one")
@@ -379,8 +368,7 @@ def described(separator: str) -> str:
     lines = []
     for field in dataclasses.fields(ServeSettings):
         switch = f" {field.default}; {not field.default}" if isinstance(field.default, bool) else ""
-        help_ = field.metadata["help"].format(default=field.default).replace(" --", " ")
-        lines.append(f"- `{field.name}`{switch}: {help_}.")
+        lines.append(f"- `{field.name}`{switch}: {field.metadata['help'].replace(' --', ' ')}.")
     return separator.join(lines)
 
 
