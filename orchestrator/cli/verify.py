@@ -16,6 +16,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.generate import add_generation_flags, checked, generate, prompt_of, request_of
@@ -77,8 +80,7 @@ def _read_report(lines: Iterable[str], progress: Callable[[str], None]) -> Repor
         if "error" in fields:
             raise as_error(fields["kind"], fields["error"])
         if "positions" in fields:
-            differences = {name: tuple(Difference(**each) for each in fields[name]) for name in ("ties", "mismatches")}
-            return Report(**fields | differences)
+            return msgspec.convert(fields, Report)
         progress(fields.get("stage") or f"replaying: {fields['position']} of {fields['of']} tokens")
     return None
 
@@ -198,35 +200,24 @@ def _generated(options: argparse.Namespace, screen: Screen) -> Output:
 def _from_file(options: argparse.Namespace) -> Output:
     path: Path = options.json_file
     try:
-        found = json.loads(flags.read_text_file(path, EXPECTED))
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{path} is not JSON ({error}); expected {EXPECTED}") from None
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"{path} is not a JSON object; expected {EXPECTED}")
+        found = msgspec.json.decode(flags.read_text_file(path, EXPECTED), type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{path} is not a JSON object ({error}); expected {EXPECTED}") from None
     prompt = found.get("prompt") if options.prompt is None and options.chat is None else prompt_of(options)
     if prompt is None:
         raise InvalidRequest(f"{path} does not contain its prompt; expected --prompt and the sampling flags")
     try:
-        return Output(
-            model=options.model or _text(found["model"]),
-            prompt=prompt if isinstance(prompt, str) else checked(prompt, str(path)),
-            chat_template=bool(found.get("chat_template", True)) and not options.ignore_chat_template,
-            prompt_tokens=int(found["prompt_tokens"]),
-            sampling=SamplingParams(
+        found |= {
+            "model": options.model or found["model"],
+            "prompt": prompt if isinstance(prompt, str) else checked(prompt, str(path)),
+            "chat_template": found.get("chat_template", True) and not options.ignore_chat_template,
+            "sampling": SamplingParams(
                 **{**found.get("sampling", {}), "seed": found["seed"], **flags.given_sampling(options)}
             ),
-            token_ids=tuple(found["token_ids"]),
-            text=_text(found["text"]),
-            finish_reason=_text(found["finish_reason"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        }
+        return msgspec.convert(found, Output)
+    except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise InvalidRequest(f"{path} can't be used ({error}); expected {EXPECTED}") from None
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} instead of text")
-    return value
 
 
 def _require_coupled(sampling: SamplingParams) -> None:
