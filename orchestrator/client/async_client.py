@@ -18,13 +18,21 @@ import zmq
 
 from outrider.orchestrator.client.client import (
     FLUSH_MS,
+    MOVES_ON,
     BaseStream,
     Connecting,
     Patience,
     Sources,
     StreamClient,
 )
-from outrider.orchestrator.client.dialogue import Chunk, Dialogue, GenerateFields, GenerationResult, Prompt
+from outrider.orchestrator.client.dialogue import (
+    Chunk,
+    Dialogue,
+    GenerateFields,
+    GenerationResult,
+    Prompt,
+    generate_message,
+)
 from outrider.protocol.codec import decode_all, encode
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Message, Stats
@@ -123,7 +131,7 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[GenerateFields]
     ) -> GenerationResult:
         """See `Client.generate`."""
-        stream = self.ask(self._request("generate", prompt, sampling, options))
+        stream = self.ask(generate_message(f"{type(self).__name__}.generate", prompt, sampling, False, options))
         async for _ in stream:
             pass
         return stream.result
@@ -150,7 +158,7 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
             try:
                 await self.once(dialogue, grown)
                 return
-            except self.moves_on as error:
+            except MOVES_ON as error:
                 await asyncio.sleep(dialogue.retry(error))
 
     @abstractmethod
