@@ -40,9 +40,8 @@ from outrider.orchestrator.events import (
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.machine import system
+from outrider.orchestrator.machine import lan, system
 from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
-from outrider.orchestrator.machine.lan import Beacon
 from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
@@ -206,7 +205,7 @@ def _threads(
         threads = [_start(core.run, "core")]
         try:
             if settings.advertise:
-                stack.enter_context(closing(Beacon(core.pool.joining_endpoint, key)))
+                stack.enter_context(closing(lan.announce(core.pool.joining_endpoint, key)))
             admission = Admission(pair, read_pair(pair))
             queues.core.put(ModelVocabulary(pair.target.name, admission.of_tokenizer))
             front = Front(pair, admission, clients, queues, core.stats, events.put)
