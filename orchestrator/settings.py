@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -187,7 +187,8 @@ class ServeSettings:
         values.check_fields(self)
         if self.drafts_by_head and self.head_in == "target":
             values.keep(self, "colocate", True)
-        self._check_together()
+        for conflict in self._conflicts():
+            raise InvalidRequest(conflict)
 
     @property
     def depth(self) -> int:
@@ -239,82 +240,73 @@ class ServeSettings:
         """Whether there can be no draft model: none is named, and only named and default models come with one."""
         return self.model is not None and self.model not in NAMED and self.draft_model is None
 
-    def _check_together(self) -> None:
+    def _conflicts(self) -> Iterator[str]:
+        """Yields a sentence for each pair of settings that exclude each other."""
         if self.drafters > 1 and not self.has_draft_worker:
             why = "colocate drafts" if self.colocate else f"draft_backend {self.draft_backend} works"
-            raise InvalidRequest(
-                f"drafters is {self.drafters}, and {why} in the target's process; expected 1, or a draft model"
-            )
-        self._check_head()
+            yield f"drafters is {self.drafters}, and {why} in the target's process; expected 1, or a draft model"
+        yield from self._conflicts_of_heads()
         if self.colocate:
-            self._check_colocated()
+            yield from self._conflicts_with_colocate()
         if self.draft_model is not None and not self.needs_draft_model:
-            raise InvalidRequest(
+            yield (
                 f"draft_backend {self.draft_backend} runs no draft model; leave out draft_model {self.draft_model!r},"
                 " or use draft_backend mlx"
             )
         if self.draft_model is not None and self.model is None:
-            raise InvalidRequest(f"draft_model {self.draft_model!r} needs model; give both, or neither for the default")
+            yield f"draft_model {self.draft_model!r} needs model; give both, or neither for the default"
         if self.advertise and self.workers_endpoint is None:
-            raise InvalidRequest("advertise needs workers_endpoint, the endpoint that it announces")
+            yield "advertise needs workers_endpoint, the endpoint that it announces"
         if self.await_target and self.shards > 1:
-            raise InvalidRequest(
-                "await_target starts no target; expected shards on the target's own command line, or neither"
-            )
+            yield "await_target starts no target; expected shards on the target's own command line, or neither"
         if self.prefill_workers and self.simulate is not None:
-            raise InvalidRequest("prefill_workers can't be simulated; leave out simulate or prefill_workers")
+            yield "prefill_workers can't be simulated; leave out simulate or prefill_workers"
         if self.draft_prefill != "auto" and self.draft_backend not in ("mlx", "auto"):
-            raise InvalidRequest(
-                f"draft_prefill {self.draft_prefill} is for drafters on MLX; leave it out with {self.draft_backend}"
-            )
+            yield f"draft_prefill {self.draft_prefill} is for drafters on MLX; leave it out with {self.draft_backend}"
         if self.draft_backend == "ngram" and not self.ngrams:
-            raise InvalidRequest("draft_backend ngram drafts nothing without ngrams; leave out one of the two settings")
+            yield "draft_backend ngram drafts nothing without ngrams; leave out one of the two settings"
         if self.draft_backend == "none" and self.mode in ("sd", "ssd") and not self.head:
-            raise InvalidRequest(f"mode {self.mode} needs a drafter; expected a draft_backend that drafts, or mode ar")
+            yield f"mode {self.mode} needs a drafter; expected a draft_backend that drafts, or mode ar"
         if self.head and self.simulate is not None:
-            raise InvalidRequest("a head can't be simulated; leave out simulate or head")
+            yield "a head can't be simulated; leave out simulate or head"
         if self.mode == "ssd" and not self.can_work_ahead:
-            raise InvalidRequest(NO_SSD_COLOCATED)
+            yield NO_SSD_COLOCATED
         if self.draft_backend == "replay" and self.replay is None:
-            raise InvalidRequest("draft_backend replay needs replay, the script to play")
+            yield "draft_backend replay needs replay, the script to play"
 
-    def _check_head(self) -> None:
+    def _conflicts_of_heads(self) -> Iterator[str]:
         if self.head_in != "target" and self.draft_backend not in (*AHEAD, "auto"):
-            raise InvalidRequest(
+            yield (
                 f"head_in {self.head_in} is for heads that can work ahead, and draft_backend {self.draft_backend} is"
                 f" not one; expected one of {', '.join(AHEAD)}, or no head_in"
             )
         if self.head_in != "target" and self.colocate:
-            raise InvalidRequest("colocate drafts in the target's process; leave out colocate or head_in")
-        if not self.drafts_by_head:
-            return
-        if self.simulate is not None:
-            raise InvalidRequest("a draft head can't be simulated; leave out simulate, or use a draft model")
-        if self.draft_backend not in OF_TARGET and self._has_no_draft:
-            raise InvalidRequest(
+            yield "colocate drafts in the target's process; leave out colocate or head_in"
+        if self.drafts_by_head and self.simulate is not None:
+            yield "a draft head can't be simulated; leave out simulate, or use a draft model"
+        if self.drafts_by_head and self.draft_backend not in OF_TARGET and self._has_no_draft:
+            yield (
                 f"draft_backend {self.draft_backend} has no head to draft with; expected draft_model to name one made"
                 " for this model"
             )
 
-    def _check_colocated(self) -> None:
+    def _conflicts_with_colocate(self) -> Iterator[str]:
         if self.draft_backend not in ("mlx", "auto", *HEADS):
-            raise InvalidRequest(
+            yield (
                 f"colocate drafts with MLX in the target's process and can't use draft_backend {self.draft_backend};"
                 " leave out one of the two"
             )
         if self.draft_device != "auto":
-            raise InvalidRequest(
-                "draft_device is for draft workers, which colocate does not start; leave out one of them"
-            )
+            yield "draft_device is for draft workers, which colocate does not start; leave out one of them"
         if self.draft_prefill not in ("auto", "mlx"):
-            raise InvalidRequest(
-                f"draft_prefill {self.draft_prefill} is for draft workers, which colocate does not"
-                " start; leave out one of them"
+            yield (
+                f"draft_prefill {self.draft_prefill} is for draft workers, which colocate does not start; leave out"
+                " one of them"
             )
         if self._has_no_draft and self.draft_backend not in OF_TARGET:
-            raise InvalidRequest("colocate needs draft_model with model, or neither of them")
+            yield "colocate needs draft_model with model, or neither of them"
         if self.simulate is not None:
-            raise InvalidRequest("colocate can't be simulated; leave out simulate or colocate")
+            yield "colocate can't be simulated; leave out simulate or colocate"
 
 
 class Settings(TypedDict, total=False):
