@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import socket
 import sys
 import threading
 import time
@@ -35,7 +34,6 @@ from outrider.orchestrator.events import (
     ToCore,
     ToFront,
     Unfinished,
-    wait_for_end,
 )
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.loop import Front
@@ -62,9 +60,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StopSignal:
-    """A request to end the server: a signal, or the end of its parent. `drain`: after its requests have ended."""
+    """A signal to end the server. `drain`: after its requests have ended."""
 
-    drain: bool = False
+    drain: bool
 
 
 Event = Announcement | StopSignal
@@ -87,12 +85,11 @@ class ServerThreads:
 def run(
     settings: ServeSettings,
     tell: Callable[[Announcement], None],
-    parent: socket.socket | None = None,
     status: Callable[[Front], None] | None = None,
     http: HttpSettings | None = None,
     drain_timeout: int = 0,
 ) -> Unfinished | None:
-    """Serves until a signal or the parent's end. Calls `tell` with the stages of the start, and `status` once a second.
+    """Serves until a signal. Calls `tell` with the stages of the start, and `status` once a second.
 
     `http`: also serves HTTP, by a process of its own. `drain_timeout`: seconds that SIGTERM waits for running and
     queued requests; new ones are refused meanwhile, and another signal ends the wait.
@@ -110,8 +107,6 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(_end_on_signals(events))
         stack.enter_context(_notice_crashes(events))
-        if parent is not None:
-            threading.Thread(target=_end_with_parent, args=(parent, events), daemon=True, name="parent").start()
         listener = stack.enter_context(closing(HttpListener(http))) if http is not None else None
         directory = stack.enter_context(PrivateDirectory())
         server = stack.enter_context(_threads(pair, directory, events, files * 3 // 4, listener))
@@ -245,11 +240,6 @@ def _start(body: Callable[[], None], name: str) -> threading.Thread:
     thread = threading.Thread(target=body, name=name, daemon=True)
     thread.start()
     return thread
-
-
-def _end_with_parent(parent: socket.socket, events: SimpleQueue[Event]) -> None:
-    wait_for_end(parent)
-    events.put(StopSignal())
 
 
 @contextmanager
