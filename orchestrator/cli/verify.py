@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.generate import add_generation_flags, checked, generate, prompt_of, request_of
+from outrider.orchestrator.cli.generate import add_generation_flags, as_json, checked, generate, prompt_of, request_of
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
@@ -157,7 +157,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     screen = Screen()
-    output = _from_file(options) if options.json_file else _generated(options, screen)
+    output = _output(_from_file(options) if options.json_file else _generated(options, screen), options)
     _require_coupled(output.sampling)
     model = find_model(output.model, keep_precision=bool(options.gguf_keep_precision))
     text = load_text(model, template=output.chat_template)
@@ -178,38 +178,36 @@ def run(options: argparse.Namespace) -> int:
     return 0 if holds else NOT_CERTIFIED
 
 
-def _generated(options: argparse.Namespace, screen: Screen) -> Output:
+def _generated(options: argparse.Namespace, screen: Screen) -> dict[str, Any]:
     if options.prompt is None and options.chat is None:
         raise InvalidRequest("there is nothing to verify; expected --json-file, or --prompt to generate an output")
     prompt = prompt_of(options)
     request = request_of(options, prompt)
     _require_coupled(request.sampling)
     result = generate(options, request, screen, show_text=False)
-    return Output(
-        model=options.model or result.model,
-        prompt=prompt,
-        chat_template=request.chat_template,
-        prompt_tokens=result.prompt_tokens,
-        sampling=dataclasses.replace(request.sampling, seed=result.seed),
-        token_ids=result.token_ids,
-        text=result.text,
-        finish_reason=result.finish_reason,
-    )
+    return as_json(result, request, prompt, request.chat_template)
 
 
-def _from_file(options: argparse.Namespace) -> Output:
+def _from_file(options: argparse.Namespace) -> dict[str, Any]:
     path: Path = options.json_file
     try:
         found = msgspec.json.decode(flags.read_text_file(path, EXPECTED), type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"{path} is not a JSON object ({error}); expected {EXPECTED}") from None
-    prompt = found.get("prompt") if options.prompt is None and options.chat is None else prompt_of(options)
-    if prompt is None:
+    if options.prompt is not None or options.chat is not None:
+        found["prompt"] = prompt_of(options)
+    if found.get("prompt") is None:
         raise InvalidRequest(f"{path} does not contain its prompt; expected --prompt and the sampling flags")
+    if not isinstance(found["prompt"], str):
+        checked(found["prompt"], str(path))
+    return found
+
+
+def _output(found: dict[str, Any], options: argparse.Namespace) -> Output:
+    """Returns what `outrider generate --json` prints as an output; flags override its model and sampling."""
     try:
         found |= {
             "model": options.model or found["model"],
-            "prompt": prompt if isinstance(prompt, str) else checked(prompt, str(path)),
             "chat_template": found.get("chat_template", True) and not options.ignore_chat_template,
             "sampling": SamplingParams(
                 **{**found.get("sampling", {}), "seed": found["seed"], **flags.given_sampling(options)}
@@ -217,7 +215,7 @@ def _from_file(options: argparse.Namespace) -> Output:
         }
         return msgspec.convert(found, Output)
     except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
-        raise InvalidRequest(f"{path} can't be used ({error}); expected {EXPECTED}") from None
+        raise InvalidRequest(f"{options.json_file} can't be used ({error}); expected {EXPECTED}") from None
 
 
 def _require_coupled(sampling: SamplingParams) -> None:
