@@ -58,14 +58,8 @@ SWITCH_SECONDS = 0.0002
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StopSignal:
-    """A signal to end the server. `drain`: after its requests have ended."""
-
-    drain: bool
-
-
-Event = Announcement | StopSignal
+Event = Announcement | signal.Signals
+"""What the main thread waits for: an announcement, or a signal to end the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +104,7 @@ def run(
         listener = stack.enter_context(closing(HttpListener(http))) if http is not None else None
         directory = stack.enter_context(PrivateDirectory())
         server = stack.enter_context(_threads(pair, directory, events, files * 3 // 4, listener))
-        if _watch(events, server, tell, status).drain:
+        if _watch(events, server, tell, status) == signal.SIGTERM:
             _drain(events, server, drain_timeout)
     while not events.empty():
         event = events.get()
@@ -124,8 +118,8 @@ def _watch(
     server: ServerThreads,
     tell: Callable[[Announcement], None],
     status: Callable[[Front], None] | None,
-) -> StopSignal:
-    """Announces what happens until the server has to end."""
+) -> signal.Signals:
+    """Announces what happens until a signal to end the server; returns that."""
     while True:
         try:
             event = events.get(timeout=STATUS_SECONDS)
@@ -136,7 +130,7 @@ def _watch(
                 status(server.front)
             continue
         match event:
-            case StopSignal():
+            case signal.Signals():
                 return event
             case Failure():
                 raise as_error(event.kind, event.message)
@@ -157,7 +151,7 @@ def _watch(
 
 
 def _drain(events: SimpleQueue[Event], server: ServerThreads, seconds: int) -> None:
-    """Waits until all requests have ended, the time is over, or another stop signal comes."""
+    """Waits until all requests have ended, the time is over, or another signal comes."""
     if server.http is not None:
         server.http.drain()
     server.orders.put(FrontOrder.DRAIN)
@@ -165,7 +159,7 @@ def _drain(events: SimpleQueue[Event], server: ServerThreads, seconds: int) -> N
     while server.front.busy and (left := until - time.monotonic()) > 0:
         with suppress(Empty):
             event = events.get(timeout=min(left, DRAIN_LOOK_SECONDS))
-            if isinstance(event, StopSignal):
+            if isinstance(event, signal.Signals):
                 return
             if isinstance(event, Failure):
                 raise as_error(event.kind, event.message)
@@ -246,7 +240,7 @@ def _start(body: Callable[[], None], name: str) -> threading.Thread:
 def _end_on_signals(events: SimpleQueue[Event]) -> Iterator[None]:
     def end(number: int, _frame: FrameType | None) -> None:
         # A SimpleQueue may be put to from a signal handler.
-        events.put(StopSignal(drain=number == signal.SIGTERM))
+        events.put(signal.Signals(number))
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
