@@ -29,7 +29,6 @@ from outrider.orchestrator.cli.generate import (
     server,
 )
 from outrider.orchestrator.cli.terminal import Screen, say
-from outrider.orchestrator.client.client import BaseClient
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, plural
 from outrider.orchestrator.pairing.tokenizer import TextStream
 from outrider.protocol.errors import InvalidRequest, OutriderError, PromptTooLong, ServerStopped
@@ -231,40 +230,37 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
-    screen = Screen()
-    chat = Chat(options, screen)
-    while True:
-        with server(options, screen) as client:
-            try:
-                chat.run(client)
-                return 0
-            except ServerStopped as error:
-                if not chat.wants_another_server(error):
-                    raise
+    Chat(options).run()
+    return 0
 
 
 class Chat:
     """Runs the user's and the model's turns. In a terminal an error is printed and the conversation continues."""
 
-    def __init__(self, options: argparse.Namespace, screen: Screen) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._conversation = Conversation(opening(options.system_prompt, options.chat))
         self._sampling = flags.sampling_of(options)
         self._text = model_text(options)
-        self._screen = screen
+        self._screen = Screen()
         self._own_server = options.connect is None
         self._interactive = sys.stdin.isatty()
         self._reader: Reader | None = None
         self._unanswered = False
         self._context: int | None = None
 
-    def run(self, client: BaseClient) -> None:
-        """Runs turns until one of `QUITS` or the end of the input.
+    def run(self) -> None:
+        """Runs turns until one of `QUITS` or the end of the input. The user may restart a server that has ended."""
+        while True:
+            with server(self._options, self._screen) as self._client:
+                try:
+                    self._take_turns()
+                    return
+                except ServerStopped as error:
+                    if not self._wants_another_server(error):
+                        raise
 
-        Raises:
-            ServerStopped: the server that this chat started has ended; another call continues with a new one.
-        """
-        self._client = client
+    def _take_turns(self) -> None:
         if self._reader is None:
             self._greet()
             self._reader = Editor(COMMANDS).read if self._interactive and sys.stderr.isatty() else read_line
@@ -277,7 +273,7 @@ class Chat:
         if self._interactive:
             say("")
 
-    def wants_another_server(self, error: ServerStopped) -> bool:
+    def _wants_another_server(self, error: ServerStopped) -> bool:
         """Asks whether to restart the server that this chat started; without a terminal it returns False."""
         if not self._interactive or not self._own_server:
             return False
