@@ -55,7 +55,7 @@ class AsyncSocket:
         self._handle = handle
         self._loop = asyncio.get_running_loop()
         self._over: asyncio.Future[None] = self._loop.create_future()
-        self._fault: Exception | None = None
+        self._over.add_done_callback(asyncio.Future.exception)  # asyncio would log an error that no task awaits
         self._is_silent = True
         self._file = socket.FD
         self._polled = [(socket, POLLIN)]
@@ -80,13 +80,11 @@ class AsyncSocket:
                 patience.on_message()
             elif not self._over.done():
                 self.send(await asyncio.to_thread(patience.on_silence, about))
-        if self._fault is not None:
-            raise self._fault
+        self._over.result()
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket; messages that are still queued have `linger_ms` milliseconds to leave."""
         self._loop.remove_reader(self._file)
-        self._over.cancel()
         self._socket.close(linger_ms)
 
     def _take_in(self) -> None:
@@ -100,17 +98,14 @@ class AsyncSocket:
                 self._take(frames)
 
     def _take(self, frames: list[bytes]) -> None:
-        is_last = True
         try:
-            is_last = any(map(self._handle, decode_all(frames)))
-        except OutriderError as error:
-            self._fault = error  # `until_over` raises it
-        except Exception as error:
-            self._fault = error
-            raise
-        finally:
-            if is_last:
+            if any(map(self._handle, decode_all(frames))):
                 self._over.set_result(None)
+        except OutriderError as error:
+            self._over.set_exception(error)  # `until_over` raises it
+        except Exception as error:
+            self._over.set_exception(error)
+            raise
 
 
 class AsyncBaseClient(StreamClient["AsyncStream"]):

@@ -301,7 +301,7 @@ class Dialogue:
             state = "closed" if self.is_closed else "failed"
         else:
             state = "running" if self._begun else "not started"
-        return f"{state}, {len(self._tokens)} token{'' if len(self._tokens) == 1 else 's'}"
+        return f"{state}, {plural(len(self._tokens), 'token')}"
 
     @property
     def cancel_message(self) -> Cancel:
