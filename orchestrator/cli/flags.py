@@ -28,10 +28,9 @@ def read_text_file(path: Path, expected: str) -> str:
     """Returns the file's text. Raises InvalidRequest if it can't be read; the message says "expected `expected`"."""
     try:
         return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequest(f"{path} can't be read ({error.strerror}); expected {expected}") from None
-    except UnicodeDecodeError:
-        raise InvalidRequest(f"{path} can't be read (it is not UTF-8); expected {expected}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise InvalidRequest(f"{path} can't be read ({why}); expected {expected}") from None
 
 
 _SETTINGS = {field.name: field for record in (ServeSettings, HttpSettings) for field in dataclasses.fields(record)}
