@@ -19,7 +19,6 @@ from outrider.protocol.endpoints import Tcp, is_local
 from outrider.protocol.errors import InvalidRequest
 
 HTTP = "HTTP"
-HOST, PORT = "127.0.0.1", 8080
 MOST_SECONDS = 86_400
 COLLECTORS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
@@ -76,10 +75,10 @@ class HttpSettings:
     """
 
     host: str = setting(
-        HOST, _host, HTTP, "ADDRESS",
+        "127.0.0.1", _host, HTTP, "ADDRESS",
         help="address to listen on; one that other machines reach needs --api-key",
     )  # fmt: skip
-    port: int = count(PORT, 0, 65535, HTTP, "PORT", help="port to listen on; 0: any free port")
+    port: int = count(8080, 0, 65535, HTTP, "PORT", help="port to listen on; 0: any free port")
     api_keys: tuple[str, ...] = setting(
         (), _api_keys, HTTP, "KEY", flag="api-key",
         help="require this key from clients; repeatable (default: OUTRIDER_API_KEY in the environment, else none)",

@@ -22,13 +22,8 @@ from outrider.protocol.worker_link import KERNELS
 
 MODES = ("auto", "ar", "sd", "ssd")
 DRAFT_BACKENDS = ("mlx", "replay", "coreml", *HEADS, "auto", "ngram", "none")
-PREFILL_BACKENDS = ("mlx", "coreml")
-DRAFT_DEVICES = ("auto", "cpu")
 # Backends that can draw from their distribution, for residual sampling; n-grams and none need no note about it.
 DRAWING_BACKENDS = ("mlx", "coreml", "ngram", "none")
-FAN_OUTS = ("best-first", "geometric", "uniform")
-BRANCH_DEPTHS = ("auto", "full")
-HEAD_PLACES = ("target", "draft-worker")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DRAFT_TOKENS = 4
 BRANCHES = 16
@@ -36,7 +31,6 @@ NAMED = ("tiny", "smollm2", "gemma3-270m")
 """The models with short names (`pairing.model_files`), which may come with a draft model."""
 MAX_DRAFTERS = 8
 MAX_DRAFT_TOKENS = 32
-MAX_SHARDS = 64
 MAX_BRANCHES_ASKED = 256
 NO_SSD_COLOCATED = (
     "mode ssd needs a drafter that works while the target verifies; with colocate, or heads alone, both take turns in"
@@ -123,18 +117,18 @@ class ServeSettings:
         (), values.texts, MODELS, "ID|PATH",
         help="a head that also drafts, in the target's process; mtp or early-exit: the model's own; repeatable",
     )  # fmt: skip
-    head_in: str = _word("target", HEAD_PLACES, MODELS, help="the process that a head drafts in")
+    head_in: str = _word("target", ("target", "draft-worker"), MODELS, help="the process that a head drafts in")
     drafters: int = count(1, 1, MAX_DRAFTERS, DRAFTING, help="draft processes, which share the outcomes")
     draft_prefill: str = setting(
         "auto", values.text, DRAFTING, "auto|mlx|coreml|PACKAGE",
         help="the backend that reads the prompts of an mlx drafter",
     )  # fmt: skip
     draft_device: str = _word(
-        "auto", DRAFT_DEVICES, DRAFTING, help="the device of draft workers on MLX; auto: the target's"
+        "auto", ("auto", "cpu"), DRAFTING, help="the device of draft workers on MLX; auto: the target's"
     )
     colocate: bool = switch(False, DRAFTING, help="draft in the target's process")
-    fan_out: str = _word("best-first", FAN_OUTS, DRAFTING, help="how outcomes are chosen")
-    branch_depth: str = _word("auto", BRANCH_DEPTHS, DRAFTING, help="full: wait until branches are K tokens deep")
+    fan_out: str = _word("best-first", ("best-first", "geometric", "uniform"), DRAFTING, help="how outcomes are chosen")
+    branch_depth: str = _word("auto", ("auto", "full"), DRAFTING, help="full: wait until branches are K tokens deep")
     ngrams: bool = switch(True, DRAFTING, help="do not draft by copying from the text (n-grams)")
     trees: bool = switch(
         False, DRAFTING, help="verify drafts of several drafters as one tree, if that pays and the target can"
@@ -146,13 +140,13 @@ class ServeSettings:
         help="the kernels on a CPU; auto: ONNX Runtime, or MLX for models that it does not support",
     )  # fmt: skip
     pin_cores: bool = switch(True, WORKERS, help="let target and drafter run on any core, on a machine that has two")
-    shards: int = count(1, 1, MAX_SHARDS, WORKERS, help="ranks of the target on this machine")
+    shards: int = count(1, 1, 64, WORKERS, help="ranks of the target on this machine")
     prefill_workers: int = count(0, 0, MAX_DRAFTERS, WORKERS, help="processes that read long prompts")
     prefill_from: int | None = count(
         None, 1, 2**31 - 1, WORKERS, "TOKENS",
         help="the shortest prompt for prefill workers (default: as measured by tune, else 512)",
     )  # fmt: skip
-    prefill_backend: str = _word("mlx", PREFILL_BACKENDS, WORKERS, help="backend of prefill workers")
+    prefill_backend: str = _word("mlx", ("mlx", "coreml"), WORKERS, help="backend of prefill workers")
     await_target: bool = switch(False, WORKERS, help="start no target; one joins by `outrider worker target`")
     worker_timeout: int = count(
         10, 1, 86_400, WORKERS, "SECONDS", help="seconds of silence before a worker is considered dead"
@@ -381,5 +375,6 @@ def flags(settings: ServeSettings) -> list[str]:
 
 
 def check_setting(name: str, value: object) -> Any:
-    """Returns a value of the setting `name`, converted. Raises InvalidRequest."""
-    return ServeSettings.__dataclass_fields__[name].metadata["check"](name, value)
+    """Returns a value of the setting `name`, converted; None is allowed if it is the default. Raises InvalidRequest."""
+    field = ServeSettings.__dataclass_fields__[name]
+    return None if value is None and field.default is None else field.metadata["check"](name, value)
