@@ -92,12 +92,9 @@ class AsyncSocket:
         frames: list[bytes] = []
         while zmq.zmq_poll(self._polled, 0):
             frames.append(self._socket.recv(NOBLOCK))
-        if frames:
-            self._is_silent = False
-            if not self._over.done():
-                self._take(frames)
-
-    def _take(self, frames: list[bytes]) -> None:
+        if not frames or self._over.done():
+            return
+        self._is_silent = False
         try:
             if any(map(self._handle, decode_all(frames))):
                 self._over.set_result(None)
