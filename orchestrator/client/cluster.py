@@ -10,7 +10,6 @@ import signal
 import subprocess
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Unpack, cast
 
 from outrider.orchestrator.client.async_client import AsyncClient
@@ -116,10 +115,8 @@ class LocalCluster:
     def __enter__(self) -> LocalCluster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()
         else:
             self._end()  # without raising: the error in flight is the one to report
