@@ -98,7 +98,8 @@ def checked(found: object, name: str) -> tuple[Message, ...]:
 
 SILENT_SECONDS = 1.0
 """How long a server may be silent before the next one is tried."""
-REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "drafter", "log_level", "log_format", "keys")
+REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level", "log_format", "keys")
+"""Cluster settings that also concern a request to a running server."""
 TIMINGS = (
     "prompt_n", "cache_n", "draft_cache_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second",
     "draft_n", "draft_n_accepted", "draft_rounds", "cache_hits", "cache_misses",
@@ -203,7 +204,7 @@ def request_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -
 
 
 def request_with(options: argparse.Namespace, prompt: Prompt, sampling: SamplingParams) -> Generate:
-    """Returns the checked request with this prompt and sampling, and the other settings of a request."""
+    """Returns the checked request with this prompt and sampling; chat's --colors asks for the origins of its tokens."""
     chosen = {
         "mode": options.mode or "auto",
         "num_draft_tokens": options.num_draft_tokens,
