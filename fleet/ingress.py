@@ -29,7 +29,6 @@ from outrider.fleet import plan
 from outrider.fleet.engine import ActorKeyring, EngineAddress, IngressKey
 from outrider.fleet.engine_selector import EngineSelector
 from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncClient, Grown
-from outrider.orchestrator.client.client import MOVES_ON
 from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import default_model, find_model
@@ -150,8 +149,6 @@ class LeasedClient(AsyncBaseClient):
 
     After the first try the engine is chosen randomly, because the session or load would select the failing one again.
     """
-
-    moves_on = MOVES_ON
 
     def __init__(self, engines: EngineLeases, session: str, sources: int) -> None:
         super().__init__()

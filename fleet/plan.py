@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import yaml
 
 from outrider.fleet.host import Resources
-from outrider.orchestrator.cli.flags import keys_in, keys_in_environment
+from outrider.orchestrator.cli.flags import keys_beside
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import values
@@ -246,8 +246,8 @@ def _ingress(found: object) -> IngressPlan:
     http = {name: given.pop(name) for name in HTTP if name in given}
     http |= {name: _words(f"ingress.{name}", http[name]) for name in LISTS if name in http}
     file = given.pop("api_key_file", None)
-    from_file = keys_in(values.path("ingress.api_key_file", file).expanduser() if file is not None else None)
-    http["api_keys"] = (*http.get("api_keys", ()), *from_file, *keys_in_environment())
+    path = values.path("ingress.api_key_file", file).expanduser() if file is not None else None
+    http["api_keys"] = (*http.get("api_keys", ()), *keys_beside(path))
     try:
         return _record("ingress", IngressPlan, {**given, "http": _record("ingress", HttpSettings, http)})
     except InvalidRequest as error:

@@ -10,21 +10,19 @@ for room, the workers evict.
 `ThreadQueues` holds the queues between the threads. `Mailbox` is a queue between two threads that a ZeroMQ poller can
 wait on.
 
-`Announcement` is a report of a server to the process that started it, as a JSON line on a socket. The server ends when
-the parent closes the other end, or is gone.
+`Announcement` is a report of a server to the process that started it, as a JSON line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import IO, Generic, TypeVar
 
 import zmq
 from msgspec import Struct
@@ -319,31 +317,11 @@ class Unfinished(Struct, frozen=True, tag=True):
 
 
 Announcement = Stage | ServerReady | Failure | Unfinished
-_decode = Decoder(Announcement).decode
+read_announcement: Callable[[bytes], Announcement] = Decoder(Announcement).decode
+"""Reads a line that `announce` wrote."""
 
 
-def announce(line: socket.socket, announcement: Announcement) -> None:
-    """Sends an announcement to the parent. It is no error if the parent is gone: `wait_for_end` notices that."""
-    try:
-        line.sendall(encode(announcement) + b"\n")
-    except OSError:
-        return
-
-
-def wait_for_end(line: socket.socket) -> None:
-    """Waits until the parent has closed its end of the socket, or has ended in any way."""
-    try:
-        while line.recv(1):
-            pass
-    except OSError:
-        return
-
-
-def announcements(line: socket.socket) -> Iterator[Announcement]:
-    """Yields the server's announcements until it ends. Raises TimeoutError if the socket has a timeout and none
-    comes."""
-    rest = b""
-    while data := line.recv(4096):
-        *lines, rest = (rest + data).split(b"\n")
-        for text in lines:
-            yield _decode(text)
+def announce(stream: IO[bytes], announcement: Announcement) -> None:
+    """Writes an announcement for the parent. It is no error if the parent is gone, for then the server ends anyway."""
+    with contextlib.suppress(OSError):
+        stream.write(encode(announcement) + b"\n")

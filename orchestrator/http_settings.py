@@ -7,7 +7,6 @@ socket.
 
 from __future__ import annotations
 
-import ipaddress
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from urllib.parse import urlsplit
 
 from outrider.orchestrator.settings import count, setting, switch
 from outrider.protocol import values, version
+from outrider.protocol.endpoints import Tcp, is_local
 from outrider.protocol.errors import InvalidRequest
 
 HTTP = "HTTP"
-HOST, PORT = "127.0.0.1", 8080
 MOST_SECONDS = 86_400
 COLLECTORS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
@@ -76,10 +75,10 @@ class HttpSettings:
     """
 
     host: str = setting(
-        HOST, _host, HTTP, "ADDRESS",
-        help="address to listen on; one that other machines reach needs --api-key (default: {default})",
+        "127.0.0.1", _host, HTTP, "ADDRESS",
+        help="address to listen on; one that other machines reach needs --api-key",
     )  # fmt: skip
-    port: int = count(PORT, 0, 65535, HTTP, "PORT", help="port to listen on; 0: any free port (default: {default})")
+    port: int = count(8080, 0, 65535, HTTP, "PORT", help="port to listen on; 0: any free port")
     api_keys: tuple[str, ...] = setting(
         (), _api_keys, HTTP, "KEY", flag="api-key",
         help="require this key from clients; repeatable (default: OUTRIDER_API_KEY in the environment, else none)",
@@ -90,15 +89,13 @@ class HttpSettings:
     )  # fmt: skip
     cors_origins: tuple[str, ...] = setting(
         (), _origins, HTTP, "ORIGIN", flag="cors-origin",
-        help="allow requests from web pages of this origin, or * for all; repeatable (default: none)",
+        help="allow requests from web pages of this origin, or * for all; repeatable",
     )  # fmt: skip
     tls_cert: str | None = setting(
         None, values.text, HTTP, "FILE", help="certificate (PEM), to serve HTTPS with --tls-key (default: HTTP)"
     )
-    tls_key: str | None = setting(
-        None, values.text, HTTP, "FILE", help="private key (PEM) of --tls-cert (default: none)"
-    )
-    max_body_mb: int = count(32, 1, 4096, HTTP, "MB", help="largest accepted request (default: {default})")
+    tls_key: str | None = setting(None, values.text, HTTP, "FILE", help="private key (PEM) of --tls-cert")
+    max_body_mb: int = count(32, 1, 4096, HTTP, "MB", help="largest accepted request")
     request_timeout: int | None = count(
         None, 1, MOST_SECONDS, HTTP, "SECONDS", help="cancel answers that take longer (default: no limit)"
     )
@@ -130,10 +127,7 @@ class HttpSettings:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the host."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_local(Tcp(self.host, self.port))
 
     @property
     def scheme(self) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import socket
 import sys
 import threading
 import time
@@ -35,14 +34,12 @@ from outrider.orchestrator.events import (
     ToCore,
     ToFront,
     Unfinished,
-    wait_for_end,
 )
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.machine import system
+from outrider.orchestrator.machine import lan, system
 from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
-from outrider.orchestrator.machine.lan import Beacon
 from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
@@ -61,14 +58,8 @@ SWITCH_SECONDS = 0.0002
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StopSignal:
-    """A request to end the server: a signal, or the end of its parent. `drain`: after its requests have ended."""
-
-    drain: bool = False
-
-
-Event = Announcement | StopSignal
+Event = Announcement | signal.Signals
+"""What the main thread waits for: an announcement, or a signal to end the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +79,11 @@ class ServerThreads:
 def run(
     settings: ServeSettings,
     tell: Callable[[Announcement], None],
-    parent: socket.socket | None = None,
     status: Callable[[Front], None] | None = None,
     http: HttpSettings | None = None,
     drain_timeout: int = 0,
 ) -> Unfinished | None:
-    """Serves until a signal or the parent's end. Calls `tell` with the stages of the start, and `status` once a second.
+    """Serves until a signal. Calls `tell` with the stages of the start, and `status` once a second.
 
     `http`: also serves HTTP, by a process of its own. `drain_timeout`: seconds that SIGTERM waits for running and
     queued requests; new ones are refused meanwhile, and another signal ends the wait.
@@ -111,12 +101,10 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(_end_on_signals(events))
         stack.enter_context(_notice_crashes(events))
-        if parent is not None:
-            threading.Thread(target=_end_with_parent, args=(parent, events), daemon=True, name="parent").start()
         listener = stack.enter_context(closing(HttpListener(http))) if http is not None else None
         directory = stack.enter_context(PrivateDirectory())
         server = stack.enter_context(_threads(pair, directory, events, files * 3 // 4, listener))
-        if _watch(events, server, tell, status).drain:
+        if _watch(events, server, tell, status) == signal.SIGTERM:
             _drain(events, server, drain_timeout)
     while not events.empty():
         event = events.get()
@@ -130,8 +118,8 @@ def _watch(
     server: ServerThreads,
     tell: Callable[[Announcement], None],
     status: Callable[[Front], None] | None,
-) -> StopSignal:
-    """Announces what happens until the server has to end."""
+) -> signal.Signals:
+    """Announces what happens until a signal to end the server; returns that."""
     while True:
         try:
             event = events.get(timeout=STATUS_SECONDS)
@@ -142,7 +130,7 @@ def _watch(
                 status(server.front)
             continue
         match event:
-            case StopSignal():
+            case signal.Signals():
                 return event
             case Failure():
                 raise as_error(event.kind, event.message)
@@ -163,7 +151,7 @@ def _watch(
 
 
 def _drain(events: SimpleQueue[Event], server: ServerThreads, seconds: int) -> None:
-    """Waits until all requests have ended, the time is over, or another stop signal comes."""
+    """Waits until all requests have ended, the time is over, or another signal comes."""
     if server.http is not None:
         server.http.drain()
     server.orders.put(FrontOrder.DRAIN)
@@ -171,7 +159,7 @@ def _drain(events: SimpleQueue[Event], server: ServerThreads, seconds: int) -> N
     while server.front.busy and (left := until - time.monotonic()) > 0:
         with suppress(Empty):
             event = events.get(timeout=min(left, DRAIN_LOOK_SECONDS))
-            if isinstance(event, StopSignal):
+            if isinstance(event, signal.Signals):
                 return
             if isinstance(event, Failure):
                 raise as_error(event.kind, event.message)
@@ -206,7 +194,7 @@ def _threads(
         threads = [_start(core.run, "core")]
         try:
             if settings.advertise:
-                stack.enter_context(closing(Beacon(core.pool.joining_endpoint, key)))
+                stack.enter_context(closing(lan.announce(core.pool.joining_endpoint, key)))
             admission = Admission(pair, read_pair(pair))
             queues.core.put(ModelVocabulary(pair.target.name, admission.of_tokenizer))
             front = Front(pair, admission, clients, queues, core.stats, events.put)
@@ -248,16 +236,11 @@ def _start(body: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
-def _end_with_parent(parent: socket.socket, events: SimpleQueue[Event]) -> None:
-    wait_for_end(parent)
-    events.put(StopSignal())
-
-
 @contextmanager
 def _end_on_signals(events: SimpleQueue[Event]) -> Iterator[None]:
     def end(number: int, _frame: FrameType | None) -> None:
         # A SimpleQueue may be put to from a signal handler.
-        events.put(StopSignal(drain=number == signal.SIGTERM))
+        events.put(signal.Signals(number))
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:

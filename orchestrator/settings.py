@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,8 @@ from outrider.protocol.worker_link import KERNELS
 
 MODES = ("auto", "ar", "sd", "ssd")
 DRAFT_BACKENDS = ("mlx", "replay", "coreml", *HEADS, "auto", "ngram", "none")
-PREFILL_BACKENDS = ("mlx", "coreml")
-DRAFT_DEVICES = ("auto", "cpu")
 # Backends that can draw from their distribution, for residual sampling; n-grams and none need no note about it.
 DRAWING_BACKENDS = ("mlx", "coreml", "ngram", "none")
-FAN_OUTS = ("best-first", "geometric", "uniform")
-BRANCH_DEPTHS = ("auto", "full")
-HEAD_PLACES = ("target", "draft-worker")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DRAFT_TOKENS = 4
 BRANCHES = 16
@@ -36,7 +31,6 @@ NAMED = ("tiny", "smollm2", "gemma3-270m")
 """The models with short names (`pairing.model_files`), which may come with a draft model."""
 MAX_DRAFTERS = 8
 MAX_DRAFT_TOKENS = 32
-MAX_SHARDS = 64
 MAX_BRANCHES_ASKED = 256
 NO_SSD_COLOCATED = (
     "mode ssd needs a drafter that works while the target verifies; with colocate, or heads alone, both take turns in"
@@ -45,11 +39,18 @@ NO_SSD_COLOCATED = (
 
 
 def setting(default: Any, check: values.Check, group: str, metavar: str, *, help: str, **more: Any) -> Any:
-    """Returns a field whose flag is in this group of a command's help, where {default} stands for the default.
+    """Returns a field whose flag is in this group of a command's help; `help` need not state a plain default.
 
     `more`: `type`, argparse's type of its value, and `flag`, the flag's name (default: the field's).
     """
-    return values.checked(default, check, group=group, metavar=metavar, help=help, **more)
+    return values.checked(default, check, group=group, metavar=metavar, help=with_default(help, default), **more)
+
+
+def with_default(help: str, default: object) -> str:
+    """Returns the help of a flag with its default, unless that is stated or the flag is a switch."""
+    if isinstance(default, bool) or "(default: " in help:
+        return help
+    return f"{help} (default: {'none' if default in (None, ()) else default})"
 
 
 def _word(default: str, words: tuple[str, ...], group: str, metavar: str = "", *, help: str) -> Any:
@@ -90,7 +91,7 @@ class ServeSettings:
         InvalidRequest: a value is out of range, or two exclude each other; the message says what is allowed.
     """
 
-    mode: str = _word("auto", MODES, SPECULATION, help="how tokens are generated (default: {default})")
+    mode: str = _word("auto", MODES, SPECULATION, help="how tokens are generated")
     num_draft_tokens: int | None = count(
         None, 1, MAX_DRAFT_TOKENS, SPECULATION, "K",
         help=f"draft tokens a round (default: {DRAFT_TOKENS}); n-gram chains may be longer",
@@ -111,66 +112,50 @@ class ServeSettings:
         False, MODELS,
         help="convert GGUF tensors in formats that MLX lacks to half precision, instead of quantizing them again",
     )  # fmt: skip
-    draft_backend: str = _word(
-        "mlx", DRAFT_BACKENDS, MODELS, "NAME", help=f"the drafter: {', '.join(DRAFT_BACKENDS)} (default: {{default}})"
-    )
+    draft_backend: str = _word("mlx", DRAFT_BACKENDS, MODELS, "NAME", help=f"the drafter: {', '.join(DRAFT_BACKENDS)}")
     head: tuple[str, ...] = setting(
         (), values.texts, MODELS, "ID|PATH",
-        help="a head that also drafts, in the target's process; mtp or early-exit: the model's own; repeatable"
-        " (default: none)",
+        help="a head that also drafts, in the target's process; mtp or early-exit: the model's own; repeatable",
     )  # fmt: skip
-    head_in: str = _word("target", HEAD_PLACES, MODELS, help="the process that a head drafts in (default: {default})")
-    drafters: int = count(
-        1, 1, MAX_DRAFTERS, DRAFTING, help="draft processes, which share the outcomes (default: {default})"
-    )
+    head_in: str = _word("target", ("target", "draft-worker"), MODELS, help="the process that a head drafts in")
+    drafters: int = count(1, 1, MAX_DRAFTERS, DRAFTING, help="draft processes, which share the outcomes")
     draft_prefill: str = setting(
         "auto", values.text, DRAFTING, "auto|mlx|coreml|PACKAGE",
-        help="the backend that reads the prompts of an mlx drafter (default: {default})",
+        help="the backend that reads the prompts of an mlx drafter",
     )  # fmt: skip
     draft_device: str = _word(
-        "auto", DRAFT_DEVICES, DRAFTING,
-        help="the device of draft workers on MLX (default: {default}, the target's)",
-    )  # fmt: skip
-    colocate: bool = switch(False, DRAFTING, help="draft in the target's process")
-    fan_out: str = _word("best-first", FAN_OUTS, DRAFTING, help="how outcomes are chosen (default: {default})")
-    branch_depth: str = _word(
-        "auto", BRANCH_DEPTHS, DRAFTING, help="full: wait until branches are K tokens deep (default: {default})"
+        "auto", ("auto", "cpu"), DRAFTING, help="the device of draft workers on MLX; auto: the target's"
     )
+    colocate: bool = switch(False, DRAFTING, help="draft in the target's process")
+    fan_out: str = _word("best-first", ("best-first", "geometric", "uniform"), DRAFTING, help="how outcomes are chosen")
+    branch_depth: str = _word("auto", ("auto", "full"), DRAFTING, help="full: wait until branches are K tokens deep")
     ngrams: bool = switch(True, DRAFTING, help="do not draft by copying from the text (n-grams)")
     trees: bool = switch(
         False, DRAFTING, help="verify drafts of several drafters as one tree, if that pays and the target can"
     )
-    replay: Path | None = _path(DRAFTING, help="the script of the replay drafter (default: none)")  # noqa: RUF009
-    threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products (default: {default})")
+    replay: Path | None = _path(DRAFTING, help="the script of the replay drafter")  # noqa: RUF009
+    threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products")
     cpu_kernels: str = _word(
         "auto", KERNELS, WORKERS,
-        help="the kernels on a CPU; auto: ONNX Runtime, or MLX for models that it does not support"
-        " (default: {default})",
+        help="the kernels on a CPU; auto: ONNX Runtime, or MLX for models that it does not support",
     )  # fmt: skip
     pin_cores: bool = switch(True, WORKERS, help="let target and drafter run on any core, on a machine that has two")
-    shards: int = count(1, 1, MAX_SHARDS, WORKERS, help="ranks of the target on this machine (default: {default})")
-    prefill_workers: int = count(
-        0, 0, MAX_DRAFTERS, WORKERS, help="processes that read long prompts (default: {default})"
-    )
+    shards: int = count(1, 1, 64, WORKERS, help="ranks of the target on this machine")
+    prefill_workers: int = count(0, 0, MAX_DRAFTERS, WORKERS, help="processes that read long prompts")
     prefill_from: int | None = count(
         None, 1, 2**31 - 1, WORKERS, "TOKENS",
         help="the shortest prompt for prefill workers (default: as measured by tune, else 512)",
     )  # fmt: skip
-    prefill_backend: str = _word(
-        "mlx", PREFILL_BACKENDS, WORKERS, help="backend of prefill workers (default: {default})"
-    )
+    prefill_backend: str = _word("mlx", ("mlx", "coreml"), WORKERS, help="backend of prefill workers")
     await_target: bool = switch(False, WORKERS, help="start no target; one joins by `outrider worker target`")
     worker_timeout: int = count(
-        10, 1, 86_400, WORKERS, "SECONDS",
-        help="seconds of silence before a worker is considered dead (default: {default})",
-    )  # fmt: skip
-    simulate: Path | None = _path(WORKERS, help="the latency profile of a machine to simulate (default: none)")  # noqa: RUF009
+        10, 1, 86_400, WORKERS, "SECONDS", help="seconds of silence before a worker is considered dead"
+    )
+    simulate: Path | None = _path(WORKERS, help="the latency profile of a machine to simulate")  # noqa: RUF009
     max_active: int | None = count(
         None, 1, 1024, MEMORY, help="requests in flight at once (default: as many as fit in memory, at most 16)"
     )
-    max_waiting: int = count(
-        256, 0, 1_000_000, MEMORY, help="requests that may wait; more are refused (default: {default})"
-    )
+    max_waiting: int = count(256, 0, 1_000_000, MEMORY, help="requests that may wait; more are refused")
     kv_memory: int | None = setting(
         None, values.size, MEMORY, "SIZE",
         help="memory for keys and values in all workers, such as 2GB (default: half of what the weights leave)",
@@ -178,18 +163,16 @@ class ServeSettings:
     prompt_cache: bool = switch(True, MEMORY, help="read every prompt in full")
     memory: bool = switch(True, MEMORY, help="mode auto does not use what it learned before, and saves nothing")
     keys: Path | None = _path(LOGS, "FOLDER", help="the folder of your keys (default: ~/.config/outrider/keys)")  # noqa: RUF009
-    trace: Path | None = _path(LOGS, help="write a timeline for chrome://tracing or Perfetto (default: none)")  # noqa: RUF009
-    log_level: str = _word("warning", LOG_LEVELS, LOGS, help="the lowest level that is logged (default: {default})")
-    log_format: str = _word(
-        "text", process.FORMATS, LOGS, help="json: an object a line on stderr, from every process (default: {default})"
-    )
+    trace: Path | None = _path(LOGS, help="write a timeline for chrome://tracing or Perfetto")  # noqa: RUF009
+    log_level: str = _word("warning", LOG_LEVELS, LOGS, help="the lowest level that is logged")
+    log_format: str = _word("text", process.FORMATS, LOGS, help="json: an object a line on stderr, from every process")
     endpoint: str | None = setting(
         None, values.text, ENDPOINTS, "ENDPOINT",
         help="the endpoint for Python clients, ipc://PATH or tcp://HOST:PORT (default: a new socket)",
     )  # fmt: skip
     workers_endpoint: str | None = setting(
         None, values.text, ENDPOINTS, "ENDPOINT",
-        help="the endpoint for drafters of other machines, tcp://HOST:PORT, see docs/security.md (default: none)",
+        help="the endpoint for drafters of other machines, tcp://HOST:PORT, see docs/security.md",
     )  # fmt: skip
     advertise: bool = switch(False, ENDPOINTS, help="announce the workers' endpoint on the local network")
     keyed: bool = switch(False, ENDPOINTS, help="require keys on loopback, too; other machines always need one")
@@ -198,7 +181,8 @@ class ServeSettings:
         values.check_fields(self)
         if self.drafts_by_head and self.head_in == "target":
             values.keep(self, "colocate", True)
-        self._check_together()
+        for conflict in self._conflicts():
+            raise InvalidRequest(conflict)
 
     @property
     def depth(self) -> int:
@@ -250,82 +234,73 @@ class ServeSettings:
         """Whether there can be no draft model: none is named, and only named and default models come with one."""
         return self.model is not None and self.model not in NAMED and self.draft_model is None
 
-    def _check_together(self) -> None:
+    def _conflicts(self) -> Iterator[str]:
+        """Yields a sentence for each pair of settings that exclude each other."""
         if self.drafters > 1 and not self.has_draft_worker:
             why = "colocate drafts" if self.colocate else f"draft_backend {self.draft_backend} works"
-            raise InvalidRequest(
-                f"drafters is {self.drafters}, and {why} in the target's process; expected 1, or a draft model"
-            )
-        self._check_head()
+            yield f"drafters is {self.drafters}, and {why} in the target's process; expected 1, or a draft model"
+        yield from self._conflicts_of_heads()
         if self.colocate:
-            self._check_colocated()
+            yield from self._conflicts_with_colocate()
         if self.draft_model is not None and not self.needs_draft_model:
-            raise InvalidRequest(
+            yield (
                 f"draft_backend {self.draft_backend} runs no draft model; leave out draft_model {self.draft_model!r},"
                 " or use draft_backend mlx"
             )
         if self.draft_model is not None and self.model is None:
-            raise InvalidRequest(f"draft_model {self.draft_model!r} needs model; give both, or neither for the default")
+            yield f"draft_model {self.draft_model!r} needs model; give both, or neither for the default"
         if self.advertise and self.workers_endpoint is None:
-            raise InvalidRequest("advertise needs workers_endpoint, the endpoint that it announces")
+            yield "advertise needs workers_endpoint, the endpoint that it announces"
         if self.await_target and self.shards > 1:
-            raise InvalidRequest(
-                "await_target starts no target; expected shards on the target's own command line, or neither"
-            )
+            yield "await_target starts no target; expected shards on the target's own command line, or neither"
         if self.prefill_workers and self.simulate is not None:
-            raise InvalidRequest("prefill_workers can't be simulated; leave out simulate or prefill_workers")
+            yield "prefill_workers can't be simulated; leave out simulate or prefill_workers"
         if self.draft_prefill != "auto" and self.draft_backend not in ("mlx", "auto"):
-            raise InvalidRequest(
-                f"draft_prefill {self.draft_prefill} is for drafters on MLX; leave it out with {self.draft_backend}"
-            )
+            yield f"draft_prefill {self.draft_prefill} is for drafters on MLX; leave it out with {self.draft_backend}"
         if self.draft_backend == "ngram" and not self.ngrams:
-            raise InvalidRequest("draft_backend ngram drafts nothing without ngrams; leave out one of the two settings")
+            yield "draft_backend ngram drafts nothing without ngrams; leave out one of the two settings"
         if self.draft_backend == "none" and self.mode in ("sd", "ssd") and not self.head:
-            raise InvalidRequest(f"mode {self.mode} needs a drafter; expected a draft_backend that drafts, or mode ar")
+            yield f"mode {self.mode} needs a drafter; expected a draft_backend that drafts, or mode ar"
         if self.head and self.simulate is not None:
-            raise InvalidRequest("a head can't be simulated; leave out simulate or head")
+            yield "a head can't be simulated; leave out simulate or head"
         if self.mode == "ssd" and not self.can_work_ahead:
-            raise InvalidRequest(NO_SSD_COLOCATED)
+            yield NO_SSD_COLOCATED
         if self.draft_backend == "replay" and self.replay is None:
-            raise InvalidRequest("draft_backend replay needs replay, the script to play")
+            yield "draft_backend replay needs replay, the script to play"
 
-    def _check_head(self) -> None:
+    def _conflicts_of_heads(self) -> Iterator[str]:
         if self.head_in != "target" and self.draft_backend not in (*AHEAD, "auto"):
-            raise InvalidRequest(
+            yield (
                 f"head_in {self.head_in} is for heads that can work ahead, and draft_backend {self.draft_backend} is"
                 f" not one; expected one of {', '.join(AHEAD)}, or no head_in"
             )
         if self.head_in != "target" and self.colocate:
-            raise InvalidRequest("colocate drafts in the target's process; leave out colocate or head_in")
-        if not self.drafts_by_head:
-            return
-        if self.simulate is not None:
-            raise InvalidRequest("a draft head can't be simulated; leave out simulate, or use a draft model")
-        if self.draft_backend not in OF_TARGET and self._has_no_draft:
-            raise InvalidRequest(
+            yield "colocate drafts in the target's process; leave out colocate or head_in"
+        if self.drafts_by_head and self.simulate is not None:
+            yield "a draft head can't be simulated; leave out simulate, or use a draft model"
+        if self.drafts_by_head and self.draft_backend not in OF_TARGET and self._has_no_draft:
+            yield (
                 f"draft_backend {self.draft_backend} has no head to draft with; expected draft_model to name one made"
                 " for this model"
             )
 
-    def _check_colocated(self) -> None:
+    def _conflicts_with_colocate(self) -> Iterator[str]:
         if self.draft_backend not in ("mlx", "auto", *HEADS):
-            raise InvalidRequest(
+            yield (
                 f"colocate drafts with MLX in the target's process and can't use draft_backend {self.draft_backend};"
                 " leave out one of the two"
             )
         if self.draft_device != "auto":
-            raise InvalidRequest(
-                "draft_device is for draft workers, which colocate does not start; leave out one of them"
-            )
+            yield "draft_device is for draft workers, which colocate does not start; leave out one of them"
         if self.draft_prefill not in ("auto", "mlx"):
-            raise InvalidRequest(
-                f"draft_prefill {self.draft_prefill} is for draft workers, which colocate does not"
-                " start; leave out one of them"
+            yield (
+                f"draft_prefill {self.draft_prefill} is for draft workers, which colocate does not start; leave out"
+                " one of them"
             )
         if self._has_no_draft and self.draft_backend not in OF_TARGET:
-            raise InvalidRequest("colocate needs draft_model with model, or neither of them")
+            yield "colocate needs draft_model with model, or neither of them"
         if self.simulate is not None:
-            raise InvalidRequest("colocate can't be simulated; leave out simulate or colocate")
+            yield "colocate can't be simulated; leave out simulate or colocate"
 
 
 class Settings(TypedDict, total=False):
@@ -379,8 +354,7 @@ def described(separator: str) -> str:
     lines = []
     for field in dataclasses.fields(ServeSettings):
         switch = f" {field.default}; {not field.default}" if isinstance(field.default, bool) else ""
-        help_ = field.metadata["help"].format(default=field.default).replace(" --", " ")
-        lines.append(f"- `{field.name}`{switch}: {help_}.")
+        lines.append(f"- `{field.name}`{switch}: {field.metadata['help'].replace(' --', ' ')}.")
     return separator.join(lines)
 
 
@@ -401,5 +375,6 @@ def flags(settings: ServeSettings) -> list[str]:
 
 
 def check_setting(name: str, value: object) -> Any:
-    """Returns a value of the setting `name`, converted. Raises InvalidRequest."""
-    return ServeSettings.__dataclass_fields__[name].metadata["check"](name, value)
+    """Returns a value of the setting `name`, converted; None is allowed if it is the default. Raises InvalidRequest."""
+    field = ServeSettings.__dataclass_fields__[name]
+    return None if value is None and field.default is None else field.metadata["check"](name, value)

@@ -28,15 +28,14 @@ def read_text_file(path: Path, expected: str) -> str:
     """Returns the file's text. Raises InvalidRequest if it can't be read; the message says "expected `expected`"."""
     try:
         return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequest(f"{path} can't be read ({error.strerror}); expected {expected}") from None
-    except UnicodeDecodeError:
-        raise InvalidRequest(f"{path} can't be read (it is not UTF-8); expected {expected}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise InvalidRequest(f"{path} can't be read ({why}); expected {expected}") from None
 
 
 _SETTINGS = {field.name: field for record in (ServeSettings, HttpSettings) for field in dataclasses.fields(record)}
 _DEFAULTS = ServeSettings()
-_SAMPLING = SamplingParams()
+_SAMPLING_DEFAULTS = dataclasses.asdict(SamplingParams())
 OF_MANY_REQUESTS = ("max_active", "max_waiting", "await_target")
 """Settings that make no difference to a cluster with one client, which no other process can join."""
 
@@ -44,33 +43,26 @@ OF_MANY_REQUESTS = ("max_active", "max_waiting", "await_target")
 def add_request_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """Adds the settings of one request, which a running server also takes. `without`: see `_adder`."""
     drafter = "use this drafter only: draft, ngram, or a head such as eagle3 or mtp (default: all)"
-    add_settings(
-        parser, settings.SPECULATION, without, num_draft_tokens=("--drafter", {"metavar": "NAME", "help": drafter})
-    )
+    add_settings(parser, settings.SPECULATION, without)("--drafter", metavar="NAME", help=drafter)
 
 
 def add_cluster_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """Adds the settings of a cluster. `without`: see `_adder`."""
     local = "download nothing, use local files only; the same as HF_HUB_OFFLINE=1"
-    offline = ("--offline", {"action": _Offline, "nargs": 0, "help": local})
-    add_settings(parser, settings.MODELS, without, draft_model=offline)
+    add_settings(parser, settings.MODELS, without)("--offline", action=_Offline, nargs=0, help=local)
     for group in (settings.DRAFTING, settings.WORKERS, settings.MEMORY, settings.LOGS):
         add_settings(parser, group, without)
 
 
-def add_settings(
-    parser: argparse.ArgumentParser, group: str, without: Collection[str] = (), **then: tuple[str, dict[str, Any]]
-) -> Callable[..., None]:
+def add_settings(parser: argparse.ArgumentParser, group: str, without: Collection[str] = ()) -> Callable[..., None]:
     """Adds the flags of a group of settings; returns a function that adds more flags to this group.
 
-    `then`: by a setting's name, a further flag to add after the setting's own.
+    `without`: see `_adder`.
     """
     add = _adder(parser, group, without)
     for name, field in _SETTINGS.items():
         if field.metadata["group"] == group:
             add_setting(add, name)
-            if name in then:
-                add(then[name][0], **then[name][1])
     return add
 
 
@@ -78,23 +70,20 @@ def add_setting(add: Callable[..., object], name: str) -> None:
     """Adds the flag of one setting; `add` is a parser's or a group's `add_argument`."""
     field = _SETTINGS[name]
     flag, kind = field.metadata.get("flag", name.replace("_", "-")), field.metadata.get("type")
-    options: dict[str, Any] = {"help": field.metadata["help"].format(default=field.default)}
-    if kind is bool and field.default:
-        add(f"--no-{flag}", dest=name, action="store_false", default=None, **options)
-    elif kind is bool:
-        add(f"--{flag}", action="store_true", default=None, **options)
+    options: dict[str, Any] = {"dest": name, "help": field.metadata["help"]}
+    if kind is bool:
+        no, action = ("no-", "store_false") if field.default else ("", "store_true")
+        add(f"--{no}{flag}", action=action, default=None, **options)
     else:
-        options |= {"metavar": field.metadata["metavar"], "dest": name} | ({"type": kind} if kind is not None else {})
+        options |= {"metavar": field.metadata["metavar"]} | ({"type": kind} if kind is not None else {})
         add(f"--{flag}", **options | ({"action": "append"} if isinstance(field.default, tuple) else {}))
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """Adds the flags that say how tokens are chosen and where the text ends. `without`: see `_adder`."""
     add = _adder(parser, "sampling", without)
-    most = f"generate at most N tokens (default: {_SAMPLING.max_tokens})"
-    add("--max-tokens", "-m", "-n", type=int, metavar="N", help=most)
-    fewest = f"generate at least N tokens before the model may end the text (default: {_SAMPLING.min_tokens})"
-    add("--min-tokens", type=int, metavar="N", help=fewest)
+    add("--max-tokens", "-m", "-n", type=int, metavar="N", help="generate at most N tokens")
+    add("--min-tokens", type=int, metavar="N", help="generate at least N tokens before the model may end the text")
     presets = "; ".join(map(_preset, PRESETS))
     add("--preset", choices=PRESETS, help=f"named settings: {presets} (default: none)")
     add("--temp", "--temperature", type=float, metavar="T", help="temperature (default: 0, the likeliest token)")
@@ -107,10 +96,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str]
     for name, neutral in (("repetition", "1"), ("presence", "0"), ("frequency", "0")):
         penalty = f"penalty for tokens already in the text, {PENALTIES[name]} (default: {neutral}, none)"
         add(f"--{name}-penalty", type=float, metavar="X", help=penalty)
-        size = f"apply it to the latest N tokens (default: {getattr(_SAMPLING, f'{name}_context_size')})"
-        add(f"--{name}-context-size", type=int, metavar="N", help=size)
-    add("--logit-bias", metavar="JSON", help='biases added to logits, by token id, like {"11": -5.0} (default: none)')
-    add("--stop", action="append", metavar="TEXT", help="end the text before TEXT; repeatable (default: none)")
+        add(f"--{name}-context-size", type=int, metavar="N", help="apply it to the latest N tokens")
+    add("--logit-bias", metavar="JSON", help='biases added to logits, by token id, like {"11": -5.0}')
+    add("--stop", action="append", metavar="TEXT", help="end the text before TEXT; repeatable")
     add("--ignore-eos", action="store_true", default=None, help="continue past the model's end-of-text token")
     only = parser.add_argument_group("format of the text").add_mutually_exclusive_group()
     schema = "generate JSON that matches this JSON Schema (default: any text)"
@@ -120,13 +108,11 @@ def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str]
     expression = "generate text that matches this regular expression (default: any text)"
     only.add_argument("--regex", metavar="PATTERN", help=expression)
     add = _adder(parser, "details of sampling", without)
-    each = "with --json: log-probabilities of each token and of the N likeliest tokens there (default: none)"
+    each = "with --json: log-probabilities of each token and of the N likeliest tokens there"
     add("--logprobs", type=int, metavar="N", help=each)
-    rule = f"how drafts are accepted (default: {_SAMPLING.rule})"
-    add("--sampling", dest="rule", metavar="|".join(RULES), help=rule)
+    add("--sampling", dest="rule", metavar="|".join(RULES), help="how drafts are accepted")
     add("--saguaro", type=float, metavar="C", help="residual: weight of tokens with a prepared branch (default: 1)")
-    width = f"residual: tokens that the draft's distribution is cut to (default: {_SAMPLING.q_width})"
-    add("--q-width", type=int, metavar="M", help=width)
+    add("--q-width", type=int, metavar="M", help="residual: tokens that the draft's distribution is cut to")
 
 
 PENALTIES = {"repetition": "by division", "presence": "once", "frequency": "for each occurrence"}
@@ -145,7 +131,10 @@ def _adder(parser: argparse.ArgumentParser, title: str, without: Collection[str]
     group = parser.add_argument_group(title)
 
     def add(*names: str, **options: Any) -> None:
-        if options.get("dest", names[0].lstrip("-").replace("-", "_")) not in without:
+        name = options.get("dest", names[0].lstrip("-").replace("-", "_"))
+        if name in _SAMPLING_DEFAULTS:
+            options["help"] = settings.with_default(options["help"], _SAMPLING_DEFAULTS[name])
+        if name not in without:
             group.add_argument(*names, **options)
 
     return add
@@ -221,9 +210,9 @@ KEY_VARIABLE = "OUTRIDER_API_KEY"
 
 
 def add_http_flags(parser: argparse.ArgumentParser) -> None:
-    file = ("--api-key-file", {"type": Path, "metavar": "FILE", "help": "API keys, one per line (default: none)"})
-    off = ("--no-http", {"dest": "http", "action": "store_false", "help": "serve Python clients only"})
-    add_settings(parser, HTTP, port=off, api_keys=file)
+    add = add_settings(parser, HTTP)
+    add("--api-key-file", type=Path, metavar="FILE", help="API keys, one per line (default: none)")
+    add("--no-http", dest="http", action="store_false", help="serve Python clients only")
 
 
 def http_settings_of(options: argparse.Namespace) -> HttpSettings | None:
@@ -235,20 +224,17 @@ def http_settings_of(options: argparse.Namespace) -> HttpSettings | None:
     if not options.http:
         return None
     version.require("serve", "HTTP", otherwise="--no-http")
-    keys = [*(options.api_keys or ()), *keys_in(options.api_key_file), *keys_in_environment()]
+    keys = (*(options.api_keys or ()), *keys_beside(options.api_key_file))
     return HttpSettings(**{**_given(options, HttpSettings), "api_keys": keys})
 
 
-def keys_in(path: Path | None) -> list[str]:
-    """Returns the file's API keys. Raises InvalidRequest if it can't be read or has none."""
-    if path is None:
-        return []
-    keys = read_text_file(path, "API keys, one per line").split()
-    if not keys:
+def keys_beside(path: Path | None) -> list[str]:
+    """Returns the API keys in a file, if there is one, and in `KEY_VARIABLE`.
+
+    Raises:
+        InvalidRequest: the file can't be read or has no key.
+    """
+    in_file = [] if path is None else read_text_file(path, "API keys, one per line").split()
+    if path is not None and not in_file:
         raise InvalidRequest(f"{path} contains no API key; expected one per line")
-    return keys
-
-
-def keys_in_environment() -> list[str]:
-    """Returns the API keys in `KEY_VARIABLE`."""
-    return os.environ.get(KEY_VARIABLE, "").split()
+    return in_file + os.environ.get(KEY_VARIABLE, "").split()

@@ -15,12 +15,13 @@ from outrider.orchestrator.cli import flags, terminal
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.client import BaseClient, Client, Resumed
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.client.dialogue import EMPTY, GenerationResult, generate_message, plural
+from outrider.orchestrator.client.dialogue import EMPTY, GenerationResult, Prompt, generate_message, plural
 from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.model_files import default_model, find_model, is_here
 from outrider.orchestrator.pairing.tokenizer import Message, ModelText, load_text
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Generate
+from outrider.protocol.sampling import SamplingParams
 
 # A conversation: in a file a JSON list of messages with `role` and `content`. Knows nothing of models.
 
@@ -97,7 +98,8 @@ def checked(found: object, name: str) -> tuple[Message, ...]:
 
 SILENT_SECONDS = 1.0
 """How long a server may be silent before the next one is tried."""
-REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "drafter", "log_level", "log_format", "keys")
+REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level", "log_format", "keys")
+"""Cluster settings that also concern a request to a running server."""
 TIMINGS = (
     "prompt_n", "cache_n", "draft_cache_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second",
     "draft_n", "draft_n_accepted", "draft_rounds", "cache_hits", "cache_misses",
@@ -179,7 +181,7 @@ def add_server_key_flag(add: Callable[..., object]) -> None:
 def generate(options: argparse.Namespace, request: Generate, screen: Screen, show_text: bool) -> GenerationResult:
     """Runs one request on the server that the flags name, or on a cluster of its own, after checking all settings."""
     with server(options, screen) as client:
-        stream = client.ask(request, lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens"))
+        stream = client.ask(request, reading_progress(screen))
         for chunk in stream:
             screen.clear()
             if show_text:
@@ -190,17 +192,28 @@ def generate(options: argparse.Namespace, request: Generate, screen: Screen, sho
         return stream.result
 
 
+def reading_progress(screen: Screen) -> Callable[[int, int], None]:
+    """Returns a function that shows how many tokens of a prompt have been read."""
+    return lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens")
+
+
 def request_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> Generate:
     """Returns the checked request. A conversation is turned into tokens by the model's chat template."""
     given = prompt if isinstance(prompt, str) else model_text(options).tokens(prompt)
+    return request_with(options, given, flags.sampling_of(options))
+
+
+def request_with(options: argparse.Namespace, prompt: Prompt, sampling: SamplingParams) -> Generate:
+    """Returns the checked request with this prompt and sampling; chat's --colors asks for the origins of its tokens."""
     chosen = {
         "mode": options.mode or "auto",
         "num_draft_tokens": options.num_draft_tokens,
         "branches": options.branches,
         "chat_template": not options.ignore_chat_template,
         "drafter": options.drafter or "",
+        "origins": getattr(options, "colors", False),
     }
-    return generate_message("generate", given, flags.sampling_of(options), False, chosen)
+    return generate_message("generate", prompt, sampling, False, chosen)
 
 
 @contextmanager

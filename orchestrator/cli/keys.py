@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 
+from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import say
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.keys import CLIENT, ROLES, AllowedKey, Keyring, KnownServer, parse_key
@@ -25,9 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     role = f"with allow: what the key is accepted for (default: {CLIENT})"
     parser.add_argument("--as", dest="role", choices=ROLES, default=CLIENT, help=role)
     parser.add_argument("--force", action="store_true", help="with make: replace the existing key")
-    parser.add_argument(
-        "--keys", type=Path, metavar="FOLDER", help="the folder of your keys (default: ~/.config/outrider/keys)"
-    )
+    flags.add_setting(parser.add_argument, "keys")
 
 
 def run(options: argparse.Namespace) -> int:

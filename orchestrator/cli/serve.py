@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-import socket
+import os
+import signal
+import threading
 import time
 from functools import partial
 
@@ -35,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = flags.add_settings(parser, ENDPOINTS)
     drain = f"time for running requests to finish after SIGTERM; new ones are refused (default: {DRAIN_SECONDS})"
     add("--drain-timeout", type=int, default=DRAIN_SECONDS, metavar="SECONDS", help=drain)
-    add("--parent-fd", type=int, help=argparse.SUPPRESS)
+    add("--for-parent", action="store_true", help=argparse.SUPPRESS)
     flags.add_request_flags(parser, ("drafter",))
     flags.add_cluster_flags(parser)
 
@@ -44,8 +46,8 @@ def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options, "orchestrator")
     settings, http = ServeSettings(**flags.settings_of(options)), flags.http_settings_of(options)
     drain = values.whole("drain_timeout", options.drain_timeout, 0, MOST_SECONDS)
-    if options.parent_fd is not None:
-        return _for_parent(settings, http, socket.socket(fileno=options.parent_fd))
+    if options.for_parent:
+        return _for_parent(settings, http)
     in_json = settings.log_format == "json"  # then all that goes to stderr is logged
     board = StatusBoard(in_json)
     try:
@@ -62,16 +64,29 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _for_parent(settings: ServeSettings, http: HttpSettings | None, parent: socket.socket) -> int:
-    """Runs the server and sends announcements to the process at the other end of `parent`; prints none of them."""
+STDIN, STDOUT, STDERR = range(3)
+
+
+def _for_parent(settings: ServeSettings, http: HttpSettings | None) -> int:
+    """Runs the server for the process that started it: announces on stdout, prints nothing, and ends with stdin."""
+    line = os.fdopen(os.dup(STDOUT), "wb", buffering=0)
+    os.dup2(STDERR, STDOUT)  # for what a library prints
+    threading.Thread(target=_end_with_stdin, daemon=True, name="parent").start()
     try:
-        unfinished = serve.run(settings, partial(announce, parent), parent=parent, http=http)
+        unfinished = serve.run(settings, partial(announce, line), http=http)
     except OutriderError as error:
-        announce(parent, Failure(kind_of(error), str(error)))
+        announce(line, Failure(kind_of(error), str(error)))
         return error.exit_code
     if unfinished is not None:
-        announce(parent, unfinished)
+        announce(line, unfinished)
     return 0
+
+
+def _end_with_stdin() -> None:
+    """Ends the server when the parent closes its stdin, or has ended in any way."""
+    while os.read(STDIN, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _print(ready: ServerReady) -> None:

@@ -16,9 +16,12 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.generate import add_generation_flags, checked, generate, prompt_of, request_of
+from outrider.orchestrator.cli.generate import add_generation_flags, as_json, checked, generate, prompt_of, request_of
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
@@ -77,8 +80,7 @@ def _read_report(lines: Iterable[str], progress: Callable[[str], None]) -> Repor
         if "error" in fields:
             raise as_error(fields["kind"], fields["error"])
         if "positions" in fields:
-            differences = {name: tuple(Difference(**each) for each in fields[name]) for name in ("ties", "mismatches")}
-            return Report(**fields | differences)
+            return msgspec.convert(fields, Report)
         progress(fields.get("stage") or f"replaying: {fields['position']} of {fields['of']} tokens")
     return None
 
@@ -155,7 +157,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     screen = Screen()
-    output = _from_file(options) if options.json_file else _generated(options, screen)
+    output = _output(_from_file(options) if options.json_file else _generated(options, screen), options)
     _require_coupled(output.sampling)
     model = find_model(output.model, keep_precision=bool(options.gguf_keep_precision))
     text = load_text(model, template=output.chat_template)
@@ -176,57 +178,44 @@ def run(options: argparse.Namespace) -> int:
     return 0 if holds else NOT_CERTIFIED
 
 
-def _generated(options: argparse.Namespace, screen: Screen) -> Output:
+def _generated(options: argparse.Namespace, screen: Screen) -> dict[str, Any]:
     if options.prompt is None and options.chat is None:
         raise InvalidRequest("there is nothing to verify; expected --json-file, or --prompt to generate an output")
     prompt = prompt_of(options)
     request = request_of(options, prompt)
     _require_coupled(request.sampling)
     result = generate(options, request, screen, show_text=False)
-    return Output(
-        model=options.model or result.model,
-        prompt=prompt,
-        chat_template=request.chat_template,
-        prompt_tokens=result.prompt_tokens,
-        sampling=dataclasses.replace(request.sampling, seed=result.seed),
-        token_ids=result.token_ids,
-        text=result.text,
-        finish_reason=result.finish_reason,
-    )
+    return as_json(result, request, prompt, request.chat_template)
 
 
-def _from_file(options: argparse.Namespace) -> Output:
+def _from_file(options: argparse.Namespace) -> dict[str, Any]:
     path: Path = options.json_file
     try:
-        found = json.loads(flags.read_text_file(path, EXPECTED))
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{path} is not JSON ({error}); expected {EXPECTED}") from None
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"{path} is not a JSON object; expected {EXPECTED}")
-    prompt = found.get("prompt") if options.prompt is None and options.chat is None else prompt_of(options)
-    if prompt is None:
+        found = msgspec.json.decode(flags.read_text_file(path, EXPECTED), type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{path} is not a JSON object ({error}); expected {EXPECTED}") from None
+    if options.prompt is not None or options.chat is not None:
+        found["prompt"] = prompt_of(options)
+    if found.get("prompt") is None:
         raise InvalidRequest(f"{path} does not contain its prompt; expected --prompt and the sampling flags")
+    if not isinstance(found["prompt"], str):
+        checked(found["prompt"], str(path))
+    return found
+
+
+def _output(found: dict[str, Any], options: argparse.Namespace) -> Output:
+    """Returns what `outrider generate --json` prints as an output; flags override its model and sampling."""
     try:
-        return Output(
-            model=options.model or _text(found["model"]),
-            prompt=prompt if isinstance(prompt, str) else checked(prompt, str(path)),
-            chat_template=bool(found.get("chat_template", True)) and not options.ignore_chat_template,
-            prompt_tokens=int(found["prompt_tokens"]),
-            sampling=SamplingParams(
+        found |= {
+            "model": options.model or found["model"],
+            "chat_template": found.get("chat_template", True) and not options.ignore_chat_template,
+            "sampling": SamplingParams(
                 **{**found.get("sampling", {}), "seed": found["seed"], **flags.given_sampling(options)}
             ),
-            token_ids=tuple(found["token_ids"]),
-            text=_text(found["text"]),
-            finish_reason=_text(found["finish_reason"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise InvalidRequest(f"{path} can't be used ({error}); expected {EXPECTED}") from None
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} instead of text")
-    return value
+        }
+        return msgspec.convert(found, Output)
+    except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
+        raise InvalidRequest(f"{options.json_file} can't be used ({error}); expected {EXPECTED}") from None
 
 
 def _require_coupled(sampling: SamplingParams) -> None:

@@ -18,13 +18,21 @@ import zmq
 
 from outrider.orchestrator.client.client import (
     FLUSH_MS,
+    MOVES_ON,
     BaseStream,
     Connecting,
     Patience,
     Sources,
     StreamClient,
 )
-from outrider.orchestrator.client.dialogue import Chunk, Dialogue, GenerateFields, GenerationResult, Prompt
+from outrider.orchestrator.client.dialogue import (
+    Chunk,
+    Dialogue,
+    GenerateFields,
+    GenerationResult,
+    Prompt,
+    generate_message,
+)
 from outrider.protocol.codec import decode_all, encode
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Message, Stats
@@ -47,7 +55,7 @@ class AsyncSocket:
         self._handle = handle
         self._loop = asyncio.get_running_loop()
         self._over: asyncio.Future[None] = self._loop.create_future()
-        self._fault: Exception | None = None
+        self._over.add_done_callback(asyncio.Future.exception)  # asyncio would log an error that no task awaits
         self._is_silent = True
         self._file = socket.FD
         self._polled = [(socket, POLLIN)]
@@ -72,13 +80,11 @@ class AsyncSocket:
                 patience.on_message()
             elif not self._over.done():
                 self.send(await asyncio.to_thread(patience.on_silence, about))
-        if self._fault is not None:
-            raise self._fault
+        self._over.result()
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket; messages that are still queued have `linger_ms` milliseconds to leave."""
         self._loop.remove_reader(self._file)
-        self._over.cancel()
         self._socket.close(linger_ms)
 
     def _take_in(self) -> None:
@@ -86,23 +92,17 @@ class AsyncSocket:
         frames: list[bytes] = []
         while zmq.zmq_poll(self._polled, 0):
             frames.append(self._socket.recv(NOBLOCK))
-        if frames:
-            self._is_silent = False
-            if not self._over.done():
-                self._take(frames)
-
-    def _take(self, frames: list[bytes]) -> None:
-        is_last = True
+        if not frames or self._over.done():
+            return
+        self._is_silent = False
         try:
-            is_last = any(map(self._handle, decode_all(frames)))
-        except OutriderError as error:
-            self._fault = error  # `until_over` raises it
-        except Exception as error:
-            self._fault = error
-            raise
-        finally:
-            if is_last:
+            if any(map(self._handle, decode_all(frames))):
                 self._over.set_result(None)
+        except OutriderError as error:
+            self._over.set_exception(error)  # `until_over` raises it
+        except Exception as error:
+            self._over.set_exception(error)
+            raise
 
 
 class AsyncBaseClient(StreamClient["AsyncStream"]):
@@ -123,7 +123,7 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[GenerateFields]
     ) -> GenerationResult:
         """See `Client.generate`."""
-        stream = self.ask(self._request("generate", prompt, sampling, options))
+        stream = self.ask(generate_message(f"{type(self).__name__}.generate", prompt, sampling, False, options))
         async for _ in stream:
             pass
         return stream.result
@@ -150,7 +150,7 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
             try:
                 await self.once(dialogue, grown)
                 return
-            except self.moves_on as error:
+            except MOVES_ON as error:
                 await asyncio.sleep(dialogue.retry(error))
 
     @abstractmethod

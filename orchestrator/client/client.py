@@ -19,10 +19,10 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Never, Self, TypeVar, Unpack
+from typing import Generic, Never, Self, TypeVar, Unpack
 
 import zmq
 
@@ -42,9 +42,7 @@ from outrider.protocol.errors import (
     EndpointError,
     InvalidRequest,
     OtherModel,
-    OutriderError,
     ServerBusy,
-    ServerStopped,
     WorkerError,
 )
 from outrider.protocol.keys import ClientKeys
@@ -54,7 +52,7 @@ from outrider.protocol.sampling import SamplingParams
 ASK_AFTER_SECONDS = 1.0
 FLUSH_MS = 1000
 MOVES_ON = (EndpointError, WorkerError, ServerBusy, OtherModel)
-"""Errors after which the next of several servers is tried."""
+"""Errors after which a text may continue on another server; `Dialogue.retry` decides."""
 
 S = TypeVar("S")
 C = TypeVar("C")
@@ -115,12 +113,10 @@ class Patience:
 class StreamClient(ABC, Generic[S]):
     """What blocking and awaited clients share: they create streams, and close them when they are closed.
 
-    `sources`: the number of servers that may continue a text; see `Dialogue`. `moves_on`: the errors after which the
-    next one is tried. Thread-safe.
+    `sources`: the number of servers that may continue a text; see `Dialogue`. Thread-safe.
     """
 
     sources: int
-    moves_on: ClassVar[tuple[type[OutriderError], ...]] = (EndpointError, ServerStopped)
 
     def __init__(self) -> None:
         self._streams: weakref.WeakSet[S] = weakref.WeakSet()
@@ -141,17 +137,7 @@ class StreamClient(ABC, Generic[S]):
         `rounds`: chunks have a record of each finished round. `progress(done, total)` is called with the number of
         prompt tokens read so far, while a long prompt is read.
         """
-        return self.ask(self._request("stream", prompt, sampling, options, rounds), progress)
-
-    def _request(
-        self,
-        method: str,
-        prompt: Prompt,
-        sampling: SamplingParams | None,
-        options: Mapping[str, Any],
-        rounds: bool = False,
-    ) -> Generate:
-        return generate_message(f"{type(self).__name__}.{method}", prompt, sampling, rounds, options)
+        return self.ask(generate_message(f"{type(self).__name__}.stream", prompt, sampling, rounds, options), progress)
 
     def ask(self, request: Generate, progress: Callable[[int, int], None] | None = None) -> S:
         """Streams the completion of a checked request.
@@ -225,7 +211,7 @@ class BaseClient(StreamClient["Stream"]):
             EndpointError: nothing answers.
             WorkerError: a worker was lost during the request.
         """
-        stream = self.ask(self._request("generate", prompt, sampling, options))
+        stream = self.ask(generate_message(f"{type(self).__name__}.generate", prompt, sampling, False, options))
         for _ in stream:
             pass
         return stream.result
@@ -239,7 +225,7 @@ class BaseClient(StreamClient["Stream"]):
             try:
                 yield from self.once(dialogue)
                 return
-            except self.moves_on as error:
+            except MOVES_ON as error:
                 time.sleep(dialogue.retry(error))
 
     @abstractmethod
@@ -339,8 +325,8 @@ class Client(Connecting, BaseClient):
     """A client of the server at `endpoint` (`outrider serve` prints it).
 
     `timeout`: seconds that a queried server may be silent; the length of a text does not matter. `alive`: raises if the
-    server is known to have ended. `reconnect`: if the server goes away, continue each text on the next server at this
-    endpoint, which has two minutes to start. Timings are then of the last server.
+    server is known to have ended. `reconnect`: if the server goes away or fails, continue each text on the next server
+    at this endpoint, which has two minutes to start. Timings are then of the last server.
 
     Endpoints on other machines need the keys of both sides (docs/security.md). `server_key`: the key that the server
     prints; None: the one saved by `outrider keys trust`. `keys`: the folder of your keys; None: `outrider keys`' own.
@@ -392,8 +378,6 @@ class Client(Connecting, BaseClient):
 
 class Sources(Generic[C]):
     """The part of `Resumed` and `AsyncResumed` that chooses a server; the one that answered last is tried first."""
-
-    moves_on: ClassVar[tuple[type[OutriderError], ...]] = MOVES_ON
 
     def __init__(self, clients: Sequence[C]) -> None:
         if not clients:

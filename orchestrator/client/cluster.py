@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import math
 import signal
-import socket
 import subprocess
+import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from types import TracebackType
 from typing import Any, Unpack, cast
 
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.client import Client
-from outrider.orchestrator.events import Announcement, Failure, ServerReady, Stage, Unfinished, announcements
+from outrider.orchestrator.events import Failure, ServerReady, Stage, Unfinished, read_announcement
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import ServeSettings, Settings, described, flags
 from outrider.protocol import values
 from outrider.protocol.errors import ServerStopped, WorkerError, as_error
 
-END_SECONDS = 12.0
+END_SECONDS = 24.0
 
 
 class LocalCluster:
@@ -44,16 +42,15 @@ class LocalCluster:
         self._models = (
             " and ".join(str(name) for name in (checked.model, checked.draft_model) if name) or "the default model"
         )
-        self._line, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                python("-m", "outrider", "serve", "--no-http", *flags(checked), "--parent-fd", str(theirs.fileno())),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=child_environment(),
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C goes to this process only, which ends the server in order
-            )
+        self._process = subprocess.Popen(
+            python("-m", "outrider", "serve", "--no-http", "--for-parent", *flags(checked)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=child_environment(),
+            start_new_session=True,  # Ctrl-C goes to this process only, which ends the server in order
+        )
+        weakref.finalize(self, self._process.terminate).atexit = False  # for a cluster that is dropped without `close`
         try:
             ready = self._wait_until_ready(progress)
         except BaseException:
@@ -101,39 +98,34 @@ class LocalCluster:
             raise as_error(unfinished.kind, unfinished.message)
 
     def _end(self) -> Unfinished | None:
-        """Shuts the socket down for writing, which ends the server, and reads its last announcements."""
-        if self._line.fileno() < 0:
+        """Ends the server; returns what it could not finish."""
+        if self._process.stdout is None or self._process.stdout.closed:
             return None
-        received: list[Announcement] = []
-        with self._line, suppress(OSError):
-            self._line.settimeout(END_SECONDS)
-            self._line.shutdown(socket.SHUT_WR)
-            if self._process.poll() is None:
-                self._process.send_signal(signal.SIGTERM)  # for a server that does not yet read the socket
-            received += announcements(self._line)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)  # a process forked from this one may hold the server's stdin open
         try:
-            self._process.wait(END_SECONDS)
+            announced, _ = self._process.communicate(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
-        return next((last for last in received if isinstance(last, Unfinished)), None)
+            self._process.communicate()
+            return None
+        last = map(read_announcement, announced.splitlines())
+        return next((announcement for announcement in last if isinstance(announcement, Unfinished)), None)
 
     def __enter__(self) -> LocalCluster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()
         else:
             self._end()  # without raising: the error in flight is the one to report
 
     def _wait_until_ready(self, progress: Callable[[str], None] | None) -> ServerReady:
-        for announcement in announcements(self._line):
-            match announcement:
-                case ServerReady():
-                    return announcement
+        for line in self._process.stdout or ():
+            match read_announcement(line):
+                case ServerReady() as ready:
+                    return ready
                 case Failure(kind=kind, message=message):
                     raise as_error(kind, message)
                 case Stage(text=text) if progress is not None:

@@ -65,7 +65,6 @@ CHECKS: dict[str, values.Check] = {
     "client": _client_name,
 }
 """The check of each option, and of `rounds`."""
-_MAY_BE_NONE = ("num_draft_tokens", "branches")
 
 
 def generate_message(
@@ -85,9 +84,7 @@ def generate_message(
         raise InvalidRequest(f"sampling is {sampling!r}; expected SamplingParams(...)")
     sampling = sampling.changed(**{name: value for name, value in options.items() if name not in CHECKS})
     chosen: dict[str, Any] = {
-        name: None if value is None and name in _MAY_BE_NONE else CHECKS[name](name, value)
-        for name, value in (*options.items(), ("rounds", rounds))
-        if name in CHECKS
+        name: CHECKS[name](name, value) for name, value in (*options.items(), ("rounds", rounds)) if name in CHECKS
     }
     return Generate(f"q{os.urandom(8).hex()}", text, tokens, sampling, **chosen)
 
@@ -301,7 +298,7 @@ class Dialogue:
             state = "closed" if self.is_closed else "failed"
         else:
             state = "running" if self._begun else "not started"
-        return f"{state}, {len(self._tokens)} token{'' if len(self._tokens) == 1 else 's'}"
+        return f"{state}, {plural(len(self._tokens), 'token')}"
 
     @property
     def cancel_message(self) -> Cancel:

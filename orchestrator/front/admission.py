@@ -124,8 +124,7 @@ class Admission:
             ModelError: the model's chat template refuses the prompt.
         """
         for name in ("num_draft_tokens", "branches"):
-            if getattr(generate, name) is not None:
-                check_setting(name, getattr(generate, name))
+            check_setting(name, getattr(generate, name))
         tokens, resumed = self._tokens(generate), _resume_tokens(generate)
         self._check_fingerprint(generate)
         self._check_tokens(tokens, resumed, generate.sampling)

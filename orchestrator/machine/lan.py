@@ -37,42 +37,35 @@ class DiscoveredServer:
     version: str
 
 
-class Beacon:
-    """Announces the endpoint for workers, from creation to `close`.
+def announce(endpoint: str, key: str) -> Zeroconf:
+    """Announces the endpoint for workers; `close` of the returned object withdraws the announcement.
 
     Raises:
         EndpointError: the announcement can't be sent.
         InvalidRequest: zeroconf is not installed.
     """
+    where = parse(endpoint)
+    if not isinstance(where, Tcp):
+        raise InvalidRequest(f"{endpoint} can't be announced; expected tcp://HOST:PORT")
+    version.require("discovery", "finding servers")
+    from zeroconf import NonUniqueNameException, ServiceInfo
 
-    def __init__(self, endpoint: str, key: str) -> None:
-        where = parse(endpoint)
-        if not isinstance(where, Tcp):
-            raise InvalidRequest(f"{endpoint} can't be announced; expected tcp://HOST:PORT")
-        version.require("discovery", "finding servers")
-        from zeroconf import NonUniqueNameException, ServiceInfo
-
-        anywhere = where.host in ANYWHERE
-        entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
-        ipv4 = [entry.address for entry in entries if entry.family == socket.AF_INET]
-        others = [address for address in ipv4 if not address.startswith("127.")]
-        own = others if anywhere else [str(socket.getaddrinfo(where.host, None)[0][4][0])]
-        name = f"{socket.gethostname().partition('.')[0][:40]}-{where.port}"
-        about = {"key": key, "protocol": str(PROTOCOL_VERSION)}
-        self._zeroconf = _opened(None if anywhere else own)
-        try:
-            self._zeroconf.register_service(
-                ServiceInfo(
-                    SERVICE, f"{name}.{SERVICE}", where.port, 0, 0, about, f"{name}.local.", parsed_addresses=own
-                )
-            )
-        except (OSError, NonUniqueNameException) as error:
-            self._zeroconf.close()
-            raise EndpointError(f"{endpoint} can't be announced ({error!r}); leave out --advertise") from None
-
-    def close(self) -> None:
-        """Withdraws the announcement."""
-        self._zeroconf.close()
+    anywhere = where.host in ANYWHERE
+    entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
+    ipv4 = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    others = [address for address in ipv4 if not address.startswith("127.")]
+    own = others if anywhere else [str(socket.getaddrinfo(where.host, None)[0][4][0])]
+    name = f"{socket.gethostname().partition('.')[0][:40]}-{where.port}"
+    about = {"key": key, "protocol": str(PROTOCOL_VERSION)}
+    zeroconf = _opened(None if anywhere else own)
+    try:
+        zeroconf.register_service(
+            ServiceInfo(SERVICE, f"{name}.{SERVICE}", where.port, 0, 0, about, f"{name}.local.", parsed_addresses=own)
+        )
+    except (OSError, NonUniqueNameException) as error:
+        zeroconf.close()
+        raise EndpointError(f"{endpoint} can't be announced ({error!r}); leave out --advertise") from None
+    return zeroconf
 
 
 def find(

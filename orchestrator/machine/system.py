@@ -157,22 +157,14 @@ def raise_limit() -> int:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for wanted in (WANTED, *LESS):
-        if soft >= wanted or _raised(wanted, hard):
+        with suppress(ValueError, OSError):  # more than the hard limit; macOS reports none, but has one
+            if soft < wanted:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             return max(soft, wanted)
     raise EndpointError(
         f"this process may open {hard} files, but a server and its workers need {LESS[-1]}; raise the hard limit"
         " (`ulimit -Hn` shows it, the system's administrator sets it)"
     )
-
-
-def _raised(wanted: int, hard: int) -> bool:
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        return False
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (ValueError, OSError):  # macOS reports no hard limit, but has one
-        return False
-    return True
 
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")

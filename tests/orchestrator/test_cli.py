@@ -228,7 +228,7 @@ def test_version_is_printed(run):
         (["pairs", "one"], 2, "expected a target and a draft model"),
         (["pairs", "/no/such", "/no/such"], 3, "no such path"),
         (["verify", "-p", "x", "--json-file", "/no/such"], 2, "No such file or directory); expected the output"),
-        (["verify", "--json-file", str(PACKAGE / "__init__.py")], 2, "is not JSON (Extra data"),
+        (["verify", "--json-file", str(PACKAGE / "__init__.py")], 2, "is not a JSON object (Expected"),
         (["verify"], 2, "nothing to verify; expected --json-file, or --prompt"),
     ],
 )

@@ -18,7 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 from outrider.orchestrator.cli import chat, main
-from outrider.orchestrator.cli.chat import COLOURS, PLAIN, WORDS, UserInput, entry_of
+from outrider.orchestrator.cli.chat import ORIGINS, PLAIN, UserInput, entry_of
 from outrider.orchestrator.events import (
     Admit,
     Committed,
@@ -130,13 +130,13 @@ def test_colors_show_token_origins_and_leave_the_text_unchanged(served, talk):
     assert served.core.told[0].origins
     assert re.sub(r"\x1b\[\d+m", "", out) == "def f(x): return 'é☃'\n\n"
     coloured = {colour: "".join(re.findall(re.escape(colour) + r"(.*?)" + re.escape(PLAIN), out, re.DOTALL))
-                for colour in COLOURS.values() if colour}  # fmt: skip
-    for origin, colour in COLOURS.items():
+                for colour, _ in ORIGINS.values() if colour}  # fmt: skip
+    for origin, (colour, _) in ORIGINS.items():
         own = [served.codec.decode((t,)) for t, o in zip(tokens, told, strict=True) if o is origin]
         if colour and not any("\ufffd" in text for text in own):
             assert coloured[colour] == "".join(own)
     plain = re.sub(r"\x1b\[\d+m", "", err)
-    assert Counter({o: int(n) for o in Origin for n in re.findall(rf"(\d+) {WORDS[o]}", plain)}) == Counter(told)
+    assert Counter({o: int(n) for o in Origin for n in re.findall(rf"(\d+) {ORIGINS[o][1]}", plain)}) == Counter(told)
     assert "Colours: " in err
 
 
@@ -328,7 +328,7 @@ def test_undo_prints_the_removed_message(served, talk):
 class DyingClient:
     """A client of a server that dies at each question."""
 
-    def stream(self, *_, **__):
+    def ask(self, *_, **__):
         raise ServerStopped("the server died (signal 9)")
 
 

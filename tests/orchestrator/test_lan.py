@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from outrider.orchestrator.machine import lan
-from outrider.orchestrator.machine.lan import Beacon, DiscoveredServer, find
+from outrider.orchestrator.machine.lan import DiscoveredServer, find
 from outrider.protocol import version
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.keys import make_pair
@@ -20,16 +20,17 @@ HERE = ("127.0.0.1",)
 
 
 @pytest.fixture(scope="module")
-def beacon() -> Iterator[Beacon]:
+def announced() -> Iterator[None]:
     try:
-        made = Beacon("tcp://127.0.0.1:45556", OWN)
+        announcement = lan.announce("tcp://127.0.0.1:45556", OWN)
     except EndpointError as error:
         pytest.skip(f"this machine has no multicast on loopback: {error}")
-    yield made
-    made.close()
+    yield
+    announcement.close()
 
 
-def test_server_is_discovered_only_by_a_trusted_key(beacon: Beacon) -> None:
+@pytest.mark.usefixtures("announced")
+def test_server_is_discovered_only_by_a_trusted_key() -> None:
     assert find({OWN, OTHER}, interfaces=HERE) == DiscoveredServer("tcp://127.0.0.1:45556", OWN, str(PROTOCOL_VERSION))
     with pytest.raises(EndpointError, match=r"found no server with a trusted key, only tcp://127.0.0.1:45556"):
         find({OTHER}, interfaces=HERE)
@@ -55,11 +56,11 @@ def test_discovery_failures_are_explained(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_missing_zeroconf_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(version.EXTRAS, "discovery", ("no_zeroconf",))
-    for use in (lambda: find({OWN}), lambda: Beacon("tcp://127.0.0.1:1", OWN)):
+    for use in (lambda: find({OWN}), lambda: lan.announce("tcp://127.0.0.1:1", OWN)):
         with pytest.raises(InvalidRequest, match=r"run pip install '\.\[discovery\]'"):
             use()
 
 
 def test_ipc_endpoint_is_not_announced() -> None:
     with pytest.raises(InvalidRequest, match="expected tcp://HOST:PORT"):
-        Beacon("ipc:///tmp/x", OWN)
+        lan.announce("ipc:///tmp/x", OWN)

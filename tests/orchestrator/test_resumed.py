@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from outrider import AsyncClient, AsyncResumed, Client, Resumed
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.async_client import AsyncBaseClient, Grown
-from outrider.orchestrator.client.client import MOVES_ON
 from outrider.orchestrator.client.dialogue import Chunk, Dialogue, GenerationResult
 from outrider.orchestrator.events import (
     Admit,
@@ -148,6 +147,18 @@ def test_request_that_kills_workers_is_given_up_after_two_servers(stands: Callab
     assert sum(isinstance(one, Admit) for stand in made for one in stand.core.told) == 2
 
 
+def test_reconnecting_client_asks_again_after_one_worker_error(
+    stands: Callable[..., list[Stand]], codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.orchestrator.client.dialogue.RETRY_SECONDS", 0.0)
+    (stand,) = stands(3, kind="WorkerError")
+    with pytest.raises(WorkerError, match=GONE):
+        Client(stand.endpoint, reconnect=True).generate("x", SAMPLING)
+    assert [len(one.resume_tokens) for one in stand.core.told if isinstance(one, Admit)] == [0, 3]
+    stand.core.play = says(codec, 3, "ServerBusy")
+    assert Client(stand.endpoint, reconnect=True).generate("x", SAMPLING).text == TEXT
+
+
 def test_busy_server_is_skipped(stands: Callable[..., list[Stand]]) -> None:
     made = stands(0, None, kind="ServerBusy")
     assert Resumed(clients(made)).generate("x", SAMPLING).text == TEXT
@@ -206,8 +217,6 @@ LETTERS = ("ile with ", "def ", "é", "你", "好", "🙂", "x", "\n", "return "
 
 class Moved(AsyncBaseClient):
     """As a fleet asks: one engine, then the next."""
-
-    moves_on = MOVES_ON
 
     def __init__(self, clients: list[AsyncClient]) -> None:
         super().__init__()

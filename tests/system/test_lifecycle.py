@@ -311,6 +311,13 @@ def test_killed_parent_ends_its_cluster(served: Pair) -> None:
 # --- what goes wrong ----------------------------------------------------------------------------------------------
 
 
+def test_dropped_cluster_ends_without_close(served: Pair) -> None:
+    cluster = LocalCluster(model=served.target, draft_model=served.draft)
+    process = cluster._process
+    del cluster
+    assert process.wait(LIMIT) == 0
+
+
 def test_paused_processes_continue_without_changing_the_text(served: Pair) -> None:
     """Longer than a drafter is waited for, and the server longer than any worker may be silent."""
     with LocalCluster(model=served.target, draft_model=served.draft, worker_timeout=4) as running:
