@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outrider.bench.comparison.runs import Interval, ModeRunner, Run, ratio, total_rate
+from outrider.bench.comparison.runs import Interval, Run, mode_runner, ratio, total_rate
 from outrider.bench.comparison.summary import summary
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
@@ -166,15 +166,15 @@ def _cluster(profile: Path, model: str, script: Path, fan_out: str, anytime: boo
 def _run(client: Client, contestant: Contestant, starts: Sequence[Sequence[int]], max_tokens: int) -> list[Run]:
     """Returns the runs of all prompts but the first, which warms up the estimates."""
     policy = contestant.policy
-    runner = ModeRunner(contestant.name, client, contestant.mode, policy.depth, policy.branches)
+    runner = mode_runner(client, contestant.mode, policy.depth, policy.branches)
 
     def sampling(tokens: int) -> SamplingParams:
         return SamplingParams(max_tokens=tokens, ignore_eos=True)
 
     if contestant.mode == "ar":  # every token takes the same time
-        return [runner.run(starts[1], sampling(min(max_tokens, 100)))] * (len(starts) - 1)
-    runner.run(starts[0], sampling(WARM_UP_TOKENS))
-    return [runner.run(start, sampling(max_tokens)) for start in starts[1:]]
+        return [runner(starts[1], sampling(min(max_tokens, 100)))] * (len(starts) - 1)
+    runner(starts[0], sampling(WARM_UP_TOKENS))
+    return [runner(start, sampling(max_tokens)) for start in starts[1:]]
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 
 from outrider.bench.comparison.arms import PLAIN, ArmCosts, MeasuredArm, arms_of, measure
-from outrider.bench.comparison.runs import ModeRunner, run_interleaved, total_rate
+from outrider.bench.comparison.runs import mode_runner, run_interleaved, total_rate
 from outrider.bench.timing import Curve
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
@@ -264,7 +264,7 @@ def _in_one_process(options: argparse.Namespace, pair: ChosenPair, screen: Scree
         LocalCluster(progress=screen.show, **given) as apart,
         LocalCluster(progress=screen.show, **{**given, "colocate": True, "threads": threads}) as together,
     ):
-        runners = [ModeRunner(name, one.client(), "auto") for name, one in (("apart", apart), ("together", together))]
+        runners = {name: mode_runner(one.client(), "auto") for name, one in (("apart", apart), ("together", together))}
         texts = list(map(load_codec(pair.target).encode, PROMPTS))
         runs = run_interleaved(runners, texts, sampling, lambda step: screen.show(f"tune: {step}"))
     screen.clear()
