@@ -23,8 +23,7 @@ from itertools import pairwise, product
 
 from outrider.bench.commands import files
 from outrider.bench.commands.files import numbers
-from outrider.bench.comparison.runs import mode_runner, run_interleaved
-from outrider.bench.comparison.summary import Summary, summary
+from outrider.bench.comparison.runs import Summary, mode_runner, run_interleaved, summary
 from outrider.bench.timing import REQUEST, WARM_UP, Curve, Text, Workbench, medians, workbench
 from outrider.orchestrator.cli import flags, run_as_program
 from outrider.orchestrator.cli.terminal import Screen

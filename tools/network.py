@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from outrider.bench.comparison.runs import PromptRunner, Run, mode_runner, ratio, run_interleaved, total_rate
-from outrider.bench.comparison.summary import summary
+from outrider.bench.comparison.runs import PromptRunner, Run, mode_runner, ratio, run_interleaved, summary, total_rate
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client

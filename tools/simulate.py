@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outrider.bench.comparison.runs import Interval, Run, mode_runner, ratio, total_rate
-from outrider.bench.comparison.summary import summary
+from outrider.bench.comparison.runs import Interval, Run, mode_runner, ratio, summary, total_rate
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster

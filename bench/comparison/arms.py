@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.bench.comparison.runs import require_pace
-from outrider.bench.comparison.summary import Summary, summary
+from outrider.bench.comparison.runs import Summary, require_pace, summary
 from outrider.bench.timing import Curve, medians
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.core.policy.forecasts import Arm

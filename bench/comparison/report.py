@@ -22,17 +22,22 @@ from outrider.bench.comparison.runs import (
     Interval,
     Reply,
     Run,
+    Summary,
     bootstrap,
     nested_bootstrap,
     ratio,
     repeated_share,
+    summary,
     timed,
     total_rate,
 )
-from outrider.bench.comparison.summary import notes, summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+GIGA = 1e9
+# The fewest outcomes from which a share is computed.
+FEWEST = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,29 @@ def section(
     repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[baseline])
     ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
     return Section(kind, temp, conditions, len(runs[baseline]), baseline, repeated, ordered, tuple(lines))
+
+
+def notes(name: str, found: Summary, weight_bytes: int) -> list[str]:
+    """Returns how a runner's round divides, and its shares by position. `weight_bytes`: what the target reads in one
+    forward."""
+    whole_ms, verify_ms, idle_ms = (total / found.rounds for total in (found.decode_ms, found.verify_ms, found.idle_ms))
+    hits = "" if found.hit_rate is None else f", hit rate {found.hit_rate:.0%}"
+    lines = [
+        f"- a round of {name}: {whole_ms:.2f} ms = verify {verify_ms:.2f} + target idle {idle_ms:.2f}"
+        f" + rest {whole_ms - verify_ms - idle_ms:.2f}; {found.tokens / found.rounds:.2f} tokens{hits};"
+        f" the verifies read {1000 * weight_bytes / verify_ms / GIGA:.1f} GB/s of target weights"
+    ]
+    for what, shares in (
+        ("acceptance by position", _shares(found.accepted, found.drafted, 1)),
+        ("hit rate by accepted tokens", _shares(found.hits, found.looked_up, 0)),
+    ):
+        lines += [f"- {what}, {name}: {shares}"] if shares else []
+    return lines
+
+
+def _shares(parts: Sequence[int], wholes: Sequence[int], first: int) -> str:
+    pairs = enumerate(zip(parts, wholes, strict=False), first)
+    return "  ".join(f"{at}: {part / whole:.2f} of {whole}" for at, (part, whole) in pairs if whole >= FEWEST)
 
 
 def table(found: Section) -> str:

@@ -7,6 +7,7 @@ decoding: from the first generated token to the last. Bootstrap intervals use a 
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Timings
 from outrider.protocol.profile import NOT_KEPT
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import each
 
 V = TypeVar("V")
 
@@ -118,6 +120,55 @@ class Run:
     tokens: tuple[int, ...]
     timed: Timed
     timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Sums over runs. `tokens`, `rounds` and times are of decoding, without the prompt's round.
+
+    `drafted[i]` counts chains with a token i, `accepted[i]` those with tokens 0 to i accepted. `looked_up` and `hits`
+    count outcomes by accepted chain tokens. `turnaround_ms` is the median of hits, None without hits.
+    """
+
+    tokens: int
+    rounds: int
+    decode_ms: float
+    verify_ms: float
+    idle_ms: float
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    looked_up: tuple[int, ...]
+    hits: tuple[int, ...]
+    turnaround_ms: float | None
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of drafted tokens that were accepted; None without drafted tokens."""
+        return sum(self.accepted) / sum(self.drafted) if sum(self.drafted) else None
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        return self.tokens / self.rounds if self.rounds and sum(self.drafted) else None
+
+    @property
+    def hit_rate(self) -> float | None:
+        return sum(self.hits) / sum(self.looked_up) if sum(self.looked_up) else None
+
+
+def summary(timings: Sequence[Timings]) -> Summary:
+    turnarounds = [ms for t in timings for ms in t.turnaround_ms]
+    return Summary(
+        tokens=sum(t.predicted_n - 1 for t in timings),
+        rounds=sum(max(t.rounds - 1, 0) for t in timings),
+        decode_ms=sum(t.predicted_ms for t in timings),
+        verify_ms=sum(t.verify_ms for t in timings),
+        idle_ms=sum(t.idle_ms for t in timings),
+        drafted=each(*(t.drafted_by_position for t in timings)),
+        accepted=each(*(t.accepted_by_position for t in timings)),
+        looked_up=each(*(t.looked_up_by_accepted for t in timings)),
+        hits=each(*(t.hits_by_accepted for t in timings)),
+        turnaround_ms=statistics.median(turnarounds) if turnarounds else None,
+    )
 
 
 PromptRunner: TypeAlias = Callable[[Sequence[int], SamplingParams], Run]

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from outrider.bench.comparison.summary import notes, summary
+from outrider.bench.comparison.report import notes
+from outrider.bench.comparison.runs import summary
 from outrider.bench.timing import Curve
 from outrider.protocol.messages import Timings
 from tools.formula import (
