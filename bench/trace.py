@@ -81,17 +81,12 @@ def read(path: Path) -> list[Bar]:
         raise InvalidRequest(f"{path} is not a trace of Outrider: {error}") from error
 
 
-def draw(bars: Sequence[Bar], path: Path, title: str, first_round: int, rounds: int) -> None:
-    """Writes a PNG of `rounds` rounds from `first_round`.
+def draw(bars: Sequence[Bar], title: str, first_round: int, rounds: int) -> Figure:
+    """Draws `rounds` rounds from `first_round`.
 
     Raises:
-        InvalidRequest: the trace has no such rounds, or the file can't be written.
+        InvalidRequest: the trace has no such rounds.
     """
-    picture.save(drawn(bars, title, first_round, rounds), path, 120)
-
-
-def drawn(bars: Sequence[Bar], title: str, first_round: int, rounds: int) -> Figure:
-    """Returns the figure of `draw`."""
     chosen = [bar for bar in bars if first_round <= bar.round < first_round + rounds]
     verifies = [bar for bar in chosen if bar.track == "target"]
     if not verifies:

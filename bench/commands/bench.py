@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
         "runs": raw,
     }
     name = "suite" if plan.suite else "bench"
-    files.write(out, name, title, settings, results, lambda path: report.draw(sections, path, title))
+    files.write(out, name, title, settings, results, lambda: report.draw(sections, title))
     return 0
 
 

@@ -83,9 +83,7 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
             print(report.concurrent_table(sections[-1]) + "\n", flush=True)
     title = f"outrider bench: concurrent requests, {options.max_tokens} tokens each"
     results = {"sections": [asdict(found) for found in sections], "rounds": raw}
-    files.write(
-        out, "concurrency", title, settings, results, lambda path: report.draw_concurrent(sections, path, title)
-    )
+    files.write(out, "concurrency", title, settings, results, lambda: report.draw_concurrent(sections, title))
     for note in peers.left_out:
         print(note)
     return 0

@@ -14,7 +14,7 @@ from outrider.bench.trace import Bar, breakdown, draw, read, table
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.generate import read_prompt
-from outrider.orchestrator.cli.terminal import Screen, say
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec
@@ -98,12 +98,9 @@ def run(options: argparse.Namespace) -> int:
     screen.clear()
     print(_table(measured))
     print(table(breakdown(bars, FIRST_ROUND)))
-    if picture.can_draw():
-        title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
-        draw(bars, drawn, title, FIRST_ROUND, 10)
+    title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
+    if picture.write(drawn, lambda: draw(bars, title, FIRST_ROUND, 10)):
         print(f"ten rounds: {drawn}")
-    else:
-        say(picture.LEFT_OUT)
     print(f"trace:      {trace} (open it at ui.perfetto.dev)")
     return 0
 

@@ -10,7 +10,6 @@ import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +33,7 @@ from outrider.bench.comparison.runs import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 GIGA = 1e9
 # The fewest outcomes from which a share is computed.
@@ -214,12 +214,8 @@ COLUMNS = 2
 TITLE_WIDTH = 64
 
 
-def draw(sections: Sequence[Section], path: Path, title: str) -> None:
-    """Draws horizontal bars of ratios to the baseline with their intervals, one panel per table.
-
-    Raises:
-        InvalidRequest: the file can't be written.
-    """
+def draw(sections: Sequence[Section], title: str) -> Figure:
+    """Draws horizontal bars of ratios to the baseline with their intervals, one panel per table."""
     columns = min(COLUMNS, len(sections))
     lines = -(-len(sections) // columns)
     longest = max(len(found.rows) for found in sections)
@@ -230,7 +226,7 @@ def draw(sections: Sequence[Section], path: Path, title: str) -> None:
     for axes in list(panels)[len(sections) :]:
         axes.set_visible(False)
     figure.suptitle(title, fontsize=10)
-    picture.save(figure, path, 110)
+    return figure
 
 
 def _panel(axes: Axes, found: Section) -> None:
@@ -359,12 +355,8 @@ PANELS: dict[str, Callable[[ConcurrentRow], Interval | Percentiles]] = {
 }
 
 
-def draw_concurrent(sections: Sequence[ConcurrentSection], path: Path, title: str) -> None:
-    """Draws rates and latencies over concurrency, with a line of panels per temperature.
-
-    Raises:
-        InvalidRequest: the file can't be written.
-    """
+def draw_concurrent(sections: Sequence[ConcurrentSection], title: str) -> Figure:
+    """Draws rates and latencies over concurrency, with a line of panels per temperature."""
     temps = list(dict.fromkeys(found.temp for found in sections))
     figure = picture.figure(5.2 * len(PANELS), 3.9 * len(temps) + 0.5)
     grid = figure.subplots(len(temps), len(PANELS), squeeze=False)
@@ -375,7 +367,7 @@ def draw_concurrent(sections: Sequence[ConcurrentSection], path: Path, title: st
             axes.set_title(f"{name}, T = {temp:g}", fontsize=10, loc="left")
     grid[0][0].legend(frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
-    picture.save(figure, path, 110)
+    return figure
 
 
 def _concurrent_panel(

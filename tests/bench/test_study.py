@@ -7,14 +7,15 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from outrider.bench import picture
 from outrider.bench.commands import files
 from outrider.bench.commands.overlap import Overlap, _table
 from outrider.bench.comparison.runs import Timed, bootstrap, ratio, repeated_share
-from outrider.bench.trace import Bar, draw, drawn, read
+from outrider.bench.trace import Bar, draw, read
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.metrics import TARGET, TARGETS_DRAFTER, Trace
 from outrider.orchestrator.core.policy.forecasts import (
@@ -124,7 +125,7 @@ def test_trace_has_perfetto_events_and_can_be_drawn(tmp_path: Path) -> None:
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert sorted(named.values()) == ["draft-0", "orchestrator", "target"]
     assert {named[event["pid"]] for event in events if event["name"].startswith("depth")} == {"draft-0"}
-    draw(read(tmp_path / "trace.json"), tmp_path / "rounds.png", "test", 3, 10)
+    picture.save(draw(read(tmp_path / "trace.json"), "test", 3, 10), tmp_path / "rounds.png")
     assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -138,7 +139,7 @@ def test_the_legend_has_the_colours_of_the_bars() -> None:
     bars += [Bar("target", "verify", 10.0 * at, 9.0, at, {"accepted": 1}) for at in range(1, len(names) + 1)]
     bars += [Bar("draft-0", f"depth {at}", 10.0 * at, 2.0, at, {}) for at in range(1, 8)]
     bars.append(Bar("draft-0", "chain", 13.0, 2.0, 1, {}))
-    axes = drawn(bars, "test", 1, 8).axes[0]
+    axes = draw(bars, "test", 1, 8).axes[0]
     legend = axes.get_legend()
     assert legend is not None
     shown = {to_hex(patch.get_facecolor()) for patch in legend.findobj(Patch) if patch is not legend.get_frame()}
@@ -204,7 +205,7 @@ def test_without_matplotlib_overlap_prints_its_tables_and_a_note(
 def test_without_matplotlib_bench_starts_and_writes_its_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def drawing(_path: Path) -> None:
+    def drawing() -> NoReturn:
         pytest.fail("something was drawn")
 
     files.write(tmp_path, "bench", "title", ServeSettings(), {"sections": []}, drawing)
@@ -218,7 +219,7 @@ def test_without_matplotlib_bench_starts_and_writes_its_results(
 def test_missing_rounds_cannot_be_drawn(tmp_path: Path) -> None:
     traced(tmp_path / "trace.json")
     with pytest.raises(InvalidRequest, match="no rounds 50"):
-        draw(read(tmp_path / "trace.json"), tmp_path / "rounds.png", "test", 50, 10)
+        draw(read(tmp_path / "trace.json"), "test", 50, 10)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "M"}]}'])
