@@ -30,14 +30,14 @@ TimesByRows = Annotated[dict[Count, Amount], Meta(min_length=1)]
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Milliseconds of a forward by its rows (tokens): measured points in order, linear between and beyond them.
+    """Milliseconds of a forward by its rows (tokens, branches): measured points in order, linear between and beyond.
 
     Beyond the first and the last point it never falls below the lesser of the two points that its line goes through.
     """
 
     points: tuple[tuple[int, float], ...]
 
-    def milliseconds(self, rows: int) -> float:
+    def __call__(self, rows: int) -> float:
         if len(self.points) == 1:
             return self.points[0][1]
         right = min(max(bisect_left(self.points, (rows, 0.0)), 1), len(self.points) - 1)

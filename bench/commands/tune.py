@@ -15,7 +15,6 @@ import psutil
 
 from outrider.bench.comparison.arms import PLAIN, ArmCosts, MeasuredArm, arms_of, measure
 from outrider.bench.comparison.runs import mode_runner, run_interleaved, total_rate
-from outrider.bench.timing import Curve
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen, say
@@ -31,6 +30,7 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.digest import CACHE
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.heads import names_of
+from outrider.protocol.profile import Latency
 from outrider.protocol.sampling import SamplingParams
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -192,7 +192,7 @@ def _description(settings: ServeSettings, found: ArmCosts) -> list[str]:
     return [*lines, *_verdict(found), *_other_devices(settings)]
 
 
-def _points(curve: Curve, unit: float = 1.0) -> str:
+def _points(curve: Latency, unit: float = 1.0) -> str:
     return "  ".join(f"{at}: {ms / unit:.2f}" for at, ms in curve.points)
 
 

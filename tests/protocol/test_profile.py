@@ -107,23 +107,23 @@ def test_shipped_profiles_have_sources_and_notes(path):
 
 def test_latency_interpolates_linearly_between_its_points():
     latency = Latency(((1, 10.0), (5, 12.0), (9, 20.0)))
-    assert [latency.milliseconds(rows) for rows in (1, 5, 9)] == [10.0, 12.0, 20.0]
-    assert latency.milliseconds(3) == pytest.approx(11.0)
-    assert latency.milliseconds(7) == pytest.approx(16.0)
+    assert [latency(rows) for rows in (1, 5, 9)] == [10.0, 12.0, 20.0]
+    assert latency(3) == pytest.approx(11.0)
+    assert latency(7) == pytest.approx(16.0)
 
 
 def test_latency_extrapolates_linearly_but_never_below_its_points():
     rising, falling = Latency(((2, 10.0), (4, 14.0))), Latency(((1, 5.0), (2, 4.0)))
-    assert rising.milliseconds(6) == pytest.approx(18.0)
-    assert rising.milliseconds(1) == 10.0
-    assert falling.milliseconds(9) == 4.0
+    assert rising(6) == pytest.approx(18.0)
+    assert rising(1) == 10.0
+    assert falling(9) == 4.0
 
 
 def test_latency_with_one_point_is_constant():
-    assert {Latency(((4, 3.0),)).milliseconds(rows) for rows in (1, 4, 99)} == {3.0}
+    assert {Latency(((4, 3.0),))(rows) for rows in (1, 4, 99)} == {3.0}
 
 
 @given(st.dictionaries(st.integers(1, 64), st.floats(0, 1000), min_size=1), st.integers(1, 200))
 def test_latency_is_never_below_its_least_point(points, rows):
     latency = Latency(tuple(sorted(points.items())))
-    assert latency.milliseconds(rows) >= min(points.values()) - 1e-9
+    assert latency(rows) >= min(points.values()) - 1e-9
