@@ -46,18 +46,6 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """Published measurements on the machine: tokens per second, the K of SD and of SSD, and the number of branches."""
-
-    ar: Amount
-    sd: Amount
-    ssd: Amount
-    sd_depth: Count
-    ssd_depth: Count
-    branches: Count
-
-
-@dataclass(frozen=True, slots=True)
 class Profile:
     """A machine we don't have. `link_ms` is the one-way time of a message to or from its drafter.
 
@@ -74,7 +62,6 @@ class Profile:
     acceptance: tuple[float, ...]
     bonus_ranks: tuple[float, ...]
     notes: tuple[str, ...] = ()
-    published: Published | None = None
 
     @classmethod
     def read(cls, path: Path) -> Profile:
@@ -99,7 +86,7 @@ class Profile:
 
 
 class _ProfileFile(msgspec.Struct):
-    """The fields of the file, with their ranges."""
+    """The fields of the file, with their ranges. `tools.simulate` reads one more, `published`."""
 
     name: Text
     sources: tuple[Text, ...]
@@ -109,4 +96,3 @@ class _ProfileFile(msgspec.Struct):
     acceptance: Annotated[tuple[Share, ...], Meta(min_length=1)]
     bonus_ranks: tuple[Share, ...]
     notes: tuple[Text, ...] = ()
-    published: Published | None = None
