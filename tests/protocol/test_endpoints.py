@@ -255,7 +255,7 @@ def test_missing_or_forbidden_directory_is_an_endpoint_error(sockets, ipc, short
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(socket_files.os, "open", forbidden)
-    with pytest.raises(EndpointError, match="no permission to write there"):
+    with pytest.raises(EndpointError, match="Permission denied; choose a directory"):
         bind(sockets(), ipc)
 
 
