@@ -1,10 +1,12 @@
-"""Creates and saves Matplotlib figures. Matplotlib is imported on first use."""
+"""Creates and writes Matplotlib figures. Matplotlib is imported on first use, and pictures are left out without it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.orchestrator.cli.terminal import say
 from outrider.protocol import version
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.version import install
@@ -13,12 +15,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-LEFT_OUT = f"Note: no picture was drawn, because Matplotlib is not installed ({install('bench')})."
+def write(path: Path, draw: Callable[[], Figure]) -> bool:
+    """Writes what `draw` returns to `path`, or says that Matplotlib is not installed. Returns whether it was written.
 
-
-def can_draw() -> bool:
-    """Whether Matplotlib is installed."""
-    return not version.missing("bench")
+    Raises:
+        InvalidRequest: the file can't be written.
+    """
+    if version.missing("bench"):
+        say(f"Note: no picture was drawn, because Matplotlib is not installed ({install('bench')}).")
+        return False
+    save(draw(), path)
+    return True
 
 
 def figure(width: float, height: float) -> Figure:
@@ -33,7 +40,7 @@ def figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save(drawn: Figure, path: Path, dpi: int) -> None:
+def save(drawn: Figure, path: Path, dpi: int = 110) -> None:
     """Writes the figure to `path`.
 
     Raises:

@@ -17,12 +17,7 @@ TINY = SUITE / "tiny"
 CLASSES = ("code", "repeated", "prose", "json")
 
 
-def load(kind: str) -> list[str]:
-    """Returns the tiny pair's prompts of one class. Raises InvalidRequest if the class does not exist."""
-    return load_suite(TINY, [kind])[kind]
-
-
-def load_suite(folder: Path = SUITE, kinds: Sequence[str] | None = None) -> dict[str, list[str]]:
+def load(folder: Path = SUITE, kinds: Sequence[str] | None = None) -> dict[str, list[str]]:
     """Returns a suite's prompts by class: each `*.txt` of the folder is a class. `kinds`: the classes to load.
 
     Raises:

@@ -3,7 +3,7 @@
 `Workbench` drives workers with single messages. Times are spans that workers measure around evaluated work, on this
 machine's clock.
 
-`Curve` and `medians` also describe the times that `tune` takes from real rounds.
+`medians` also describes the times that `tune` takes from real rounds.
 """
 
 from __future__ import annotations
@@ -197,15 +197,9 @@ class Workbench:
             raise WorkerError(loss.why)
 
 
-class Curve(Latency):
-    """Milliseconds by rows, tokens or branches, interpolated and extrapolated linearly."""
-
-    __slots__ = ()
-    __call__ = Latency.milliseconds
-
-
-def medians(samples: Iterable[tuple[int, float]]) -> Curve:
+def medians(samples: Iterable[tuple[int, float]]) -> Latency:
+    """Returns the median milliseconds by rows, tokens or branches."""
     by_place = defaultdict[int, list[float]](list)
     for place, ms in samples:
         by_place[place].append(ms)
-    return Curve(tuple((at, statistics.median(found)) for at, found in sorted(by_place.items())))
+    return Latency(tuple((at, statistics.median(found)) for at, found in sorted(by_place.items())))

@@ -71,7 +71,7 @@ class Pace:
         self._busy_until = max(self._busy_until, ready)
 
     def end(self, rows: int) -> None:
-        seconds = self._latency.milliseconds(rows) / 1000
+        seconds = self._latency(rows) / 1000
         self._busy_until += seconds
         self._simulated += seconds
         self._pending = True

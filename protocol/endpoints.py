@@ -184,7 +184,7 @@ def connect(socket: Socket, endpoint: str, keys: ClientKeys | None = None) -> No
 
 
 class Bound:
-    """A socket that serves an endpoint; `close` closes it and leaves no file. A context manager.
+    """A socket that serves an endpoint; `close` closes it and leaves no file.
 
     ZeroMQ gets a copy of our listening socket: with its own it would remove whatever is at the path when it closes.
     """
@@ -220,12 +220,6 @@ class Bound:
         self._listener.close()
         if self.lock is not None:
             self.lock.release()
-
-    def __enter__(self) -> Bound:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound:

@@ -30,31 +30,19 @@ TimesByRows = Annotated[dict[Count, Amount], Meta(min_length=1)]
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Milliseconds of a forward by its rows (tokens): measured points in order, linear between and beyond them.
+    """Milliseconds of a forward by its rows (tokens, branches): measured points in order, linear between and beyond.
 
     Beyond the first and the last point it never falls below the lesser of the two points that its line goes through.
     """
 
     points: tuple[tuple[int, float], ...]
 
-    def milliseconds(self, rows: float) -> float:
+    def __call__(self, rows: float) -> float:
         if len(self.points) == 1:
             return self.points[0][1]
         right = min(max(bisect_left(self.points, (rows, 0.0)), 1), len(self.points) - 1)
         (low, low_ms), (high, high_ms) = self.points[right - 1], self.points[right]
         return max(low_ms + (high_ms - low_ms) * (rows - low) / (high - low), min(low_ms, high_ms))
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """Published measurements on the machine: tokens per second, the K of SD and of SSD, and the number of branches."""
-
-    ar: Amount
-    sd: Amount
-    ssd: Amount
-    sd_depth: Count
-    ssd_depth: Count
-    branches: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +62,6 @@ class Profile:
     acceptance: tuple[float, ...]
     bonus_ranks: tuple[float, ...]
     notes: tuple[str, ...] = ()
-    published: Published | None = None
 
     @classmethod
     def read(cls, path: Path) -> Profile:
@@ -99,7 +86,7 @@ class Profile:
 
 
 class _ProfileFile(msgspec.Struct):
-    """The fields of the file, with their ranges."""
+    """The fields of the file, with their ranges. `tools.simulate` reads one more, `published`."""
 
     name: Text
     sources: tuple[Text, ...]
@@ -109,4 +96,3 @@ class _ProfileFile(msgspec.Struct):
     acceptance: Annotated[tuple[Share, ...], Meta(min_length=1)]
     bonus_ranks: tuple[Share, ...]
     notes: tuple[Text, ...] = ()
-    published: Published | None = None

@@ -8,12 +8,10 @@ value. `Grammar` is a JSON schema, a grammar or a regular expression as the requ
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, cast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypedDict, Unpack, cast
 
 from msgspec import Meta
 
@@ -156,7 +154,7 @@ def _rule(name: str, given: object) -> str:
     return values.plain(given)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class SamplingParams:
     """How tokens are chosen and when generation ends.
 
@@ -209,16 +207,15 @@ class SamplingParams:
     grammar: Grammar | None = values.checked(None, _as_grammar)
     logprobs: int | None = values.whole_field(None, 0, MOST_LOGPROBS)
     min_tokens: int = values.whole_field(0, 0, MAX_COUNT)
-    if TYPE_CHECKING:
-        temperature: InitVar[float | None] = None
-    else:
 
-        @property
-        def temperature(self) -> float:
-            """The same as `temp`."""
-            return self.temp
+    def __init__(self, **fields: Unpack[SamplingFields]) -> None:
+        given = _by_field_name(fields)
+        for field in dataclasses.fields(self):
+            values.keep(self, field.name, given.get(field.name, field.default))
+        self.__post_init__()
 
-    def __post_init__(self, temperature: float | None = None) -> None:  # noqa: RUF033
+    def __post_init__(self) -> None:
+        """Checks the fields. The codec, which sets them itself, calls it, too."""
         values.check_fields(self)
         if self.temp < LEAST_TEMP:
             values.keep(self, "temp", 0.0)
@@ -238,6 +235,11 @@ class SamplingParams:
         return dataclasses.replace(self, **_by_field_name(fields))
 
     __repr__ = values.short_repr
+
+    @property
+    def temperature(self) -> float:
+        """The same as `temp`."""
+        return self.temp
 
     @property
     def is_residual(self) -> bool:
@@ -280,19 +282,3 @@ def _by_field_name(given: Mapping[str, Any]) -> dict[str, Any]:
     if "temp" in given:
         raise InvalidRequest("temp and temperature are names of the same setting; expected one of them")
     return {"temp" if name == "temperature" else name: value for name, value in given.items()}
-
-
-def _named_twice(make: Callable[..., None]) -> Callable[..., None]:
-    """Lets `__init__` accept `temperature`, which can't be a field, since it would be sent in messages, too."""
-
-    @functools.wraps(make)
-    def made(self: SamplingParams, *fields: Any, **named: Any) -> None:
-        make(self, *fields, **_by_field_name(named))
-
-    signature = inspect.signature(make)
-    other = inspect.Parameter("temperature", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="float")
-    made.__signature__ = signature.replace(parameters=[*signature.parameters.values(), other])  # type: ignore[attr-defined]
-    return made
-
-
-SamplingParams.__init__ = _named_twice(SamplingParams.__init__)  # type: ignore[method-assign]

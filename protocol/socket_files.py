@@ -94,7 +94,12 @@ class SocketLock:
 
     def _acquire(self) -> int:
         while True:
-            descriptor = self._lock_file()
+            try:
+                descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise EndpointError(
+                    f"the socket {self.path} can't be created: {error.strerror}; choose a directory you may write to"
+                ) from None
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -103,15 +108,6 @@ class SocketLock:
             if _is_at(descriptor, self._lock):
                 return descriptor
             os.close(descriptor)  # its holder removed the file between our open and our lock: lock the new file
-
-    def _lock_file(self) -> int:
-        try:
-            return os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except PermissionError:
-            reason = "no permission to write there"
-        except OSError as error:
-            reason = error.strerror or str(error)
-        raise EndpointError(f"the socket {self.path} can't be created: {reason}; choose a directory you may write to")
 
     def _unlock(self) -> None:
         descriptor, self._descriptor = self._descriptor, None

@@ -46,8 +46,9 @@ def size(name: str, value: object) -> int:
     return whole(name, value, 1, 2**62)
 
 
-def number(name: str, value: object, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, _NUMBERS) or not _within(value, low, high):
+def number(name: str, value: Any, low: float, high: float) -> float:
+    # A large int would overflow `float`, so it is compared as it is; NaN is in no range.
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS) or not low <= value <= high:
         raise InvalidRequest(f"{name} is {_shown(value)}; expected a number from {low:g} to {high:g}")
     return float(value)
 
@@ -132,11 +133,6 @@ def short_repr(record: Any) -> str:
 def plain(value: str) -> str:
     """Converts text of a subclass of `str`, such as numpy's or an enum's, to a plain `str`."""
     return str.__str__(value)
-
-
-def _within(value: Any, low: float, high: float) -> bool:
-    """Returns whether a value is in a range, without `float`, which a large int overflows. NaN is in no range."""
-    return bool(low <= value <= high)
 
 
 def _shown(value: object) -> str:

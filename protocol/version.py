@@ -13,14 +13,10 @@ from outrider.protocol.errors import InvalidRequest
 PROTOCOL_VERSION = 1
 
 
-def _installed() -> str:
-    try:
-        return version("outrider")
-    except PackageNotFoundError:  # run from a source tree that was never installed
-        return "0+source"
-
-
-PACKAGE_VERSION = _installed()
+try:
+    PACKAGE_VERSION = version("outrider")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    PACKAGE_VERSION = "0+source"
 
 
 EXTRAS = {

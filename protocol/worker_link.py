@@ -148,7 +148,7 @@ class WorkerLink:
             if self._pings != self._pings_known:
                 return
             if not self._arrived:
-                self._arrived += self._decoded(self._frames(wait=True), entering=True)
+                self._fetch(wait=True, entering=True)
             match self._arrived.popleft() if self._arrived else None:
                 case Welcome(name=name, ping_ms=ping_ms):
                     self._patience = max(SILENT_WAITS, SILENT_PINGS * ping_ms // IDLE_POLL_MS)
@@ -205,12 +205,12 @@ class WorkerLink:
                 while it waited.
         """
         while not self._arrived:
-            frames = self._frames(wait)
-            if frames is None and not wait:
+            if self._fetch(wait):
+                continue
+            if not wait:
                 return None
-            if frames is None and self._by_hand:
+            if self._by_hand:
                 self._count_wait()
-            self._arrived += self._decoded(frames)
         message = self._arrived.popleft()
         if isinstance(message, Shutdown) and message.reason:
             log.error("the cluster dismissed this worker: %s", message.reason)
@@ -232,27 +232,24 @@ class WorkerLink:
             self._waits = 0
             raise OrchestratorGone(f"the cluster at {self._endpoint} no longer answers")
 
-    def _decoded(self, frames: list[bytes] | None, entering: bool = False) -> list[Message]:
-        """Decodes what was received; invalid frames are logged and dropped.
+    def _fetch(self, wait: bool, entering: bool = False) -> bool:
+        """Receives messages that were sent together; invalid frames are logged and dropped. Returns whether any came.
+
+        A wait ends after `IDLE_POLL_MS`, so that the progress counter moves.
 
         Raises:
             WorkerError: the cluster that this worker is `entering` has another protocol version.
         """
+        self._progress += 1
         try:
-            return decode_all(frames) if frames else []
+            self._arrived += decode_all(self._socket.recv_multipart(0 if wait else zmq.NOBLOCK))
+        except zmq.Again:
+            return False
         except ProtocolError as error:
             if entering and isinstance(error, VersionMismatch):
                 raise WorkerError(f"refused by the cluster at {self._endpoint}: {error}") from None
             log.warning("dropped a frame: %s", error)
-            return []
-
-    def _frames(self, wait: bool) -> list[bytes] | None:
-        """Receives frames, or returns None; a wait ends after `IDLE_POLL_MS`, so that the progress counter moves."""
-        self._progress += 1
-        try:
-            return self._socket.recv_multipart(0 if wait else zmq.NOBLOCK)
-        except zmq.Again:
-            return None
+        return True
 
     def _connect(self, endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)

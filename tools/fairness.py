@@ -20,7 +20,7 @@ from itertools import chain
 
 from outrider.bench.commands.files import modes_of
 from outrider.bench.comparison.runs import Reply
-from outrider.bench.prompts import load
+from outrider.bench.prompts import TINY, load
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     rounds = values.whole("rounds", options.rounds, 1, 1000)
     sampling = SamplingParams(temp=options.temp, ignore_eos=True, seed=0)
     codec = default_codec()
-    text = codec.encode("\n".join(load("code")))
+    text = codec.encode("\n".join(load(TINY, ["code"])["code"]))
     trials: dict[str, tuple[Callable[[Client, str, Text, SamplingParams], float], float]] = {
         f"equal requests, {EQUAL}: slowest over median": (slowest, MOST_SLOWER),
         f"newcomer of {LONG_PROMPT} tokens, {DECODING} decoding: longest gap over median": (longest_gap, MOST_GAP),

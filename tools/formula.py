@@ -23,9 +23,8 @@ from itertools import pairwise, product
 
 from outrider.bench.commands import files
 from outrider.bench.commands.files import numbers
-from outrider.bench.comparison.runs import ModeRunner, run_interleaved
-from outrider.bench.comparison.summary import Summary, summary
-from outrider.bench.timing import REQUEST, WARM_UP, Curve, Text, Workbench, medians, workbench
+from outrider.bench.comparison.runs import Summary, mode_runner, run_interleaved, summary
+from outrider.bench.timing import REQUEST, WARM_UP, Text, Workbench, medians, workbench
 from outrider.orchestrator.cli import flags, run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -35,6 +34,7 @@ from outrider.orchestrator.settings import ServeSettings, check_setting
 from outrider.protocol import clock, values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Commit, Drafted, Timings
+from outrider.protocol.profile import Latency
 from outrider.protocol.sampling import SamplingParams
 from tools.contention import Contention
 
@@ -51,9 +51,9 @@ class IsolatedTimes:
     time."""
 
     step_ms: float
-    verify_ms: Curve
-    chain_ms: Curve
-    ahead_ms: Curve
+    verify_ms: Latency
+    chain_ms: Latency
+    ahead_ms: Latency
     between_ms: float
 
     def costs(self, turnaround_ms: float | None = None) -> Costs:
@@ -306,10 +306,8 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(progress=screen.show, **{**given, "memory": False}))
         bench, client = stack.enter_context(workbench(settings, screen.show)), cluster.client()
-        runners = [
-            ModeRunner("ar", client, "ar"),
-            *(ModeRunner(f"{mode} K={k}", client, mode, k) for mode in ("sd", "ssd") for k in depths),
-        ]
+        arms = {"ar": ("ar", None), **{f"{mode} K={k}": (mode, k) for mode in ("sd", "ssd") for k in depths}}
+        runners = [(name, mode_runner(client, *arm)) for name, arm in arms.items()]
         if options.contended:
             print(stack.enter_context(Contention(settings)).describe())
         for (kind, prompts), sampling in product(classes.items(), samplings):
@@ -317,21 +315,21 @@ def run(options: argparse.Namespace) -> int:
             for number, prompt in enumerate(prompts[:count]):
                 screen.show(f"{kind} T={sampling.temp:g}, prompt {number + 1}")
                 first = number % len(runners)
-                order = [*runners[first:], *runners[:first]]
+                order = dict([*runners[first:], *runners[:first]])
                 for name, (found,) in run_interleaved(order, [prompt], sampling, lambda _: None).items():
                     timings[name] += [found.timings] if found.timings else []
                 stopwatch.sample(prompt, sampling)
             alone = stopwatch.read()
             screen.clear()
             print("\n".join([f"{kind}, T = {sampling.temp:g}", *describe(alone, depths, settings.breadth)]))
-            for runner in runners:
-                told = measured(timings[runner.name])
+            for name, (mode, depth) in arms.items():
+                told = measured(timings[name])
                 comparison = (
                     compare_plain(told, alone)
-                    if runner.depth is None
-                    else compare_speculative(told, alone, runner.depth, works_ahead=runner.mode == "ssd")
+                    if depth is None
+                    else compare_speculative(told, alone, depth, works_ahead=mode == "ssd")
                 )
-                print(line(runner.name, told, comparison), flush=True)
+                print(line(name, told, comparison), flush=True)
             print(flush=True)
     return 0
 

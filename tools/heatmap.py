@@ -54,8 +54,8 @@ def panel(profile: Profile, batch: int, round_trip: float) -> Panel:
 
 def _cell(profile: Profile, batch: int, round_trip: float, rate: float, step: float) -> tuple[float, float, float]:
     """Returns the tokens per second of AR, SD and SSD."""
-    token_ms = profile.target.milliseconds(1)
-    scale = step * token_ms / profile.draft.milliseconds(1)
+    token_ms = profile.target(1)
+    scale = step * token_ms / profile.draft(1)
     machine = replace(
         profile,
         draft=Latency(tuple((rows, ms * scale) for rows, ms in profile.draft.points)),
@@ -67,7 +67,7 @@ def _cell(profile: Profile, batch: int, round_trip: float, rate: float, step: fl
         policies = [Policy(mode, depth, BRANCHES) for depth in DEPTHS]
         return max(Simulator(machine, policy, batch).run(TOKENS // batch).tokens_per_second for policy in policies)
 
-    return 1000 * batch / machine.target.milliseconds(batch), best("sd"), best("ssd")
+    return 1000 * batch / machine.target(batch), best("sd"), best("ssd")
 
 
 def draw(panels: Sequence[Panel], profile: Profile, path: Path) -> None:

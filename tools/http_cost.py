@@ -82,12 +82,11 @@ class Result:
 class Sender:
     """Sends the prompts of a task concurrently, by HTTP or by the client."""
 
-    name: str
     asks: Sequence[Ask]
     site: Site
     threads: ThreadPoolExecutor
 
-    def run(self, prompts: Sequence[Text], sampling: SamplingParams) -> Turn:
+    def __call__(self, prompts: Sequence[Text], sampling: SamplingParams) -> Turn:
         before = self.site.cpu_s
         samplings = [replace(sampling, seed=(sampling.seed or 0) + n) for n in range(len(prompts))]
         streams = tuple(self.threads.map(lambda ask, *request: ask(*request), self.asks, prompts, samplings))
@@ -192,10 +191,10 @@ def run(options: argparse.Namespace) -> int:
         readers, client = [EventReader(server.url) for _ in range(streams)], cluster.client()
         threads = stack.enter_context(ThreadPoolExecutor(streams))
         for mode in modes:
-            senders = [
-                Sender(HTTP, [partial(by_http, reader, mode) for reader in readers], server, threads),
-                Sender(CLIENT, [partial(by_client, client, mode)] * streams, server, threads),
-            ]
+            senders = {
+                HTTP: Sender([partial(by_http, reader, mode) for reader in readers], server, threads),
+                CLIENT: Sender([partial(by_client, client, mode)] * streams, server, threads),
+            }
             run_interleaved(senders, singles[:WARM_UP], sampling, screen.show)
             one = run_interleaved(senders, singles, sampling, screen.show)
             several = run_interleaved(senders, together, sampling, screen.show, seeds=streams)

@@ -134,7 +134,8 @@ def run(options: argparse.Namespace) -> int:
         screen.clear()
         print(f"capacity: {rate:.2f} requests per second of {length} tokens each", flush=True)
         for share in shares:
-            found = run_interleaved(running, blocks(share * rate, count, each, share), SamplingParams(), screen.show)
+            runners = {server.name: server.run for server in running}
+            found = run_interleaved(runners, blocks(share * rate, count, each, share), SamplingParams(), screen.show)
             rows += [row(name, share, answers) for name, answers in found.items()]
             screen.clear()
             print(f"\n{share:g} of it, {count} requests per server\n\n{table(rows[-len(running) :])}", flush=True)

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from outrider.bench.comparison.runs import ModeRunner, Run, ratio, run_interleaved, total_rate
-from outrider.bench.comparison.summary import summary
+from outrider.bench.comparison.runs import PromptRunner, Run, mode_runner, ratio, run_interleaved, summary, total_rate
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
@@ -63,17 +62,13 @@ class Shape:
 class RepeatingRunner:
     """Repeats each run of `runner` in which this machine could not keep the profile's times; counts the `repeats`."""
 
-    runner: ModeRunner
+    runner: PromptRunner
     repeats: int = 0
 
-    @property
-    def name(self) -> str:
-        return self.runner.name
-
-    def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
+    def __call__(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
         while True:
             try:
-                return self.runner.run(prompt, sampling)
+                return self.runner(prompt, sampling)
             except WorkerError as error:
                 if NOT_KEPT not in str(error) or self.repeats == MOST_REPEATS:
                     raise
@@ -110,10 +105,10 @@ def run(options: argparse.Namespace) -> int:
             script += ["--simulate", str(options.profile)]
             near = stack.enter_context(_near_cluster(hosts, script, **machine))
             far = stack.enter_context(far_cluster(hosts, script, **machine))
-            runners = [
-                RepeatingRunner(ModeRunner(name, client, "ssd", options.depth, options.branches))
+            runners = {
+                name: RepeatingRunner(mode_runner(client, "ssd", options.depth, options.branches))
                 for name, client in ((NEAR, near), (FAR, far))
-            ]
+            }
             print(f"{options.profile.stem}, K = {options.depth}, B = {options.branches}, {count} prompts x {length}")
             print(f"| link | {' | '.join(COLUMNS)} |\n{'|---' * (len(COLUMNS) + 1)}|")
             for shape in shapes:
@@ -123,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
                 runs = run_interleaved(runners, prompts, sampling, screen.show)
                 screen.clear()
                 _print(shape, runs, hosts.carried() - before)
-            print(f"runs repeated because this machine was busy: {sum(runner.repeats for runner in runners)}")
+            print(f"runs repeated because this machine was busy: {sum(runner.repeats for runner in runners.values())}")
     return 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from outrider.orchestrator.cli import run_as_program
 from outrider.protocol.profile import Profile
+from tools.simulation.published import Published
 from tools.simulation.simulator import Policy, Result, Simulator
 
 TOKENS = 30_000
@@ -21,9 +22,9 @@ STEPS = (("best-first", {"fan_out": "best-first"}), ("filled misses", {"filled":
          ("hoping", {"hoping": True}))  # fmt: skip
 
 
-def table(profile: Profile) -> str:
+def table(profile: Profile, published: Published | None) -> str:
     """Returns a Markdown table: AR, SD at the published and its best K, the paper's policy, and ours step by step."""
-    published, fastest_sd = profile.published, best_sd(profile)
+    fastest_sd = best_sd(profile)
     sd = Policy("sd", published.sd_depth) if published else fastest_sd
     depth, branches = (published.ssd_depth, published.branches) if published else (fastest_sd.depth, 10)
     policy = Policy("ssd", depth, branches, "geometric", anytime=False, filled=False, hoping=False)
@@ -69,7 +70,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     for path in options.profiles:
-        print(table(Profile.read(path)) + "\n", flush=True)
+        print(table(Profile.read(path), Published.read(path)) + "\n", flush=True)
     return 0
 
 

@@ -109,7 +109,7 @@ class Scene:
 
     @property
     def own(self) -> tuple[InProcessDrafter, ...]:
-        forward_ms = self.machine.profile.target.milliseconds(1)
+        forward_ms = self.machine.profile.target(1)
         return tuple(
             InProcessDrafter(name, "", True, 0.6, weight=ms / forward_ms) for name, ms in self.machine.own_ms.items()
         )
@@ -233,10 +233,10 @@ def _tuning(scene: Scene, rates: Mapping[Arm, float], wrong: bool) -> Tuning:
         for mode, (rate, plan) in by_mode.items()
     ]  # fmt: skip
     scale = 0.5 if wrong else 1.0
-    rows = tuple((m, scale * machine.target.milliseconds(m)) for m in range(1, 9))
+    rows = tuple((m, scale * machine.target(m)) for m in range(1, 9))
     return Tuning(
-        scale * machine.target.milliseconds(1) * scene.machine.all_cores, rows, machine.draft.milliseconds(BRANCHES),
-        machine.draft.milliseconds(1), 2 * machine.link_ms + 0.2, 0.3, machine.acceptance * DEPTH, 0.8,
+        scale * machine.target(1) * scene.machine.all_cores, rows, machine.draft(BRANCHES),
+        machine.draft(1), 2 * machine.link_ms + 0.2, 0.3, machine.acceptance * DEPTH, 0.8,
         tuple(sorted(choices, key=lambda choice: -choice.tokens_per_second)),
     )  # fmt: skip
 

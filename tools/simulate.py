@@ -19,15 +19,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outrider.bench.comparison.runs import Interval, ModeRunner, Run, ratio, total_rate
-from outrider.bench.comparison.summary import summary
+from outrider.bench.comparison.runs import Interval, Run, mode_runner, ratio, summary, total_rate
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values
-from outrider.protocol.profile import Profile, Published
+from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
 from tools.policies import best_sd, best_ssd
+from tools.simulation.published import Published
 from tools.simulation.script import starts, write_script
 from tools.simulation.simulator import Policy, Simulator
 from tools.simulation.stand_in import write
@@ -95,8 +95,8 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[SimulatedRow]:
     Raises:
         WorkerError: the real work took longer than the simulated time.
     """
-    profile = Profile.read(path)
-    contestants = _contestants(profile)
+    profile, published = Profile.read(path), Published.read(path)
+    contestants = _contestants(profile, published)
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         write(Path(folder))
         texts = starts(prompts + 1)
@@ -112,17 +112,16 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[SimulatedRow]:
                     runs[contestant.name] = _run(client, contestant, texts, max_tokens)
     everything = summary([run.timings for found in runs.values() for run in found if run.timings])
     hop_ms = (everything.turnaround_ms or 0.0) / 2
-    rows = [_row(profile, contestant, runs, hop_ms) for contestant in contestants]
-    _print(profile, rows)
+    rows = [_row(profile, published, contestant, runs, hop_ms) for contestant in contestants]
+    _print(profile, published, rows)
     return rows
 
 
 # --- contestants ------------------------------------------------------------------------------------------------------
 
 
-def _contestants(profile: Profile) -> list[Contestant]:
+def _contestants(profile: Profile, published: Published | None) -> list[Contestant]:
     """Returns AR, SD at the published and its best K, SSD by the paper's policy, and then ours step by step."""
-    published = profile.published
     best_depth = best_sd(profile).depth
     sd_depth = published.sd_depth if published else best_depth
     depth, branches = (published.ssd_depth, published.branches) if published else (best_depth, 10)
@@ -166,21 +165,27 @@ def _cluster(profile: Path, model: str, script: Path, fan_out: str, anytime: boo
 def _run(client: Client, contestant: Contestant, starts: Sequence[Sequence[int]], max_tokens: int) -> list[Run]:
     """Returns the runs of all prompts but the first, which warms up the estimates."""
     policy = contestant.policy
-    runner = ModeRunner(contestant.name, client, contestant.mode, policy.depth, policy.branches)
+    runner = mode_runner(client, contestant.mode, policy.depth, policy.branches)
 
     def sampling(tokens: int) -> SamplingParams:
         return SamplingParams(max_tokens=tokens, ignore_eos=True)
 
     if contestant.mode == "ar":  # every token takes the same time
-        return [runner.run(starts[1], sampling(min(max_tokens, 100)))] * (len(starts) - 1)
-    runner.run(starts[0], sampling(WARM_UP_TOKENS))
-    return [runner.run(start, sampling(max_tokens)) for start in starts[1:]]
+        return [runner(starts[1], sampling(min(max_tokens, 100)))] * (len(starts) - 1)
+    runner(starts[0], sampling(WARM_UP_TOKENS))
+    return [runner(start, sampling(max_tokens)) for start in starts[1:]]
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def _row(profile: Profile, contestant: Contestant, runs: dict[str, list[Run]], hop_ms: float) -> SimulatedRow:
+def _row(
+    profile: Profile,
+    published: Published | None,
+    contestant: Contestant,
+    runs: dict[str, list[Run]],
+    hop_ms: float,
+) -> SimulatedRow:
     own_runs, is_predictable = runs[contestant.name], contestant.mode != "auto"
     sd = next(others for name, others in runs.items() if name.startswith("sd"))
     sums = summary([run.timings for run in own_runs if run.timings])
@@ -190,7 +195,7 @@ def _row(profile: Profile, contestant: Contestant, runs: dict[str, list[Run]], h
         total_rate(timed),
         _predict(profile, contestant.policy, hop_ms=hop_ms) if is_predictable else None,
         _predict(profile, contestant.policy) if is_predictable else None,
-        _published(profile.published, contestant),
+        _published(published, contestant),
         sums.hit_rate or 0.0,
         sums.tokens / sums.rounds,
         sums.idle_ms / sums.rounds,
@@ -211,13 +216,12 @@ def _published(published: Published | None, contestant: Contestant) -> float | N
     return published.sd if contestant.mode == "sd" else published.ssd
 
 
-def _print(profile: Profile, rows: Sequence[SimulatedRow]) -> None:
+def _print(profile: Profile, published: Published | None, rows: Sequence[SimulatedRow]) -> None:
     print(f"\n{profile.name}")
     print(f"  target {_curve(profile.target.points)} ms by rows, draft {_curve(profile.draft.points)} ms by rows,")
     print(f"  link {profile.link_ms} ms one way, acceptance {_list(profile.acceptance)},")
     print(f"  bonus ranks {_list(profile.bonus_ranks[:4])}, ...")
-    if profile.published:
-        p = profile.published
+    if p := published:
         print(f"  published: AR {p.ar}, SD {p.sd}, SSD {p.ssd}: SSD/SD {p.ssd / p.sd:.2f}")
     print(f"\n| | {' | '.join(COLUMNS)} |\n{'|---' * (len(COLUMNS) + 1)}|")
     for row in rows:

@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from outrider.bench.trace import Bar, read
 from outrider.protocol.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Work on a track, in milliseconds since the first event of the trace; `round` is the round's number."""
+
+    track: str
+    name: str
+    start: float
+    length: float
+    round: int
+    args: dict[str, Any]
+
+
+def read(path: Path) -> list[Bar]:
+    """Returns the work in a trace file by start time.
+
+    Raises:
+        InvalidRequest: the file is not a trace.
+    """
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        work = sorted((event for event in events if event["ph"] == "X"), key=lambda event: float(event["ts"]))
+        origin = float(work[0]["ts"]) if work else 0.0
+        return [
+            Bar(
+                tracks[event["tid"]],
+                event["name"],
+                (event["ts"] - origin) / 1000,
+                event["dur"] / 1000,
+                event["args"].get("round", 0),
+                event["args"],
+            )
+            for event in work
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(f"{path} is not a trace of Outrider: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

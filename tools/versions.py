@@ -40,11 +40,10 @@ WARM_UP = 2
 class Side:
     """One mode of one checkout."""
 
-    name: str
     helper: HelperProcess
     mode: str
 
-    def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
+    def __call__(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
         answer = self.helper.ask({
             "tokens": list(prompt),
             "max_tokens": sampling.max_tokens,
@@ -101,9 +100,9 @@ def run(options: argparse.Namespace) -> int:
     prompts = mixed_tokens(options.prompts)
     screen.show("starting both clusters")
     with cluster_of(PACKAGE.parent) as now, cluster_of(options.against) as before:
-        runners: list[PromptRunner] = [
-            Side(f"{mode}, {name}", helper, mode) for mode in modes for name, helper in ((THIS, now), (OTHER, before))
-        ]
+        runners: dict[str, PromptRunner] = {
+            f"{mode}, {name}": Side(helper, mode) for mode in modes for name, helper in ((THIS, now), (OTHER, before))
+        }
         for temp in temps:
             sampling = SamplingParams(max_tokens=length, temp=temp, ignore_eos=True)
             run_interleaved(runners, prompts[:WARM_UP], sampling, lambda step: screen.show(f"warming up: {step}"))

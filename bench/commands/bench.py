@@ -25,9 +25,9 @@ from outrider.bench.comparison.runners import (
     BOTH_CORES,
     FEWEST_TRIAL_PROMPTS,
     TRIAL_PROMPTS,
+    RunnerFamilies,
     main_table_runs,
     second_table_runs,
-    start_runners,
 )
 from outrider.bench.comparison.runs import Run, run_interleaved
 from outrider.orchestrator.cli import flags
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     ratios: dict[str, list[report.Ratio]] = {}
     raw: dict[str, Any] = {}
     with ExitStack() as stack:
-        families = start_runners(
+        families = RunnerFamilies(
             stack, given, settings, plan.depths, plan.both_cores, plan.peers, screen.show, plan.suite
         )
         for group, sampling in product(plan.groups, plan.samplings):
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
         "runs": raw,
     }
     name = "suite" if plan.suite else "bench"
-    files.write(out, name, title, settings, results, lambda path: report.draw(sections, path, title))
+    files.write(out, name, title, settings, results, lambda: report.draw(sections, title))
     return 0
 
 

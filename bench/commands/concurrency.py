@@ -12,9 +12,9 @@ from typing import Any
 from outrider.bench.commands import files
 from outrider.bench.commands.files import modes_of, numbers
 from outrider.bench.comparison import report
-from outrider.bench.comparison.peers import LLAMA_CPP, PeerBatch, PeerProcess, best_mlx_lm, choose, llama_cpp, mlx_lm
+from outrider.bench.comparison.peers import LLAMA_CPP, MLX_LM, PeerProcess, best_mlx_lm, choose, llama_cpp, mlx_lm
 from outrider.bench.comparison.report import ConcurrentSection, Rounds
-from outrider.bench.comparison.runs import SEEDS, BatchRunner, ModeBatch, run_interleaved
+from outrider.bench.comparison.runs import SEEDS, BatchRunner, mode_batch, run_interleaved
 from outrider.bench.prompts import CLASSES
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
@@ -63,14 +63,14 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
         for sampling, width in product((replace(s, seed=0) for s in samplings), widths):
             turns = cycle(prompts)
             first, *rounds = [list(islice(turns, width * each)) for _ in range(count + 1)]
-            runners: list[BatchRunner] = [ModeBatch(mode, client, width) for mode in modes]
+            runners: dict[str, BatchRunner] = {mode: mode_batch(client, mode, width) for mode in modes}
             if peers.gguf is not None:  # a slot for each request, and the threads of our target and drafter together
                 if width not in slots:
                     slots[width] = stack.enter_context(llama_cpp(both_cores, peers.gguf, slots=width))
-                runners.append(PeerBatch(LLAMA_CPP, slots[width]))
+                runners[LLAMA_CPP] = slots[width].run_batch
             if one_mlx_lm is not None:
                 screen.show(f"{width} requests: choosing mlx-lm's prefill batch size")
-                runners.append(best_mlx_lm(one_mlx_lm, width, [first] * TRIAL_ROUNDS, sampling))
+                runners[MLX_LM] = best_mlx_lm(one_mlx_lm, width, [first] * TRIAL_ROUNDS, sampling)
 
             def show(message: str, width: int = width) -> None:
                 screen.show(f"{width} requests, {message}")
@@ -83,9 +83,7 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
             print(report.concurrent_table(sections[-1]) + "\n", flush=True)
     title = f"outrider bench: concurrent requests, {options.max_tokens} tokens each"
     results = {"sections": [asdict(found) for found in sections], "rounds": raw}
-    files.write(
-        out, "concurrency", title, settings, results, lambda path: report.draw_concurrent(sections, path, title)
-    )
+    files.write(out, "concurrency", title, settings, results, lambda: report.draw_concurrent(sections, title))
     for note in peers.left_out:
         print(note)
     return 0

@@ -11,11 +11,10 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.bench import picture
-from outrider.bench.prompts import SUITE, load, load_suite
-from outrider.orchestrator.cli.terminal import say
+from outrider.bench.prompts import SUITE, TINY, load
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.pairing.tokenizer import load_codec, load_text
@@ -23,11 +22,14 @@ from outrider.orchestrator.settings import MODES, ServeSettings
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MEASURED = ("mlx", "mlx-lm", "onnxruntime", "pyzmq", "numpy", "xllamacpp")
 
 
 def write(
-    out: Path, name: str, title: str, settings: ServeSettings, results: Mapping[str, Any], draw: Callable[[Path], None]
+    out: Path, name: str, title: str, settings: ServeSettings, results: Mapping[str, Any], draw: Callable[[], Figure]
 ) -> None:
     """Writes `name`.json with a description of the machine, and `name`.png if Matplotlib is installed; prints their
     paths.
@@ -35,17 +37,14 @@ def write(
     Raises:
         InvalidRequest: they can't be written.
     """
+    paths = [out / f"{name}.json"]
     try:
-        (out / f"{name}.json").write_text(json.dumps({"machine": machine(settings), **results}, indent=1))
+        paths[0].write_text(json.dumps({"machine": machine(settings), **results}, indent=1))
     except OSError as error:
         raise InvalidRequest(f"the results can't be written to {out}: {error.strerror}") from error
-    written = [out / f"{name}.json"]
-    if picture.can_draw():
-        written.append(out / f"{name}.png")
-        draw(written[-1])
-    else:
-        say(picture.LEFT_OUT)
-    print(f"{title}\nwritten: {', '.join(map(str, written))}")
+    if picture.write(out / f"{name}.png", draw):
+        paths.append(out / f"{name}.png")
+    print(f"{title}\nwritten: {', '.join(map(str, paths))}")
 
 
 def machine(settings: ServeSettings) -> dict[str, Any]:
@@ -93,10 +92,11 @@ def of_classes(options: argparse.Namespace, pair: ChosenPair, usual: Sequence[st
     kinds = None if options.classes is None else options.classes.split(",")
     if options.suite is not None:
         text = load_text(pair.target)
-        found = load_suite(options.suite, kinds)
+        found = load(options.suite, kinds)
         return {kind: [text.tokens(prompt) for prompt in prompts] for kind, prompts in found.items()}
     codec = load_codec(pair.target)
-    return {kind: [codec.encode(prompt) for prompt in load(kind)] for kind in kinds or usual}
+    found = load(TINY, kinds or usual)
+    return {kind: list(map(codec.encode, prompts)) for kind, prompts in found.items()}
 
 
 def in_turn(classes: Sequence[Sequence[Tokens]]) -> list[Tokens]:

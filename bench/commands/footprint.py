@@ -17,9 +17,9 @@ from typing import Any
 
 import psutil
 
-from outrider.bench.comparison.peers import ChosenPeers, PeerBatch, llama_cpp
+from outrider.bench.comparison.peers import ChosenPeers, llama_cpp
 from outrider.bench.comparison.runners import llama_name
-from outrider.bench.comparison.runs import SEEDS, BatchRunner, ModeBatch, Texts, run_interleaved
+from outrider.bench.comparison.runs import SEEDS, BatchRunner, Texts, mode_batch, run_interleaved
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.sampling import SamplingParams
@@ -68,26 +68,26 @@ def measure_footprint(
         with LocalCluster(**given) as cluster:
             ready = time.perf_counter() - begun
             short = _prompts(words, 2, SHORT)
-            starts.append((ready, *(ModeBatch(OURS, cluster.client(), 1).run([p], TWO)[0].first_ms for p in short)))
+            starts.append((ready, *(mode_batch(cluster.client(), OURS, 1)([p], TWO)[0].first_ms for p in short)))
     start_s, first, second = map(statistics.median, zip(*starts, strict=True))
 
     tell(f"memory of {REQUESTS} concurrent requests")
     texts = _prompts(words, REQUESTS, LENGTH - MADE)
     sampling = SamplingParams(max_tokens=MADE, ignore_eos=True, seed=0)
     with LocalCluster(**{"max_active": REQUESTS, **given}) as cluster:
-        ours = ModeBatch(OURS, cluster.client(), REQUESTS)
-        memory = {OURS: peak(cluster.pid, lambda: ours.run(texts, sampling))}
+        ours = mode_batch(cluster.client(), OURS, REQUESTS)
+        memory = {OURS: peak(cluster.pid, lambda: ours(texts, sampling))}
     if peers.gguf is not None:
         with llama_cpp(settings, peers.gguf, slots=REQUESTS) as process:
-            theirs = PeerBatch(llama_name(settings.threads), process)
-            memory[theirs.name] = peak(process.pid, lambda: theirs.run(texts, sampling))
+            memory[llama_name(settings.threads)] = peak(process.pid, lambda: process.run_batch(texts, sampling))
 
     with ExitStack() as stack:
-        runners: list[BatchRunner] = [ModeBatch(OURS, stack.enter_context(LocalCluster(**given)).client(), 1)]
+        client = stack.enter_context(LocalCluster(**given)).client()
+        runners: dict[str, BatchRunner] = {OURS: mode_batch(client, OURS, 1)}
         if peers.gguf is not None:
             for threads in (settings.threads, 2 * settings.threads):
                 process = stack.enter_context(llama_cpp(replace(settings, threads=threads), peers.gguf))
-                runners.append(PeerBatch(llama_name(threads), process))
+                runners[llama_name(threads)] = process.run_batch
         prompts: list[Texts] = [[prompt] for prompt in _prompts(words, ROUNDS + 1, PROMPT)]
         runs = run_interleaved(runners, prompts, TWO, lambda message: tell(f"first token, {message}"), seeds=SEEDS)
     first_ms = {name: statistics.median(round_[0].first_ms for round_ in of[1:]) for name, of in runs.items()}

@@ -9,17 +9,18 @@ from functools import partial
 from pathlib import Path
 
 from outrider.bench import picture
+from outrider.bench.rounds import breakdown, draw, table
 from outrider.bench.timing import WARM_UP, workbench
-from outrider.bench.trace import Bar, breakdown, draw, read, table
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.generate import read_prompt
-from outrider.orchestrator.cli.terminal import Screen, say
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import RoundRecord
 from outrider.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1 << 20, ignore_eos=True)
@@ -94,16 +95,13 @@ def run(options: argparse.Namespace) -> int:
     writable_folder(drawn.parent, "choose another --out")
     trace, screen = drawn.with_suffix(".json"), Screen()
     measured = _measure(pair, prompt, options.rounds, screen)
-    bars = _real_rounds(options, prompt, trace, screen)
+    records = _real_rounds(options, prompt, trace, screen)
     screen.clear()
     print(_table(measured))
-    print(table(breakdown(bars, FIRST_ROUND)))
-    if picture.can_draw():
-        title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
-        draw(bars, drawn, title, FIRST_ROUND, 10)
+    print(table(breakdown(records, FIRST_ROUND)))
+    title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
+    if picture.write(drawn, lambda: draw(records, title, FIRST_ROUND, 10)):
         print(f"ten rounds: {drawn}")
-    else:
-        say(picture.LEFT_OUT)
     print(f"trace:      {trace} (open it at ui.perfetto.dev)")
     return 0
 
@@ -128,14 +126,14 @@ def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Over
     return Overlap(rounds, depth, branches, *medians)
 
 
-def _real_rounds(options: argparse.Namespace, prompt: str, trace: Path, screen: Screen) -> list[Bar]:
-    """Generates with SSD and --trace, and reads the trace."""
+def _real_rounds(options: argparse.Namespace, prompt: str, trace: Path, screen: Screen) -> list[RoundRecord]:
+    """Generates with SSD and --trace."""
     chosen = {**flags.settings_of(options), "trace": trace}
     with LocalCluster(progress=screen.show, **chosen) as cluster:
         screen.show("generating real rounds")
         sampling = SamplingParams(max_tokens=PICTURE_TOKENS, temp=options.temp, seed=7, ignore_eos=True)
-        cluster.client().generate(prompt, sampling, mode="ssd", chat_template=False)
-    return read(trace)
+        stream = cluster.client().stream(prompt, sampling, mode="ssd", rounds=True, chat_template=False)
+        return [record for chunk in stream for record in chunk.rounds or ()]
 
 
 def _table(o: Overlap) -> str:

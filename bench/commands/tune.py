@@ -14,8 +14,7 @@ import numpy as np
 import psutil
 
 from outrider.bench.comparison.arms import PLAIN, ArmCosts, MeasuredArm, arms_of, measure
-from outrider.bench.comparison.runs import ModeRunner, run_interleaved, total_rate
-from outrider.bench.timing import Curve
+from outrider.bench.comparison.runs import mode_runner, run_interleaved, total_rate
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen, say
@@ -31,6 +30,7 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.digest import CACHE
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.heads import names_of
+from outrider.protocol.profile import Latency
 from outrider.protocol.sampling import SamplingParams
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -192,7 +192,7 @@ def _description(settings: ServeSettings, found: ArmCosts) -> list[str]:
     return [*lines, *_verdict(found), *_other_devices(settings)]
 
 
-def _points(curve: Curve, unit: float = 1.0) -> str:
+def _points(curve: Latency, unit: float = 1.0) -> str:
     return "  ".join(f"{at}: {ms / unit:.2f}" for at, ms in curve.points)
 
 
@@ -264,7 +264,7 @@ def _in_one_process(options: argparse.Namespace, pair: ChosenPair, screen: Scree
         LocalCluster(progress=screen.show, **given) as apart,
         LocalCluster(progress=screen.show, **{**given, "colocate": True, "threads": threads}) as together,
     ):
-        runners = [ModeRunner(name, one.client(), "auto") for name, one in (("apart", apart), ("together", together))]
+        runners = {name: mode_runner(one.client(), "auto") for name, one in (("apart", apart), ("together", together))}
         texts = list(map(load_codec(pair.target).encode, PROMPTS))
         runs = run_interleaved(runners, texts, sampling, lambda step: screen.show(f"tune: {step}"))
     screen.clear()

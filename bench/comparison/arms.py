@@ -11,14 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.bench.comparison.runs import require_pace
-from outrider.bench.comparison.summary import Summary, summary
-from outrider.bench.timing import Curve, medians
+from outrider.bench.comparison.runs import Summary, require_pace, summary
+from outrider.bench.timing import medians
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning
 from outrider.protocol import clock
 from outrider.protocol.messages import RoundRecord, Timings
+from outrider.protocol.profile import Latency
 from outrider.protocol.sampling import SamplingParams
 
 PLAIN = Arm("ar")
@@ -140,7 +140,7 @@ class ArmCosts:
         return 1000 / self.arms[PLAIN].rate
 
     @property
-    def verify_ms(self) -> Curve:
+    def verify_ms(self) -> Latency:
         """A verify alone, by its rows. The few chains that the text's end cut short are left out."""
         return medians(
             (record.drafted + 1, record.verify.milliseconds)
@@ -151,7 +151,7 @@ class ArmCosts:
         )
 
     @property
-    def chain_ms(self) -> Curve:
+    def chain_ms(self) -> Latency:
         """A chain on request by its length, from the outcome to the next verify."""
         return medians((len_, wait_ms) for len_, wait_ms, _ in self._requests())
 
@@ -169,7 +169,7 @@ class ArmCosts:
                         yield work.depth, record.decided.milliseconds, work.work.milliseconds
 
     @property
-    def tree_ms(self) -> Curve:
+    def tree_ms(self) -> Latency:
         """One more token for all branches, by their number."""
         return medians(
             (found.arm.branches, work.work.milliseconds)

@@ -10,12 +10,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.comparison.runs import SEEDS, Arrival, Reply, Run, Texts, Timed, run_interleaved, timed, total_rate
+from outrider.bench.comparison.runs import (
+    SEEDS,
+    Arrival,
+    BatchRunner,
+    Reply,
+    Run,
+    Texts,
+    Timed,
+    run_interleaved,
+    timed,
+    total_rate,
+)
 from outrider.bench.helper import HelperProcess
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.model_files import default_model, is_gguf
@@ -61,7 +73,17 @@ class PeerProcess(HelperProcess):
         super().__init__(f"outrider.bench.comparison.{module}", json.dumps(given), threads=settings.threads)
         system.place(self.pid, "target", settings)
 
-    def complete(self, sampling: SamplingParams, **request: Any) -> dict[str, Any]:
+    def run(self, prompt: Sequence[int], sampling: SamplingParams, **extra: Any) -> Run:
+        """Continues a prompt. `extra`: more fields of the request, for mlx-lm the number of draft tokens."""
+        answer = self._complete(sampling, tokens=list(prompt), ignore_eos=sampling.ignore_eos, **extra)
+        return Run(tuple(answer["tokens"]), Timed(max(answer["count"] - 1, 0), answer["decode_seconds"]))
+
+    def run_batch(self, texts: Texts, sampling: SamplingParams, **extra: Any) -> list[Reply]:
+        """Completes all prompts; `extra` as for `run`."""
+        answer = self._complete(sampling, batch=[list(text) for text in texts], **extra)
+        return [Reply(r["sent"], tuple(Arrival(at, n) for at, n in r["arrivals"])) for r in answer["replies"]]
+
+    def _complete(self, sampling: SamplingParams, **request: Any) -> dict[str, Any]:
         """Sends a request with the fields of `sampling` that both kinds of requests have."""
         given = {"max_tokens": sampling.max_tokens, "temp": sampling.temp, "seed": sampling.seed or 0}
         return self.ask({**given, **request})
@@ -93,46 +115,19 @@ def llama_cpp(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PeerRunner:
-    """Runs prompts on a peer; `extra` are additional fields of its requests, for mlx-lm the draft tokens."""
-
-    name: str
-    process: PeerProcess
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
-        answer = self.process.complete(sampling, tokens=list(prompt), ignore_eos=sampling.ignore_eos, **self.extra)
-        return Run(tuple(answer["tokens"]), Timed(max(answer["count"] - 1, 0), answer["decode_seconds"]))
-
-
-@dataclass(frozen=True, slots=True)
-class PeerBatch:
-    """A peer that completes a batch; `extra` are additional fields of its requests."""
-
-    name: str
-    process: PeerProcess
-    extra: Mapping[str, int] = field(default_factory=dict)
-
-    def run(self, texts: Texts, sampling: SamplingParams) -> list[Reply]:
-        answer = self.process.complete(sampling, batch=[list(text) for text in texts], **self.extra)
-        return [Reply(r["sent"], tuple(Arrival(at, n) for at, n in r["arrivals"])) for r in answer["replies"]]
-
-
 # Prompts per forward to try with mlx-lm; its default is 8.
 PEER_READS = (1, 4, 8)
 
 
-def best_mlx_lm(process: PeerProcess, slots: int, rounds: Sequence[Texts], sampling: SamplingParams) -> PeerBatch:
+def best_mlx_lm(process: PeerProcess, slots: int, rounds: Sequence[Texts], sampling: SamplingParams) -> BatchRunner:
     """Returns mlx-lm's `BatchGenerator` with the prefill batch size that is fastest in a trial."""
-    candidates = [
-        PeerBatch(f"{MLX_LM}, prefill batch {reads}", process, {"slots": slots, "reads": reads})
+    candidates: dict[str, BatchRunner] = {
+        f"prefill batch {reads}": partial(process.run_batch, slots=slots, reads=reads)
         for reads in PEER_READS
         if reads <= slots
-    ]
+    }
     trial = run_interleaved(candidates, rounds, sampling, lambda _: None, seeds=SEEDS)
-    best = max(candidates, key=lambda runner: total_rate([timed(replies) for replies in trial[runner.name]]))
-    return replace(best, name=MLX_LM)
+    return candidates[max(trial, key=lambda name: total_rate(list(map(timed, trial[name]))))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,17 +21,23 @@ from outrider.bench.comparison.runs import (
     Interval,
     Reply,
     Run,
+    Summary,
     bootstrap,
     nested_bootstrap,
     ratio,
     repeated_share,
+    summary,
     timed,
     total_rate,
 )
-from outrider.bench.comparison.summary import notes, summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GIGA = 1e9
+# The fewest outcomes from which a share is computed.
+FEWEST = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,29 @@ def section(
     repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[baseline])
     ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
     return Section(kind, temp, conditions, len(runs[baseline]), baseline, repeated, ordered, tuple(lines))
+
+
+def notes(name: str, found: Summary, weight_bytes: int) -> list[str]:
+    """Returns how a runner's round divides, and its shares by position. `weight_bytes`: what the target reads in one
+    forward."""
+    whole_ms, verify_ms, idle_ms = (total / found.rounds for total in (found.decode_ms, found.verify_ms, found.idle_ms))
+    hits = "" if found.hit_rate is None else f", hit rate {found.hit_rate:.0%}"
+    lines = [
+        f"- a round of {name}: {whole_ms:.2f} ms = verify {verify_ms:.2f} + target idle {idle_ms:.2f}"
+        f" + rest {whole_ms - verify_ms - idle_ms:.2f}; {found.tokens / found.rounds:.2f} tokens{hits};"
+        f" the verifies read {1000 * weight_bytes / verify_ms / GIGA:.1f} GB/s of target weights"
+    ]
+    for what, shares in (
+        ("acceptance by position", _shares(found.accepted, found.drafted, 1)),
+        ("hit rate by accepted tokens", _shares(found.hits, found.looked_up, 0)),
+    ):
+        lines += [f"- {what}, {name}: {shares}"] if shares else []
+    return lines
+
+
+def _shares(parts: Sequence[int], wholes: Sequence[int], first: int) -> str:
+    pairs = enumerate(zip(parts, wholes, strict=False), first)
+    return "  ".join(f"{at}: {part / whole:.2f} of {whole}" for at, (part, whole) in pairs if whole >= FEWEST)
 
 
 def table(found: Section) -> str:
@@ -186,12 +214,8 @@ COLUMNS = 2
 TITLE_WIDTH = 64
 
 
-def draw(sections: Sequence[Section], path: Path, title: str) -> None:
-    """Draws horizontal bars of ratios to the baseline with their intervals, one panel per table.
-
-    Raises:
-        InvalidRequest: the file can't be written.
-    """
+def draw(sections: Sequence[Section], title: str) -> Figure:
+    """Draws horizontal bars of ratios to the baseline with their intervals, one panel per table."""
     columns = min(COLUMNS, len(sections))
     lines = -(-len(sections) // columns)
     longest = max(len(found.rows) for found in sections)
@@ -202,7 +226,7 @@ def draw(sections: Sequence[Section], path: Path, title: str) -> None:
     for axes in list(panels)[len(sections) :]:
         axes.set_visible(False)
     figure.suptitle(title, fontsize=10)
-    picture.save(figure, path, 110)
+    return figure
 
 
 def _panel(axes: Axes, found: Section) -> None:
@@ -331,12 +355,8 @@ PANELS: dict[str, Callable[[ConcurrentRow], Interval | Percentiles]] = {
 }
 
 
-def draw_concurrent(sections: Sequence[ConcurrentSection], path: Path, title: str) -> None:
-    """Draws rates and latencies over concurrency, with a line of panels per temperature.
-
-    Raises:
-        InvalidRequest: the file can't be written.
-    """
+def draw_concurrent(sections: Sequence[ConcurrentSection], title: str) -> Figure:
+    """Draws rates and latencies over concurrency, with a line of panels per temperature."""
     temps = list(dict.fromkeys(found.temp for found in sections))
     figure = picture.figure(5.2 * len(PANELS), 3.9 * len(temps) + 0.5)
     grid = figure.subplots(len(temps), len(PANELS), squeeze=False)
@@ -347,7 +367,7 @@ def draw_concurrent(sections: Sequence[ConcurrentSection], path: Path, title: st
             axes.set_title(f"{name}, T = {temp:g}", fontsize=10, loc="left")
     grid[0][0].legend(frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
-    picture.save(figure, path, 110)
+    return figure
 
 
 def _concurrent_panel(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,15 @@ from outrider.bench.comparison.peers import (
     SPECULATIONS,
     WITH_DRAFT,
     ChosenPeers,
-    PeerRunner,
     llama_cpp,
     mlx_lm,
 )
 from outrider.bench.comparison.runs import (
     COLOCATED,
     ONE_PROCESS,
-    ModeRunner,
     PromptRunner,
     Run,
+    mode_runner,
     run_interleaved,
     total_rate,
 )
@@ -47,109 +47,107 @@ FEWEST_TRIAL_PROMPTS = 2
 Tell = Callable[[str], None]
 
 
-def start_runners(
-    stack: ExitStack,
-    given: dict[str, Any],
-    settings: ServeSettings,
-    depths: Sequence[int],
-    both_cores: bool,
-    peers: ChosenPeers,
-    tell: Tell,
-    one_process: bool = False,
-) -> RunnerFamilies:
-    """Starts all runners, which `stack` ends. `one_process` adds `auto` with both models in one process on both cores.
+class RunnerFamilies:
+    """All runners by family and name. `stack` ends their clusters and peers.
 
     `given` are the cluster's settings as keywords; `settings` the same with resolved folders (see `pairing`).
+    `one_process` adds `auto` with both models in one process on both cores. `weight_bytes`: what the target reads in
+    one forward.
 
     Raises:
         OutriderError: a cluster or a peer can't be started.
     """
-    found = RunnerFamilies(stack, settings, depths, tell)
-    found.add_ours("", given)
-    if peers.mlx_lm:
-        found.add_mlx_lm("", settings)
-    if peers.gguf is not None:
-        found.add_llama_cpp(peers.gguf, peers.draft)
-    # SSD uses one core per worker; here the other runners get as many.
-    threads = 2 * settings.threads
-    if one_process and settings.can_colocate:
-        client = found.cluster({**given, "colocate": True, "threads": threads}).client()
-        found.families.append([ModeRunner(ONE_PROCESS, client, "auto")])
-    if both_cores:
-        found.add_ours(BOTH_CORES, {**given, "threads": threads}, plain=True)
-        if peers.mlx_lm:
-            found.add_mlx_lm(BOTH_CORES, replace(settings, threads=threads))
-    return found
-
-
-class RunnerFamilies:
-    """All runners by family. `stack` ends their clusters and peers. `weight_bytes`: what the target reads in one
-    forward."""
 
     weight_bytes = 0
 
-    def __init__(self, stack: ExitStack, settings: ServeSettings, depths: Sequence[int], tell: Tell) -> None:
-        self.families: list[list[PromptRunner]] = []
+    def __init__(
+        self,
+        stack: ExitStack,
+        given: dict[str, Any],
+        settings: ServeSettings,
+        depths: Sequence[int],
+        both_cores: bool,
+        peers: ChosenPeers,
+        tell: Tell,
+        one_process: bool = False,
+    ) -> None:
+        self.families: list[dict[str, PromptRunner]] = []
         self._stack, self._settings, self._depths, self._tell = stack, settings, depths, tell
+        self._add_ours("", given)
+        if peers.mlx_lm:
+            self._add_mlx_lm("", settings)
+        if peers.gguf is not None:
+            self._add_llama_cpp(peers.gguf, peers.draft)
+        # SSD uses one core per worker; here the other runners get as many.
+        threads = 2 * settings.threads
+        if one_process and settings.can_colocate:
+            client = self._cluster({**given, "colocate": True, "threads": threads})
+            self.families.append({ONE_PROCESS: mode_runner(client, "auto")})
+        if both_cores:
+            self._add_ours(BOTH_CORES, {**given, "threads": threads}, plain=True)
+            if peers.mlx_lm:
+                self._add_mlx_lm(BOTH_CORES, replace(settings, threads=threads))
 
-    def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> list[PromptRunner]:
+    def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> dict[str, PromptRunner]:
         """Returns the best of each family in a trial on prompts that are not measured later, because the best of many
         is partly luck."""
-        trial = run_interleaved([runner for family in self.families for runner in family], prompts, sampling, tell)
+        runners = {name: runner for family in self.families for name, runner in family.items()}
+        trial = run_interleaved(runners, prompts, sampling, tell)
         rates = {name: total_rate([run.timed for run in runs]) for name, runs in trial.items()}
-        return [max(family, key=lambda runner: rates[runner.name]) for family in self.families]
+        return {name: runners[name] for name in (max(family, key=rates.__getitem__) for family in self.families)}
 
-    def add_ours(self, suffix: str, given: dict[str, Any], plain: bool = False) -> None:
+    def _add_ours(self, suffix: str, given: dict[str, Any], plain: bool = False) -> None:
         """Adds AR, SD with every draft source and, unless `plain`, SSD and auto.
 
         Without a draft model, n-grams are the only source, and SSD is omitted.
         """
         depths, drafts = self._depths, self._settings.draft_backend != "ngram"
         without_drafter = {k: v for k, v in given.items() if k not in ("draft_model", "draft_backend", "replay")}
-        client = ngrams = self.cluster(given).client()
+        client = ngrams = self._cluster(given)
         clients = {"n-gram": client}
         self.weight_bytes = _target(client).weight_bytes
-        self.families.append([ModeRunner(BASELINE + suffix, client, "ar")])
+        self.families.append({BASELINE + suffix: mode_runner(client, "ar")})
         if drafts:
-            ngrams = self.cluster({**without_drafter, "draft_backend": "ngram", "ngrams": True}).client()
-            model = self.cluster({**given, "ngrams": False}).client()
-            self.families.append([ModeRunner(f"sd model K={k}{suffix}", model, "sd", k) for k in depths])
+            ngrams = self._cluster({**without_drafter, "draft_backend": "ngram", "ngrams": True})
+            model = self._cluster({**given, "ngrams": False})
+            self.families.append({f"sd model K={k}{suffix}": mode_runner(model, "sd", k) for k in depths})
             clients = {"n-gram": ngrams, "both": client}
         self.families.append(
-            [ModeRunner(f"sd {name} K={k}{suffix}", one, "sd", k) for k in depths for name, one in clients.items()]
+            {f"sd {name} K={k}{suffix}": mode_runner(one, "sd", k) for k in depths for name, one in clients.items()}
         )
         if plain:
             return
         self._pin(ngrams)
         if self._settings.can_colocate:
-            together = self.cluster({**given, "colocate": True}).client()
+            together = self._cluster({**given, "colocate": True})
             self._pin(together)
-            self.families.append([ModeRunner(f"sd {COLOCATED} K={k}", together, "sd", k) for k in depths])
+            self.families.append({f"sd {COLOCATED} K={k}": mode_runner(together, "sd", k) for k in depths})
         if drafts:
-            self.families.append([ModeRunner(f"ssd K={k}", client, "ssd", k) for k in depths])
-        self.families.append([ModeRunner("auto", client, "auto")])
+            self.families.append({f"ssd K={k}": mode_runner(client, "ssd", k) for k in depths})
+        self.families.append({"auto": mode_runner(client, "auto")})
 
-    def add_mlx_lm(self, suffix: str, settings: ServeSettings) -> None:
+    def _add_mlx_lm(self, suffix: str, settings: ServeSettings) -> None:
         process = self._stack.enter_context(mlx_lm(settings))
-        self.families.append([PeerRunner(f"{MLX_LM}{suffix}", process, {"num_draft_tokens": 0})])
+        self.families.append({f"{MLX_LM}{suffix}": partial(process.run, num_draft_tokens=0)})
         if settings.draft_model is not None:
-            names = {f"{MLX_LM} sd K={n}{suffix}": {"num_draft_tokens": n} for n in self._depths}
-            self.families.append([PeerRunner(name, process, extra) for name, extra in names.items()])
+            self.families.append(
+                {f"{MLX_LM} sd K={n}{suffix}": partial(process.run, num_draft_tokens=n) for n in self._depths}
+            )
 
-    def add_llama_cpp(self, gguf: Path, draft: Path | None) -> None:
+    def _add_llama_cpp(self, gguf: Path, draft: Path | None) -> None:
         """Adds llama.cpp with our target's threads, and with twice as many without and with its own speculation."""
         twice = replace(self._settings, threads=2 * self._settings.threads)
         for settings in (self._settings, twice):
             process = self._stack.enter_context(llama_cpp(settings, gguf))
-            self.families.append([PeerRunner(llama_name(settings.threads), process)])
-        self.families.append([])
+            self.families.append({llama_name(settings.threads): process.run})
+        self.families.append({})
         for speculation in (*SPECULATIONS, *(WITH_DRAFT if draft is not None else ())):
             self._tell(f"{LLAMA_CPP} {speculation.name}")
             process = self._stack.enter_context(llama_cpp(twice, gguf, speculation=speculation, draft=draft))
-            self.families[-1].append(PeerRunner(llama_name(twice.threads, speculation.name), process))
+            self.families[-1][llama_name(twice.threads, speculation.name)] = process.run
 
-    def cluster(self, given: dict[str, Any]) -> LocalCluster:
-        return self._stack.enter_context(LocalCluster(progress=self._tell, **{"memory": False, **given}))
+    def _cluster(self, given: dict[str, Any]) -> Client:
+        return self._stack.enter_context(LocalCluster(progress=self._tell, **{"memory": False, **given})).client()
 
     def _pin(self, client: Client) -> None:
         """Pins a target without a drafter, which would not be pinned: all targets use the same core here."""

@@ -1,18 +1,19 @@
 """Interleaved runs of the same prompts, so that drift of the machine affects all equally, and their statistics.
 
-A runner is one of our modes with its K, or another engine on the same weights (`peers`). Rates are of decoding: from
-the first generated token to the last. Bootstrap intervals use a fixed seed.
+A runner is a function: one of our modes with its K, or another engine on the same weights (`peers`). Rates are of
+decoding: from the first generated token to the last. Bootstrap intervals use a fixed seed.
 """
 
 from __future__ import annotations
 
 import random
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.dialogue import GenerationResult
@@ -20,6 +21,7 @@ from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Timings
 from outrider.protocol.profile import NOT_KEPT
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import each
 
 V = TypeVar("V")
 
@@ -102,8 +104,8 @@ def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
     return (len(grams) - len(set(grams))) / len(grams) if grams else 0.0
 
 
-T = TypeVar("T", contravariant=True)
-R = TypeVar("R", covariant=True)
+T = TypeVar("T")
+R = TypeVar("R")
 
 # Part of the name of a runner with the draft model in the target's process.
 COLOCATED = "colocated"
@@ -120,36 +122,69 @@ class Run:
     timings: Timings | None = None
 
 
-class Runner(Protocol[T, R]):
-    """Runs tasks; `name` is used in tables."""
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Sums over runs. `tokens`, `rounds` and times are of decoding, without the prompt's round.
+
+    `drafted[i]` counts chains with a token i, `accepted[i]` those with tokens 0 to i accepted. `looked_up` and `hits`
+    count outcomes by accepted chain tokens. `turnaround_ms` is the median of hits, None without hits.
+    """
+
+    tokens: int
+    rounds: int
+    decode_ms: float
+    verify_ms: float
+    idle_ms: float
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    looked_up: tuple[int, ...]
+    hits: tuple[int, ...]
+    turnaround_ms: float | None
 
     @property
-    def name(self) -> str: ...
+    def acceptance(self) -> float | None:
+        """The share of drafted tokens that were accepted; None without drafted tokens."""
+        return sum(self.accepted) / sum(self.drafted) if sum(self.drafted) else None
 
-    def run(self, task: T, sampling: SamplingParams, /) -> R: ...
+    @property
+    def tokens_per_round(self) -> float | None:
+        return self.tokens / self.rounds if self.rounds and sum(self.drafted) else None
+
+    @property
+    def hit_rate(self) -> float | None:
+        return sum(self.hits) / sum(self.looked_up) if sum(self.looked_up) else None
 
 
-PromptRunner: TypeAlias = Runner[Sequence[int], Run]
+def summary(timings: Sequence[Timings]) -> Summary:
+    turnarounds = [ms for t in timings for ms in t.turnaround_ms]
+    return Summary(
+        tokens=sum(t.predicted_n - 1 for t in timings),
+        rounds=sum(max(t.rounds - 1, 0) for t in timings),
+        decode_ms=sum(t.predicted_ms for t in timings),
+        verify_ms=sum(t.verify_ms for t in timings),
+        idle_ms=sum(t.idle_ms for t in timings),
+        drafted=each(*(t.drafted_by_position for t in timings)),
+        accepted=each(*(t.accepted_by_position for t in timings)),
+        looked_up=each(*(t.looked_up_by_accepted for t in timings)),
+        hits=each(*(t.hits_by_accepted for t in timings)),
+        turnaround_ms=statistics.median(turnarounds) if turnarounds else None,
+    )
+
+
+PromptRunner: TypeAlias = Callable[[Sequence[int], SamplingParams], Run]
 """Continues a prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModeRunner:
-    """One of our modes on a running cluster. `depth` None: the cluster's K."""
+def mode_runner(client: Client, mode: str, depth: int | None = None, branches: int | None = None) -> PromptRunner:
+    """Returns a runner of one of our modes on a running cluster. `depth`, `branches` None: the cluster's K and B."""
 
-    name: str
-    client: Client
-    mode: str
-    depth: int | None = None
-    branches: int | None = None
-
-    def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
-        result = self.client.generate(
-            prompt, sampling, mode=self.mode, num_draft_tokens=self.depth, branches=self.branches
-        )
+    def run(prompt: Sequence[int], sampling: SamplingParams) -> Run:
+        result = client.generate(prompt, sampling, mode=mode, num_draft_tokens=depth, branches=branches)
         require_pace(result)
         times = result.timings
         return Run(result.token_ids, Timed(len(result.token_ids) - 1, times.predicted_ms / 1000), times)
+
+    return run
 
 
 def require_pace(result: GenerationResult) -> None:
@@ -164,7 +199,7 @@ def require_pace(result: GenerationResult) -> None:
 
 
 def run_interleaved(
-    runners: Sequence[Runner[T, R]],
+    runners: Mapping[str, Callable[[T, SamplingParams], R]],
     tasks: Sequence[T],
     sampling: SamplingParams,
     tell: Callable[[str], None],
@@ -175,12 +210,13 @@ def run_interleaved(
 
     Task number n uses seed n * `seeds`.
     """
-    runs: dict[str, list[R]] = {runner.name: [] for runner in runners}
+    runs: dict[str, list[R]] = {name: [] for name in runners}
+    names = list(runners)
     for number, task in enumerate(tasks):
-        chosen, first = replace(sampling, seed=seeds * number), number % len(runners)
-        for runner in (*runners[first:], *runners[:first]):
-            tell(f"{number + 1} of {len(tasks)}: {runner.name}")
-            runs[runner.name].append(runner.run(task, chosen))
+        chosen, first = replace(sampling, seed=seeds * number), number % len(names)
+        for name in (*names[first:], *names[:first]):
+            tell(f"{number + 1} of {len(tasks)}: {name}")
+            runs[name].append(runners[name](task, chosen))
     return runs
 
 
@@ -230,25 +266,21 @@ def timed(replies: Sequence[Reply]) -> Timed:
 SEEDS = 1000
 
 Texts = Sequence[tuple[int, ...]]
-BatchRunner: TypeAlias = Runner[Texts, list[Reply]]
+BatchRunner: TypeAlias = Callable[[Texts, SamplingParams], list[Reply]]
 """Completes all prompts, as many at once as it has slots."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModeBatch:
-    """One of our modes. Request n uses the sampling's seed plus n."""
+def mode_batch(client: Client, mode: str, slots: int) -> BatchRunner:
+    """Returns a runner of one of our modes. Request n uses the sampling's seed plus n."""
 
-    name: str
-    client: Client
-    slots: int
-
-    def run(self, texts: Texts, sampling: SamplingParams) -> list[Reply]:
-        first = sampling.seed or 0
-        samplings = [replace(sampling, seed=first + n) for n in range(len(texts))]
-        with ThreadPoolExecutor(self.slots) as threads:
-            return list(threads.map(self._send, texts, samplings))
-
-    def _send(self, text: tuple[int, ...], sampling: SamplingParams) -> Reply:
+    def send(text: tuple[int, ...], sampling: SamplingParams) -> Reply:
         sent = time.perf_counter()
-        chunks = self.client.stream(text, sampling, mode=self.name)
+        chunks = client.stream(text, sampling, mode=mode)
         return Reply(sent, tuple(Arrival(time.perf_counter(), len(c.token_ids)) for c in chunks if c.token_ids))
+
+    def run(texts: Texts, sampling: SamplingParams) -> list[Reply]:
+        samplings = [replace(sampling, seed=(sampling.seed or 0) + n) for n in range(len(texts))]
+        with ThreadPoolExecutor(slots) as threads:
+            return list(threads.map(send, texts, samplings))
+
+    return run

@@ -37,10 +37,10 @@ def rate(profile: Profile, mode: str, depth: int, branches: int, texts: int, tun
 def tuning_of(profile: Profile, found: tuple[TunedArm, ...]) -> Tuning:
     """As `tune` would write it, with rates 10 % off."""
     wrong = (replace(c, tokens_per_second=c.tokens_per_second * ERRORS[c.mode]) for c in found)
-    rows = tuple((m, profile.target.milliseconds(m)) for m in range(1, 9))
-    hit, step_ms = 0.8, profile.draft.milliseconds(1)
+    rows = tuple((m, profile.target(m)) for m in range(1, 9))
+    hit, step_ms = 0.8, profile.draft(1)
     return Tuning(
-        profile.target.milliseconds(1), rows, profile.draft.milliseconds(8), step_ms, 2 * profile.link_ms, 0.3,
+        profile.target(1), rows, profile.draft(8), step_ms, 2 * profile.link_ms, 0.3,
         profile.acceptance * 4, hit, tuple(sorted(wrong, key=lambda c: -c.tokens_per_second)),
     )  # fmt: skip
 

@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench.trace import Bar, breakdown, table
+from outrider.bench.rounds import breakdown, table
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import DraftWork, RoundRecord, Span
 
 
-def verify(number: int, start: float, length: float = 10.0) -> Bar:
-    return Bar("target", "verify 4", start, length, number, {"accepted": 2})
+def span(start_ms: float, length_ms: float) -> Span:
+    return Span(round(start_ms * 1e6), round((start_ms + length_ms) * 1e6))
 
 
-def mark(number: int, name: str) -> Bar:
-    return Bar("orchestrator", name, 0.0, 0.0, number, {})
+def verified(number: int, start_ms: float, lookup: str, source: str, *drafting: DraftWork) -> RoundRecord:
+    return RoundRecord(number, lookup, source, 3, 2, 3, span(start_ms, 10.0), drafting=drafting)
 
 
-def draft(number: int, start: float, length: float) -> Bar:
-    return Bar("draft-0", "depth 1", start, length, number, {})
+def drafted(number: int, start_ms: float, length_ms: float) -> DraftWork:
+    return DraftWork("draft-0", number, 1, 8, span(start_ms, length_ms))
 
 
-BARS = [
-    verify(1, 0.0),
-    verify(2, 10.5),
-    mark(2, "hit"),
-    verify(3, 22.5),
-    mark(3, "drafter"),
-    verify(4, 33.5),
-    mark(4, "miss"),
-    verify(5, 43.6),
-    mark(5, "late"),
-    draft(2, 11.0, 2.0),
-    draft(2, 14.0, 3.0),
-    draft(3, 21.0, 3.0),
+# Drafting is reported with the round under way when it arrived.
+ROUNDS = [
+    verified(1, 0.0, "none", "none"),
+    verified(2, 10.5, "hit", "cache", drafted(2, 11.0, 2.0), drafted(2, 14.0, 3.0)),
+    verified(3, 22.5, "miss", "drafter"),
+    verified(4, 33.5, "miss", "none", drafted(3, 21.0, 3.0)),
+    verified(5, 43.6, "late", "cache"),
 ]
 
 
 def test_breakdown_parts_add_up_to_the_time_between_outcomes() -> None:
-    found = breakdown(BARS, 1)
+    found = breakdown(ROUNDS, 1)
     assert (found.rounds, found.verify) == (4, 10.0)
     assert found.turnaround == pytest.approx(0.5 / 4)
     assert found.waiting == pytest.approx((2.0 + 0.1) / 4)
@@ -48,15 +43,15 @@ def test_breakdown_parts_add_up_to_the_time_between_outcomes() -> None:
 
 
 def test_breakdown_can_skip_the_first_rounds() -> None:
-    assert breakdown(BARS, 4).rounds == 1
+    assert breakdown(ROUNDS, 4).rounds == 1
 
 
 def test_breakdown_of_a_single_round_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="generate more tokens"):
-        breakdown(BARS, 5)
+        breakdown(ROUNDS, 5)
 
 
 def test_the_table_has_a_line_for_each_part() -> None:
-    assert [line.split("  ")[1].strip() for line in table(breakdown(BARS, 1)).splitlines()[1:]] == [
+    assert [line.split("  ")[1].strip() for line in table(breakdown(ROUNDS, 1)).splitlines()[1:]] == [
         "verify", "turnaround", "wait for drafter", "fallback", "round", "commit", "work ahead",
     ]  # fmt: skip

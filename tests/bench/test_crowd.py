@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from outrider.bench import picture
 from outrider.bench.comparison import report
 from outrider.bench.comparison.report import concurrent_section, concurrent_table
 from outrider.bench.comparison.runs import Arrival, Reply, timed
@@ -60,7 +61,7 @@ def test_latency_interval_covers_all_rounds_and_requests() -> None:
 def test_ratios_are_left_out_without_peer_and_auto(tmp_path: Path) -> None:
     found = [concurrent_section(width, 0.0, {"ar": crowd(10), "sd": crowd(12)}) for width in (1, 2)]
     assert found[0].best is None and found[0].rows[0].against_peer is None
-    report.draw_concurrent(found, tmp_path / "picture.png", "two ways")
+    picture.save(report.draw_concurrent(found, "two ways"), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from outrider.bench.comparison.summary import notes, summary
-from outrider.bench.timing import Curve
+from outrider.bench.comparison.report import notes
+from outrider.bench.comparison.runs import summary
 from outrider.protocol.messages import Timings
+from outrider.protocol.profile import Latency
 from tools.formula import (
     FormulaComparison,
     IsolatedTimes,
@@ -21,8 +22,8 @@ from tools.formula import (
     measured,
 )
 
-VERIFY = Curve(((1, 10.0), (2, 11.0), (3, 12.0), (4, 13.0)))
-ISOLATED = IsolatedTimes(10.0, VERIFY, Curve(((1, 3.0), (3, 5.0))), Curve(((1, 4.0), (3, 8.0))), 0.5)
+VERIFY = Latency(((1, 10.0), (2, 11.0), (3, 12.0), (4, 13.0)))
+ISOLATED = IsolatedTimes(10.0, VERIFY, Latency(((1, 3.0), (3, 5.0))), Latency(((1, 4.0), (3, 8.0))), 0.5)
 # Twenty rounds and the prompt's: 2 of no chain, 8 of two tokens, 10 of three; 5 were asked for. 18 lookups.
 SSD = Timings(
     predicted_n=51,
@@ -56,7 +57,7 @@ def test_shares_of_round_kinds_add_up_to_one() -> None:
 
 
 def test_run_at_isolated_times_reaches_the_predicted_rate() -> None:
-    flat = replace(ISOLATED, chain_ms=Curve(((1, 5.0), (3, 5.0))), between_ms=0.4)
+    flat = replace(ISOLATED, chain_ms=Latency(((1, 5.0), (3, 5.0))), between_ms=0.4)
     assert compare_speculative(measured([SSD]), flat, 3, works_ahead=True).share == pytest.approx(1.0)
 
 
@@ -68,7 +69,7 @@ def test_slower_verifies_lower_the_share_of_the_prediction() -> None:
 
 
 def test_drafting_longer_than_the_verify_lowers_the_prediction() -> None:
-    tall = replace(ISOLATED, ahead_ms=Curve(((1, 20.0), (3, 40.0))))
+    tall = replace(ISOLATED, ahead_ms=Latency(((1, 20.0), (3, 40.0))))
     found = measured([SSD])
     assert (
         compare_speculative(found, tall, 3, works_ahead=True).predicted

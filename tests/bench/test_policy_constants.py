@@ -27,7 +27,7 @@ def test_rounds_repeat_exactly() -> None:
 def test_plain_decoding_takes_the_machines_time() -> None:
     texts = [Text(USELESS[0], QUIET.profile, 100, random.Random(1)) for _ in range(4)]
     server = Server(QUIET, Planner(round_settings(4, 16)), random.Random(1), Arm("ar", 1))
-    forward_ms = QUIET.profile.target.milliseconds(4) * QUIET.all_cores
+    forward_ms = QUIET.profile.target(4) * QUIET.all_cores
     assert server.play(texts) == pytest.approx(100 * forward_ms)
 
 

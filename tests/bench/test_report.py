@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.bench import picture
 from outrider.bench.comparison import report
 from outrider.bench.comparison.runners import BOTH_CORES, main_table_runs, second_table_runs
 from outrider.bench.comparison.runs import Run, Timed
@@ -46,10 +47,10 @@ def test_each_runner_is_in_the_table_for_its_cores() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_picture_is_drawn_for_any_number_of_tables(tmp_path: Path, count: int) -> None:
-    report.draw([made()] * count, tmp_path / "bench.png", "test")
+    picture.save(report.draw([made()] * count, "test"), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_unwritable_picture_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="can't be written"):
-        report.draw([made()], tmp_path / "missing" / "bench.png", "test")
+        picture.save(report.draw([made()], "test"), tmp_path / "missing" / "bench.png")

@@ -1,4 +1,4 @@
-"""Predictions follow the formula, statistics match their definitions, and a picture needs a trace."""
+"""Predictions follow the formula, statistics match their definitions, and a picture needs rounds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from outrider.bench import picture
 from outrider.bench.commands import files
 from outrider.bench.commands.overlap import Overlap, _table
 from outrider.bench.comparison.runs import Timed, bootstrap, ratio, repeated_share
-from outrider.bench.trace import Bar, draw, drawn, read
+from outrider.bench.rounds import draw
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.metrics import TARGET, TARGETS_DRAFTER, Trace
 from outrider.orchestrator.core.policy.forecasts import (
@@ -29,9 +30,10 @@ from outrider.orchestrator.core.policy.forecasts import (
 )
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.messages import Span
+from outrider.protocol.messages import DraftWork, RoundRecord, Span
 from outrider.protocol.version import install
 from tools.formula import ceiling
+from tools.trace_rounds import read
 
 FLAT = Costs(10.0, lambda rows: 10.0, lambda depth: 4.0, lambda depth: 9.0, 0.0)
 
@@ -117,14 +119,23 @@ def traced(path: Path) -> None:
     trace.close()
 
 
-def test_trace_has_perfetto_events_and_can_be_drawn(tmp_path: Path) -> None:
+def record(number: int, lookup: str = "hit", source: str = "cache", *drafting: DraftWork) -> RoundRecord:
+    start = number * 12_000_000
+    work = DraftWork("draft-0", number, 1, 8, Span(start, start + 4_000_000))
+    return RoundRecord(number, lookup, source, 3, 2, 3, Span(start, start + 10_000_000), drafting=drafting or (work,))
+
+
+def test_trace_has_perfetto_events(tmp_path: Path) -> None:
     traced(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert sorted(named.values()) == ["draft-0", "orchestrator", "target"]
     assert {named[event["pid"]] for event in events if event["name"].startswith("depth")} == {"draft-0"}
-    draw(read(tmp_path / "trace.json"), tmp_path / "rounds.png", "test", 3, 10)
+
+
+def test_rounds_are_drawn_to_a_file(tmp_path: Path) -> None:
+    picture.save(draw(list(map(record, range(1, 20))), "test", 3, 10), tmp_path / "rounds.png")
     assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -133,12 +144,15 @@ def test_the_legend_has_the_colours_of_the_bars() -> None:
     from matplotlib.colors import to_hex
     from matplotlib.patches import Patch
 
-    names = ["hit", "late", "miss", "ngram", "drafter", "head", "none", "of another version"]
-    bars = [Bar("orchestrator", name, 0.0, 0.0, at, {}) for at, name in enumerate(names, 1)]
-    bars += [Bar("target", "verify", 10.0 * at, 9.0, at, {"accepted": 1}) for at in range(1, len(names) + 1)]
-    bars += [Bar("draft-0", f"depth {at}", 10.0 * at, 2.0, at, {}) for at in range(1, 8)]
-    bars.append(Bar("draft-0", "chain", 13.0, 2.0, 1, {}))
-    axes = drawn(bars, "test", 1, 8).axes[0]
+    kinds = [
+        ("hit", "cache"), ("late", "cache"), ("miss", "none"), ("none", "ngram"), ("miss", "drafter"), ("none", "head"),
+        ("none", "none"), ("none", "cache"), ("grown", "cache"),
+    ]  # fmt: skip
+    rounds = []
+    for at, (lookup, source) in enumerate(kinds, 1):
+        work = DraftWork("draft-0", at, at, 0 if at == 9 else 8, Span(at * 12_000_000, at * 12_000_000 + 2_000_000))
+        rounds.append(record(at, lookup, source, work))
+    axes = draw(rounds, "test", 1, 9).axes[0]
     legend = axes.get_legend()
     assert legend is not None
     shown = {to_hex(patch.get_facecolor()) for patch in legend.findobj(Patch) if patch is not legend.get_frame()}
@@ -150,9 +164,9 @@ def test_the_legend_has_the_colours_of_the_bars() -> None:
 def overlap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], int]:
     """`outrider overlap --out PATH` with a made trace instead of a measurement."""
 
-    def real_rounds(_options: Any, _prompt: str, trace: Path, _screen: Any) -> list[Bar]:
+    def real_rounds(_options: Any, _prompt: str, trace: Path, _screen: Any) -> list[RoundRecord]:
         traced(trace)
-        return read(trace)
+        return list(map(record, range(1, 20)))
 
     measured = Overlap(
         verify=10.0, ahead=4.0, both=11.0, verify_in_both=10.5, ahead_in_both=4.5, depth=4, branches=16, rounds=3
@@ -204,7 +218,7 @@ def test_without_matplotlib_overlap_prints_its_tables_and_a_note(
 def test_without_matplotlib_bench_starts_and_writes_its_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def drawing(_path: Path) -> None:
+    def drawing() -> NoReturn:
         pytest.fail("something was drawn")
 
     files.write(tmp_path, "bench", "title", ServeSettings(), {"sections": []}, drawing)
@@ -215,10 +229,9 @@ def test_without_matplotlib_bench_starts_and_writes_its_results(
         main(["bench", "--prompts", "1", "--peers", "none", "--out", str(tmp_path)])
 
 
-def test_missing_rounds_cannot_be_drawn(tmp_path: Path) -> None:
-    traced(tmp_path / "trace.json")
+def test_missing_rounds_cannot_be_drawn() -> None:
     with pytest.raises(InvalidRequest, match="no rounds 50"):
-        draw(read(tmp_path / "trace.json"), tmp_path / "rounds.png", "test", 50, 10)
+        draw([record(1)], "test", 50, 10)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "M"}]}'])

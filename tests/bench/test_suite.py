@@ -106,10 +106,10 @@ def test_only_modes_the_pair_supports_are_compared(
     drafts = {"draft_model": "draft"} if backend == "mlx" else {}
     given = {"model": "target", "draft_backend": backend, **drafts}
     with ExitStack() as stack:
-        found = runners_module.start_runners(
+        found = runners_module.RunnerFamilies(
             stack, given, ServeSettings(**given), [2], False, ChosenPeers(), lambda said: None
         )
-        names = [contestant.name for family in found.families for contestant in family]
+        names = [name for family in found.families for name in family]
     assert [name for name in names if "both" not in name and "colocated" not in name] == modes
 
 

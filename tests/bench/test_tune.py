@@ -12,7 +12,6 @@ import pytest
 
 from outrider.bench.commands import tune
 from outrider.bench.comparison.arms import BRANCHES, DEPTHS, PLAIN, SECONDS, WIDE, ArmCosts, arms_of, measure
-from outrider.bench.timing import Curve
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.forecasts import Arm
@@ -20,6 +19,7 @@ from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.messages import DraftWork, RoundRecord, Span, Timings
+from outrider.protocol.profile import Latency
 from outrider.protocol.sampling import SamplingParams
 
 MS = 1_000_000
@@ -27,8 +27,8 @@ TEXTS = [(1, 2, 3), (4, 5), (6, 7, 8), (9,)]
 WORKER = arms_of(True, ())
 
 
-def curve(*points: tuple[int, float]) -> Curve:
-    return Curve(points)
+def curve(*points: tuple[int, float]) -> Latency:
+    return Latency(points)
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Machine:
     """A server in virtual time. A drafted token takes `step_ms`, one of all branches twice that. `right`: how many
     tokens of a chain are accepted, by drafter; others draft nothing. `slower`: a verify while the drafter works."""
 
-    verify: Curve = field(default_factory=lambda: curve((1, 10.0), (4, 12.5)))
+    verify: Latency = field(default_factory=lambda: curve((1, 10.0), (4, 12.5)))
     step_ms: float = 2.0
     right: dict[str, int] = field(default_factory=lambda: {"": 2})
     slower: float = 1.0

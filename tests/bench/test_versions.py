@@ -22,7 +22,7 @@ class Echo:
 
 
 def test_a_side_returns_tokens_and_decoding_time() -> None:
-    found = Side("ssd, this", Echo(), "ssd").run((1, 2, 3), SamplingParams(seed=3))  # type: ignore[arg-type]
+    found = Side(Echo(), "ssd")((1, 2, 3), SamplingParams(seed=3))  # type: ignore[arg-type]
     assert (found.tokens, found.timed) == ((1, 2, 3), Timed(2, 0.04))
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from outrider.bench.prompts import CLASSES, load
+from outrider.bench.prompts import CLASSES, TINY, load
 from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import InvalidRequest
@@ -48,7 +48,8 @@ def mixed(count: int | None, kinds: Sequence[str] = CLASSES) -> list[Prompt]:
     Raises:
         InvalidRequest: there are fewer, `count` is not positive, or a class is unknown.
     """
-    turns = zip_longest(*([Prompt(kind, n, text) for n, text in enumerate(load(kind))] for kind in kinds))
+    texts = load(TINY, kinds)
+    turns = zip_longest(*([Prompt(kind, n, text) for n, text in enumerate(texts[kind])] for kind in kinds))
     prompts = [prompt for prompt in chain.from_iterable(turns) if prompt is not None]
     if count is not None and not 1 <= count <= len(prompts):
         raise InvalidRequest(f"{count} prompts were requested; expected 1 to {len(prompts)}")

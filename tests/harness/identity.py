@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from outrider.bench.comparison.peers import PeerRunner, mlx_lm
+from outrider.bench.comparison.peers import mlx_lm
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.cli.verify import certify
@@ -172,10 +172,10 @@ def judge_all(
 
 def compare_peer(judge: Judge, greedy: Sequence[Case], tell: Tell) -> None:
     with mlx_lm(choose_pair(ServeSettings()).settings) as peer:
-        runner = PeerRunner("mlx-lm: plain decoding", peer, {"num_draft_tokens": 0})
         for case in greedy:
             tell(f"mlx-lm: {case.prompt.name}")
-            judge.compare(runner.name, "T=0", case, runner.run(case.tokens, case.params).tokens)
+            tokens = peer.run(case.tokens, case.params, num_draft_tokens=0).tokens
+            judge.compare("mlx-lm: plain decoding", "T=0", case, tokens)
 
 
 def table(judge: Judge) -> str:

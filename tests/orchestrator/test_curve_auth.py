@@ -7,6 +7,7 @@ import selectors
 import socket as sockets
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def test_socket_without_authenticator_admits_no_one(tmp_path: Path) -> None:
     context: zmq.Context[Any] = zmq.Context()
     pair = make_pair()
     with (
-        bind(context.socket(zmq.ROUTER), "tcp://127.0.0.1:0", ServerKeys(pair, DRAFTER)) as bound,
+        closing(bind(context.socket(zmq.ROUTER), "tcp://127.0.0.1:0", ServerKeys(pair, DRAFTER))) as bound,
         pytest.raises(KeyFault),
     ):
         probe(bound.endpoint, ClientKeys(FRIEND, pair.public))

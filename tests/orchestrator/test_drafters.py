@@ -181,7 +181,10 @@ def test_repeating_held_and_code_texts_have_their_own_kinds() -> None:
 
 
 def test_is_code_recognizes_bench_code_and_not_prose() -> None:
-    looks = {kind: {is_code(prompt) for prompt in prompts.load(kind)} for kind in ("code", "prose", "json")}
+    looks = {
+        kind: {is_code(prompt) for prompt in texts}
+        for kind, texts in prompts.load(prompts.TINY, ("code", "prose", "json")).items()
+    }
     assert looks == {"code": {True}, "prose": {False}, "json": {True}}
     assert not is_code("f(x)")
 

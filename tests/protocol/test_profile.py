@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.profile import Latency, Profile, Published
+from outrider.protocol.profile import Latency, Profile
+from tools.simulation.published import Published
 
 GOOD: dict[str, Any] = {
     "name": "a machine",
@@ -37,12 +38,17 @@ def write(tmp_path):
 
 
 def test_a_profile_is_read_from_json(write):
-    profile = Profile.read(write(GOOD | {"notes": ["guessed"], "published": PUBLISHED}))
+    profile = Profile.read(write(GOOD | {"notes": ["guessed"]}))
     assert profile.target == Latency(((1, 18.3), (8, 19.0)))
     assert profile.draft == Latency(((1, 1.8),))
     assert (profile.link_ms, profile.acceptance, profile.bonus_ranks) == (0.5, (0.9, 0.8), (0.6, 0.2))
-    assert profile.published == Published(54.7, 161.8, 255.8, 6, 7, 24)
-    assert Profile.read(write(GOOD)).published is None
+
+
+def test_published_rates_are_read_from_the_same_file(write):
+    path = write(GOOD | {"published": PUBLISHED})
+    assert Profile.read(path) == Profile.read(write(GOOD))
+    assert Published.read(write(GOOD | {"published": PUBLISHED})) == Published(54.7, 161.8, 255.8, 6, 7, 24)
+    assert Published.read(write(GOOD)) is None
 
 
 @pytest.mark.parametrize("name", list(GOOD))
@@ -71,15 +77,25 @@ def test_a_missing_field_is_named(write, name):
         ({"bonus_ranks": [0.6, 0.6]}, "add up to 1.2"),
         ({"sources": "a page"}, r"Expected `array`, got `str` - at `\$.sources`"),
         ({"name": ""}, r"Expected `str` of length >= 1 - at `\$.name`"),
-        ({"published": [1]}, r"Expected `object.*, got `array` - at `\$.published`"),
-        ({"published": PUBLISHED | {"sd_depth": 0}}, r"Expected `int` >= 1 - at `\$.published.sd_depth`"),
-        ({"published": {"ar": 1.0}}, "missing required field `sd`"),
     ],
 )
 def test_out_of_range_profile_value_is_refused(write, change, words):
     with pytest.raises(InvalidRequest, match=words) as raised:
         Profile.read(write(GOOD | change))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("published", "words"),
+    [
+        ([1], r"Expected `object.*, got `array`"),
+        (PUBLISHED | {"sd_depth": 0}, r"Expected `int` >= 1 - at `\$.sd_depth`"),
+        ({"ar": 1.0}, "missing required field `sd`"),
+    ],
+)
+def test_published_rates_out_of_range_are_refused(write, published, words):
+    with pytest.raises(InvalidRequest, match=words):
+        Published.read(write(GOOD | {"published": published}))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"name": NaN'])
@@ -107,23 +123,23 @@ def test_shipped_profiles_have_sources_and_notes(path):
 
 def test_latency_interpolates_linearly_between_its_points():
     latency = Latency(((1, 10.0), (5, 12.0), (9, 20.0)))
-    assert [latency.milliseconds(rows) for rows in (1, 5, 9)] == [10.0, 12.0, 20.0]
-    assert latency.milliseconds(3) == pytest.approx(11.0)
-    assert latency.milliseconds(7) == pytest.approx(16.0)
+    assert [latency(rows) for rows in (1, 5, 9)] == [10.0, 12.0, 20.0]
+    assert latency(3) == pytest.approx(11.0)
+    assert latency(7) == pytest.approx(16.0)
 
 
 def test_latency_extrapolates_linearly_but_never_below_its_points():
     rising, falling = Latency(((2, 10.0), (4, 14.0))), Latency(((1, 5.0), (2, 4.0)))
-    assert rising.milliseconds(6) == pytest.approx(18.0)
-    assert rising.milliseconds(1) == 10.0
-    assert falling.milliseconds(9) == 4.0
+    assert rising(6) == pytest.approx(18.0)
+    assert rising(1) == 10.0
+    assert falling(9) == 4.0
 
 
 def test_latency_with_one_point_is_constant():
-    assert {Latency(((4, 3.0),)).milliseconds(rows) for rows in (1, 4, 99)} == {3.0}
+    assert {Latency(((4, 3.0),))(rows) for rows in (1, 4, 99)} == {3.0}
 
 
 @given(st.dictionaries(st.integers(1, 64), st.floats(0, 1000), min_size=1), st.integers(1, 200))
 def test_latency_is_never_below_its_least_point(points, rows):
     latency = Latency(tuple(sorted(points.items())))
-    assert latency.milliseconds(rows) >= min(points.values()) - 1e-9
+    assert latency(rows) >= min(points.values()) - 1e-9

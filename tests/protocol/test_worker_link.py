@@ -111,7 +111,7 @@ def test_worker_patience_follows_the_welcome_and_not_an_earlier_pause(
         later = threading.Timer(30 * 0.02, orchestrator.ping, (2,))
         later.start()
         while link._pings < 2:  # type: ignore[attr-defined]
-            link._frames(wait=True)
+            link._fetch(wait=True)
         with pytest.raises(OrchestratorGone, match="no longer answers"):
             link.receive(wait=True)
         assert link.waited == patience  # type: ignore[attr-defined]

@@ -205,9 +205,7 @@ class Server:
         if self.machine.outlier and self.rng.random() < 1 / self.machine.outlier:
             noise *= 10.0
         resting = plan.rests_drafters(count)
-        verify_ms = (
-            self.machine.profile.target.milliseconds(rows) * noise * (self.machine.all_cores if resting else 1.0)
-        )
+        verify_ms = self.machine.profile.target(rows) * noise * (self.machine.all_cores if resting else 1.0)
         own_ms = max(step.own_ms for step in steps)
         asked = [step.asked_ms for step in steps if step.asked_ms]
         waits = sum(step.wait_ms for step in steps) / count
@@ -307,7 +305,7 @@ class Server:
         self._forwards += 1
         cold = self.machine.cold_ms / self._forwards if self._forwards <= 4 else 0.0
         noise = self.rng.lognormvariate(0.0, self.machine.noise)
-        return self.machine.profile.draft.milliseconds(max(rows, 1)) * self.slower * noise + cold
+        return self.machine.profile.draft(max(rows, 1)) * self.slower * noise + cold
 
     def _fan_out(self, chain: int, branches: int) -> Sequence[int]:
         return _fan_out(self.machine.profile, chain, branches)

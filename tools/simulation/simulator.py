@@ -106,7 +106,7 @@ class Simulator:
         self._profile, self._policy, self._batch = profile, policy, batch
         self._hop, self._way = hop_ms, hop_ms + profile.link_ms
         self._odds = KnownOdds(profile)
-        self._target_ms, self._draft_ms = cache(profile.target.milliseconds), cache(profile.draft.milliseconds)
+        self._target_ms, self._draft_ms = cache(profile.target), cache(profile.draft)
         self._reach: list[float] = list(accumulate(map(self._odds.acceptance, range(policy.depth)), mul))
         self._tokens: list[float] = [1.0, *(1.0 + total for total in accumulate(self._reach))]
         self._fan_out = cache(self._fan_out_of)

@@ -148,7 +148,7 @@ class PacedTarget:
         room, found = PREFILL, []
         if len(readers) <= decoding:
             share = READING_SHARE_WITH_CHAINS if rows > decoding else READING_SHARE
-            beside_ms = self._profile.target.milliseconds(max(rows, decoding))
+            beside_ms = self._profile.target(max(rows, decoding))
             fits = share * len(readers) * beside_ms / max(self._prompt_ms, 1e-9)
             room = int(min(max(fits, SMALLEST_PIECE), PREFILL))
         for playing in readers:
@@ -161,8 +161,8 @@ class PacedTarget:
     def _milliseconds(self, flight: Flight) -> float:
         read_ms = self._prompt_ms * sum(count for _, count in flight.read)
         if not flight.rows:
-            return max(read_ms, self._profile.target.milliseconds(1))
-        return self._profile.target.milliseconds(flight.rows) + read_ms
+            return max(read_ms, self._profile.target(1))
+        return self._profile.target(flight.rows) + read_ms
 
     def _end(self, flight: Flight) -> None:
         """Sends the outcomes, and continues requests that need no message: plain ones, and prepared branches."""
