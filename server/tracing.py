@@ -82,8 +82,9 @@ class RequestSpan:
     def __init__(self, tracer: Tracer, span: Span, method: str, model: str) -> None:
         self._tracer, self._span, self._method, self._model = tracer, span, method, model
 
-    def choice(self, operation: str, index: int, sampling: SamplingParams) -> ChoiceSpan:
-        """Starts a choice's span; `operation` is OpenTelemetry's name."""
+    def choice(self, is_chat: bool, index: int, sampling: SamplingParams) -> ChoiceSpan:
+        """Starts a choice's span."""
+        operation = "chat" if is_chat else "text_completion"
         fields: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "outrider",

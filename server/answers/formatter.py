@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -19,18 +17,9 @@ from pydantic_core import to_json
 
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.server.answers.parts import (
-    ChoiceState,
-    KeepAlive,
-    Part,
-    PartUpdate,
-    StreamItem,
-    TextPart,
-    ThinkingPart,
-    timings,
-    total_timings,
-)
-from outrider.server.answers.usage import LogprobFormatter, SchemaChecker, ThoughtCounter, about, usage
+from outrider.server.answers.parts import ChoiceState, KeepAlive, Part, PartUpdate, StreamItem, TextPart, ThinkingPart
+from outrider.server.answers.plan import AnswerPlan
+from outrider.server.answers.usage import about, schema_notes, timings, usage
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
 
@@ -63,23 +52,6 @@ class Stencil:
         return self._before + to_json(text) + self._after
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerPlan:
-    """The choices to generate, and what is known before.
-
-    `thoughts` counts thinking tokens; None: they are not reported. `speller` is None without log-probabilities. `notes`
-    checks schemas.
-    """
-
-    model: str
-    prompt_tokens: int
-    choices: list[ChoiceState]
-    thoughts: ThoughtCounter | None = None
-    speller: LogprobFormatter | None = None
-    notes: SchemaChecker = lambda _choices: []
-    created: int = field(default_factory=lambda: int(time.time()))
-
-
 class AnswerFormatter(ABC):
     """Formats the answer of one request for an API, whole or as events. Methods may write several events, or none."""
 
@@ -87,8 +59,8 @@ class AnswerFormatter(ABC):
         self.plan = plan
 
     @abstractmethod
-    def whole(self, choices: list[ChoiceState]) -> BaseModel:
-        """Returns the full response."""
+    def whole(self) -> BaseModel:
+        """Returns the full response, once all choices have ended."""
 
     @abstractmethod
     def begin(self) -> bytes:
@@ -174,10 +146,9 @@ class CompletionFormatter(AnswerFormatter):
         self._common = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": plan.created,
-            "model": plan.model,
+            "model": plan.model.id,
             "system_fingerprint": FINGERPRINT,
         }
-        self._finished: list[ChoiceState] = []
         self._stencil = cache(self._stencil_of)
 
     @abstractmethod
@@ -190,12 +161,11 @@ class CompletionFormatter(AnswerFormatter):
     ) -> BaseModel:
         """Returns a choice of an event. `part` None: the choice ends, by the reason `finish`."""
 
-    def whole(self, choices: list[ChoiceState]) -> BaseModel:
+    def whole(self) -> BaseModel:
         """Returns the full response. Usage and timings include all choices, also those that are not kept."""
-        kept = self._kept(choices)
-        total = usage(self.plan.prompt_tokens, choices, self.plan.thoughts)
-        numbers = {"timings": timings(total_timings(choices)), "outrider": self._about(kept)}
-        return self.response(**self._common, **numbers, usage=total, choices=list(map(self._choice, kept)))
+        choices, kept = self.plan.choices, self._kept()
+        numbers = {"usage": usage(self.plan), "timings": timings(choices), "outrider": self._about(kept)}
+        return self.response(**self._common, **numbers, choices=list(map(self._choice, kept)))
 
     def _part(self, update: PartUpdate) -> bytes:
         part = update.part
@@ -204,28 +174,27 @@ class CompletionFormatter(AnswerFormatter):
         return self._event([self._chunk_choice(update.choice, part, update.chunks)])
 
     def _ended(self, choice: ChoiceState) -> bytes:
-        self._finished.append(choice)
         return self._event([self._chunk_choice(choice, None, choice.untold, choice.finish)], [choice])
 
     def end(self) -> bytes:
         if not self._include_usage:
             return DONE
-        total = usage(self.plan.prompt_tokens, self._finished, self.plan.thoughts)
-        return self._event([], self._finished, usage=total) + DONE
+        return self._event([], self.plan.choices, usage=usage(self.plan)) + DONE
 
     def failed(self, problem: Problem) -> bytes:
         return event(problem.body(anthropic=False, request_id="").decode())
 
-    def _kept(self, choices: list[ChoiceState]) -> list[ChoiceState]:
-        return choices
+    def _kept(self) -> list[ChoiceState]:
+        """Returns the choices of the full response."""
+        return self.plan.choices
 
     def _about(self, choices: Sequence[ChoiceState]) -> BaseModel:
-        return about(choices[0], self.plan.notes(choices))
+        return about(choices[0], schema_notes(self.plan, choices))
 
     def _event(self, choices: list[BaseModel], ended: Sequence[ChoiceState] = (), **more: Any) -> bytes:
         """Returns an event. `ended`: the choices whose timings it reports."""
         if ended:
-            more |= {"timings": timings(total_timings(ended)), "outrider": self._about(ended)}
+            more |= {"timings": timings(ended), "outrider": self._about(ended)}
         return event(self.chunk(**self._common, choices=choices, **more).model_dump_json())
 
     def _stencil_of(self, index: int, is_thought: bool) -> Stencil:

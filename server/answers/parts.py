@@ -7,22 +7,15 @@ Characters that may begin a tag are held back until that is decided, so a part n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import reduce
+from dataclasses import dataclass, field
 from itertools import groupby
-from operator import add
-from typing import Any, cast
-
-from msgspec import structs, to_builtins
 
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
-from outrider.orchestrator.pairing.tokenizer import TextCodec, TextStream, partial_length
+from outrider.orchestrator.pairing.tokenizer import TextStream, partial_length
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
-from outrider.server.mapping.generation_params import seed_of
-from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
+from outrider.server.model.served import Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import InvalidToolCall, SpanTags, ToolCall, ToolFormat
-from outrider.server.schemas import Generation, Watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +45,13 @@ class Splitter:
 
     def __init__(
         self, thinking: SpanTags | None = None, tools: ToolFormat | None = None, box: Toolbox | None = None,
-        begun: bool = False, in_form: bool = False, by_grammar: bool = False,
+        thoughts: Thoughts = Thoughts.OPTIONAL, in_form: bool = False, by_grammar: bool = False,
     ) -> None:  # fmt: skip
-        """`begun`: the text begins inside thinking. `in_form`: once text begins, everything is text. `by_grammar`: an
-        end tag inside a call that can't be parsed yet belongs to the call."""
+        """`thoughts` BEGUN: the text begins inside thinking. `in_form`: once text begins, everything is text.
+        `by_grammar`: an end tag inside a call that can't be parsed yet belongs to the call."""
+        if in_form and thoughts is Thoughts.NONE:
+            thinking = None
+        begun = thoughts is Thoughts.BEGUN
         self._box = box or Toolbox()
         self._thinking, self._tools = thinking, tools if self._box.tools else None
         spans = (thinking, self._tools.tags if self._tools is not None else None)
@@ -159,12 +155,6 @@ class Splitter:
             return []
 
 
-def splitter(model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, in_form: bool, by_grammar: bool) -> Splitter:
-    """Returns a splitter for an answer to `prompt`, which may begin inside thinking."""
-    thinking = None if in_form and prompt.thoughts is Thoughts.NONE else model.thinking
-    return Splitter(thinking, model.tools, box, prompt.thoughts is Thoughts.BEGUN, in_form, by_grammar)
-
-
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
     """No text for a while; `note` says what is being done."""
@@ -188,22 +178,20 @@ UNFINISHED = GenerationResult("", (), "", Timings(), 0, "", 0, "", "")
 class ChoiceState:
     """Choice `index`: its prompt, its parameters, and everything received of it.
 
-    `timeout` is in seconds. `words` detokenizes, if token origins are requested. `ids`: return the tokens' ids.
-    `one_call`: it ends after its first tool call.
+    `words` detokenizes, if token origins are requested. `one_call`: it ends after its first tool call. `ids`: return
+    the tokens' ids.
 
     `finish` is eos, stop, length, cancelled or tool; empty while it runs. `pieces`: the parts as they came. `chunks`:
     those with extras, which the request asked for beside the text; `untold`: of these, the ones since the last part.
     """
 
     index: int
-    prompt: tuple[int, ...]
+    prompt: TokenizedPrompt
     sampling: SamplingParams
     splitter: Splitter
-    speculation: Watched = field(default_factory=Watched)
-    timeout: float | None = None
     words: TextStream | None = None
-    ids: bool = False
     one_call: bool = False
+    ids: bool = False
     pieces: list[Part] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -280,24 +268,6 @@ class ChoiceState:
 StreamItem = KeepAlive | PartUpdate | ChoiceState
 
 
-def new_choice(
-    codec: TextCodec,
-    asked: Generation,
-    prompt: tuple[int, ...],
-    sampling: SamplingParams,
-    index: int,
-    splitter: Splitter,
-    one_call: bool = False,
-    ids: bool = False,
-) -> ChoiceState:
-    """Returns choice `index`. The choices of a request differ in the seed."""
-    sampling = replace(sampling, seed=seed_of(sampling.seed or 0, index))
-    speculation = Watched(**dict(asked.speculation or {}))
-    ends = frozenset[int]() if sampling.ignore_eos else codec.eos
-    words = TextStream(codec, prompt, sampling.stop, ends) if speculation.origins else None
-    return ChoiceState(index, prompt, sampling, splitter, speculation, asked.timeout, words, ids, one_call)
-
-
 def merged(item: StreamItem, later: StreamItem) -> PartUpdate | None:
     """Returns two updates of one choice as one, unless tags were between their texts."""
     if not isinstance(item, PartUpdate) or not isinstance(later, PartUpdate) or item.choice is not later.choice:
@@ -310,17 +280,3 @@ def merged(item: StreamItem, later: StreamItem) -> PartUpdate | None:
         case _:
             return None
     return PartUpdate(item.choice, part, item.chunks + later.chunks)
-
-
-def total_timings(choices: Sequence[ChoiceState]) -> Timings:
-    """Adds the timings of all choices."""
-    return reduce(add, (choice.result.timings for choice in choices))
-
-
-def timings(times: Timings) -> dict[str, Any]:
-    """Returns the `timings` field, with llama.cpp's names. `turnaround_ms` is omitted: it has one value for each
-    round."""
-    found = structs.asdict(times)
-    del found["turnaround_ms"]
-    found["prompt_per_second"] = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
-    return cast("dict[str, Any]", to_builtins(found))

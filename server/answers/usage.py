@@ -5,18 +5,21 @@ from __future__ import annotations
 import codecs
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate
-from typing import Any
+from operator import add
+from typing import Any, cast
+
+from msgspec import structs, to_builtins
 
 from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
 from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
 from outrider.protocol.messages import RoundRecord
-from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import NEVER
 from outrider.server.answers.parts import ChoiceState, TextPart
-from outrider.server.mapping.generation_params import OutputFormat
-from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
+from outrider.server.answers.plan import AnswerPlan
+from outrider.server.model.served import Thoughts
 from outrider.server.model.tool_format import SpanTags
 from outrider.server.schemas import (
     CachedTokens,
@@ -32,6 +35,16 @@ from outrider.server.schemas import (
     Usage,
     Work,
 )
+
+
+def timings(choices: Sequence[ChoiceState]) -> dict[str, Any]:
+    """Returns the `timings` field, the sum of all choices, with llama.cpp's names. `turnaround_ms` is omitted: it has
+    one value for each round."""
+    times = reduce(add, (choice.result.timings for choice in choices))
+    found = structs.asdict(times)
+    del found["turnaround_ms"]
+    found["prompt_per_second"] = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
+    return cast("dict[str, Any]", to_builtins(found))
 
 
 def about(choice: ChoiceState, notes: Sequence[str] = ()) -> Outrider:
@@ -60,13 +73,15 @@ def _round(record: RoundRecord) -> Round:
     return Round(**given, verify=Work.of(record.verify), decided=decided, drafting=drafting)
 
 
-ThoughtCounter = Callable[[ChoiceState], int]
-
-
-def counter(model: ServedModel, prompt: TokenizedPrompt) -> ThoughtCounter:
-    """Returns a function that counts an answer's thinking tokens."""
-    spelling, tags, begun = model.codec.spelling, model.thinking, prompt.thoughts is Thoughts.BEGUN
-    return lambda choice: thought_tokens(spelling, tags, begun, choice.tokens) if tags and choice.thought else 0
+def reasoning_tokens(plan: AnswerPlan) -> ReasoningTokens:
+    """Counts the thinking tokens of all choices."""
+    spelling, tags = plan.model.codec.spelling, plan.model.thinking
+    counts = (
+        thought_tokens(spelling, tags, choice.prompt.thoughts is Thoughts.BEGUN, choice.tokens)
+        for choice in plan.choices
+        if tags is not None and choice.thought
+    )
+    return ReasoningTokens(reasoning_tokens=sum(counts))
 
 
 def thought_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list[int]) -> int:
@@ -84,16 +99,16 @@ def thought_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list
     return count
 
 
-def usage(prompt_tokens: int, choices: Sequence[ChoiceState], thoughts: ThoughtCounter | None = None) -> Usage:
-    """Returns OpenAI's usage. A prompt shared by several choices counts once."""
-    made = sum(len(choice.tokens) for choice in choices)
-    held = max((choice.result.timings.cache_n for choice in choices), default=0)
+def usage(plan: AnswerPlan) -> Usage:
+    """Returns OpenAI's usage of all choices. A prompt shared by several choices counts once."""
+    made = sum(len(choice.tokens) for choice in plan.choices)
+    held = max((choice.result.timings.cache_n for choice in plan.choices), default=0)
     return Usage(
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=plan.prompt_tokens,
         completion_tokens=made,
-        total_tokens=prompt_tokens + made,
+        total_tokens=plan.prompt_tokens + made,
         prompt_tokens_details=CachedTokens(cached_tokens=held),
-        completion_tokens_details=ReasoningTokens(reasoning_tokens=sum(map(thoughts, choices))) if thoughts else None,
+        completion_tokens_details=reasoning_tokens(plan) if plan.is_chat else None,
     )
 
 
@@ -103,6 +118,12 @@ def logprobs_of(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
 
 LEAST = -9999.0
 """OpenAI's value for an impossible token."""
+
+
+def logprob_formatter(plan: AnswerPlan) -> LogprobFormatter | None:
+    """Returns None if no log-probabilities are generated."""
+    sampling = plan.choices[0].sampling
+    return LogprobFormatter(plan.model.codec, plan.model.ends(sampling)) if sampling.logprobs is not None else None
 
 
 class LogprobFormatter:
@@ -154,64 +175,44 @@ class TextLogprobs:
         return found
 
 
-def speller(model: ServedModel, sampling: SamplingParams) -> LogprobFormatter | None:
-    """Returns None if no log-probabilities are requested."""
-    if sampling.logprobs is None:
-        return None
-    return LogprobFormatter(model.codec, frozenset() if sampling.ignore_eos else model.codec.eos)
-
-
-SchemaChecker = Callable[[Sequence[ChoiceState]], list[str]]
 _LONGEST = 300
 
 
-def schema_checker(form: OutputFormat | None, box: Toolbox | None = None) -> SchemaChecker:
-    """Returns a function that checks answers and non-strict tool calls against what the grammar did not enforce of
-    their schemas, such as uniqueItems. Violations become notes."""
-    loose = form if form is not None and form.loose else None
-    tools = [tool["function"] for tool in box.tools if tool["function"]["name"] not in box.strict] if box else []
-    schemas = {tool["name"]: tool["parameters"] for tool in tools}
-
-    def notes(choices: Sequence[ChoiceState]) -> list[str]:
-        found = []
-        if loose is not None:
-            try:
-                validator = _validator(json.loads(loose.grammar.text))
-                for choice in (choice for choice in choices if choice.finish != "length" and not choice.calls):
-                    if (why := _fault(validator, choice.text)) is not None:
-                        found.append(
-                            f"{loose.param}: choice {choice.index} does not satisfy its schema: {why[:_LONGEST]}; no"
-                            " grammar holds this part of it, and strict would have refused it"
-                        )
-            except ValueError as error:
-                found.append(f"{loose.param}: the schema can't be checked afterwards ({str(error)[:_LONGEST]})")
-        for call in (call for choice in choices for call in choice.calls if call.name in schemas):
-            try:
-                why = _fault(_validator(schemas[call.name]), call.arguments)
-            except ValueError as error:
-                why = f"the schema can't be checked ({error})"
-            if why is not None:
+def schema_notes(plan: AnswerPlan, choices: Sequence[ChoiceState]) -> list[str]:
+    """Checks answers and non-strict tool calls against what the grammar did not enforce of their schemas, such as
+    uniqueItems, and describes each violation."""
+    found = []
+    if plan.form is not None and plan.form.loose:
+        schema = json.loads(plan.form.grammar.text)
+        for choice in (choice for choice in choices if choice.finish != "length" and not choice.calls):
+            if (why := _violation(schema, choice.text)) is not None:
                 found.append(
-                    f"tools: the arguments of a call of {call.name} do not satisfy its schema: {why[:_LONGEST]}"
+                    f"{plan.form.param}: choice {choice.index} does not satisfy its schema: {why}; no grammar holds"
+                    " this part of it, and strict would have refused it"
                 )
-        return found
+    functions = (tool["function"] for tool in plan.box.tools)
+    schemas = {one["name"]: one["parameters"] for one in functions if one["name"] not in plan.box.strict}
+    for call in (call for choice in choices for call in choice.calls if call.name in schemas):
+        if (why := _violation(schemas[call.name], call.arguments)) is not None:
+            found.append(f"tools: the arguments of a call of {call.name} do not satisfy its schema: {why}")
+    return found
 
-    return notes
 
+def _violation(schema: Any, text: str) -> str | None:
+    """Returns how the JSON `text` violates the schema, or why that can't be checked; None if it does not.
 
-def _validator(schema: Any) -> Any:
-    """Compiles a validator with linear-time patterns and without remote references. Raises ValueError."""
+    Patterns take linear time, and remote references are not fetched.
+    """
     import jsonschema_rs  # deferred: few schemas need it
 
-    return jsonschema_rs.validator_for(schema, retriever=_no_retrieval, pattern_options=jsonschema_rs.RegexOptions())
-
-
-def _fault(validator: Any, text: str) -> str | None:
-    """Returns how the JSON `text` violates the validator's schema; None if it does not."""
+    patterns = jsonschema_rs.RegexOptions()
     try:
-        return next((str(error.message) for error in validator.iter_errors(json.loads(text))), None)
-    except ValueError as error:
+        validator = jsonschema_rs.validator_for(schema, retriever=_no_retrieval, pattern_options=patterns)
+        return next((str(error.message)[:_LONGEST] for error in validator.iter_errors(json.loads(text))), None)
+    except json.JSONDecodeError as error:
         return str(error)
+    except ValueError as error:
+        return f"the schema can't be checked ({error})"[:_LONGEST]
 
 
 def _no_retrieval(_uri: str) -> Any:

@@ -13,9 +13,10 @@ from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import MOST_LOGPROBS
-from outrider.server.answers.formatter import AnswerPlan, CompletionFormatter
+from outrider.server.answers.formatter import CompletionFormatter
 from outrider.server.answers.parts import ChoiceState, Part, TextPart, ThinkingPart
-from outrider.server.answers.usage import logprobs_of, speculated
+from outrider.server.answers.plan import AnswerPlan, plan_answer
+from outrider.server.answers.usage import logprob_formatter, logprobs_of, speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping.conversation import (
     ANY,
@@ -238,6 +239,7 @@ class ChatFormatter(CompletionFormatter):
 
     def __init__(self, plan: AnswerPlan, include_usage: bool) -> None:
         super().__init__(plan, include_usage)
+        self._logprobs = logprob_formatter(plan)
         self._calls = [0] * len(plan.choices)
 
     def begin(self) -> bytes:
@@ -279,7 +281,7 @@ class ChatFormatter(CompletionFormatter):
         return Delta()
 
     def _extras(self, choice: ChoiceState, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        rows = self.plan.speller.content(logprobs_of(chunks)) if self.plan.speller is not None else None
+        rows = self._logprobs.content(logprobs_of(chunks)) if self._logprobs is not None else None
         return {"logprobs": rows, "speculation": speculated(choice, chunks)}
 
 
@@ -347,10 +349,10 @@ async def complete(asked: ChatRequest, request: Request, context: TheServer) -> 
         raise Refused("modalities: only text output is supported; expected ['text'], or leave it out", "modalities")
     if asked.top_logprobs and not asked.logprobs:
         raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
-    talk, count = conversation(context.model, asked), asked.n or 1
+    talk, form, model = conversation(context.model, asked), output_format_of(asked), context.model
     logprobs = asked.top_logprobs or 0 if asked.logprobs else None
     plan = await asyncio.to_thread(
-        context.plan, asked, talk, output_format_of(asked), asked.stop, _most(asked), logprobs, count
+        plan_answer, model, asked, talk, form, asked.stop, _most(asked), logprobs, asked.n or 1
     )
     return await context.respond(request, ChatFormatter(plan, include_usage_of(asked)), asked.stream)
 

@@ -14,18 +14,13 @@ from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
 from outrider.protocol.sampling import MOST_LOGPROBS
-from outrider.server.answers.formatter import AnswerPlan, CompletionFormatter
-from outrider.server.answers.parts import ChoiceState, Part, Splitter, TextPart, new_choice
-from outrider.server.answers.usage import LogprobFormatter, logprobs_of, schema_checker, speculated, speller
+from outrider.server.answers.formatter import CompletionFormatter
+from outrider.server.answers.parts import ChoiceState, Part, TextPart
+from outrider.server.answers.plan import AnswerPlan, plan_answer
+from outrider.server.answers.usage import LogprobFormatter, logprob_formatter, logprobs_of, speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
-from outrider.server.mapping.generation_params import (
-    answer_grammar,
-    include_usage_of,
-    output_format_of,
-    resolve_output_format,
-    sampling_params,
-)
-from outrider.server.model.served import ServedModel, TokenizedPrompt, Toolbox
+from outrider.server.mapping.generation_params import include_usage_of, output_format_of
+from outrider.server.model.served import ServedModel, TokenizedPrompt
 from outrider.server.problems import Refused
 from outrider.server.schemas import (
     MAX_CHOICES,
@@ -145,20 +140,22 @@ class TextCompletionFormatter(CompletionFormatter):
     chunk = Completion
 
     def __init__(
-        self, plan: AnswerPlan, echoes: Sequence[str], include_usage: bool, tried: int = 1, each: int = 1
-    ) -> None:
+        self, plan: AnswerPlan, echoes: Sequence[str], include_usage: bool, tried: int = 1, each: int = 1,
+        with_logprobs: bool = False,
+    ) -> None:  # fmt: skip
         """Of every `tried` choices the likeliest `each` are kept."""
         super().__init__(plan, include_usage)
         self._echoes = echoes
         self._tried, self._each = tried, each
-        self._listings = [CompletionLogprobWriter(plan.speller) for _ in echoes] if plan.speller is not None else None
+        formatter = logprob_formatter(plan) if with_logprobs else None
+        self._listings = [CompletionLogprobWriter(formatter) for _ in echoes] if formatter is not None else None
 
     def begin(self) -> bytes:
         begun = zip(self.plan.choices, map(TextPart, self._echoes), strict=True)
         return b"".join(self._event([self._chunk_choice(choice, echo)]) for choice, echo in begun if echo.text)
 
-    def _kept(self, choices: list[ChoiceState]) -> list[ChoiceState]:
-        return likeliest(choices, self._tried, self._each)
+    def _kept(self) -> list[ChoiceState]:
+        return likeliest(self.plan.choices, self._tried, self._each)
 
     def _choice(self, choice: ChoiceState) -> CompletionChoice:
         text = TextPart(self._echoes[choice.index] + choice.text)
@@ -188,41 +185,25 @@ async def complete(asked: CompletionRequest, request: Request, context: TheServe
     """Completes texts. Choices of several prompts follow one another."""
     if asked.echo and asked.logprobs is not None:
         raise Refused("logprobs of the prompt are not supported; leave out echo or logprobs", "logprobs")
-    with_usage = include_usage_of(asked)
-    plan, echoes = await asyncio.to_thread(_plan, context.model, asked)
-    formatter = TextCompletionFormatter(plan, echoes, with_usage, _tried(asked), asked.n or 1)
+    with_usage, each, tried = include_usage_of(asked), asked.n or 1, _tried(asked)
+    plan, echoes = await asyncio.to_thread(_plan, context.model, asked, tried)
+    formatter = TextCompletionFormatter(plan, echoes, with_usage, tried, each, asked.logprobs is not None)
     return await context.respond(request, formatter, asked.stream)
 
 
-def _plan(model: ServedModel, asked: CompletionRequest) -> tuple[AnswerPlan, list[str]]:
-    """Prepares the choices of all prompts, and returns the text that each kept one begins with."""
-    given = _many(asked.prompt)
+def _plan(model: ServedModel, asked: CompletionRequest, tried: int) -> tuple[AnswerPlan, list[str]]:
+    """Plans the choices of all prompts, and returns the text that each kept one begins with."""
+    given, each = _many(asked.prompt), asked.n or 1
     prompts = [_tokens(model, one) for one in given]
-    each, tried = asked.n or 1, _tried(asked)
     if len(prompts) * tried > MAX_CHOICES:
         raise Refused(f"{len(prompts)} prompts with {tried} choices each; expected at most {MAX_CHOICES} in all", "n")
     most = asked.max_tokens if asked.max_tokens is not None else DEFAULT_TOKENS
     wanted = asked.logprobs if tried == each else asked.logprobs or 0  # best_of ranks by them
-    form = resolve_output_format(model, output_format_of(asked))
-    grammar = answer_grammar(model, TokenizedPrompt(()), Toolbox(), form)
-    sampling, ids = sampling_params(model, asked, most, asked.stop, grammar, wanted), bool(asked.return_token_ids)
-    choices = [
-        new_choice(model.codec, asked, tokens, sampling, index, Splitter(), ids=ids)
-        for tokens in prompts
-        for index in range(tried)
-    ]
-    for place, choice in enumerate(choices):  # seeds are by the index among a prompt's choices
-        choice.index = place
-    plan = AnswerPlan(
-        model.id,
-        sum(map(len, prompts)),
-        choices,
-        speller=speller(model, sampling) if asked.logprobs is not None else None,
-        notes=schema_checker(form),
-    )
+    plan = plan_answer(model, asked, prompts, output_format_of(asked), asked.stop, most, wanted, tried)
+    for choice in plan.choices:
+        choice.ids = bool(asked.return_token_ids)
     texts = [one if isinstance(one, str) else model.codec.decode(tuple(one)) for one in given] if asked.echo else []
-    echoes = [text for text in texts or [""] * len(given) for _ in range(each)]
-    return plan, echoes
+    return plan, [text for text in texts or [""] * len(given) for _ in range(each)]
 
 
 def _tried(asked: CompletionRequest) -> int:
@@ -246,9 +227,9 @@ def _many(prompt: str | list[int] | list[str | list[int]]) -> list[str | list[in
     return [one for one in prompt if not isinstance(one, int)]
 
 
-def _tokens(model: ServedModel, prompt: str | list[int]) -> tuple[int, ...]:
+def _tokens(model: ServedModel, prompt: str | list[int]) -> TokenizedPrompt:
     if isinstance(prompt, str):
-        return model.plain(prompt).tokens
+        return model.plain(prompt)
     if prompt and not 0 <= min(prompt) <= max(prompt) <= MAX_TOKEN:
         raise Refused(f"prompt: a token id is out of range; expected whole numbers from 0 to {MAX_TOKEN}", "prompt")
-    return tuple(prompt)
+    return TokenizedPrompt(tuple(prompt))

@@ -25,7 +25,6 @@ from outrider.server.problems import Refused
 from outrider.server.schemas import Generation, Sampling
 
 SEEDS = 2**32
-UNBOUNDED = 2**31 - 1
 _FIELDS = (
     *("top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),

@@ -24,6 +24,7 @@ from outrider.orchestrator.pairing.tokenizer import (
     without_end,
 )
 from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.sampling import SamplingParams
 from outrider.server.model.tool_format import (
     FORMAT,
     SpanTags,
@@ -112,6 +113,10 @@ class ServedModel:
     @property
     def context_length(self) -> int | None:
         return self.codec.model.context_length
+
+    def ends(self, sampling: SamplingParams) -> frozenset[int]:
+        """Returns the tokens that end a text, and that are not part of it."""
+        return frozenset() if sampling.ignore_eos else self.codec.eos
 
     def plain(self, text: str) -> TokenizedPrompt:
         """Tokenizes a text to complete.
