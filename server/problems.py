@@ -17,6 +17,7 @@ from outrider.protocol.errors import (
     InvalidRequest,
     ModelError,
     OutriderError,
+    PromptTooLong,
     ServerBusy,
     UnknownDrafter,
     WorkerError,
@@ -120,9 +121,10 @@ def problem_of(error: Exception) -> Problem:
             return Problem(503, str(error))
         case UnknownDrafter():
             return Problem(400, str(error), param="speculation")
+        case PromptTooLong():
+            return Problem(400, str(error), code="context_length_exceeded")
         case InvalidRequest() | ModelError():
-            too_long = "context of" in str(error) and "tokens; expected at most" in str(error)
-            return Problem(400, str(error), code="context_length_exceeded" if too_long else None)
+            return Problem(400, str(error))
         case OutriderError():
             return Problem(500, str(error))
     return Problem(500, "the server failed at this request; see its log")

@@ -191,7 +191,7 @@ def _tokenized(asked: TokenizeRequest, model: ServedModel) -> Tokenized:
         tokens = list(model.prompt(conversation(model, asked)).tokens)
     else:
         special = asked.add_special if asked.add_special_tokens is None else asked.add_special_tokens
-        tokens = list(model.tokens(str(given[0]), special))
+        tokens = list(model.codec.encode(str(given[0]), special))
     spelled = [model.codec.spelling.of(token) for token in tokens]
     return Tokenized(
         tokens=list(map(_piece, tokens, spelled)) if asked.with_pieces else tokens,
