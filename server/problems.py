@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +44,17 @@ def is_anthropic(scope: Scope) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error. `param` is the field at fault, `code` a machine-readable kind, `details` Anthropic's `error_code`."""
+    """An error. `param` is the field at fault, `code` a machine-readable kind, `details` Anthropic's `error_code`.
+
+    `methods`: those that the path supports.
+    """
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
     details: str | None = None
+    methods: str | None = None
 
     def body(self, anthropic: bool, request_id: str) -> bytes:
         """Returns the JSON body in one API's format."""
@@ -66,16 +70,17 @@ class Problem:
             shape = OpenAIProblem(error=error, request_id=request_id)
         return shape.model_dump_json().encode()
 
-    def response(self, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
+    def response(self, scope: Scope) -> Response:
         """Returns the response to a request, in the format of its API."""
         body = self.body(is_anthropic(scope), scope["state"]["request_id"])
-        own = {**(headers or {}), **self.headers}
-        return Response(body, self.status, headers=own, media_type="application/json")
+        return Response(body, self.status, headers=self.headers, media_type="application/json")
 
     @property
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
+        if self.methods is not None:
+            return {"allow": self.methods}
         if self.status in (408, 413):
             return {"connection": "close"}  # the rest of the body is not read
         return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
@@ -96,12 +101,6 @@ class Refused(HTTPException):
         self.problem = Problem(status, message, param, code, details)
 
 
-def allowed_methods(headers: Mapping[str, str] | None) -> str:
-    """Returns the `Allow` header of a 405: the route's methods, or GET for static files; HEAD where GET is served."""
-    methods = (headers or {}).get("Allow", "GET")
-    return f"{methods}, HEAD" if methods == "GET" else methods
-
-
 def problem_of(error: Exception) -> Problem:
     """Converts an exception. Unexpected ones become a generic message."""
     match error:
@@ -112,7 +111,9 @@ def problem_of(error: Exception) -> Problem:
         case HTTPException(status_code=404):
             return Problem(404, "no such path; /openapi.json lists them")
         case HTTPException(status_code=405, headers=headers):
-            return Problem(405, f"this path does not support this method; expected {allowed_methods(headers)}")
+            methods = (headers or {}).get("Allow", "GET")  # static files have none
+            methods = "GET, HEAD" if methods == "GET" else methods
+            return Problem(405, f"this path does not support this method; expected {methods}", methods=methods)
         case HTTPException(status_code=status, detail=detail):
             return Problem(status, str(detail))
         case ServerBusy():

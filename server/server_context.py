@@ -36,11 +36,6 @@ def caller_of(request: Request) -> str:
     return key_of(request.scope) or (request.client.host if request.client is not None else "")
 
 
-def caller_hash(caller: str) -> str:
-    """Returns a hash of the caller that does not reveal its key. The orchestrator may run on another machine."""
-    return hashlib.sha256(caller.encode()).hexdigest()[:16]
-
-
 class CompletionBackend(Protocol):
     """What completes texts: one orchestrator, or a fleet."""
 
@@ -117,7 +112,8 @@ class ServerContext:
             return ChoiceTimer(self.metrics, inner)
 
         client, release = self.backend.client(request), partial(self._release, caller)
-        run = RequestRun(client, plan, start_timer, release, self.settings.request_timeout, caller_hash(caller))
+        name = hashlib.sha256(caller.encode()).hexdigest()[:16]  # a key must not reach another machine
+        run = RequestRun(client, plan, start_timer, release, self.settings.request_timeout, name)
         if stream:
             return EventStream(run, formatter)
         try:

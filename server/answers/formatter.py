@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -36,20 +36,6 @@ def event(data: str, name: str | None = None) -> bytes:
 def typed_event(kind: str, /, **fields: Any) -> bytes:
     """Returns an event whose name is also its `type`. Fields may be shapes."""
     return event(json.dumps({"type": kind, **fields}, ensure_ascii=False, default=BaseModel.model_dump), kind)
-
-
-class Stencil:
-    """An event that is serialized once and then filled with each chunk's text.
-
-    `written` returns the event for a text, which must occur in it once, as JSON.
-    """
-
-    def __init__(self, written: Callable[[str], bytes]) -> None:
-        self._before, self._after = written(_PLACE).split(to_json(_PLACE))
-
-    def filled(self, text: str) -> bytes:
-        """Returns the event with this text."""
-        return self._before + to_json(text) + self._after
 
 
 class AnswerFormatter(ABC):
@@ -149,7 +135,7 @@ class CompletionFormatter(AnswerFormatter):
             "model": plan.model.id,
             "system_fingerprint": FINGERPRINT,
         }
-        self._stencil = cache(self._stencil_of)
+        self._around = cache(self._event_around)
 
     @abstractmethod
     def _choice(self, choice: ChoiceState) -> BaseModel:
@@ -170,7 +156,8 @@ class CompletionFormatter(AnswerFormatter):
     def _part(self, update: PartUpdate) -> bytes:
         part = update.part
         if not update.chunks and not isinstance(part, ToolCall):
-            return self._stencil(update.choice.index, isinstance(part, ThinkingPart)).filled(part.text)
+            before, after = self._around(update.choice.index, isinstance(part, ThinkingPart))
+            return before + to_json(part.text) + after
         return self._event([self._chunk_choice(update.choice, part, update.chunks)])
 
     def _ended(self, choice: ChoiceState) -> bytes:
@@ -197,6 +184,7 @@ class CompletionFormatter(AnswerFormatter):
             more |= {"timings": timings(ended), "outrider": self._about(ended)}
         return event(self.chunk(**self._common, choices=choices, **more).model_dump_json())
 
-    def _stencil_of(self, index: int, is_thought: bool) -> Stencil:
+    def _event_around(self, index: int, is_thought: bool) -> list[bytes]:
+        """Returns what an event has before and after its text, so that it is serialized once, not for each text."""
         kind = ThinkingPart if is_thought else TextPart
-        return Stencil(lambda text: self._event([self._chunk_choice(self.plan.choices[index], kind(text))]))
+        return self._event([self._chunk_choice(self.plan.choices[index], kind(_PLACE))]).split(to_json(_PLACE))

@@ -1,25 +1,30 @@
-"""An event that is filled from a stencil equals the serialized one."""
+"""A streamed event of plain text, which is put together around the text, equals the serialized one."""
 
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.server.answers import formatter
-from outrider.server.answers.formatter import Stencil
-from outrider.server.endpoints.completions import Completion, CompletionChoice
+from outrider.protocol.sampling import SamplingParams
+from outrider.server.answers.formatter import event
+from outrider.server.answers.parts import ChoiceState, PartUpdate, Splitter, TextPart
+from outrider.server.answers.plan import AnswerPlan
+from outrider.server.endpoints.completions import Completion, CompletionChoice, TextCompletionFormatter
+from outrider.server.model.served import TokenizedPrompt
+
+MODEL: Any = SimpleNamespace(id='a"b')
+CHOICES = [ChoiceState(index, TokenizedPrompt(()), SamplingParams(), Splitter()) for index in range(2)]
 
 
-def event(text: str) -> bytes:
-    choice = CompletionChoice(index=1, text=text)
-    shape = Completion(id="cmpl-1", created=1, model='a"b', system_fingerprint="f", choices=[choice])
-    return formatter.event(shape.model_dump_json())
-
-
-@given(st.text())
-def test_filled_stencil_equals_the_serialized_event(text: str) -> None:
-    filled = Stencil(event).filled(text)
-    assert filled == event(text)
-    assert json.loads(filled.removeprefix(b"data: "))["choices"][0]["text"] == text
+@given(st.lists(st.text(), min_size=1, max_size=3))
+def test_streamed_event_equals_the_serialized_event(texts: list[str]) -> None:
+    formatter = TextCompletionFormatter(AnswerPlan(MODEL, 1, CHOICES), [""], include_usage=False)
+    for text in texts:
+        written = formatter.of(PartUpdate(CHOICES[1], TextPart(text)))
+        found = json.loads(written.removeprefix(b"data: "))
+        whole = Completion(**{**found, "choices": [CompletionChoice(index=1, text=text)]})
+        assert written == event(whole.model_dump_json()) and found["model"] == 'a"b'
