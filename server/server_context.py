@@ -19,7 +19,6 @@ from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncClie
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.messages import Stats
 from outrider.server.answers.formatter import AnswerFormatter
-from outrider.server.answers.parts import ChoiceState
 from outrider.server.answers.run import EventStream, RequestRun, while_connected
 from outrider.server.endpoints.json_route import IgnoredFields
 from outrider.server.metrics import ChoiceTimer, Metrics
@@ -105,12 +104,8 @@ class ServerContext:
                 code="rate_limit_exceeded",
             )
         self._running[caller] += 1
-        span, plan = request.scope["state"]["span"], formatter.plan
-
-        def start_timer(choice: ChoiceState) -> ChoiceTimer:
-            inner = span.choice(plan.is_chat, choice.index, choice.sampling) if span is not None else None
-            return ChoiceTimer(self.metrics, inner)
-
+        plan = formatter.plan
+        start_timer = partial(ChoiceTimer, self.metrics, request.scope["state"]["span"], plan.is_chat)
         client, release = self.backend.client(request), partial(self._release, caller)
         name = hashlib.sha256(caller.encode()).hexdigest()[:16]  # a key must not reach another machine
         run = RequestRun(client, plan, start_timer, release, self.settings.request_timeout, name)

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncStream
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.protocol.errors import OutriderError
+from outrider.protocol.sampling import SamplingParams
 from outrider.server.answers.formatter import AnswerFormatter
 from outrider.server.answers.parts import UNFINISHED, ChoiceState, KeepAlive, StreamItem, merged
 from outrider.server.answers.plan import AnswerPlan
@@ -37,10 +38,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-StartTimer = Callable[[ChoiceState], ChoiceTimer]
-"""Starts the timer of a choice."""
-
-
 class RequestRun:
     """Starts on creation. Call `next` until `over`, then `close`, which cancels what still runs and calls `release`.
 
@@ -52,7 +49,7 @@ class RequestRun:
         self,
         client: AsyncBaseClient,
         plan: AnswerPlan,
-        start_timer: StartTimer,
+        start_timer: Callable[[int, SamplingParams], ChoiceTimer],
         release: Callable[[], None],
         longest: float | None,
         caller: str,
@@ -120,7 +117,7 @@ class RequestRun:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _complete(self, choice: ChoiceState) -> None:
-        timer = self._start_timer(choice)
+        timer = self._start_timer(choice.index, choice.sampling)
         result: GenerationResult | None = None
         failed: Exception | None = None
 

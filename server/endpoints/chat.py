@@ -39,6 +39,7 @@ from outrider.server.schemas import (
     ApiRequest,
     ApiResponse,
     ChatLogprobs,
+    CompletionBase,
     Content,
     LooseShape,
     MaxTokens,
@@ -182,14 +183,10 @@ class ChatChoice(ApiResponse):
     speculation: Speculated | None = absent()
 
 
-class ChatCompletion(ApiResponse):
+class ChatCompletion(CompletionBase):
     """The full response."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     timings: Timings
@@ -213,18 +210,11 @@ class ChunkChoice(ApiResponse):
     speculation: Speculated | None = absent()
 
 
-class ChatChunk(ApiResponse):
+class ChatChunk(CompletionBase):
     """An event of a stream. A choice's last event has timings; usage, if requested, has an event without choices."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChunkChoice]
-    usage: Usage | None = absent()
-    timings: Timings | None = absent()
-    outrider: Outrider | None = absent()
 
 
 _FINISH: dict[str, Finish] = {"length": "length", "tool": "tool_calls"}

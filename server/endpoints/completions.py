@@ -26,12 +26,10 @@ from outrider.server.schemas import (
     MAX_CHOICES,
     MAX_TOKENS,
     ApiResponse,
-    Outrider,
+    CompletionBase,
     Sampling,
     Speculated,
     SpelledToken,
-    Timings,
-    Usage,
     absent,
     bounded,
     unsupported,
@@ -70,18 +68,11 @@ class CompletionChoice(ApiResponse):
     speculation: Speculated | None = absent()
 
 
-class Completion(ApiResponse):
+class Completion(CompletionBase):
     """The full response, and each event of a stream."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage | None = absent()
-    timings: Timings | None = absent()
-    outrider: Outrider | None = absent()
 
 
 class CompletionLogprobWriter:

@@ -95,7 +95,7 @@ def test_stream_whose_text_is_held_back_sends_keep_alives() -> None:
     async def first() -> list[StreamItem]:
         splitter = Splitter(None, tool_format(None, (), "json_tools"), box)
         plan = AnswerPlan(MODEL, 5, [ChoiceState(0, TokenizedPrompt(()), SamplingParams(), splitter)])
-        run = RequestRun(client, plan, lambda _choice: timer, lambda: None, None, "")
+        run = RequestRun(client, plan, lambda _index, _sampling: timer, lambda: None, None, "")
         try:
             return await run.next()
         finally:
