@@ -7,7 +7,7 @@ Characters that may begin a tag are held back until that is decided, so a part n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
@@ -205,14 +205,10 @@ class ChoiceState:
         found: list[Part] = []
         for _, group in groupby(self.pieces, type):
             pieces = list(group)
-            text = "".join(piece.text for piece in pieces if not isinstance(piece, ToolCall))
-            match pieces[0]:
-                case TextPart(at=at):
-                    found.append(TextPart(text, at))
-                case ThinkingPart():
-                    found.append(ThinkingPart(text))
-                case ToolCall():
-                    found += pieces
+            if isinstance(first := pieces[0], ToolCall):
+                found += pieces
+            else:
+                found.append(replace(first, text="".join(one.text for one in pieces if not isinstance(one, ToolCall))))
         return found
 
     @property
@@ -231,38 +227,35 @@ class ChoiceState:
         """Adds a chunk, and returns its parts. Does nothing after the end."""
         if self.finish:
             return []
-        parts = self._take(self.splitter.feed(chunk.text))
         self.tokens += chunk.token_ids
         if self.ids or chunk.logprobs is not None or chunk.origins is not None or chunk.rounds is not None:
             self.chunks.append(chunk)
             self.untold += (chunk,)
+        items = self._add(self.splitter.feed(chunk.text))
         if self.one_call and self.calls:
             self.finish = "tool"
-        return self._updates(parts)
+        return items
 
     def end(self, result: GenerationResult) -> list[StreamItem]:
         """Adds the result, and returns the last parts and the choice."""
-        parts: list[Part] = []
+        items: list[StreamItem] = []
         if not self.finish:
-            parts = self._take(self.splitter.finish(cut=result.finish_reason == "length"))
+            items = self._add(self.splitter.finish(cut=result.finish_reason == "length"))
             called = (self.one_call or result.finish_reason in ("eos", "stop")) and bool(self.calls)
             self.finish = "tool" if called else result.finish_reason
         self.result = result
-        return [*self._updates(parts), self]
+        return [*items, self]
 
-    def _take(self, parts: list[Part]) -> list[Part]:
-        if self.one_call:
-            first = next((place for place, part in enumerate(parts, 1) if isinstance(part, ToolCall)), len(parts))
-            parts = parts[:first]
-        self.pieces += parts
-        return parts
-
-    def _updates(self, parts: Sequence[Part]) -> list[StreamItem]:
-        found: list[StreamItem] = []
+    def _add(self, parts: Sequence[Part]) -> list[StreamItem]:
+        """Adds parts, up to the first call if it ends the choice."""
+        items: list[StreamItem] = []
         for part in parts:
-            found.append(PartUpdate(self, part, self.untold))
+            self.pieces.append(part)
+            items.append(PartUpdate(self, part, self.untold))
             self.untold = ()
-        return found
+            if self.one_call and isinstance(part, ToolCall):
+                break
+        return items
 
 
 StreamItem = KeepAlive | PartUpdate | ChoiceState
@@ -272,11 +265,9 @@ def merged(item: StreamItem, later: StreamItem) -> PartUpdate | None:
     """Returns two updates of one choice as one, unless tags were between their texts."""
     if not isinstance(item, PartUpdate) or not isinstance(later, PartUpdate) or item.choice is not later.choice:
         return None
-    match item.part, later.part:
-        case TextPart(text=text, at=at), TextPart(text=more) as following if following.at == at + len(text):
-            part: Part = TextPart(text + more, at)
-        case ThinkingPart(text=text), ThinkingPart(text=more):
-            part = ThinkingPart(text + more)
-        case _:
-            return None
-    return PartUpdate(item.choice, part, item.chunks + later.chunks)
+    part, more = item.part, later.part
+    if isinstance(part, ToolCall) or isinstance(more, ToolCall) or type(part) is not type(more):
+        return None
+    if isinstance(part, TextPart) and isinstance(more, TextPart) and more.at != part.at + len(part.text):
+        return None
+    return PartUpdate(item.choice, replace(part, text=part.text + more.text), item.chunks + later.chunks)

@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -176,18 +176,13 @@ def answer_grammar(
     """
     if form is None and not box.binds:
         return None
-    param = form.param if form is not None else "tools"
-    if form is not None:
-        with _refusing(f"{param}:", param):
-            check(form.grammar, model.vocabulary)
     rules = Rules(model.vocabulary)
     body = _calls(rules, model, box, form) if box.tools else None
-    if body is None and form is None:
-        return None
-    if body is None and form is not None and prompt.thoughts is Thoughts.NONE:
-        return form.grammar
+    if body is None and (form is None or prompt.thoughts is Thoughts.NONE):
+        return form.grammar if form is not None else None
     answer = {"name": "answer", "lark_grammar": rules.text(f"{_thoughts(rules, model, prompt)} {body or '@form'}")}
     inner = [as_part(form.grammar, "form")] if form is not None else []
+    param = form.param if form is not None else "tools"
     with _refusing(f"{param}:", param):
         grammar = Grammar("llguidance", json.dumps({"grammars": [answer, *inner]}, ensure_ascii=False))
         check(grammar, model.vocabulary)
@@ -195,21 +190,21 @@ def answer_grammar(
 
 
 def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> OutputFormat | None:
-    """Returns a format that is enforceable, `loose` only if its grammar omits part of the schema. Raises Refused."""
-    if form is None or not form.loose:
-        return form
+    """Returns a format that can be enforced, `loose` only if its grammar omits part of the schema. Raises Refused."""
+    if form is None:
+        return None
     try:
         check(form.grammar, model.vocabulary)
         return replace(form, loose=False)
     except InvalidRequest as error:
-        schema = json.loads(form.grammar.text)
-        schema["x-guidance"] = {**schema.get("x-guidance", {}), "lenient": True}
-        try:
+        if form.loose:
+            schema = json.loads(form.grammar.text)
+            schema["x-guidance"] = {**schema.get("x-guidance", {}), "lenient": True}
             lenient = Grammar.json_schema(schema)  # without what the library does not support
-            check(lenient, model.vocabulary)
-        except InvalidRequest:
-            raise Refused(f"{form.param}: {error}", form.param) from None
-        return replace(form, grammar=lenient)
+            with suppress(InvalidRequest):
+                check(lenient, model.vocabulary)
+                return replace(form, grammar=lenient)
+        raise Refused(f"{form.param}: {error}", form.param) from None
 
 
 def _calls(rules: Rules, model: ServedModel, box: Toolbox, form: OutputFormat | None) -> str | None:
