@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -55,7 +54,7 @@ def application(
         app.include_router(router)
     app.mount("/page", page.files)
     extend_openapi(app, model.names, (chat.ChatChunk,))
-    for kind in (OutriderError, RequestValidationError, HTTPException, Exception):
+    for kind in (OutriderError, HTTPException, Exception):
         app.add_exception_handler(kind, _problem)
     app.add_exception_handler(ClientDisconnect, _disconnected)
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=5)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -34,7 +31,6 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_NO_FIELDS = frozenset({"body", "str", "int", "float", "bool", "none"})
 
 
 def is_anthropic(scope: Scope) -> bool:
@@ -86,7 +82,7 @@ class Problem:
         return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
 
 
-class Refused(HTTPException):
+class Refused(OutriderError):
     """A request that is rejected before any work is done."""
 
     def __init__(
@@ -97,7 +93,7 @@ class Refused(HTTPException):
         code: str | None = None,
         details: str | None = None,
     ) -> None:
-        super().__init__(status, message)
+        super().__init__(message)
         self.problem = Problem(status, message, param, code, details)
 
 
@@ -106,8 +102,6 @@ def problem_of(error: Exception) -> Problem:
     match error:
         case Refused(problem=problem):
             return problem
-        case RequestValidationError():
-            return _invalid(error.errors())
         case HTTPException(status_code=404):
             return Problem(404, "no such path; /openapi.json lists them")
         case HTTPException(status_code=405, headers=headers):
@@ -129,22 +123,3 @@ def problem_of(error: Exception) -> Problem:
         case OutriderError():
             return Problem(500, str(error))
     return Problem(500, "the server failed at this request; see its log")
-
-
-def _invalid(errors: Sequence[Any]) -> Problem:
-    """Reports the first invalid field. Of several failed union alternatives it picks the one that got furthest."""
-    first: dict[str, Any] = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
-    if first["type"] == "json_invalid":
-        return Problem(400, f"the body is not JSON ({first['ctx']['error']}); expected an object")
-    *above, last = first["loc"]
-    is_unknown = first["type"] == "extra_forbidden"
-    path = [str(part) for part in above if _is_field(part)]
-    path += [str(last)] if is_unknown or _is_field(last) else []
-    reason = "no such field is known here; leave it out" if is_unknown else first["msg"]
-    details = first.get("ctx", {}).get("details")
-    return Problem(400, f"{'.'.join(path) or 'the body'}: {reason}", path[0] if path else None, details=details)
-
-
-def _is_field(part: str | int) -> bool:
-    """Whether `part` is a field name or index, not pydantic's name of a union alternative."""
-    return isinstance(part, int) or (part.islower() and part.isidentifier() and part not in _NO_FIELDS)

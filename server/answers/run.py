@@ -186,7 +186,7 @@ class EventStream(Response):
                     break
                 items = await self._run.next()
             await write(self._events.end())
-        except (OutriderError, Refused) as error:
+        except OutriderError as error:
             await write(self._events.failed(problem_of(error)))
         except Exception as error:
             await write(self._events.failed(problem_of(error)))
