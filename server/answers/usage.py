@@ -6,6 +6,7 @@ import codecs
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
 from operator import add
@@ -17,13 +18,12 @@ from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
 from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
 from outrider.protocol.messages import RoundRecord
 from outrider.protocol.schema import NEVER
-from outrider.server.answers.parts import ChoiceState, TextPart
+from outrider.server.answers.parts import ChoiceState
 from outrider.server.answers.plan import AnswerPlan
 from outrider.server.model.served import Thoughts
 from outrider.server.model.tool_format import SpanTags
 from outrider.server.schemas import (
     CachedTokens,
-    ChatLogprobs,
     Drafting,
     LikelyToken,
     Outrider,
@@ -112,37 +112,36 @@ def usage(plan: AnswerPlan) -> Usage:
     )
 
 
-def logprobs_of(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
-    return [row for chunk in chunks for row in chunk.logprobs or ()]
-
-
 LEAST = -9999.0
 """OpenAI's value for an impossible token."""
 
 
-def logprob_formatter(plan: AnswerPlan) -> LogprobFormatter | None:
-    """Returns None if no log-probabilities are generated."""
-    sampling = plan.choices[0].sampling
-    return LogprobFormatter(plan.model.codec, plan.model.ends(sampling)) if sampling.logprobs is not None else None
+@dataclass(frozen=True, slots=True)
+class PlacedToken:
+    """A token with its log-probability, and the numbers of characters before its text and up to its end."""
+
+    start: int
+    end: int
+    spelled: SpelledToken
 
 
 class LogprobFormatter:
-    """Formats log-probabilities for OpenAI's APIs. Tokens in `ends` (end of text) are omitted."""
+    """Formats the log-probabilities of one choice for OpenAI's APIs. Tokens in `ends` (end of text) are omitted."""
 
     def __init__(self, codec: TextCodec, ends: frozenset[int]) -> None:
         self._codec, self._ends = codec, ends
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
 
-    def content(self, rows: Sequence[TokenLogprob]) -> ChatLogprobs | None:
-        """Formats for chat completions; None without tokens."""
-        spelled = self.spelled(rows)
-        return ChatLogprobs(content=spelled) if spelled else None
-
-    def spelled(self, rows: Sequence[TokenLogprob]) -> list[SpelledToken]:
-        """Decodes each token; incomplete characters become U+FFFD."""
+    def next(self, chunks: Sequence[Chunk]) -> list[PlacedToken]:
+        """Formats the tokens of the next chunks. In a token's own text, incomplete characters become U+FFFD."""
         found = []
-        for row in (row for row in rows if row.token not in self._ends):
+        for row in (row for row in logprobs_of(chunks) if row.token not in self._ends):
             top = [self._likely(token, value) for token, value in row.top if value > NEVER]
-            found.append(SpelledToken(**self._likely(row.token, row.logprob).model_dump(), top_logprobs=top))
+            spelled = SpelledToken(**self._likely(row.token, row.logprob).model_dump(), top_logprobs=top)
+            start = self._length
+            self._length += len(self._characters.decode(bytes(spelled.bytes)))
+            found.append(PlacedToken(start, self._length, spelled))
         return found
 
     def _likely(self, token: int, value: float) -> LikelyToken:
@@ -150,29 +149,16 @@ class LogprobFormatter:
         return LikelyToken(token=spelled.decode(errors="replace"), logprob=max(value, LEAST), bytes=list(spelled))
 
 
-class TextLogprobs:
-    """Assigns log-probabilities to the text parts that a reader sees."""
+def logprobs_of(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
+    return [row for chunk in chunks for row in chunk.logprobs or ()]
 
-    def __init__(self, speller: LogprobFormatter) -> None:
-        self._speller = speller
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._rows: list[tuple[int, SpelledToken]] = []
-        self._length = self._returned = 0
 
-    def take(self, rows: Sequence[TokenLogprob]) -> None:
-        """Adds the next tokens."""
-        for one in self._speller.spelled(rows):
-            self._length += len(self._characters.decode(bytes(one.bytes)))
-            self._rows.append((self._length, one))
-
-    def next(self, words: TextPart) -> list[SpelledToken]:
-        """Returns the tokens that end in `words` and were not returned before."""
-        found = []
-        while self._returned < len(self._rows) and self._rows[self._returned][0] <= words.at + len(words.text):
-            end, row = self._rows[self._returned]
-            found += [row] if end > words.at else []
-            self._returned += 1
-        return found
+def logprob_formatters(plan: AnswerPlan) -> list[LogprobFormatter] | None:
+    """Returns one for each choice; None if log-probabilities are not generated."""
+    sampling = plan.choices[0].sampling
+    if sampling.logprobs is None:
+        return None
+    return [LogprobFormatter(plan.model.codec, plan.model.ends(sampling)) for _ in plan.choices]
 
 
 _LONGEST = 300

@@ -16,7 +16,7 @@ from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.answers.formatter import CompletionFormatter
 from outrider.server.answers.parts import ChoiceState, Part, TextPart, ThinkingPart
 from outrider.server.answers.plan import AnswerPlan, plan_answer
-from outrider.server.answers.usage import logprob_formatter, logprobs_of, speculated
+from outrider.server.answers.usage import logprob_formatters, speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping.conversation import (
     ANY,
@@ -229,7 +229,7 @@ class ChatFormatter(CompletionFormatter):
 
     def __init__(self, plan: AnswerPlan, include_usage: bool) -> None:
         super().__init__(plan, include_usage)
-        self._logprobs = logprob_formatter(plan)
+        self._logprobs = logprob_formatters(plan)
         self._calls = [0] * len(plan.choices)
 
     def begin(self) -> bytes:
@@ -271,8 +271,9 @@ class ChatFormatter(CompletionFormatter):
         return Delta()
 
     def _extras(self, choice: ChoiceState, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        rows = self._logprobs.content(logprobs_of(chunks)) if self._logprobs is not None else None
-        return {"logprobs": rows, "speculation": speculated(choice, chunks)}
+        placed = self._logprobs[choice.index].next(chunks) if self._logprobs is not None else []
+        logprobs = ChatLogprobs(content=[one.spelled for one in placed]) if placed else None
+        return {"logprobs": logprobs, "speculation": speculated(choice, chunks)}
 
 
 def call_id(call: ToolCall) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -12,12 +11,12 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
+from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.answers.formatter import CompletionFormatter
 from outrider.server.answers.parts import ChoiceState, Part, TextPart
 from outrider.server.answers.plan import AnswerPlan, plan_answer
-from outrider.server.answers.usage import LogprobFormatter, logprob_formatter, logprobs_of, speculated
+from outrider.server.answers.usage import PlacedToken, logprob_formatters, logprobs_of, speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping.generation_params import include_usage_of, output_format_of
 from outrider.server.model.served import ServedModel, TokenizedPrompt
@@ -75,28 +74,17 @@ class Completion(CompletionBase):
     choices: list[CompletionChoice]
 
 
-class CompletionLogprobWriter:
-    """Log-probabilities of one text completion, with text offsets."""
-
-    def __init__(self, speller: LogprobFormatter) -> None:
-        self._speller = speller
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._length = 0
-
-    def next(self, rows: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
-        """Formats the next tokens; None without any."""
-        spelled, offsets = self._speller.spelled(rows), []
-        for one in spelled:
-            offsets.append(self._length)
-            self._length += len(self._characters.decode(bytes(one.bytes)))
-        if not spelled:
-            return None
-        return CompletionLogprobs(
-            tokens=[one.token for one in spelled],
-            token_logprobs=[one.logprob for one in spelled],
-            top_logprobs=list(map(_top, spelled)),
-            text_offset=offsets,
-        )
+def completion_logprobs(placed: Sequence[PlacedToken]) -> CompletionLogprobs | None:
+    """Formats the next tokens; None without any."""
+    if not placed:
+        return None
+    spelled = [one.spelled for one in placed]
+    return CompletionLogprobs(
+        tokens=[one.token for one in spelled],
+        token_logprobs=[one.logprob for one in spelled],
+        top_logprobs=list(map(_top, spelled)),
+        text_offset=[one.start for one in placed],
+    )
 
 
 def _top(spelled: SpelledToken) -> dict[str, float]:
@@ -138,8 +126,7 @@ class TextCompletionFormatter(CompletionFormatter):
         super().__init__(plan, include_usage)
         self._echoes = echoes
         self._tried, self._each = tried, each
-        formatter = logprob_formatter(plan) if with_logprobs else None
-        self._listings = [CompletionLogprobWriter(formatter) for _ in echoes] if formatter is not None else None
+        self._logprobs = logprob_formatters(plan) if with_logprobs else None
 
     def begin(self) -> bytes:
         begun = zip(self.plan.choices, map(TextPart, self._echoes), strict=True)
@@ -155,10 +142,11 @@ class TextCompletionFormatter(CompletionFormatter):
     def _chunk_choice(
         self, choice: ChoiceState, part: Part | None, chunks: Sequence[Chunk] = (), finish: str | None = None
     ) -> CompletionChoice:
+        placed = self._logprobs[choice.index].next(chunks) if self._logprobs is not None else []
         return CompletionChoice(
             index=choice.index,
             text=part.text if isinstance(part, TextPart) else "",
-            logprobs=self._listings[choice.index].next(logprobs_of(chunks)) if self._listings is not None else None,
+            logprobs=completion_logprobs(placed),
             finish_reason=None if finish is None else "length" if finish == "length" else "stop",
             token_ids=[token for chunk in chunks for token in chunk.token_ids] or None if choice.ids else None,
             speculation=speculated(choice, chunks),

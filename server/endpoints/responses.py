@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -20,10 +21,9 @@ from outrider.server.answers.formatter import BlockFormatter, typed_event
 from outrider.server.answers.parts import ChoiceState, Part, PartUpdate, TextPart, ThinkingPart
 from outrider.server.answers.plan import AnswerPlan, plan_answer
 from outrider.server.answers.usage import (
-    TextLogprobs,
+    PlacedToken,
     about,
-    logprob_formatter,
-    logprobs_of,
+    logprob_formatters,
     reasoning_tokens,
     schema_notes,
     timings,
@@ -226,8 +226,9 @@ class ResponseFormatter(BlockFormatter):
         # Coding agents also offer tools that run at OpenAI.
         others = sorted({tool.type[:40] for tool in asked.tools or () if tool.type != "function"})
         self._notes = [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
-        formatter = logprob_formatter(plan)
-        self._logprobs = TextLogprobs(formatter) if formatter is not None else None
+        formatters = logprob_formatters(plan)
+        self._logprobs = formatters[0] if formatters is not None else None
+        self._placed: deque[PlacedToken] = deque()
         self._number = -1
         self._items: list[Output] = []
         choice, sampling = asked.tool_choice, plan.choices[0].sampling
@@ -291,7 +292,7 @@ class ResponseFormatter(BlockFormatter):
 
     def _take_logprobs(self, chunks: Sequence[Chunk]) -> None:
         if self._logprobs is not None:
-            self._logprobs.take(logprobs_of(chunks))
+            self._placed += self._logprobs.next(chunks)
 
     def _grow(self, part: Part) -> list[SpelledToken]:
         """Adds a part to the last item, and returns its log-probabilities."""
@@ -299,13 +300,21 @@ class ResponseFormatter(BlockFormatter):
         match self._items[-1], part:
             case OutputMessage(content=[content]), TextPart(text=text):
                 content.text += text
-                if self._logprobs is not None and content.logprobs is not None:
-                    content.logprobs += (rows := self._logprobs.next(part))
+                if content.logprobs is not None:
+                    content.logprobs += (rows := self._logprobs_of(part))
             case OutputReasoning(content=[content]), ThinkingPart(text=text):
                 content.text += text
             case OutputCall() as call, ToolCall(arguments=arguments):
                 call.arguments = arguments
         return rows
+
+    def _logprobs_of(self, words: TextPart) -> list[SpelledToken]:
+        """Returns the tokens that end in `words`. Those before are tags and thinking."""
+        found = []
+        while self._placed and self._placed[0].end <= words.at + len(words.text):
+            one = self._placed.popleft()
+            found += [one.spelled] if one.end > words.at else []
+        return found
 
     def _open(self, part: Part) -> bytes:
         self._items.append(item := _item(part, self._logprobs is not None))

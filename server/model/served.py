@@ -136,8 +136,6 @@ class ServedModel:
             ModelError: the template rejects these messages.
         """
         if self.template is None:
-            if talk.box.tools:
-                raise InvalidRequest(f"{self.id} has no chat template, so it can't use tools; leave out tools")
             if talk.keywords:
                 raise InvalidRequest(f"{self.id} has no chat template; leave out the template's arguments")
             return self.plain(as_text(talk.messages))
