@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.answers.parts import ChoiceState, KeepAlive, Part, PartUpdate, StreamItem, TextPart, ThinkingPart
 from outrider.server.answers.plan import AnswerPlan
-from outrider.server.answers.usage import about, schema_notes, timings, usage
+from outrider.server.answers.usage import schema_notes, statistics, usage
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
 
@@ -28,14 +27,15 @@ DONE = b"data: [DONE]\n\n"
 _PLACE = secrets.token_hex(16)
 
 
-def event(data: str, name: str | None = None) -> bytes:
+def event(data: bytes, name: str | None = None) -> bytes:
     """Returns one server-sent event. `data` is JSON without line breaks."""
-    return (f"event: {name}\n" if name is not None else "").encode() + f"data: {data}\n\n".encode()
+    named = f"event: {name}\n".encode() if name is not None else b""
+    return b"%bdata: %b\n\n" % (named, data)
 
 
 def typed_event(kind: str, /, **fields: Any) -> bytes:
     """Returns an event whose name is also its `type`. Fields may be shapes."""
-    return event(json.dumps({"type": kind, **fields}, ensure_ascii=False, default=BaseModel.model_dump), kind)
+    return event(to_json({"type": kind, **fields}), kind)
 
 
 class AnswerFormatter(ABC):
@@ -149,9 +149,10 @@ class CompletionFormatter(AnswerFormatter):
 
     def whole(self) -> BaseModel:
         """Returns the full response. Usage and timings include all choices, also those that are not kept."""
-        choices, kept = self.plan.choices, self._kept()
-        numbers = {"usage": usage(self.plan), "timings": timings(choices), "outrider": self._about(kept)}
-        return self.response(**self._common, **numbers, choices=list(map(self._choice, kept)))
+        kept = self._kept()
+        numbers = statistics(self.plan.choices, schema_notes(self.plan, kept), kept[0])
+        choices = list(map(self._choice, kept))
+        return self.response(**self._common, choices=choices, usage=usage(self.plan), **numbers)
 
     def _part(self, update: PartUpdate) -> bytes:
         part = update.part
@@ -169,20 +170,17 @@ class CompletionFormatter(AnswerFormatter):
         return self._event([], self.plan.choices, usage=usage(self.plan)) + DONE
 
     def failed(self, problem: Problem) -> bytes:
-        return event(problem.body(anthropic=False, request_id="").decode())
+        return event(problem.body(anthropic=False, request_id=""))
 
     def _kept(self) -> list[ChoiceState]:
         """Returns the choices of the full response."""
         return self.plan.choices
 
-    def _about(self, choices: Sequence[ChoiceState]) -> BaseModel:
-        return about(choices[0], schema_notes(self.plan, choices))
-
     def _event(self, choices: list[BaseModel], ended: Sequence[ChoiceState] = (), **more: Any) -> bytes:
         """Returns an event. `ended`: the choices whose timings it reports."""
         if ended:
-            more |= {"timings": timings(ended), "outrider": self._about(ended)}
-        return event(self.chunk(**self._common, choices=choices, **more).model_dump_json())
+            more |= statistics(ended, schema_notes(self.plan, ended))
+        return event(to_json(self.chunk(**self._common, choices=choices, **more)))
 
     def _event_around(self, index: int, is_thought: bool) -> list[bytes]:
         """Returns what an event has before and after its text, so that it is serialized once, not for each text."""

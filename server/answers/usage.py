@@ -47,10 +47,13 @@ def timings(choices: Sequence[ChoiceState]) -> dict[str, Any]:
     return cast("dict[str, Any]", to_builtins(found))
 
 
-def about(choice: ChoiceState, notes: Sequence[str] = ()) -> Outrider:
-    """Returns the `outrider` field of an answer that begins with this choice."""
-    result = choice.result
-    return Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
+def statistics(
+    choices: Sequence[ChoiceState], notes: Sequence[str] = (), first: ChoiceState | None = None
+) -> dict[str, Any]:
+    """Returns the fields `timings`, of all choices, and `outrider`, of the first one; `first`: if that is another."""
+    result = (first or choices[0]).result
+    about = Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
+    return {"timings": timings(choices), "outrider": about}
 
 
 def speculated(choice: ChoiceState, chunks: Sequence[Chunk]) -> Speculated | None:

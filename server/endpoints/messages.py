@@ -15,7 +15,7 @@ from outrider.orchestrator.pairing.tokenizer import Detokenizer
 from outrider.server.answers.formatter import BlockFormatter, event, typed_event
 from outrider.server.answers.parts import ChoiceState, Part, PartUpdate, TextPart, ThinkingPart
 from outrider.server.answers.plan import AnswerPlan, plan_answer
-from outrider.server.answers.usage import about, timings
+from outrider.server.answers.usage import statistics
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
     ANY,
@@ -216,7 +216,7 @@ class MessageFormatter(BlockFormatter):
         return typed_event("message_stop")
 
     def failed(self, problem: Problem) -> bytes:
-        return event(problem.body(anthropic=True, request_id="").decode(), "error")
+        return event(problem.body(anthropic=True, request_id=""), "error")
 
     def _keep_alive(self, note: str) -> bytes:
         return typed_event("ping")
@@ -242,11 +242,7 @@ class MessageFormatter(BlockFormatter):
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _numbers(self, choice: ChoiceState) -> dict[str, Any]:
-        return {
-            "usage": messages_usage(self.plan.prompt_tokens, choice),
-            "timings": timings([choice]),
-            "outrider": about(choice),
-        }
+        return {"usage": messages_usage(self.plan.prompt_tokens, choice), **statistics([choice])}
 
 
 def _delta(part: Part) -> dict[str, str]:

@@ -22,11 +22,10 @@ from outrider.server.answers.parts import ChoiceState, Part, PartUpdate, TextPar
 from outrider.server.answers.plan import AnswerPlan, plan_answer
 from outrider.server.answers.usage import (
     PlacedToken,
-    about,
     logprob_formatters,
     reasoning_tokens,
     schema_notes,
-    timings,
+    statistics,
 )
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
@@ -286,8 +285,7 @@ class ResponseFormatter(BlockFormatter):
             status=_status(choice),
             incomplete_details={"reason": "max_output_tokens"} if choice.finish == "length" else None,
             usage=usage,
-            timings=timings([choice]),
-            outrider=about(choice, [*self._notes, *schema_notes(plan, [choice])]),
+            **statistics([choice], [*self._notes, *schema_notes(plan, [choice])]),
         )
 
     def _take_logprobs(self, chunks: Sequence[Chunk]) -> None:

@@ -27,4 +27,4 @@ def test_streamed_event_equals_the_serialized_event(texts: list[str]) -> None:
         written = formatter.of(PartUpdate(CHOICES[1], TextPart(text)))
         found = json.loads(written.removeprefix(b"data: "))
         whole = Completion(**{**found, "choices": [CompletionChoice(index=1, text=text)]})
-        assert written == event(whole.model_dump_json()) and found["model"] == 'a"b'
+        assert written == event(whole.model_dump_json().encode()) and found["model"] == 'a"b'

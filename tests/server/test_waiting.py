@@ -74,7 +74,7 @@ def test_silent_stream_sends_progress_and_keep_alive_comments(api: str) -> None:
 
 
 def test_silent_messages_stream_sends_pings() -> None:
-    assert written(messages.MessageFormatter(PLAN)) == [b'event: ping\ndata: {"type": "ping"}\n\n'] * 3
+    assert written(messages.MessageFormatter(PLAN)) == [b'event: ping\ndata: {"type":"ping"}\n\n'] * 3
 
 
 class HeldStream:
