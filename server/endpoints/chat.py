@@ -19,8 +19,6 @@ from outrider.server.answers.plan import AnswerPlan, plan_answer
 from outrider.server.answers.usage import logprob_formatters, speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping.conversation import (
-    ANY,
-    MUST,
     ToolSelection,
     assistant_message,
     function,
@@ -285,9 +283,9 @@ def _tool_choice(asked: ConversationRequest) -> ToolSelection:
     one = asked.parallel_tool_calls is False
     match asked.tool_choice:
         case None | str() as kind:
-            return ToolSelection(kind or ANY, one=one)
+            return ToolSelection(kind or "auto", one=one)
         case ToolChosen(function=function):
-            return ToolSelection(MUST, (function.name,), one=True)
+            return ToolSelection("required", (function.name,), one=True)
         case ToolsAllowed(allowed_tools=allowed):
             return ToolSelection(allowed.mode, tuple(tool.function.name for tool in allowed.tools), one)
 

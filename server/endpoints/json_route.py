@@ -36,8 +36,7 @@ def response_docs(
 ) -> dict[Any, Any]:
     """Describes a path's responses. `whole` is the full response, `events` the schema of a stream's events."""
     content = {"text/event-stream": {"itemSchema": events}} if events is not None else {}
-    answers: dict[Any, Any] = {200: {"model": whole, "content": content}}
-    return answers | error_docs(anthropic)
+    return {200: {"model": whole, "content": content}, **error_docs(anthropic)}
 
 
 def chunk_docs(shape: type[BaseModel]) -> dict[str, Any]:

@@ -18,9 +18,6 @@ from outrider.server.answers.plan import AnswerPlan, plan_answer
 from outrider.server.answers.usage import statistics
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
-    ANY,
-    MUST,
-    NONE,
     ToolSelection,
     assistant_message,
     function,
@@ -278,7 +275,7 @@ def stop_that_ended(model: ServedModel, choice: ChoiceState) -> str | None:
 
 
 _LABEL = "x-anthropic-billing-header:"
-_CHOICES = {"auto": ANY, "any": MUST, "none": NONE}
+_CHOICES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def output_format_of(asked: CountTokensRequest) -> OutputFormat | None:
@@ -309,7 +306,7 @@ def _choice(asked: CountTokensRequest) -> ToolSelection:
         return ToolSelection(_CHOICES[choice.type], one=one)
     if choice.name is None:
         raise Refused("tool_choice: type tool needs the tool's name", "tool_choice")
-    return ToolSelection(MUST, (choice.name,), one=True)
+    return ToolSelection("required", (choice.name,), one=True)
 
 
 def conversation(model: ServedModel, asked: CountTokensRequest) -> TemplateInput:

@@ -29,8 +29,6 @@ from outrider.server.answers.usage import (
 )
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
-    ANY,
-    MUST,
     ToolSelection,
     assistant_message,
     function,
@@ -397,9 +395,9 @@ def _tool_choice(asked: ResponsesRequest) -> ToolSelection:
     one = asked.parallel_tool_calls is False
     match asked.tool_choice:
         case None | str() as kind:
-            return ToolSelection(kind or ANY, one=one)
+            return ToolSelection(kind or "auto", one=one)
         case FunctionChosen(name=name):
-            return ToolSelection(MUST, (name,), one=True)
+            return ToolSelection("required", (name,), one=True)
         case FunctionsAllowed(mode=mode, tools=allowed):
             return ToolSelection(mode, tuple(tool.name for tool in allowed), one)
 
