@@ -16,8 +16,16 @@ from pydantic_core import to_json
 
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.server.answers.parts import ChoiceState, KeepAlive, Part, PartUpdate, StreamItem, TextPart, ThinkingPart
-from outrider.server.answers.plan import AnswerPlan
+from outrider.server.answers.choices import (
+    AnswerPlan,
+    ChoiceState,
+    KeepAlive,
+    Part,
+    PartUpdate,
+    StreamItem,
+    TextPart,
+    ThinkingPart,
+)
 from outrider.server.answers.usage import schema_notes, statistics, usage
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem

@@ -22,9 +22,8 @@ from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncStre
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
+from outrider.server.answers.choices import UNFINISHED, AnswerPlan, ChoiceState, KeepAlive, StreamItem, merged
 from outrider.server.answers.formatter import AnswerFormatter
-from outrider.server.answers.parts import UNFINISHED, ChoiceState, KeepAlive, StreamItem, merged
-from outrider.server.answers.plan import AnswerPlan
 from outrider.server.connection import chunk_writer
 from outrider.server.metrics import ChoiceTimer
 from outrider.server.problems import Refused, problem_of

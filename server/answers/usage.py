@@ -18,8 +18,7 @@ from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
 from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
 from outrider.protocol.messages import RoundRecord
 from outrider.protocol.schema import NEVER
-from outrider.server.answers.parts import ChoiceState
-from outrider.server.answers.plan import AnswerPlan
+from outrider.server.answers.choices import AnswerPlan, ChoiceState
 from outrider.server.model.served import Thoughts
 from outrider.server.model.tool_format import SpanTags
 from outrider.server.schemas import (

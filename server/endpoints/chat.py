@@ -13,9 +13,8 @@ from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import MOST_LOGPROBS
+from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, ThinkingPart, plan_answer
 from outrider.server.answers.formatter import CompletionFormatter
-from outrider.server.answers.parts import ChoiceState, Part, TextPart, ThinkingPart
-from outrider.server.answers.plan import AnswerPlan, plan_answer
 from outrider.server.answers.usage import logprob_formatters, speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping.conversation import (

@@ -13,9 +13,8 @@ from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import MOST_LOGPROBS
+from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, plan_answer
 from outrider.server.answers.formatter import CompletionFormatter
-from outrider.server.answers.parts import ChoiceState, Part, TextPart
-from outrider.server.answers.plan import AnswerPlan, plan_answer
 from outrider.server.answers.usage import PlacedToken, logprob_formatters, logprobs_of, speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping.generation_params import include_usage_of, output_format_of

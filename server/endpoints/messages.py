@@ -12,9 +12,16 @@ from pydantic import Field
 from starlette.responses import Response
 
 from outrider.orchestrator.pairing.tokenizer import Detokenizer
+from outrider.server.answers.choices import (
+    AnswerPlan,
+    ChoiceState,
+    Part,
+    PartUpdate,
+    TextPart,
+    ThinkingPart,
+    plan_answer,
+)
 from outrider.server.answers.formatter import BlockFormatter, event, typed_event
-from outrider.server.answers.parts import ChoiceState, Part, PartUpdate, TextPart, ThinkingPart
-from outrider.server.answers.plan import AnswerPlan, plan_answer
 from outrider.server.answers.usage import statistics
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (

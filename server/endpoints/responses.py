@@ -17,9 +17,16 @@ from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import MOST_LOGPROBS
+from outrider.server.answers.choices import (
+    AnswerPlan,
+    ChoiceState,
+    Part,
+    PartUpdate,
+    TextPart,
+    ThinkingPart,
+    plan_answer,
+)
 from outrider.server.answers.formatter import BlockFormatter, typed_event
-from outrider.server.answers.parts import ChoiceState, Part, PartUpdate, TextPart, ThinkingPart
-from outrider.server.answers.plan import AnswerPlan, plan_answer
 from outrider.server.answers.usage import (
     PlacedToken,
     logprob_formatters,

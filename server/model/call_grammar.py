@@ -94,7 +94,7 @@ def _with(text: str) -> str:
 
 Schema = dict[str, Any]
 ValueWriter = Callable[[Rules, Schema, str], str]
-"""Returns the expression of one argument's value and the text after it. Raises Inexpressible."""
+"""Returns the expression of one argument's value and the text after it. Raises UnsupportedSchema."""
 
 _SILENT = {"format", "x-guidance"}
 _STRING = {"type", "enum", "const", "minLength", "maxLength", "pattern"}
@@ -105,8 +105,8 @@ _CONTAINER = r"/\s*[\[{](?s:.*)/"
 _SPACED = r"/[\s\x1c-\x1f](?s:.*)/", r"/(?s:.*)[\s\x1c-\x1f]/"
 
 
-class Inexpressible(Exception):
-    """The format can't express a schema or a name."""
+class UnsupportedSchema(Exception):
+    """The format can't express a tool's schema or a name in it."""
 
 
 def as_json(rules: Rules, schema: Schema, after: str) -> str:
@@ -129,7 +129,7 @@ def qwen(rules: Rules, schema: Schema, after: str) -> str:
         return _string_or_null(rules, schema, after, [] if kind else [_CONTAINER])
     if isinstance(kind, str) or set(kind) <= {"string", "null", "integer", "number"}:
         return as_json(rules, schema, after)
-    raise Inexpressible
+    raise UnsupportedSchema
 
 
 def by_types(*never: str) -> ValueWriter:
@@ -152,7 +152,7 @@ def between(quote: str, never: str) -> ValueWriter:
         if kinds and kinds <= {"integer", "number", "boolean", "null"}:
             return as_json(rules, schema, after)
         if kinds != {"string"}:
-            raise Inexpressible
+            raise UnsupportedSchema
         return f"{rules.literal(quote)} {_string(rules, schema, quote, [_with(never)])} {rules.literal(after)}"
 
     return write
@@ -185,7 +185,7 @@ def _string_or_null(rules: Rules, schema: Schema, after: str, never: Sequence[st
         return _string(rules, schema, after, [_NULL, *never])
     strings = [choice for choice in _choices(schema) if types_of(choice) == {"string"}]
     if kinds != {"string", "null"} or len(strings) != 1 or set(schema) - _SILENT - {"anyOf", "oneOf"}:
-        raise Inexpressible
+        raise UnsupportedSchema
     text = _string(rules, strings[0], after, [_NULL, *nothing, *never])
     return one_of([f"{rules.literal('null')} {rules.literal(after)}", text])
 
@@ -193,7 +193,7 @@ def _string_or_null(rules: Rules, schema: Schema, after: str, never: Sequence[st
 def _string(rules: Rules, schema: Schema, after: str, never: Sequence[str]) -> str:
     """A string without quotes that matches none of `never` and does not contain `after`."""
     if set(schema) - _SILENT - _STRING:
-        raise Inexpressible
+        raise UnsupportedSchema
     parts = [ANY]
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if values:
@@ -211,7 +211,7 @@ def _found(pattern: str) -> str:
     inner = pattern.removeprefix("^").removesuffix("$")
     anchored = "|" in inner and inner != pattern
     if anchored or inner.endswith("\\") or "^" in inner.replace("[^", "") or "$" in inner:
-        raise Inexpressible
+        raise UnsupportedSchema
     before = "" if pattern.startswith("^") else ANY
     after = "" if pattern.endswith("$") else ANY
     return f"({before} /{regex_to_lark(f'(?:{inner})', use_ascii='dw')}/ {after})"
@@ -315,7 +315,7 @@ def calls(rules: Rules, style: Style, tools: Sequence[dict[str, Any]], strict: I
     """
     try:
         written = [_call(rules, style, tool["function"], tool["function"]["name"] in strict) for tool in tools]
-    except Inexpressible:
+    except UnsupportedSchema:
         return None
     call = rules.rule(one_of(written))
     if style.block is None:
@@ -342,7 +342,7 @@ def arguments_of(function: dict[str, Any], strict: bool) -> Schema:
 def _call(rules: Rules, style: Style, function: dict[str, Any], strict: bool) -> str:
     name, schema = function["name"], arguments_of(function, strict)
     if re.fullmatch(style.names, name, re.ASCII) is None:
-        raise Inexpressible
+        raise UnsupportedSchema
     before, after = _literal(rules, style.before, name), _literal(rules, style.after)
     if style.arguments is None:
         return rules.rule(f"{before} {rules.json(schema)} {after}")
@@ -360,14 +360,14 @@ def _call(rules: Rules, style: Style, function: dict[str, Any], strict: bool) ->
 def _arguments(rules: Rules, style: Arguments, schema: Schema) -> list[tuple[str, bool]]:
     """Returns each argument's rule and whether it is required."""
     if set(schema) - _ONE_BY_ONE:
-        raise Inexpressible
+        raise UnsupportedSchema
     needed = schema.get("required", [])
     known = schema.get("properties", {})
     found = []
     after, line_break, _ = style.after.partition("@nl")
     for name, inner in {**known, **{name: {} for name in needed if name not in known}}.items():
         if not isinstance(inner, dict) or re.fullmatch(style.names, name, re.ASCII) is None:
-            raise Inexpressible
+            raise UnsupportedSchema
         shared = {"x-guidance", *(("$defs", "definitions") if "$ref" in json.dumps(inner) else ())}
         value = style.write(rules, {**inner, **{key: schema[key] for key in shared & set(schema)}}, after)
         text = f"{_literal(rules, style.before, name)} {value} {_literal(rules, line_break)}"

@@ -17,7 +17,7 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.__main__ import config
-from outrider.server.answers.parts import ChoiceState, PartUpdate, Splitter, StreamItem, TextPart
+from outrider.server.answers.choices import ChoiceState, PartUpdate, Splitter, StreamItem, TextPart
 from outrider.server.answers.run import EventStream, RequestRun
 from outrider.server.connection import _NAME, chunk_writer
 from outrider.server.model.served import TokenizedPrompt

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.grammar.compiler import Compiler, vocabulary_of
 from outrider.protocol.sampling import Grammar
-from outrider.server.answers.parts import Splitter, TextPart, ThinkingPart
+from outrider.server.answers.choices import Splitter, TextPart, ThinkingPart
 from outrider.server.mapping.conversation import function
 from outrider.server.mapping.generation_params import OutputFormat, answer_grammar
 from outrider.server.model.served import Thoughts, TokenizedPrompt, Toolbox

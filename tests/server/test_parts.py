@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import _infer_thinking, _infer_tool_parser
 
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import SamplingParams
-from outrider.server.answers.parts import (
+from outrider.server.answers.choices import (
     ChoiceState,
     KeepAlive,
     PartUpdate,

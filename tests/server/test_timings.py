@@ -11,7 +11,7 @@ from msgspec import structs, to_builtins
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Tally
-from outrider.server.answers.parts import UNFINISHED, ChoiceState, Splitter
+from outrider.server.answers.choices import UNFINISHED, ChoiceState, Splitter
 from outrider.server.answers.usage import timings
 from outrider.server.model.served import TokenizedPrompt
 

@@ -15,8 +15,8 @@ from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.answers import run as request_run
+from outrider.server.answers.choices import ChoiceState, KeepAlive, Splitter, StreamItem
 from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
-from outrider.server.answers.parts import ChoiceState, KeepAlive, Splitter, StreamItem
 from outrider.server.answers.run import RequestRun
 from outrider.server.endpoints import chat, completions, messages
 from outrider.server.model.served import TokenizedPrompt, Toolbox

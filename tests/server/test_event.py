@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.protocol.sampling import SamplingParams
+from outrider.server.answers.choices import AnswerPlan, ChoiceState, PartUpdate, Splitter, TextPart
 from outrider.server.answers.formatter import event
-from outrider.server.answers.parts import ChoiceState, PartUpdate, Splitter, TextPart
-from outrider.server.answers.plan import AnswerPlan
 from outrider.server.endpoints.completions import Completion, CompletionChoice, TextCompletionFormatter
 from outrider.server.model.served import TokenizedPrompt
 
