@@ -117,15 +117,11 @@ class TextCompletionFormatter(CompletionFormatter):
     response = Completion
     chunk = Completion
 
-    def __init__(
-        self, plan: AnswerPlan, echoes: Sequence[str], include_usage: bool, tried: int = 1, each: int = 1,
-        with_logprobs: bool = False,
-    ) -> None:  # fmt: skip
-        """Of every `tried` choices the likeliest `each` are kept."""
-        super().__init__(plan, include_usage)
+    def __init__(self, plan: AnswerPlan, asked: CompletionRequest, echoes: Sequence[str]) -> None:
+        super().__init__(plan, include_usage_of(asked))
         self._echoes = echoes
-        self._tried, self._each = tried, each
-        self._logprobs = logprob_formatters(plan) if with_logprobs else None
+        self._tried, self._each = _tried(asked), asked.n or 1
+        self._logprobs = logprob_formatters(plan) if asked.logprobs is not None else None
 
     def begin(self) -> bytes:
         begun = zip(self.plan.choices, map(TextPart, self._echoes), strict=True)
@@ -163,15 +159,13 @@ async def complete(asked: CompletionRequest, request: Request, context: TheServe
     """Completes texts. Choices of several prompts follow one another."""
     if asked.echo and asked.logprobs is not None:
         raise Refused("logprobs of the prompt are not supported; leave out echo or logprobs", "logprobs")
-    with_usage, each, tried = include_usage_of(asked), asked.n or 1, _tried(asked)
-    plan, echoes = await asyncio.to_thread(_plan, context.model, asked, tried)
-    formatter = TextCompletionFormatter(plan, echoes, with_usage, tried, each, asked.logprobs is not None)
+    formatter = await asyncio.to_thread(_formatter, context.model, asked)
     return await context.respond(request, formatter, asked.stream)
 
 
-def _plan(model: ServedModel, asked: CompletionRequest, tried: int) -> tuple[AnswerPlan, list[str]]:
-    """Plans the choices of all prompts, and returns the text that each kept one begins with."""
-    given, each = _many(asked.prompt), asked.n or 1
+def _formatter(model: ServedModel, asked: CompletionRequest) -> TextCompletionFormatter:
+    """Plans the choices of all prompts. An echo is the text that a kept one begins with."""
+    given, each, tried = _many(asked.prompt), asked.n or 1, _tried(asked)
     prompts = [_tokens(model, one) for one in given]
     if len(prompts) * tried > MAX_CHOICES:
         raise Refused(f"{len(prompts)} prompts with {tried} choices each; expected at most {MAX_CHOICES} in all", "n")
@@ -181,7 +175,8 @@ def _plan(model: ServedModel, asked: CompletionRequest, tried: int) -> tuple[Ans
     for choice in plan.choices:
         choice.ids = bool(asked.return_token_ids)
     texts = [one if isinstance(one, str) else model.codec.decode(tuple(one)) for one in given] if asked.echo else []
-    return plan, [text for text in texts or [""] * len(given) for _ in range(each)]
+    echoes = [text for text in texts or [""] * len(given) for _ in range(each)]
+    return TextCompletionFormatter(plan, asked, echoes)
 
 
 def _tried(asked: CompletionRequest) -> int:

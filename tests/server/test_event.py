@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, PartUpdate, Splitter, TextPart
 from outrider.server.answers.formatter import event
-from outrider.server.endpoints.completions import Completion, CompletionChoice, TextCompletionFormatter
+from outrider.server.endpoints.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionRequest,
+    TextCompletionFormatter,
+)
 from outrider.server.model.served import TokenizedPrompt
 
 MODEL: Any = SimpleNamespace(id='a"b')
@@ -21,7 +26,7 @@ CHOICES = [ChoiceState(index, TokenizedPrompt(()), SamplingParams(), Splitter())
 
 @given(st.lists(st.text(), min_size=1, max_size=3))
 def test_streamed_event_equals_the_serialized_event(texts: list[str]) -> None:
-    formatter = TextCompletionFormatter(AnswerPlan(MODEL, 1, CHOICES), [""], include_usage=False)
+    formatter = TextCompletionFormatter(AnswerPlan(MODEL, 1, CHOICES), CompletionRequest(prompt="x"), [""])
     for text in texts:
         written = formatter.of(PartUpdate(CHOICES[1], TextPart(text)))
         found = json.loads(written.removeprefix(b"data: "))

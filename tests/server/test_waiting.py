@@ -47,7 +47,7 @@ CHOICE = ChoiceState(0, TokenizedPrompt(()), SamplingParams(), Splitter())
 PLAN = AnswerPlan(MODEL, 5, [CHOICE])
 APIS: dict[str, AnswerFormatter] = {
     "chat": chat.ChatFormatter(PLAN, False),
-    "completions": completions.TextCompletionFormatter(PLAN, [""], False),
+    "completions": completions.TextCompletionFormatter(PLAN, completions.CompletionRequest(prompt="x"), [""]),
 }
 
 
