@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -21,7 +20,7 @@ from outrider.server.endpoints.json_route import extend_openapi
 from outrider.server.metrics import Metrics
 from outrider.server.middleware import CLIENT_CLOSED_REQUEST, VERSION, AccessLog, AuthMiddleware
 from outrider.server.model.served import ServedModel
-from outrider.server.problems import allowed_methods, problem_of
+from outrider.server.problems import problem_of
 from outrider.server.server_context import CompletionBackend, ServerContext
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
@@ -55,7 +54,7 @@ def application(
         app.include_router(router)
     app.mount("/page", page.files)
     extend_openapi(app, model.names, (chat.ChatChunk,))
-    for kind in (OutriderError, RequestValidationError, HTTPException, Exception):
+    for kind in (OutriderError, HTTPException, Exception):
         app.add_exception_handler(kind, _problem)
     app.add_exception_handler(ClientDisconnect, _disconnected)
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=5)
@@ -76,10 +75,7 @@ async def _problem(request: Request, error: Exception) -> Response:
     problem = problem_of(error)
     if problem.status >= 500:
         log.warning("%s %s: %s", request.method, request.url.path, problem.message)
-    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    if problem.status == 405:
-        headers["Allow"] = allowed_methods(headers)
-    return problem.response(request.scope, headers)
+    return problem.response(request.scope)
 
 
 async def _disconnected(_request: Request, _error: Exception) -> Response:

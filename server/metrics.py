@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +20,18 @@ from prometheus_client.registry import Collector
 from outrider.orchestrator.client.dialogue import GenerationResult
 from outrider.protocol import errors
 from outrider.protocol.messages import Stats
+from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Durations
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
-    from outrider.server.tracing import ChoiceSpan
+    from outrider.server.tracing import RequestSpan
 
 
 REASONS = ("eos", "stop", "length", "cancelled")
 STATES = ("starting", "ready", "refused", "frozen", "restarting", "lost")
 KINDS = tuple(name for name, kind in vars(errors).items() if isinstance(kind, type))
 _PREFIX = "outrider:"
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Values = float | Mapping[Any, float]
 """A value, or values by the tuples of their labels."""
 
@@ -39,6 +42,8 @@ class OrchestratorMetrics(Collector):
 
     def __init__(self, model: str) -> None:
         self._model = model
+        self._gauge = partial(self._family, GaugeMetricFamily)
+        self._counter = partial(self._family, CounterMetricFamily)
         self.stats: Stats | None = None
 
     def collect(self) -> Iterator[Metric]:
@@ -114,22 +119,17 @@ class OrchestratorMetrics(Collector):
         misses = {("branch",): totals.cache_late, **misses}
         yield counter("speculation_cache_misses", doc, misses, "followed_by")
 
-    def _gauge(self, name: str, doc: str, values: Values, *labels: str) -> Metric:
-        return self._filled(GaugeMetricFamily(_PREFIX + name, doc, labels=("model_name", *labels)), values)
-
-    def _counter(self, name: str, doc: str, values: Values, *labels: str) -> Metric:
-        return self._filled(CounterMetricFamily(_PREFIX + name, doc, labels=("model_name", *labels)), values)
+    def _family(self, kind: Family, name: str, doc: str, values: Values, *labels: str) -> Metric:
+        family = kind(_PREFIX + name, doc, labels=("model_name", *labels))
+        for one, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+            family.add_metric((self._model, *one), value)
+        return family
 
     def _durations(self, name: str, doc: str, seen: Durations) -> Metric:
         family = HistogramMetricFamily(f"{_PREFIX}{name}_duration_seconds", doc, labels=("model_name",))
         bounds = (*map(str, seen.bounds), "+Inf")
         buckets = list(zip(bounds, accumulate(seen.counts), strict=bool(seen.counts)))
         family.add_metric((self._model,), buckets or [("+Inf", 0)], seen.seconds)
-        return family
-
-    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
-        for labels, value in values.items() if isinstance(values, Mapping) else [((), values)]:
-            family.add_metric((self._model, *labels), value)
         return family
 
 
@@ -214,11 +214,13 @@ class Metrics:
 
 
 class ChoiceTimer:
-    """Times one choice from creation on, also for `span`. Only choices that complete are recorded."""
+    """Times a choice from creation on, also for the trace of its request. Only choices that complete are recorded."""
 
-    def __init__(self, metrics: Metrics, span: ChoiceSpan | None) -> None:
+    def __init__(
+        self, metrics: Metrics, span: RequestSpan | None, is_chat: bool, index: int, sampling: SamplingParams
+    ) -> None:
         self._metrics = metrics
-        self._span = span
+        self._span = span.choice(is_chat, index, sampling) if span is not None else None
         self._began = self._last = time.monotonic()
         self._tokens = 0
         metrics.running.inc()

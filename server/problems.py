@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -17,6 +14,7 @@ from outrider.protocol.errors import (
     InvalidRequest,
     ModelError,
     OutriderError,
+    PromptTooLong,
     ServerBusy,
     UnknownDrafter,
     WorkerError,
@@ -33,7 +31,6 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_NO_FIELDS = frozenset({"body", "str", "int", "float", "bool", "none"})
 
 
 def is_anthropic(scope: Scope) -> bool:
@@ -43,13 +40,17 @@ def is_anthropic(scope: Scope) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error. `param` is the field at fault, `code` a machine-readable kind, `details` Anthropic's `error_code`."""
+    """An error. `param` is the field at fault, `code` a machine-readable kind, `details` Anthropic's `error_code`.
+
+    `methods`: those that the path supports.
+    """
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
     details: str | None = None
+    methods: str | None = None
 
     def body(self, anthropic: bool, request_id: str) -> bytes:
         """Returns the JSON body in one API's format."""
@@ -65,22 +66,23 @@ class Problem:
             shape = OpenAIProblem(error=error, request_id=request_id)
         return shape.model_dump_json().encode()
 
-    def response(self, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
+    def response(self, scope: Scope) -> Response:
         """Returns the response to a request, in the format of its API."""
         body = self.body(is_anthropic(scope), scope["state"]["request_id"])
-        own = {**(headers or {}), **self.headers}
-        return Response(body, self.status, headers=own, media_type="application/json")
+        return Response(body, self.status, headers=self.headers, media_type="application/json")
 
     @property
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
+        if self.methods is not None:
+            return {"allow": self.methods}
         if self.status in (408, 413):
             return {"connection": "close"}  # the rest of the body is not read
         return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
 
 
-class Refused(HTTPException):
+class Refused(OutriderError):
     """A request that is rejected before any work is done."""
 
     def __init__(
@@ -91,14 +93,8 @@ class Refused(HTTPException):
         code: str | None = None,
         details: str | None = None,
     ) -> None:
-        super().__init__(status, message)
+        super().__init__(message)
         self.problem = Problem(status, message, param, code, details)
-
-
-def allowed_methods(headers: Mapping[str, str] | None) -> str:
-    """Returns the `Allow` header of a 405: the route's methods, or GET for static files; HEAD where GET is served."""
-    methods = (headers or {}).get("Allow", "GET")
-    return f"{methods}, HEAD" if methods == "GET" else methods
 
 
 def problem_of(error: Exception) -> Problem:
@@ -106,12 +102,12 @@ def problem_of(error: Exception) -> Problem:
     match error:
         case Refused(problem=problem):
             return problem
-        case RequestValidationError():
-            return _invalid(error.errors())
         case HTTPException(status_code=404):
             return Problem(404, "no such path; /openapi.json lists them")
         case HTTPException(status_code=405, headers=headers):
-            return Problem(405, f"this path does not support this method; expected {allowed_methods(headers)}")
+            methods = (headers or {}).get("Allow", "GET")  # static files have none
+            methods = "GET, HEAD" if methods == "GET" else methods
+            return Problem(405, f"this path does not support this method; expected {methods}", methods=methods)
         case HTTPException(status_code=status, detail=detail):
             return Problem(status, str(detail))
         case ServerBusy():
@@ -120,28 +116,10 @@ def problem_of(error: Exception) -> Problem:
             return Problem(503, str(error))
         case UnknownDrafter():
             return Problem(400, str(error), param="speculation")
+        case PromptTooLong():
+            return Problem(400, str(error), code="context_length_exceeded")
         case InvalidRequest() | ModelError():
-            too_long = "context of" in str(error) and "tokens; expected at most" in str(error)
-            return Problem(400, str(error), code="context_length_exceeded" if too_long else None)
+            return Problem(400, str(error))
         case OutriderError():
             return Problem(500, str(error))
     return Problem(500, "the server failed at this request; see its log")
-
-
-def _invalid(errors: Sequence[Any]) -> Problem:
-    """Reports the first invalid field. Of several failed union alternatives it picks the one that got furthest."""
-    first: dict[str, Any] = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
-    if first["type"] == "json_invalid":
-        return Problem(400, f"the body is not JSON ({first['ctx']['error']}); expected an object")
-    *above, last = first["loc"]
-    is_unknown = first["type"] == "extra_forbidden"
-    path = [str(part) for part in above if _is_field(part)]
-    path += [str(last)] if is_unknown or _is_field(last) else []
-    reason = "no such field is known here; leave it out" if is_unknown else first["msg"]
-    details = first.get("ctx", {}).get("details")
-    return Problem(400, f"{'.'.join(path) or 'the body'}: {reason}", path[0] if path else None, details=details)
-
-
-def _is_field(part: str | int) -> bool:
-    """Whether `part` is a field name or index, not pydantic's name of a union alternative."""
-    return isinstance(part, int) or (part.islower() and part.isidentifier() and part not in _NO_FIELDS)

@@ -6,6 +6,7 @@ answer are listed, accepted and ignored; `endpoints/json_route.py` handles unkno
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -310,6 +311,20 @@ class Speculated(ApiResponse):
 
     origins: list[TokenOrigin] | None = absent()
     rounds: list[Round] | None = absent()
+
+
+class CompletionBase(ApiResponse):
+    """The fields that chat and text completions share, whole and as events."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: Sequence[ApiResponse]
+    usage: Usage | None = absent()
+    timings: Timings | None = absent()
+    outrider: Outrider | None = absent()
 
 
 class OpenAIError(ApiResponse):

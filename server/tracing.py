@@ -29,6 +29,7 @@ PROTOCOL = "http/protobuf"
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 FINISH = {"eos": "stop"}
 LONGEST_PATH = 200
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
 SPECULATION = (
     *("rounds", "draft_rounds", "draft_n", "draft_n_accepted", "ngram_chains", "verify_ms"),
     *("cache_hits", "cache_misses", "cache_late", "missed_then_plain", "missed_then_copied", "missed_then_drafted"),
@@ -82,18 +83,14 @@ class RequestSpan:
     def __init__(self, tracer: Tracer, span: Span, method: str, model: str) -> None:
         self._tracer, self._span, self._method, self._model = tracer, span, method, model
 
-    def choice(self, operation: str, index: int, sampling: SamplingParams) -> ChoiceSpan:
-        """Starts a choice's span; `operation` is OpenTelemetry's name."""
+    def choice(self, is_chat: bool, index: int, sampling: SamplingParams) -> ChoiceSpan:
+        """Starts a choice's span."""
+        operation = "chat" if is_chat else "text_completion"
         fields: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "outrider",
             "gen_ai.request.model": self._model,
-            "gen_ai.request.max_tokens": sampling.max_tokens,
-            "gen_ai.request.temperature": sampling.temp,
-            "gen_ai.request.top_p": sampling.top_p,
-            "gen_ai.request.top_k": sampling.top_k,
-            "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-            "gen_ai.request.presence_penalty": sampling.presence_penalty,
+            **{f"gen_ai.request.{name}": getattr(sampling, name) for name in SAMPLING},
             "gen_ai.request.seed": sampling.seed or 0,
             "gen_ai.request.stop_sequences": sampling.stop,
             "outrider.choice": index,

@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +16,8 @@ from pydantic_core import to_json
 
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.server.answers.parts import (
+from outrider.server.answers.choices import (
+    AnswerPlan,
     ChoiceState,
     KeepAlive,
     Part,
@@ -27,10 +25,8 @@ from outrider.server.answers.parts import (
     StreamItem,
     TextPart,
     ThinkingPart,
-    timings,
-    total_timings,
 )
-from outrider.server.answers.usage import LogprobFormatter, SchemaChecker, ThoughtCounter, about, usage
+from outrider.server.answers.usage import schema_notes, statistics, usage
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
 
@@ -39,45 +35,15 @@ DONE = b"data: [DONE]\n\n"
 _PLACE = secrets.token_hex(16)
 
 
-def event(data: str, name: str | None = None) -> bytes:
+def event(data: bytes, name: str | None = None) -> bytes:
     """Returns one server-sent event. `data` is JSON without line breaks."""
-    return (f"event: {name}\n" if name is not None else "").encode() + f"data: {data}\n\n".encode()
+    named = f"event: {name}\n".encode() if name is not None else b""
+    return b"%bdata: %b\n\n" % (named, data)
 
 
 def typed_event(kind: str, /, **fields: Any) -> bytes:
     """Returns an event whose name is also its `type`. Fields may be shapes."""
-    return event(json.dumps({"type": kind, **fields}, ensure_ascii=False, default=BaseModel.model_dump), kind)
-
-
-class Stencil:
-    """An event that is serialized once and then filled with each chunk's text.
-
-    `written` returns the event for a text, which must occur in it once, as JSON.
-    """
-
-    def __init__(self, written: Callable[[str], bytes]) -> None:
-        self._before, self._after = written(_PLACE).split(to_json(_PLACE))
-
-    def filled(self, text: str) -> bytes:
-        """Returns the event with this text."""
-        return self._before + to_json(text) + self._after
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerPlan:
-    """The choices to generate, and what is known before.
-
-    `thoughts` counts thinking tokens; None: they are not reported. `speller` is None without log-probabilities. `notes`
-    checks schemas.
-    """
-
-    model: str
-    prompt_tokens: int
-    choices: list[ChoiceState]
-    thoughts: ThoughtCounter | None = None
-    speller: LogprobFormatter | None = None
-    notes: SchemaChecker = lambda _choices: []
-    created: int = field(default_factory=lambda: int(time.time()))
+    return event(to_json({"type": kind, **fields}), kind)
 
 
 class AnswerFormatter(ABC):
@@ -87,8 +53,8 @@ class AnswerFormatter(ABC):
         self.plan = plan
 
     @abstractmethod
-    def whole(self, choices: list[ChoiceState]) -> BaseModel:
-        """Returns the full response."""
+    def whole(self) -> BaseModel:
+        """Returns the full response, once all choices have ended."""
 
     @abstractmethod
     def begin(self) -> bytes:
@@ -174,11 +140,10 @@ class CompletionFormatter(AnswerFormatter):
         self._common = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": plan.created,
-            "model": plan.model,
+            "model": plan.model.id,
             "system_fingerprint": FINGERPRINT,
         }
-        self._finished: list[ChoiceState] = []
-        self._stencil = cache(self._stencil_of)
+        self._around = cache(self._event_around)
 
     @abstractmethod
     def _choice(self, choice: ChoiceState) -> BaseModel:
@@ -190,44 +155,42 @@ class CompletionFormatter(AnswerFormatter):
     ) -> BaseModel:
         """Returns a choice of an event. `part` None: the choice ends, by the reason `finish`."""
 
-    def whole(self, choices: list[ChoiceState]) -> BaseModel:
+    def whole(self) -> BaseModel:
         """Returns the full response. Usage and timings include all choices, also those that are not kept."""
-        kept = self._kept(choices)
-        total = usage(self.plan.prompt_tokens, choices, self.plan.thoughts)
-        numbers = {"timings": timings(total_timings(choices)), "outrider": self._about(kept)}
-        return self.response(**self._common, **numbers, usage=total, choices=list(map(self._choice, kept)))
+        kept = self._kept()
+        numbers = statistics(self.plan.choices, schema_notes(self.plan, kept), kept[0])
+        choices = list(map(self._choice, kept))
+        return self.response(**self._common, choices=choices, usage=usage(self.plan), **numbers)
 
     def _part(self, update: PartUpdate) -> bytes:
         part = update.part
         if not update.chunks and not isinstance(part, ToolCall):
-            return self._stencil(update.choice.index, isinstance(part, ThinkingPart)).filled(part.text)
+            before, after = self._around(update.choice.index, isinstance(part, ThinkingPart))
+            return before + to_json(part.text) + after
         return self._event([self._chunk_choice(update.choice, part, update.chunks)])
 
     def _ended(self, choice: ChoiceState) -> bytes:
-        self._finished.append(choice)
         return self._event([self._chunk_choice(choice, None, choice.untold, choice.finish)], [choice])
 
     def end(self) -> bytes:
         if not self._include_usage:
             return DONE
-        total = usage(self.plan.prompt_tokens, self._finished, self.plan.thoughts)
-        return self._event([], self._finished, usage=total) + DONE
+        return self._event([], self.plan.choices, usage=usage(self.plan)) + DONE
 
     def failed(self, problem: Problem) -> bytes:
-        return event(problem.body(anthropic=False, request_id="").decode())
+        return event(problem.body(anthropic=False, request_id=""))
 
-    def _kept(self, choices: list[ChoiceState]) -> list[ChoiceState]:
-        return choices
-
-    def _about(self, choices: Sequence[ChoiceState]) -> BaseModel:
-        return about(choices[0], self.plan.notes(choices))
+    def _kept(self) -> list[ChoiceState]:
+        """Returns the choices of the full response."""
+        return self.plan.choices
 
     def _event(self, choices: list[BaseModel], ended: Sequence[ChoiceState] = (), **more: Any) -> bytes:
         """Returns an event. `ended`: the choices whose timings it reports."""
         if ended:
-            more |= {"timings": timings(total_timings(ended)), "outrider": self._about(ended)}
-        return event(self.chunk(**self._common, choices=choices, **more).model_dump_json())
+            more |= statistics(ended, schema_notes(self.plan, ended))
+        return event(to_json(self.chunk(**self._common, choices=choices, **more)))
 
-    def _stencil_of(self, index: int, is_thought: bool) -> Stencil:
+    def _event_around(self, index: int, is_thought: bool) -> list[bytes]:
+        """Returns what an event has before and after its text, so that it is serialized once, not for each text."""
         kind = ThinkingPart if is_thought else TextPart
-        return Stencil(lambda text: self._event([self._chunk_choice(self.plan.choices[index], kind(text))]))
+        return self._event([self._chunk_choice(self.plan.choices[index], kind(_PLACE))]).split(to_json(_PLACE))

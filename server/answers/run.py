@@ -21,18 +21,15 @@ from starlette.types import Receive, Scope, Send
 from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncStream
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.protocol.errors import OutriderError
-from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
-from outrider.server.answers.parts import (
-    UNFINISHED,
-    ChoiceState,
-    KeepAlive,
-    StreamItem,
-    merged,
-)
+from outrider.protocol.sampling import SamplingParams
+from outrider.server.answers.choices import UNFINISHED, AnswerPlan, ChoiceState, KeepAlive, StreamItem, merged
+from outrider.server.answers.formatter import AnswerFormatter
 from outrider.server.connection import chunk_writer
 from outrider.server.metrics import ChoiceTimer
 from outrider.server.problems import Refused, problem_of
 
+FIRST_SECONDS = 0.5
+"""How long a stream waits for its first result before its status 200 is sent."""
 SILENCE_SECONDS = 4.0
 """A stream sends a keep-alive after as long without a result."""
 
@@ -40,82 +37,66 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-StartTimer = Callable[[ChoiceState], ChoiceTimer]
-"""Starts the timer of a choice."""
-
-
 class RequestRun:
     """Starts on creation. Call `next` until `over`, then `close`, which cancels what still runs and calls `release`.
 
-    A choice ends with an error after `longest` seconds, or its own
-    timeout. `caller` identifies the user to an orchestrator with several.
+    A choice ends with an error after `longest` seconds, or the request's own timeout. `caller` identifies the user to
+    an orchestrator with several.
     """
 
     def __init__(
         self,
         client: AsyncBaseClient,
         plan: AnswerPlan,
-        watch: StartTimer,
+        start_timer: Callable[[int, SamplingParams], ChoiceTimer],
         release: Callable[[], None],
         longest: float | None,
         caller: str,
     ) -> None:
         self._client = client
         self._choices = plan.choices
-        self._caller = caller
-        self._watch = watch
+        self._options = {**plan.speculation, "client": caller}
+        self._timeout = min((limit for limit in (plan.timeout, longest) if limit is not None), default=None)
+        self._start_timer = start_timer
         self._release = release
-        self._longest = longest
         self._line = asyncio.Queue[StreamItem | Exception]()
-        self._first: list[StreamItem] = []
         self._streams: dict[int, AsyncStream] = {}
         self._tasks = [asyncio.create_task(self._complete(choice)) for choice in plan.choices]
 
     @property
     def over(self) -> bool:
         """Whether all choices are complete and their results were returned."""
-        is_read = not self._first and self._line.empty()
-        return is_read and all(choice.result is not UNFINISHED for choice in self._choices)
+        return self._line.empty() and all(choice.result is not UNFINISHED for choice in self._choices)
 
-    async def begun(self, patience: float) -> None:
-        """Waits for the first result, at most `patience` seconds.
-
-        Raises:
-            OutriderError: the request failed by then.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(patience):
-                self._first = await self._ready()
-
-    async def next(self) -> list[StreamItem]:
-        """Waits for new items, and returns them in order, or a keep-alive; consecutive text of a choice is joined.
-
-        Raises:
-            OutriderError: a choice failed, which fails the request.
-        """
-        found, self._first = self._first or await self._ready(), []
-        for index in [index for index in self._streams if self._choices[index].finish]:
-            await self._streams.pop(index).end()  # its result follows
-        return found
-
-    async def whole(self) -> list[ChoiceState]:
-        """Returns all choices, finished.
+    async def finish(self) -> None:
+        """Waits until all choices are complete.
 
         Raises:
             OutriderError: one failed.
         """
         while not self.over:
             await self.next()
-        return self._choices
 
-    async def _ready(self) -> list[StreamItem]:
+    async def next(self) -> list[StreamItem]:
+        """Waits for new items as `ready`, and returns a keep-alive if there is none for a while."""
+        return await self.ready(SILENCE_SECONDS) or [KeepAlive("still here")]
+
+    async def ready(self, patience: float) -> list[StreamItem]:
+        """Waits for new items, at most `patience` seconds, and returns them in order; consecutive text of a choice is
+        joined.
+
+        Raises:
+            OutriderError: a choice failed, which fails the request.
+        """
         try:
-            async with asyncio.timeout(SILENCE_SECONDS):
+            async with asyncio.timeout(patience):
                 ready = [await self._line.get()]
         except TimeoutError:
-            return [KeepAlive("still here")]
+            return []
         while not self._line.empty():
             ready.append(self._line.get_nowait())
+        for index in [index for index in self._streams if self._choices[index].finish]:
+            await self._streams.pop(index).end()  # its result follows
         found: list[StreamItem] = []
         for one in ready:
             if isinstance(one, Exception):
@@ -135,42 +116,40 @@ class RequestRun:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _complete(self, choice: ChoiceState) -> None:
-        watch = self._watch(choice)
+        timer = self._start_timer(choice.index, choice.sampling)
         result: GenerationResult | None = None
         failed: Exception | None = None
-        limits = [limit for limit in (choice.timeout, self._longest) if limit is not None]
 
         def put(items: Sequence[StreamItem]) -> None:
             for item in items:
                 self._line.put_nowait(item)
 
         def grown(chunk: Chunk) -> None:
-            watch.grown(len(chunk.token_ids))
+            timer.grown(len(chunk.token_ids))
             put(choice.add(chunk))
 
         try:
             stream = self._streams[choice.index] = self._client.stream(
-                choice.prompt,
+                choice.prompt.tokens,
                 choice.sampling,
-                **choice.speculation.model_dump(),
-                client=self._caller,
+                **self._options,
                 progress=lambda done, total: self._line.put_nowait(KeepAlive(f"prompt {done}/{total}")),
             )
             log.info("choice %d is %s", choice.index, stream.request, extra={"client_request": stream.request})
-            async with asyncio.timeout(min(limits, default=None)):
+            async with asyncio.timeout(self._timeout):
                 result = await stream.follow(grown)
             put(choice.end(result))
         except OutriderError as error:
             self._line.put_nowait(failed := error)
         except TimeoutError:
-            late = f"the answer was not complete after {min(limits):g} s and was cancelled; set a longer timeout"
+            late = f"the answer was not complete after {self._timeout:g} s and was cancelled; set a longer timeout"
             self._line.put_nowait(failed := Refused(late, "timeout", 504, "timeout"))
         except Exception as error:
             self._line.put_nowait(failed := error)  # ends the reader's wait
             raise
         finally:
             self._streams.pop(choice.index, None)
-            watch.ended(result, failed)
+            timer.ended(result, failed)
 
 
 END = {"type": "http.response.body", "body": b"", "more_body": False}
@@ -189,21 +168,24 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(self._write(chunk_writer(scope, send), send), receive)
-        except ClientDisconnect:
-            pass
+            items = await self._run.ready(FIRST_SECONDS)  # early errors get their own HTTP status
+            with suppress(ClientDisconnect):
+                await while_connected(self._write(items, chunk_writer(scope, send), send), receive)
         finally:
             await self._run.close()
 
-    async def _write(self, write: Callable[[bytes], Awaitable[None]], send: Send) -> None:
+    async def _write(self, items: list[StreamItem], write: Callable[[bytes], Awaitable[None]], send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await write(self._events.begin())
-            while not self._run.over:
-                for one in await self._run.next():
+            while True:
+                for one in items:
                     await write(self._events.of(one))
+                if self._run.over:
+                    break
+                items = await self._run.next()
             await write(self._events.end())
-        except (OutriderError, Refused) as error:
+        except OutriderError as error:
             await write(self._events.failed(problem_of(error)))
         except Exception as error:
             await write(self._events.failed(problem_of(error)))

@@ -5,22 +5,24 @@ from __future__ import annotations
 import codecs
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
-from typing import Any
+from operator import add
+from typing import Any, cast
+
+from msgspec import structs, to_builtins
 
 from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
 from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
 from outrider.protocol.messages import RoundRecord
-from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import NEVER
-from outrider.server.answers.parts import ChoiceState, TextPart
-from outrider.server.mapping.generation_params import OutputFormat
-from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
+from outrider.server.answers.choices import AnswerPlan, ChoiceState
+from outrider.server.model.served import Thoughts
 from outrider.server.model.tool_format import SpanTags
 from outrider.server.schemas import (
     CachedTokens,
-    ChatLogprobs,
     Drafting,
     LikelyToken,
     Outrider,
@@ -34,10 +36,23 @@ from outrider.server.schemas import (
 )
 
 
-def about(choice: ChoiceState, notes: Sequence[str] = ()) -> Outrider:
-    """Returns the `outrider` field of an answer that begins with this choice."""
-    result = choice.result
-    return Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
+def timings(choices: Sequence[ChoiceState]) -> dict[str, Any]:
+    """Returns the `timings` field, the sum of all choices, with llama.cpp's names. `turnaround_ms` is omitted: it has
+    one value for each round."""
+    times = reduce(add, (choice.result.timings for choice in choices))
+    found = structs.asdict(times)
+    del found["turnaround_ms"]
+    found["prompt_per_second"] = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
+    return cast("dict[str, Any]", to_builtins(found))
+
+
+def statistics(
+    choices: Sequence[ChoiceState], notes: Sequence[str] = (), first: ChoiceState | None = None
+) -> dict[str, Any]:
+    """Returns the fields `timings`, of all choices, and `outrider`, of the first one; `first`: if that is another."""
+    result = (first or choices[0]).result
+    about = Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
+    return {"timings": timings(choices), "outrider": about}
 
 
 def speculated(choice: ChoiceState, chunks: Sequence[Chunk]) -> Speculated | None:
@@ -60,13 +75,15 @@ def _round(record: RoundRecord) -> Round:
     return Round(**given, verify=Work.of(record.verify), decided=decided, drafting=drafting)
 
 
-ThoughtCounter = Callable[[ChoiceState], int]
-
-
-def counter(model: ServedModel, prompt: TokenizedPrompt) -> ThoughtCounter:
-    """Returns a function that counts an answer's thinking tokens."""
-    spelling, tags, begun = model.codec.spelling, model.thinking, prompt.thoughts is Thoughts.BEGUN
-    return lambda choice: thought_tokens(spelling, tags, begun, choice.tokens) if tags and choice.thought else 0
+def reasoning_tokens(plan: AnswerPlan) -> ReasoningTokens:
+    """Counts the thinking tokens of all choices."""
+    spelling, tags = plan.model.codec.spelling, plan.model.thinking
+    counts = (
+        thought_tokens(spelling, tags, choice.prompt.thoughts is Thoughts.BEGUN, choice.tokens)
+        for choice in plan.choices
+        if tags is not None and choice.thought
+    )
+    return ReasoningTokens(reasoning_tokens=sum(counts))
 
 
 def thought_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list[int]) -> int:
@@ -84,44 +101,49 @@ def thought_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list
     return count
 
 
-def usage(prompt_tokens: int, choices: Sequence[ChoiceState], thoughts: ThoughtCounter | None = None) -> Usage:
-    """Returns OpenAI's usage. A prompt shared by several choices counts once."""
-    made = sum(len(choice.tokens) for choice in choices)
-    held = max((choice.result.timings.cache_n for choice in choices), default=0)
+def usage(plan: AnswerPlan) -> Usage:
+    """Returns OpenAI's usage of all choices. A prompt shared by several choices counts once."""
+    made = sum(len(choice.tokens) for choice in plan.choices)
+    held = max((choice.result.timings.cache_n for choice in plan.choices), default=0)
     return Usage(
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=plan.prompt_tokens,
         completion_tokens=made,
-        total_tokens=prompt_tokens + made,
+        total_tokens=plan.prompt_tokens + made,
         prompt_tokens_details=CachedTokens(cached_tokens=held),
-        completion_tokens_details=ReasoningTokens(reasoning_tokens=sum(map(thoughts, choices))) if thoughts else None,
+        completion_tokens_details=reasoning_tokens(plan) if plan.is_chat else None,
     )
-
-
-def logprobs_of(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
-    return [row for chunk in chunks for row in chunk.logprobs or ()]
 
 
 LEAST = -9999.0
 """OpenAI's value for an impossible token."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedToken:
+    """A token with its log-probability, and the numbers of characters before its text and up to its end."""
+
+    start: int
+    end: int
+    spelled: SpelledToken
+
+
 class LogprobFormatter:
-    """Formats log-probabilities for OpenAI's APIs. Tokens in `ends` (end of text) are omitted."""
+    """Formats the log-probabilities of one choice for OpenAI's APIs. Tokens in `ends` (end of text) are omitted."""
 
     def __init__(self, codec: TextCodec, ends: frozenset[int]) -> None:
         self._codec, self._ends = codec, ends
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
 
-    def content(self, rows: Sequence[TokenLogprob]) -> ChatLogprobs | None:
-        """Formats for chat completions; None without tokens."""
-        spelled = self.spelled(rows)
-        return ChatLogprobs(content=spelled) if spelled else None
-
-    def spelled(self, rows: Sequence[TokenLogprob]) -> list[SpelledToken]:
-        """Decodes each token; incomplete characters become U+FFFD."""
+    def next(self, chunks: Sequence[Chunk]) -> list[PlacedToken]:
+        """Formats the tokens of the next chunks. In a token's own text, incomplete characters become U+FFFD."""
         found = []
-        for row in (row for row in rows if row.token not in self._ends):
+        for row in (row for row in logprobs_of(chunks) if row.token not in self._ends):
             top = [self._likely(token, value) for token, value in row.top if value > NEVER]
-            found.append(SpelledToken(**self._likely(row.token, row.logprob).model_dump(), top_logprobs=top))
+            spelled = SpelledToken(**self._likely(row.token, row.logprob).model_dump(), top_logprobs=top)
+            start = self._length
+            self._length += len(self._characters.decode(bytes(spelled.bytes)))
+            found.append(PlacedToken(start, self._length, spelled))
         return found
 
     def _likely(self, token: int, value: float) -> LikelyToken:
@@ -129,89 +151,56 @@ class LogprobFormatter:
         return LikelyToken(token=spelled.decode(errors="replace"), logprob=max(value, LEAST), bytes=list(spelled))
 
 
-class TextLogprobs:
-    """Assigns log-probabilities to the text parts that a reader sees."""
-
-    def __init__(self, speller: LogprobFormatter) -> None:
-        self._speller = speller
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._rows: list[tuple[int, SpelledToken]] = []
-        self._length = self._returned = 0
-
-    def take(self, rows: Sequence[TokenLogprob]) -> None:
-        """Adds the next tokens."""
-        for one in self._speller.spelled(rows):
-            self._length += len(self._characters.decode(bytes(one.bytes)))
-            self._rows.append((self._length, one))
-
-    def next(self, words: TextPart) -> list[SpelledToken]:
-        """Returns the tokens that end in `words` and were not returned before."""
-        found = []
-        while self._returned < len(self._rows) and self._rows[self._returned][0] <= words.at + len(words.text):
-            end, row = self._rows[self._returned]
-            found += [row] if end > words.at else []
-            self._returned += 1
-        return found
+def logprobs_of(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
+    return [row for chunk in chunks for row in chunk.logprobs or ()]
 
 
-def speller(model: ServedModel, sampling: SamplingParams) -> LogprobFormatter | None:
-    """Returns None if no log-probabilities are requested."""
+def logprob_formatters(plan: AnswerPlan) -> list[LogprobFormatter] | None:
+    """Returns one for each choice; None if log-probabilities are not generated."""
+    sampling = plan.choices[0].sampling
     if sampling.logprobs is None:
         return None
-    return LogprobFormatter(model.codec, frozenset() if sampling.ignore_eos else model.codec.eos)
+    return [LogprobFormatter(plan.model.codec, plan.model.ends(sampling)) for _ in plan.choices]
 
 
-SchemaChecker = Callable[[Sequence[ChoiceState]], list[str]]
 _LONGEST = 300
 
 
-def schema_checker(form: OutputFormat | None, box: Toolbox | None = None) -> SchemaChecker:
-    """Returns a function that checks answers and non-strict tool calls against what the grammar did not enforce of
-    their schemas, such as uniqueItems. Violations become notes."""
-    loose = form if form is not None and form.loose else None
-    tools = [tool["function"] for tool in box.tools if tool["function"]["name"] not in box.strict] if box else []
-    schemas = {tool["name"]: tool["parameters"] for tool in tools}
-
-    def notes(choices: Sequence[ChoiceState]) -> list[str]:
-        found = []
-        if loose is not None:
-            try:
-                validator = _validator(json.loads(loose.grammar.text))
-                for choice in (choice for choice in choices if choice.finish != "length" and not choice.calls):
-                    if (why := _fault(validator, choice.text)) is not None:
-                        found.append(
-                            f"{loose.param}: choice {choice.index} does not satisfy its schema: {why[:_LONGEST]}; no"
-                            " grammar holds this part of it, and strict would have refused it"
-                        )
-            except ValueError as error:
-                found.append(f"{loose.param}: the schema can't be checked afterwards ({str(error)[:_LONGEST]})")
-        for call in (call for choice in choices for call in choice.calls if call.name in schemas):
-            try:
-                why = _fault(_validator(schemas[call.name]), call.arguments)
-            except ValueError as error:
-                why = f"the schema can't be checked ({error})"
-            if why is not None:
+def schema_notes(plan: AnswerPlan, choices: Sequence[ChoiceState]) -> list[str]:
+    """Checks answers and non-strict tool calls against what the grammar did not enforce of their schemas, such as
+    uniqueItems, and describes each violation."""
+    found = []
+    if plan.form is not None and plan.form.loose:
+        schema = json.loads(plan.form.grammar.text)
+        for choice in (choice for choice in choices if choice.finish != "length" and not choice.calls):
+            if (why := _violation(schema, choice.text)) is not None:
                 found.append(
-                    f"tools: the arguments of a call of {call.name} do not satisfy its schema: {why[:_LONGEST]}"
+                    f"{plan.form.param}: choice {choice.index} does not satisfy its schema: {why}; no grammar holds"
+                    " this part of it, and strict would have refused it"
                 )
-        return found
+    functions = (tool["function"] for tool in plan.box.tools)
+    schemas = {one["name"]: one["parameters"] for one in functions if one["name"] not in plan.box.strict}
+    for call in (call for choice in choices for call in choice.calls if call.name in schemas):
+        if (why := _violation(schemas[call.name], call.arguments)) is not None:
+            found.append(f"tools: the arguments of a call of {call.name} do not satisfy its schema: {why}")
+    return found
 
-    return notes
 
+def _violation(schema: Any, text: str) -> str | None:
+    """Returns how the JSON `text` violates the schema, or why that can't be checked; None if it does not.
 
-def _validator(schema: Any) -> Any:
-    """Compiles a validator with linear-time patterns and without remote references. Raises ValueError."""
+    Patterns take linear time, and remote references are not fetched.
+    """
     import jsonschema_rs  # deferred: few schemas need it
 
-    return jsonschema_rs.validator_for(schema, retriever=_no_retrieval, pattern_options=jsonschema_rs.RegexOptions())
-
-
-def _fault(validator: Any, text: str) -> str | None:
-    """Returns how the JSON `text` violates the validator's schema; None if it does not."""
+    patterns = jsonschema_rs.RegexOptions()
     try:
-        return next((str(error.message) for error in validator.iter_errors(json.loads(text))), None)
-    except ValueError as error:
+        validator = jsonschema_rs.validator_for(schema, retriever=_no_retrieval, pattern_options=patterns)
+        return next((str(error.message)[:_LONGEST] for error in validator.iter_errors(json.loads(text))), None)
+    except json.JSONDecodeError as error:
         return str(error)
+    except ValueError as error:
+        return f"the schema can't be checked ({error})"[:_LONGEST]
 
 
 def _no_retrieval(_uri: str) -> Any:

@@ -13,13 +13,11 @@ from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import MOST_LOGPROBS
-from outrider.server.answers.formatter import AnswerPlan, CompletionFormatter
-from outrider.server.answers.parts import ChoiceState, Part, TextPart, ThinkingPart
-from outrider.server.answers.usage import logprobs_of, speculated
+from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, ThinkingPart, plan_answer
+from outrider.server.answers.formatter import CompletionFormatter
+from outrider.server.answers.usage import logprob_formatters, speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping.conversation import (
-    ANY,
-    MUST,
     ToolSelection,
     assistant_message,
     function,
@@ -38,6 +36,7 @@ from outrider.server.schemas import (
     ApiRequest,
     ApiResponse,
     ChatLogprobs,
+    CompletionBase,
     Content,
     LooseShape,
     MaxTokens,
@@ -181,14 +180,10 @@ class ChatChoice(ApiResponse):
     speculation: Speculated | None = absent()
 
 
-class ChatCompletion(ApiResponse):
+class ChatCompletion(CompletionBase):
     """The full response."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     timings: Timings
@@ -212,18 +207,11 @@ class ChunkChoice(ApiResponse):
     speculation: Speculated | None = absent()
 
 
-class ChatChunk(ApiResponse):
+class ChatChunk(CompletionBase):
     """An event of a stream. A choice's last event has timings; usage, if requested, has an event without choices."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChunkChoice]
-    usage: Usage | None = absent()
-    timings: Timings | None = absent()
-    outrider: Outrider | None = absent()
 
 
 _FINISH: dict[str, Finish] = {"length": "length", "tool": "tool_calls"}
@@ -238,6 +226,7 @@ class ChatFormatter(CompletionFormatter):
 
     def __init__(self, plan: AnswerPlan, include_usage: bool) -> None:
         super().__init__(plan, include_usage)
+        self._logprobs = logprob_formatters(plan)
         self._calls = [0] * len(plan.choices)
 
     def begin(self) -> bytes:
@@ -279,8 +268,9 @@ class ChatFormatter(CompletionFormatter):
         return Delta()
 
     def _extras(self, choice: ChoiceState, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        rows = self.plan.speller.content(logprobs_of(chunks)) if self.plan.speller is not None else None
-        return {"logprobs": rows, "speculation": speculated(choice, chunks)}
+        placed = self._logprobs[choice.index].next(chunks) if self._logprobs is not None else []
+        logprobs = ChatLogprobs(content=[one.spelled for one in placed]) if placed else None
+        return {"logprobs": logprobs, "speculation": speculated(choice, chunks)}
 
 
 def call_id(call: ToolCall) -> str:
@@ -292,9 +282,9 @@ def _tool_choice(asked: ConversationRequest) -> ToolSelection:
     one = asked.parallel_tool_calls is False
     match asked.tool_choice:
         case None | str() as kind:
-            return ToolSelection(kind or ANY, one=one)
+            return ToolSelection(kind or "auto", one=one)
         case ToolChosen(function=function):
-            return ToolSelection(MUST, (function.name,), one=True)
+            return ToolSelection("required", (function.name,), one=True)
         case ToolsAllowed(allowed_tools=allowed):
             return ToolSelection(allowed.mode, tuple(tool.function.name for tool in allowed.tools), one)
 
@@ -347,10 +337,10 @@ async def complete(asked: ChatRequest, request: Request, context: TheServer) -> 
         raise Refused("modalities: only text output is supported; expected ['text'], or leave it out", "modalities")
     if asked.top_logprobs and not asked.logprobs:
         raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
-    talk, count = conversation(context.model, asked), asked.n or 1
+    talk, form, model = conversation(context.model, asked), output_format_of(asked), context.model
     logprobs = asked.top_logprobs or 0 if asked.logprobs else None
     plan = await asyncio.to_thread(
-        context.plan, asked, talk, output_format_of(asked), asked.stop, _most(asked), logprobs, count
+        plan_answer, model, asked, talk, form, asked.stop, _most(asked), logprobs, asked.n or 1
     )
     return await context.respond(request, ChatFormatter(plan, include_usage_of(asked)), asked.stream)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -12,31 +11,23 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
+from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import MOST_LOGPROBS
-from outrider.server.answers.formatter import AnswerPlan, CompletionFormatter
-from outrider.server.answers.parts import ChoiceState, Part, Splitter, TextPart, new_choice
-from outrider.server.answers.usage import LogprobFormatter, logprobs_of, schema_checker, speculated, speller
+from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, plan_answer
+from outrider.server.answers.formatter import CompletionFormatter
+from outrider.server.answers.usage import PlacedToken, logprob_formatters, logprobs_of, speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
-from outrider.server.mapping.generation_params import (
-    answer_grammar,
-    include_usage_of,
-    output_format_of,
-    resolve_output_format,
-    sampling_params,
-)
-from outrider.server.model.served import ServedModel, TokenizedPrompt, Toolbox
+from outrider.server.mapping.generation_params import include_usage_of, output_format_of
+from outrider.server.model.served import ServedModel, TokenizedPrompt
 from outrider.server.problems import Refused
 from outrider.server.schemas import (
     MAX_CHOICES,
     MAX_TOKENS,
     ApiResponse,
-    Outrider,
+    CompletionBase,
     Sampling,
     Speculated,
     SpelledToken,
-    Timings,
-    Usage,
     absent,
     bounded,
     unsupported,
@@ -75,42 +66,24 @@ class CompletionChoice(ApiResponse):
     speculation: Speculated | None = absent()
 
 
-class Completion(ApiResponse):
+class Completion(CompletionBase):
     """The full response, and each event of a stream."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage | None = absent()
-    timings: Timings | None = absent()
-    outrider: Outrider | None = absent()
 
 
-class CompletionLogprobWriter:
-    """Log-probabilities of one text completion, with text offsets."""
-
-    def __init__(self, speller: LogprobFormatter) -> None:
-        self._speller = speller
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._length = 0
-
-    def next(self, rows: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
-        """Formats the next tokens; None without any."""
-        spelled, offsets = self._speller.spelled(rows), []
-        for one in spelled:
-            offsets.append(self._length)
-            self._length += len(self._characters.decode(bytes(one.bytes)))
-        if not spelled:
-            return None
-        return CompletionLogprobs(
-            tokens=[one.token for one in spelled],
-            token_logprobs=[one.logprob for one in spelled],
-            top_logprobs=list(map(_top, spelled)),
-            text_offset=offsets,
-        )
+def completion_logprobs(placed: Sequence[PlacedToken]) -> CompletionLogprobs | None:
+    """Formats the next tokens; None without any."""
+    if not placed:
+        return None
+    spelled = [one.spelled for one in placed]
+    return CompletionLogprobs(
+        tokens=[one.token for one in spelled],
+        token_logprobs=[one.logprob for one in spelled],
+        top_logprobs=list(map(_top, spelled)),
+        text_offset=[one.start for one in placed],
+    )
 
 
 def _top(spelled: SpelledToken) -> dict[str, float]:
@@ -144,21 +117,18 @@ class TextCompletionFormatter(CompletionFormatter):
     response = Completion
     chunk = Completion
 
-    def __init__(
-        self, plan: AnswerPlan, echoes: Sequence[str], include_usage: bool, tried: int = 1, each: int = 1
-    ) -> None:
-        """Of every `tried` choices the likeliest `each` are kept."""
-        super().__init__(plan, include_usage)
+    def __init__(self, plan: AnswerPlan, asked: CompletionRequest, echoes: Sequence[str]) -> None:
+        super().__init__(plan, include_usage_of(asked))
         self._echoes = echoes
-        self._tried, self._each = tried, each
-        self._listings = [CompletionLogprobWriter(plan.speller) for _ in echoes] if plan.speller is not None else None
+        self._tried, self._each = _tried(asked), asked.n or 1
+        self._logprobs = logprob_formatters(plan) if asked.logprobs is not None else None
 
     def begin(self) -> bytes:
         begun = zip(self.plan.choices, map(TextPart, self._echoes), strict=True)
         return b"".join(self._event([self._chunk_choice(choice, echo)]) for choice, echo in begun if echo.text)
 
-    def _kept(self, choices: list[ChoiceState]) -> list[ChoiceState]:
-        return likeliest(choices, self._tried, self._each)
+    def _kept(self) -> list[ChoiceState]:
+        return likeliest(self.plan.choices, self._tried, self._each)
 
     def _choice(self, choice: ChoiceState) -> CompletionChoice:
         text = TextPart(self._echoes[choice.index] + choice.text)
@@ -167,10 +137,11 @@ class TextCompletionFormatter(CompletionFormatter):
     def _chunk_choice(
         self, choice: ChoiceState, part: Part | None, chunks: Sequence[Chunk] = (), finish: str | None = None
     ) -> CompletionChoice:
+        placed = self._logprobs[choice.index].next(chunks) if self._logprobs is not None else []
         return CompletionChoice(
             index=choice.index,
             text=part.text if isinstance(part, TextPart) else "",
-            logprobs=self._listings[choice.index].next(logprobs_of(chunks)) if self._listings is not None else None,
+            logprobs=completion_logprobs(placed),
             finish_reason=None if finish is None else "length" if finish == "length" else "stop",
             token_ids=[token for chunk in chunks for token in chunk.token_ids] or None if choice.ids else None,
             speculation=speculated(choice, chunks),
@@ -188,41 +159,24 @@ async def complete(asked: CompletionRequest, request: Request, context: TheServe
     """Completes texts. Choices of several prompts follow one another."""
     if asked.echo and asked.logprobs is not None:
         raise Refused("logprobs of the prompt are not supported; leave out echo or logprobs", "logprobs")
-    with_usage = include_usage_of(asked)
-    plan, echoes = await asyncio.to_thread(_plan, context.model, asked)
-    formatter = TextCompletionFormatter(plan, echoes, with_usage, _tried(asked), asked.n or 1)
+    formatter = await asyncio.to_thread(_formatter, context.model, asked)
     return await context.respond(request, formatter, asked.stream)
 
 
-def _plan(model: ServedModel, asked: CompletionRequest) -> tuple[AnswerPlan, list[str]]:
-    """Prepares the choices of all prompts, and returns the text that each kept one begins with."""
-    given = _many(asked.prompt)
+def _formatter(model: ServedModel, asked: CompletionRequest) -> TextCompletionFormatter:
+    """Plans the choices of all prompts. An echo is the text that a kept one begins with."""
+    given, each, tried = _many(asked.prompt), asked.n or 1, _tried(asked)
     prompts = [_tokens(model, one) for one in given]
-    each, tried = asked.n or 1, _tried(asked)
     if len(prompts) * tried > MAX_CHOICES:
         raise Refused(f"{len(prompts)} prompts with {tried} choices each; expected at most {MAX_CHOICES} in all", "n")
     most = asked.max_tokens if asked.max_tokens is not None else DEFAULT_TOKENS
     wanted = asked.logprobs if tried == each else asked.logprobs or 0  # best_of ranks by them
-    form = resolve_output_format(model, output_format_of(asked))
-    grammar = answer_grammar(model, TokenizedPrompt(()), Toolbox(), form)
-    sampling, ids = sampling_params(model, asked, most, asked.stop, grammar, wanted), bool(asked.return_token_ids)
-    choices = [
-        new_choice(model.codec, asked, tokens, sampling, index, Splitter(), ids=ids)
-        for tokens in prompts
-        for index in range(tried)
-    ]
-    for place, choice in enumerate(choices):  # seeds are by the index among a prompt's choices
-        choice.index = place
-    plan = AnswerPlan(
-        model.id,
-        sum(map(len, prompts)),
-        choices,
-        speller=speller(model, sampling) if asked.logprobs is not None else None,
-        notes=schema_checker(form),
-    )
+    plan = plan_answer(model, asked, prompts, output_format_of(asked), asked.stop, most, wanted, tried)
+    for choice in plan.choices:
+        choice.ids = bool(asked.return_token_ids)
     texts = [one if isinstance(one, str) else model.codec.decode(tuple(one)) for one in given] if asked.echo else []
     echoes = [text for text in texts or [""] * len(given) for _ in range(each)]
-    return plan, echoes
+    return TextCompletionFormatter(plan, asked, echoes)
 
 
 def _tried(asked: CompletionRequest) -> int:
@@ -246,9 +200,9 @@ def _many(prompt: str | list[int] | list[str | list[int]]) -> list[str | list[in
     return [one for one in prompt if not isinstance(one, int)]
 
 
-def _tokens(model: ServedModel, prompt: str | list[int]) -> tuple[int, ...]:
+def _tokens(model: ServedModel, prompt: str | list[int]) -> TokenizedPrompt:
     if isinstance(prompt, str):
-        return model.plain(prompt).tokens
+        return model.plain(prompt)
     if prompt and not 0 <= min(prompt) <= max(prompt) <= MAX_TOKEN:
         raise Refused(f"prompt: a token id is out of range; expected whole numbers from 0 to {MAX_TOKEN}", "prompt")
-    return tuple(prompt)
+    return TokenizedPrompt(tuple(prompt))

@@ -16,7 +16,6 @@ from inspect import signature
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
@@ -37,8 +36,7 @@ def response_docs(
 ) -> dict[Any, Any]:
     """Describes a path's responses. `whole` is the full response, `events` the schema of a stream's events."""
     content = {"text/event-stream": {"itemSchema": events}} if events is not None else {}
-    answers: dict[Any, Any] = {200: {"model": whole, "content": content}}
-    return answers | error_docs(anthropic)
+    return {200: {"model": whole, "content": content}, **error_docs(anthropic)}
 
 
 def chunk_docs(shape: type[BaseModel]) -> dict[str, Any]:
@@ -113,8 +111,7 @@ class JsonRoute(APIRoute):
             try:  # strict JSON: UTF-8, no NaN, limited nesting
                 asked = shape.model_validate(from_json(body, allow_inf_nan=False))
             except ValidationError as error:
-                wrong = error.errors(include_url=False)
-                raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in wrong]) from None
+                raise _invalid(error) from None
             except ValueError as error:
                 raise Refused(f"the body is not JSON: {error}") from None
             if asked.model_extra:
@@ -125,6 +122,27 @@ class JsonRoute(APIRoute):
             return answer
 
         return handle
+
+
+_ALTERNATIVES = frozenset({"str", "int", "float", "bool", "none"})
+
+
+def _invalid(error: ValidationError) -> Refused:
+    """Reports the first invalid field. Of several failed union alternatives it picks the one that got furthest."""
+    wrong = error.errors(include_url=False)
+    first = max(wrong, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
+    is_unknown = first["type"] == "extra_forbidden"
+    path = [str(part) for part in first["loc"] if _is_field(part)]
+    if is_unknown and not _is_field(first["loc"][-1]):
+        path.append(str(first["loc"][-1]))
+    reason = "no such field is known here; leave it out" if is_unknown else first["msg"]
+    details = first.get("ctx", {}).get("details")
+    return Refused(f"{'.'.join(path) or 'the body'}: {reason}", path[0] if path else None, details=details)
+
+
+def _is_field(part: str | int) -> bool:
+    """Whether `part` is a field name or index, not pydantic's name of a union alternative."""
+    return isinstance(part, int) or (part.islower() and part.isidentifier() and part not in _ALTERNATIVES)
 
 
 def _check_kind(request: Request) -> None:

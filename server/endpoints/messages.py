@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from outrider.orchestrator.pairing.tokenizer import Detokenizer, TextCodec
-from outrider.server.answers.formatter import AnswerPlan, BlockFormatter, event, typed_event
-from outrider.server.answers.parts import ChoiceState, Part, PartUpdate, TextPart, ThinkingPart, timings
-from outrider.server.answers.usage import about
+from outrider.orchestrator.pairing.tokenizer import Detokenizer
+from outrider.server.answers.choices import (
+    AnswerPlan,
+    ChoiceState,
+    Part,
+    PartUpdate,
+    TextPart,
+    ThinkingPart,
+    plan_answer,
+)
+from outrider.server.answers.formatter import BlockFormatter, event, typed_event
+from outrider.server.answers.usage import statistics
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
-    ANY,
-    MUST,
-    NONE,
     ToolSelection,
     assistant_message,
     function,
@@ -192,16 +197,15 @@ class MessageFormatter(BlockFormatter):
     A stream is message_start, content blocks, message_delta with the stop reason and usage, and message_stop.
     """
 
-    def __init__(self, plan: AnswerPlan, codec: TextCodec) -> None:
+    def __init__(self, plan: AnswerPlan) -> None:
         super().__init__(plan)
-        self._codec = codec
         self._id = f"msg_{secrets.token_hex(12)}"
 
-    def whole(self, choices: Sequence[ChoiceState]) -> MessageAnswer:
-        (choice,) = choices
+    def whole(self) -> MessageAnswer:
+        (choice,) = self.plan.choices
         return MessageAnswer(
             id=self._id,
-            model=self.plan.model,
+            model=self.plan.model.id,
             content=[_block(part) for part in choice.parts],
             **self._reason(choice),
             **self._numbers(choice),
@@ -209,14 +213,14 @@ class MessageFormatter(BlockFormatter):
 
     def begin(self) -> bytes:
         used = messages_usage(self.plan.prompt_tokens, None)
-        begun = MessageAnswer(id=self._id, model=self.plan.model, content=[], usage=used)
+        begun = MessageAnswer(id=self._id, model=self.plan.model.id, content=[], usage=used)
         return typed_event("message_start", message=begun)
 
     def end(self) -> bytes:
         return typed_event("message_stop")
 
     def failed(self, problem: Problem) -> bytes:
-        return event(problem.body(anthropic=True, request_id="").decode(), "error")
+        return event(problem.body(anthropic=True, request_id=""), "error")
 
     def _keep_alive(self, note: str) -> bytes:
         return typed_event("ping")
@@ -237,16 +241,12 @@ class MessageFormatter(BlockFormatter):
         return (signature or b"") + typed_event("content_block_stop", index=self._at)
 
     def _reason(self, choice: ChoiceState) -> dict[str, Any]:
-        stop = stop_that_ended(self._codec, choice) if choice.finish == "stop" else None
+        stop = stop_that_ended(self.plan.model, choice) if choice.finish == "stop" else None
         reason = "stop_sequence" if stop is not None else _REASONS.get(choice.finish, "end_turn")
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _numbers(self, choice: ChoiceState) -> dict[str, Any]:
-        return {
-            "usage": messages_usage(self.plan.prompt_tokens, choice),
-            "timings": timings(choice.result.timings),
-            "outrider": about(choice),
-        }
+        return {"usage": messages_usage(self.plan.prompt_tokens, choice), **statistics([choice])}
 
 
 def _delta(part: Part) -> dict[str, str]:
@@ -273,18 +273,16 @@ def _block(part: Part, begun: bool = False) -> AnswerBlock:
             return ToolUseBlock(id=own or f"toolu_{secrets.token_hex(12)}", name=name, input=given)
 
 
-def stop_that_ended(codec: TextCodec, choice: ChoiceState) -> str | None:
+def stop_that_ended(model: ServedModel, choice: ChoiceState) -> str | None:
     """Returns the stop string that occurs first in the choice's text, or None."""
-    sampling = choice.sampling
-    detokenizer = Detokenizer(codec, choice.prompt)
-    ends = frozenset() if sampling.ignore_eos else codec.eos
+    detokenizer, ends = Detokenizer(model.codec, choice.prompt.tokens), model.ends(choice.sampling)
     text = "".join(detokenizer.feed(token) for token in choice.tokens if token not in ends) + detokenizer.finish()
-    found = [(place, stop) for stop in sampling.stop if (place := text.find(stop)) >= 0]
+    found = [(place, stop) for stop in choice.sampling.stop if (place := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
 
 _LABEL = "x-anthropic-billing-header:"
-_CHOICES = {"auto": ANY, "any": MUST, "none": NONE}
+_CHOICES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def output_format_of(asked: CountTokensRequest) -> OutputFormat | None:
@@ -315,7 +313,7 @@ def _choice(asked: CountTokensRequest) -> ToolSelection:
         return ToolSelection(_CHOICES[choice.type], one=one)
     if choice.name is None:
         raise Refused("tool_choice: type tool needs the tool's name", "tool_choice")
-    return ToolSelection(MUST, (choice.name,), one=True)
+    return ToolSelection("required", (choice.name,), one=True)
 
 
 def conversation(model: ServedModel, asked: CountTokensRequest) -> TemplateInput:
@@ -364,8 +362,9 @@ router = APIRouter(route_class=JsonRoute)
 async def answer(asked: MessagesRequest, request: Request, context: TheServer) -> Response:
     """Generates an answer to a conversation."""
     talk, form = conversation(context.model, asked), output_format_of(asked)
-    plan = await asyncio.to_thread(context.plan, asked, talk, form, asked.stop_sequences, asked.max_tokens)
-    return await context.respond(request, MessageFormatter(plan, context.model.codec), asked.stream)
+    stops, most = asked.stop_sequences, asked.max_tokens
+    plan = await asyncio.to_thread(plan_answer, context.model, asked, talk, form, stops, most)
+    return await context.respond(request, MessageFormatter(plan), asked.stream)
 
 
 @router.post("/messages/count_tokens", response_model=None, responses=response_docs(TokenCount, anthropic=True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -16,13 +17,25 @@ from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import MOST_LOGPROBS
-from outrider.server.answers.formatter import AnswerPlan, BlockFormatter, typed_event
-from outrider.server.answers.parts import ChoiceState, Part, PartUpdate, TextPart, ThinkingPart, timings
-from outrider.server.answers.usage import TextLogprobs, about, logprobs_of
+from outrider.server.answers.choices import (
+    AnswerPlan,
+    ChoiceState,
+    Part,
+    PartUpdate,
+    TextPart,
+    ThinkingPart,
+    plan_answer,
+)
+from outrider.server.answers.formatter import BlockFormatter, typed_event
+from outrider.server.answers.usage import (
+    PlacedToken,
+    logprob_formatters,
+    reasoning_tokens,
+    schema_notes,
+    statistics,
+)
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
-    ANY,
-    MUST,
     ToolSelection,
     assistant_message,
     function,
@@ -217,14 +230,16 @@ class ResponseFormatter(BlockFormatter):
         # Coding agents also offer tools that run at OpenAI.
         others = sorted({tool.type[:40] for tool in asked.tools or () if tool.type != "function"})
         self._notes = [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
-        self._logprobs = TextLogprobs(plan.speller) if plan.speller is not None else None
+        formatters = logprob_formatters(plan)
+        self._logprobs = formatters[0] if formatters is not None else None
+        self._placed: deque[PlacedToken] = deque()
         self._number = -1
         self._items: list[Output] = []
         choice, sampling = asked.tool_choice, plan.choices[0].sampling
         self._common: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(12)}",
             "created_at": plan.created,
-            "model": plan.model,
+            "model": plan.model.id,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
@@ -234,8 +249,8 @@ class ResponseFormatter(BlockFormatter):
             "tools": [tool.model_dump() for tool in asked.tools or ()],
         }
 
-    def whole(self, choices: Sequence[ChoiceState]) -> ResponseObject:
-        (choice,) = choices
+    def whole(self) -> ResponseObject:
+        (choice,) = self.plan.choices
         self._take_logprobs(choice.chunks)
         for part in choice.parts:
             self._items.append(_item(part, self._logprobs is not None))
@@ -264,25 +279,23 @@ class ResponseFormatter(BlockFormatter):
 
     def _whole(self, choice: ChoiceState) -> ResponseObject:
         plan, times, made = self.plan, choice.result.timings, len(choice.tokens)
-        thought = plan.thoughts(choice) if plan.thoughts is not None else 0
         usage = ResponsesUsage(
             input_tokens=plan.prompt_tokens,
             input_tokens_details=WrittenTokens(cached_tokens=times.cache_n, cache_write_tokens=times.prompt_n),
             output_tokens=made,
-            output_tokens_details=ReasoningTokens(reasoning_tokens=thought),
+            output_tokens_details=reasoning_tokens(plan),
             total_tokens=plan.prompt_tokens + made,
         )
         return self._shape(
             status=_status(choice),
             incomplete_details={"reason": "max_output_tokens"} if choice.finish == "length" else None,
             usage=usage,
-            timings=timings(times),
-            outrider=about(choice, [*self._notes, *self.plan.notes([choice])]),
+            **statistics([choice], [*self._notes, *schema_notes(plan, [choice])]),
         )
 
     def _take_logprobs(self, chunks: Sequence[Chunk]) -> None:
         if self._logprobs is not None:
-            self._logprobs.take(logprobs_of(chunks))
+            self._placed += self._logprobs.next(chunks)
 
     def _grow(self, part: Part) -> list[SpelledToken]:
         """Adds a part to the last item, and returns its log-probabilities."""
@@ -290,13 +303,21 @@ class ResponseFormatter(BlockFormatter):
         match self._items[-1], part:
             case OutputMessage(content=[content]), TextPart(text=text):
                 content.text += text
-                if self._logprobs is not None and content.logprobs is not None:
-                    content.logprobs += (rows := self._logprobs.next(part))
+                if content.logprobs is not None:
+                    content.logprobs += (rows := self._logprobs_of(part))
             case OutputReasoning(content=[content]), ThinkingPart(text=text):
                 content.text += text
             case OutputCall() as call, ToolCall(arguments=arguments):
                 call.arguments = arguments
         return rows
+
+    def _logprobs_of(self, words: TextPart) -> list[SpelledToken]:
+        """Returns the tokens that end in `words`. Those before are tags and thinking."""
+        found = []
+        while self._placed and self._placed[0].end <= words.at + len(words.text):
+            one = self._placed.popleft()
+            found += [one.spelled] if one.end > words.at else []
+        return found
 
     def _open(self, part: Part) -> bytes:
         self._items.append(item := _item(part, self._logprobs is not None))
@@ -381,9 +402,9 @@ def _tool_choice(asked: ResponsesRequest) -> ToolSelection:
     one = asked.parallel_tool_calls is False
     match asked.tool_choice:
         case None | str() as kind:
-            return ToolSelection(kind or ANY, one=one)
+            return ToolSelection(kind or "auto", one=one)
         case FunctionChosen(name=name):
-            return ToolSelection(MUST, (name,), one=True)
+            return ToolSelection("required", (name,), one=True)
         case FunctionsAllowed(mode=mode, tools=allowed):
             return ToolSelection(mode, tuple(tool.name for tool in allowed), one)
 
@@ -440,11 +461,9 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/responses", response_model=None, responses=response_docs(ResponseObject, event_docs()))
 async def respond(asked: ResponsesRequest, request: Request, context: TheServer) -> Response:
     """Generates a response to an input."""
-    talk = conversation(context.model, asked)
+    talk, most = conversation(context.model, asked), asked.max_output_tokens
     form = parse_output_format((asked.text or {}).get("format"), "text.format", may_be_loose=True)
-    plan = await asyncio.to_thread(
-        context.plan, asked, talk, form, asked.stop, asked.max_output_tokens, logprobs(asked)
-    )
+    plan = await asyncio.to_thread(plan_answer, context.model, asked, talk, form, asked.stop, most, logprobs(asked))
     return await context.respond(request, ResponseFormatter(plan, asked), asked.stream)
 
 

@@ -54,7 +54,7 @@ class Model(ApiResponse):
     object: Literal["model"] = "model"
     type: Literal["model"] = "model"
     created: int
-    created_at: str
+    created_at: datetime
     owned_by: str = "outrider"
     display_name: str
     lifecycle: Literal["active"] = "active"
@@ -191,7 +191,7 @@ def _tokenized(asked: TokenizeRequest, model: ServedModel) -> Tokenized:
         tokens = list(model.prompt(conversation(model, asked)).tokens)
     else:
         special = asked.add_special if asked.add_special_tokens is None else asked.add_special_tokens
-        tokens = list(model.tokens(str(given[0]), special))
+        tokens = list(model.codec.encode(str(given[0]), special))
     spelled = [model.codec.spelling.of(token) for token in tokens]
     return Tokenized(
         tokens=list(map(_piece, tokens, spelled)) if asked.with_pieces else tokens,
@@ -240,7 +240,7 @@ def _model(context: ServerContext, name: str) -> Model:
     return Model(
         id=name,
         created=made,
-        created_at=datetime.fromtimestamp(made, UTC).isoformat().replace("+00:00", "Z"),
+        created_at=datetime.fromtimestamp(made, UTC),
         display_name=name,
         max_model_len=context.model.context_length,
         chat_template=context.model.template is not None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from outrider.server.model.served import ServedModel, Toolbox
 from outrider.server.problems import Refused
@@ -60,14 +60,11 @@ def parsed_arguments(arguments: str | dict[str, Any]) -> Any:
         return arguments  # invalid JSON of an earlier turn must not end the conversation
 
 
-ANY, NONE, MUST = "auto", "none", "required"
-
-
 @dataclass(frozen=True, slots=True)
 class ToolSelection:
-    """`tool_choice`: `kind` is auto, none or required; `names` limits the tools, None: all; `one`: at most one call."""
+    """`tool_choice`. `names` limits the tools, None: all. `one`: at most one call."""
 
-    kind: str = ANY
+    kind: Literal["auto", "none", "required"] = "auto"
     names: tuple[str, ...] | None = None
     one: bool = False
 
@@ -93,11 +90,11 @@ def toolbox(
         if name not in by_name:
             raise Refused(f"tool_choice names {name[:80]!r}, which is not among the tools", "tool_choice")
     allowed = tools if choice.names is None else [by_name[name] for name in dict.fromkeys(choice.names)]
-    if choice.kind == MUST and not allowed:
+    if choice.kind == "required" and not allowed:
         raise Refused("tool_choice requires a call, but there are no tools", "tool_choice")
-    if choice.kind == NONE or not allowed:
+    if choice.kind == "none" or not allowed:
         return Toolbox()
     if model.tools is None:
         raise Refused(f"{model.id} has no template or no format for calling tools; leave tools out", "tools")
     held = frozenset(strict) & {tool["function"]["name"] for tool in allowed}
-    return Toolbox(tuple(allowed), choice.kind == MUST, choice.one, held, model.tools_as_text)
+    return Toolbox(tuple(allowed), choice.kind == "required", choice.one, held, model.tools_as_text)

@@ -6,12 +6,13 @@ thinking, if the model has it, and then the format or tool calls.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,12 +26,8 @@ from outrider.server.problems import Refused
 from outrider.server.schemas import Generation, Sampling
 
 SEEDS = 2**32
-UNBOUNDED = 2**31 - 1
-_FIELDS = (
-    *("top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("repetition_context_size", "presence_context_size", "frequency_context_size"),
-)
+_CONVERTED = {"max_tokens", "stop", "logprobs", "grammar", "logit_bias"}
+_FIELDS = {one.name for one in dataclasses.fields(SamplingParams)} - _CONVERTED
 """Fields of SamplingParams that a request may have under the same names."""
 
 
@@ -55,8 +52,9 @@ def sampling_params(
     Raises:
         InvalidRequest: a value is out of range.
     """
-    given = {"temp": asked.temperature, **{name: getattr(asked, name, None) for name in _FIELDS}}
-    fields: dict[str, Any] = {**model.defaults, **{name: value for name, value in given.items() if value is not None}}
+    fields: dict[str, Any] = {**model.defaults, **asked.model_dump(include=_FIELDS, exclude_none=True)}
+    if asked.temperature is not None:
+        fields["temp"] = asked.temperature
     if fields.get("top_k") == -1:
         fields["top_k"] = 0
     fields.setdefault("seed", secrets.randbelow(SEEDS))
@@ -99,23 +97,12 @@ def output_format_of(asked: Sampling) -> OutputFormat | None:
     Raises:
         Refused: there are several, or one is invalid.
     """
-    given: list[tuple[str, object, str]] = [
-        ("grammar", asked.grammar, "grammar"),
-        ("json_schema", asked.guided_json, "guided_json"),
-        ("regex", asked.guided_regex, "guided_regex"),
-        ("grammar", asked.guided_grammar, "guided_grammar"),
-        ("regex", _one_of(asked.guided_choice), "guided_choice"),
-        ("json_schema", asked.json_schema, "json_schema"),
-    ]
-    if (nested := asked.structured_outputs) is not None:
-        given += [
-            ("json_schema", nested.json_, "structured_outputs.json"),
-            ("json_schema", {"type": "object"} if nested.json_object else None, "structured_outputs.json_object"),
-            ("regex", _one_of(nested.choice), "structured_outputs.choice"),
-            ("regex", nested.regex, "structured_outputs.regex"),
-            ("grammar", nested.grammar, "structured_outputs.grammar"),
-        ]
-    forms = [_form(*one) for one in given if one[1] is not None]
+    fields = ("grammar", "guided_json", "guided_regex", "guided_grammar", "guided_choice", "json_schema")
+    given = {name: getattr(asked, name) for name in fields}
+    if asked.structured_outputs is not None:
+        nested = asked.structured_outputs.model_dump(by_alias=True)
+        given |= {f"structured_outputs.{name}": value for name, value in nested.items()}
+    forms = [_form(name, value) for name, value in given.items() if value not in (None, False)]
     if (form := parse_output_format(asked.response_format, "response_format", may_be_loose=True)) is not None:
         forms.insert(0, form)
     if len(forms) > 1:
@@ -140,24 +127,27 @@ def parse_output_format(given: object, name: str, may_be_loose: bool = False) ->
     inner = given.get("json_schema")
     schema = (inner if isinstance(inner, Mapping) else given).get("schema")
     if kind == "json_object":
-        return _form("json_schema", schema if schema is not None else {"type": "object"}, name)
+        return _form(name, schema if schema is not None else {"type": "object"})
     if kind != "json_schema":
         raise Refused(f"{name}: {str(kind)[:40]!r} is not supported; expected text, json_object or json_schema", name)
     if schema is None:
         raise Refused(f"{name}: the schema is missing; expected a JSON schema as 'schema'", name)
     strict = inner if isinstance(inner, Mapping) else given
     loose = may_be_loose and isinstance(schema, Mapping) and strict.get("strict") is not True
-    return replace(_form(kind, schema, name), loose=loose)
+    return replace(_form(name, schema), loose=loose)
 
 
-def _one_of(texts: Sequence[str] | None) -> str | None:
-    return "|".join(map(re.escape, texts)) if texts is not None else None
-
-
-def _form(kind: str, given: object, name: str) -> OutputFormat:
+def _form(name: str, given: Any) -> OutputFormat:
+    """Returns the format that the field `name` sets, whose last word is the kind: grammar, regex, choice, or a
+    schema."""
     with _refusing(f"{name}:", name):
-        if kind != "json_schema":
-            return OutputFormat(Grammar(kind, str(given)), name)
+        match re.split(r"[._]", name)[-1]:
+            case "grammar" | "regex" as kind:
+                return OutputFormat(Grammar(kind, given), name)
+            case "choice":
+                return OutputFormat(Grammar("regex", "|".join(map(re.escape, given))), name)
+            case "object":
+                return OutputFormat(Grammar.json_object(), name)
         if not isinstance(given, Mapping | str | bool):
             raise Refused(f"{name}: the schema is not an object; expected a JSON schema", name)
         return OutputFormat(Grammar.json_schema(given), name)
@@ -186,18 +176,13 @@ def answer_grammar(
     """
     if form is None and not box.binds:
         return None
-    param = form.param if form is not None else "tools"
-    if form is not None:
-        with _refusing(f"{param}:", param):
-            check(form.grammar, model.vocabulary)
     rules = Rules(model.vocabulary)
     body = _calls(rules, model, box, form) if box.tools else None
-    if body is None and form is None:
-        return None
-    if body is None and form is not None and prompt.thoughts is Thoughts.NONE:
-        return form.grammar
+    if body is None and (form is None or prompt.thoughts is Thoughts.NONE):
+        return form.grammar if form is not None else None
     answer = {"name": "answer", "lark_grammar": rules.text(f"{_thoughts(rules, model, prompt)} {body or '@form'}")}
     inner = [as_part(form.grammar, "form")] if form is not None else []
+    param = form.param if form is not None else "tools"
     with _refusing(f"{param}:", param):
         grammar = Grammar("llguidance", json.dumps({"grammars": [answer, *inner]}, ensure_ascii=False))
         check(grammar, model.vocabulary)
@@ -205,21 +190,21 @@ def answer_grammar(
 
 
 def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> OutputFormat | None:
-    """Returns a format that is enforceable, `loose` only if its grammar omits part of the schema. Raises Refused."""
-    if form is None or not form.loose:
-        return form
+    """Returns a format that can be enforced, `loose` only if its grammar omits part of the schema. Raises Refused."""
+    if form is None:
+        return None
     try:
         check(form.grammar, model.vocabulary)
         return replace(form, loose=False)
     except InvalidRequest as error:
-        schema = json.loads(form.grammar.text)
-        schema["x-guidance"] = {**schema.get("x-guidance", {}), "lenient": True}
-        try:
+        if form.loose:
+            schema = json.loads(form.grammar.text)
+            schema["x-guidance"] = {**schema.get("x-guidance", {}), "lenient": True}
             lenient = Grammar.json_schema(schema)  # without what the library does not support
-            check(lenient, model.vocabulary)
-        except InvalidRequest:
-            raise Refused(f"{form.param}: {error}", form.param) from None
-        return replace(form, grammar=lenient)
+            with suppress(InvalidRequest):
+                check(lenient, model.vocabulary)
+                return replace(form, grammar=lenient)
+        raise Refused(f"{form.param}: {error}", form.param) from None
 
 
 def _calls(rules: Rules, model: ServedModel, box: Toolbox, form: OutputFormat | None) -> str | None:

@@ -1,9 +1,8 @@
 """Grammars (Lark) of tool calls in each model's format, with arguments that satisfy the tool's schema.
 
 A text that matches is parsed correctly by mlx-lm's parser of the format. `Rules` builds a grammar rule by rule; text
-that the model has as a special token is written as that token. Functions such as `as_json` and `glm` return the
-expression of one argument's value and the tag after it, or None where the format can't express the schema. `Style`
-describes one format: @name is a function's or an argument's name, @n the call's number, @nl an optional line break.
+that the model has as a special token is written as that token. `Style` describes one format: @name is a function's or
+an argument's name, @n the call's number, @nl an optional line break.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Rules:
 
     def free(self, *without: str) -> str:
         """Matches any text that contains none of these."""
-        return self.terminal(" & ".join([ANY, *(f"~({ANY} {quoted(one)} {ANY})" for one in without)]))
+        return self.terminal(" & ".join([ANY, *(f"~({_with(one)})" for one in without)]))
 
     def before(self, text: str, mark: str) -> str:
         """Matches the terminal `text`, which must not contain `mark`, followed by the mark.
@@ -89,10 +88,15 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-Schema = dict[str, Any]
-ValueWriter = Callable[[Rules, Schema, str], str | None]
+def _with(text: str) -> str:
+    return f"{ANY} {quoted(text)} {ANY}"
 
-_SILENT = {"title", "description", "default", "examples", "deprecated", "format", "x-guidance"}
+
+Schema = dict[str, Any]
+ValueWriter = Callable[[Rules, Schema, str], str]
+"""Returns the expression of one argument's value and the text after it. Raises UnsupportedSchema."""
+
+_SILENT = {"format", "x-guidance"}
 _STRING = {"type", "enum", "const", "minLength", "maxLength", "pattern"}
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _NULL = "/(?i:null)/"
@@ -101,19 +105,23 @@ _CONTAINER = r"/\s*[\[{](?s:.*)/"
 _SPACED = r"/[\s\x1c-\x1f](?s:.*)/", r"/(?s:.*)[\s\x1c-\x1f]/"
 
 
-def as_json(rules: Rules, schema: Schema, after: str) -> str | None:
+class UnsupportedSchema(Exception):
+    """The format can't express a tool's schema or a name in it."""
+
+
+def as_json(rules: Rules, schema: Schema, after: str) -> str:
     """Any value as JSON."""
     return f"{rules.json(schema)} {rules.literal(after)}"
 
 
-def glm(rules: Rules, schema: Schema, after: str) -> str | None:
+def glm(rules: Rules, schema: Schema, after: str) -> str:
     """Declared strings without quotes, trimmed; anything else as JSON."""
     if schema.get("type") == "string":
         return _string(rules, schema, after, _SPACED)
     return as_json(rules, schema, after)
 
 
-def qwen(rules: Rules, schema: Schema, after: str) -> str | None:
+def qwen(rules: Rules, schema: Schema, after: str) -> str:
     """By declared type: strings without quotes, several types only where JSON and Python agree. Undeclared: strings and
     null."""
     kind = schema.get("type")
@@ -121,13 +129,13 @@ def qwen(rules: Rules, schema: Schema, after: str) -> str | None:
         return _string_or_null(rules, schema, after, [] if kind else [_CONTAINER])
     if isinstance(kind, str) or set(kind) <= {"string", "null", "integer", "number"}:
         return as_json(rules, schema, after)
-    return None
+    raise UnsupportedSchema
 
 
 def by_types(*never: str) -> ValueWriter:
     """By all types that the schema names. Strings are tried last, and trimmed; those with `never` are excluded."""
 
-    def write(rules: Rules, schema: Schema, after: str) -> str | None:
+    def write(rules: Rules, schema: Schema, after: str) -> str:
         kinds = types_of(schema)
         if kinds and "string" not in kinds:
             return as_json(rules, schema, after)
@@ -139,12 +147,13 @@ def by_types(*never: str) -> ValueWriter:
 def between(quote: str, never: str) -> ValueWriter:
     """Strings between two `quote`, without `never` in them; scalars as JSON."""
 
-    def write(rules: Rules, schema: Schema, after: str) -> str | None:
+    def write(rules: Rules, schema: Schema, after: str) -> str:
         kinds = types_of(schema)
         if kinds and kinds <= {"integer", "number", "boolean", "null"}:
             return as_json(rules, schema, after)
-        text = _string(rules, schema, quote, [_with(never)]) if kinds == {"string"} else None
-        return text and f"{rules.literal(quote)} {text} {rules.literal(after)}"
+        if kinds != {"string"}:
+            raise UnsupportedSchema
+        return f"{rules.literal(quote)} {_string(rules, schema, quote, [_with(never)])} {rules.literal(after)}"
 
     return write
 
@@ -169,22 +178,22 @@ def _choices(schema: Schema) -> list[Any]:
     return [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
 
 
-def _string_or_null(rules: Rules, schema: Schema, after: str, never: Sequence[str], *nothing: str) -> str | None:
+def _string_or_null(rules: Rules, schema: Schema, after: str, never: Sequence[str], *nothing: str) -> str:
     """A string without quotes, or null if the schema allows it; `nothing` are other words for null."""
     kinds = types_of(schema)
     if kinds == {"string"}:
         return _string(rules, schema, after, [_NULL, *never])
     strings = [choice for choice in _choices(schema) if types_of(choice) == {"string"}]
     if kinds != {"string", "null"} or len(strings) != 1 or set(schema) - _SILENT - {"anyOf", "oneOf"}:
-        return None
+        raise UnsupportedSchema
     text = _string(rules, strings[0], after, [_NULL, *nothing, *never])
-    return text and one_of([f"{rules.literal('null')} {rules.literal(after)}", text])
+    return one_of([f"{rules.literal('null')} {rules.literal(after)}", text])
 
 
-def _string(rules: Rules, schema: Schema, after: str, never: Sequence[str]) -> str | None:
+def _string(rules: Rules, schema: Schema, after: str, never: Sequence[str]) -> str:
     """A string without quotes that matches none of `never` and does not contain `after`."""
     if set(schema) - _SILENT - _STRING:
-        return None
+        raise UnsupportedSchema
     parts = [ANY]
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if values:
@@ -192,24 +201,17 @@ def _string(rules: Rules, schema: Schema, after: str, never: Sequence[str]) -> s
     if {"minLength", "maxLength"} & set(schema):
         parts.append(f"/(?s:.){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/")
     if "pattern" in schema:
-        found = _found(schema["pattern"])
-        if found is None:
-            return None
-        parts.append(found)
+        parts.append(_found(schema["pattern"]))
     parts += [f"~({one})" for one in (*never, _with(after.strip()))]
     return rules.before(rules.terminal(" & ".join(parts)), after)
 
 
-def _with(text: str) -> str:
-    return f"{ANY} {quoted(text)} {ANY}"
-
-
-def _found(pattern: str) -> str | None:
+def _found(pattern: str) -> str:
     """Matches texts in which `pattern` is found. Supports anchors only at its ends."""
     inner = pattern.removeprefix("^").removesuffix("$")
     anchored = "|" in inner and inner != pattern
     if anchored or inner.endswith("\\") or "^" in inner.replace("[^", "") or "$" in inner:
-        return None
+        raise UnsupportedSchema
     before = "" if pattern.startswith("^") else ANY
     after = "" if pattern.endswith("$") else ANY
     return f"({before} /{regex_to_lark(f'(?:{inner})', use_ascii='dw')}/ {after})"
@@ -311,9 +313,9 @@ def calls(rules: Rules, style: Style, tools: Sequence[dict[str, Any]], strict: I
     Returns:
         None if a tool can't be written in this style.
     """
-    found = [_call(rules, style, tool["function"], tool["function"]["name"] in strict) for tool in tools]
-    written = [call for call in found if call is not None]
-    if len(written) < len(found):
+    try:
+        written = [_call(rules, style, tool["function"], tool["function"]["name"] in strict) for tool in tools]
+    except UnsupportedSchema:
         return None
     call = rules.rule(one_of(written))
     if style.block is None:
@@ -337,16 +339,14 @@ def arguments_of(function: dict[str, Any], strict: bool) -> Schema:
     return {**schema, "type": "object", **closed, "x-guidance": {**SPACE, "lenient": not strict}}
 
 
-def _call(rules: Rules, style: Style, function: dict[str, Any], strict: bool) -> str | None:
+def _call(rules: Rules, style: Style, function: dict[str, Any], strict: bool) -> str:
     name, schema = function["name"], arguments_of(function, strict)
     if re.fullmatch(style.names, name, re.ASCII) is None:
-        return None
+        raise UnsupportedSchema
     before, after = _literal(rules, style.before, name), _literal(rules, style.after)
     if style.arguments is None:
         return rules.rule(f"{before} {rules.json(schema)} {after}")
     parts = _arguments(rules, style.arguments, schema)
-    if parts is None:
-        return None
     comma, rest, firsts = _literal(rules, style.arguments.comma), '""', list[str]()
     for part, needed in reversed(parts):  # a subset of them, in order; `firsts` are the alternatives by first part
         firsts = [f"{part} {rest}", *(() if needed else firsts)]
@@ -357,21 +357,19 @@ def _call(rules: Rules, style: Style, function: dict[str, Any], strict: bool) ->
     return rules.rule(one_of(ways))
 
 
-def _arguments(rules: Rules, style: Arguments, schema: Schema) -> list[tuple[str, bool]] | None:
-    """Returns each argument's rule and whether it is required; None if one can't be written."""
+def _arguments(rules: Rules, style: Arguments, schema: Schema) -> list[tuple[str, bool]]:
+    """Returns each argument's rule and whether it is required."""
     if set(schema) - _ONE_BY_ONE:
-        return None
+        raise UnsupportedSchema
     needed = schema.get("required", [])
     known = schema.get("properties", {})
     found = []
     after, line_break, _ = style.after.partition("@nl")
     for name, inner in {**known, **{name: {} for name in needed if name not in known}}.items():
         if not isinstance(inner, dict) or re.fullmatch(style.names, name, re.ASCII) is None:
-            return None
+            raise UnsupportedSchema
         shared = {"x-guidance", *(("$defs", "definitions") if "$ref" in json.dumps(inner) else ())}
         value = style.write(rules, {**inner, **{key: schema[key] for key in shared & set(schema)}}, after)
-        if value is None:
-            return None
         text = f"{_literal(rules, style.before, name)} {value} {_literal(rules, line_break)}"
         found.append((rules.rule(text), name in needed))
     return found

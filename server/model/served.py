@@ -23,7 +23,8 @@ from outrider.orchestrator.pairing.tokenizer import (
     render,
     without_end,
 )
-from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.errors import InvalidRequest, ModelError, PromptTooLong
+from outrider.protocol.sampling import SamplingParams
 from outrider.server.model.tool_format import (
     FORMAT,
     SpanTags,
@@ -113,23 +114,19 @@ class ServedModel:
     def context_length(self) -> int | None:
         return self.codec.model.context_length
 
+    def ends(self, sampling: SamplingParams) -> frozenset[int]:
+        """Returns the tokens that end a text, and that are not part of it."""
+        return frozenset() if sampling.ignore_eos else self.codec.eos
+
     def plain(self, text: str) -> TokenizedPrompt:
         """Tokenizes a text to complete.
 
         Raises:
-            InvalidRequest: it is empty or not Unicode.
+            InvalidRequest: it is empty, or certainly too long.
         """
         if not text:
             raise InvalidRequest("the prompt is empty; expected text, or at least one token")
         return TokenizedPrompt(self._fitting(text, special=True))
-
-    def tokens(self, text: str, special: bool) -> tuple[int, ...]:
-        """Tokenizes `text`; `special` adds the tokenizer's special tokens. Raises InvalidRequest."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the prompt is not Unicode text ({error.reason}); expected UTF-8") from None
-        return self.codec.encode(text, special)
 
     def prompt(self, talk: TemplateInput) -> TokenizedPrompt:
         """Applies the chat template and tokenizes. Without a template the text is used as it is (`as_text`).
@@ -139,8 +136,6 @@ class ServedModel:
             ModelError: the template rejects these messages.
         """
         if self.template is None:
-            if talk.box.tools:
-                raise InvalidRequest(f"{self.id} has no chat template, so it can't use tools; leave out tools")
             if talk.keywords:
                 raise InvalidRequest(f"{self.id} has no chat template; leave out the template's arguments")
             return self.plain(as_text(talk.messages))
@@ -177,11 +172,11 @@ class ServedModel:
         """Tokenizes `text`, unless it is certainly too long: that would take seconds."""
         room = self.context_length
         if room is not None and len(text) >= room * self.longest_token:
-            raise InvalidRequest(
+            raise PromptTooLong(
                 f"the prompt has {len(text)} characters, more than {room} tokens; expected at most {room - 1}, one less"
                 f" than the model's context of {room}"
             )
-        return self.tokens(text, special)
+        return self.codec.encode(text, special)
 
     def _thoughts(self, text: str, talk: TemplateInput) -> Thoughts:
         if self.thinking is None:

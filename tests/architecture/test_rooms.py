@@ -82,7 +82,7 @@ MAY_READ_WALL_CLOCKS = {
     "orchestrator/pairing/tokenizer.py",
     "orchestrator/pairing/pulled.py",  # the same
     "protocol/process.py",
-    "server/answers/formatter.py",
+    "server/answers/choices.py",
     "server/endpoints/status.py",
     "server/model/served.py",
     "server/tracing.py",

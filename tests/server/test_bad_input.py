@@ -16,7 +16,8 @@ from pydantic import BaseModel, ValidationError
 
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
-from outrider.protocol.errors import InvalidRequest, UnknownDrafter, as_error, kind_of
+from outrider.orchestrator.pairing.tokenizer import TextCodec
+from outrider.protocol.errors import InvalidRequest, PromptTooLong, UnknownDrafter, as_error, kind_of
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.app import application
 from outrider.server.endpoints.chat import ChatRequest
@@ -441,7 +442,7 @@ def test_body_over_the_size_limit_is_refused(chatty: ServedModel) -> None:
 
 def test_far_too_long_prompt_is_refused_without_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = asking(load_served(str(EMBEDDED_TARGET), EMBEDDED_TARGET, ()))
-    monkeypatch.setattr(ServedModel, "tokens", lambda *_: pytest.fail("it was tokenized"))
+    monkeypatch.setattr(TextCodec, "encode", lambda *_: pytest.fail("it was tokenized"))
     for path in PATHS:
         body = json.loads(json.dumps(PATHS[path]).replace('"hi"', '"x"').replace('"x"', json.dumps("x" * 2_000_000)))
         refused = ask(path, json=body)
@@ -573,3 +574,9 @@ def test_unknown_drafter_error_names_the_speculation_field():
     """Only the orchestrator knows the drafters: the error crosses its socket by name."""
     answered = as_error(kind_of(UnknownDrafter("")), "no drafter is called 'x' here; expected draft")
     assert (problem_of(answered).status, problem_of(answered).param) == (400, "speculation")
+
+
+def test_prompt_without_room_in_the_memory_for_texts_exceeds_the_context_too() -> None:
+    """Clients shorten their conversation at this code, which is all that helps here."""
+    answered = as_error(kind_of(PromptTooLong("")), "the prompt has 9 tokens; expected at most 5, which fit")
+    assert (problem_of(answered).status, problem_of(answered).code) == (400, "context_length_exceeded")

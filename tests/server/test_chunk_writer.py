@@ -17,15 +17,16 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.__main__ import config
-from outrider.server.answers.parts import ChoiceState, PartUpdate, Splitter, StreamItem, TextPart
+from outrider.server.answers.choices import ChoiceState, PartUpdate, Splitter, StreamItem, TextPart
 from outrider.server.answers.run import EventStream, RequestRun
 from outrider.server.connection import _NAME, chunk_writer
+from outrider.server.model.served import TokenizedPrompt
 from outrider.server.problems import Problem
 
 BEGIN = b"data: begun\n\n"
 PIECES = [b"data: one\n\n", b"data: " + b"x" * 300 + b"\n\n"]
 WHOLE = [BEGIN, *PIECES, b"data: gone\n\n"]
-CHOICE = ChoiceState(0, (), SamplingParams(), Splitter())
+CHOICE = ChoiceState(0, TokenizedPrompt(()), SamplingParams(), Splitter())
 passed: list[int] = []
 
 
@@ -37,7 +38,7 @@ class ScriptedRun(RequestRun):
     def __init__(self) -> None:
         self._left: list[StreamItem] = [PartUpdate(CHOICE, TextPart(piece.decode())) for piece in PIECES]
 
-    async def next(self) -> list[StreamItem]:
+    async def ready(self, patience: float) -> list[StreamItem]:
         if self._left:
             return [self._left.pop(0)]
         raise WorkerError("gone")

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.grammar.compiler import Compiler, vocabulary_of
 from outrider.protocol.sampling import Grammar
-from outrider.server.answers.parts import Splitter, TextPart, ThinkingPart, splitter
+from outrider.server.answers.choices import Splitter, TextPart, ThinkingPart
 from outrider.server.mapping.conversation import function
 from outrider.server.mapping.generation_params import OutputFormat, answer_grammar
 from outrider.server.model.served import Thoughts, TokenizedPrompt, Toolbox
@@ -121,7 +121,7 @@ class Model:
 
     def parts(self, text: str, box: Toolbox, prompt: TokenizedPrompt, in_form: bool = False) -> list[Any]:
         """Returns the parts of a text that is fed one character at a time."""
-        found: Splitter = splitter(self.served, prompt, box, in_form, by_grammar=True)
+        found = Splitter(THINK, self.served.tools, box, prompt.thoughts, in_form, by_grammar=True)
         return [part for letter in text for part in found.feed(letter)] + found.finish()
 
 

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import _infer_thinking, _infer_tool_parser
 
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import SamplingParams
-from outrider.server.answers.parts import (
+from outrider.server.answers.choices import (
     ChoiceState,
     KeepAlive,
     PartUpdate,
@@ -20,7 +20,7 @@ from outrider.server.answers.parts import (
     ThinkingPart,
     merged,
 )
-from outrider.server.model.served import Toolbox
+from outrider.server.model.served import Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import SpanTags, ToolCall, ToolFormat, infer, thinking_tags, tool_format
 
 THINK = SpanTags("<think>", "</think>")
@@ -71,19 +71,19 @@ def test_parts_do_not_depend_on_how_the_text_is_chunked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "begun", "expected"),
+    ("text", "thoughts", "expected"),
     [
-        ("it</think> yes", True, [("T", "it"), ("S", "yes")]),
-        ("it never ends", True, [("T", "it never ends")]),
-        ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', False, [("C", "{}")]),
-        ('<tool_call>{"name": "f", "argu', False, [("S", '<tool_call>{"name": "f", "argu')]),
-        ("<tool_call>nonsense</tool_call> so", False, [("S", "<tool_call>nonsense</tool_call>so")]),
-        ("a <tool_", False, [("S", "a <tool_")]),
-        ("</think> alone", False, [("S", "</think> alone")]),
+        ("it</think> yes", Thoughts.BEGUN, [("T", "it"), ("S", "yes")]),
+        ("it never ends", Thoughts.BEGUN, [("T", "it never ends")]),
+        ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', Thoughts.NONE, [("C", "{}")]),
+        ('<tool_call>{"name": "f", "argu', Thoughts.NONE, [("S", '<tool_call>{"name": "f", "argu')]),
+        ("<tool_call>nonsense</tool_call> so", Thoughts.NONE, [("S", "<tool_call>nonsense</tool_call>so")]),
+        ("a <tool_", Thoughts.NONE, [("S", "a <tool_")]),
+        ("</think> alone", Thoughts.OPTIONAL, [("S", "</think> alone")]),
     ],
 )
-def test_calls_that_are_cut_off_or_unreadable_are_kept_as_text(text: str, begun: bool, expected: Any) -> None:
-    splitter = Splitter(THINK, json_tools(), BOX, begun)
+def test_calls_that_are_cut_off_or_unreadable_are_kept_as_text(text: str, thoughts: Thoughts, expected: Any) -> None:
+    splitter = Splitter(THINK, json_tools(), BOX, thoughts)
     assert joined(splitter.feed(text) + splitter.finish()) == expected
 
 
@@ -122,7 +122,7 @@ def test_incomplete_call_is_dropped_when_the_text_was_cut(rest: str) -> None:
 
 
 def test_waiting_updates_of_a_choice_are_merged_unless_tags_were_between_their_texts() -> None:
-    one, other = (ChoiceState(index, (), SamplingParams(), Splitter()) for index in (0, 1))
+    one, other = (ChoiceState(index, TokenizedPrompt(()), SamplingParams(), Splitter()) for index in (0, 1))
     before, after = Chunk("ab", (1,), ()), Chunk("c", (2,), ())
     both = merged(PartUpdate(one, TextPart("ab", 3), (before,)), PartUpdate(one, TextPart("c", 5), (after,)))
     assert both == PartUpdate(one, TextPart("abc"), (before, after))
@@ -136,7 +136,7 @@ def test_waiting_updates_of_a_choice_are_merged_unless_tags_were_between_their_t
 
 
 def test_a_finished_choice_joins_text_and_thinking_and_keeps_each_call() -> None:
-    choice = ChoiceState(0, (), SamplingParams(), Splitter(THINK, json_tools(), BOX))
+    choice = ChoiceState(0, TokenizedPrompt(()), SamplingParams(), Splitter(THINK, json_tools(), BOX))
     for character in TEXT:
         choice.add(Chunk(character, (1,)))
     assert [type(part) for part in choice.parts] == [ThinkingPart, TextPart, ToolCall, ToolCall]

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from msgspec import structs, to_builtins
 
 from outrider.protocol.messages import Timings
+from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Tally
-from outrider.server.answers.parts import timings
+from outrider.server.answers.choices import UNFINISHED, ChoiceState, Splitter
+from outrider.server.answers.usage import timings
+from outrider.server.model.served import TokenizedPrompt
 
 
 def test_timings_are_serialized_as_json_without_per_round_values() -> None:
     named = {one.name: (Tally("draft-0", 3),) for one in structs.fields(Timings) if "Tally" in str(one.type)}
     full: dict[str, Any] = {**named, "prompt_n": 8, "prompt_ms": 4.0, "turnaround_ms": (1.0, 2.0)}
-    serialized = json.loads(json.dumps(timings(Timings(**full))))
+    choice = ChoiceState(0, TokenizedPrompt(()), SamplingParams(), Splitter())
+    choice.result = replace(UNFINISHED, timings=Timings(**full))
+    serialized = json.loads(json.dumps(timings([choice])))
     assert named and serialized.pop("prompt_per_second") == 2000.0
     known = json.loads(json.dumps(to_builtins(structs.asdict(Timings(**full)))))
     assert known.pop("turnaround_ms") and serialized == known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,11 +15,11 @@ from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.answers import run as request_run
+from outrider.server.answers.choices import ChoiceState, KeepAlive, Splitter, StreamItem
 from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
-from outrider.server.answers.parts import ChoiceState, KeepAlive, Splitter, StreamItem
 from outrider.server.answers.run import RequestRun
 from outrider.server.endpoints import chat, completions, messages
-from outrider.server.model.served import Toolbox
+from outrider.server.model.served import TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import tool_format
 from outrider.server.problems import problem_of
 
@@ -29,7 +30,7 @@ class SilentRun(RequestRun):
     over = False  # type: ignore[assignment]
 
     def __init__(self) -> None:
-        self._first, self._streams = [], {}
+        self._streams = {}
         self._line = asyncio.Queue()
         self._line.put_nowait(KeepAlive("prompt 512/4096"))
 
@@ -41,10 +42,12 @@ class SilentRun(RequestRun):
         return found
 
 
-PLAN = AnswerPlan("m", 5, [])
+MODEL: Any = SimpleNamespace(id="m", codec=load_codec(find_model(str(EMBEDDED_TARGET), weights=False)), thinking=None)
+CHOICE = ChoiceState(0, TokenizedPrompt(()), SamplingParams(), Splitter())
+PLAN = AnswerPlan(MODEL, 5, [CHOICE])
 APIS: dict[str, AnswerFormatter] = {
     "chat": chat.ChatFormatter(PLAN, False),
-    "completions": completions.TextCompletionFormatter(PLAN, [""], False),
+    "completions": completions.TextCompletionFormatter(PLAN, completions.CompletionRequest(prompt="x"), [""]),
 }
 
 
@@ -71,8 +74,7 @@ def test_silent_stream_sends_progress_and_keep_alive_comments(api: str) -> None:
 
 
 def test_silent_messages_stream_sends_pings() -> None:
-    codec = load_codec(find_model(str(EMBEDDED_TARGET), weights=False))
-    assert written(messages.MessageFormatter(PLAN, codec)) == [b'event: ping\ndata: {"type": "ping"}\n\n'] * 3
+    assert written(messages.MessageFormatter(PLAN)) == [b'event: ping\ndata: {"type":"ping"}\n\n'] * 3
 
 
 class HeldStream:
@@ -91,8 +93,9 @@ def test_stream_whose_text_is_held_back_sends_keep_alives() -> None:
     box = Toolbox(({"type": "function", "function": {"name": "f", "parameters": {}}},))
 
     async def first() -> list[StreamItem]:
-        choice = ChoiceState(0, (), SamplingParams(), Splitter(None, tool_format(None, (), "json_tools"), box))
-        run = RequestRun(client, AnswerPlan("m", 5, [choice]), lambda _choice: timer, lambda: None, None, "")
+        splitter = Splitter(None, tool_format(None, (), "json_tools"), box)
+        plan = AnswerPlan(MODEL, 5, [ChoiceState(0, TokenizedPrompt(()), SamplingParams(), splitter)])
+        run = RequestRun(client, plan, lambda _index, _sampling: timer, lambda: None, None, "")
         try:
             return await run.next()
         finally:

@@ -1,28 +1,32 @@
-"""Splits a generated text into parts: text, thinking and tool calls, by the model's own tags, as it grows.
+"""The choices of an answer: what was requested, and their text, split into parts as it grows.
 
-Characters that may begin a tag are held back until that is decided, so a part never changes after it was returned.
-`ChoiceState` is a choice from its prompt to its result.
+Parts are text, thinking and tool calls, by the model's own tags. Characters that may begin a tag are held back until
+that is decided, so a part never changes after it was returned. `ChoiceState` is a choice from its prompt to its result.
+`plan_answer` prepares the choices of a request.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from itertools import groupby
-from operator import add
-from typing import Any, cast
-
-from msgspec import structs, to_builtins
+from typing import Any
 
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
-from outrider.orchestrator.pairing.tokenizer import TextCodec, TextStream, partial_length
+from outrider.orchestrator.pairing.tokenizer import TextStream, partial_length
 from outrider.protocol.messages import Timings
-from outrider.protocol.sampling import SamplingParams
-from outrider.server.mapping.generation_params import seed_of
-from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
+from outrider.protocol.sampling import MAX_COUNT, SamplingParams
+from outrider.server.mapping.generation_params import (
+    OutputFormat,
+    answer_grammar,
+    resolve_output_format,
+    sampling_params,
+    seed_of,
+)
+from outrider.server.model.served import ServedModel, TemplateInput, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import InvalidToolCall, SpanTags, ToolCall, ToolFormat
-from outrider.server.schemas import Generation, Watched
+from outrider.server.schemas import Generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,13 @@ class Splitter:
 
     def __init__(
         self, thinking: SpanTags | None = None, tools: ToolFormat | None = None, box: Toolbox | None = None,
-        begun: bool = False, in_form: bool = False, by_grammar: bool = False,
+        thoughts: Thoughts = Thoughts.OPTIONAL, in_form: bool = False, by_grammar: bool = False,
     ) -> None:  # fmt: skip
-        """`begun`: the text begins inside thinking. `in_form`: once text begins, everything is text. `by_grammar`: an
-        end tag inside a call that can't be parsed yet belongs to the call."""
+        """`thoughts` BEGUN: the text begins inside thinking. `in_form`: once text begins, everything is text.
+        `by_grammar`: an end tag inside a call that can't be parsed yet belongs to the call."""
+        if in_form and thoughts is Thoughts.NONE:
+            thinking = None
+        begun = thoughts is Thoughts.BEGUN
         self._box = box or Toolbox()
         self._thinking, self._tools = thinking, tools if self._box.tools else None
         spans = (thinking, self._tools.tags if self._tools is not None else None)
@@ -159,12 +166,6 @@ class Splitter:
             return []
 
 
-def splitter(model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, in_form: bool, by_grammar: bool) -> Splitter:
-    """Returns a splitter for an answer to `prompt`, which may begin inside thinking."""
-    thinking = None if in_form and prompt.thoughts is Thoughts.NONE else model.thinking
-    return Splitter(thinking, model.tools, box, prompt.thoughts is Thoughts.BEGUN, in_form, by_grammar)
-
-
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
     """No text for a while; `note` says what is being done."""
@@ -188,22 +189,20 @@ UNFINISHED = GenerationResult("", (), "", Timings(), 0, "", 0, "", "")
 class ChoiceState:
     """Choice `index`: its prompt, its parameters, and everything received of it.
 
-    `timeout` is in seconds. `words` detokenizes, if token origins are requested. `ids`: return the tokens' ids.
-    `one_call`: it ends after its first tool call.
+    `words` detokenizes, if token origins are requested. `one_call`: it ends after its first tool call. `ids`: return
+    the tokens' ids.
 
     `finish` is eos, stop, length, cancelled or tool; empty while it runs. `pieces`: the parts as they came. `chunks`:
     those with extras, which the request asked for beside the text; `untold`: of these, the ones since the last part.
     """
 
     index: int
-    prompt: tuple[int, ...]
+    prompt: TokenizedPrompt
     sampling: SamplingParams
     splitter: Splitter
-    speculation: Watched = field(default_factory=Watched)
-    timeout: float | None = None
     words: TextStream | None = None
-    ids: bool = False
     one_call: bool = False
+    ids: bool = False
     pieces: list[Part] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -217,14 +216,10 @@ class ChoiceState:
         found: list[Part] = []
         for _, group in groupby(self.pieces, type):
             pieces = list(group)
-            text = "".join(piece.text for piece in pieces if not isinstance(piece, ToolCall))
-            match pieces[0]:
-                case TextPart(at=at):
-                    found.append(TextPart(text, at))
-                case ThinkingPart():
-                    found.append(ThinkingPart(text))
-                case ToolCall():
-                    found += pieces
+            if isinstance(first := pieces[0], ToolCall):
+                found += pieces
+            else:
+                found.append(replace(first, text="".join(one.text for one in pieces if not isinstance(one, ToolCall))))
         return found
 
     @property
@@ -243,84 +238,116 @@ class ChoiceState:
         """Adds a chunk, and returns its parts. Does nothing after the end."""
         if self.finish:
             return []
-        parts = self._take(self.splitter.feed(chunk.text))
         self.tokens += chunk.token_ids
         if self.ids or chunk.logprobs is not None or chunk.origins is not None or chunk.rounds is not None:
             self.chunks.append(chunk)
             self.untold += (chunk,)
+        items = self._add(self.splitter.feed(chunk.text))
         if self.one_call and self.calls:
             self.finish = "tool"
-        return self._updates(parts)
+        return items
 
     def end(self, result: GenerationResult) -> list[StreamItem]:
         """Adds the result, and returns the last parts and the choice."""
-        parts: list[Part] = []
+        items: list[StreamItem] = []
         if not self.finish:
-            parts = self._take(self.splitter.finish(cut=result.finish_reason == "length"))
+            items = self._add(self.splitter.finish(cut=result.finish_reason == "length"))
             called = (self.one_call or result.finish_reason in ("eos", "stop")) and bool(self.calls)
             self.finish = "tool" if called else result.finish_reason
         self.result = result
-        return [*self._updates(parts), self]
+        return [*items, self]
 
-    def _take(self, parts: list[Part]) -> list[Part]:
-        if self.one_call:
-            first = next((place for place, part in enumerate(parts, 1) if isinstance(part, ToolCall)), len(parts))
-            parts = parts[:first]
-        self.pieces += parts
-        return parts
-
-    def _updates(self, parts: Sequence[Part]) -> list[StreamItem]:
-        found: list[StreamItem] = []
+    def _add(self, parts: Sequence[Part]) -> list[StreamItem]:
+        """Adds parts, up to the first call if it ends the choice."""
+        items: list[StreamItem] = []
         for part in parts:
-            found.append(PartUpdate(self, part, self.untold))
+            self.pieces.append(part)
+            items.append(PartUpdate(self, part, self.untold))
             self.untold = ()
-        return found
+            if self.one_call and isinstance(part, ToolCall):
+                break
+        return items
 
 
 StreamItem = KeepAlive | PartUpdate | ChoiceState
-
-
-def new_choice(
-    codec: TextCodec,
-    asked: Generation,
-    prompt: tuple[int, ...],
-    sampling: SamplingParams,
-    index: int,
-    splitter: Splitter,
-    one_call: bool = False,
-    ids: bool = False,
-) -> ChoiceState:
-    """Returns choice `index`. The choices of a request differ in the seed."""
-    sampling = replace(sampling, seed=seed_of(sampling.seed or 0, index))
-    speculation = Watched(**dict(asked.speculation or {}))
-    ends = frozenset[int]() if sampling.ignore_eos else codec.eos
-    words = TextStream(codec, prompt, sampling.stop, ends) if speculation.origins else None
-    return ChoiceState(index, prompt, sampling, splitter, speculation, asked.timeout, words, ids, one_call)
 
 
 def merged(item: StreamItem, later: StreamItem) -> PartUpdate | None:
     """Returns two updates of one choice as one, unless tags were between their texts."""
     if not isinstance(item, PartUpdate) or not isinstance(later, PartUpdate) or item.choice is not later.choice:
         return None
-    match item.part, later.part:
-        case TextPart(text=text, at=at), TextPart(text=more) as following if following.at == at + len(text):
-            part: Part = TextPart(text + more, at)
-        case ThinkingPart(text=text), ThinkingPart(text=more):
-            part = ThinkingPart(text + more)
-        case _:
-            return None
-    return PartUpdate(item.choice, part, item.chunks + later.chunks)
+    part, more = item.part, later.part
+    if isinstance(part, ToolCall) or isinstance(more, ToolCall) or type(part) is not type(more):
+        return None
+    if isinstance(part, TextPart) and isinstance(more, TextPart) and more.at != part.at + len(part.text):
+        return None
+    return PartUpdate(item.choice, replace(part, text=part.text + more.text), item.chunks + later.chunks)
 
 
-def total_timings(choices: Sequence[ChoiceState]) -> Timings:
-    """Adds the timings of all choices."""
-    return reduce(add, (choice.result.timings for choice in choices))
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """The choices to generate, and what was requested of them.
+
+    `prompt_tokens`: of all prompts. `is_chat`: the prompt is a conversation, whose tools are `box`. `form`: the output
+    format. `speculation`: options of the client's `stream`. `timeout`: in seconds.
+    """
+
+    model: ServedModel
+    prompt_tokens: int
+    choices: list[ChoiceState]
+    is_chat: bool = True
+    box: Toolbox = field(default_factory=Toolbox)
+    form: OutputFormat | None = None
+    speculation: dict[str, Any] = field(default_factory=dict)
+    timeout: float | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
 
 
-def timings(times: Timings) -> dict[str, Any]:
-    """Returns the `timings` field, with llama.cpp's names. `turnaround_ms` is omitted: it has one value for each
-    round."""
-    found = structs.asdict(times)
-    del found["turnaround_ms"]
-    found["prompt_per_second"] = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
-    return cast("dict[str, Any]", to_builtins(found))
+def plan_answer(
+    model: ServedModel,
+    asked: Generation,
+    source: TemplateInput | Sequence[TokenizedPrompt],
+    form: OutputFormat | None,
+    stop: str | Sequence[str] | None,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    count: int = 1,
+) -> AnswerPlan:
+    """Plans `count` choices for a conversation, or for each prompt. It may take long: call it in a thread.
+
+    The choices of a prompt differ in the seed. `max_tokens` None: what the context has room for.
+
+    Raises:
+        Refused, InvalidRequest, ModelError: a value is out of range, the template rejects the conversation, or the
+            format or the tools can't be enforced.
+    """
+    if isinstance(source, TemplateInput):
+        prompts, box, thinking = [model.prompt(source)], source.box, model.thinking
+    else:
+        prompts, box, thinking = list(source), Toolbox(), None
+    form = resolve_output_format(model, form)
+    grammar = answer_grammar(model, prompts[0], box, form)
+    if max_tokens is None:
+        length = model.context_length
+        max_tokens = MAX_COUNT if length is None else max(length - len(prompts[0].tokens), 1)
+    sampling = sampling_params(model, asked, max_tokens, stop, grammar, logprobs)
+    speculation = asked.speculation.model_dump() if asked.speculation is not None else {}
+    choices: list[ChoiceState] = []
+    for prompt in prompts:
+        for number in range(count):
+            own = replace(sampling, seed=seed_of(sampling.seed or 0, number))
+            splitter = Splitter(thinking, model.tools, box, prompt.thoughts, form is not None, grammar is not None)
+            words = TextStream(model.codec, prompt.tokens, own.stop, model.ends(own))
+            choices.append(
+                ChoiceState(len(choices), prompt, own, splitter, words if speculation.get("origins") else None, box.one)
+            )
+    return AnswerPlan(
+        model,
+        sum(len(prompt.tokens) for prompt in prompts),
+        choices,
+        isinstance(source, TemplateInput),
+        box,
+        form,
+        speculation,
+        asked.timeout,
+    )
