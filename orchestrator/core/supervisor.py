@@ -203,7 +203,7 @@ class Supervisor:
         """Restarts workers that are due, once their processes are gone. A failed start counts as a death."""
         lost = []
         for before in self._registry.all():
-            if not before.restarts.is_due(now_ns) or before.runs:
+            if not before.restarts.is_due(now_ns) or (before.spawned and before.spawned.exit_code() is None):
                 continue
             before.restarts.begun()
             log.warning("restarting %s", before)
@@ -246,14 +246,14 @@ class Supervisor:
         if worker.hello is None:
             return WorkerLoss(worker, why, gone=True, fatal=True)
         failed_load = why if not worker.entered_ns and code is not None and code > 0 else ""
-        return self._schedule(worker, why, now_ns, worker.worked, worker.stood_ns(now_ns), failed_load)
+        return self._schedule(worker, why, now_ns, worker.is_steady(now_ns), failed_load)
 
     def _schedule(
-        self, worker: Worker, why: str, now_ns: int, worked: bool = False, stood_ns: int = 0, failed_load: str = ""
+        self, worker: Worker, why: str, now_ns: int, was_steady: bool = False, failed_load: str = ""
     ) -> WorkerLoss:
         """Schedules a restart, unless the worker has died too often; see `Restarts.died`."""
         needed, restarts = worker.role == "target", worker.restarts
-        comes_back = restarts.died(now_ns, worked, stood_ns, needed, failed_load)
+        comes_back = restarts.died(now_ns, was_steady, needed, failed_load)
         if restarts.deaths >= MOST_DEATHS:
             seconds = restarts.wait_ns / clock.SECOND_NS
             then = f"the next start is in {seconds:g} s" if comes_back else "it is not started again"
@@ -276,5 +276,6 @@ class Supervisor:
         worker = Worker(name, role, incarnation, spawned, begun_ns=clock.now())
         if before is not None:
             worker.state, worker.hello, worker.restarts = "restarting", before.hello, before.restarts
-            worker.heartbeat.expected_s = before.load_s or before.heartbeat.expected_s
+            load_s = (before.entered_ns - before.begun_ns) / clock.SECOND_NS if before.entered_ns else 0.0
+            worker.heartbeat.expected_s = load_s or before.heartbeat.expected_s
         self._registry.give(worker)

@@ -35,7 +35,7 @@ from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.events import ModelVocabulary
 from outrider.orchestrator.machine import system
 from outrider.protocol import clock
-from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
+from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.digest import fits
 from outrider.protocol.keys import DRAFTER, PREFILL
 from outrider.protocol.messages import Branches, Drafted, Hello, Message, Span, WorkerStats
@@ -153,16 +153,15 @@ class Restarts:
     failed_loads: int = 0
     error: str = ""
 
-    def died(self, now_ns: int, worked: bool, stood_ns: int, needed: bool, error: str = "") -> bool:
+    def died(self, now_ns: int, was_steady: bool, needed: bool, error: str = "") -> bool:
         """Counts a death; returns False if the worker is given up.
 
         Args:
-            worked: it had worked for a request.
-            stood_ns: how long it had been ready.
+            was_steady: it had worked for a request, or been ready for a while.
             needed: all requests depend on it.
             error: the error of its load, if the load failed.
         """
-        self.deaths = 1 if worked or stood_ns >= STEADY_NS else self.deaths + 1
+        self.deaths = 1 if was_steady else self.deaths + 1
         self.failed_loads = self.failed_loads + 1 if error and error == self.error else int(bool(error))
         self.error = error
         comes_back = (self.deaths if needed else self.failed_loads) < MOST_DEATHS
@@ -223,11 +222,6 @@ class Worker:
         """Whether it has sent HELLO and is not given up."""
         return self.state in ("ready", "frozen")
 
-    @property
-    def runs(self) -> bool:
-        """Whether its process was started here and has not ended."""
-        return self.spawned is not None and self.spawned.exit_code() is None
-
     def other_model(self, hello: Hello) -> str | None:
         """Returns why the sender of `hello` can't replace this worker, or None: another model makes other texts."""
         before = self.hello
@@ -235,14 +229,9 @@ class Worker:
             return None
         return f"{self} came back with another model ({hello.model}) than before ({before.model}); restart the server"
 
-    @property
-    def load_s(self) -> float:
-        """The duration of its start; 0: not known."""
-        return (self.entered_ns - self.begun_ns) / SECOND_NS if self.begun_ns and self.entered_ns else 0.0
-
-    def stood_ns(self, now_ns: int) -> int:
-        """Returns how long it has been in the cluster."""
-        return now_ns - self.entered_ns if self.entered_ns else 0
+    def is_steady(self, now_ns: int) -> bool:
+        """Whether it has worked for a request, or been ready for `STEADY_NS`."""
+        return self.worked or bool(self.entered_ns and now_ns - self.entered_ns >= STEADY_NS)
 
     def why_gone(self, seconds_a_ping: float) -> str | None:
         """Returns why it must be given up, or None: its process has ended, it may not stay, or it is silent."""
