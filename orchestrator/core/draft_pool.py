@@ -216,7 +216,7 @@ class DraftPool:
 
     def add(self, request: Request, name: str) -> bool:
         """Adds a drafter that may draft for the request: not if the request seems to have caused its losses. Returns
-        whether it was added; `join` sends it the text."""
+        whether it was added; `reopen` sends it the text."""
         draft = request.draft
         if not request.admit.takes_workers or name in draft.drafters or draft.losses[name] >= MOST_LOSSES:
             return False
@@ -224,15 +224,8 @@ class DraftPool:
         request.metrics.rejoined += 1
         return True
 
-    def join(self, request: Request, name: str) -> None:
-        """Sends OPEN to a new drafter; if it is the only one, it prepares outcomes of the round under way."""
-        if len(request.draft.drafters) == 1:
-            self.open(request)
-        else:
-            self._open(request, name, NO_RANKS)
-
     def reopen(self, request: Request, name: str) -> None:
-        """Sends OPEN, and its task again, to a drafter that missed a message."""
+        """Sends OPEN, and its task again if it has one, to a drafter that is new or missed a message."""
         state, number = request.draft.drafters[name], request.round.number
         has_task, round_, ranks, depth = not state.done, state.round, state.ranks, state.depth
         self._open(request, name, ranks if has_task and round_ == number else NO_RANKS)

@@ -150,7 +150,7 @@ class Scheduler:
                 request.sequence.add_note(f"speculation: {name} drafts again")
                 self._planner.on_drafter_rejoined(request)
                 if request.round.is_open:
-                    self._draft_pool.join(request, name)
+                    self._draft_pool.reopen(request, name)
 
     def on_prefill_worker_lost(self, name: str) -> None:
         """Lets the target read the prompts that the lost worker was reading."""
