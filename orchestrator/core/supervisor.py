@@ -173,9 +173,6 @@ class Supervisor:
         """Returns the workers newly found lost, which are ended, and newly frozen drafters, which keep running."""
         lost, self._dismissed = self._dismissed, []
         for worker in self._registry.all():
-            if worker.state == "restarting" and worker.spawned is None:
-                lost += self._overdue(worker, now_ns)
-                continue
             if worker.state in ("lost", "refused") or worker.restarts.due_ns is not None:
                 if worker.spawned is not None:
                     worker.spawned.forget_exit()
@@ -200,10 +197,18 @@ class Supervisor:
         return thawed
 
     def restart(self, now_ns: int) -> list[WorkerLoss]:
-        """Restarts workers that are due, once their processes are gone. A failed start counts as a death."""
+        """Restarts workers that are due, once their processes are gone. A failed start counts as a death.
+
+        A target that joined by itself is given up instead: none has joined in its place for `AWAITED_SECONDS`.
+        """
         lost = []
         for before in self._registry.all():
             if not before.restarts.is_due(now_ns) or (before.spawned and before.spawned.exit_code() is None):
+                continue
+            if before.spawned is None:
+                before.state, before.restarts.due_ns = "lost", None
+                before.fault = f"{before.fault}; none has joined in its place for {AWAITED_SECONDS // 60} minutes"
+                lost.append(WorkerLoss(before, before.fault, gone=True, fatal=True))
                 continue
             before.restarts.begun()
             log.warning("restarting %s", before)
@@ -238,7 +243,7 @@ class Supervisor:
         worker.state, worker.fault = "lost", why
         if worker.spawned is None:
             if worker.role == "target":
-                worker.state, worker.begun_ns = "restarting", now_ns
+                worker.state, worker.restarts.due_ns = "restarting", now_ns + AWAITED_SECONDS * clock.SECOND_NS
             return WorkerLoss(worker, why, gone=True)
         code = worker.spawned.exit_code()
         worker.spawned.kill()
@@ -260,14 +265,6 @@ class Supervisor:
             why = f"{why}; it died {restarts.deaths} times in a row, and {then}"
         worker.state, worker.fault = "restarting" if comes_back else "lost", why
         return WorkerLoss(worker, why, gone=True, fatal=needed and not comes_back)
-
-    def _overdue(self, worker: Worker, now_ns: int) -> list[WorkerLoss]:
-        """Gives up a target that joined by itself, if none has replaced it for `AWAITED_SECONDS`."""
-        if now_ns - worker.begun_ns < AWAITED_SECONDS * clock.SECOND_NS:
-            return []
-        worker.state = "lost"
-        worker.fault = f"{worker.fault}; none has joined in its place for {AWAITED_SECONDS // 60} minutes"
-        return [WorkerLoss(worker, worker.fault, gone=True, fatal=True)]
 
     def _spawn(self, role: str, name: str, before: Worker | None = None) -> None:
         incarnation = secrets.randbits(INCARNATION_BITS)

@@ -142,7 +142,8 @@ STEADY_NS = 60_000_000_000
 
 @dataclass(slots=True)
 class Restarts:
-    """The restarts of one worker: the number `done`, the `deaths` in a row, and when the next one is due, if at all.
+    """The restarts of one worker: the number `done`, the `deaths` in a row, and when the next one is due, if at all; in
+    the place of a target that joined by itself another must join by then.
 
     `failed_loads`: how many of the latest deaths in a row were loads that ended with `error`.
     """
