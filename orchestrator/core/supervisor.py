@@ -7,10 +7,6 @@ requests.
 
 `SpawnedWorker`: a worker process in a session of its own. It ends when its stdin closes, and so with the orchestrator,
 however that ends. Its stderr is a log in the run directory.
-
-Its `exits` is a descriptor that a poller can wait for, readable when one of the processes has ended. Linux has that;
-elsewhere the core checks its processes a few times a second. It reaps nothing: the process id stays reserved until its
-owner asks for the exit code.
 """
 
 from __future__ import annotations
@@ -18,11 +14,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from outrider.orchestrator.core.worker_registry import MOST_DEATHS, TARGET, Worker, WorkerLoss, WorkerRegistry
@@ -48,7 +42,6 @@ class SpawnedWorker:
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self._process = process
-        self._exit: int | None = None
         self._log = log
 
     @property
@@ -78,19 +71,6 @@ class SpawnedWorker:
         except subprocess.TimeoutExpired:
             self.kill()
             return self._process.wait()
-
-    def watch(self, exits: select.epoll | None) -> None:
-        """Makes `exits` readable when the process has ended, if the system allows it."""
-        if exits is not None:
-            with suppress(OSError):
-                self._exit = os.pidfd_open(self.pid)
-                exits.register(self._exit, select.EPOLLIN)
-
-    def forget_exit(self) -> None:
-        """Undoes `watch`."""
-        number, self._exit = self._exit, None
-        if number is not None:
-            os.close(number)  # which also removes it from the epoll set
 
     def _end(self, number: signal.Signals) -> None:
         if self._process.poll() is None:  # reaped only here, so the id still belongs to this process
@@ -146,13 +126,11 @@ AWAITED_SECONDS = 600
 
 
 class Supervisor:
-    """Supervises the workers in `registry`. `exits` wakes a poller when one of its processes has ended; None if the
-    system has no such descriptor."""
+    """Supervises the workers in `registry`."""
 
     def __init__(
         self, registry: WorkerRegistry, settings: ServeSettings, endpoint: str, run_dir: Path, seconds_a_ping: float
     ) -> None:
-        self.exits = select.epoll() if sys.platform == "linux" else None
         self._registry = registry
         self._settings = settings
         self._endpoint = endpoint
@@ -174,8 +152,6 @@ class Supervisor:
         lost, self._dismissed = self._dismissed, []
         for worker in self._registry.all():
             if worker.state in ("lost", "refused") or worker.restarts.due_ns is not None:
-                if worker.spawned is not None:
-                    worker.spawned.forget_exit()
                 continue
             why = worker.why_gone(self._seconds_a_ping)
             if why is not None:
@@ -233,9 +209,6 @@ class Supervisor:
             process.terminate()
         for process in spawned:
             process.wait(STOP_GRACE_SECONDS)
-            process.forget_exit()
-        if self.exits is not None:
-            self.exits.close()
 
     def _give_up(self, worker: Worker, why: str, now_ns: int) -> WorkerLoss:
         """Ends a worker's process; one that was started here and had been ready is to be restarted."""
@@ -247,7 +220,6 @@ class Supervisor:
             return WorkerLoss(worker, why, gone=True)
         code = worker.spawned.exit_code()
         worker.spawned.kill()
-        worker.spawned.forget_exit()
         if worker.hello is None:
             return WorkerLoss(worker, why, gone=True, fatal=True)
         failed_load = why if not worker.entered_ns and code is not None and code > 0 else ""
@@ -269,7 +241,6 @@ class Supervisor:
     def _spawn(self, role: str, name: str, before: Worker | None = None) -> None:
         incarnation = secrets.randbits(INCARNATION_BITS)
         spawned = spawn_worker(role, name, self._endpoint, self._settings, self._run_dir, incarnation)
-        spawned.watch(self.exits)
         worker = Worker(name, role, incarnation, spawned, begun_ns=clock.now())
         if before is not None:
             worker.state, worker.hello, worker.restarts = "restarting", before.hello, before.restarts

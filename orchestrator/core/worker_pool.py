@@ -100,8 +100,7 @@ DRAFTERS, STRANGERS = Rate(20_000, 20_000), Rate(10, 40)
 class WorkerPool:
     """The workers of this cluster: their abilities, and the messages to and from them.
 
-    `news`: `stats` or `stage` changed. `exits` wakes a poller when a worker process has ended; None if the system has
-    no such descriptor.
+    `news`: `stats` or `stage` changed.
     """
 
     def __init__(
@@ -130,7 +129,6 @@ class WorkerPool:
                 endpoints.prepare(self.socket)
             self.joining_endpoint = self.router.open(joining, MAX_CONNECTIONS, keys).endpoint
         self._supervisor = Supervisor(self._registry, settings, self.endpoint, run_dir, self.seconds_a_ping)
-        self.exits = self._supervisor.exits
         self._arrived: list[Worker] = []
         self._outgoing: dict[str, list[Message]] = {}
         self._ping_serial = self._pinged_ns = 0

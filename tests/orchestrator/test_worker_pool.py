@@ -78,10 +78,6 @@ class Spawned:
 
     def terminate(self) -> None: ...
 
-    def watch(self, exits: object) -> None: ...
-
-    def forget_exit(self) -> None: ...
-
     def wait(self, grace: float) -> int:
         return 0
 
