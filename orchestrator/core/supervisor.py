@@ -196,7 +196,7 @@ class Supervisor:
 
     def dismiss(self, worker: Worker, why: str) -> None:
         """Disconnects a worker and never restarts it; `losses` will report it."""
-        self._registry.shut_out(worker)
+        self._registry.shut_out(worker, why)
         worker.state, worker.fault = "refused" if worker.spawned else "lost", why
         if worker.spawned:
             worker.spawned.kill()

@@ -25,7 +25,7 @@ key, description and vocabulary. Knows nothing of sockets or requests.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -331,7 +331,7 @@ class WorkerRegistry:
         self.language = ModelVocabulary("", "")
         self._named: dict[str, Worker] = {}
         self._at: dict[bytes, Worker] = {}  # by routing id
-        self._shut_out: deque[int] = deque(maxlen=MOST_SHUT_OUT)
+        self._shut_out: dict[int, str] = {}  # by incarnation: why it was dismissed
 
     def all(self) -> list[Worker]:
         return list(self._named.values())
@@ -361,10 +361,12 @@ class WorkerRegistry:
         self._at.pop(hot, None)
         self._at.pop(heartbeat_of(hot), None)
 
-    def shut_out(self, worker: Worker) -> None:
+    def shut_out(self, worker: Worker, why: str) -> None:
         """The same as `take_away`, and the process may not join again."""
         self.take_away(worker)
-        self._shut_out.append(worker.incarnation)
+        self._shut_out[worker.incarnation] = why
+        if len(self._shut_out) > MOST_SHUT_OUT:
+            del self._shut_out[next(iter(self._shut_out))]
 
     def may_stay(self, role: str, key: str) -> bool:
         allowed = PREFILL if role == "prefill" else DRAFTER  # a prefill worker is trusted with the text
@@ -387,7 +389,7 @@ class WorkerRegistry:
         if identity != routing_id(hello.incarnation):
             return "its routing id is not that of its incarnation; run the same release of outrider on both sides"
         if hello.incarnation in self._shut_out:
-            return "it sent too many invalid messages, so this cluster ignores it"
+            return f"this cluster has dismissed it: {self._shut_out[hello.incarnation]}"
         if hello.role == "target":
             return self._target_refusal(hello)
         if hello.role == "prefill" and (why := self._prefill_refusal(hello)) is not None:
