@@ -216,7 +216,7 @@ class DraftPool:
 
     def add(self, request: Request, name: str) -> bool:
         """Adds a drafter that may draft for the request: not if the request seems to have caused its losses. Returns
-        whether it was added; `join` sends it the text."""
+        whether it was added; `reopen` sends it the text."""
         draft = request.draft
         if not request.admit.takes_workers or name in draft.drafters or draft.losses[name] >= MOST_LOSSES:
             return False
@@ -224,20 +224,13 @@ class DraftPool:
         request.metrics.rejoined += 1
         return True
 
-    def join(self, request: Request, name: str) -> None:
-        """Sends OPEN to a new drafter; if it is the only one, it prepares outcomes of the round under way."""
-        if len(request.draft.drafters) == 1:
-            self.open(request)
-        else:
-            self._open(request, name, NO_RANKS)
-
     def reopen(self, request: Request, name: str) -> None:
-        """Sends OPEN, and its task again, to a drafter that missed a message."""
-        state, number = request.draft.drafters[name], request.round.number
-        has_task, round_, ranks, depth = not state.done, state.round, state.ranks, state.depth
-        self._open(request, name, ranks if has_task and round_ == number else NO_RANKS)
-        if has_task and round_ > number:
-            self._commit(request, name, NO_RANKS, depth, 0)
+        """Sends OPEN, and its task again if it has one, to a drafter that is new or missed a message."""
+        state, round_ = request.draft.drafters[name], request.round
+        has_task, ranks = not state.done, state.ranks
+        self._open(request, name, ranks if has_task and state.round == round_.number else NO_RANKS)
+        if has_task and round_.wait and round_.wait.depth:
+            self._commit(request, name, NO_RANKS, round_.wait.depth, 0)
 
     def start_round(self, request: Request, now_ns: int) -> None:
         """Drops the branches of the round before. In SSD, sends COMMIT to the drafters: the tokens that became final,
@@ -354,7 +347,7 @@ class DraftPool:
         ranks = ranks if verifying is not None else NO_RANKS
         min_prob = min_alternative(self._estimates, request.takes_trees)
         self._send(name, opening(request, verifying, ranks, min_prob))
-        state.assign(request.round.number, ranks, request.plan.depth, len(request.sequence.tokens), 0)
+        state.assign(request.round.number, ranks, len(request.sequence.tokens), 0)
         state.done = not ranks
 
     def _commit(self, request: Request, name: str, ranks: range, depth: int, now_ns: int) -> None:
@@ -379,7 +372,7 @@ class DraftPool:
             rank_offset=ranks.start,
             min_prob=min_alternative(self._estimates, request.takes_trees),
         )
-        state.assign(round_, ranks, depth, len(tokens), now_ns)
+        state.assign(round_, ranks, len(tokens), now_ns)
         self._send(name, message)
 
     def _send(self, drafter: str, message: Open | Commit) -> None:

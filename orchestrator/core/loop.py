@@ -83,8 +83,6 @@ class Core:
         poller.register(self.pool.socket, zmq.POLLIN)
         poller.register(self._inbox.wake, zmq.POLLIN)
         poller.register(self.pool.router.monitor, zmq.POLLIN)
-        if self.pool.exits is not None:
-            poller.register(self.pool.exits.fileno(), zmq.POLLIN)
         try:
             self.pool.start()
             going = True

@@ -19,13 +19,14 @@ import json
 import logging
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
-from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Branches, Drafted, DraftWork, RoundRecord, Span, Timings
 from outrider.protocol.schema import Origin
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 TARGETS_DRAFTER = "target's drafter"
-"""The track of an in-process drafter."""
+"""The track of an in-process drafter, in the target's process."""
 # A request reports at most this many single turnarounds; the sums include all.
 MAX_TURNAROUNDS = 10_000
 # The latest rounds, which may turn out not to count.
@@ -47,27 +48,20 @@ RECENT_ROUNDS = 64
 class RoundEntry:
     """One round.
 
-    `lookup` is the result for the outcome before it, which had `after` accepted tokens, `source` that of its chain. It
-    was `decided` from the first of its `waits` on. When the round has ended: the tokens `kept`, the length of its
-    `chain`, `depth` of them in a row, the origins (`by`) of the `accepted` ones, its `drafter`, and whether the wait
-    before it was a `turnaround`.
+    Its `proposal` was `decided` from the first of its `waits` on; the outcome before it had `after` accepted tokens.
+    When the round has ended: the accepted `nodes`, the number of tokens `kept`, and the times of the target (0: they
+    are not those of a verify).
     """
 
-    lookup: Lookup = Lookup.NONE
+    proposal: Proposal = field(default_factory=Proposal)
     after: int = 0
-    source: ProposalSource = ProposalSource.NONE
     waits: int = 0
     waited_ns: int = 0
     decided: Span | None = None
+    nodes: Sequence[int] = ()
     kept: int = 0
-    chain: int = 0
-    drafter: str = ""
-    depth: int = 0
-    by: tuple[Origin, ...] = ()
-    accepted: int = 0
     verify_ns: int = 0
     idle_ns: int = 0
-    turnaround: bool = False
     ended_ns: int = 0
 
 
@@ -79,8 +73,6 @@ class RoundSums:
     rounds: int = 0
     chains: int = 0
     drafted: int = 0
-    accepted: int = 0
-    late: int = 0
     copied: int = 0
     waits: int = 0
     verify_ns: int = 0
@@ -96,33 +88,34 @@ class RoundSums:
     held_by: Counter[Origin] = field(default_factory=Counter)
 
     def add(self, entry: RoundEntry, most: int) -> None:
-        """Adds a round; at most its first `most` tokens count, and no drafted token after them."""
-        kept = min(entry.kept, most)
-        is_whole = kept > entry.accepted
-        chain = entry.chain if is_whole else min(entry.chain, kept)
-        accepted = min(entry.accepted, kept)
-        by = entry.by[:accepted]
+        """Adds a round; at most its first `most` tokens count, and no drafted token after them.
+
+        The wait before the verify of a hit that was served at once is a turnaround.
+        """
+        proposal, kept = entry.proposal, min(entry.kept, most)
+        drafted, depth = len(proposal.chain), proposal.depth
+        if kept <= len(entry.nodes):
+            drafted, depth = min(drafted, kept), min(depth, kept)
+        by = proposal.origins(entry.nodes)[:-1][:kept]
         self.tokens += kept
         self.rounds += 1
-        self.chains += chain > 0
-        self.drafted += chain
-        self.accepted += accepted
-        self.drafted_at.update(range(entry.depth if is_whole else min(entry.depth, kept)))
-        self.accepted_at.update(range(accepted))
-        if entry.lookup is not Lookup.NONE:
-            (self.misses_at if entry.lookup.missed else self.hits_at)[entry.after] += 1
-            self.after_misses[entry.source] += entry.lookup is Lookup.MISS
-        if entry.drafter:
-            others = (Origin.COPIED, Origin.PREPARED) if entry.source is ProposalSource.HEAD else (Origin.COPIED,)
-            self.held_of[entry.drafter] += sum(origin not in others for origin in by)
+        self.chains += drafted > 0
+        self.drafted += drafted
+        self.drafted_at.update(range(depth))
+        self.accepted_at.update(range(len(by)))
+        if proposal.lookup is not Lookup.NONE:
+            (self.misses_at if proposal.lookup.missed else self.hits_at)[entry.after] += 1
+            self.after_misses[proposal.source] += proposal.lookup is Lookup.MISS
+        if proposal.drafter:
+            others = (Origin.COPIED, Origin.PREPARED) if proposal.source is ProposalSource.HEAD else (Origin.COPIED,)
+            self.held_of[proposal.drafter] += sum(origin not in others for origin in by)
         self.held_by.update(by)
-        self.late += entry.lookup is Lookup.LATE
-        self.copied += entry.source is ProposalSource.NGRAM
+        self.copied += proposal.source is ProposalSource.NGRAM
         self.waits += entry.waits
         self.verify_ns += entry.verify_ns
         self.idle_ns += entry.idle_ns
         self.last_ns = entry.ended_ns
-        if entry.turnaround and len(self.turnarounds_ns) < MAX_TURNAROUNDS:
+        if proposal.lookup is Lookup.HIT and entry.verify_ns and len(self.turnarounds_ns) < MAX_TURNAROUNDS:
             self.turnarounds_ns.append(entry.idle_ns)
 
 
@@ -153,8 +146,7 @@ class RequestMetrics:
     def on_proposed(self, number: int, proposal: Proposal, now_ns: int) -> None:
         """Records the proposal of round `number`."""
         entry = self._entry(number)
-        entry.lookup, entry.source = proposal.lookup, proposal.source
-        entry.decided = Span(entry.waited_ns or now_ns, now_ns)
+        entry.proposal, entry.decided = proposal, Span(entry.waited_ns or now_ns, now_ns)
 
     def on_drafts(self, drafter: str, message: Branches | Drafted, now_ns: int) -> None:
         """Records drafting; work from before the request, or with impossible times, is left out."""
@@ -168,18 +160,14 @@ class RequestMetrics:
     def on_ended(self, ended: SettledRound, now_ns: int) -> RoundRecord | None:
         """Records the end of a round, and returns its report, if requested; the first ends the prompt's time.
 
-        The wait before the verify of a hit that was served at once is a turnaround. The time of a round that began by
-        reading the whole text is not that of a verify.
+        The time of a round that began by reading the whole text is not that of a verify.
         """
-        entry, proposal, outcome = self._entry(ended.number), ended.proposal, ended.outcome
-        entry.after = self._recent[ended.number - 1].accepted if ended.number - 1 in self._recent else 0
-        entry.kept, entry.chain, entry.accepted = len(ended.kept), len(proposal.chain), outcome.accepted
-        entry.depth, entry.drafter = proposal.depth, proposal.drafter
-        entry.by = proposal.origins(ended.nodes)[:-1]
-        entry.ended_ns = now_ns
+        entry, outcome, proposal = self._entry(ended.number), ended.outcome, ended.proposal
+        entry.after = len(self._recent[ended.number - 1].nodes) if ended.number - 1 in self._recent else 0
+        entry.proposal = replace(proposal, q=None) if proposal.q is not None else proposal  # q may hold a whole message
+        entry.nodes, entry.kept, entry.ended_ns = ended.nodes, len(ended.kept), now_ns
         if self.first_ns and not ended.read:
             entry.verify_ns, entry.idle_ns = outcome.work.duration_ns, outcome.idle_ns
-            entry.turnaround = proposal.lookup is Lookup.HIT
         self.first_ns = self.first_ns or now_ns
         return self._report(ended, entry) if self.reports else None
 
@@ -187,13 +175,13 @@ class RequestMetrics:
         proposal, outcome = ended.proposal, ended.outcome
         drafting, self._drafting = self._drafting, []
         if outcome.drafted is not None:
-            work = self._relative(outcome.drafted.span)
-            drafting.append(DraftWork(proposal.drafter or TARGETS_DRAFTER, ended.number, entry.chain, 0, work))
+            name, work = proposal.drafter or TARGETS_DRAFTER, self._relative(outcome.drafted.span)
+            drafting.append(DraftWork(name, ended.number, len(proposal.chain), 0, work))
         return RoundRecord(
             round=ended.number,
-            lookup=entry.lookup.value,
+            lookup=proposal.lookup.value,
             source=proposal.source.value,
-            drafted=entry.chain,
+            drafted=len(proposal.chain),
             accepted=min(outcome.accepted, entry.kept),
             tokens=entry.kept,
             verify=self._relative(outcome.work),
@@ -241,12 +229,12 @@ class RequestMetrics:
             predicted_ms=predicted_ms,
             predicted_per_second=rate,
             draft_n=sums.drafted,
-            draft_n_accepted=sums.accepted,
+            draft_n_accepted=sums.held_by.total(),
             draft_rounds=sums.chains,
             rounds=sums.rounds,
             cache_hits=sums.hits_at.total(),
             cache_misses=sums.misses_at.total(),
-            cache_late=sums.late,
+            cache_late=sums.misses_at.total() - sums.after_misses.total(),
             missed_then_plain=sums.after_misses[ProposalSource.NONE],
             missed_then_copied=sums.after_misses[ProposalSource.NGRAM],
             missed_then_drafted=sums.after_misses[ProposalSource.DRAFTER],
@@ -278,7 +266,6 @@ class RequestMetrics:
 
 BOUNDS_MS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000, 5000)
 _BOUNDS_NS = tuple(int(bound * MILLISECOND_NS) for bound in BOUNDS_MS)
-_SECOND_NS = 1000 * MILLISECOND_NS
 
 
 class DurationHistogram:
@@ -295,7 +282,7 @@ class DurationHistogram:
     def snapshot(self) -> Durations:
         """Returns the buckets and the sum, in seconds."""
         bounds = tuple(bound / 1000 for bound in BOUNDS_MS)
-        return Durations(bounds, tuple(self._counts), self._nanoseconds / _SECOND_NS)
+        return Durations(bounds, tuple(self._counts), self._nanoseconds / SECOND_NS)
 
 
 ORCHESTRATOR = "orchestrator"
@@ -303,11 +290,6 @@ TARGET = "target"
 MOST_EVENTS = 1 << 20
 
 log = logging.getLogger(__name__)
-
-
-def process_of(track: str) -> str:
-    """Returns the process of a track; an in-process drafter has its own track in the target's process."""
-    return TARGET if track == TARGETS_DRAFTER else track
 
 
 class Trace:
@@ -344,9 +326,10 @@ class Trace:
 
     def _write(self) -> None:
         tracks = sorted({track for track, _ in self._events})
-        processes = sorted({process_of(track) for track in tracks})
-        pids = {track: 1 + processes.index(process_of(track)) for track in tracks}
-        named = [("process_name", 1 + index, 0, process) for index, process in enumerate(processes)]
+        process_of = {track: TARGET if track == TARGETS_DRAFTER else track for track in tracks}
+        processes = sorted(set(process_of.values()))
+        pids = {track: 1 + processes.index(process) for track, process in process_of.items()}
+        named = [("process_name", pid, 0, process) for pid, process in enumerate(processes, start=1)]
         named += [("thread_name", pids[track], tid, track) for tid, track in enumerate(tracks)]
         names = [
             {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}} for kind, pid, tid, name in named

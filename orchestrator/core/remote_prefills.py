@@ -18,9 +18,8 @@ from outrider.protocol.messages import Close, Message, Prefill, Prefilled, Promp
 
 @dataclass(slots=True)
 class RemotePrefill:
-    """A prompt in its `epoch` that was offered, or that `worker` reads, with `left` tokens unread."""
+    """A prompt that was offered, or that `worker` reads, with `left` tokens unread."""
 
-    epoch: int
     left: int
     worker: str = ""
 
@@ -28,8 +27,8 @@ class RemotePrefill:
 class RemotePrefills:
     """The remote prefills under way, by request.
 
-    The target itself reads prompts shorter than `min_tokens`. `asked`: the workers that were sent a prompt, whose
-    messages come here. `send_again` sends a request's round to the target again, so that it reads on by itself.
+    The target itself reads prompts shorter than `min_tokens`. `send_again` sends a request's round to the target again,
+    so that it reads on by itself.
     """
 
     def __init__(self, workers: WorkerPool, send_again: Callable[[Request], None], min_tokens: int) -> None:
@@ -37,7 +36,6 @@ class RemotePrefills:
         self._send_again = send_again
         self._min_tokens = min_tokens
         self._prefills: dict[str, RemotePrefill] = {}
-        self.asked: set[str] = set()
 
     def offer(self, request: Request) -> bool:
         """Offers a prompt to the prefill workers; returns whether the target is to wait before it reads."""
@@ -45,13 +43,13 @@ class RemotePrefills:
         left = len(request.sequence.tokens) - 1
         if left < self._min_tokens or not self._workers.prefill_workers():
             return False
-        self._prefills[request.id] = RemotePrefill(request.round.epoch, left)
+        self._prefills[request.id] = RemotePrefill(left)
         return True
 
     def on_progress(self, request: Request, message: Prefilled) -> None:
         """Sends the rest of a prompt, of which the target has a part, to the least busy worker, or the target."""
         prefill = self._prefills.get(request.id)
-        if prefill is None or prefill.epoch != message.epoch:
+        if prefill is None:
             return
         prefill.left = message.total - 1 - message.done
         if prefill.worker or prefill.left <= 0:
@@ -62,7 +60,6 @@ class RemotePrefills:
             return
         loads = {name: sum(p.left for p in self._prefills.values() if p.worker == name) for name in sorted(workers)}
         prefill.worker = min(loads, key=loads.__getitem__)
-        self.asked.add(prefill.worker)
         tokens = np.asarray(request.sequence.tokens, np.int32)
         self._workers.send_worker(prefill.worker, Prefill(request.id, request.round.epoch, tokens, message.done))
 
@@ -72,7 +69,7 @@ class RemotePrefills:
         if request is None or prefill is None or prefill.worker != sender:
             return False
         if isinstance(message, PromptKv):
-            if message.epoch != prefill.epoch:
+            if message.epoch != request.round.epoch:
                 return False
             request.metrics.handed_over += message.count
             self._workers.send_target(message)
@@ -82,7 +79,6 @@ class RemotePrefills:
 
     def on_worker_lost(self, worker: str, requests: Mapping[str, Request]) -> None:
         """Hands the prompts of a lost worker back to the target."""
-        self.asked.discard(worker)
         for id_ in [id_ for id_, prefill in self._prefills.items() if prefill.worker == worker]:
             self._hand_back(requests[id_])
 

@@ -42,22 +42,21 @@ class DrafterState:
     """A drafter's state in a request: it knows the first `known_len` tokens.
 
     Its latest task is of `round`: branches for the outcomes of these `ranks`, likeliest first, or, without any, a
-    chain; each of `depth` tokens. `asked_ns` is when it was sent (0: with a text to read, so that its latency does not
-    count), `heard_ns` when the latest of its `pushes` came. `done`: nothing more is to come, or is awaited.
+    chain. `asked_ns` is when it was sent (0: with a text to read, so that its latency does not count), `heard_ns` when
+    the latest of its `pushes` came. `done`: nothing more is to come, or is awaited.
     """
 
     known_len: int = 0
     round: int = 0
     ranks: range = NO_RANKS
-    depth: int = 0
     asked_ns: int = 0
     heard_ns: int = 0
     pushes: int = 0
     done: bool = True
 
-    def assign(self, round_: int, ranks: range, depth: int, known_len: int, now_ns: int) -> None:
+    def assign(self, round_: int, ranks: range, known_len: int, now_ns: int) -> None:
         """Records that the drafter was sent the text up to `known_len`, and this task."""
-        self.round, self.ranks, self.depth, self.known_len = round_, ranks, depth, known_len
+        self.round, self.ranks, self.known_len = round_, ranks, known_len
         self.asked_ns, self.heard_ns, self.pushes, self.done = now_ns, now_ns, 0, False
 
     def is_awaited(self, message: Branches | Drafted) -> bool:

@@ -150,7 +150,7 @@ class Scheduler:
                 request.sequence.add_note(f"speculation: {name} drafts again")
                 self._planner.on_drafter_rejoined(request)
                 if request.round.is_open:
-                    self._draft_pool.join(request, name)
+                    self._draft_pool.reopen(request, name)
 
     def on_prefill_worker_lost(self, name: str) -> None:
         """Lets the target read the prompts that the lost worker was reading."""
@@ -201,12 +201,11 @@ class Scheduler:
             self._on_worker_note(sender, message)
             return
         request = self._requests.get(getattr(message, "request", None) or "")
-        if sender in self._remote_prefills.asked:
+        workers, hello = self._workers, self._workers.hello(sender)
+        if hello.role == "prefill":
             self.stale += not self._remote_prefills.on_message(request, sender, message)
             return
-        workers = self._workers
-        from_target, vocabulary = sender == TARGET, workers.hello(sender).vocab_size
-        refusal = self._draft_pool.sent.refusal(request, from_target, sender, message, vocabulary)
+        refusal = self._draft_pool.sent.refusal(request, sender == TARGET, sender, message, hello.vocab_size)
         if refusal or request is None:
             self.stale += 1
             if refusal != LATE:

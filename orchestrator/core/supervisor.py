@@ -7,10 +7,6 @@ requests.
 
 `SpawnedWorker`: a worker process in a session of its own. It ends when its stdin closes, and so with the orchestrator,
 however that ends. Its stderr is a log in the run directory.
-
-Its `exits` is a descriptor that a poller can wait for, readable when one of the processes has ended. Linux has that;
-elsewhere the core checks its processes a few times a second. It reaps nothing: the process id stays reserved until its
-owner asks for the exit code.
 """
 
 from __future__ import annotations
@@ -18,11 +14,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from outrider.orchestrator.core.worker_registry import MOST_DEATHS, TARGET, Worker, WorkerLoss, WorkerRegistry
@@ -48,7 +42,6 @@ class SpawnedWorker:
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self._process = process
-        self._exit: int | None = None
         self._log = log
 
     @property
@@ -78,19 +71,6 @@ class SpawnedWorker:
         except subprocess.TimeoutExpired:
             self.kill()
             return self._process.wait()
-
-    def watch(self, exits: select.epoll | None) -> None:
-        """Makes `exits` readable when the process has ended, if the system allows it."""
-        if exits is not None:
-            with suppress(OSError):
-                self._exit = os.pidfd_open(self.pid)
-                exits.register(self._exit, select.EPOLLIN)
-
-    def forget_exit(self) -> None:
-        """Undoes `watch`."""
-        number, self._exit = self._exit, None
-        if number is not None:
-            os.close(number)  # which also removes it from the epoll set
 
     def _end(self, number: signal.Signals) -> None:
         if self._process.poll() is None:  # reaped only here, so the id still belongs to this process
@@ -146,13 +126,11 @@ AWAITED_SECONDS = 600
 
 
 class Supervisor:
-    """Supervises the workers in `registry`. `exits` wakes a poller when one of its processes has ended; None if the
-    system has no such descriptor."""
+    """Supervises the workers in `registry`."""
 
     def __init__(
         self, registry: WorkerRegistry, settings: ServeSettings, endpoint: str, run_dir: Path, seconds_a_ping: float
     ) -> None:
-        self.exits = select.epoll() if sys.platform == "linux" else None
         self._registry = registry
         self._settings = settings
         self._endpoint = endpoint
@@ -173,12 +151,7 @@ class Supervisor:
         """Returns the workers newly found lost, which are ended, and newly frozen drafters, which keep running."""
         lost, self._dismissed = self._dismissed, []
         for worker in self._registry.all():
-            if worker.state == "restarting" and worker.spawned is None:
-                lost += self._overdue(worker, now_ns)
-                continue
             if worker.state in ("lost", "refused") or worker.restarts.due_ns is not None:
-                if worker.spawned is not None:
-                    worker.spawned.forget_exit()
                 continue
             why = worker.why_gone(self._seconds_a_ping)
             if why is not None:
@@ -200,10 +173,18 @@ class Supervisor:
         return thawed
 
     def restart(self, now_ns: int) -> list[WorkerLoss]:
-        """Restarts workers that are due, once their processes are gone. A failed start counts as a death."""
+        """Restarts workers that are due, once their processes are gone. A failed start counts as a death.
+
+        A target that joined by itself is given up instead: none has joined in its place for `AWAITED_SECONDS`.
+        """
         lost = []
         for before in self._registry.all():
-            if not before.restarts.is_due(now_ns) or before.runs:
+            if not before.restarts.is_due(now_ns) or (before.spawned and before.spawned.exit_code() is None):
+                continue
+            if before.spawned is None:
+                before.state, before.restarts.due_ns = "lost", None
+                before.fault = f"{before.fault}; none has joined in its place for {AWAITED_SECONDS // 60} minutes"
+                lost.append(WorkerLoss(before, before.fault, gone=True, fatal=True))
                 continue
             before.restarts.begun()
             log.warning("restarting %s", before)
@@ -215,7 +196,7 @@ class Supervisor:
 
     def dismiss(self, worker: Worker, why: str) -> None:
         """Disconnects a worker and never restarts it; `losses` will report it."""
-        self._registry.shut_out(worker)
+        self._registry.shut_out(worker, why)
         worker.state, worker.fault = "refused" if worker.spawned else "lost", why
         if worker.spawned:
             worker.spawned.kill()
@@ -228,9 +209,6 @@ class Supervisor:
             process.terminate()
         for process in spawned:
             process.wait(STOP_GRACE_SECONDS)
-            process.forget_exit()
-        if self.exits is not None:
-            self.exits.close()
 
     def _give_up(self, worker: Worker, why: str, now_ns: int) -> WorkerLoss:
         """Ends a worker's process; one that was started here and had been ready is to be restarted."""
@@ -238,22 +216,21 @@ class Supervisor:
         worker.state, worker.fault = "lost", why
         if worker.spawned is None:
             if worker.role == "target":
-                worker.state, worker.begun_ns = "restarting", now_ns
+                worker.state, worker.restarts.due_ns = "restarting", now_ns + AWAITED_SECONDS * clock.SECOND_NS
             return WorkerLoss(worker, why, gone=True)
         code = worker.spawned.exit_code()
         worker.spawned.kill()
-        worker.spawned.forget_exit()
         if worker.hello is None:
             return WorkerLoss(worker, why, gone=True, fatal=True)
         failed_load = why if not worker.entered_ns and code is not None and code > 0 else ""
-        return self._schedule(worker, why, now_ns, worker.worked, worker.stood_ns(now_ns), failed_load)
+        return self._schedule(worker, why, now_ns, worker.is_steady(now_ns), failed_load)
 
     def _schedule(
-        self, worker: Worker, why: str, now_ns: int, worked: bool = False, stood_ns: int = 0, failed_load: str = ""
+        self, worker: Worker, why: str, now_ns: int, was_steady: bool = False, failed_load: str = ""
     ) -> WorkerLoss:
         """Schedules a restart, unless the worker has died too often; see `Restarts.died`."""
         needed, restarts = worker.role == "target", worker.restarts
-        comes_back = restarts.died(now_ns, worked, stood_ns, needed, failed_load)
+        comes_back = restarts.died(now_ns, was_steady, needed, failed_load)
         if restarts.deaths >= MOST_DEATHS:
             seconds = restarts.wait_ns / clock.SECOND_NS
             then = f"the next start is in {seconds:g} s" if comes_back else "it is not started again"
@@ -261,20 +238,12 @@ class Supervisor:
         worker.state, worker.fault = "restarting" if comes_back else "lost", why
         return WorkerLoss(worker, why, gone=True, fatal=needed and not comes_back)
 
-    def _overdue(self, worker: Worker, now_ns: int) -> list[WorkerLoss]:
-        """Gives up a target that joined by itself, if none has replaced it for `AWAITED_SECONDS`."""
-        if now_ns - worker.begun_ns < AWAITED_SECONDS * clock.SECOND_NS:
-            return []
-        worker.state = "lost"
-        worker.fault = f"{worker.fault}; none has joined in its place for {AWAITED_SECONDS // 60} minutes"
-        return [WorkerLoss(worker, worker.fault, gone=True, fatal=True)]
-
     def _spawn(self, role: str, name: str, before: Worker | None = None) -> None:
         incarnation = secrets.randbits(INCARNATION_BITS)
         spawned = spawn_worker(role, name, self._endpoint, self._settings, self._run_dir, incarnation)
-        spawned.watch(self.exits)
         worker = Worker(name, role, incarnation, spawned, begun_ns=clock.now())
         if before is not None:
             worker.state, worker.hello, worker.restarts = "restarting", before.hello, before.restarts
-            worker.heartbeat.expected_s = before.load_s or before.heartbeat.expected_s
+            load_s = (before.entered_ns - before.begun_ns) / clock.SECOND_NS if before.entered_ns else 0.0
+            worker.heartbeat.expected_s = load_s or before.heartbeat.expected_s
         self._registry.give(worker)

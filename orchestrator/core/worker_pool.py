@@ -3,8 +3,8 @@
 Converts frames to (worker name, message) and back, and handles messages that are not about requests. `WorkerRegistry`
 decides which workers may join, `Supervisor` which are lost and restarted. Knows nothing of requests.
 
-`WorkerRouter` is the socket itself; it sends without waiting. A message that does not fit is
-dropped, since messages that matter are sent again. Knows routing ids and keys, but no workers.
+`WorkerRouter` is the socket itself; it sends without waiting. A message that does not fit is dropped, since messages
+that matter are sent again. Knows routing ids and keys, but no workers.
 """
 
 from __future__ import annotations
@@ -81,16 +81,11 @@ class WorkerRouter(RouterSocket):
 
     def send(self, identity: bytes, *messages: Message) -> None:
         """Sends messages; they are dropped if the worker is gone or does not read."""
-        frames = encode_all(messages)
         try:
-            self.socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
+            self.socket.send_multipart([identity, *encode_all(messages)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno == zmq.EAGAIN:
                 self.warn("a worker has %d unread messages, the maximum; later ones are lost", MOST_WAITING)
-            return
-        for frame in frames[:-1]:
-            self.socket.send(frame, zmq.SNDMORE)
-        self.socket.send(frames[-1])
 
     def warn(self, message: str, *values: object) -> None:
         """Logs a warning about an event that a peer can cause at will, at a limited rate."""
@@ -105,8 +100,7 @@ DRAFTERS, STRANGERS = Rate(20_000, 20_000), Rate(10, 40)
 class WorkerPool:
     """The workers of this cluster: their abilities, and the messages to and from them.
 
-    `news`: `stats` or `stage` changed. `exits` wakes a poller when a worker process has ended; None if the system has
-    no such descriptor.
+    `news`: `stats` or `stage` changed.
     """
 
     def __init__(
@@ -135,7 +129,6 @@ class WorkerPool:
                 endpoints.prepare(self.socket)
             self.joining_endpoint = self.router.open(joining, MAX_CONNECTIONS, keys).endpoint
         self._supervisor = Supervisor(self._registry, settings, self.endpoint, run_dir, self.seconds_a_ping)
-        self.exits = self._supervisor.exits
         self._arrived: list[Worker] = []
         self._outgoing: dict[str, list[Message]] = {}
         self._ping_serial = self._pinged_ns = 0
@@ -342,11 +335,8 @@ class WorkerPool:
 
     def _dismiss_misfits(self) -> None:
         """Dismisses drafters that read other features than the target provides."""
-        target = self._registry.named(TARGET)
-        if target is None or target.hello is None or not target.entered:
-            return
-        for worker in self._registry.all():
-            why = misfit(worker.hello, target.hello) if worker.entered and worker.hello is not None else ""
+        for worker in self._registry.all() if self.has_target() else ():
+            why = misfit(self.hello(worker.name), self.hello(TARGET)) if worker.entered else ""
             if why:
                 log.warning("%s", why)
                 self._supervisor.dismiss(worker, why)

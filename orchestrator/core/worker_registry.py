@@ -25,7 +25,7 @@ key, description and vocabulary. Knows nothing of sockets or requests.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.events import ModelVocabulary
 from outrider.orchestrator.machine import system
 from outrider.protocol import clock
-from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
+from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.digest import fits
 from outrider.protocol.keys import DRAFTER, PREFILL
 from outrider.protocol.messages import Branches, Drafted, Hello, Message, Span, WorkerStats
@@ -142,7 +142,8 @@ STEADY_NS = 60_000_000_000
 
 @dataclass(slots=True)
 class Restarts:
-    """The restarts of one worker: the number `done`, the `deaths` in a row, and when the next one is due, if at all.
+    """The restarts of one worker: the number `done`, the `deaths` in a row, and when the next one is due, if at all; in
+    the place of a target that joined by itself another must join by then.
 
     `failed_loads`: how many of the latest deaths in a row were loads that ended with `error`.
     """
@@ -153,16 +154,15 @@ class Restarts:
     failed_loads: int = 0
     error: str = ""
 
-    def died(self, now_ns: int, worked: bool, stood_ns: int, needed: bool, error: str = "") -> bool:
+    def died(self, now_ns: int, was_steady: bool, needed: bool, error: str = "") -> bool:
         """Counts a death; returns False if the worker is given up.
 
         Args:
-            worked: it had worked for a request.
-            stood_ns: how long it had been ready.
+            was_steady: it had worked for a request, or been ready for a while.
             needed: all requests depend on it.
             error: the error of its load, if the load failed.
         """
-        self.deaths = 1 if worked or stood_ns >= STEADY_NS else self.deaths + 1
+        self.deaths = 1 if was_steady else self.deaths + 1
         self.failed_loads = self.failed_loads + 1 if error and error == self.error else int(bool(error))
         self.error = error
         comes_back = (self.deaths if needed else self.failed_loads) < MOST_DEATHS
@@ -223,11 +223,6 @@ class Worker:
         """Whether it has sent HELLO and is not given up."""
         return self.state in ("ready", "frozen")
 
-    @property
-    def runs(self) -> bool:
-        """Whether its process was started here and has not ended."""
-        return self.spawned is not None and self.spawned.exit_code() is None
-
     def other_model(self, hello: Hello) -> str | None:
         """Returns why the sender of `hello` can't replace this worker, or None: another model makes other texts."""
         before = self.hello
@@ -235,14 +230,9 @@ class Worker:
             return None
         return f"{self} came back with another model ({hello.model}) than before ({before.model}); restart the server"
 
-    @property
-    def load_s(self) -> float:
-        """The duration of its start; 0: not known."""
-        return (self.entered_ns - self.begun_ns) / SECOND_NS if self.begun_ns and self.entered_ns else 0.0
-
-    def stood_ns(self, now_ns: int) -> int:
-        """Returns how long it has been in the cluster."""
-        return now_ns - self.entered_ns if self.entered_ns else 0
+    def is_steady(self, now_ns: int) -> bool:
+        """Whether it has worked for a request, or been ready for `STEADY_NS`."""
+        return self.worked or bool(self.entered_ns and now_ns - self.entered_ns >= STEADY_NS)
 
     def why_gone(self, seconds_a_ping: float) -> str | None:
         """Returns why it must be given up, or None: its process has ended, it may not stay, or it is silent."""
@@ -341,7 +331,7 @@ class WorkerRegistry:
         self.language = ModelVocabulary("", "")
         self._named: dict[str, Worker] = {}
         self._at: dict[bytes, Worker] = {}  # by routing id
-        self._shut_out: deque[int] = deque(maxlen=MOST_SHUT_OUT)
+        self._shut_out: dict[int, str] = {}  # by incarnation: why it was dismissed
 
     def all(self) -> list[Worker]:
         return list(self._named.values())
@@ -371,10 +361,12 @@ class WorkerRegistry:
         self._at.pop(hot, None)
         self._at.pop(heartbeat_of(hot), None)
 
-    def shut_out(self, worker: Worker) -> None:
+    def shut_out(self, worker: Worker, why: str) -> None:
         """The same as `take_away`, and the process may not join again."""
         self.take_away(worker)
-        self._shut_out.append(worker.incarnation)
+        self._shut_out[worker.incarnation] = why
+        if len(self._shut_out) > MOST_SHUT_OUT:
+            del self._shut_out[next(iter(self._shut_out))]
 
     def may_stay(self, role: str, key: str) -> bool:
         allowed = PREFILL if role == "prefill" else DRAFTER  # a prefill worker is trusted with the text
@@ -397,7 +389,7 @@ class WorkerRegistry:
         if identity != routing_id(hello.incarnation):
             return "its routing id is not that of its incarnation; run the same release of outrider on both sides"
         if hello.incarnation in self._shut_out:
-            return "it sent too many invalid messages, so this cluster ignores it"
+            return f"this cluster has dismissed it: {self._shut_out[hello.incarnation]}"
         if hello.role == "target":
             return self._target_refusal(hello)
         if hello.role == "prefill" and (why := self._prefill_refusal(hello)) is not None:

@@ -69,7 +69,7 @@ def test_each_record_of_a_request_has_one_writer() -> None:
         ("request.sequence.append(tokens, 0)", "sequence"),
         ("del draft.drafters[name]", "draft"),
         ("draft.losses.pop(name)", "draft"),
-        ("state.assign(1, range(2), 3, 4, 5)", "state"),
+        ("state.assign(1, range(2), 3, 4)", "state"),
         ("number = request.round.number", None),
         ("round_ = request.round", None),
         ("request.draft.cache.lookup(committed)", None),

@@ -70,8 +70,9 @@ def test_a_miss_is_counted_by_its_fallback(
     found = account(3)
     if asked:
         found.on_wait(4, 1)
-    found.on_proposed(4, Proposal((1,), source, lookup), 1)
-    found.on_ended(settled(4, Proposal(), Outcome("r", 0, 4, 0, 0, 9, Span(0, 1)), 1), 9 * SECOND_NS)
+    proposal = Proposal((1,), source, lookup)
+    found.on_proposed(4, proposal, 1)
+    found.on_ended(settled(4, proposal, Outcome("r", 0, 4, 0, 0, 9, Span(0, 1)), 1), 9 * SECOND_NS)
     times = found.timings(7, 11)
     followed = (times.missed_then_plain, times.missed_then_copied, times.missed_then_drafted, times.cache_late)
     assert followed == counts and times.cache_misses == 1

@@ -66,7 +66,7 @@ class Drafting:
         self.draft = DraftState({"lead": DrafterState(), "other": DrafterState()}, SpeculationCache())
         self.draft.start(["lead", "other"])
         for state in self.draft.drafters.values():
-            state.assign(1, range(8), 2, 4, 0)
+            state.assign(1, range(8), 4, 0)
 
     def add(self, message: Branches, name: str) -> None:
         self.draft.drafters[name].push(message, True, 0)

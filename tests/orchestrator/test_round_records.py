@@ -39,9 +39,10 @@ def test_wait_spans_from_the_first_wait_to_the_chain() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
     metrics.on_wait(1, BEGAN + 10)
     metrics.on_wait(1, BEGAN + 20)
-    metrics.on_proposed(1, Proposal(lookup=Lookup.MISS), BEGAN + 30)
-    metrics.on_proposed(2, Proposal(), BEGAN + 50)
-    told = [report(metrics, number, Proposal(), outcome(number, 0, Span(1_060, 1_070)), 1) for number in (1, 2)]
+    proposals = {1: Proposal(lookup=Lookup.MISS), 2: Proposal()}
+    metrics.on_proposed(1, proposals[1], BEGAN + 30)
+    metrics.on_proposed(2, proposals[2], BEGAN + 50)
+    told = [report(metrics, number, proposals[number], outcome(number, 0, Span(1_060, 1_070)), 1) for number in (1, 2)]
     assert [record.decided for record in told] == [Span(10, 30), Span(50, 50)]
     assert [record.lookup for record in told] == ["miss", "none"]
 

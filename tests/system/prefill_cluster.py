@@ -6,9 +6,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import structs
+
 from outrider.engine.loading import LoadedModel
 from outrider.prefill_worker.worker import MlxReader, PrefillWorker
-from outrider.protocol.messages import KvMemory, Message, PromptKv
+from outrider.protocol.messages import Hello, KvMemory, Message, PromptKv
 from tests.system.cluster import Cluster
 from tests.system.links import FakeLink, Idle, through_the_codec
 
@@ -30,6 +32,9 @@ class PrefillCluster(Cluster):
         self.handed: list[PromptKv] = []
         self._way_rng = random.Random(7)
         super().__init__(target, *arguments, **settings)
+
+    def hello(self, name: str) -> Hello:
+        return structs.replace(super().hello(name), role="prefill" if name == NAME else "draft")
 
     def prefill_workers(self) -> set[str]:
         return {NAME} if self.is_there else set()

@@ -20,6 +20,7 @@ nothing that is accepted. `auto` leaves it long before that, since it measures r
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -279,12 +280,9 @@ class TextProfiles:
     """The acceptance in each kind of text, by greedy or not."""
 
     def __init__(self, estimates: Estimates) -> None:
-        self._estimates = estimates
-        self._odds: dict[tuple[str, bool], TextAcceptance] = {}
+        self._odds = defaultdict[tuple[str, bool], TextAcceptance](lambda: TextAcceptance(estimates))
 
     def odds(self, kind: str, greedy: bool) -> TextAcceptance:
-        if (kind, greedy) not in self._odds:
-            self._odds[kind, greedy] = TextAcceptance(self._estimates)
         return self._odds[kind, greedy]
 
     def open(self, looks: str, greedy: bool) -> TextProfile:

@@ -28,7 +28,8 @@ MEASURED, MEASURED_BEFORE = "measured", "measured before"
 
 @dataclass(slots=True)
 class ArmRecord:
-    """The measurements of an arm, and the tokens that the forecasts `promised` for the same rounds; old episodes fade.
+    """The measurements of an arm, and the tokens that the formula `promised` for the same rounds with one request; old
+    episodes fade.
 
     `prior_rate` is a rate from a tuning or an earlier server, `waits` the factor on the wait until the next trial
     (each trial doubles it), `source` the origin of the numbers (empty: there are none).
@@ -73,13 +74,13 @@ class ArmRecord:
         """Returns the time that counts for a round of `milliseconds` (`held_up`)."""
         return min(milliseconds, POLICY.held_up * self.milliseconds / self.rounds) if self.rounds else milliseconds
 
-    def add(self, tokens: float, milliseconds: float, promised: float, episode: float, each: bool) -> None:
+    def add(self, tokens: float, milliseconds: float, episode: float, each: bool) -> None:
         """Adds a round. Older rounds fade with every episode since the last one (`each`), or else once at most."""
         age = episode - self.last_episode
         fade = POLICY.episode_fade ** (age if each else min(age, 1.0))
         self.tokens = self.tokens * fade + tokens
         self.milliseconds = self.milliseconds * fade + milliseconds
-        self.promised = self.promised * fade + promised
+        self.promised *= fade
         self.rounds = self.rounds * fade + 1
         new = (tokens**2, tokens * milliseconds, milliseconds**2)
         self._squares = tuple(fade * total + square for total, square in zip(self._squares, new, strict=True))
@@ -119,7 +120,6 @@ class Policy:
     _active: int = 1
     _plan: Arm | None = None
     _arm: Arm | None = None
-    _promised: float = 0.0
     _counted_ms: float = 0.0
     _home: Arm | None = None
     _tuned: dict[Arm, Arm] = field(default_factory=dict)
@@ -162,6 +162,7 @@ class Policy:
         `reading`: the target still reads a prompt. With several requests no trial begins meanwhile.
         """
         if _load(active) != _load(self._active):
+            self._add_promised()
             self._plan, self._leaving = None, active < self._active
         self._active = max(active, 1)
         self._reading = reading and active > 1
@@ -203,13 +204,12 @@ class Policy:
             all_tokens = tokens * self._active
             record = self._records.setdefault(self._arm, ArmRecord())
             milliseconds = record.counted(milliseconds)
-            promised = self._promised * milliseconds
             self._counted_ms += milliseconds
-            record.add(all_tokens, milliseconds, promised, self._episode, self._active > 1)
+            record.add(all_tokens, milliseconds, self._episode, self._active > 1)
             if self._trial is not None:
                 if self._trial.seen.rate is None:
                     record.waits = min(record.waits * 2, POLICY.longest_wait)
-                self._trial.seen.add(all_tokens, milliseconds, promised, 0, each=False)
+                self._trial.seen.add(all_tokens, milliseconds, 0, each=False)
 
     @property
     def _kinds(self) -> tuple[Arm, ...]:
@@ -224,7 +224,7 @@ class Policy:
     def _choose(self, passing: bool) -> Arm:
         """Chooses the arm and plan of the next rounds; `passing`: another load has just begun."""
         forecasts = self._forecasts(self._active)
-        self._repeat_forecast()
+        self._add_promised()
         guesses = self._worths(self._guesses(forecasts))
         rates = self._worths(self._rates_here(forecasts))
         before, self._trial, self._is_first = self._trial, None, False
@@ -247,16 +247,14 @@ class Policy:
             return self._take(overdue, forecasts, self._why_try(overdue, rates))
         return self._take(best, forecasts, self._why_best(best, rates[best]))
 
-    def _repeat_forecast(self) -> None:
-        """Corrects what the forecast promised for the rounds since the last choice, by the estimates that they updated.
+    def _add_promised(self) -> None:
+        """Records what the formula promises for the rounds since the last choice, by the estimates that they updated.
 
         Wrong estimates, as all priors are, must not count as an error of the formula.
         """
-        plan, counted, self._counted_ms = self._plan, self._counted_ms, 0.0
-        if plan is None or self._arm is None or not counted or self._active > 1:
-            return
-        _, rate = self._formula(1).of(plan)
-        self._records[self._arm].promised += (rate - self._promised) * counted
+        counted, self._counted_ms = self._counted_ms, 0.0
+        if counted and self._plan is not None and self._arm is not None and self._active == 1:
+            self._records[self._arm].promised += self._formula(1).of(self._plan)[1] * counted
 
     def _take_expected(self, rates: dict[Arm, float], guesses: dict[Arm, float], forecasts: dict[Arm, Forecast]) -> Arm:
         """Chooses after requests have left: the others may leave soon, so nothing is tried, and an arm unmeasured at
@@ -338,7 +336,7 @@ class Policy:
         return plan.depth != tuned_plan.depth and rate > tuned_rate
 
     def _take(self, arm: Arm, forecasts: dict[Arm, Forecast], why: str) -> Arm:
-        plan, self._promised = forecasts[arm]
+        plan, _ = forecasts[arm]
         settings = {"ar": "", "sd": f", K = {plan.depth}"}.get(plan.mode, f", K = {plan.depth}, B = {plan.branches}")
         by = f" by {plan.drafter}" if plan.drafter else ""
         self._warm_up = int(arm != self._arm)

@@ -42,12 +42,6 @@ class Process:
 
     pid = 1
 
-    def watch(self, exits: object) -> None:
-        """Watches nothing."""
-
-    def forget_exit(self) -> None:
-        """Forgets nothing."""
-
     def exit_code(self) -> int | None:
         return None
 
