@@ -16,8 +16,10 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -109,6 +111,22 @@ class LoadedModel:
         weights = (value.dtype for _, value in tree_flatten(self.model.parameters()))
         found = next((dtype for dtype in weights if mx.issubdtype(dtype, mx.floating)), mx.float32)
         return str(found).removeprefix("mlx.core.")
+
+
+T = TypeVar("T")
+
+
+def once(find: Callable[[LoadedModel], T]) -> Callable[[LoadedModel], T]:
+    """Makes `find` return what it found the first time for the same model."""
+    known: WeakKeyDictionary[LoadedModel, T] = WeakKeyDictionary()
+
+    @wraps(find)
+    def found(model: LoadedModel) -> T:
+        if model not in known:
+            known[model] = find(model)
+        return known[model]
+
+    return found
 
 
 def load(

@@ -41,7 +41,7 @@ from tests.harness.tiny_models import write_model, write_tokenizer
 
 SPECULATES, COPIES, DECODES, REFUSED = "speculates", "speculates, by copies", "decodes only", "refused"
 NOT_BUILT, WRONG, FAILED = "not tried", "WRONG TEXT", "FAILED"
-FORMS = {"OrtKVRows": "tree", "JointKVRows": "tree", "DenseKVRows": "tree", "RecurrentKVRows": "rows"}
+FORMS = {"JointKVRows": "tree", "DenseKVRows": "tree", "RecurrentKVRows": "rows"}
 _PROMPT, _LENGTH, _CHAIN = 2 * WINDOW, 3 * WINDOW, 5
 _BEGIN = "<!-- python -m tools.model_types --write docs/models.md -->"
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, OrtKVRows, RecurrentKVRows
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
 from outrider.engine.loading import LoadedModel
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
@@ -28,7 +28,7 @@ KINDS = (
     SamplingParams(temp=0.7, seed=8, top_p=0.9, repetition_penalty=1.3),
 )
 FORMS = [
-    ("llama", OrtKVRows),
+    ("llama", JointKVRows),
     ("qwen3", JointKVRows),
     ("gemma3_text", JointKVRows),
     ("gemma2", DenseKVRows),
@@ -93,7 +93,7 @@ def test_tree_grown_with_others_equals_a_tree_grown_separately(
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), [("llama", OrtKVRows), ("qwen3", JointKVRows), ("qwen3_5", RecurrentKVRows)]
+    ("family", "form"), [("llama", JointKVRows), ("qwen3", JointKVRows), ("qwen3_5", RecurrentKVRows)]
 )
 def test_failed_forward_leaves_every_tree_unchanged(
     loaded: Loaded, family: str, form: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
