@@ -60,7 +60,7 @@ class ResidualSampler(Sampler):
     def log_p(self, logits: mx.array, histories: Sequence[History] | None = None) -> Floats:
         """Returns the target's own log-probabilities, warped and normalised, [R, V]. Waits."""
         if self.filters:
-            warped = self.warped(logits, histories)
+            warped = self.filtered(self.penalise(logits, histories))
         else:
             warped = self.penalise(logits, histories) * (1.0 / self.params.temp)
         if mx.default_device().type == mx.cpu:  # numpy is ten times faster there

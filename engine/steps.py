@@ -139,7 +139,8 @@ def _finish(asked: Sequence[SamplingMetadata], penalised: Floats) -> Floats:
         scores = penalised * np.float32(1.0 / sampler.params.temp)
     for rows in asked if sampler.noisy else ():
         start, end = end, end + len(rows.positions)
-        rows.sampler.add_noise(scores[start:end], rows.positions)
+        for row, position in zip(scores[start:end], rows.positions, strict=True):  # in place: a gather would copy
+            row += np.array(rows.sampler.noise_at(position), copy=False)
     return scores
 
 
