@@ -13,8 +13,7 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -42,9 +41,8 @@ def sleep(seconds: float) -> None:
 class Pace:
     """Makes forwards take a profile's `latency`.
 
-    Call `begin` before a forward is built, `end` with its rows after it, and `wait` when its result has been read.
-    `nap(seconds)` waits, `clock()` returns seconds, `complain` is called when the real work takes longer than the
-    profile.
+    Call `end` after a forward was built, and `wait` when its result has been read. `nap(seconds)` waits, `clock()`
+    returns seconds, `complain` is called when the real work takes longer than the profile.
     """
 
     def __init__(
@@ -63,16 +61,13 @@ class Pace:
         self._simulated = 0.0
         self._late = 0.0
 
-    def begin(self, ready: float) -> None:
-        """Begins a forward at `ready`, when its input was available, or at the end of the forward before it.
+    def end(self, rows: int, ready: float) -> None:
+        """Ends a forward of `rows` that began at `ready`, when its input was available, or after the one before it.
 
         So the host's work between two forwards counts for the second one, as in times that are measured step by step.
         """
-        self._busy_until = max(self._busy_until, ready)
-
-    def end(self, rows: int) -> None:
         seconds = self._latency.milliseconds(rows) / 1000
-        self._busy_until += seconds
+        self._busy_until = max(self._busy_until, ready) + seconds
         self._simulated += seconds
         self._pending = True
 
@@ -93,18 +88,6 @@ class Pace:
                 " simulated time; use a smaller model, a slower profile or an idle machine"
             )
             self._late = self._simulated = 0.0
-
-
-@contextmanager
-def paced(pace: Pace | None, rows: int, ready: float) -> Iterator[None]:
-    """Makes a forward of `rows` take the time of `pace` from `ready` on, if there is a pace."""
-    if pace is None:
-        yield
-        return
-    pace.begin(ready)
-    yield
-    pace.end(rows)
-    pace.wait()
 
 
 FADE = 0.95
