@@ -32,6 +32,7 @@ from outrider.engine.sampling import (
     Purpose,
     Sampler,
     SamplingMetadata,
+    best_tokens,
     exponential_numpy,
     gumbel_at,
     gumbel_numpy,
@@ -215,18 +216,13 @@ def draw(xp: Any, draws: Draws, seeds: Sequence[int], positions: Sequence[int], 
 
 def _top(xp: Any, scores: Any, count: int) -> Any:
     """Returns the ids [R, count] of each row's best tokens, in any order."""
+    if xp is np:
+        return np.stack([best_tokens(row, count) for row in scores])
     rows, width = scores.shape
-    whole = width // _WIDE
     if count * _WIDE >= width or width % _WIDE:
-        return _partition(xp, scores, count)
-    blocks = scores.reshape(rows, whole, _WIDE)
-    best = _partition(xp, blocks.max(axis=-1), count)
-    inside = xp.take_along_axis(blocks, best[:, :, None], 1).reshape(rows, count * _WIDE)
-    at = _partition(xp, inside, count)
-    return xp.take_along_axis(best, at // _WIDE, -1) * _WIDE + at % _WIDE
-
-
-def _partition(xp: Any, scores: Any, count: int) -> Any:
-    if count >= scores.shape[1]:
-        return xp.argsort(-scores, axis=-1)[:, :count]
-    return xp.argpartition(-scores, count - 1, -1)[:, :count]
+        return mx.argpartition(-scores, count - 1)[:, :count]
+    blocks = scores.reshape(rows, width // _WIDE, _WIDE)
+    best = mx.argpartition(-blocks.max(axis=-1), count - 1)[:, :count]
+    inside = mx.take_along_axis(blocks, best[:, :, None], 1).reshape(rows, count * _WIDE)
+    at = mx.argpartition(-inside, count - 1)[:, :count]
+    return mx.take_along_axis(best, at // _WIDE, -1) * _WIDE + at % _WIDE

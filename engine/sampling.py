@@ -371,10 +371,8 @@ def best_tokens(scores: Floats, count: int) -> Ints:
 
     numpy's argpartition takes 0.5 ms for 49,152 scores, and 9 ms if most of them are -inf; this takes 0.07 ms.
     """
-    columns = len(scores) // _PARTS
-    if columns < count:
-        return np.argsort(-scores, kind="stable")[:count]
-    maxima = scores[: _PARTS * columns].reshape(_PARTS, columns).max(axis=0)
+    count, columns = min(count, len(scores)), len(scores) // _PARTS
+    maxima = scores[: _PARTS * columns].reshape(_PARTS, columns).max(axis=0) if columns >= count else scores
     floor = np.partition(maxima, -count)[-count]
     above = np.flatnonzero(scores > floor)  # no more than _PARTS x count
     best: Ints = above[np.argsort(-scores[above], kind="stable")[:count]]
