@@ -39,7 +39,7 @@ from outrider.engine.ort.forward import alone, deviations
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
-from outrider.engine.tree import Tree, feed_together
+from outrider.engine.tree import Tree
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import (
     CannotDraft,
@@ -216,8 +216,10 @@ def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], 
         tips = [[tree.root] * (_BRANCHES - number) for number, tree in enumerate(trees)]
         for _ in range(_DEPTH):
             feeds = [TreeFeed(above, list(islice(drafted, len(above)))) for above in tips]
-            pairs = zip(trees, feeds, strict=True)
-            tips = feed_together(trees, feeds) if together else [tree.feed(f.parents, f.tokens) for tree, f in pairs]
+            if together:
+                tips = Tree.feed_together(trees, feeds)
+            else:
+                tips = [tree.feed(feed.parents, feed.tokens) for tree, feed in zip(trees, feeds, strict=True)]
             for by_node, feed, nodes in zip(known, feeds, tips, strict=True):
                 fed = zip(nodes, feed.parents, feed.tokens, strict=True)
                 by_node |= {node: [*by_node[parent], cast(int, token)] for node, parent, token in fed}

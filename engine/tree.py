@@ -1,7 +1,7 @@
 """A token tree: committed tokens, and the drafted tokens that grow from them.
 
 `Tree` has the nodes and implements `drafters.drafter.TokenTree`, whose docstrings are the contract. Keys and values
-are in `engine.kv_rows`; `engine.steps` chooses tokens. `feed_together` feeds several trees at once.
+are in `engine.kv_rows`; `engine.steps` chooses tokens.
 
 `TreeLayout` maps the columns of a tree's row to positions and to the columns that each token sees. Columns below
 `prefix` hold committed text, column i the token at position i, and every token sees them. Then come the window's
@@ -184,12 +184,27 @@ class Tree:
         return next((child for child, entry in children if self._token(entry) == token), None)
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
-        (nodes,) = feed_together([self], [TreeFeed(parents, tokens)])
+        (nodes,) = self.feed_together([self], [TreeFeed(parents, tokens)])
         return nodes
 
     @staticmethod
     def feed_together(trees: Sequence[Tree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-        return feed_together(trees, feeds)
+        """Feeds each tree its tokens, in one forward if the KV rows can; returns the nodes of each tree.
+
+        All trees are of one model. A call that fails leaves all trees unchanged.
+        """
+        begun: list[TreeInput] = []
+        try:
+            for tree, feed in zip(trees, feeds, strict=True):
+                begun.append(tree.begin(feed))
+            kv_rows = [tree.kv_rows for tree in trees]
+            logits = type(kv_rows[0]).forward(kv_rows, [growth.new for growth in begun])
+            steps = _scored(trees, begun, logits)
+        except Exception:
+            for tree, growth in zip(trees, begun, strict=False):
+                tree.give_up(growth)
+            raise
+        return [tree.end(growth, *own) for tree, growth, own in zip(trees, begun, steps, strict=True)]
 
     def best(self, nodes: Sequence[int]) -> list[int]:
         unread = [step.pending for step in self._steps(nodes) if not step.is_read]
@@ -256,7 +271,7 @@ class Tree:
         self.kv_rows.prefill(self._committed, progress, start + len(tokens), start)
         self._layout = TreeLayout(len(self._committed))
         if not more:
-            (root,) = feed_together([self], [TreeFeed([NOWHERE], tokens[-1:])])[0]
+            (root,) = self.feed([NOWHERE], tokens[-1:])
             self._settle(root)
 
     def _node(self, node: int) -> _Node:
@@ -400,25 +415,6 @@ class Tree:
         for column, survivor in enumerate(pending, prefix + len(self._recent)):
             survivor.column = column
         self._recent = []
-
-
-def feed_together(trees: Sequence[Tree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-    """Feeds each tree its tokens, in one forward if the KV rows can; returns the nodes of each tree.
-
-    All trees are of one model. A call that fails leaves all trees unchanged.
-    """
-    begun: list[TreeInput] = []
-    try:
-        for tree, feed in zip(trees, feeds, strict=True):
-            begun.append(tree.begin(feed))
-        kv_rows = [tree.kv_rows for tree in trees]
-        logits = type(kv_rows[0]).forward(kv_rows, [growth.new for growth in begun])
-        steps = _scored(trees, begun, logits)
-    except Exception:
-        for tree, growth in zip(trees, begun, strict=False):
-            tree.give_up(growth)
-        raise
-    return [tree.end(growth, *own) for tree, growth, own in zip(trees, begun, steps, strict=True)]
 
 
 def _scored(trees: Sequence[Tree], begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:

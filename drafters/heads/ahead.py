@@ -30,7 +30,7 @@ from outrider.engine.loading import outline
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
-from outrider.engine.tree import NOWHERE, Tree, TreeInput, TreeLayout, feed_together
+from outrider.engine.tree import NOWHERE, Tree, TreeInput, TreeLayout
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft, ModelFault
 from outrider.protocol.sampling import SamplingParams
@@ -91,7 +91,7 @@ class HeadTree(Tree):
         self._layout = TreeLayout(len(self._column_tokens))
         if has_root:
             last = self._committed.pop()
-            (root,) = feed_together([self], [TreeFeed([NOWHERE], [last])])[0]
+            (root,) = self.feed([NOWHERE], [last])
             self._settle(root)
         features.forget(self._origin + len(self._column_tokens) - 1)
 
@@ -174,7 +174,7 @@ class BlockTree(Tree):
         last = self._committed.pop()
         self._column_tokens = list(self._committed)
         self._layout = TreeLayout(len(self._committed))
-        (root,) = feed_together([self], [TreeFeed([NOWHERE], [last])])[0]
+        (root,) = self.feed([NOWHERE], [last])
         self._settle(root)
         if not self.kv_rows.is_sound(self._nodes[root].column):
             raise ModelFault(NO_NUMBERS)

@@ -27,7 +27,7 @@ from outrider.engine.ort.forward import OrtForward
 from outrider.engine.ort.graph import Affine, DecoderLayers, Layout, build
 from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler
-from outrider.engine.tree import Tree, feed_together
+from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
@@ -335,7 +335,7 @@ def test_rows_of_a_closed_tree_are_reused_without_a_trace(quantised: Quantised) 
     second.close()
     del second
     again = tree(some_tokens(2, 9))
-    nodes = feed_together([first, again], [TreeFeed([t.root], [5]) for t in (first, again)])
+    nodes = Tree.feed_together([first, again], [TreeFeed([t.root], [5]) for t in (first, again)])
     assert np.array_equal(np.array(again.scores(nodes[1][0])), alone)
 
 

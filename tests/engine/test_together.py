@@ -13,7 +13,7 @@ from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
 from outrider.engine.loading import LoadedModel
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
-from outrider.engine.tree import Tree, feed_together
+from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
@@ -80,7 +80,7 @@ def test_tree_grown_with_others_equals_a_tree_grown_separately(
     for turn in range(6):
         present = [i for i in range(len(KINDS)) if draws.random() < 0.8] or [0]
         feeds = [some_feed(shared[i], draws) for i in present]
-        grown = feed_together([shared[i] for i in present], feeds)
+        grown = Tree.feed_together([shared[i] for i in present], feeds)
         for i, feed, nodes in zip(present, feeds, grown, strict=True):
             assert alone[i].feed(feed.parents, feed.tokens) == nodes
             same(shared[i], alone[i], nodes)
@@ -102,11 +102,11 @@ def test_failed_forward_leaves_every_tree_unchanged(
     shared, alone = planted(model, form), planted(model, form)
     feeds = [TreeFeed([tree.root, tree.root, tree.next_node], [5, None, 6]) for tree in shared]
     with pytest.raises(InvalidRequest, match="not in the tree"):
-        feed_together(shared, [*feeds[:-1], TreeFeed([-7], [1])])
+        Tree.feed_together(shared, [*feeds[:-1], TreeFeed([-7], [1])])
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr("outrider.engine.tree.score", lambda *_, **__: 1 // 0)
-        feed_together(shared, feeds)
-    for ours, theirs, feed, nodes in zip(shared, alone, feeds, feed_together(shared, feeds), strict=True):
+        Tree.feed_together(shared, feeds)
+    for ours, theirs, feed, nodes in zip(shared, alone, feeds, Tree.feed_together(shared, feeds), strict=True):
         assert theirs.feed(feed.parents, feed.tokens) == nodes
         same(ours, theirs, nodes)
         after = TreeFeed([nodes[0]], [9])
