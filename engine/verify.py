@@ -17,6 +17,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
+from outrider.engine.hidden_states import Takes
 from outrider.engine.kv_cache import CacheSlot, Feed, KVCache
 from outrider.engine.residual import ResidualSampler
 from outrider.engine.sampling import History, Sampler, SamplingMetadata, penalised, scored
@@ -260,33 +261,13 @@ def begin(
     Args:
         after: a forward of plain steps that is not read yet; every ask is then a plain step after its own.
     """
-    feeds: list[Feed] = []
-    positions: list[int] = []
-    hidden: list[mx.array | None] = [None] * (len(asks) + len(readings))
-    for ask in asks:
-        slot = ask.slot
-        if len(slot.unfed) > _MAX_REPLAY:
-            slot.feed_all_but(1)
-        if ask.chain or after is not None or slot.sequence.marks_freely:
-            slot.sequence.mark()
-        # A drafter may have tokens that the target lacks; they are never accepted.
-        if ask.parents:
-            _check_tree(ask)
-        known = [token if token < slot.sampler.vocab_size else 0 for token in ask.chain]
-        behind = after.token_of(slot) if after is not None else None
-        tokens = slot.unfed + known if behind is None else behind
-        takes = partial(hidden.__setitem__, len(feeds)) if slot.listener is not None else None
-        feeds.append(Feed(slot.sequence, tokens, len(ask.chain) + 1, False, takes, ask.parents, slot.all_cores))
-        positions.append(slot.fed + feeds[-1].count - len(ask.chain))
-    for reading in readings:
-        slot, start = reading.slot, reading.slot.fed
-        if slot.sequence.marks_freely:
-            slot.sequence.mark()
-        new = slot.tokens[start : start + reading.count]
-        takes = partial(hidden.__setitem__, len(feeds)) if slot.listener is not None else None
-        feeds.append(Feed(slot.sequence, new, 0, True, takes))
+    parts: list[VerifyInput | PrefillChunk] = [*asks, *readings]
+    hidden: list[mx.array | None] = [None] * len(parts)
+    takes = [partial(hidden.__setitem__, n) if p.slot.listener is not None else None for n, p in enumerate(parts)]
+    feeds = [_feed(part, own, after) for part, own in zip(parts, takes, strict=True)]
+    positions = [ask.slot.fed + feed.count - len(ask.chain) for ask, feed in zip(asks, feeds, strict=False)]
     starts = [reading.slot.fed for reading in readings]
-    kv_cache = (asks[0].slot if asks else readings[0].slot).kv_cache
+    kv_cache = parts[0].slot.kv_cache
     logits = kv_cache.forward(feeds)
     forward = BatchForward(kv_cache, asks, logits, positions, sum(feed.count for feed in feeds), hidden)
     for reading, start, rows in zip(readings, starts, hidden[len(asks) :], strict=True):
@@ -297,6 +278,24 @@ def begin(
     else:
         mx.async_eval(kv_cache.state(), forward._hidden_rows)  # type: ignore[no-untyped-call]
     return forward
+
+
+def _feed(part: VerifyInput | PrefillChunk, takes: Takes | None, after: BatchForward | None) -> Feed:
+    slot, sequence = part.slot, part.slot.sequence
+    if isinstance(part, PrefillChunk):
+        if sequence.marks_freely:
+            sequence.mark()
+        return Feed(sequence, slot.tokens[slot.fed : slot.fed + part.count], 0, True, takes)
+    if len(slot.unfed) > _MAX_REPLAY:
+        slot.feed_all_but(1)
+    if part.chain or after is not None or sequence.marks_freely:
+        sequence.mark()
+    if part.parents:
+        _check_tree(part)
+    # A drafter may have tokens that the target lacks; they are never accepted.
+    known = [token if token < slot.sampler.vocab_size else 0 for token in part.chain]
+    tokens = slot.unfed + known if after is None else after.token_of(slot)
+    return Feed(sequence, tokens, len(part.chain) + 1, False, takes, part.parents, slot.all_cores)
 
 
 def _check_tree(ask: VerifyInput) -> None:
