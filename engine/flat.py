@@ -146,15 +146,12 @@ class SegmentGroup:
         self.begin, self.count = begins[0], sum(p.count for p in segments)
         in_order = [p.row for p in segments] == list(range(self.first, self.stop))
         self.even = in_order and all(p.count == self.width for p in segments)
-        starts, padded = np.zeros(rows, np.int32), np.full((rows, self.width), self.begin, np.int32)
-        spread = []
+        padded, spread = np.full((rows, self.width), self.begin, np.int32), []
         for segment, begin in zip(segments, begins, strict=True):
             row = segment.row - self.first
-            starts[row] = segment.start
             padded[row] = np.minimum(begin + np.arange(self.width), begin + segment.count - 1)
             spread.append(row * self.width + np.arange(segment.count))
-        self._starts = starts
-        self._apart = [segment for segment in segments if segment.is_apart]
+        self._segments = segments
         self._padded, self._spread = mx.array(padded.reshape(-1)), mx.array(np.concatenate(spread))
         self._masks: dict[int | None, mx.array | None] = {}
 
@@ -171,13 +168,10 @@ class SegmentGroup:
         return flat if self.even else mx.take(flat, self._spread, axis=1)
 
     def mask(self, window: int | None) -> mx.array | None:
-        """Returns which columns each query sees, [rows, 1, width, end]; None: all of them."""
+        """Returns which columns each query sees, [rows, 1, width, end]; None: all of them. Padding sees all."""
         if window not in self._masks:
-            columns, places = np.arange(self.end), self._starts[:, None] + np.arange(self.width)
-            seen = columns <= places[..., None]
-            if window is not None:
-                seen &= columns > places[..., None] - window
-            for segment in self._apart:
+            seen = np.ones((self.stop - self.first, self.width, self.end), np.bool_)
+            for segment in self._segments:
                 seen[segment.row - self.first, : segment.count] = segment.seen(self.end, window)
             self._masks[window] = None if seen.all() else mx.array(seen[:, None])
         return self._masks[window]
