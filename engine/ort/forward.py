@@ -372,7 +372,8 @@ def check(forward: OrtForward, own: Callable[[Ints], mx.array], features: Featur
             break
     else:
         raise ModelError("its logits depend on how many tokens are fed at once")
-    if not (_with_others(forward, tokens, features) == whole).all():
+    beside = alone(forward, tokens, (3, 1, _WIDE - 4), features=features, beside=((0, 2), (2,), (0, 2)))
+    if not (beside == whole).all():
         raise ModelError("its logits depend on the other texts in the same forward")
     if not (alone(forward, tokens, (1, 2, 8), True, features) == whole).all():
         raise ModelError("its logits depend on the number of cores")
@@ -391,33 +392,22 @@ def deviations(own: mx.array, logits: mx.array) -> Array:
 def alone(
     forward: OrtForward,
     tokens: Array,
-    counts: tuple[int, ...],
+    counts: Sequence[int],
     all_cores: bool = False,
     features: Features = lambda tokens: None,
+    beside: Sequence[tuple[int, ...]] = (),
 ) -> Array:
-    """Returns the logits of one text's tokens, fed in pieces of these sizes."""
-    caches, logits, start = _caches(forward), [], 0
-    for count in counts:
-        own, part = tokens[start : start + count], Segment(0, start, count)
-        logits.append(forward(own, [part], caches, np.arange(count), (), all_cores, features(own))["logits"])
-        start += count
-    return np.concatenate(logits)
+    """Returns the logits of one text's tokens, fed in pieces of these sizes.
 
-
-def _with_others(forward: OrtForward, tokens: Array, features: Features) -> Array:
-    """Returns the logits of tokens fed in three pieces, with texts in the rows before and after, one idle at times."""
-    caches, logits, start = _caches(forward), [], 0
-    for number, count in enumerate((3, 1, _WIDE - 4)):
+    `beside`: the rows of the texts that begin next to each piece; this text is in row 1.
+    """
+    caches, logits, start = [FlatCache(FlatAttentionMetadata()) for _ in forward.shapes], [], 0
+    for count, rows in zip(counts, beside or [()] * len(counts), strict=True):
         own = Segment(1, start, count)
-        others = [Segment(row, 0, _NEIGHBOUR) for row in ((0, 2), (2,), (0, 2))[number]]
-        parts = sorted([own, *others], key=lambda part: part.row)
-        flat = np.concatenate([tokens[start : start + count] if p is own else tokens[:_NEIGHBOUR] for p in parts])
-        begin = sum(part.count for part in parts if part.row < 1)
+        segments = sorted([own, *(Segment(row, 0, _NEIGHBOUR) for row in rows)], key=lambda segment: segment.row)
+        fed = [tokens[start : start + count] if segment is own else tokens[:_NEIGHBOUR] for segment in segments]
+        flat, begin = np.concatenate(fed), sum(segment.count for segment in segments if segment.row < own.row)
         wanted = np.arange(begin, begin + count)
-        logits.append(forward(flat, parts, caches, wanted, features=features(flat))["logits"])
+        logits.append(forward(flat, segments, caches, wanted, (), all_cores, features(flat))["logits"])
         start += count
     return np.concatenate(logits)
-
-
-def _caches(forward: OrtForward) -> list[FlatCache]:
-    return [FlatCache(FlatAttentionMetadata()) for _ in forward.shapes]
