@@ -35,7 +35,6 @@ from outrider.engine.sampling import (
     best_tokens,
     exponential_numpy,
     gumbel_at,
-    gumbel_numpy,
     stream,
 )
 from outrider.engine.steps import Step, score
@@ -94,14 +93,8 @@ class ResidualSampler(Sampler):
 
         Draws from p if that is 0 everywhere, or if `q` is None: there was no draft.
         """
-        scores = (log_p if q is None else residual(log_p, q)) + self._noise_at(position)
+        scores = (log_p if q is None else residual(log_p, q)) + np.array(self.noise_at(position), copy=False)
         return int(scores.argmax())
-
-    def _noise_at(self, position: int) -> Floats:
-        if mx.default_device().type == mx.cpu:  # one row, not the block of rows that `noise` computes
-            alone: Floats = gumbel_numpy(self._noise_seed, [position], self.vocab_size)[0]
-            return alone
-        return np.array(self.noise([position])[0], copy=False)
 
 
 def residual(log_p: Floats, q: SparseQ) -> Floats:
@@ -172,7 +165,8 @@ class DrawnStep(Step):
         finish: Callable[[Floats], Floats] | None,
     ) -> None:
         """`seeds`: each row's, by its fork; `positions`: those of the drawn tokens."""
-        super().__init__(scores, finish)
+        on_cpu = mx.default_device().type == mx.cpu  # numpy is faster there, including the wait
+        super().__init__(scores, finish or (np.asarray if on_cpu else None))
         self._draws, self._keys = draws, (seeds, positions)
         self._drawn: Drawn | None = None
 
@@ -187,15 +181,9 @@ class DrawnStep(Step):
         drawn = cast(Drawn, self._drawn)
         return np.array(drawn.ids, np.int32), np.array(drawn.probs, np.float32)
 
-    def _choose(self, scores: mx.array) -> mx.array:
-        if self._on_cpu:  # numpy is faster there, including the wait
-            return mx.array(self.best(), dtype=mx.int32)
-        self._drawn = draw(mx, self._draws, *self._keys, scores)
-        return cast(mx.array, self._drawn.chosen)
-
-    def _choose_on_host(self, scores: Floats) -> list[int]:
-        self._drawn = draw(np, self._draws, *self._keys, scores)
-        return cast(list[int], self._drawn.chosen.tolist())
+    def _choose(self, xp: Any, scores: Any) -> Any:
+        self._drawn = draw(xp, self._draws, *self._keys, scores)
+        return self._drawn.chosen
 
 
 def draw(xp: Any, draws: Draws, seeds: Sequence[int], positions: Sequence[int], scores: Any) -> Drawn:

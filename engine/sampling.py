@@ -72,21 +72,13 @@ def stream(seed: int, purpose: Purpose, part: int = 0) -> int:
     return _mix64(_mix64(_mix64(seed + 0x8CB92BA72F3D8DD7) + purpose) + part)
 
 
-def gumbel_numpy(seed: int, positions: Sequence[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Returns G for `positions` (absolute, 0 or more) and tokens 0 to vocab_size - 1: float32 [P, V]."""
-    tokens = np.arange(vocab_size, dtype=np.uint32)
-    noise = np.empty((len(positions), vocab_size), np.float32)
-    for row, first, second in zip(noise, *_keys(seed, positions), strict=True):
-        row[:] = _gumbel(np, integers(np, tokens, first, second))  # row by row, to stay in the CPU's cache
-    return noise
+def gumbel(xp: Any, seed: int, positions: Sequence[int], vocab_size: int) -> Any:
+    """Returns G for `positions` (absolute, 0 or more) and tokens 0 to vocab_size - 1: float32 [P, V].
 
-
-def gumbel(seed: int, positions: Sequence[int], vocab_size: int) -> mx.array:
-    """Returns `gumbel_numpy` on MLX's default device, lazy: float32 [P, V]."""
-    first, second = _keys(seed, positions)
-    tokens = mx.arange(vocab_size, dtype=mx.uint32)
-    noise: mx.array = _gumbel(mx, integers(mx, tokens, mx.array(first), mx.array(second)))
-    return noise
+    `xp`: numpy or mlx.core (lazy).
+    """
+    first, second = map(xp.array, _keys(seed, positions))
+    return _gumbel(xp, integers(xp, xp.arange(vocab_size, dtype=xp.uint32), first, second))
 
 
 def gumbel_at(xp: Any, seeds: Sequence[int], positions: Sequence[int], tokens: Any) -> Any:
@@ -177,7 +169,7 @@ History = mx.array | Sequence[int]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 _ROUNDING, _ULPS = 1e-4, 2e-6  # the rounding errors between logits and scores: absolute, and relative to their size
 _MASS = 2e-3  # the error of a sum of a vocabulary's probabilities in float32
-_BLOCK, _KEPT = 8, 32  # positions whose noise is computed at a time, and kept
+_BLOCK, _KEPT = 8, 32  # positions whose noise is computed at a time, except on the CPU, and kept
 
 
 class Sampler:
@@ -319,12 +311,12 @@ class Sampler:
     def noise_at(self, position: int) -> Any:
         """Returns the noise at a position, float32 [V]: on the CPU a numpy array. That of the latest ones is kept."""
         if position not in self._noise:
-            for old in sorted(self._noise)[: _BLOCK if len(self._noise) >= _KEPT else 0]:
+            count = 1 if self._xp is np else _BLOCK
+            first = position // count * count
+            for old in sorted(self._noise)[: max(len(self._noise) + count - _KEPT, 0)]:
                 del self._noise[old]
-            first = position // _BLOCK * _BLOCK
-            block = range(first, first + _BLOCK)
-            make = gumbel_numpy if self._xp is np else gumbel
-            self._noise.update(zip(block, make(self._noise_seed, block, self.vocab_size), strict=True))
+            block = range(first, first + count)
+            self._noise.update(zip(block, gumbel(self._xp, self._noise_seed, block, self.vocab_size), strict=True))
         return self._noise[position]
 
 

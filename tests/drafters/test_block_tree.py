@@ -14,7 +14,7 @@ from outrider.drafters.growth import BranchTask
 from outrider.drafters.heads.ahead import UNTRAINED, AheadHead, BlockTree
 from outrider.drafters.heads.dflash import DFlash
 from outrider.drafters.work_ahead import WorkAhead
-from outrider.engine.sampling import gumbel_numpy
+from outrider.engine.sampling import gumbel
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
@@ -138,7 +138,7 @@ def test_block_tokens_are_drawn_with_the_targets_noise(tmp_path: Path, temp: flo
     hidden = truth.hidden(features, [last, 9], BLOCK - 1)
     before = 9
     for slot, vector in enumerate(hidden[:3]):
-        noise = gumbel_numpy(5, [21 + slot], V)[0] if temp else 0.0
+        noise = gumbel(np, 5, [21 + slot], V)[0] if temp else 0.0
         before = int((truth.behind(before, vector) / (temp or 1.0) + noise).argmax())
         assert tree.best([node]) == [before]
         (node,) = tree.feed([node], [None])
