@@ -32,6 +32,7 @@ from outrider.engine.kv_transfer import KVLayout, PromptReader, ReadingFault
 from outrider.engine.loading import LoadedModel, once
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError
+from outrider.protocol.trees import ROOT, depths
 
 log = logging.getLogger(__name__)
 
@@ -354,8 +355,6 @@ def _gather(rows: Sequence[tuple[mx.array, int]]) -> mx.array:
 
 def _levels(start: int, parents: Sequence[int]) -> list[list[int]]:
     """Returns the rows of a call by their depth, parents before their children; only adjacent rows are together."""
-    depth: list[int] = []
-    for parent in parents:
-        depth.append(depth[parent - start] + 1 if parent >= start else 0)
-    levels = [np.flatnonzero(np.array(depth) == level) for level in range(max(depth) + 1)]
+    depth = np.array(depths([max(parent - start, ROOT) for parent in parents]))
+    levels = [np.flatnonzero(depth == level) for level in range(depth.max() + 1)]
     return [run.tolist() for rows in levels for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)]

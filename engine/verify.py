@@ -23,7 +23,7 @@ from outrider.engine.residual import ResidualSampler
 from outrider.engine.sampling import History, Sampler, SamplingMetadata, penalised, scored
 from outrider.protocol.errors import InvalidRequest, ModelFault, OutriderError
 from outrider.protocol.schema import NEVER, Logprobs
-from outrider.protocol.trees import SparseQ, depths, fault, lines, walk
+from outrider.protocol.trees import SparseQ, depths, fault, line, lines, walk
 
 _MAX_REPLAY = 8  # committed tokens a model with recurrent state may feed again before its next chain
 
@@ -57,6 +57,11 @@ class VerifyInput:
     chain: tuple[int, ...] = ()
     q: SparseQ | None = None
     parents: tuple[int, ...] = ()
+
+    @property
+    def tree_parents(self) -> tuple[int, ...]:
+        """The parents of the tokens as a tree: those of a chain follow one another."""
+        return self.parents or line(len(self.chain))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +206,8 @@ class BatchForward:
             begin = end
 
     def _positions_of(self, index: int) -> list[int]:
-        first, ask = self._positions[index], self.asks[index]
-        if ask.parents:
-            return [first, *(first + 1 + depth for depth in depths(ask.parents))]
-        return list(range(first, first + len(ask.chain) + 1))
+        first = self._positions[index]
+        return [first, *(first + 1 + depth for depth in depths(self.asks[index].tree_parents))]
 
     def _settled(self, index: int, ask: VerifyInput, choices: Sequence[int]) -> VerifyOutput | OutriderError:
         slot, chain = ask.slot, list(ask.chain)
@@ -332,14 +335,9 @@ def _by_equality(sampler: Sampler, ask: VerifyInput, choices: Sequence[int]) -> 
         raise InvalidRequest("this request uses coupled sampling, and its chain has a q; expected one without q")
     if min(choices) < 0:
         raise ModelFault("the target's logits are NaN or infinite; this request can't continue")
-    if ask.parents:
-        path = walk(ask.chain, ask.parents, choices)
-        bonus = choices[path[-1] + 1 if path else 0]
-        return VerifyOutput(len(path), bonus, path=None if path == tuple(range(len(path))) else path)
-    accepted = 0
-    while accepted < len(ask.chain) and choices[accepted] == ask.chain[accepted]:
-        accepted += 1
-    return VerifyOutput(accepted, choices[accepted])
+    path = walk(ask.chain, ask.tree_parents, choices)
+    bonus = choices[path[-1] + 1 if path else 0]
+    return VerifyOutput(len(path), bonus, path=None if path == tuple(range(len(path))) else path)
 
 
 def _chosen_on_host(asked: Sequence[SamplingMetadata], logits: mx.array) -> list[int] | None:
@@ -365,13 +363,9 @@ def _choices(scores: mx.array) -> mx.array:
 def _histories(ask: VerifyInput, after: BatchForward | None) -> list[History]:
     """Returns the history of each row, for penalties and grammar: committed text and the chain before its choice."""
     reach = ask.slot.sampler.reach
-    if ask.parents:
-        text = ask.slot.tokens[-reach:]
-        return [[*text, *down][-reach:] for down in ((), *lines(ask.chain, ask.parents))]
-    line = [*ask.slot.tokens[-reach:], *ask.chain]
+    text = ask.slot.tokens[-reach:]
     if after is not None and ask.slot.sampler.constraint is not None:
-        return [[*line, after.read_token_of(ask.slot)]]
+        return [[*text, after.read_token_of(ask.slot)]]
     if after is not None:
-        return [mx.concatenate([mx.array(line, mx.int32), after.token_of(ask.slot).astype(mx.int32)])]
-    ends = range(len(line) - len(ask.chain), len(line) + 1)
-    return [line[max(end - reach, 0) : end] for end in ends]
+        return [mx.concatenate([mx.array(text, mx.int32), after.token_of(ask.slot).astype(mx.int32)])]
+    return [[*text, *down][-reach:] for down in ((), *lines(ask.chain, ask.tree_parents))]
