@@ -1,5 +1,4 @@
-"""What forwards cost: their time, measured by rows (`ForwardCost`) or prescribed by a latency profile (`Pace`), and the
-memory of the process (`PeakMemory`).
+"""The time that forwards take: measured by rows (`ForwardCost`), or prescribed by a latency profile (`Pace`).
 
 A worker with a pace simulates another machine. It does its real work, then sleeps until the profile's time for that
 many rows has passed, so that a sleeping process stands for a remote accelerator. Work that takes longer than the
@@ -10,14 +9,9 @@ reported.
 from __future__ import annotations
 
 import logging
-import resource
-import sys
 import time
 from collections.abc import Callable
 
-import mlx.core as mx
-
-from outrider.engine.memory import give_back
 from outrider.protocol.profile import NOT_KEPT, Latency
 
 log = logging.getLogger(__name__)
@@ -130,34 +124,3 @@ class ForwardCost:
             return 0.0
         fixed, each = self.line
         return fixed + each * rows
-
-
-# Free memory is returned after so many ended texts if none runs, and after so many in any case.
-_WHERE_IDLE, _AT_THE_LATEST = 16, 64
-
-
-class PeakMemory:
-    """The most memory that this process has held, weights included.
-
-    On a GPU: MLX's peak since `restart`. On a CPU: the process's peak since its start, since MLX does not count the
-    memory of ONNX Runtime and numpy.
-    """
-
-    def __init__(self) -> None:
-        self._ended = 0
-
-    def restart(self) -> None:
-        mx.reset_peak_memory()
-
-    def bytes(self) -> int:
-        if mx.default_device().type == mx.cpu:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            return peak if sys.platform == "darwin" else peak * 1024
-        return mx.get_peak_memory()
-
-    def ended(self, idle: bool) -> None:
-        """Counts an ended text; `idle`: no text runs now."""
-        self._ended += 1
-        if self._ended >= (_WHERE_IDLE if idle else _AT_THE_LATEST):
-            self._ended = 0
-            give_back()

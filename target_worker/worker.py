@@ -17,7 +17,7 @@ from outrider.engine import memory
 from outrider.engine.kv_cache import PREFILL, CacheSlot, KVCache
 from outrider.engine.load_checks import open_kv_cache, sequence_cost
 from outrider.engine.loading import LoadedModel
-from outrider.engine.pace import Pace, PeakMemory
+from outrider.engine.pace import Pace
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
@@ -85,7 +85,7 @@ class TargetWorker:
         self._prefixes = PrefixReuse(PromptCache(sequence_cost(self._kv_cache)), model.context_length)
         self._reported_use = CacheUse()
         self._compiler = Compiler(model.folder)
-        self._peak_memory = PeakMemory()
+        self._peak_memory = memory.PeakMemory()
         self._running: dict[str, TargetRequest] = {}
         self._stale = 0
         self._forwards = 0
