@@ -7,10 +7,10 @@ values, because computing so many would take minutes.
 
 `open_kv_cache` opens a target's KV cache: texts share forwards if the logits stay right (`batch_agrees`). `open_tree`
 opens a drafter's token tree in the first form of `KVRows` that reproduces the model's logits (`tree_agrees`), or
-refuses; a target verifies trees of drafts if such trees of it can share forwards. These checks
-compare with plain forwards (`ReferenceLogits`). They catch models whose attention ignores the mask, the positions or
-the columns it is given, whose attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another
-way. `fault` runs a check and undoes a failed form's changes to the model. Knows nothing of requests.
+refuses; a target verifies trees of drafts if such trees of it can share forwards. These checks compare with plain
+forwards (`are_own`). They catch models whose attention ignores the mask, the positions or the columns it is given,
+whose attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another way. `fault` runs a check
+and undoes a failed form's changes to the model. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from typing import Any, cast
 
@@ -31,7 +31,7 @@ from mlx_lm.models.cache import KVCache as MlxKVCache
 
 from outrider.engine.cache import leaves_of
 from outrider.engine.flat import FlatCache
-from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
+from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, RecurrentKVRows
 from outrider.engine.kv_transfer import PromptReader
 from outrider.engine.loading import LoadedModel, once
@@ -209,8 +209,8 @@ def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], 
     `prompt`: the number of tokens that the shorter tree is opened with.
     """
     texts = [_tokens(model, prompt + 5 * number, number) for number in range(2)]
-    trees, own = [open_tree(text) for text in texts], ReferenceLogits(model)
-    drafted, agrees = iter(_tokens(model, 4 * _BRANCHES * _DEPTH, 2)), True
+    trees, agrees = [open_tree(text) for text in texts], True
+    drafted = iter(_tokens(model, 4 * _BRANCHES * _DEPTH, 2))
     for together in (False, True):
         known = [{tree.root: text} for tree, text in zip(trees, texts, strict=True)]
         tips = [[tree.root] * (_BRANCHES - number) for number, tree in enumerate(trees)]
@@ -224,7 +224,7 @@ def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], 
                 fed = zip(nodes, feed.parents, feed.tokens, strict=True)
                 by_node |= {node: [*by_node[parent], cast(int, token)] for node, parent, token in fed}
         for number, (tree, by_node) in enumerate(zip(trees, known, strict=True)):
-            agrees = agrees and all(own.distance(text, tree.scores(node)) <= 1.0 for node, text in by_node.items())
+            agrees = agrees and all(are_own(model, text, tree.scores(node)) for node, text in by_node.items())
             texts[number] = by_node[tips[number][1]]
             tree.commit([n for n, text in by_node.items() if text == texts[number][: len(text)] and n != tree.root])
     for tree in trees:
@@ -232,26 +232,16 @@ def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], 
     return agrees
 
 
-class ReferenceLogits:
-    """The model's own logits, computed once for each text, since several forms are tried with the same texts."""
-
-    def __init__(self, model: LoadedModel) -> None:
-        self._model, self._cpu = model.model, model.cpu
-        self._own = cache(self._of)
-
-    def distance(self, text: Sequence[int], logits: mx.array) -> float:
-        """Returns how far logits [V] are from the model's own after `text`, in units of the allowed error. Waits."""
-        own = self._own(tuple(text))
-        allowed = _EXACT if own.dtype == mx.float32 else _HALF
-        if self._cpu is not None and self._cpu.quantised:  # sums in another order change the rounding to 8 bits
-            allowed = _ROUNDED
-        return float(deviations(own[None], logits[None])[0]) / allowed
-
-    def _of(self, text: tuple[int, ...]) -> mx.array:
-        if self._cpu is not None:  # compared with the model itself at load
-            return mx.array(alone(self._cpu, np.array(text, np.int32), (len(text),))[-1])
-        own: mx.array = self._model(mx.array([list(text)]), cache=make_prompt_cache(self._model))[0, -1]
-        return own
+def are_own(model: LoadedModel, text: Sequence[int], logits: mx.array) -> bool:
+    """Returns whether logits [V] are those of a plain forward of `text`, up to rounding. Waits."""
+    if model.cpu is not None:  # compared with the model itself at load
+        own = mx.array(alone(model.cpu, np.array(text, np.int32), (len(text),))[-1])
+    else:
+        own = model.model(mx.array([list(text)]), cache=make_prompt_cache(model.model))[0, -1]
+    allowed = _EXACT if own.dtype == mx.float32 else _HALF
+    if model.cpu is not None and model.cpu.quantised:  # sums in another order change the rounding to 8 bits
+        allowed = _ROUNDED
+    return bool(deviations(own[None], logits[None])[0] <= allowed)
 
 
 _BATCH_LENGTHS = (9, 3, 6)
@@ -262,7 +252,7 @@ def batch_agrees(model: LoadedModel) -> bool:
 
     Tries a piece of a prompt, chains of different lengths, a rollback, and closing a text.
     """
-    kv_cache, own = FlatKVCache(model.model), ReferenceLogits(model)
+    kv_cache = FlatKVCache(model.model)
     tokens = [_tokens(model, length + 4, n) for n, length in enumerate(_BATCH_LENGTHS)]
     places = [kv_cache.open() for _ in tokens]
 
@@ -271,7 +261,7 @@ def batch_agrees(model: LoadedModel) -> bool:
         feeds = [Feed(places[n], tokens[n][places[n].length : end], 0 if cut else 1, cut) for n, end, cut in parts]
         logits = kv_cache.forward(feeds)
         read = [(n, end) for n, end, cut in parts if not cut]
-        return all(own.distance(tokens[n][:end], logits[i]) <= 1.0 for i, (n, end) in enumerate(read))
+        return all(are_own(model, tokens[n][:end], logits[i]) for i, (n, end) in enumerate(read))
 
     feed((0, 5, True))
     agrees = feed((1, 3, False), (0, 9, True)) and feed((0, 10, False), (1, 6, False), (2, 6, False))
@@ -339,27 +329,6 @@ def _cache_form(model: LoadedModel) -> Callable[[], KVCache]:
     if fault(model, "texts in one forward", partial(batch_agrees, model)):
         return partial(SeparateKVCache, model.model)
     return partial(FlatKVCache, model.model, not _tree_fault(model, "trees of drafts", JointKVRows))
-
-
-def open_slots(
-    model: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    kv_cache: KVCache | None = None,
-) -> list[CacheSlot]:
-    """Opens a slot for each prompt and feeds the prompt except for its last token, in chunks.
-
-    Args:
-        kv_cache: the cache of the texts; None: each text has its own forwards.
-
-    Raises:
-        InvalidRequest: a prompt is empty or has tokens outside the vocabulary.
-    """
-    held = kv_cache or SeparateKVCache(model.model, abilities(model).own_caches)
-    slots = [CacheSlot(model, held, prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
-    for slot in slots:
-        slot.feed_all_but(1)
-    return slots
 
 
 def sequence_cost(kv_cache: KVCache) -> KvCost:

@@ -19,7 +19,6 @@ import pytest
 import scipy
 
 from outrider.engine import residual
-from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.residual import Draws, ResidualSampler, draw
 from outrider.engine.sampling import Purpose, Sampler, stream
@@ -28,6 +27,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import ROOT, DraftTree, SparseQ, depths, one_hot, spine, united, walk
 from tests.ahead import run_ahead
+from tests.slots import open_slots
 from tests.warp import warp
 
 V = 5

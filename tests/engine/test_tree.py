@@ -14,7 +14,7 @@ import pytest
 import scipy
 
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
-from outrider.engine.load_checks import open_slots, open_tree, tree_form
+from outrider.engine.load_checks import open_tree, tree_form
 from outrider.engine.loading import LoadedModel
 from outrider.engine.positions import TokenRope
 from outrider.engine.sampling import Sampler
@@ -22,6 +22,7 @@ from outrider.engine.tree import Tree
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
+from tests.slots import open_slots
 from tests.tiny import FAMILIES, HYBRIDS
 
 Loaded = Callable[..., LoadedModel]

@@ -16,7 +16,6 @@ from mlx_lm.sample_utils import make_logits_processors
 from outrider.engine.cache import RollbackError
 from outrider.engine.flat import Segment
 from outrider.engine.kv_cache import CacheSlot, Feed, SeparateKVCache
-from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import SamplingMetadata, penalised
 from outrider.engine.verify import verify
@@ -24,6 +23,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import one_hot
 from tests.ahead import run_ahead
+from tests.slots import open_slots
 from tests.tiny import FAMILIES, HYBRIDS
 
 Loaded = Callable[..., LoadedModel]
