@@ -141,7 +141,7 @@ class Draws:
     def score(self, asked: SamplingMetadata, logits: mx.array, forks: Sequence[int]) -> Step:
         """Returns the step of one text, as `engine.steps.score`; its best tokens are draws."""
         seeds = [stream(self.seed, Purpose.DRAFT, fork) for fork in forks]
-        return score([asked], logits, partial(DrawnStep, self, seeds, asked.positions))
+        return score([asked], logits, partial(DrawnStep, partial(draw, self, seeds, asked.positions)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +157,12 @@ class DrawnStep(Step):
     """A `Step` whose best tokens are draws; `candidates` are still the likeliest tokens."""
 
     def __init__(
-        self,
-        draws: Draws,
-        seeds: Sequence[int],
-        positions: Sequence[int],
-        scores: mx.array,
-        finish: Callable[[Floats], Floats] | None,
+        self, draw: Callable[[Any, Any], Drawn], scores: mx.array, finish: Callable[[Floats], Floats] | None
     ) -> None:
-        """`seeds`: each row's, by its fork; `positions`: those of the drawn tokens."""
+        """`draw(xp, scores)`: see `draw` below."""
         on_cpu = mx.default_device().type == mx.cpu  # numpy is faster there, including the wait
         super().__init__(scores, finish or (np.asarray if on_cpu else None))
-        self._draws, self._keys = draws, (seeds, positions)
+        self._draw = draw
         self._drawn: Drawn | None = None
 
     def q(self, row: int) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Floats]:
@@ -182,11 +177,11 @@ class DrawnStep(Step):
         return np.array(drawn.ids, np.int32), np.array(drawn.probs, np.float32)
 
     def _choose(self, xp: Any, scores: Any) -> Any:
-        self._drawn = draw(xp, self._draws, *self._keys, scores)
+        self._drawn = self._draw(xp, scores)
         return self._drawn.chosen
 
 
-def draw(xp: Any, draws: Draws, seeds: Sequence[int], positions: Sequence[int], scores: Any) -> Drawn:
+def draw(draws: Draws, seeds: Sequence[int], positions: Sequence[int], xp: Any, scores: Any) -> Drawn:
     """Draws a token for each row of `scores` [R, V], float32 log p up to a constant. `xp`: numpy or mlx.core (lazy).
 
     `seeds`: each row's, by its fork; `positions`: those of the drawn tokens.

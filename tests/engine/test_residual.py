@@ -64,7 +64,7 @@ def drafted(
     draws, tokens, ids, probs = Draws(seed, width, saguaro, 2), list(text), [], []
     keys = [stream(seed, Purpose.DRAFT, len(text) - 1 if fork is None else fork)]
     for _ in range(depth):
-        drawn = draw(np, draws, keys, [len(tokens)], table[tokens[-1]][None])
+        drawn = draw(draws, keys, [len(tokens)], np, table[tokens[-1]][None])
         tokens.append(int(drawn.chosen[0]))
         ids.append(drawn.ids[0])
         probs.append(drawn.probs[0])
