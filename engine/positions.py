@@ -65,7 +65,7 @@ class RopeTable:
         """Ropes x [1, H, L, D], token l at position `offset` + l, or at offset[l]."""
         count = x.shape[-2]
         if self._latest is None or not _is_same(self._latest[0], offset) or self._latest[1] != count:
-            positions = np.arange(offset, offset + count) if isinstance(offset, int) else np.array(offset)
+            positions = np.array(offset) if isinstance(offset, mx.array) else np.arange(offset, offset + count)
             cos, sin = self.on_host(positions)
             self._latest = offset, count, (mx.array(cos), mx.array(sin))
         return self._turn(x, self._latest[2])
@@ -101,7 +101,7 @@ class RopeTable:
 
 
 def _is_same(known: int | mx.array, offset: int | mx.array) -> bool:
-    return known is offset or (isinstance(known, int) and isinstance(offset, int) and known == offset)
+    return known is offset or not (isinstance(known, mx.array) or isinstance(offset, mx.array) or known != offset)
 
 
 class TokenRope:
