@@ -156,12 +156,11 @@ def load(
     if ranks is not None:
         ranks.share_out(model, config["model_type"])
     weight_bytes = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
-    if forward is None:
-        lay_out(model, weight_bytes)
-        mx.eval(model.parameters())
     positions.install(model)
     memory.set_limits(weight_bytes)
     if forward is None:
+        lay_out(model, weight_bytes)
+        mx.eval(model.parameters())
         report("warming up")
         among = f", sharded over {ranks.size} ranks," if ranks is not None else ""
         with named_errors(f"a forward of this {config['model_type']} model{among}"):
