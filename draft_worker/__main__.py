@@ -12,8 +12,9 @@ from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.drafter import NAMES, make
 from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.replay import PacedDrafter, ReplayDrafter, SlowLink
+from outrider.engine.memory import PeakMemory
 from outrider.engine.models_only import models_only
-from outrider.engine.pace import Pace, PeakMemory
+from outrider.engine.pace import Pace
 from outrider.grammar.compiler import TOKENIZER, Compiler
 from outrider.protocol import process, worker_link
 from outrider.protocol.messages import Hello, Loading, WorkerNote

@@ -18,7 +18,7 @@ from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import Calibration, FanOut
 from outrider.drafters.growth import BranchTask, Continuation, ReadyBranches
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, begin, check_known
-from outrider.engine.pace import PeakMemory
+from outrider.engine.memory import PeakMemory
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock

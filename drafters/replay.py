@@ -21,7 +21,7 @@ from typing import Any, cast
 import msgspec
 
 from outrider.drafters.drafter import Drafter, TokenTree
-from outrider.engine.pace import AWAKE_SECONDS, Pace, paced
+from outrider.engine.pace import AWAKE_SECONDS, Pace
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
@@ -267,9 +267,9 @@ class PacedTree:
     def feed_together(trees: Sequence[PacedTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
         """Feeds the trees in the time of one forward on the profile's machine."""
         first, inner = trees[0], [tree.inner for tree in trees]
-        first._pace.begin(first._ready())
+        ready = first._ready()
         nodes = type(first.inner).feed_together(inner, feeds)
-        first._pace.end(sum(len(fed) for fed in nodes))
+        first._pace.end(sum(len(fed) for fed in nodes), ready)
         return nodes
 
     def best(self, nodes: Sequence[int]) -> list[int]:
@@ -283,8 +283,10 @@ class PacedTree:
         return candidates
 
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
-        with paced(self._pace, len(tokens), self._ready()):
-            self.inner.read(tokens, more)
+        ready = self._ready()
+        self.inner.read(tokens, more)
+        self._pace.end(len(tokens), ready)
+        self._pace.wait()
 
 
 SLICE_SECONDS = 0.0003  # how long a message may wait while this thread sleeps

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -51,10 +51,8 @@ class Segment:
     """The next `count` tokens of the text in `row`, whose first `start` tokens are in the buffers.
 
     `long`: a piece of a prompt. `whole`: each token sees all of the segment's tokens, later ones too.
-    `is_in_order`: the position of each token is its column.
     """
 
-    is_in_order: ClassVar[bool] = True
     row: int
     start: int
     count: int
@@ -64,11 +62,6 @@ class Segment:
     @property
     def end(self) -> int:
         return self.start + self.count
-
-    @property
-    def is_apart(self) -> bool:
-        """True if its tokens see other columns than those up to their own, or have other positions than columns."""
-        return self.whole or not self.is_in_order
 
     @property
     def positions(self) -> Ints:
@@ -92,7 +85,6 @@ class NodeSegment(Segment):
     `places`: the position of each of the row's columns, [end]. `visible`: what each node sees, [count, end].
     """
 
-    is_in_order: ClassVar[bool] = False
     places: Ints
     visible: Bools
 
@@ -146,15 +138,12 @@ class SegmentGroup:
         self.begin, self.count = begins[0], sum(p.count for p in segments)
         in_order = [p.row for p in segments] == list(range(self.first, self.stop))
         self.even = in_order and all(p.count == self.width for p in segments)
-        starts, padded = np.zeros(rows, np.int32), np.full((rows, self.width), self.begin, np.int32)
-        spread = []
+        padded, spread = np.full((rows, self.width), self.begin, np.int32), []
         for segment, begin in zip(segments, begins, strict=True):
             row = segment.row - self.first
-            starts[row] = segment.start
             padded[row] = np.minimum(begin + np.arange(self.width), begin + segment.count - 1)
             spread.append(row * self.width + np.arange(segment.count))
-        self._starts = starts
-        self._apart = [segment for segment in segments if segment.is_apart]
+        self._segments = segments
         self._padded, self._spread = mx.array(padded.reshape(-1)), mx.array(np.concatenate(spread))
         self._masks: dict[int | None, mx.array | None] = {}
 
@@ -171,13 +160,10 @@ class SegmentGroup:
         return flat if self.even else mx.take(flat, self._spread, axis=1)
 
     def mask(self, window: int | None) -> mx.array | None:
-        """Returns which columns each query sees, [rows, 1, width, end]; None: all of them."""
+        """Returns which columns each query sees, [rows, 1, width, end]; None: all of them. Padding sees all."""
         if window not in self._masks:
-            columns, places = np.arange(self.end), self._starts[:, None] + np.arange(self.width)
-            seen = columns <= places[..., None]
-            if window is not None:
-                seen &= columns > places[..., None] - window
-            for segment in self._apart:
+            seen = np.ones((self.stop - self.first, self.width, self.end), np.bool_)
+            for segment in self._segments:
                 seen[segment.row - self.first, : segment.count] = segment.seen(self.end, window)
             self._masks[window] = None if seen.all() else mx.array(seen[:, None])
         return self._masks[window]
@@ -206,7 +192,7 @@ class FlatAttentionMetadata:
         self.reach = max(p.row for p in segments) + 1, max(p.end for p in segments)
         if len(segments) == 1:
             (alone,) = segments
-            self.offset = alone.start if alone.is_in_order else mx.array(alone.positions)
+            self.offset = mx.array(alone.positions) if isinstance(alone, NodeSegment) else alone.start
             self.columns = slice(alone.start, alone.end)
             return
         begins = np.concatenate([[0], np.cumsum([p.count for p in segments])])[:-1].tolist()
@@ -218,7 +204,7 @@ class FlatAttentionMetadata:
         columns = [np.arange(p.start, p.end) for p in segments]
         self.columns = mx.array(np.concatenate(columns).astype(np.int32))
         self.offset = self.columns
-        if not all(p.is_in_order for p in segments):
+        if any(isinstance(p, NodeSegment) for p in segments):
             self.offset = mx.array(np.concatenate([p.positions for p in segments]))
         self.rows = mx.array(np.repeat([p.row for p in segments], [p.count for p in segments]).astype(np.int32))
 
@@ -261,7 +247,7 @@ class FlatCache:
         alone, window = self._frame.alone, window_size or self._window
         if alone is None:
             return WindowMask(window)
-        if alone.is_apart:
+        if alone.whole or isinstance(alone, NodeSegment):  # then tokens see other columns than those up to their own
             return self._frame.mask(alone, window, return_array)
         window = window if window is not None and alone.end > window else None  # else the text is no longer than it
         return create_attention_mask(n, offset=alone.start, return_array=return_array, window_size=window)

@@ -3,9 +3,9 @@
 All trees of a model share one buffer for each layer (`engine.flat`), and mlx-lm models run unmodified. A node's mask
 and its position are those of its `NodeSegment`. Knows columns and positions; knows nothing of nodes or sampling.
 
-`KVRows` has a form for each kind of model: `OrtKVRows` if ONNX Runtime computes, else `JointKVRows`, whose trees share
-a forward like the target's texts, else `DenseKVRows`, with one tree per forward, and `RecurrentKVRows` for recurrent
-layers (hybrids of attention and recurrence). `engine.load_checks` chooses.
+`KVRows` has a form for each kind of model: `JointKVRows`, whose trees share a forward like the target's texts, else
+`DenseKVRows`, with one tree per forward, and `RecurrentKVRows` for recurrent layers (hybrids of attention and
+recurrence). `engine.load_checks` chooses.
 
 A recurrent state can't be masked, so there a forward over R tokens is a batch of R rows of one token, each with its
 parent's state; every column keeps the state after it, by reference. Attention layers have one shared row of columns,
@@ -15,24 +15,24 @@ which all rows of the batch read.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, finalize
+from weakref import finalize
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
 from outrider.engine.cache import leaves_of
-from outrider.engine.flat import Bools, FlatCache, Ints, NodeSegment, Segment
+from outrider.engine.flat import Bools, FlatCache, Ints, Layers, NodeSegment, Segment
 from outrider.engine.kv_cache import PREFILL, ModelRows
-from outrider.engine.kv_transfer import KeysValues, KVLayout, PromptReader, ReadingFault
-from outrider.engine.loading import LoadedModel
+from outrider.engine.kv_transfer import KVLayout, PromptReader, ReadingFault
+from outrider.engine.loading import LoadedModel, once
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError
+from outrider.protocol.trees import ROOT, depths
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,11 @@ class KVRows(Protocol):
         ...
 
 
-_rows_of: defaultdict[type, WeakKeyDictionary[LoadedModel, ModelRows]] = defaultdict(WeakKeyDictionary)
+@once
+def _shared_rows(model: LoadedModel) -> ModelRows:
+    """Returns the rows that all trees of this model share."""
+    # ONNX Runtime's bindings belong to the buffers, so new ones for each text would make rounds slower.
+    return ModelRows(model.model, model.cpu, keeps_buffers=model.cpu is not None)
 
 
 class DenseKVRows:
@@ -120,25 +124,19 @@ class DenseKVRows:
     is lost: the model continues from there.
     """
 
-    lazy = True
     together = False
     whole = False
     reader: PromptReader | None = None
     read = 0
 
     def __init__(self, model: LoadedModel) -> None:
-        self.rows = self._shared_rows(model)
+        self.rows = self._rows(model)
+        self.lazy = self.rows.is_lazy
         self.sequence = self.rows.open()
         finalize(self, self.rows.drop, self.sequence)
 
-    def _shared_rows(self, model: LoadedModel) -> ModelRows:
-        """Returns the rows of all trees of this form and model."""
-        known = _rows_of[type(self)]
-        if model not in known:
-            cpu = None if self.lazy else model.cpu
-            # ONNX Runtime's bindings belong to the buffers, so new ones for each text would make rounds slower.
-            known[model] = ModelRows(model.model, cpu, keeps_buffers=cpu is not None)
-        return known[model]
+    def _rows(self, model: LoadedModel) -> ModelRows:
+        return _shared_rows(model)
 
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
@@ -149,8 +147,7 @@ class DenseKVRows:
             log.debug("a reader takes %d of %d tokens", wanted, len(tokens))
         try:
             for piece in self.reader.read(tokens[:wanted]) if self.reader is not None and wanted else ():
-                self.adopt(done, piece)
-                done += piece.count
+                done = self.adopt(done, piece)
                 if progress is not None and done < len(tokens):
                     progress(done, total)
         except ReadingFault as error:
@@ -172,13 +169,12 @@ class DenseKVRows:
             if progress is not None and len(tokens) > size:
                 progress(self.sequence.length, total)
 
-    def adopt(self, start: int, read: KeysValues) -> None:
-        """Fills the columns from `start` on."""
-        dtype = self.number_format
-        pairs = zip(read.keys, read.values, strict=True)
+    def adopt(self, start: int, layers: Layers) -> int:
+        """Fills the columns from `start` on; returns the first column after them."""
+        typed = tuple((keys.astype(self.number_format), values.astype(self.number_format)) for keys, values in layers)
         self.sequence.length = start
-        layers = tuple((mx.array(keys[None], dtype), mx.array(values[None], dtype)) for keys, values in pairs)
-        self.rows.extend(self.sequence, layers, read.count)
+        self.rows.extend(self.sequence, typed, typed[0][0].shape[2])
+        return self.sequence.length
 
     @cached_property
     def number_format(self) -> mx.Dtype:
@@ -217,12 +213,6 @@ class JointKVRows(DenseKVRows):
     """`KVRows` of a model with mlx-lm's common attention (`engine.load_checks` tries it): all trees in one forward."""
 
     together = True
-
-
-class OrtKVRows(JointKVRows):
-    """`KVRows` by ONNX Runtime: all trees in one forward. Not lazy: a forward returns when it is complete."""
-
-    lazy = False
 
 
 States = tuple[tuple[mx.array, ...], ...]
@@ -287,7 +277,7 @@ class RecurrentKVRows(DenseKVRows):
         super().__init__(model)
         self._after: dict[int, _After] = {}
 
-    def _shared_rows(self, model: LoadedModel) -> _BatchRows:
+    def _rows(self, model: LoadedModel) -> _BatchRows:
         """Returns rows of its own, because a forward puts its tree's state into the caches."""
         return _BatchRows(model)
 
@@ -365,8 +355,6 @@ def _gather(rows: Sequence[tuple[mx.array, int]]) -> mx.array:
 
 def _levels(start: int, parents: Sequence[int]) -> list[list[int]]:
     """Returns the rows of a call by their depth, parents before their children; only adjacent rows are together."""
-    depth: list[int] = []
-    for parent in parents:
-        depth.append(depth[parent - start] + 1 if parent >= start else 0)
-    levels = [np.flatnonzero(np.array(depth) == level) for level in range(max(depth) + 1)]
+    depth = np.array(depths([max(parent - start, ROOT) for parent in parents]))
+    levels = [np.flatnonzero(depth == level) for level in range(depth.max() + 1)]
     return [run.tolist() for rows in levels for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)]

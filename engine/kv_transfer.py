@@ -19,30 +19,20 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.engine.cache import leaves_of
-from outrider.engine.flat import Floats, Layers
+from outrider.engine.flat import Layers
 from outrider.protocol.errors import OutriderError, ProtocolError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
-class KVTensor:
-    """A layer's keys, or its values: [1, heads, n, width] of `dtype`."""
-
-    heads: int
-    width: int
-    dtype: mx.Dtype
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.heads * self.width * int(self.dtype.size)
-
-
-@dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The order of a model's keys and values: layer after layer, keys before values, [heads, n, width] each."""
+    """The order of a model's keys and values: layer after layer, keys before values.
 
-    tensors: tuple[KVTensor, ...]
+    `tensors`: each one's shape for one token and its number format, [1, heads, 1, width].
+    """
+
+    tensors: tuple[mx.array, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> KVLayout:
@@ -50,11 +40,11 @@ class KVLayout:
         caches: list[Any] = make_prompt_cache(model)
         model(mx.zeros((1, 1), mx.int32), cache=caches)
         arrays = [array for cache in caches for leaf in leaves_of(cache) for array in (leaf.keys, leaf.values)]
-        return cls(tuple(KVTensor(int(a.shape[1]), int(a.shape[3]), a.dtype) for a in arrays))
+        return cls(tuple(mx.zeros((1, a.shape[1], 1, a.shape[3]), a.dtype) for a in arrays))
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(tensor.bytes_per_token for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def pack(self, layers: Layers) -> Bytes:
         """Packs keys and values of a piece, [1, heads, n, width] each, in the order of the layers."""
@@ -70,23 +60,10 @@ class KVLayout:
                 " token: run the same model on both sides"
             )
         arrays, end = [], 0
-        for part in self.tensors:
-            start, end = end, end + count * part.bytes_per_token
-            shape = (1, part.heads, count, part.width * int(part.dtype.size))
-            arrays.append(mx.array(data[start:end].reshape(shape)).view(part.dtype))
+        for tensor in self.tensors:
+            start, end = end, end + count * tensor.nbytes
+            arrays.append(mx.array(data[start:end].reshape(1, tensor.shape[1], count, -1)).view(tensor.dtype))
         return tuple(zip(arrays[::2], arrays[1::2], strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class KeysValues:
-    """Each layer's keys and values of n successive tokens: float32 [layers, kv_heads, n, head_dim], keys rotated."""
-
-    keys: Floats
-    values: Floats
-
-    @property
-    def count(self) -> int:
-        return int(self.keys.shape[2])
 
 
 class ReadingFault(OutriderError):
@@ -100,6 +77,6 @@ class PromptReader(Protocol):
         """Returns how many of a prompt's first `count` tokens it reads; 0: the model is faster."""
         ...
 
-    def read(self, tokens: Sequence[int]) -> Iterator[KeysValues]:
-        """Reads tokens from position 0 on, piece by piece. Raises ReadingFault if it can't continue."""
+    def read(self, tokens: Sequence[int]) -> Iterator[Layers]:
+        """Reads tokens from position 0 on, piece by piece, keys rotated. Raises ReadingFault if it can't continue."""
         ...

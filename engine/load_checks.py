@@ -6,11 +6,11 @@ model's own without chains. If layers have a window, everything is tried past th
 values, because computing so many would take minutes.
 
 `open_kv_cache` opens a target's KV cache: texts share forwards if the logits stay right (`batch_agrees`). `open_tree`
-opens a drafter's token tree in the first form of `KVRows` that reproduces the model's logits (`tree_agrees`,
-`agrees_batched`), or refuses; a target verifies trees of drafts if such trees of it can share forwards. These checks
-compare with plain forwards (`ReferenceLogits`). They catch models whose attention ignores the mask, the positions or
-the columns it is given, whose attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another
-way. `fault` runs a check and undoes a failed form's changes to the model. Knows nothing of requests.
+opens a drafter's token tree in the first form of `KVRows` that reproduces the model's logits (`tree_agrees`), or
+refuses; a target verifies trees of drafts if such trees of it can share forwards. These checks compare with plain
+forwards (`are_own`). They catch models whose attention ignores the mask, the positions or the columns it is given,
+whose attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another way. `fault` runs a check
+and undoes a failed form's changes to the model. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cache, partial, wraps
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from functools import partial
+from itertools import islice
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,15 +31,15 @@ from mlx_lm.models.cache import KVCache as MlxKVCache
 
 from outrider.engine.cache import leaves_of
 from outrider.engine.flat import FlatCache
-from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, OrtKVRows, RecurrentKVRows
+from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, RecurrentKVRows
 from outrider.engine.kv_transfer import PromptReader
-from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.forward import alone
+from outrider.engine.loading import LoadedModel, once
+from outrider.engine.ort.forward import alone, deviations
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
-from outrider.engine.tree import Tree, feed_together
+from outrider.engine.tree import Tree
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import (
     CannotDraft,
@@ -58,7 +58,7 @@ from outrider.protocol.trees import TreeFeed
 log = logging.getLogger(__name__)
 
 _TEXT, _STEPS, _WRONG = 9, 6, 3
-_TRUE, _ROUGH = 1e-3, 0.3  # allowed root mean square, in deviations of the logits or 1: float32, and lower precision
+_TRUE, _ROUGH = 1e-3, 0.3  # allowed `deviations`: float32, and lower precision
 _WINDOWS = ("max_size", "chunk_size", "window_size")  # the attributes of mlx-lm's caches
 _PAST = 64  # tokens that no window reaches
 _LARGEST = 4096  # larger windows are not tried: the made-up text would take gigabytes
@@ -66,23 +66,7 @@ _LARGEST_READ = 512  # the same if a cache can't be filled, and the text has to 
 _EDGE, _LOUD = 16, 30.0  # values this far into the window are this much larger, so that an error of one token shows
 
 
-T = TypeVar("T")
-
-
-def _once(find: Callable[[LoadedModel], T]) -> Callable[[LoadedModel], T]:
-    """Makes `find` return what it found the first time for the same model."""
-    known: WeakKeyDictionary[LoadedModel, T] = WeakKeyDictionary()
-
-    @wraps(find)
-    def found(model: LoadedModel) -> T:
-        if model not in known:
-            known[model] = find(model)
-        return known[model]
-
-    return found
-
-
-@_once
+@once
 def abilities(model: LoadedModel) -> Abilities:
     """Returns what this model can do, tried once.
 
@@ -133,10 +117,7 @@ def _try_chain(model: LoadedModel, before: Before, truth: mx.array, own_caches: 
 
     def compare(start: int, logits: mx.array, tokens: str) -> None:
         own = truth[start : start + logits.shape[0]]
-        finite = mx.isfinite(own)  # some models exclude tokens
-        difference = mx.where(finite, logits.astype(mx.float32) - own, 0)
-        deviation = mx.maximum(mx.std(mx.where(finite, own, 0), axis=-1), 1.0)
-        worst = float((mx.sqrt(mx.mean(difference**2, axis=-1)) / deviation).max().item())  # type: ignore[arg-type]
+        worst = float(deviations(own, logits).max())
         if not worst <= (_TRUE if logits.dtype == mx.float32 else _ROUGH):
             past = " past its window" if before else ""
             raise ModelFault(f"the logits of {tokens}{past} are wrong by {worst:.1g} of their standard deviation")
@@ -219,76 +200,48 @@ def _last(model: LoadedModel) -> list[int]:
 
 
 _PROMPT, _BRANCHES, _DEPTH = 9, 3, 2
-_EXACT, _HALF = 1e-4, 0.1  # allowed differences, in standard deviations of the logits or 1: float32, lower precision
-_ROUNDED = 0.3  # allowed root mean square if activations are rounded to 8 bits
+_EXACT, _HALF, _ROUNDED = 3e-5, 0.03, 0.3  # allowed `deviations`: float32, lower precision, activations in 8 bits
 
 
 def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], prompt: int = _PROMPT) -> bool:
-    """Returns whether the tree's logits are the model's own up to rounding, before and after a commit.
+    """Returns whether trees have the model's own logits up to rounding, alone and, after a commit, in shared forwards.
 
-    `prompt`: the number of tokens that the tree is opened with.
+    `prompt`: the number of tokens that the shorter tree is opened with.
     """
-    tokens = _tokens(model, prompt + 4 * _BRANCHES * _DEPTH)
-    text, rest = tokens[:prompt], tokens[prompt:]
-    tree, own = open_tree(text), ReferenceLogits(model)
-    texts = {tree.root: text}
-    agrees = _agrees(own, tree, texts)
-    for _ in range(2):
-        tips = [tree.root] * _BRANCHES
+    texts = [_tokens(model, prompt + 5 * number, number) for number in range(2)]
+    trees, agrees = [open_tree(text) for text in texts], True
+    drafted = iter(_tokens(model, 4 * _BRANCHES * _DEPTH, 2))
+    for together in (False, True):
+        known = [{tree.root: text} for tree, text in zip(trees, texts, strict=True)]
+        tips = [[tree.root] * (_BRANCHES - number) for number, tree in enumerate(trees)]
         for _ in range(_DEPTH):
-            fed, rest = rest[:_BRANCHES], rest[_BRANCHES:]
-            above, tips = tips, tree.feed(tips, fed)
-            texts |= {tip: [*texts[up], token] for tip, up, token in zip(tips, above, fed, strict=True)}
-        agrees = agrees and _agrees(own, tree, texts)
-        path = [node for node in texts if texts[node] == texts[tips[1]][: len(texts[node])] and node > tree.root]
-        tree.commit(path)
-        texts = {tree.root: texts[tips[1]]}
-    tree.close()
-    return agrees
-
-
-def _agrees(own: ReferenceLogits, tree: Tree, texts: dict[int, list[int]]) -> bool:
-    """Returns whether the logits of these nodes are the model's own after these texts."""
-    return all(own.distance(text, tree.scores(node)) <= 1.0 for node, text in texts.items())
-
-
-class ReferenceLogits:
-    """The model's own logits, computed once for each text, since several forms are tried with the same texts."""
-
-    def __init__(self, model: LoadedModel) -> None:
-        self._model, self._cpu = model.model, model.cpu
-        self._own = cache(self._of)
-
-    def distance(self, text: Sequence[int], logits: mx.array) -> float:
-        """Returns how far logits [V] are from the model's own after `text`, in units of the allowed error. Waits."""
-        own = self._own(tuple(text))
-        allowed = _EXACT if own.dtype == mx.float32 else _HALF
-        known = own != -mx.inf  # a draft model may have only part of the vocabulary
-        own, logits = mx.where(known, own.astype(mx.float32), 0.0), mx.where(known, logits.astype(mx.float32), 0.0)
-        if self._cpu is not None and self._cpu.quantised:  # sums in another order change the rounding to 8 bits
-            off = mx.sqrt(mx.mean((logits - own) ** 2)) / mx.maximum(mx.std(own), 1.0)
-            return float(off.item()) / _ROUNDED  # type: ignore[arg-type]
-        difference = mx.abs(logits - own).max() / mx.maximum(mx.std(own), 1.0)
-        return float(difference.item()) / allowed  # type: ignore[arg-type]
-
-    def _of(self, text: tuple[int, ...]) -> mx.array:
-        if self._cpu is not None:  # compared with the model itself at load
-            return mx.array(alone(self._cpu, np.array(text, np.int32), (len(text),))[-1])
-        own: mx.array = self._model(mx.array([list(text)]), cache=make_prompt_cache(self._model))[0, -1]
-        return own
-
-
-def agrees_batched(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree]) -> bool:
-    """Returns whether trees of different lengths that share a forward have the model's own logits up to rounding."""
-    texts = [_tokens(model, _PROMPT + 5 * n, n) for n in range(2)]
-    trees = [open_tree(text) for text in texts]
-    fed = [[5 % model.vocab_size, 7 % model.vocab_size][: n + 1] for n in range(2)]
-    nodes = feed_together(trees, [TreeFeed([tree.root] * len(new), new) for tree, new in zip(trees, fed, strict=True)])
-    agrees, own = True, ReferenceLogits(model)
-    for tree, text, new, grown in zip(trees, texts, fed, nodes, strict=True):
-        agrees &= _agrees(own, tree, {node: [*text, t] for node, t in zip(grown, new, strict=True)})
+            feeds = [TreeFeed(above, list(islice(drafted, len(above)))) for above in tips]
+            if together:
+                tips = Tree.feed_together(trees, feeds)
+            else:
+                tips = [tree.feed(feed.parents, feed.tokens) for tree, feed in zip(trees, feeds, strict=True)]
+            for by_node, feed, nodes in zip(known, feeds, tips, strict=True):
+                fed = zip(nodes, feed.parents, feed.tokens, strict=True)
+                by_node |= {node: [*by_node[parent], cast(int, token)] for node, parent, token in fed}
+        for number, (tree, by_node) in enumerate(zip(trees, known, strict=True)):
+            agrees = agrees and all(are_own(model, text, tree.scores(node)) for node, text in by_node.items())
+            texts[number] = by_node[tips[number][1]]
+            tree.commit([n for n, text in by_node.items() if text == texts[number][: len(text)] and n != tree.root])
+    for tree in trees:
         tree.close()
     return agrees
+
+
+def are_own(model: LoadedModel, text: Sequence[int], logits: mx.array) -> bool:
+    """Returns whether logits [V] are those of a plain forward of `text`, up to rounding. Waits."""
+    if model.cpu is not None:  # compared with the model itself at load
+        own = mx.array(alone(model.cpu, np.array(text, np.int32), (len(text),))[-1])
+    else:
+        own = model.model(mx.array([list(text)]), cache=make_prompt_cache(model.model))[0, -1]
+    allowed = _EXACT if own.dtype == mx.float32 else _HALF
+    if model.cpu is not None and model.cpu.quantised:  # sums in another order change the rounding to 8 bits
+        allowed = _ROUNDED
+    return bool(deviations(own[None], logits[None])[0] <= allowed)
 
 
 _BATCH_LENGTHS = (9, 3, 6)
@@ -299,7 +252,7 @@ def batch_agrees(model: LoadedModel) -> bool:
 
     Tries a piece of a prompt, chains of different lengths, a rollback, and closing a text.
     """
-    kv_cache, own = FlatKVCache(model.model), ReferenceLogits(model)
+    kv_cache = FlatKVCache(model.model)
     tokens = [_tokens(model, length + 4, n) for n, length in enumerate(_BATCH_LENGTHS)]
     places = [kv_cache.open() for _ in tokens]
 
@@ -308,7 +261,7 @@ def batch_agrees(model: LoadedModel) -> bool:
         feeds = [Feed(places[n], tokens[n][places[n].length : end], 0 if cut else 1, cut) for n, end, cut in parts]
         logits = kv_cache.forward(feeds)
         read = [(n, end) for n, end, cut in parts if not cut]
-        return all(own.distance(tokens[n][:end], logits[i]) <= 1.0 for i, (n, end) in enumerate(read))
+        return all(are_own(model, tokens[n][:end], logits[i]) for i, (n, end) in enumerate(read))
 
     feed((0, 5, True))
     agrees = feed((1, 3, False), (0, 9, True)) and feed((0, 10, False), (1, 6, False), (2, 6, False))
@@ -362,11 +315,11 @@ def open_kv_cache(model: LoadedModel) -> KVCache:
     return _cache_form(model)()
 
 
-@_once
+@once
 def _cache_form(model: LoadedModel) -> Callable[[], KVCache]:
     if model.cpu is not None:
         # `engine.ort` checked texts in one forward at load. If logits are rounded, branches differ from chains.
-        trees = not model.cpu.quantised and not _tree_fault(model, "trees of drafts", OrtKVRows)
+        trees = not model.cpu.quantised and not _tree_fault(model, "trees of drafts", JointKVRows)
         return partial(FlatKVCache, model.model, trees, model.cpu)
     found = abilities(model)
     plain = model.attention_only and found.chains and not found.own_caches
@@ -376,27 +329,6 @@ def _cache_form(model: LoadedModel) -> Callable[[], KVCache]:
     if fault(model, "texts in one forward", partial(batch_agrees, model)):
         return partial(SeparateKVCache, model.model)
     return partial(FlatKVCache, model.model, not _tree_fault(model, "trees of drafts", JointKVRows))
-
-
-def open_slots(
-    model: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    kv_cache: KVCache | None = None,
-) -> list[CacheSlot]:
-    """Opens a slot for each prompt and feeds the prompt except for its last token, in chunks.
-
-    Args:
-        kv_cache: the cache of the texts; None: each text has its own forwards.
-
-    Raises:
-        InvalidRequest: a prompt is empty or has tokens outside the vocabulary.
-    """
-    held = kv_cache or SeparateKVCache(model.model, abilities(model).own_caches)
-    slots = [CacheSlot(model, held, prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
-    for slot in slots:
-        slot.feed_all_but(1)
-    return slots
 
 
 def sequence_cost(kv_cache: KVCache) -> KvCost:
@@ -449,7 +381,7 @@ def open_tree(
     return Tree(open_kv_rows(model, reader), sampler, model.context_length, tokens, progress, draws, cache)
 
 
-@_once
+@once
 def tree_form(model: LoadedModel) -> Form:
     """Returns the form of KV rows for trees of this model, found once for each model.
 
@@ -457,8 +389,6 @@ def tree_form(model: LoadedModel) -> Form:
         CannotDraft: no form reproduces this model's logits.
     """
     forms: list[Form] = [JointKVRows, DenseKVRows, RecurrentKVRows] if model.attention_only else [RecurrentKVRows]
-    if model.cpu is not None:
-        forms.insert(0, OrtKVRows)
     reason = ""
     for form in forms:
         reason = _tree_fault(model, "a tree of it", form)
@@ -469,8 +399,7 @@ def tree_form(model: LoadedModel) -> Form:
 
 def _tree_fault(model: LoadedModel, what: str, form: Form) -> str:
     """Returns why trees of this form fail, or ""."""
-    opened = partial(open_form, model, form)
-    return fault(model, what, lambda: tree_agrees(model, opened) and agrees_batched(model, opened))
+    return fault(model, what, lambda: tree_agrees(model, partial(open_form, model, form)))
 
 
 def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:

@@ -16,8 +16,10 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -111,6 +113,22 @@ class LoadedModel:
         return str(found).removeprefix("mlx.core.")
 
 
+T = TypeVar("T")
+
+
+def once(find: Callable[[LoadedModel], T]) -> Callable[[LoadedModel], T]:
+    """Makes `find` return what it found the first time for the same model."""
+    known: WeakKeyDictionary[LoadedModel, T] = WeakKeyDictionary()
+
+    @wraps(find)
+    def found(model: LoadedModel) -> T:
+        if model not in known:
+            known[model] = find(model)
+        return known[model]
+
+    return found
+
+
 def load(
     name: str | Path,
     *,
@@ -138,12 +156,11 @@ def load(
     if ranks is not None:
         ranks.share_out(model, config["model_type"])
     weight_bytes = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
-    if forward is None:
-        lay_out(model, weight_bytes)
-        mx.eval(model.parameters())
     positions.install(model)
     memory.set_limits(weight_bytes)
     if forward is None:
+        lay_out(model, weight_bytes)
+        mx.eval(model.parameters())
         report("warming up")
         among = f", sharded over {ranks.size} ranks," if ranks is not None else ""
         with named_errors(f"a forward of this {config['model_type']} model{among}"):

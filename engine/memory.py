@@ -1,4 +1,4 @@
-"""Limits of wired and cached memory on Metal, and the return of free memory.
+"""Limits of wired and cached memory on Metal, the return of free memory, and the most memory held (`PeakMemory`).
 
 MLX-LM would wire three quarters of the machine in each process. Since two workers share it, each wires what it needs.
 The sum is not checked; `outrider doctor` shows how much can be wired.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import resource
 import sys
 from typing import Any
 
@@ -60,3 +61,34 @@ def set_limits(weight_bytes: int, kv_bytes: int = _KV_BUDGET) -> None:
     mx.set_wired_limit(wired)
     mx.set_cache_limit(_CACHE)
     log.info("wired limit %d MiB, cache limit %d MiB", wired >> 20, _CACHE >> 20)
+
+
+# Free memory is returned after so many ended texts if none runs, and after so many in any case.
+_WHERE_IDLE, _AT_THE_LATEST = 16, 64
+
+
+class PeakMemory:
+    """The most memory that this process has held, weights included.
+
+    On a GPU: MLX's peak since `restart`. On a CPU: the process's peak since its start, since MLX does not count the
+    memory of ONNX Runtime and numpy.
+    """
+
+    def __init__(self) -> None:
+        self._ended = 0
+
+    def restart(self) -> None:
+        mx.reset_peak_memory()
+
+    def bytes(self) -> int:
+        if mx.default_device().type == mx.cpu:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else peak * 1024
+        return mx.get_peak_memory()
+
+    def ended(self, idle: bool) -> None:
+        """Counts an ended text; `idle`: no text runs now."""
+        self._ended += 1
+        if self._ended >= (_WHERE_IDLE if idle else _AT_THE_LATEST):
+            self._ended = 0
+            give_back()

@@ -1,5 +1,4 @@
-"""What forwards cost: their time, measured by rows (`ForwardCost`) or prescribed by a latency profile (`Pace`), and the
-memory of the process (`PeakMemory`).
+"""The time that forwards take: measured by rows (`ForwardCost`), or prescribed by a latency profile (`Pace`).
 
 A worker with a pace simulates another machine. It does its real work, then sleeps until the profile's time for that
 many rows has passed, so that a sleeping process stands for a remote accelerator. Work that takes longer than the
@@ -10,15 +9,9 @@ reported.
 from __future__ import annotations
 
 import logging
-import resource
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-import mlx.core as mx
-
-from outrider.engine.memory import give_back
 from outrider.protocol.profile import NOT_KEPT, Latency
 
 log = logging.getLogger(__name__)
@@ -42,9 +35,8 @@ def sleep(seconds: float) -> None:
 class Pace:
     """Makes forwards take a profile's `latency`.
 
-    Call `begin` before a forward is built, `end` with its rows after it, and `wait` when its result has been read.
-    `nap(seconds)` waits, `clock()` returns seconds, `complain` is called when the real work takes longer than the
-    profile.
+    Call `end` after a forward was built, and `wait` when its result has been read. `nap(seconds)` waits, `clock()`
+    returns seconds, `complain` is called when the real work takes longer than the profile.
     """
 
     def __init__(
@@ -63,16 +55,13 @@ class Pace:
         self._simulated = 0.0
         self._late = 0.0
 
-    def begin(self, ready: float) -> None:
-        """Begins a forward at `ready`, when its input was available, or at the end of the forward before it.
+    def end(self, rows: int, ready: float) -> None:
+        """Ends a forward of `rows` that began at `ready`, when its input was available, or after the one before it.
 
         So the host's work between two forwards counts for the second one, as in times that are measured step by step.
         """
-        self._busy_until = max(self._busy_until, ready)
-
-    def end(self, rows: int) -> None:
         seconds = self._latency(rows) / 1000
-        self._busy_until += seconds
+        self._busy_until = max(self._busy_until, ready) + seconds
         self._simulated += seconds
         self._pending = True
 
@@ -93,18 +82,6 @@ class Pace:
                 " simulated time; use a smaller model, a slower profile or an idle machine"
             )
             self._late = self._simulated = 0.0
-
-
-@contextmanager
-def paced(pace: Pace | None, rows: int, ready: float) -> Iterator[None]:
-    """Makes a forward of `rows` take the time of `pace` from `ready` on, if there is a pace."""
-    if pace is None:
-        yield
-        return
-    pace.begin(ready)
-    yield
-    pace.end(rows)
-    pace.wait()
 
 
 FADE = 0.95
@@ -147,34 +124,3 @@ class ForwardCost:
             return 0.0
         fixed, each = self.line
         return fixed + each * rows
-
-
-# Free memory is returned after so many ended texts if none runs, and after so many in any case.
-_WHERE_IDLE, _AT_THE_LATEST = 16, 64
-
-
-class PeakMemory:
-    """The most memory that this process has held, weights included.
-
-    On a GPU: MLX's peak since `restart`. On a CPU: the process's peak since its start, since MLX does not count the
-    memory of ONNX Runtime and numpy.
-    """
-
-    def __init__(self) -> None:
-        self._ended = 0
-
-    def restart(self) -> None:
-        mx.reset_peak_memory()
-
-    def bytes(self) -> int:
-        if mx.default_device().type == mx.cpu:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            return peak if sys.platform == "darwin" else peak * 1024
-        return mx.get_peak_memory()
-
-    def ended(self, idle: bool) -> None:
-        """Counts an ended text; `idle`: no text runs now."""
-        self._ended += 1
-        if self._ended >= (_WHERE_IDLE if idle else _AT_THE_LATEST):
-            self._ended = 0
-            give_back()

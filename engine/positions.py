@@ -36,8 +36,7 @@ class RopeTable:
         self._rope, self._width, self._half = rope, width, half
         self._angles = np.zeros((2, 0, width), dtype=np.float32)
         # Looked up by the last forward's first layer, for the layers after it.
-        self._by_token: tuple[mx.array, Angles] | None = None
-        self._by_span: tuple[tuple[int, int], Angles] | None = None
+        self._latest: tuple[int | mx.array, int, Angles] | None = None
         self.exact = False  # True if for plain text it returns the same bits as the rope
 
     @classmethod
@@ -58,15 +57,18 @@ class RopeTable:
             plain = rope(x, offset=position)
             if not mx.allclose(table(x, mx.array([position, position + 1])), plain, rtol=1e-4, atol=1e-4):
                 return None
-            same.append(bool(mx.array_equal(table.plain(x, position), plain)))
+            same.append(bool(mx.array_equal(table(x, position), plain)))
         table.exact = all(same)
         return table
 
-    def __call__(self, x: mx.array, offsets: mx.array) -> mx.array:
-        """Ropes x [1, H, L, D], token l at position offsets[l]."""
-        if self._by_token is None or self._by_token[0] is not offsets:
-            self._by_token = (offsets, self._angles_of(np.array(offsets)))
-        return self._turn(x, self._by_token[1])
+    def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
+        """Ropes x [1, H, L, D], token l at position `offset` + l, or at offset[l]."""
+        count = x.shape[-2]
+        if self._latest is None or not _is_same(self._latest[0], offset) or self._latest[1] != count:
+            positions = np.array(offset) if isinstance(offset, mx.array) else np.arange(offset, offset + count)
+            cos, sin = self.on_host(positions)
+            self._latest = offset, count, (mx.array(cos), mx.array(sin))
+        return self._turn(x, self._latest[2])
 
     @property
     def whole(self) -> bool:
@@ -80,23 +82,12 @@ class RopeTable:
         angles: np.ndarray[Any, np.dtype[np.float32]] = self._angles[:, positions]
         return angles
 
-    def plain(self, x: mx.array, offset: int) -> mx.array:
-        """Ropes x [1, H, L, D], the first token at position `offset`."""
-        span = (offset, x.shape[-2])
-        if self._by_span is None or self._by_span[0] != span:
-            self._by_span = (span, self._angles_of(np.arange(offset, offset + x.shape[-2])))
-        return self._turn(x, self._by_span[1])
-
     def _turn(self, x: mx.array, angles: Angles) -> mx.array:
         half, (cos, sin) = self._half, angles
         parts = [x[..., half : 2 * half], x[..., :half]]
         if 2 * half < self._width:
             parts.append(x[..., 2 * half :])
         return x * cos.astype(x.dtype) + mx.concatenate(parts, axis=-1) * sin.astype(x.dtype)
-
-    def _angles_of(self, positions: Ints) -> Angles:
-        cos, sin = self.on_host(positions)
-        return mx.array(cos), mx.array(sin)
 
     def _grow(self) -> None:
         half, start = self._half, self._angles.shape[1]
@@ -107,6 +98,10 @@ class RopeTable:
         cos[:, :half] = cos[:, half : 2 * half] = turned[:, :half]
         sin[:, :half], sin[:, half : 2 * half] = -turned[:, half : 2 * half], turned[:, half : 2 * half]
         self._angles = np.concatenate([self._angles, np.stack([cos, sin])], axis=1)
+
+
+def _is_same(known: int | mx.array, offset: int | mx.array) -> bool:
+    return known is offset or not (isinstance(known, mx.array) or isinstance(offset, mx.array) or known != offset)
 
 
 class TokenRope:
@@ -122,8 +117,8 @@ class TokenRope:
             return own(x, offset=offset, **others)
         table = self._table(x.shape[-1])
         if not isinstance(offset, mx.array):
-            plain = table is not None and table.exact and x.dtype == mx.float32
-            return table.plain(x, offset) if table is not None and plain else own(x, offset=offset)
+            tabulated = table is not None and table.exact and x.dtype == mx.float32
+            return table(x, offset) if table is not None and tabulated else own(x, offset=offset)
         return table(x, offset) if table is not None else own(x.swapaxes(0, 2), offset=offset).swapaxes(0, 2)
 
     def _table(self, width: int) -> RopeTable | None:

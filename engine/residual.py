@@ -32,9 +32,9 @@ from outrider.engine.sampling import (
     Purpose,
     Sampler,
     SamplingMetadata,
+    best_tokens,
     exponential_numpy,
     gumbel_at,
-    gumbel_numpy,
     stream,
 )
 from outrider.engine.steps import Step, score
@@ -60,7 +60,7 @@ class ResidualSampler(Sampler):
     def log_p(self, logits: mx.array, histories: Sequence[History] | None = None) -> Floats:
         """Returns the target's own log-probabilities, warped and normalised, [R, V]. Waits."""
         if self.filters:
-            warped = self.warped(logits, histories)
+            warped = self.filtered(self.penalise(logits, histories))
         else:
             warped = self.penalise(logits, histories) * (1.0 / self.params.temp)
         if mx.default_device().type == mx.cpu:  # numpy is ten times faster there
@@ -93,14 +93,8 @@ class ResidualSampler(Sampler):
 
         Draws from p if that is 0 everywhere, or if `q` is None: there was no draft.
         """
-        scores = (log_p if q is None else residual(log_p, q)) + self._noise_at(position)
+        scores = (log_p if q is None else residual(log_p, q)) + np.array(self.noise_at(position), copy=False)
         return int(scores.argmax())
-
-    def _noise_at(self, position: int) -> Floats:
-        if mx.default_device().type == mx.cpu:  # one row, not the block of rows that `noise` computes
-            alone: Floats = gumbel_numpy(self._noise_seed, [position], self.vocab_size)[0]
-            return alone
-        return np.array(self.noise([position])[0], copy=False)
 
 
 def residual(log_p: Floats, q: SparseQ) -> Floats:
@@ -147,7 +141,7 @@ class Draws:
     def score(self, asked: SamplingMetadata, logits: mx.array, forks: Sequence[int]) -> Step:
         """Returns the step of one text, as `engine.steps.score`; its best tokens are draws."""
         seeds = [stream(self.seed, Purpose.DRAFT, fork) for fork in forks]
-        return score([asked], logits, partial(DrawnStep, self, seeds, asked.positions))
+        return score([asked], logits, partial(DrawnStep, partial(draw, self, seeds, asked.positions)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +157,12 @@ class DrawnStep(Step):
     """A `Step` whose best tokens are draws; `candidates` are still the likeliest tokens."""
 
     def __init__(
-        self,
-        draws: Draws,
-        seeds: Sequence[int],
-        positions: Sequence[int],
-        scores: mx.array,
-        finish: Callable[[Floats], Floats] | None,
+        self, draw: Callable[[Any, Any], Drawn], scores: mx.array, finish: Callable[[Floats], Floats] | None
     ) -> None:
-        """`seeds`: each row's, by its fork; `positions`: those of the drawn tokens."""
-        super().__init__(scores, finish)
-        self._draws, self._keys = draws, (seeds, positions)
+        """`draw(xp, scores)`: see `draw` below."""
+        on_cpu = mx.default_device().type == mx.cpu  # numpy is faster there, including the wait
+        super().__init__(scores, finish or (np.asarray if on_cpu else None))
+        self._draw = draw
         self._drawn: Drawn | None = None
 
     def q(self, row: int) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Floats]:
@@ -186,18 +176,12 @@ class DrawnStep(Step):
         drawn = cast(Drawn, self._drawn)
         return np.array(drawn.ids, np.int32), np.array(drawn.probs, np.float32)
 
-    def _choose(self, scores: mx.array) -> mx.array:
-        if self._on_cpu:  # numpy is faster there, including the wait
-            return mx.array(self.best(), dtype=mx.int32)
-        self._drawn = draw(mx, self._draws, *self._keys, scores)
-        return cast(mx.array, self._drawn.chosen)
-
-    def _choose_on_host(self, scores: Floats) -> list[int]:
-        self._drawn = draw(np, self._draws, *self._keys, scores)
-        return cast(list[int], self._drawn.chosen.tolist())
+    def _choose(self, xp: Any, scores: Any) -> Any:
+        self._drawn = self._draw(xp, scores)
+        return self._drawn.chosen
 
 
-def draw(xp: Any, draws: Draws, seeds: Sequence[int], positions: Sequence[int], scores: Any) -> Drawn:
+def draw(draws: Draws, seeds: Sequence[int], positions: Sequence[int], xp: Any, scores: Any) -> Drawn:
     """Draws a token for each row of `scores` [R, V], float32 log p up to a constant. `xp`: numpy or mlx.core (lazy).
 
     `seeds`: each row's, by its fork; `positions`: those of the drawn tokens.
@@ -215,18 +199,13 @@ def draw(xp: Any, draws: Draws, seeds: Sequence[int], positions: Sequence[int], 
 
 def _top(xp: Any, scores: Any, count: int) -> Any:
     """Returns the ids [R, count] of each row's best tokens, in any order."""
+    if xp is np:
+        return np.stack([best_tokens(row, count) for row in scores])
     rows, width = scores.shape
-    whole = width // _WIDE
     if count * _WIDE >= width or width % _WIDE:
-        return _partition(xp, scores, count)
-    blocks = scores.reshape(rows, whole, _WIDE)
-    best = _partition(xp, blocks.max(axis=-1), count)
-    inside = xp.take_along_axis(blocks, best[:, :, None], 1).reshape(rows, count * _WIDE)
-    at = _partition(xp, inside, count)
-    return xp.take_along_axis(best, at // _WIDE, -1) * _WIDE + at % _WIDE
-
-
-def _partition(xp: Any, scores: Any, count: int) -> Any:
-    if count >= scores.shape[1]:
-        return xp.argsort(-scores, axis=-1)[:, :count]
-    return xp.argpartition(-scores, count - 1, -1)[:, :count]
+        return mx.argpartition(-scores, count - 1)[:, :count]
+    blocks = scores.reshape(rows, width // _WIDE, _WIDE)
+    best = mx.argpartition(-blocks.max(axis=-1), count - 1)[:, :count]
+    inside = mx.take_along_axis(blocks, best[:, :, None], 1).reshape(rows, count * _WIDE)
+    at = mx.argpartition(-inside, count - 1)[:, :count]
+    return mx.take_along_axis(best, at // _WIDE, -1) * _WIDE + at % _WIDE

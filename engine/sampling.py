@@ -72,21 +72,13 @@ def stream(seed: int, purpose: Purpose, part: int = 0) -> int:
     return _mix64(_mix64(_mix64(seed + 0x8CB92BA72F3D8DD7) + purpose) + part)
 
 
-def gumbel_numpy(seed: int, positions: Sequence[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Returns G for `positions` (absolute, 0 or more) and tokens 0 to vocab_size - 1: float32 [P, V]."""
-    tokens = np.arange(vocab_size, dtype=np.uint32)
-    noise = np.empty((len(positions), vocab_size), np.float32)
-    for row, first, second in zip(noise, *_keys(seed, positions), strict=True):
-        row[:] = _gumbel(np, integers(np, tokens, first, second))  # row by row, to stay in the CPU's cache
-    return noise
+def gumbel(xp: Any, seed: int, positions: Sequence[int], vocab_size: int) -> Any:
+    """Returns G for `positions` (absolute, 0 or more) and tokens 0 to vocab_size - 1: float32 [P, V].
 
-
-def gumbel(seed: int, positions: Sequence[int], vocab_size: int) -> mx.array:
-    """Returns `gumbel_numpy` on MLX's default device, lazy: float32 [P, V]."""
-    first, second = _keys(seed, positions)
-    tokens = mx.arange(vocab_size, dtype=mx.uint32)
-    noise: mx.array = _gumbel(mx, integers(mx, tokens, mx.array(first), mx.array(second)))
-    return noise
+    `xp`: numpy or mlx.core (lazy).
+    """
+    first, second = map(xp.array, _keys(seed, positions))
+    return _gumbel(xp, integers(xp, xp.arange(vocab_size, dtype=xp.uint32), first, second))
 
 
 def gumbel_at(xp: Any, seeds: Sequence[int], positions: Sequence[int], tokens: Any) -> Any:
@@ -177,12 +169,11 @@ History = mx.array | Sequence[int]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 _ROUNDING, _ULPS = 1e-4, 2e-6  # the rounding errors between logits and scores: absolute, and relative to their size
 _MASS = 2e-3  # the error of a sum of a vocabulary's probabilities in float32
-_BLOCK = 8  # positions whose noise is computed at a time
-_BLOCKS_KEPT = 4
+_BLOCK, _KEPT = 8, 32  # positions whose noise is computed at a time, except on the CPU, and kept
 
 
 class Sampler:
-    """Computes the scores of one request: `warped` logits plus Gumbel noise of the request's seed.
+    """Computes the scores of one request: warped logits plus Gumbel noise of the request's seed.
 
     With `normalised` False the log-softmax is left out if no filter needs it: each row of scores then differs from the
     contract's by a constant (and by rounding), which changes no argmax and no gap. A worker makes all its choices in
@@ -218,7 +209,7 @@ class Sampler:
         self._noise_seed = params.seed or 0
         # The bits are the same; on the CPU numpy is several times faster.
         self._xp: Any = np if mx.default_device().type == mx.cpu else mx
-        self._blocks: dict[int, Any] = {}
+        self._noise: dict[int, Any] = {}  # by position
         alike = replace(
             params, seed=None, max_tokens=1, min_tokens=0, stop=(), ignore_eos=False, grammar=None, logprobs=None
         )
@@ -255,42 +246,23 @@ class Sampler:
         Args:
             logits: one row per token to choose.
             positions: the absolute position of the token that each row chooses.
-            histories: see `warped`.
+            histories: committed text plus chain prefix of each row; used only if `needs_history`.
         """
         own = [SamplingMetadata(self, positions, histories)]
         return scored(own, penalised(own, logits))
 
-    def warped(self, logits: mx.array, histories: Sequence[History] | None = None) -> mx.array:
-        """Returns `scores` without noise: log-probabilities after penalties, bias, grammar, filters and temperature.
-
-        Excluded tokens are -inf. Lazy.
-
-        Args:
-            logits: [R, V], any float dtype.
-            histories: committed text plus chain prefix of each row; used only if `needs_history`.
-
-        Returns:
-            [R, V]; with a temperature in float32, normalised before the filters; else in `logits`' format.
-        """
-        return self.filtered(self.penalise(logits, histories))
+    def penalise(self, logits: mx.array, histories: Sequence[History] | None = None) -> mx.array:
+        """Returns `penalised` logits of this sampler's rows."""
+        return penalised([SamplingMetadata(self, (), histories)], logits)
 
     def filtered(self, logits: mx.array) -> mx.array:
-        """Returns `warped` of logits that `penalise` has returned. Lazy."""
+        """Returns the scores without noise of logits [R, V] that `penalise` has returned. Lazy.
+
+        With a temperature they are in float32, and normalised before the filters. Excluded tokens are -inf.
+        """
         if self._normalised:
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return _filter(logits, self.params)
-
-    def penalise(
-        self, logits: mx.array, histories: Sequence[History] | None = None, words: Words | None = None
-    ) -> mx.array:
-        """Returns `logits` after penalties, bias and grammar, the first step of `scores`; float32 with a temperature.
-
-        `words`: the allowed tokens, for rows of several samplers (`joint_words`). Lazy, except for the grammar.
-        """
-        penalised = _penalise(logits, histories, self.params)
-        if words is None:
-            words = joint_words([SamplingMetadata(self, (), histories)])
-        return penalised if words is None else masked(penalised, words)
 
     def choose(self, penalised: Floats, positions: Sequence[int]) -> list[int] | None:
         """Returns the argmax of `scores` for each row of float32 logits [R, V] from `penalise`, by numpy alone.
@@ -333,32 +305,19 @@ class Sampler:
         return cast("list[int]", few[every, chosen].tolist())
 
     def noise(self, positions: Sequence[int]) -> mx.array:
-        """Returns the noise G at these positions, float32 [P, V]; the latest blocks of positions are cached."""
+        """Returns the noise G at these positions, float32 [P, V]."""
         return joint_noise([SamplingMetadata(self, positions)])
 
-    def _noise_at_all(self, positions: Sequence[int]) -> Any:
-        """Returns `noise`; on the CPU as a numpy array."""
-        xp, (blocks, index) = self._xp, _blocks_of(positions)
-        rows = [self._block(block) for block in blocks]
-        noise = rows[0] if len(rows) == 1 else xp.concatenate(rows)
-        if len(index) == 1:
-            return noise[index[0] : index[0] + 1]
-        return xp.take(noise, xp.array(index), axis=0)
-
-    def add_noise(self, scores: np.ndarray[Any, np.dtype[np.float32]], positions: Sequence[int]) -> None:
-        """Adds `noise` to scores [P, V] in place, by numpy; row by row, since a gather would copy the rows first."""
-        blocks = {block: np.array(self._block(block), copy=False) for block in _blocks_of(positions)[0]}
-        for row, position in zip(scores, positions, strict=True):
-            row += blocks[position // _BLOCK][position % _BLOCK]
-
-    def _block(self, block: int) -> Any:
-        if block not in self._blocks:
-            if len(self._blocks) >= _BLOCKS_KEPT:
-                self._blocks.pop(min(self._blocks))
-            make = gumbel_numpy if self._xp is np else gumbel
-            positions = range(block * _BLOCK, (block + 1) * _BLOCK)
-            self._blocks[block] = make(self._noise_seed, positions, self.vocab_size)
-        return self._blocks[block]
+    def noise_at(self, position: int) -> Any:
+        """Returns the noise at a position, float32 [V]: on the CPU a numpy array. That of the latest ones is kept."""
+        if position not in self._noise:
+            count = 1 if self._xp is np else _BLOCK
+            first = position // count * count
+            for old in sorted(self._noise)[: max(len(self._noise) + count - _KEPT, 0)]:
+                del self._noise[old]
+            block = range(first, first + count)
+            self._noise.update(zip(block, gumbel(self._xp, self._noise_seed, block, self.vocab_size), strict=True))
+        return self._noise[position]
 
 
 def _only_bests(scores: Floats, best: Floats, largest: float = 0.0) -> list[int] | None:
@@ -404,10 +363,8 @@ def best_tokens(scores: Floats, count: int) -> Ints:
 
     numpy's argpartition takes 0.5 ms for 49,152 scores, and 9 ms if most of them are -inf; this takes 0.07 ms.
     """
-    columns = len(scores) // _PARTS
-    if columns < count:
-        return np.argsort(-scores, kind="stable")[:count]
-    maxima = scores[: _PARTS * columns].reshape(_PARTS, columns).max(axis=0)
+    count, columns = min(count, len(scores)), len(scores) // _PARTS
+    maxima = scores[: _PARTS * columns].reshape(_PARTS, columns).max(axis=0) if columns >= count else scores
     floor = np.partition(maxima, -count)[-count]
     above = np.flatnonzero(scores > floor)  # no more than _PARTS x count
     best: Ints = above[np.argsort(-scores[above], kind="stable")[:count]]
@@ -425,12 +382,16 @@ class SamplingMetadata:
 
 
 def penalised(asked: Sequence[SamplingMetadata], logits: mx.array) -> mx.array:
-    """Returns `Sampler.penalise` of logits [R, V], the rows of all `asked` one after another; their samplers are of one
-    kind."""
+    """Returns logits [R, V] after penalties, bias and grammar, the first step of the scores.
+
+    The rows of all `asked` follow one another; their samplers are of one kind. With a temperature the result is in
+    float32. Lazy, except for the grammar.
+    """
     sampler, histories = asked[0].sampler, None
     if sampler.needs_history and asked[0].histories is not None:
         histories = [history for rows in asked for history in rows.histories or ()]
-    return sampler.penalise(logits, histories, joint_words(asked))
+    result, words = _penalise(logits, histories, sampler.params), _joint_words(asked)
+    return result if words is None else masked(result, words)
 
 
 def scored(asked: Sequence[SamplingMetadata], logits: mx.array) -> mx.array:
@@ -439,7 +400,7 @@ def scored(asked: Sequence[SamplingMetadata], logits: mx.array) -> mx.array:
     return scores + joint_noise(asked) if asked[0].sampler.noisy else scores
 
 
-def joint_words(asked: Sequence[SamplingMetadata]) -> Words | None:
+def _joint_words(asked: Sequence[SamplingMetadata]) -> Words | None:
     """Returns what grammars of samplers of one kind allow after their histories, row by row; None: no grammar."""
     words = []
     for rows in asked:
@@ -452,15 +413,8 @@ def joint_words(asked: Sequence[SamplingMetadata]) -> Words | None:
 
 def joint_noise(asked: Sequence[SamplingMetadata]) -> mx.array:
     """Returns the noise of several samplers, each at its positions, one after another: float32 [P, V]."""
-    parts = [rows.sampler._noise_at_all(rows.positions) for rows in asked]
-    joint = parts[0] if len(parts) == 1 else asked[0].sampler._xp.concatenate(parts)
-    return joint if isinstance(joint, mx.array) else mx.array(joint)
-
-
-def _blocks_of(positions: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns the blocks of these positions, and each position's index in the concatenated blocks."""
-    blocks = sorted({position // _BLOCK for position in positions})
-    return blocks, [blocks.index(position // _BLOCK) * _BLOCK + position % _BLOCK for position in positions]
+    noise = asked[0].sampler._xp.stack([own.sampler.noise_at(place) for own in asked for place in own.positions])
+    return noise if isinstance(noise, mx.array) else mx.array(noise)
 
 
 def _penalise(logits: mx.array, histories: Sequence[History] | None, params: SamplingParams) -> mx.array:

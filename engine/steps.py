@@ -39,7 +39,7 @@ class Step:
         """Returns each row's best token, int [R], on the device."""
         if self._chosen is None:
             if self._finish is None:
-                self._chosen = self._choose(self._scores)
+                self._chosen = self._choose(mx, self._scores)
             else:
                 self._chosen = mx.array(self.best(), dtype=mx.int32)
         return self._chosen
@@ -57,7 +57,7 @@ class Step:
         """Returns each row's best token. Waits."""
         if self._best is None:
             if self._chosen is None and self._on_cpu:
-                self._best = self._choose_on_host(self._host())
+                self._best = cast(list[int], self._choose(np, self._host()).tolist())
             else:
                 self._best = cast(list[int], self.chosen().tolist())
         return self._best
@@ -84,11 +84,9 @@ class Step:
         """Returns one row's scores, [V]."""
         return self._scores[row] if self._finish is None else mx.array(self._host()[row])
 
-    def _choose(self, scores: mx.array) -> mx.array:
-        return mx.argmax(scores, axis=-1).astype(mx.int32)
-
-    def _choose_on_host(self, scores: Floats) -> list[int]:
-        return cast(list[int], scores.argmax(axis=-1).tolist())
+    def _choose(self, xp: Any, scores: Any) -> Any:
+        """Returns each row's best token, int [R]. `xp`: numpy or mlx.core."""
+        return xp.argmax(scores, axis=-1).astype(xp.int32)
 
     def _host(self) -> Floats:
         """Returns the scores, in MLX's own memory if possible; they must not be written to. Waits."""
@@ -139,7 +137,8 @@ def _finish(asked: Sequence[SamplingMetadata], penalised: Floats) -> Floats:
         scores = penalised * np.float32(1.0 / sampler.params.temp)
     for rows in asked if sampler.noisy else ():
         start, end = end, end + len(rows.positions)
-        rows.sampler.add_noise(scores[start:end], rows.positions)
+        for row, position in zip(scores[start:end], rows.positions, strict=True):  # in place: a gather would copy
+            row += np.array(rows.sampler.noise_at(position), copy=False)
     return scores
 
 

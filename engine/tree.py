@@ -1,7 +1,7 @@
 """A token tree: committed tokens, and the drafted tokens that grow from them.
 
 `Tree` has the nodes and implements `drafters.drafter.TokenTree`, whose docstrings are the contract. Keys and values
-are in `engine.kv_rows`; `engine.steps` chooses tokens. `feed_together` feeds several trees at once.
+are in `engine.kv_rows`; `engine.steps` chooses tokens.
 
 `TreeLayout` maps the columns of a tree's row to positions and to the columns that each token sees. Columns below
 `prefix` hold committed text, column i the token at position i, and every token sees them. Then come the window's
@@ -145,7 +145,6 @@ class Tree:
         self._origin = 0  # the position of the first column's token; earlier tokens have no column
         self._committed: list[int] = []
         self._layout = TreeLayout(0)
-        self._column_tokens: list[int] = []
         self._recent: list[int] = []  # committed columns that are still in the window
         self._nodes: dict[int, _Node] = {}
         self.next_node, self.root = 0, 0
@@ -154,7 +153,7 @@ class Tree:
         self.cached = start.length if start is not None else 0
         if start is not None:
             kv_rows.restore(start)
-            self._committed, self._column_tokens = list(tokens[: start.length]), list(tokens[: start.length])
+            self._committed = list(tokens[: start.length])
         with ExitStack() as undo:  # if reading fails, or `progress` ends it
             self._cache.enter(self, min(len(tokens) + sampler.params.max_tokens, context_length))
             undo.callback(self._cache.leave, self)
@@ -173,8 +172,13 @@ class Tree:
     def room(self) -> int:
         return max(0, self._context_length - len(self._committed))
 
+    @property
+    def _columns(self) -> int:
+        """The number of committed tokens that have columns, from position `_origin` on."""
+        return self._layout.prefix + len(self._recent)
+
     def column_tokens(self) -> list[int]:
-        return list(self._column_tokens)
+        return self._committed[self._origin : self._origin + self._columns]
 
     def child(self, node: int, token: int, given: bool | None = None) -> int | None:
         parent = self._node(node)
@@ -184,12 +188,27 @@ class Tree:
         return next((child for child, entry in children if self._token(entry) == token), None)
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
-        (nodes,) = feed_together([self], [TreeFeed(parents, tokens)])
+        (nodes,) = self.feed_together([self], [TreeFeed(parents, tokens)])
         return nodes
 
     @staticmethod
     def feed_together(trees: Sequence[Tree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-        return feed_together(trees, feeds)
+        """Feeds each tree its tokens, in one forward if the KV rows can; returns the nodes of each tree.
+
+        All trees are of one model. A call that fails leaves all trees unchanged.
+        """
+        begun: list[TreeInput] = []
+        try:
+            for tree, feed in zip(trees, feeds, strict=True):
+                begun.append(tree.begin(feed))
+            kv_rows = [tree.kv_rows for tree in trees]
+            logits = type(kv_rows[0]).forward(kv_rows, [growth.new for growth in begun])
+            steps = _scored(trees, begun, logits)
+        except Exception:
+            for tree, growth in zip(trees, begun, strict=False):
+                tree.give_up(growth)
+            raise
+        return [tree.end(growth, *own) for tree, growth, own in zip(trees, begun, steps, strict=True)]
 
     def best(self, nodes: Sequence[int]) -> list[int]:
         unread = [step.pending for step in self._steps(nodes) if not step.is_read]
@@ -227,7 +246,7 @@ class Tree:
 
     def lendable(self) -> list[int]:
         """Returns the committed tokens in the prefix; see `PrefixSource`."""
-        return [] if self.kv_rows.whole else self._column_tokens[: self._layout.prefix]
+        return [] if self.kv_rows.whole else self._committed[: self._layout.prefix]
 
     def save(self, length: int) -> SavedPrefix:
         """Returns a copy of the first `length` columns; see `PrefixSource`."""
@@ -251,12 +270,11 @@ class Tree:
         """Feeds committed tokens after the columns, all of them committed; the last as the root, unless `more` come."""
         start, plain = len(self._committed), list(tokens if more else tokens[:-1])
         self._committed += plain
-        self._column_tokens += plain
         self._recent, self._nodes = [], {}
         self.kv_rows.prefill(self._committed, progress, start + len(tokens), start)
         self._layout = TreeLayout(len(self._committed))
         if not more:
-            (root,) = feed_together([self], [TreeFeed([NOWHERE], tokens[-1:])])[0]
+            (root,) = self.feed([NOWHERE], tokens[-1:])
             self._settle(root)
 
     def _node(self, node: int) -> _Node:
@@ -325,7 +343,7 @@ class Tree:
         """Returns the column of a node, also of one being fed; for NOWHERE that of the last committed token."""
         if parent >= self.next_node:
             return self._layout.end + parent - self.next_node
-        return len(self._column_tokens) - 1 if parent == NOWHERE else self._node(parent).column
+        return self._columns - 1 if parent == NOWHERE else self._node(parent).column
 
     def _readily(self, parent: int, token: int | None) -> int | None:
         """Returns the token to feed, or None if it is not known without waiting."""
@@ -378,7 +396,6 @@ class Tree:
         """Commits one node."""
         entry = self._nodes[node]
         self._committed.append(self._token(entry))
-        self._column_tokens.append(self._committed[-1])
         self._recent.append(entry.column)
         self.root = node
 
@@ -400,25 +417,6 @@ class Tree:
         for column, survivor in enumerate(pending, prefix + len(self._recent)):
             survivor.column = column
         self._recent = []
-
-
-def feed_together(trees: Sequence[Tree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-    """Feeds each tree its tokens, in one forward if the KV rows can; returns the nodes of each tree.
-
-    All trees are of one model. A call that fails leaves all trees unchanged.
-    """
-    begun: list[TreeInput] = []
-    try:
-        for tree, feed in zip(trees, feeds, strict=True):
-            begun.append(tree.begin(feed))
-        kv_rows = [tree.kv_rows for tree in trees]
-        logits = type(kv_rows[0]).forward(kv_rows, [growth.new for growth in begun])
-        steps = _scored(trees, begun, logits)
-    except Exception:
-        for tree, growth in zip(trees, begun, strict=False):
-            tree.give_up(growth)
-        raise
-    return [tree.end(growth, *own) for tree, growth, own in zip(trees, begun, steps, strict=True)]
 
 
 def _scored(trees: Sequence[Tree], begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:

@@ -17,12 +17,13 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
+from outrider.engine.hidden_states import Takes
 from outrider.engine.kv_cache import CacheSlot, Feed, KVCache
 from outrider.engine.residual import ResidualSampler
 from outrider.engine.sampling import History, Sampler, SamplingMetadata, penalised, scored
 from outrider.protocol.errors import InvalidRequest, ModelFault, OutriderError
 from outrider.protocol.schema import NEVER, Logprobs
-from outrider.protocol.trees import SparseQ, depths, fault, lines, walk
+from outrider.protocol.trees import SparseQ, depths, fault, line, lines, walk
 
 _MAX_REPLAY = 8  # committed tokens a model with recurrent state may feed again before its next chain
 
@@ -56,6 +57,11 @@ class VerifyInput:
     chain: tuple[int, ...] = ()
     q: SparseQ | None = None
     parents: tuple[int, ...] = ()
+
+    @property
+    def tree_parents(self) -> tuple[int, ...]:
+        """The parents of the tokens as a tree: those of a chain follow one another."""
+        return self.parents or line(len(self.chain))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +206,8 @@ class BatchForward:
             begin = end
 
     def _positions_of(self, index: int) -> list[int]:
-        first, ask = self._positions[index], self.asks[index]
-        if ask.parents:
-            return [first, *(first + 1 + depth for depth in depths(ask.parents))]
-        return list(range(first, first + len(ask.chain) + 1))
+        first = self._positions[index]
+        return [first, *(first + 1 + depth for depth in depths(self.asks[index].tree_parents))]
 
     def _settled(self, index: int, ask: VerifyInput, choices: Sequence[int]) -> VerifyOutput | OutriderError:
         slot, chain = ask.slot, list(ask.chain)
@@ -260,33 +264,13 @@ def begin(
     Args:
         after: a forward of plain steps that is not read yet; every ask is then a plain step after its own.
     """
-    feeds: list[Feed] = []
-    positions: list[int] = []
-    hidden: list[mx.array | None] = [None] * (len(asks) + len(readings))
-    for ask in asks:
-        slot = ask.slot
-        if len(slot.unfed) > _MAX_REPLAY:
-            slot.feed_all_but(1)
-        if ask.chain or after is not None or slot.sequence.marks_freely:
-            slot.sequence.mark()
-        # A drafter may have tokens that the target lacks; they are never accepted.
-        if ask.parents:
-            _check_tree(ask)
-        known = [token if token < slot.sampler.vocab_size else 0 for token in ask.chain]
-        behind = after.token_of(slot) if after is not None else None
-        tokens = slot.unfed + known if behind is None else behind
-        takes = partial(hidden.__setitem__, len(feeds)) if slot.listener is not None else None
-        feeds.append(Feed(slot.sequence, tokens, len(ask.chain) + 1, False, takes, ask.parents, slot.all_cores))
-        positions.append(slot.fed + feeds[-1].count - len(ask.chain))
-    for reading in readings:
-        slot, start = reading.slot, reading.slot.fed
-        if slot.sequence.marks_freely:
-            slot.sequence.mark()
-        new = slot.tokens[start : start + reading.count]
-        takes = partial(hidden.__setitem__, len(feeds)) if slot.listener is not None else None
-        feeds.append(Feed(slot.sequence, new, 0, True, takes))
+    parts: list[VerifyInput | PrefillChunk] = [*asks, *readings]
+    hidden: list[mx.array | None] = [None] * len(parts)
+    takes = [partial(hidden.__setitem__, n) if p.slot.listener is not None else None for n, p in enumerate(parts)]
+    feeds = [_feed(part, own, after) for part, own in zip(parts, takes, strict=True)]
+    positions = [ask.slot.fed + feed.count - len(ask.chain) for ask, feed in zip(asks, feeds, strict=False)]
     starts = [reading.slot.fed for reading in readings]
-    kv_cache = (asks[0].slot if asks else readings[0].slot).kv_cache
+    kv_cache = parts[0].slot.kv_cache
     logits = kv_cache.forward(feeds)
     forward = BatchForward(kv_cache, asks, logits, positions, sum(feed.count for feed in feeds), hidden)
     for reading, start, rows in zip(readings, starts, hidden[len(asks) :], strict=True):
@@ -297,6 +281,24 @@ def begin(
     else:
         mx.async_eval(kv_cache.state(), forward._hidden_rows)  # type: ignore[no-untyped-call]
     return forward
+
+
+def _feed(part: VerifyInput | PrefillChunk, takes: Takes | None, after: BatchForward | None) -> Feed:
+    slot, sequence = part.slot, part.slot.sequence
+    if isinstance(part, PrefillChunk):
+        if sequence.marks_freely:
+            sequence.mark()
+        return Feed(sequence, slot.tokens[slot.fed : slot.fed + part.count], 0, True, takes)
+    if len(slot.unfed) > _MAX_REPLAY:
+        slot.feed_all_but(1)
+    if part.chain or after is not None or sequence.marks_freely:
+        sequence.mark()
+    if part.parents:
+        _check_tree(part)
+    # A drafter may have tokens that the target lacks; they are never accepted.
+    known = [token if token < slot.sampler.vocab_size else 0 for token in part.chain]
+    tokens = slot.unfed + known if after is None else after.token_of(slot)
+    return Feed(sequence, tokens, len(part.chain) + 1, False, takes, part.parents, slot.all_cores)
 
 
 def _check_tree(ask: VerifyInput) -> None:
@@ -333,14 +335,9 @@ def _by_equality(sampler: Sampler, ask: VerifyInput, choices: Sequence[int]) -> 
         raise InvalidRequest("this request uses coupled sampling, and its chain has a q; expected one without q")
     if min(choices) < 0:
         raise ModelFault("the target's logits are NaN or infinite; this request can't continue")
-    if ask.parents:
-        path = walk(ask.chain, ask.parents, choices)
-        bonus = choices[path[-1] + 1 if path else 0]
-        return VerifyOutput(len(path), bonus, path=None if path == tuple(range(len(path))) else path)
-    accepted = 0
-    while accepted < len(ask.chain) and choices[accepted] == ask.chain[accepted]:
-        accepted += 1
-    return VerifyOutput(accepted, choices[accepted])
+    path = walk(ask.chain, ask.tree_parents, choices)
+    bonus = choices[path[-1] + 1 if path else 0]
+    return VerifyOutput(len(path), bonus, path=None if path == tuple(range(len(path))) else path)
 
 
 def _chosen_on_host(asked: Sequence[SamplingMetadata], logits: mx.array) -> list[int] | None:
@@ -366,13 +363,9 @@ def _choices(scores: mx.array) -> mx.array:
 def _histories(ask: VerifyInput, after: BatchForward | None) -> list[History]:
     """Returns the history of each row, for penalties and grammar: committed text and the chain before its choice."""
     reach = ask.slot.sampler.reach
-    if ask.parents:
-        text = ask.slot.tokens[-reach:]
-        return [[*text, *down][-reach:] for down in ((), *lines(ask.chain, ask.parents))]
-    line = [*ask.slot.tokens[-reach:], *ask.chain]
+    text = ask.slot.tokens[-reach:]
     if after is not None and ask.slot.sampler.constraint is not None:
-        return [[*line, after.read_token_of(ask.slot)]]
+        return [[*text, after.read_token_of(ask.slot)]]
     if after is not None:
-        return [mx.concatenate([mx.array(line, mx.int32), after.token_of(ask.slot).astype(mx.int32)])]
-    ends = range(len(line) - len(ask.chain), len(line) + 1)
-    return [line[max(end - reach, 0) : end] for end in ends]
+        return [mx.concatenate([mx.array(text, mx.int32), after.token_of(ask.slot).astype(mx.int32)])]
+    return [[*text, *down][-reach:] for down in ((), *lines(ask.chain, ask.tree_parents))]

@@ -12,11 +12,10 @@ import logging
 from collections.abc import Callable, Generator, Sequence
 
 import mlx.core as mx
-import numpy as np
 
 from outrider.drafters.coreml.drafter import PackageReader
 from outrider.drafters.coreml.selection import reader_for
-from outrider.engine.flat import FlatSequence, Floats
+from outrider.engine.flat import FlatSequence
 from outrider.engine.kv_cache import PREFILL, Feed, FlatKVCache
 from outrider.engine.kv_transfer import KVLayout, ReadingFault
 from outrider.engine.load_checks import open_kv_cache, sequence_cost
@@ -184,11 +183,10 @@ class CoreMLReader:
         total, done = len(tokens) - 1, 0
         taken = self._package.readable(total)
         for read in self._package.read(tokens[:taken]):
-            first, end = max(asked.start, done), done + read.count
-            pieces = []
+            first, end = max(asked.start, done), done + read[0][0].shape[2]
+            pieces, skip = [], first - done
             if first < end:
-                layers = zip(_own(read.keys, first - done), _own(read.values, first - done), strict=True)
-                data = self._layout.pack(tuple(layers))
+                data = self._layout.pack(tuple((keys[:, :, skip:], values[:, :, skip:]) for keys, values in read))
                 pieces.append(PromptKv(asked.request, asked.epoch, first, end - first, data))
             yield pieces
             done = end
@@ -196,8 +194,3 @@ class CoreMLReader:
             raise ReadingFault(
                 f"the package reads {taken} tokens of a prompt; the target reads the other {total - done}"
             )
-
-
-def _own(array: Floats, skip: int) -> list[mx.array]:
-    """Converts [layers, heads, n, width] to one array [1, heads, n - skip, width] for each layer."""
-    return [mx.array(np.ascontiguousarray(layer[None, :, skip:])) for layer in array]

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.engine.kv_cache import PREFILL
-from outrider.engine.pace import FADE, ForwardCost, Pace, paced
+from outrider.engine.pace import FADE, ForwardCost, Pace
 from outrider.engine.verify import BatchForward, PrefillChunk, VerifyInput, VerifyOutput, begin
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError, named_errors
@@ -179,10 +179,12 @@ class ModelRunner:
         begun_ns = flight.begun_ns or self._ended_ns
         ready = max((member.ready for member in flight.members), default=0.0)
         rounds = any(member.answers for member in flight.members)  # a profile doesn't describe the end of a prompt
-        with paced(self._pace if rounds else None, _rows(forward.asks), ready):
-            followers = self._followers(flight, running) if forward.is_plain else []
-            after = _flight(followers, [VerifyInput(m.slot) for m in followers], [], 0, forward) if followers else None
-            verdicts = _verdicts(forward)
+        followers = self._followers(flight, running) if forward.is_plain else []
+        after = _flight(followers, [VerifyInput(m.slot) for m in followers], [], 0, forward) if followers else None
+        verdicts = _verdicts(forward)
+        if self._pace is not None and rounds:
+            self._pace.end(_rows(forward.asks), ready)
+            self._pace.wait()
         if any(isinstance(verdict, OutriderError) for verdict in (*verdicts, after)):
             verdicts = _again(flight, verdicts)
             for follower in followers:  # their next steps failed, or began after one that failed, so they are repeated

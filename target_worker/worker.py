@@ -16,7 +16,7 @@ from outrider.engine import memory
 from outrider.engine.kv_cache import PREFILL, CacheSlot, FlatKVCache, KVCache
 from outrider.engine.load_checks import open_kv_cache, sequence_cost
 from outrider.engine.loading import LoadedModel
-from outrider.engine.pace import Pace, PeakMemory
+from outrider.engine.pace import Pace
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
@@ -82,7 +82,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         self._kv_import = KVImport(model, self._kv_cache) if isinstance(self._kv_cache, FlatKVCache) else None
         self._prefixes = PrefixReuse(PromptCache(sequence_cost(self._kv_cache)), model.context_length)
         self._compiler = Compiler(model.folder)
-        self._peak_memory = PeakMemory()
+        self._peak_memory = memory.PeakMemory()
         self._forwards = 0
         self._ending = False
 

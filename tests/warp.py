@@ -13,4 +13,5 @@ from outrider.protocol.sampling import SamplingParams
 
 def warp(logits: mx.array, histories: Sequence[History] | None, params: SamplingParams) -> mx.array:
     """Returns the scores of logits [R, V] without noise."""
-    return Sampler(replace(params, seed=params.seed or 0), logits.shape[-1]).warped(logits, histories)
+    sampler = Sampler(replace(params, seed=params.seed or 0), logits.shape[-1])
+    return sampler.filtered(sampler.penalise(logits, histories))

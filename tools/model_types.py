@@ -29,7 +29,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 from outrider.engine.kv_cache import SeparateKVCache
-from outrider.engine.load_checks import abilities, open_form, open_kv_cache, open_slots, tree_agrees, tree_form
+from outrider.engine.load_checks import abilities, open_form, open_kv_cache, tree_agrees, tree_form
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.verify import verify
 from outrider.orchestrator.cli import run_as_program
@@ -38,10 +38,11 @@ from outrider.protocol.errors import OutriderError, named_errors
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.model_configs import WINDOW, config_of, model_types
 from tests.harness.tiny_models import write_model, write_tokenizer
+from tests.slots import open_slots
 
 SPECULATES, COPIES, DECODES, REFUSED = "speculates", "speculates, by copies", "decodes only", "refused"
 NOT_BUILT, WRONG, FAILED = "not tried", "WRONG TEXT", "FAILED"
-FORMS = {"OrtKVRows": "tree", "JointKVRows": "tree", "DenseKVRows": "tree", "RecurrentKVRows": "rows"}
+FORMS = {"JointKVRows": "tree", "DenseKVRows": "tree", "RecurrentKVRows": "rows"}
 _PROMPT, _LENGTH, _CHAIN = 2 * WINDOW, 3 * WINDOW, 5
 _BEGIN = "<!-- python -m tools.model_types --write docs/models.md -->"
 

@@ -29,9 +29,9 @@ from outrider.drafters.coreml.layout import Mode, PackageFunction
 from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.runtimes import Outputs, Runtime, RuntimeState
 from outrider.drafters.drafter import DrafterFault
-from outrider.engine.flat import Bools, Ints
+from outrider.engine.flat import Bools, Ints, Layers
 from outrider.engine.kv_rows import NewRows
-from outrider.engine.kv_transfer import KeysValues, ReadingFault
+from outrider.engine.kv_transfer import ReadingFault
 from outrider.engine.prompt_cache import CachedPrefix, PromptCache, SavedPrefix
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
@@ -356,12 +356,13 @@ class PackageReader:
         """Returns how many tokens of a prompt the package reads: none if it is too short, at most its context."""
         return min(count, self._host.layout.context) if count >= self.least else 0
 
-    def read(self, tokens: Sequence[int]) -> Iterator[KeysValues]:
+    def read(self, tokens: Sequence[int]) -> Iterator[Layers]:
         prefill, rows = self._host.layout.prefill, CoreMLKVRows(self._host)
         try:
             for first in range(0, len(tokens), prefill.rows):
                 fresh = rows.read(tokens[first : first + prefill.rows], prefill)
-                yield KeysValues(fresh.keys, fresh.values)
+                layers = zip(fresh.keys[:, None], fresh.values[:, None], strict=True)
+                yield tuple((mx.array(keys), mx.array(values)) for keys, values in layers)
         except OutriderError as error:
             raise ReadingFault(f"the prompt can't be read by the package: {error}") from error
         finally:

@@ -30,7 +30,7 @@ from outrider.engine.loading import outline
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
-from outrider.engine.tree import NOWHERE, Tree, TreeInput, TreeLayout, feed_together
+from outrider.engine.tree import NOWHERE, Tree, TreeInput, TreeLayout
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft, ModelFault
 from outrider.protocol.sampling import SamplingParams
@@ -77,23 +77,22 @@ class HeadTree(Tree):
         features, total = self.kv_rows.features, len(self._committed)
         if features.begin == features.end:
             return
-        if not self._column_tokens or features.begin > self._origin + len(self._column_tokens) - 1:
-            self._origin, self._column_tokens = features.begin + 1, []
+        if not self._columns or features.begin > self._origin + self._columns - 1:
+            self._origin = features.begin + 1
             self.kv_rows.begin_at(self._origin)
             self._layout = TreeLayout(0)
-        fed, end = self._origin + len(self._column_tokens), min(features.end + 1, total)
-        if end <= fed:
+        end = min(features.end + 1, total)
+        if end <= self._origin + self._columns:
             return
         has_root = to_end and end == total
-        start = len(self._column_tokens)
-        self._column_tokens += self._committed[fed : end - has_root]
-        self.kv_rows.prefill(self._column_tokens, None, total, start)
-        self._layout = TreeLayout(len(self._column_tokens))
+        read = self._committed[self._origin : end - has_root]
+        self.kv_rows.prefill(read, None, total, self._columns)
+        self._layout = TreeLayout(len(read))
         if has_root:
             last = self._committed.pop()
-            (root,) = feed_together([self], [TreeFeed([NOWHERE], [last])])[0]
+            (root,) = self.feed([NOWHERE], [last])
             self._settle(root)
-        features.forget(self._origin + len(self._column_tokens) - 1)
+        features.forget(self._origin + self._columns - 1)
 
 
 class BlockTree(Tree):
@@ -161,7 +160,6 @@ class BlockTree(Tree):
 
     def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
         self._committed += tokens
-        self._column_tokens = list(self._committed)
         self._recent, self._nodes = [], {}
         self._layout = TreeLayout(len(self._committed))
         if not more:
@@ -172,9 +170,8 @@ class BlockTree(Tree):
         if self._nodes or not self.ready():
             return
         last = self._committed.pop()
-        self._column_tokens = list(self._committed)
         self._layout = TreeLayout(len(self._committed))
-        (root,) = feed_together([self], [TreeFeed([NOWHERE], [last])])[0]
+        (root,) = self.feed([NOWHERE], [last])
         self._settle(root)
         if not self.kv_rows.is_sound(self._nodes[root].column):
             raise ModelFault(NO_NUMBERS)

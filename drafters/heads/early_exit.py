@@ -40,8 +40,8 @@ from outrider.engine.hidden_states import (
     backbone_of,
     final_norm,
 )
-from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache
-from outrider.engine.load_checks import open_kv_cache, open_slots
+from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache
+from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import verify
 from outrider.grammar.constraint import Constraint
@@ -112,7 +112,7 @@ _LENGTH = 64  # of a trial
 
 def trial_text(model: LoadedModel) -> list[int]:
     """Returns a text that the target writes."""
-    slot = open_slots(model, [[0]], [SamplingParams(temp=1.0, seed=1)])[0]
+    slot = CacheSlot(model, open_kv_cache(model), [0], SamplingParams(temp=1.0, seed=1))
     return [0, *(verify(slot).bonus for _ in range(_LENGTH))]
 
 

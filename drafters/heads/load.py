@@ -30,7 +30,8 @@ from outrider.drafters.heads.head import BlockHead, Head
 from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, HeadKVCache, PairFeed, PairKVCache, kv_cache_of
 from outrider.engine.flat import Segment
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
-from outrider.engine.load_checks import open_slots
+from outrider.engine.kv_cache import CacheSlot
+from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, find
 from outrider.engine.ort.forward import OrtForward, check, enabled
 from outrider.engine.ort.graph import DecoderLayers
@@ -238,7 +239,8 @@ def step_cost(
     """Returns the cost of a drafted token in target steps; None: it drafts nothing. Random rows take the same time."""
     draws, sampling = np.random.default_rng(0), SamplingParams(temp=1.0, seed=1)
     tokens = draws.integers(0, min(target.vocab_size, 9), _PROMPT).tolist()
-    slot, follower = open_slots(target, [tokens], [sampling])[0], drafter.follow(sampling)
+    slot, follower = CacheSlot(target, open_kv_cache(target), tokens, sampling), drafter.follow(sampling)
+    slot.feed_all_but(1)
     width, read_len = drafter.head.points.count * int(target.config["hidden_size"]), 0
     steps, chains = list[float](), list[float]()
     try:

@@ -300,7 +300,7 @@ def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
 log = logging.getLogger(__name__)
 
 _OWN = 3  # tokens that MLX computes: for a quantised model each takes as long as ten by ONNX Runtime
-_EXACT, _ROUNDED = 1e-3, 0.5  # allowed root mean square, in deviations of the logits: float32, and 8 bits
+_EXACT, _ROUNDED = 1e-3, 0.5  # allowed mean of `deviations`: float32, and 8 bits
 _WIDE, _NEIGHBOUR = 11, 3
 
 
@@ -360,13 +360,10 @@ def check(forward: OrtForward, own: Callable[[Ints], mx.array], features: Featur
         ModelError: the logits are not the model's own, or depend on what else is fed in the same forward.
     """
     tokens = np.array([(7919 * i + 13) % forward.vocab_size for i in range(_WIDE)], np.int32)
-    expected, logits = host(own(tokens[:_OWN])), alone(forward, tokens, (_OWN,), features=features)
-    known = ~(expected == -np.inf).all(axis=0)  # a draft model may have fewer tokens
-    expected, logits = expected[:, known], logits[:, known]
-    deviation = np.maximum(expected.std(axis=-1), 1.0)
-    worst = float((np.sqrt(np.square(logits - expected).mean(axis=-1)) / deviation).mean())
-    if not worst <= (_ROUNDED if forward.quantised else _EXACT):
-        raise ModelError(f"its logits differ from the model's own by {worst:.2g} of their standard deviation")
+    expected, logits = own(tokens[:_OWN]), alone(forward, tokens, (_OWN,), features=features)
+    mean = float(deviations(expected, mx.array(logits)).mean())
+    if not mean <= (_ROUNDED if forward.quantised else _EXACT):
+        raise ModelError(f"its logits differ from the model's own by {mean:.2g} of their standard deviation")
     if not forward.quantised:
         return
     for forward.least in (1, 2):
@@ -375,42 +372,42 @@ def check(forward: OrtForward, own: Callable[[Ints], mx.array], features: Featur
             break
     else:
         raise ModelError("its logits depend on how many tokens are fed at once")
-    if not (_with_others(forward, tokens, features) == whole).all():
+    beside = alone(forward, tokens, (3, 1, _WIDE - 4), features=features, beside=((0, 2), (2,), (0, 2)))
+    if not (beside == whole).all():
         raise ModelError("its logits depend on the other texts in the same forward")
     if not (alone(forward, tokens, (1, 2, 8), True, features) == whole).all():
         raise ModelError("its logits depend on the number of cores")
 
 
+def deviations(own: mx.array, logits: mx.array) -> Array:
+    """Returns how far rows of logits [R, V] are from a model's own: their root mean square, in standard deviations of
+    its own or 1, [R]. Tokens that the model excludes, as a draft model may, don't count."""
+    known = host(own) != -np.inf
+    own_rows, rows = (np.where(known, host(each), 0) for each in (own, logits))
+    errors: Array = np.sqrt(np.square(rows - own_rows).mean(axis=-1, where=known))
+    errors /= np.maximum(own_rows.std(axis=-1, where=known), 1.0)
+    return errors
+
+
 def alone(
     forward: OrtForward,
     tokens: Array,
-    counts: tuple[int, ...],
+    counts: Sequence[int],
     all_cores: bool = False,
     features: Features = lambda tokens: None,
+    beside: Sequence[tuple[int, ...]] = (),
 ) -> Array:
-    """Returns the logits of one text's tokens, fed in pieces of these sizes."""
-    caches, logits, start = _caches(forward), [], 0
-    for count in counts:
-        own, part = tokens[start : start + count], Segment(0, start, count)
-        logits.append(forward(own, [part], caches, np.arange(count), (), all_cores, features(own))["logits"])
-        start += count
-    return np.concatenate(logits)
+    """Returns the logits of one text's tokens, fed in pieces of these sizes.
 
-
-def _with_others(forward: OrtForward, tokens: Array, features: Features) -> Array:
-    """Returns the logits of tokens fed in three pieces, with texts in the rows before and after, one idle at times."""
-    caches, logits, start = _caches(forward), [], 0
-    for number, count in enumerate((3, 1, _WIDE - 4)):
+    `beside`: the rows of the texts that begin next to each piece; this text is in row 1.
+    """
+    caches, logits, start = [FlatCache(FlatAttentionMetadata()) for _ in forward.shapes], [], 0
+    for count, rows in zip(counts, beside or [()] * len(counts), strict=True):
         own = Segment(1, start, count)
-        others = [Segment(row, 0, _NEIGHBOUR) for row in ((0, 2), (2,), (0, 2))[number]]
-        parts = sorted([own, *others], key=lambda part: part.row)
-        flat = np.concatenate([tokens[start : start + count] if p is own else tokens[:_NEIGHBOUR] for p in parts])
-        begin = sum(part.count for part in parts if part.row < 1)
+        segments = sorted([own, *(Segment(row, 0, _NEIGHBOUR) for row in rows)], key=lambda segment: segment.row)
+        fed = [tokens[start : start + count] if segment is own else tokens[:_NEIGHBOUR] for segment in segments]
+        flat, begin = np.concatenate(fed), sum(segment.count for segment in segments if segment.row < own.row)
         wanted = np.arange(begin, begin + count)
-        logits.append(forward(flat, parts, caches, wanted, features=features(flat))["logits"])
+        logits.append(forward(flat, segments, caches, wanted, (), all_cores, features(flat))["logits"])
         start += count
     return np.concatenate(logits)
-
-
-def _caches(forward: OrtForward) -> list[FlatCache]:
-    return [FlatCache(FlatAttentionMetadata()) for _ in forward.shapes]

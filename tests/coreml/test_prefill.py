@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from outrider.drafters.coreml.selection import Packages
 from outrider.drafters.coreml.trial import Trials, Tried
 from outrider.drafters.drafter import make
 from outrider.drafters.mlx import MlxDrafter
-from outrider.engine.kv_rows import DenseKVRows, OrtKVRows
-from outrider.engine.kv_transfer import KeysValues, ReadingFault
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows
+from outrider.engine.kv_transfer import ReadingFault
 from outrider.engine.loading import load
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
@@ -58,9 +59,9 @@ def test_mlx_continues_from_the_keys_and_values_of_the_package(
     exact = made.mlx_logits(text)[150 : 150 + STEPS]
     caches, counts = make_prompt_cache(model), list[int]()
     for read in reader_of(made).read(prompt):
-        counts.append(read.count)
-        for cache, keys, values in zip(caches, read.keys, read.values, strict=True):
-            cache.update_and_fetch(mx.array(keys[None]), mx.array(values[None]))
+        counts.append(read[0][0].shape[2])
+        for cache, (keys, values) in zip(caches, read, strict=True):
+            cache.update_and_fetch(keys, values)
     assert counts == [64, 64, 22] and all(cache.offset == 150 for cache in caches)
     found = np.array([np.array(model(mx.array([[token]]), cache=caches)[0, -1]) for token in rest])
     noise = NOISE[weights]
@@ -71,16 +72,16 @@ def test_mlx_continues_from_the_keys_and_values_of_the_package(
     assert ((best - second)[missed] <= noise).all()
 
 
-@pytest.mark.parametrize("form", [OrtKVRows, DenseKVRows])
+@pytest.mark.parametrize("form", [JointKVRows, DenseKVRows])
 @pytest.mark.parametrize(("weights", "prompt_length"), [("fp32", 150), ("fp16", 150), ("fp16", 340)])
 def test_tree_grows_on_a_prompt_read_by_the_package(
-    bench: Callable[..., Bench], text: list[int], form: type[OrtKVRows | DenseKVRows], weights: str, prompt_length: int
+    bench: Callable[..., Bench], text: list[int], form: type[DenseKVRows], weights: str, prompt_length: int
 ) -> None:
-    """Both forms of columns; of a prompt beyond the package's context of 256 tokens the model reads the rest."""
+    """By ONNX Runtime and by MLX; of a prompt beyond the package's context of 256 tokens the model reads the rest."""
     made = bench("llama", weights=weights, max_position_embeddings=1024)
     model, prompt = load(made.model_path), [*text, *text][:prompt_length]
     done = list[tuple[int, int]]()
-    columns = form(model)
+    columns = form(model if form is JointKVRows else replace(model, cpu=None))
     columns.reader = reader_of(made)
     tree = Tree(columns, Sampler(SamplingParams(), VOCAB, normalised=False), 1024, prompt, lambda *at: done.append(at))
     assert columns.read == min(prompt_length - 1, 256)
@@ -99,7 +100,7 @@ def test_keys_are_converted_to_the_number_format_of_the_model(bench: Callable[..
     made = bench("llama")
     model = load(made.model_path)
     model.model.set_dtype(mx.bfloat16)
-    kv_rows = DenseKVRows(model)
+    kv_rows = DenseKVRows(replace(model, cpu=None))
     (read,) = reader_of(made).read(text[:10])
     kv_rows.adopt(0, read)
     assert {cache.keys.dtype for cache in kv_rows.rows._layers if cache.keys is not None} == {mx.bfloat16}
@@ -303,7 +304,3 @@ def test_invalid_settings_are_one_line_errors(
         selection.reader_for(str(made.model_path), "often", print)
     with pytest.raises(ModelError, match="off the Neural Engine's grid"):
         selection.reader_for(str(tiny_model("llama")), "coreml", print)
-
-
-def test_keys_and_values_count_their_columns() -> None:
-    assert KeysValues(np.zeros((2, 3, 5, 8), np.float32), np.zeros((2, 3, 5, 8), np.float32)).count == 5

@@ -14,8 +14,8 @@ from outrider.drafters.growth import BranchTask
 from outrider.drafters.heads.ahead import UNTRAINED, AheadHead, BlockTree
 from outrider.drafters.heads.dflash import DFlash
 from outrider.drafters.work_ahead import WorkAhead
-from outrider.engine.sampling import gumbel_numpy
-from outrider.engine.tree import feed_together
+from outrider.engine.sampling import gumbel
+from outrider.engine.tree import Tree
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
@@ -59,7 +59,7 @@ def test_block_with_a_known_prefix_equals_an_independent_forward(tmp_path: Path,
     for tree in trees:
         at = tree.next_node
         feeds.append(TreeFeed([tree.root, at, tree.root, at + 1], [11, 12, 13, 14], [1, 1, 3, 2]))
-    nodes = feed_together(trees, feeds)
+    nodes = Tree.feed_together(trees, feeds)
     paths = ([11], [11, 12], [13], [11, 12, 14])
     wanted = (1, 1, 3, 2)
     for n, tree in enumerate(trees):
@@ -88,7 +88,7 @@ def test_own_choices_of_a_block_cost_no_forward_until_the_block_ends(tmp_path: P
         assert forwards == []
         (token,) = tree.best([bonus])
         assert tree.child(bonus, token, given=False) is not None and tree.child(bonus, token) is None
-        ((short,),) = feed_together([tree], [TreeFeed([tree.root], [8], [1])])
+        ((short,),) = Tree.feed_together([tree], [TreeFeed([tree.root], [8], [1])])
         (node,) = tree.feed([short], [None])
     assert forwards == [3, BLOCK]  # the anchor, 8 and a mask; then the anchor, 8, what it chose, and masks to the end
     features, last = truth.fuse(ROWS[0][:19]), int(TEXTS[0][19])
@@ -138,7 +138,7 @@ def test_block_tokens_are_drawn_with_the_targets_noise(tmp_path: Path, temp: flo
     hidden = truth.hidden(features, [last, 9], BLOCK - 1)
     before = 9
     for slot, vector in enumerate(hidden[:3]):
-        noise = gumbel_numpy(5, [21 + slot], V)[0] if temp else 0.0
+        noise = gumbel(np, 5, [21 + slot], V)[0] if temp else 0.0
         before = int((truth.behind(before, vector) / (temp or 1.0) + noise).argmax())
         assert tree.best([node]) == [before]
         (node,) = tree.feed([node], [None])

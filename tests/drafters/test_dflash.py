@@ -14,7 +14,7 @@ from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_wei
 from outrider.drafters.heads.dflash import DFlash, build
 from outrider.drafters.heads.drafter import ChainState, HeadDrafter
 from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, PairFeed
-from outrider.engine.sampling import gumbel_numpy
+from outrider.engine.sampling import gumbel
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from tests.drafters.dflash_heads import NumpyHead, write
@@ -78,7 +78,7 @@ def test_a_chain_is_the_coupled_walk_along_the_block(tmp_path: Path, name: str, 
         found = drafter.continuations(chains, [n + 3 for n in depths])
         for n, chain in enumerate(one.chain for one in found):
             depth = layout.depth if n == 0 else min(6, layout.depth)
-            noise = gumbel_numpy(5 + n, range(done[n] + 1, done[n] + 1 + depth), V) if temp else None
+            noise = gumbel(np, 5 + n, range(done[n] + 1, done[n] + 1 + depth), V) if temp else None
             features = truth.fuse(ROWS[n][: done[n]])
             assert list(chain) == truth.chain(features, TEXTS[n][done[n]], depth, noise, temp or 1.0)
             odds = truth.odds(features, TEXTS[n][done[n]], list(chain)) if layout.markov else []

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.engine.sampling import GREATEST, Sampler, gumbel_numpy
+from outrider.engine.sampling import GREATEST, Sampler, gumbel
 from outrider.protocol.sampling import SamplingParams
 from tests.covering import matrix
 
@@ -36,7 +36,7 @@ def test_the_choice_is_the_argmax_of_the_scores(temp: float, spread: float, seed
 def test_unlikely_token_is_chosen_when_its_noise_exceeds_the_gap() -> None:
     """A token is found as far below the best one as noise can lift it."""
     sampler = Sampler(SamplingParams(temp=1.0, seed=3), WIDTH)
-    noise = gumbel_numpy(3, range(400), WIDTH)
+    noise = gumbel(np, 3, range(400), WIDTH)
     position, token = np.unravel_index(noise.argmax(), noise.shape)
     other = int(noise[position].argmin())
     gap = noise[position, token] - noise[position, other]
@@ -51,13 +51,13 @@ def test_unlikely_token_is_chosen_when_its_noise_exceeds_the_gap() -> None:
 def test_noise_stays_below_its_upper_bound() -> None:
     nothing = np.float32(2.0**-25)  # what stands for 1 - u at most, see `noise`
     assert 17.3 < -np.log(nothing) < GREATEST
-    assert gumbel_numpy(0, range(64), 4096).max() < GREATEST
+    assert gumbel(np, 0, range(64), 4096).max() < GREATEST
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_near_ties_are_left_to_the_exact_steps(temp: float) -> None:
     sampler = Sampler(SamplingParams(temp=temp, seed=1), WIDTH)
-    noise = gumbel_numpy(1, [7], WIDTH)[0] * np.float32(temp)
+    noise = gumbel(np, 1, [7], WIDTH)[0] * np.float32(temp)
     rows = np.full((1, WIDTH), -200, np.float32)
     rows[0, 5], rows[0, 9] = 10 - noise[5], 10 - noise[9]
     assert sampler.choose(rows, [7]) is None

@@ -15,12 +15,13 @@ from mlx_lm.models.base import create_attention_mask
 
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
-from outrider.engine.load_checks import open_kv_cache, open_slots
+from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import PrefillChunk, VerifyInput, begin, verify
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
 from tests.ahead import said
+from tests.slots import open_slots
 
 Loaded = Callable[..., LoadedModel]
 POINTS = HiddenStatePoints(layers=(0, 2), before_norm=True, after_norm=True)

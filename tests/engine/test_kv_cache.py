@@ -15,12 +15,13 @@ from mlx_lm.models import llama
 
 from outrider.engine import flat, hidden_states, load_checks
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
-from outrider.engine.load_checks import open_kv_cache, open_slots
+from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.verify import PrefillChunk, VerifyInput, begin, verify
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from tests.ahead import said
+from tests.slots import open_slots
 
 Loaded = Callable[..., LoadedModel]
 TOGETHER = ("llama", "gemma3_text", "mistral", "qwen3", "qwen3_moe")

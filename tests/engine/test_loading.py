@@ -152,7 +152,7 @@ def test_model_loads_and_runs_without_a_working_compiler(tiny_model: TinyModel, 
         fake.write_text('#!/bin/sh\n[ "$1" = --version ]\n')
         fake.chmod(0o755)
     program = (
-        "from outrider.engine.loading import load; from outrider.engine.load_checks import open_slots\n"
+        "from outrider.engine.loading import load; from tests.slots import open_slots\n"
         "from outrider.engine.verify import verify\n"
         "from outrider.protocol.sampling import SamplingParams\n"
         f"model = load({str(tiny_model('llama'))!r})\n"

@@ -10,10 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.engine import flat, memory, pace
+from outrider.engine import flat, memory
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache
-from outrider.engine.memory import give_back, release_pages
-from outrider.engine.pace import PeakMemory
+from outrider.engine.memory import PeakMemory, give_back, release_pages
 
 PAGE = 4096
 
@@ -61,7 +60,7 @@ def test_memory_is_given_back_when_idle_or_after_many_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[int] = []
-    monkeypatch.setattr(pace, "give_back", lambda: given.append(number))
+    monkeypatch.setattr(memory, "give_back", lambda: given.append(number))
     held = PeakMemory()
     for number in range(200):
         held.ended(idle=number % 100 == 99)

@@ -10,7 +10,7 @@ import pytest
 import scipy
 
 from outrider.engine import sampling as noise
-from outrider.engine.sampling import Purpose, gumbel, gumbel_numpy, stream
+from outrider.engine.sampling import Purpose, gumbel, stream
 
 KNOWN = [
     # seed, position, token, 24-bit integer, G
@@ -32,8 +32,8 @@ def integers(seed: int, positions: list[int], vocab_size: int) -> np.ndarray:
 @pytest.mark.parametrize(("seed", "position", "token", "integer", "value"), KNOWN)
 def test_noise_matches_known_values(seed: int, position: int, token: int, integer: int, value: float) -> None:
     assert integers(seed, [position], token + 1)[0, token] == integer
-    assert gumbel_numpy(seed, [position], token + 1)[0, token] == np.float32(value)
-    assert gumbel(seed, [position], token + 1)[0, token].item() == np.float32(value)
+    assert gumbel(np, seed, [position], token + 1)[0, token] == np.float32(value)
+    assert gumbel(mx, seed, [position], token + 1)[0, token].item() == np.float32(value)
 
 
 def test_numpy_and_mlx_agree_on_every_integer() -> None:
@@ -50,14 +50,14 @@ def test_numpy_and_mlx_agree_on_keys_of_all_sizes() -> None:
     rng = np.random.default_rng(0)
     for seed in [0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, *rng.integers(0, 2**63 - 1, 5)]:
         positions = [0, 1, 255, 2**20, *rng.integers(0, 2**24, 4).tolist()]
-        assert np.array_equal(gumbel_numpy(int(seed), positions, 1000), np.array(gumbel(int(seed), positions, 1000)))
+        assert np.array_equal(gumbel(np, int(seed), positions, 1000), np.array(gumbel(mx, int(seed), positions, 1000)))
 
 
 def test_noise_does_not_depend_on_vocabulary_or_batch() -> None:
-    wide = gumbel_numpy(3, range(20), 4224)
-    assert np.array_equal(wide[:, :4096], gumbel_numpy(3, range(20), 4096))
-    assert np.array_equal(wide[13:14], gumbel_numpy(3, [13], 4224))
-    assert np.array_equal(wide[[5, 2, 5]], gumbel_numpy(3, [5, 2, 5], 4224))
+    wide = gumbel(np, 3, range(20), 4224)
+    assert np.array_equal(wide[:, :4096], gumbel(np, 3, range(20), 4096))
+    assert np.array_equal(wide[13:14], gumbel(np, 3, [13], 4224))
+    assert np.array_equal(wide[[5, 2, 5]], gumbel(np, 3, [5, 2, 5], 4224))
 
 
 def test_integers_are_uniform() -> None:
@@ -70,7 +70,7 @@ def test_integers_are_uniform() -> None:
 
 
 def test_values_are_standard_gumbel() -> None:
-    values = gumbel_numpy(11, range(256), 4096).ravel()
+    values = gumbel(np, 11, range(256), 4096).ravel()
     assert scipy.stats.kstest(values[::4], "gumbel_r").pvalue > 1e-4
     assert abs(values.mean() - np.euler_gamma) < 5 * 1.2825 / 1024
     assert np.isfinite(noise._gumbel(np, np.array([0, 2**23 - 1, 2**23, 2**24 - 1], dtype=np.uint32))).all()
@@ -112,7 +112,7 @@ def test_changing_either_half_of_a_key_changes_the_row() -> None:
 
 def test_argmax_draws_from_the_softmax() -> None:
     logits = np.array([2.0, 1.0, 0.0, -1.0, 0.5])
-    draws = np.argmax(logits + np.concatenate([gumbel_numpy(s, range(500), 5) for s in range(100)]), axis=-1)
+    draws = np.argmax(logits + np.concatenate([gumbel(np, s, range(500), 5) for s in range(100)]), axis=-1)
     expected = np.exp(logits) / np.exp(logits).sum() * draws.size
     assert scipy.stats.chisquare(np.bincount(draws, minlength=5), expected).pvalue > 1e-4
     pairs = np.bincount(draws[::2] * 5 + draws[1::2], minlength=25)
@@ -136,7 +136,7 @@ def test_streams_match_known_values() -> None:
 
 
 def test_streams_are_uncorrelated_with_each_other_and_coupled_noise() -> None:
-    rows = [gumbel_numpy(seed, range(64), 512).ravel() for seed in (0, *(stream(*which) for which in STREAMS))]
+    rows = [gumbel(np, seed, range(64), 512).ravel() for seed in (0, *(stream(*which) for which in STREAMS))]
     correlation = np.corrcoef(rows) - np.eye(len(rows))
     assert np.abs(correlation).max() < 5 / np.sqrt(64 * 512)
 
@@ -147,7 +147,7 @@ def test_gumbel_at_some_tokens_equals_the_full_row_there(xp: Any) -> None:
     tokens = np.array([[0, 4095, 7], [9, 9, 1]], np.int32)
     found = np.array(noise.gumbel_at(xp, seeds, positions, xp.array(tokens)))
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
-        assert np.array_equal(found[row], gumbel_numpy(seed, [position], 4096)[0, tokens[row]])
+        assert np.array_equal(found[row], gumbel(np, seed, [position], 4096)[0, tokens[row]])
 
 
 def test_exponential_noise_is_standard_and_never_0() -> None:

@@ -18,7 +18,7 @@ from mlx_lm.utils import load_model, quantize_model
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
 from outrider.engine.kv_cache import Feed, FlatKVCache
-from outrider.engine.kv_rows import DenseKVRows, OrtKVRows
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows
 from outrider.engine.load_checks import open_kv_cache, tree_form
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.ort import forward, graph
@@ -27,7 +27,7 @@ from outrider.engine.ort.forward import OrtForward
 from outrider.engine.ort.graph import Affine, DecoderLayers, Layout, build
 from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler
-from outrider.engine.tree import Tree, feed_together
+from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
@@ -303,10 +303,10 @@ def test_tree_scores_and_choices_equal_those_of_mlx(loaded: Loaded, family: str)
     """Through forks, a commit, more forks and a gather; also past the first buffer of columns."""
     model, params = loaded(family), SamplingParams(temp=0.8, seed=3)
     prompt = [(7 * i) % 250 for i in range(300)]
-    assert tree_form(model) is OrtKVRows
+    assert tree_form(model) is JointKVRows
     both = [
         Tree(kv_rows, Sampler(params, model.vocab_size, normalised=False), model.context_length, prompt)
-        for kv_rows in (OrtKVRows(model), DenseKVRows(on_mlx(model)))
+        for kv_rows in (JointKVRows(model), DenseKVRows(on_mlx(model)))
     ]
     for _ in range(3):
         bests = []
@@ -324,18 +324,18 @@ def test_tree_scores_and_choices_equal_those_of_mlx(loaded: Loaded, family: str)
 def test_rows_of_a_closed_tree_are_reused_without_a_trace(quantised: Quantised) -> None:
     """What a row held before says nothing in the next text."""
     model = quantised()
-    assert tree_form(model) is OrtKVRows
+    assert tree_form(model) is JointKVRows
 
     def tree(tokens: Sequence[int]) -> Tree:
         sampler = Sampler(SamplingParams(), model.vocab_size, normalised=False)
-        return Tree(OrtKVRows(model), sampler, model.context_length, tokens)
+        return Tree(JointKVRows(model), sampler, model.context_length, tokens)
 
     first, second = tree(some_tokens(1, 40)), tree(some_tokens(2, 9))
     alone = np.array(second.scores(second.feed([second.root], [5])[0]))
     second.close()
     del second
     again = tree(some_tokens(2, 9))
-    nodes = feed_together([first, again], [TreeFeed([t.root], [5]) for t in (first, again)])
+    nodes = Tree.feed_together([first, again], [TreeFeed([t.root], [5]) for t in (first, again)])
     assert np.array_equal(np.array(again.scores(nodes[1][0])), alone)
 
 

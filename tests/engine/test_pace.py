@@ -43,9 +43,9 @@ def pace(clock, reports):
 
 
 def test_forward_takes_the_time_of_the_profile(clock, pace):
-    pace.begin(clock.now)
+    ready = clock.now
     clock.now += 0.004
-    pace.end(3)
+    pace.end(3, ready)
     pace.wait()
     assert clock.now == pytest.approx(100.012)
     assert clock.naps == [pytest.approx(0.008)]
@@ -53,9 +53,9 @@ def test_forward_takes_the_time_of_the_profile(clock, pace):
 
 def test_forwards_in_a_row_take_the_sum_of_their_times(clock, pace):
     for rows in (1, 5):
-        pace.begin(clock.now)
+        ready = clock.now
         clock.now += 0.001
-        pace.end(rows)
+        pace.end(rows, ready)
     pace.wait()
     assert clock.now == pytest.approx(100.024)
 
@@ -64,19 +64,16 @@ def test_host_work_between_two_forwards_counts_to_the_second(clock, pace):
     received_at = clock.now
     for _ in range(3):
         clock.now += 0.001
-        pace.begin(received_at)
-        pace.end(1)
+        pace.end(1, received_at)
         pace.wait()
     assert clock.now == pytest.approx(100.030)
 
 
 def test_idle_time_before_a_forward_is_not_made_up_for(clock, pace):
-    pace.begin(clock.now)
-    pace.end(1)
+    pace.end(1, clock.now)
     pace.wait()
     clock.now += 1.0
-    pace.begin(clock.now)
-    pace.end(1)
+    pace.end(1, clock.now)
     pace.wait()
     assert clock.now == pytest.approx(101.020)
 
@@ -88,9 +85,9 @@ def test_wait_without_a_forward_takes_no_time(clock, pace):
 
 def late(clock, pace, seconds, times):
     for _ in range(times):
-        pace.begin(clock.now)
+        ready = clock.now
         clock.now += 0.010 + seconds
-        pace.end(1)
+        pace.end(1, ready)
         pace.wait()
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
+import mlx.core as mx
 import pytest
 
+from outrider.engine.flat import Layers
 from outrider.engine.kv_rows import DenseKVRows
-from outrider.engine.kv_transfer import KeysValues, PromptReader, ReadingFault
+from outrider.engine.kv_transfer import PromptReader, ReadingFault
 
 
 class RecordingKVRows(DenseKVRows):
@@ -19,8 +20,10 @@ class RecordingKVRows(DenseKVRows):
         self.reader = reader
         self.told: list[tuple[str, int, int]] = []
 
-    def adopt(self, start: int, read: KeysValues) -> None:
-        self.told.append(("adopt", start, start + read.count))
+    def adopt(self, start: int, layers: Layers) -> int:
+        end: int = start + layers[0][0].shape[2]
+        self.told.append(("adopt", start, end))
+        return end
 
     def _prefill_rest(self, tokens: Sequence[int], start: int, progress: Any, total: int) -> None:
         self.told.append(("read", start, len(tokens)))
@@ -35,12 +38,12 @@ class Reader:
     def readable(self, count: int) -> int:
         return min(self._takes, count)
 
-    def read(self, tokens: Sequence[int]) -> Iterator[KeysValues]:
+    def read(self, tokens: Sequence[int]) -> Iterator[Layers]:
         for number, first in enumerate(range(0, len(tokens), 4)):
             if number == self._good:
                 raise ReadingFault("gone")
-            piece = np.zeros((1, 1, len(tokens[first : first + 4]), 8), np.float32)
-            yield KeysValues(piece, piece)
+            piece = mx.zeros((1, 1, len(tokens[first : first + 4]), 8))
+            yield ((piece, piece),)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ import pytest
 import scipy
 
 from outrider.engine import residual
-from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.residual import Draws, ResidualSampler, draw
 from outrider.engine.sampling import Purpose, Sampler, stream
@@ -28,6 +27,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import ROOT, DraftTree, SparseQ, depths, one_hot, spine, united, walk
 from tests.ahead import run_ahead
+from tests.slots import open_slots
 from tests.warp import warp
 
 V = 5
@@ -64,7 +64,7 @@ def drafted(
     draws, tokens, ids, probs = Draws(seed, width, saguaro, 2), list(text), [], []
     keys = [stream(seed, Purpose.DRAFT, len(text) - 1 if fork is None else fork)]
     for _ in range(depth):
-        drawn = draw(np, draws, keys, [len(tokens)], table[tokens[-1]][None])
+        drawn = draw(draws, keys, [len(tokens)], np, table[tokens[-1]][None])
         tokens.append(int(drawn.chosen[0]))
         ids.append(drawn.ids[0])
         probs.append(drawn.probs[0])
@@ -188,7 +188,7 @@ Choose = Callable[[Sequence[Sequence[int]], int, Sequence[int], DraftTree], list
 def coupled(choose: Choose, count: int = LONG) -> list[int]:
     """A text of rounds: each verifies what two drafters have united, by the target's own choices behind every node."""
     sampler, draws = Sampler(COUPLED, V), random.Random(3)
-    scores = sampler.warped(mx.array(TARGET))[:, None] + sampler.noise(range(count + 8))[None]
+    scores = sampler.filtered(sampler.penalise(mx.array(TARGET)))[:, None] + sampler.noise(range(count + 8))[None]
     own = mx.argmax(scores, axis=-1).tolist()  # the token at a position, behind each token
     drafters = [np.argsort(-table).tolist() for table in (DRAFT, UNRELATED)]
     text, accepted = [0], 0

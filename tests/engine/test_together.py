@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, OrtKVRows, RecurrentKVRows
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
 from outrider.engine.loading import LoadedModel
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
-from outrider.engine.tree import Tree, feed_together
+from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
@@ -28,7 +28,7 @@ KINDS = (
     SamplingParams(temp=0.7, seed=8, top_p=0.9, repetition_penalty=1.3),
 )
 FORMS = [
-    ("llama", OrtKVRows),
+    ("llama", JointKVRows),
     ("qwen3", JointKVRows),
     ("gemma3_text", JointKVRows),
     ("gemma2", DenseKVRows),
@@ -80,7 +80,7 @@ def test_tree_grown_with_others_equals_a_tree_grown_separately(
     for turn in range(6):
         present = [i for i in range(len(KINDS)) if draws.random() < 0.8] or [0]
         feeds = [some_feed(shared[i], draws) for i in present]
-        grown = feed_together([shared[i] for i in present], feeds)
+        grown = Tree.feed_together([shared[i] for i in present], feeds)
         for i, feed, nodes in zip(present, feeds, grown, strict=True):
             assert alone[i].feed(feed.parents, feed.tokens) == nodes
             same(shared[i], alone[i], nodes)
@@ -93,7 +93,7 @@ def test_tree_grown_with_others_equals_a_tree_grown_separately(
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), [("llama", OrtKVRows), ("qwen3", JointKVRows), ("qwen3_5", RecurrentKVRows)]
+    ("family", "form"), [("llama", JointKVRows), ("qwen3", JointKVRows), ("qwen3_5", RecurrentKVRows)]
 )
 def test_failed_forward_leaves_every_tree_unchanged(
     loaded: Loaded, family: str, form: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -102,11 +102,11 @@ def test_failed_forward_leaves_every_tree_unchanged(
     shared, alone = planted(model, form), planted(model, form)
     feeds = [TreeFeed([tree.root, tree.root, tree.next_node], [5, None, 6]) for tree in shared]
     with pytest.raises(InvalidRequest, match="not in the tree"):
-        feed_together(shared, [*feeds[:-1], TreeFeed([-7], [1])])
+        Tree.feed_together(shared, [*feeds[:-1], TreeFeed([-7], [1])])
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr("outrider.engine.tree.score", lambda *_, **__: 1 // 0)
-        feed_together(shared, feeds)
-    for ours, theirs, feed, nodes in zip(shared, alone, feeds, feed_together(shared, feeds), strict=True):
+        Tree.feed_together(shared, feeds)
+    for ours, theirs, feed, nodes in zip(shared, alone, feeds, Tree.feed_together(shared, feeds), strict=True):
         assert theirs.feed(feed.parents, feed.tokens) == nodes
         same(ours, theirs, nodes)
         after = TreeFeed([nodes[0]], [9])

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import scipy
 
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, OrtKVRows, RecurrentKVRows
-from outrider.engine.load_checks import open_slots, open_tree, tree_form
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
+from outrider.engine.load_checks import open_tree, tree_form
 from outrider.engine.loading import LoadedModel
 from outrider.engine.positions import TokenRope
 from outrider.engine.sampling import Sampler
@@ -22,6 +22,7 @@ from outrider.engine.tree import Tree
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
+from tests.slots import open_slots
 from tests.tiny import FAMILIES, HYBRIDS
 
 Loaded = Callable[..., LoadedModel]
@@ -117,13 +118,14 @@ def test_node_scores_equal_plain_forwards_with_filters_and_penalties(loaded: Loa
     assert grown.worst < 1e-4
 
 
-@pytest.mark.parametrize("form", [OrtKVRows, DenseKVRows, RecurrentKVRows])
+@pytest.mark.parametrize("form", [JointKVRows, DenseKVRows, RecurrentKVRows])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
 def test_undrafted_text_is_read_in_pieces(loaded: Loaded, family: str, form: Callable[..., Any]) -> None:
     """After drafts that came to nothing, and again after some that hold; then the tree grows as ever."""
     model = loaded(family)
-    if form is not RecurrentKVRows and (not model.attention_only or (family, form) == ("gemma3_text", OrtKVRows)):
+    if form is not RecurrentKVRows and not model.attention_only:
         pytest.skip("not a form of this model")
+    model = model if form is JointKVRows else replace(model, cpu=None)
     grown = TreeUnderTest(model, PENALISED, [2 + 11 * i % 250 for i in range(23)], family)
     sampler = Sampler(PENALISED, model.vocab_size, normalised=False)
     grown.tree = Tree(form(model), sampler, model.context_length, grown.texts[0])
@@ -186,7 +188,7 @@ def test_sliding_window_holds_through_forks_and_commits(loaded: Loaded) -> None:
 
 
 def test_attention_model_has_the_same_scores_in_recurrent_form(loaded: Loaded) -> None:
-    model = loaded("llama")
+    model = replace(loaded("llama"), cpu=None)
     sampler = Sampler(GREEDY, model.vocab_size, normalised=False)
     row, rows = (Tree(form(model), sampler, 1024, range(30, 50)) for form in (DenseKVRows, RecurrentKVRows))
     for tree in (row, rows):

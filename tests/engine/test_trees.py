@@ -5,20 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
 from outrider.engine.flat import NodeSegment, Segment
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
-from outrider.engine.load_checks import ReferenceLogits, open_kv_cache, open_slots
+from outrider.engine.load_checks import are_own, open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import PrefillChunk, VerifyInput, begin, verify
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import depths, fault, line, spine, walk
 from tests.engine.test_verify import PENALISED, PROMPT, SETTINGS, decoded, spoilt
+from tests.slots import open_slots
 
 Loaded = Callable[..., LoadedModel]
 GREEDY = SamplingParams()
@@ -227,15 +227,9 @@ def test_tree_of_wrong_tokens_accepts_nothing(loaded: Loaded) -> None:
     assert (verdict.accepted, verdict.path, verdict.bonus) == (0, None, truth[0])
 
 
-def test_reference_logits_are_computed_once_per_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def model(tokens: mx.array, cache: None) -> mx.array:
-        asked.append(tokens.tolist())
-        return mx.arange(4.0)[None, None]
-
-    monkeypatch.setattr("outrider.engine.load_checks.make_prompt_cache", lambda model: None)
-    own = ReferenceLogits(SimpleNamespace(model=model, cpu=None))  # type: ignore[arg-type]
-    assert own.distance([1, 2], mx.arange(4.0)) == own.distance((1, 2), mx.arange(4.0)) == 0
-    assert own.distance([1], mx.zeros(4)) > 1
-    assert asked == [[[1, 2]], [[1]]]
+def test_logits_are_compared_with_those_of_a_plain_forward(loaded: Loaded) -> None:
+    for model in (loaded("llama"), replace(loaded("llama"), cpu=None)):
+        own = model.model(mx.array([PROMPT]))[0, -1]
+        assert are_own(model, PROMPT, own)
+        assert not are_own(model, PROMPT, own + 1e-3)
+        assert not are_own(model, PROMPT[:-1], own)

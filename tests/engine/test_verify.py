@@ -16,13 +16,14 @@ from mlx_lm.sample_utils import make_logits_processors
 from outrider.engine.cache import RollbackError
 from outrider.engine.flat import Segment
 from outrider.engine.kv_cache import CacheSlot, Feed, SeparateKVCache
-from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel
+from outrider.engine.sampling import SamplingMetadata, penalised
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import one_hot
 from tests.ahead import run_ahead
+from tests.slots import open_slots
 from tests.tiny import FAMILIES, HYBRIDS
 
 Loaded = Callable[..., LoadedModel]
@@ -77,14 +78,14 @@ def test_verified_text_is_the_decoded_text(loaded: Loaded, family: str, setting:
 def test_penalties_copy_only_the_history_that_they_reach(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     slot = slot_of(loaded("llama"), PENALISED, [2 + 7 * i % 250 for i in range(600)])
     seen: list[int] = []
-    penalise = slot.sampler.penalise
 
-    def watched(logits: mx.array, histories: list[list[int]], words: None) -> mx.array:
+    def watched(asked: Sequence[SamplingMetadata], logits: mx.array) -> mx.array:
+        histories = [list(history) for own in asked for history in own.histories or ()]
         seen.extend(map(len, histories))
         assert histories == [(slot.tokens + [5, 6, 7][:i])[-slot.sampler.reach :] for i in range(4)]
-        return penalise(logits, histories, words)
+        return penalised(asked, logits)
 
-    monkeypatch.setattr(slot.sampler, "penalise", watched)
+    monkeypatch.setattr("outrider.engine.verify.penalised", watched)
     verify(slot, [5, 6, 7])
     assert seen == [slot.sampler.reach] * 4
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from outrider.engine.kv_cache import CacheSlot
-from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
 from outrider.engine.verify import verify
 from outrider.protocol.sampling import SamplingParams
+from tests.slots import open_slots
 
 _KEPT = 20_000
 

@@ -10,10 +10,10 @@ import pytest
 
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.mlx import MlxDrafter
-from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.verify import verify
 from outrider.protocol.sampling import SamplingParams
+from tests.slots import open_slots
 from tests.system.cluster import Cluster
 from tests.system.links import VirtualClock
 from tests.system.small import NOISES, SMALL

@@ -16,7 +16,7 @@ import pytest
 
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine import sampling
-from outrider.engine.sampling import gumbel_numpy
+from outrider.engine.sampling import gumbel
 from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
 from tests.system.markov import markov, p_values
@@ -94,8 +94,8 @@ def test_wrong_temperature_is_detected(make: Make) -> None:
 def test_noise_reused_for_two_positions_is_detected(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token alone would still have the right probabilities."""
 
-    def doubled(seed: int, positions: Sequence[int], vocab_size: int) -> Any:
-        return gumbel_numpy(seed, [position // 2 for position in positions], vocab_size)
+    def doubled(xp: Any, seed: int, positions: Sequence[int], vocab_size: int) -> Any:
+        return gumbel(xp, seed, [position // 2 for position in positions], vocab_size)
 
-    monkeypatch.setattr(sampling, "gumbel_numpy", doubled)
+    monkeypatch.setattr(sampling, "gumbel", doubled)
     assert min(law(runs(make, PATHS["ar"]))) < CAUGHT

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import load
 from outrider.engine.verify import verify
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import default_codec
+from tests.slots import open_slots
 
 SOURCE = Path(__file__).with_name("jumping_clock.c")
 PROMPT = "def fibonacci(n):"

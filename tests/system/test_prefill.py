@@ -158,7 +158,7 @@ def test_kv_transfer_is_bit_exact(model: LoadedModel, dtype: mx.Dtype) -> None:
         kv_cache.extend(other, kv_cache.segment(sequence, 0, 9), 9)
         left, right = kv_cache.forward([Feed(sequence, [3], 1), Feed(other, [3], 1)])
         assert mx.array_equal(left, right)
-    layout = KVLayout(tuple(replace(tensor, dtype=dtype) for tensor in layout.tensors))
+    layout = KVLayout(tuple(tensor.astype(dtype) for tensor in layout.tensors))
     packed = layout.pack(layers)
     assert packed.dtype == np.uint8 and packed.size == 7 * layout.bytes_per_token
     again = layout.unpack(packed, 7)

@@ -12,13 +12,13 @@ import mlx.core as mx
 import pytest
 
 from outrider.engine.kv_cache import CacheSlot, SeparateKVCache
-from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import load
 from outrider.engine.verify import verify
 from outrider.grammar.compiler import Compiler
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.target_worker.certificate import Claim, certify, main
+from tests.slots import open_slots
 
 PROMPT = (5, 9, 17, 4)
 LENGTH = 24

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +22,7 @@ from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReaders
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.loading import LoadedModel
+from outrider.engine.ort.forward import OrtForward
 from outrider.engine.verify import VerifyOutput
 from outrider.protocol.messages import Autonomous, Halt, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
@@ -168,6 +170,20 @@ def test_step_cost_is_the_time_of_a_drafted_token_per_target_step(
     monkeypatch.setattr(loading, "verify", step)
     monkeypatch.setattr(own, "continuations", chains)
     assert loading.step_cost(own, target, lambda: now[0]) == pytest.approx(0.2)
+
+
+def test_step_cost_is_measured_on_the_forwards_that_serve_the_target(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, forward = list[OrtForward](), OrtForward.__call__
+
+    def counted(self: OrtForward, *args: Any, **others: Any) -> Any:
+        called.append(self)
+        return forward(self, *args, **others)
+
+    monkeypatch.setattr(OrtForward, "__call__", counted)
+    loading.step_cost(drafter(token_head(target), target), target)
+    assert target.cpu is not None and target.cpu in called
 
 
 def test_kv_memory_is_divided_by_bytes_per_token(target: LoadedModel) -> None:
