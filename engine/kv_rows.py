@@ -110,6 +110,17 @@ class KVRows(Protocol):
         ...
 
 
+class PrivateKVRows:
+    """The part of `KVRows` of a form of which nothing is kept for other texts."""
+
+    def save(self, count: int) -> SavedPrefix:
+        """Returns an empty prefix."""
+        return SavedPrefix(0, ())
+
+    def restore(self, start: CachedPrefix) -> None:
+        """Does nothing: no prefix is kept."""
+
+
 _rows_of: defaultdict[type, WeakKeyDictionary[LoadedModel, ModelRows]] = defaultdict(WeakKeyDictionary)
 
 
