@@ -192,6 +192,6 @@ def make(backend: str, model: str, progress: Progress, prefill: str = "auto", ta
             return ReplayDrafter(Script.read(Path(model)))
     if backend not in AHEAD:
         raise InvalidRequest(f"unknown drafter {backend!r}; expected one of {', '.join(NAMES)}")
-    from outrider.drafters.heads.ahead import AheadHead
+    from outrider.drafters.heads.load import load_ahead
 
-    return AheadHead.load(backend, model, target, progress)
+    return load_ahead(backend, model, target, progress)

@@ -117,6 +117,17 @@ def _shared_rows(model: LoadedModel) -> ModelRows:
     return ModelRows(model.model, model.cpu, keeps_buffers=model.cpu is not None)
 
 
+class PrivateKVRows:
+    """The part of `KVRows` of a form of which nothing is kept for other texts."""
+
+    def save(self, count: int) -> SavedPrefix:
+        """Returns an empty prefix."""
+        return SavedPrefix(0, ())
+
+    def restore(self, start: CachedPrefix) -> None:
+        """Does nothing: no prefix is kept."""
+
+
 class DenseKVRows:
     """`KVRows` of a model with attention layers only, with one tree per forward.
 

@@ -32,6 +32,7 @@ class Step:
         self._scores, self._finish = scores, finish
         self._chosen: mx.array | None = None
         self._best: list[int] | None = None
+        self._few: tuple[mx.array, mx.array] | None = None
         self._read: Floats | None = None
         self._on_cpu = mx.default_device().type == mx.cpu
 
@@ -74,6 +75,11 @@ class Step:
     def few(self, count: int) -> tuple[mx.array, mx.array]:
         """Returns tokens and scores of each row's `count` best, [R, count] in any order; lazy on a GPU."""
         count = min(count, self._scores.shape[1])
+        if self._few is None or self._few[0].shape[1] != count:
+            self._few = self._few_of(count)
+        return self._few
+
+    def _few_of(self, count: int) -> tuple[mx.array, mx.array]:
         if self._on_cpu:
             tokens, values = zip(*self._host_top(range(self._scores.shape[0]), count), strict=True)
             return mx.array(tokens, mx.int32), mx.array(values, mx.float32)
@@ -110,6 +116,33 @@ class Step:
         tokens, values = mx.take_along_axis(tokens, order, axis=-1), mx.take_along_axis(values, order, axis=-1)
         mx.eval(tokens, values)
         return list(zip(cast(Any, tokens.tolist()), cast(Any, values.astype(mx.float32).tolist()), strict=True))
+
+
+class CandidateStep(Step):
+    """Scores [R, C] of a few tokens [R, C] of each row, in any order; all other tokens have none.
+
+    `odds` [R]: the probability that a row's choice is accepted if the tokens before it are, if the drafter estimates
+    that.
+    """
+
+    def __init__(self, tokens: mx.array, scores: mx.array, size: int, odds: mx.array | None = None) -> None:
+        """`size`: of the vocabulary."""
+        super().__init__(scores)
+        self._tokens, self._size, self.odds = tokens, size, odds
+
+    def candidates(self, rows: Sequence[int], count: int) -> list[list[Candidate]]:
+        tokens = cast(list[list[int]], self._tokens.tolist())
+        ranked = zip(rows, super().candidates(rows, count), strict=True)
+        return [[Candidate(tokens[row][one.token], one.gap) for one in own] for row, own in ranked]
+
+    def row(self, row: int) -> mx.array:
+        scores = mx.full((self._size,), -mx.inf)
+        scores[self._tokens[row]] = self._scores[row]
+        return scores
+
+    def _choose(self, xp: Any, scores: Any) -> Any:
+        best = xp.argmax(scores, axis=-1, keepdims=True)
+        return xp.take_along_axis(xp.array(self._tokens), best, axis=-1)[:, 0]
 
 
 Make = Callable[[mx.array, Callable[[Floats], Floats] | None], Step]

@@ -10,9 +10,10 @@ tokens in the order of feeding; each sees the prefix, its ancestors and itself. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 
 import mlx.core as mx
 import numpy as np
@@ -136,7 +137,8 @@ class Tree:
         draws: Draws | None = None,
         cache: PromptCache | None = None,
     ) -> None:
-        """Prefills `tokens`; the last becomes the root, node 0, whose continuation is still lazy.
+        """Prefills `tokens`; the last becomes the root, node 0, whose continuation is still lazy. Without tokens there
+        is no root until some are read.
 
         With `draws` a node's continuation is drawn, else it is the best token. Tokens in `cache` are not read again.
         """
@@ -149,7 +151,7 @@ class Tree:
         self._nodes: dict[int, _Node] = {}
         self.next_node, self.root = 0, 0
         self._cache = cache if cache is not None else PromptCache(KvCost())
-        start = self._cache.find(tokens)
+        start = self._cache.find(tokens) if tokens else None
         self.cached = start.length if start is not None else 0
         if start is not None:
             kv_rows.restore(start)
@@ -157,7 +159,8 @@ class Tree:
         with ExitStack() as undo:  # if reading fails, or `progress` ends it
             self._cache.enter(self, min(len(tokens) + sampler.params.max_tokens, context_length))
             undo.callback(self._cache.leave, self)
-            self._read(tokens[self.cached :], False, progress)
+            if tokens:
+                self._read(tokens[self.cached :], False, progress)
             undo.pop_all()
 
     @property
@@ -208,7 +211,7 @@ class Tree:
             for tree, growth in zip(trees, begun, strict=False):
                 tree.give_up(growth)
             raise
-        return [tree.end(growth, *own) for tree, growth, own in zip(trees, begun, steps, strict=True)]
+        return [tree.end(growth, own) for tree, growth, own in zip(trees, begun, steps, strict=True)]
 
     def best(self, nodes: Sequence[int]) -> list[int]:
         unread = [step.pending for step in self._steps(nodes) if not step.is_read]
@@ -235,6 +238,13 @@ class Tree:
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
         self._compact()
         self._read(tokens, more)
+
+    def read_in_steps(self, tokens: Sequence[int], wanted: int = 1) -> Generator[TreeFeed, list[int], int]:
+        """Does the same as `read`, but yields the root's feed, and is sent its node; returns it."""
+        self.read(tokens[:-1], more=True)
+        (root,) = yield TreeFeed([NOWHERE], tokens[-1:], [wanted])
+        self._settle(root)
+        return root
 
     def commit(self, path: Sequence[int]) -> None:
         for node in path:
@@ -274,8 +284,10 @@ class Tree:
         self.kv_rows.prefill(self._committed, progress, start + len(tokens), start)
         self._layout = TreeLayout(len(self._committed))
         if not more:
-            (root,) = self.feed([NOWHERE], tokens[-1:])
-            self._settle(root)
+            self._feed_root(tokens[-1])
+
+    def _feed_root(self, token: int) -> None:
+        self._settle(self.feed([NOWHERE], [token])[0])
 
     def _node(self, node: int) -> _Node:
         if node not in self._nodes:
@@ -328,12 +340,17 @@ class Tree:
             return score([growth.asked for growth in begun], logits, at_once=not self.kv_rows.lazy)
         return self._draws.score(begun[0].asked, logits, begun[0].forks)
 
-    def end(self, growth: TreeInput, step: Step, first_row: int) -> list[int]:
-        """Adds the fed nodes, whose scores are the rows of `step` from `first_row` on, and returns them."""
+    def scored_rows(self, begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:
+        """Returns the step of each token, and its row there, by these logits of trees of this kind."""
+        step = self.scored(begun, logits)
+        return [(step, row) for row in range(sum(len(growth.ids) for growth in begun))]
+
+    def end(self, growth: TreeInput, steps: Sequence[tuple[Step, int]]) -> list[int]:
+        """Adds the fed nodes, whose scores are these rows of these steps, and returns them."""
         first = self.next_node
         for index, (parent, token) in enumerate(zip(growth.parents, growth.ids, strict=True)):
             column = growth.new.start + index
-            self._nodes[first + index] = _Node(parent, token, column, step, first_row + index, growth.forks[index])
+            self._nodes[first + index] = _Node(parent, token, column, *steps[index], growth.forks[index])
             if parent >= 0:
                 self._nodes[parent].children.append(first + index)
         self.next_node += len(growth.ids)
@@ -419,20 +436,17 @@ class Tree:
         self._recent = []
 
 
-def _scored(trees: Sequence[Tree], begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:
-    """Returns each tree's step and its first row there. Trees of the same kind share a step."""
+def _scored(trees: Sequence[Tree], begun: Sequence[TreeInput], logits: mx.array) -> list[list[tuple[Step, int]]]:
+    """Returns the step of each tree's tokens, and their rows there. Trees of the same kind share a step."""
     ends = np.cumsum([len(growth.ids) for growth in begun]).tolist()
     begins = [0, *ends[:-1]]
     groups: dict[Hashable, list[int]] = {}
     for index, tree in enumerate(trees):
         groups.setdefault(tree.kind if len(trees) > 1 else None, []).append(index)
-    by_tree: dict[int, tuple[Step, int]] = {}
+    by_tree: dict[int, list[tuple[Step, int]]] = {}
     for members in groups.values():
         rows = [logits[begins[i] : ends[i]] for i in members] if len(groups) > 1 else [logits]
-        step = trees[members[0]].scored(
-            [begun[i] for i in members], rows[0] if len(rows) == 1 else mx.concatenate(rows)
-        )
-        first = 0
-        for i in members:
-            by_tree[i], first = (step, first), first + len(begun[i].ids)
+        joined = rows[0] if len(rows) == 1 else mx.concatenate(rows)
+        steps = iter(trees[members[0]].scored_rows([begun[i] for i in members], joined))
+        by_tree.update((i, list(islice(steps, len(begun[i].ids)))) for i in members)
     return [by_tree[index] for index in range(len(trees))]

@@ -20,9 +20,8 @@ from outrider.drafters.drafter import Drafter, DrafterFault
 from outrider.drafters.fan_out import POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, Continuation
 from outrider.drafters.heads import load as heads
-from outrider.drafters.heads.drafter import ChainState, HeadDrafter
+from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.early_exit import ExitDrafter
-from outrider.drafters.heads.pair_kv_cache import FeatureFollower, SavedPairs
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, begin, check_known
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
@@ -113,45 +112,20 @@ class ModelDraftSession:
         return self._work.tree.column_tokens() if self._work is not None else []
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class HeadDraftSession:
-    """A request of a head. A `prompt_cache.PrefixSource` for texts with the same beginning."""
+    """A request of a head, whose `draft` gets features from the first token on."""
 
     drafter: HeadDrafter
-    follower: FeatureFollower
-    slot: CacheSlot
-    latest: ChainState | None = None
-    begin: int = 0  # where the latest chain began
-
-    @classmethod
-    def open(
-        cls, drafter: HeadDrafter, follower: FeatureFollower, slot: CacheSlot, max_tokens: int
-    ) -> HeadDraftSession:
-        """Opens a request's session; the `follower` of a head gets features from the first token on."""
-        session = cls(drafter, follower, slot)
-        drafter.prompt_cache.enter(session, min(len(slot.tokens) + max_tokens, drafter.head.context_length))
-        return session
+    draft: HeadDraft
 
     def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> DraftTurn:
         """See `ModelDraftSession.turn`."""
-        latest, new = self.latest, tokens[self.begin :]
-        if latest is not None and latest.proposed is not None and latest.proposed.places and new:
-            latest.proposed.teach(self.drafter.calibration, new)
-        self.latest, self.begin = ChainState(self.follower, tokens, least), len(tokens)
-        return DraftTurn(self.drafter, self.latest, depth)
-
-    def lendable(self) -> Sequence[int]:
-        return self.follower.lendable(self.slot.tokens)
-
-    def save(self, length: int) -> SavedPairs:
-        return self.follower.save(length)
+        return DraftTurn(self.drafter, self.draft.after(tokens, least), depth)
 
     def close(self, spoilt: bool) -> None:
         """See `ModelDraftSession.close`."""
-        self.drafter.prompt_cache.leave(self)
-        if not spoilt:
-            self.drafter.keep(self.follower, self.slot.tokens)
-        self.follower.close()
+        self.draft.close(spoilt)
 
 
 DraftSession = ModelDraftSession | HeadDraftSession
@@ -220,20 +194,20 @@ class InProcessDrafters:
         `constraint` creates a constraint for each drafter, since it has a position in the text. `other` listens for the
         other reader.
         """
-        followers = {name: head.follow(sampling, constraint()) for name, head in self._heads.items()}
-        listeners = [follower.add_features for follower in followers.values()] + ([other] if other is not None else [])
+        drafts = {name: head.follow(sampling, constraint()) for name, head in self._heads.items()}
+        listeners = [draft.add_features for draft in drafts.values()] + ([other] if other is not None else [])
         if listeners:
             slot.listener = self._listener(listeners)
-        if followers:
-            slot.begins_at = partial(_begins_at, slot, list(followers.values()))
+        if drafts:
+            slot.begins_at = partial(_begins_at, slot, list(drafts.values()))
         sessions: dict[str, Callable[[], DraftSession]] = {}
         for name, proposer in self._drafters.items():
             if isinstance(proposer, InProcessModel):
                 sessions[name] = partial(ModelDraftSession, proposer, slot.tokens, sampling, progress, constraint())
                 continue
             if isinstance(proposer, ExitDrafter):
-                followers[name] = proposer.follow_text(slot.sequence, sampling, constraint())
-            sessions[name] = partial(HeadDraftSession.open, proposer, followers[name], slot, sampling.max_tokens)
+                drafts[name] = proposer.follow_text(slot.sequence, sampling, constraint())
+            sessions[name] = partial(HeadDraftSession, proposer, drafts[name])
         return sessions
 
     def allow(self, limit: int, context: int, whole: KvCost) -> int:
@@ -258,11 +232,11 @@ class InProcessDrafters:
         return on_features
 
 
-def _begins_at(slot: CacheSlot, followers: Sequence[FeatureFollower], length: int) -> int:
+def _begins_at(slot: CacheSlot, drafts: Sequence[HeadDraft], length: int) -> int:
     """Returns how many of `length` cached tokens the target may use, so that no head lacks a feature."""
-    for _ in range(2):  # twice, so that the first follower gets the length that later ones have shortened
-        for follower in followers:
-            length = follower.begin(slot.tokens, length, slot.sequence.exact)
+    for _ in range(2):  # twice, so that the first head gets the length that later ones have shortened
+        for draft in drafts:
+            length = draft.begin(slot.tokens, length, slot.sequence.exact)
     return length
 
 

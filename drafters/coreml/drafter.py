@@ -30,9 +30,9 @@ from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.runtimes import Outputs, Runtime, RuntimeState
 from outrider.drafters.drafter import DrafterFault
 from outrider.engine.flat import Bools, Ints, Layers
-from outrider.engine.kv_rows import NewRows
+from outrider.engine.kv_rows import NewRows, PrivateKVRows
 from outrider.engine.kv_transfer import ReadingFault
-from outrider.engine.prompt_cache import CachedPrefix, PromptCache, SavedPrefix
+from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.steps import Step
@@ -163,7 +163,7 @@ class PackageHost:
         return CallOutput(logits, keys, values)
 
 
-class CoreMLKVRows:
+class CoreMLKVRows(PrivateKVRows):
     """`engine.kv_rows.KVRows` of one text or tree on `host`, which nothing is saved of. Not lazy: a forward returns
     when it is complete."""
 
@@ -221,13 +221,6 @@ class CoreMLKVRows:
 
     def keep(self, prefix: int, columns: Ints) -> None:
         self._keep([*self._columns[:prefix], *(self._columns[column] for column in columns.tolist())])
-
-    def save(self, count: int) -> SavedPrefix:
-        """Returns an empty prefix: nothing is kept for other texts."""
-        return SavedPrefix(0, ())
-
-    def restore(self, start: CachedPrefix) -> None:
-        """Does nothing: no prefix is kept."""
 
     def close(self) -> None:
         self._give_back()

@@ -131,7 +131,7 @@ class Eagle3(PairHead):
         table, vocabulary = self.get("embed_tokens", target.embedding), self.vocabulary
         return replace(
             target, layers=self.layers, embedding=table, norm=self.norm, output=self.lm_head, begin=self._begin,
-            vocab_size=vocabulary.size, tokens=vocabulary.ids,
+            gives_normed=self.config.norm_output, vocab_size=vocabulary.size, tokens=vocabulary.ids,
         )  # fmt: skip
 
     def _begin(self, b: Builder) -> tuple[str, str]:

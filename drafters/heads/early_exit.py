@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,9 +29,10 @@ from outrider.drafters.heads.checkpoint import (
     settings_of,
     stranger,
 )
-from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import PairHead
-from outrider.drafters.heads.pair_kv_cache import ExitFollower, PairFeed
+from outrider.drafters.heads.kv_rows import HeadKVRows, Truth, are_finite
+from outrider.drafters.heads.trees import HeadTree
 from outrider.engine.flat import FlatSequence
 from outrider.engine.hidden_states import (
     FirstLayers,
@@ -41,8 +42,10 @@ from outrider.engine.hidden_states import (
     final_norm,
 )
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache
+from outrider.engine.kv_rows import NewRows
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
+from outrider.engine.sampling import Sampler
 from outrider.engine.verify import verify
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft, ModelError
@@ -81,18 +84,18 @@ class ExitAdapter(nn.Module):  # type: ignore[misc]
 
 
 class EarlyExit(PairHead):
-    """A head whose vectors are the target's rows after its first `layers` layers; it needs no features."""
+    """A head whose vectors are the target's rows after its first `exit_layer` layers; it needs no features."""
 
     reach = 1
     points = HiddenStatePoints()
-    bytes_per_pair = 0  # pairs are the target's own tokens
+    layers: tuple[nn.Module, ...] = ()  # its keys and values are the target's
 
     def __init__(
-        self, layers: int, norm: Layer, output: Layer, context_length: int, adapter: ExitAdapter | None = None
+        self, exit_layer: int, norm: Layer, output: Layer, context_length: int, adapter: ExitAdapter | None = None
     ) -> None:
         """`norm` and `output` are the target's last layers."""
         super().__init__()
-        self.layers, self.context_length, self.adapter = layers, context_length, adapter
+        self.exit_layer, self.context_length, self.adapter = exit_layer, context_length, adapter
         self._norm, self._output = norm, output
 
     def fuse(self, rows: mx.array) -> mx.array:
@@ -122,12 +125,12 @@ def agreements(target: LoadedModel, exits: Iterable[EarlyExit]) -> dict[int, flo
     if not tried:
         return {}
     text = mx.array([trial_text(target)])
-    hidden_states = HiddenStates(target.model, HiddenStatePoints(tuple(exit.layers - 1 for exit in tried)))
+    hidden_states = HiddenStates(target.model, HiddenStatePoints(tuple(exit.exit_layer - 1 for exit in tried)))
     logits = hidden_states.forward(lambda: target.model(text)[0], [(text.shape[1], rows.append)])
     truth = mx.argmax(logits, axis=-1)
     shares = {}
     for exit, own in zip(tried, mx.split(rows[0], len(tried), axis=-1), strict=True):
-        shares[exit.layers] = cast(float, (mx.argmax(exit.logits(own), axis=-1) == truth).mean().item())
+        shares[exit.exit_layer] = cast(float, (mx.argmax(exit.logits(own), axis=-1) == truth).mean().item())
     return shares
 
 
@@ -135,7 +138,7 @@ def reproduces(target: LoadedModel, last: EarlyExit) -> bool:
     """Whether norm and output layer, applied to the rows after all layers, give the model's own logits."""
     rows: list[mx.array] = []
     tokens = mx.arange(8)[None]
-    hidden_states = HiddenStates(target.model, HiddenStatePoints((last.layers - 1,)))
+    hidden_states = HiddenStates(target.model, HiddenStatePoints((last.exit_layer - 1,)))
     truth = hidden_states.forward(lambda: target.model(tokens)[0], [(8, rows.append)]).astype(mx.float32)
     apart = mx.abs(last.logits(rows[0]) - truth).max()
     return bool((apart <= 1e-2 * mx.abs(truth).max()).item())
@@ -147,39 +150,68 @@ def speedup(agreement: float, share: float) -> float:
     return max(sum(agreement**k for k in range(depth + 1)) / (1 + depth * share) for depth in depths)
 
 
-class ExitKVCache:
-    """Forwards of the target's first layers in the target's own KV cache, once `kv_cache` is set: the verify overwrites
-    their rows."""
+class ExitKVRows(HeadKVRows):
+    """Columns of a text of the target after its fed tokens, by its first layers only; the verify overwrites them."""
 
-    kv_cache: FlatKVCache
+    def __init__(self, drafter: ExitDrafter, sequence: FlatSequence) -> None:
+        self._drafter, self._sequence = drafter, sequence
+        self._vectors: dict[int, mx.array] = {}
 
-    def __init__(self, exit: EarlyExit, layers: FirstLayers) -> None:
-        self._exit, self._layers = exit, layers
+    @staticmethod
+    def forward(texts: Sequence[ExitKVRows], new: Sequence[NewRows]) -> mx.array:
+        drafter, fed = texts[0]._drafter, [text._sequence.length for text in texts]
+        feeds = [Feed(text._sequence, rows.tokens, len(rows.parents)) for text, rows in zip(texts, new, strict=True)]
+        try:
+            for text, rows in zip(texts, new, strict=True):
+                text._sequence.length = rows.start
+            vectors = drafter.target_kv_cache.first(drafter.layers, feeds)
+        finally:
+            for text, length in zip(texts, fed, strict=True):
+                text._sequence.length = length
+        row = 0
+        for text, rows in zip(texts, new, strict=True):
+            for column in range(rows.start, rows.end):
+                text._vectors[column], row = vectors[row], row + 1
+        return drafter.head.logits(vectors)
 
-    def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """See `PairKVCache.slots`; all `depths` are 1."""
-        rows = self.kv_cache.first(self._layers, [Feed(feed.text, feed.tokens, feed.count) for feed in feeds])
-        return rows, self._exit.logits(rows)
+    def is_sound(self, column: int) -> Truth:
+        """Whether its vector is finite."""
+        return are_finite(self._vectors[column])
+
+
+class ExitDraft(HeadDraft):
+    """A text of the target, fed except for its last token; it needs no features."""
+
+    def __init__(self, drafter: ExitDrafter, sampler: Sampler, sequence: FlatSequence) -> None:
+        super().__init__(drafter, sampler)
+        self._sequence = sequence
+        self._tree = HeadTree(ExitKVRows(drafter, sequence), sampler, drafter.head.context_length, ())
+
+    @property
+    def is_up_to_date(self) -> bool:
+        return self._sequence.length == self._length - 1
 
 
 class ExitDrafter(HeadDrafter):
     """A `HeadDrafter` that drafts in the target's KV cache, which `attach_kv_cache` sets."""
 
+    target_kv_cache: FlatKVCache
+
     def __init__(self, exit: EarlyExit, target: LoadedModel, note: str, agreement: float) -> None:
-        self._texts = ExitKVCache(exit, FirstLayers(target.model, exit.layers))
-        super().__init__(exit, target.vocab_size, note, cast(Any, self._texts), agreement)
+        self.layers = FirstLayers(target.model, exit.exit_layer)
+        super().__init__(exit, target.vocab_size, note, agreement=agreement)
 
     def attach_kv_cache(self, kv_cache: KVCache) -> None:
         """Sets the KV cache to draft in. Raises ModelError if its texts don't share forwards."""
         if not isinstance(kv_cache, FlatKVCache):
             raise ModelError("early exit needs a target that batches requests; leave out the head early-exit")
-        self._texts.kv_cache = kv_cache
+        self.target_kv_cache = kv_cache
 
     def follow_text(
         self, sequence: FlatSequence, sampling: SamplingParams, constraint: Constraint | None = None
-    ) -> ExitFollower:
-        """Returns the follower of a text to draft for."""
-        return ExitFollower(self.kv_cache, self.sampler(sampling, constraint), sequence)
+    ) -> ExitDraft:
+        """Returns the drafts of a text."""
+        return ExitDraft(self, self.sampler(sampling, constraint), sequence)
 
 
 log = logging.getLogger(__name__)
@@ -243,7 +275,8 @@ def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
         raise CannotDraft(
             f"{name}: {other}, and never agrees with this one; expected an adapter trained for this target"
         )
-    note = f"drafting by {exit.layers} of {count} layers and an adapter, which agree on {agreement:.0%} of a trial text"
+    by = f"{exit.exit_layer} of {count} layers and an adapter"
+    note = f"drafting by {by}, which agree on {agreement:.0%} of a trial text"
     if other:
         note += f"; {other}"
     if agreement < _LEAST:

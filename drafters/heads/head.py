@@ -40,6 +40,11 @@ class HeadModule(nn.Module):  # type: ignore[misc]
         return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
 
     @property
+    def dtype(self) -> mx.Dtype:
+        """The number format in which it computes."""
+        return next((value.dtype for _, value in tree_flatten(self.parameters())), mx.float32)
+
+    @property
     def bytes_per_pair(self) -> int:
         """The size of a pair's keys and values."""
         attentions = [layer.self_attn for layer in self.layers]
@@ -48,7 +53,7 @@ class HeadModule(nn.Module):  # type: ignore[misc]
         return sum(int(weight.shape[0]) * int(weight.dtype.size) for weight in cached)
 
     def decoder(self, target: DecoderLayers) -> DecoderLayers:
-        """Returns the modules that ONNX Runtime may compute. `target`: the target's.
+        """Returns the modules that ONNX Runtime may compute, which return `onward`'s vectors. `target`: the target's.
 
         Raises:
             ModelError: it can't compute heads of this kind.
@@ -56,7 +61,7 @@ class HeadModule(nn.Module):  # type: ignore[misc]
         raise ModelError(f"ONNX Runtime computes heads of kind mtp and eagle3; this is a {type(self).__name__}")
 
     def release(self) -> None:
-        """Frees the weights that ONNX Runtime has copied; those that `fuse` and `onward` read stay."""
+        """Frees the weights that ONNX Runtime has copied; those that `fuse` reads stay."""
         for name in ("layers", "embed_tokens", "lm_head"):
             self.pop(name, None)
         for name in ("_embed", "_output"):  # the target's own

@@ -1,4 +1,4 @@
-"""The KV rows of a head's tree: columns of pairs, or slots of blocks, in place of a model's columns of tokens.
+"""The columns of a head's token trees (`engine.kv_rows.KVRows`), fed with features and pairs of features and tokens.
 
 A pair is a token and the feature of the token before it: the target's, if that has arrived, or else a stand-in. A
 masked head has learned one stand-in for any feature; for other heads it is the head's vector of the pair before, so
@@ -8,73 +8,85 @@ A block follows the features of all tokens before its first token, its *anchor*.
 the anchor on, then masks; each mask's slot (or that of the token before it) drafts the token there. A token given by
 the caller opens a block, which also has slots for the next tokens, so that continuing with the block's own choice needs
 no forward. All blocks that are opened together, of all texts, share a forward. Features keep their positions, so
-missing ones only leave a gap. Knows columns and rows; nothing of nodes or sampling.
+missing ones only leave a gap. A masked head has blocks, too: the pairs of a text, then pairs of the mask.
+
+A few committed pairs, and all features, are read by the forward of the next tokens. Knows columns and rows; nothing of
+nodes or sampling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 from weakref import finalize
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from outrider.drafters.heads.head import NO_NUMBERS, MaskedHead
+from outrider.drafters.heads.layers import BlockLink
 from outrider.drafters.heads.pair_kv_cache import (
-    PIECE,
     FeatureBuffer,
     FeatureKVCache,
+    Features,
     HeadKVCache,
     OpenedBlock,
     PairKVCache,
     Row,
+    SavedPairs,
 )
 from outrider.engine.flat import Ints, NodeSegment, Segment
-from outrider.engine.kv_rows import NewRows
-from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.engine.kv_rows import NewRows, PrivateKVRows
+from outrider.engine.prompt_cache import SavedPrefix
+from outrider.engine.steps import Step
 from outrider.protocol.errors import ModelFault
 
+_PIECE = 512
+_FEW = 32  # more committed pairs attend as a prompt does: other texts would be padded to their number
 
-class HeadKVRows:
-    """The part of `engine.kv_rows.KVRows` that both forms share. Nothing is kept for other texts."""
 
-    whole = False
+class HeadKVRows(PrivateKVRows):
+    """The part that all forms share. By default nothing is read or moved."""
 
-    def __init__(self, kv_cache: HeadKVCache) -> None:
-        self.kv_cache, self.sequence = kv_cache, kv_cache.open()
+    lazy, whole = True, False
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None: ...
+
+    def keep(self, prefix: int, columns: Ints) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FeatureKVRows(HeadKVRows):
+    """The columns of one text in the head's KV cache. `features`: those that are not read."""
+
+    def __init__(self, kv_cache: HeadKVCache, features: FeatureBuffer) -> None:
+        self.kv_cache, self.sequence, self.features = kv_cache, kv_cache.open(), features
         finalize(self, kv_cache.drop, self.sequence)
-        self._dtype: mx.Dtype = next(value.dtype for _, value in tree_flatten(kv_cache.head.parameters()))
-
-    def save(self, count: int) -> SavedPrefix:
-        """Returns an empty prefix."""
-        return SavedPrefix(0, ())
-
-    def restore(self, start: CachedPrefix) -> None:
-        """Does nothing: no prefix is kept."""
 
     def close(self) -> None:
         self.kv_cache.close(self.sequence)
 
 
-class PairKVRows(HeadKVRows):
-    """`engine.kv_rows.KVRows` of one text, lazy unless ONNX Runtime computes. The first column is at `origin`."""
+class PairKVRows(FeatureKVRows):
+    """The columns of pairs of one text, lazy unless ONNX Runtime computes. The first column is at `origin`."""
 
     kv_cache: PairKVCache
 
-    def __init__(self, kv_cache: PairKVCache) -> None:
-        super().__init__(kv_cache)
+    def __init__(self, kv_cache: PairKVCache, features: FeatureBuffer) -> None:
+        super().__init__(kv_cache, features)
         self._head, self.lazy = kv_cache.head, kv_cache.cpu is None
         self._missing: Row | None = (self._head.mask_feature, 0) if isinstance(self._head, MaskedHead) else None
-        self.features = FeatureBuffer()
         self.begin_at(0)
 
     def begin_at(self, origin: int) -> None:
         """Drops everything; the text is read from this position on."""
         self.origin, self.sequence.length = origin, 0
+        self._unread: list[tuple[int, Row]] = []  # the last committed tokens and their features
         self._stand_ins: dict[int, Row] = {}  # by column: the stand-in for the feature of its token
         self._guessed: dict[int, int] = {}  # by column that was fed a stand-in: the position of the missing feature
 
@@ -86,21 +98,46 @@ class PairKVRows(HeadKVRows):
         """Whether it was fed a stand-in for a feature that has arrived since."""
         return column in self._guessed and self._guessed[column] in self.features
 
+    def is_sound(self, column: int) -> Truth:
+        """Whether its vector is finite."""
+        vectors, row = self._stand_ins[column]
+        return are_finite(vectors[row])
+
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
     ) -> None:
-        """Implements `KVRows.prefill`; the features of all tokens have arrived."""
-        for begin in range(start, len(tokens), PIECE):
-            piece = np.array(tokens[begin : begin + PIECE], np.int32)
-            before = self.origin + begin - 1
-            features = mx.array(self.features.between(before, before + len(piece))).astype(self._dtype)
-            segment = Segment(self.sequence.row, begin, len(piece), long=True)
-            hidden, _ = self.kv_cache.feed(piece, features, [segment], np.array([len(piece) - 1]))
-            sound = mx.isfinite(hidden).all()
-            self.sequence.length = segment.end
-            mx.eval(sound, self.kv_cache.state())
-            if not sound.item():
-                raise ModelFault(NO_NUMBERS)
+        """Implements `KVRows.prefill`; the features of all tokens have arrived. The next forward reads a few."""
+        self.sequence.length = start - len(self._unread)
+        before, count = self.origin - 1, len(tokens)
+        if count - self.sequence.length <= _FEW:
+            self._unread += [(tokens[at], self.features.row(before + at)) for at in range(start, count)]
+            return
+        self.read_rest()
+        for begin in range(start, count, _PIECE):
+            end = min(begin + _PIECE, count)
+            self._read(tokens[begin:end], self.features.between(before + begin, before + end))
+
+    def read_rest(self) -> None:
+        """Reads the committed tokens that wait for the next forward."""
+        if self._unread:
+            self._read(
+                [token for token, _ in self._unread], _picked([row for _, row in self._unread], self.kv_cache.dtype)
+            )
+            self._unread = []
+
+    def _read(self, tokens: Sequence[int], features: Any) -> None:
+        segment = Segment(self.sequence.row, self.sequence.length, len(tokens), long=True)
+        fed = np.array(tokens, np.int32), mx.array(features).astype(self.kv_cache.dtype)
+        vector, _ = self.kv_cache.feed(*fed, [segment], np.array([len(tokens) - 1]))
+        mx.eval(self.kv_cache.state())
+        if not are_finite(vector):
+            raise ModelFault(NO_NUMBERS)
+        self.sequence.length = segment.end
+
+    def save(self, count: int) -> SavedPrefix:
+        """Returns a copy of the pairs of the first `count` tokens."""
+        self.read_rest()
+        return SavedPairs(count, self.kv_cache.save(self.sequence, count - self.origin).layers, begin=self.origin - 1)
 
     @staticmethod
     def forward(texts: Sequence[PairKVRows], new: Sequence[NewRows]) -> mx.array:
@@ -108,27 +145,25 @@ class PairKVRows(HeadKVRows):
 
         Each forward writes the columns after those of the forward before; at the end columns get the tokens' order.
         """
-        head, kv_cache = texts[0]._head, texts[0].kv_cache
+        kv_cache = texts[0].kv_cache
         depths = [text._depths(rows) for text, rows in zip(texts, new, strict=True)]
         orders = [np.argsort(own, kind="stable").astype(np.int32) for own in depths]
         found, fed = list[mx.array](), list[tuple[int, int]]()
         for depth in range(1 + max(int(own.max()) for own in depths)):
             parts = [(n, np.flatnonzero(own == depth).astype(np.int32)) for n, own in enumerate(depths)]
             parts = [(n, rows) for n, rows in parts if len(rows)]
-            segments = [_nodes(texts[n].sequence.row, new[n], orders[n], rows) for n, rows in parts]
-            tokens = [_picked_tokens(new[n], rows) for n, rows in parts]
+            batch = PairBatch()
+            for n, rows in parts:
+                texts[n]._add(batch, new[n], orders[n], rows, texts[n]._unread if depth == 0 else [])
+            onward, logits = batch.feed(kv_cache)
             own = [(n, row) for n, rows in parts for row in rows.tolist()]
-            features = picked([texts[n]._feature(new[n], row) for n, row in own], texts[0]._dtype)
-            joined = tokens[0] if len(tokens) == 1 else mx.concatenate(tokens)
-            hidden, logits = kv_cache.feed(joined, features, segments)
-            if not isinstance(head, MaskedHead):
-                onward = head.onward(hidden)
-                for index, (n, row) in enumerate(own):
-                    texts[n]._stand_ins[row + new[n].start] = onward, index
+            for index, (n, row) in enumerate(own):
+                texts[n]._stand_ins[row + new[n].start] = onward, index
             found.append(logits)
             fed += own
-        for text, rows, order in zip(texts, new, orders, strict=True):
-            text.sequence.keep(rows.start, rows.start + np.argsort(order).astype(np.int32))
+        for text, fresh, order in zip(texts, new, orders, strict=True):
+            text._unread = []
+            text.sequence.keep(fresh.start, fresh.start + np.argsort(order).astype(np.int32))
         back = sorted(range(len(fed)), key=fed.__getitem__)
         return found[0] if len(found) == 1 else mx.take(mx.concatenate(found), mx.array(back), axis=0)
 
@@ -139,6 +174,23 @@ class PairKVRows(HeadKVRows):
             known = parent < new.start or self._missing is not None or self.origin + place - 1 in self.features
             depths.append(0 if known else depths[parent - new.start] + 1)
         return np.array(depths, np.int32)
+
+    def _add(self, batch: PairBatch, new: NewRows, order: Ints, rows: Ints, unread: Sequence[tuple[int, Row]]) -> None:
+        """Adds the `unread` tokens and these rows of the new ones, whose columns follow one another in this order."""
+        first = new.start + int(np.flatnonzero(order == rows[0])[0])
+        start, end = first - len(unread), first + len(rows)
+        columns = np.concatenate([np.arange(new.start), new.start + order])[:end]
+        seen, segment = new.seen[rows][:, columns], Segment(self.sequence.row, start, end - start)
+        if len(rows) > 1 or not seen.all():
+            seen = np.concatenate([np.tri(len(unread), end, start, dtype=np.bool_), seen])
+            segment = NodeSegment(self.sequence.row, start, end - start, places=new.positions[columns], visible=seen)
+        lazy, whole = isinstance(new.tokens, mx.array), len(rows) == len(order)
+        tokens: Any = new.tokens if lazy else np.array(new.tokens, np.int32)
+        if not whole:
+            tokens = mx.take(tokens, mx.array(rows)) if lazy else tokens[rows]
+        batch.segments.append(segment)
+        batch.add(np.array([token for token, _ in unread], np.int32), [row for _, row in unread], wanted=False)
+        batch.add(tokens, [self._feature(new, row) for row in rows.tolist()])
 
     def _feature(self, new: NewRows, row: int) -> Row:
         """Returns the feature for a new token."""
@@ -151,160 +203,252 @@ class PairKVRows(HeadKVRows):
         return self._missing or self._stand_ins[new.parents[row]]
 
     def keep(self, prefix: int, columns: Ints) -> None:
+        super().keep(prefix, columns)
         self.sequence.keep(prefix, columns)
         kept = {old: prefix + index for index, old in enumerate(columns.tolist())}
         self._stand_ins = {kept[old]: row for old, row in self._stand_ins.items() if old in kept}
         self._guessed = {kept[old]: place for old, place in self._guessed.items() if old in kept}
 
 
-def _nodes(row: int, new: NewRows, order: Ints, rows: Ints) -> NodeSegment:
-    """Returns the segment of these rows of the new tokens, whose columns follow one another in this order."""
-    first = int(np.flatnonzero(order == rows[0])[0])
-    columns = np.concatenate([np.arange(new.start), new.start + order])[: new.start + first + len(rows)]
-    seen = new.seen[rows][:, columns]
-    return NodeSegment(row, new.start + first, len(rows), places=new.positions[columns], visible=seen)
+class PairBatch:
+    """Pairs of several texts for one forward, segment by segment."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self._tokens: list[Any] = []
+        self._features: list[Row] = []
+        self._wanted: list[int] = []
+
+    def add(self, tokens: Any, features: Sequence[Row], wanted: bool = True) -> None:
+        """Adds pairs to the last segment, the rows of which are `wanted` or not."""
+        first = len(self._features)
+        self._features += features
+        self._tokens += [tokens] if features else []
+        self._wanted += range(first, len(self._features)) if wanted else ()
+
+    def feed(self, kv_cache: PairKVCache) -> tuple[Features, mx.array]:
+        """Returns the stand-ins for the next features and the logits of the wanted pairs; see `PairKVCache.feed`."""
+        wanted = np.array(self._wanted, np.int32) if len(self._wanted) < len(self._features) else None
+        return kv_cache.feed(
+            _joined(self._tokens, mx.int32), _picked(self._features, kv_cache.dtype), self.segments, wanted
+        )
 
 
-def _picked_tokens(new: NewRows, rows: Ints) -> mx.array:
-    tokens = new.lazy_tokens()
-    return tokens if len(rows) == tokens.shape[0] else mx.take(tokens, mx.array(rows), axis=0)
+Truth = mx.array | np.bool_
+"""A bool, which may be lazy."""
 
 
-def picked(rows: Sequence[Row], dtype: mx.Dtype) -> mx.array:
-    """Returns the rows as one array [T, W]; consecutive rows of one array are taken from it together."""
-    parts = []
+def are_finite(numbers: Features) -> Truth:
+    """Whether all are."""
+    if isinstance(numbers, mx.array):
+        return mx.isfinite(numbers).all()
+    return np.bool_(np.isfinite(numbers).all())
+
+
+def picked(rows: Sequence[Row]) -> mx.array:
+    """Returns the rows as one array [T, W]."""
+    return mx.array(_picked(rows, mx.float32))
+
+
+def _picked(rows: Sequence[Row], dtype: mx.Dtype) -> Features:
+    """Returns the rows as one array; consecutive rows of one array are taken from it together."""
+    parts: list[Features] = []
     for _, group in groupby(rows, key=lambda row: id(row[0])):
         own = list(group)
         array, indices = own[0][0], [index for _, index in own]
         if not isinstance(array, mx.array):
-            parts.append(mx.array(array[indices]).astype(dtype))
+            parts.append(array[indices])
             continue
         whole = indices == list(range(array.shape[0]))
         parts.append(array if whole else mx.take(array, mx.array(indices), axis=0))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    joined: Features = _joined(parts, dtype)
+    return joined
+
+
+def _joined(parts: Sequence[Any], dtype: mx.Dtype) -> Any:
+    """Returns the parts as one array, which is numpy's if all are."""
+    if all(isinstance(part, np.ndarray) for part in parts):
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    arrays = [part if isinstance(part, mx.array) else mx.array(part).astype(dtype) for part in parts]
+    return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
+
+
+@dataclass(slots=True, eq=False)
+class DraftBlock:
+    """An opened block. Its slots predict the tokens after `position`, by `slots` rows of vectors and logits from `row`
+    on. `step`: their scores, from row `first` on, if its tree has scored them all at once."""
+
+    anchor: int
+    position: int
+    slots: int
+    hidden: Features
+    logits: mx.array
+    row: int
+    step: Step | None = None
+    first: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class BlockSlot:
+    """A block's slot `index`. `memory`: that of the block's link after the tokens up to there, if it has one."""
+
+    block: DraftBlock
+    index: int = 0
+    memory: Row | None = None
+
+    @property
+    def position(self) -> int:
+        """That of the token whose successor it predicts."""
+        return self.block.position + self.index
 
 
 @dataclass(frozen=True, slots=True)
 class NewBlocks(NewRows):
-    """New tokens, and the block that each opens; None: the next token has a slot in the block of the token before."""
+    """New tokens, and the block that each opens; None: the next token has a slot in the block of the token before.
+
+    `slots`: those after the tokens; a forward adds them.
+    """
 
     opened: Sequence[OpenedBlock | None] = ()
+    slots: list[BlockSlot] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSlot:
-    """The slot that predicts the token after `position`: row `row` of a forward's result. `left`: slots after it."""
+class SlotKVRows(FeatureKVRows):
+    """Columns that are slots of the tokens that were fed, maybe with a `link` between the tokens of a block."""
 
-    logits: mx.array
-    hidden: mx.array
-    row: int
-    left: int
-    anchor: int
-    position: int
+    link: BlockLink | None = None
 
-    @property
-    def next(self) -> BlockSlot:
-        return replace(self, row=self.row + 1, left=self.left - 1, position=self.position + 1)
+    def __init__(self, kv_cache: Any, features: FeatureBuffer) -> None:
+        super().__init__(kv_cache, features)
+        self._slots: dict[int, BlockSlot] = {}
+
+    def goes_on(self, column: int) -> bool:
+        """Whether the block of this column's token has a slot after its own choice."""
+        slot = self._slots[column]
+        return slot.index + 1 < slot.block.slots
+
+    def is_sound(self, column: int) -> Truth:
+        """Whether its block's vectors are finite."""
+        block = self._slots[column].block
+        return are_finite(block.hidden[block.row : block.row + block.slots])
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        super().keep(prefix, columns)
+        kept = {old: prefix + index for index, old in enumerate(columns.tolist())}
+        self._slots = {kept[old]: slot for old, slot in self._slots.items() if old in kept}
+
+    @staticmethod
+    def _logits(texts: Sequence[Any], new: Sequence[Any], hidden: Features, logits: mx.array) -> mx.array:
+        """Returns the logits after all new tokens [R, V], by the vectors and logits of the opened blocks' slots."""
+        found, row = list[BlockSlot](), 0
+        for text, rows in zip(texts, new, strict=True):
+            for column, parent, opened in zip(range(rows.start, rows.end), rows.parents, rows.opened, strict=True):
+                if opened is None:
+                    before = text._slots[parent]
+                    slot = BlockSlot(before.block, before.index + 1, before.memory)
+                else:
+                    last = opened.anchor + len(opened.tokens) - 1
+                    slot = BlockSlot(DraftBlock(opened.anchor, last, opened.slots, hidden, logits, row))
+                    row += opened.slots
+                text._slots[column] = slot
+                rows.slots.append(slot)
+            found += rows.slots
+        return picked([(slot.block.logits, slot.block.row + slot.index) for slot in found])
 
 
-class BlockKVRows(HeadKVRows):
-    """`engine.kv_rows.KVRows` of one text; a column is the slot of a token that was fed."""
+class MaskedKVRows(SlotKVRows, PairKVRows):
+    """The pairs of one text, and one block of masks after the committed ones, which the next read overwrites."""
 
-    lazy = True
+    @staticmethod
+    def forward(texts: Sequence[Any], new: Sequence[NewRows]) -> mx.array:
+        """Implements `KVRows.forward`. A token that opens a block is the last of the committed text."""
+        batch, nothing = PairBatch(), mx.zeros((0, 0))
+        for text, rows in zip(texts, new, strict=True):
+            for row, opened in enumerate(rows.opened if isinstance(rows, NewBlocks) else ()):
+                if opened is None or not isinstance(text._head, MaskedHead) or text._missing is None:
+                    continue
+                text._add(batch, rows, np.arange(1, dtype=np.int32), np.array([row], np.int32), text._unread)
+                masks = opened.slots - 1
+                batch.add(np.full(masks, text._head.mask_token, np.int32), [text._missing] * masks)
+                batch.segments[-1] = replace(batch.segments[-1], count=batch.segments[-1].count + masks)
+        found = batch.feed(texts[0].kv_cache) if batch.segments else (nothing, nothing)
+        for text, rows in zip(texts, new, strict=True):
+            text._unread, text.sequence.length = [], rows.end
+        return SlotKVRows._logits(texts, new, *found)
+
+
+class BlockKVRows(SlotKVRows):
+    """The features of one text."""
+
     kv_cache: FeatureKVCache
 
-    def __init__(self, kv_cache: FeatureKVCache) -> None:
-        super().__init__(kv_cache)
-        self._depth = kv_cache.head.depth
+    def __init__(self, kv_cache: FeatureKVCache, features: FeatureBuffer) -> None:
+        super().__init__(kv_cache, features)
+        self.depth, self.link = kv_cache.head.depth, kv_cache.head.link
         self.places: Ints = np.zeros(0, np.int32)  # of the features that have been read
-        self.end = 0  # the first position whose feature has not arrived
-        self._waiting: list[tuple[int, mx.array]] = []
-        self._slots: dict[int, BlockSlot] = {}
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
         """Adds the features of committed tokens from `position` on, without known ones. Reads and evaluates them if
-        there are many."""
-        known = max(self.end - position, 0)
+        there are many, or some are missing before them."""
+        known = max(self.features.end - position, 0)
         if known >= len(rows):
             return
-        self._waiting.append((position + known, mx.array(rows[known:]).astype(self._dtype)))
-        self.end = position + len(rows)
-        if sum(part.shape[0] for _, part in self._waiting) >= PIECE:
-            _read([self])
-            mx.eval(self.kv_cache.state())
+        if position > self.features.end:
+            self.read_rest()
+        self.features.add(position + known, rows[known:])
+        if self.features.count >= _PIECE:
+            self.read_rest()
+
+    def read_rest(self) -> None:
+        """Reads the features that wait for the next forward."""
+        _read([self])
+        mx.eval(self.kv_cache.state())
+
+    def save(self, count: int) -> SavedPrefix:
+        """Returns a copy of the features before the last of the first `count` tokens; none are missing in between."""
+        self.read_rest()
+        begin = int(self.places[0])
+        return SavedPairs(count, self.kv_cache.save(self.sequence, count - 1 - begin).layers, begin=begin)
 
     def anchor(self, position: int) -> int:
         """Returns where a block begins whose last known token is at `position`.
 
         That is the first token without a feature, or later if the block would have no slot left.
         """
-        return max(min(self.end, position), position - self._depth + 1)
+        return max(min(self.features.end, position), position - self.depth + 1)
 
     def reach(self, position: int) -> int:
         """Returns the most tokens that such a block drafts."""
-        return self._depth - max(position - self.end, 0)
-
-    def goes_on(self, column: int) -> bool:
-        """Whether the block of this column's token has a slot after its own choice."""
-        return self._slots[column].left > 0
+        return self.depth - max(position - self.features.end, 0)
 
     def is_stale(self, column: int) -> bool:
         """Whether features have arrived for tokens that its block read without them."""
         slot = self._slots[column]
-        return slot.anchor < min(self.end, slot.position)
-
-    def is_sound(self, column: int) -> bool:
-        """Whether its block's vectors are finite. Waits."""
-        return bool(mx.isfinite(self._slots[column].hidden).all().item())
-
-    def prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
-    ) -> None:
-        """Does nothing: only features are read."""
+        return slot.block.anchor < min(self.features.end, slot.position)
 
     @staticmethod
     def forward(texts: Sequence[BlockKVRows], new: Sequence[NewRows]) -> mx.array:
         """Implements `KVRows.forward`: reads the features that have arrived, then opens all blocks."""
-        head = texts[0].kv_cache.head
-        pairs = [(text, rows) for text, rows in zip(texts, new, strict=True) if isinstance(rows, NewBlocks)]
         _read(texts)
-        opened = [(t, c, block) for t, rows in pairs for c, block in enumerate(rows.opened, rows.start) if block]
-        if opened:
-            by_text = groupby(opened, key=lambda one: one[0])
-            blocks = [(text.sequence.row, text.places, [block for *_, block in group]) for text, group in by_text]
-            hidden, logits = texts[0].kv_cache.open_blocks(blocks)
-            row = 0
-            for text, column, own in opened:
-                last = own.anchor + len(own.tokens) - 1
-                text._slots[column] = BlockSlot(logits, hidden, row, own.slots - 1, own.anchor, last)
-                row += own.slots
-        slots = []
-        for text, rows in pairs:
-            for column, parent, block in zip(range(rows.start, rows.end), rows.parents, rows.opened, strict=True):
-                if block is None:
-                    text._slots[column] = text._slots[parent].next
-                slots.append(text._slots[column])
-        logits = picked([(slot.logits, slot.row) for slot in slots], mx.float32)
-        if head.link is None:
-            return logits
-        before = mx.concatenate([rows.lazy_tokens() for rows in new])
-        return head.link.over(logits, before, picked([(slot.hidden, slot.row) for slot in slots], texts[0]._dtype))
-
-    def keep(self, prefix: int, columns: Ints) -> None:
-        kept = {old: prefix + index for index, old in enumerate(columns.tolist())}
-        self._slots = {kept[old]: slot for old, slot in self._slots.items() if old in kept}
+        pairs = [(text, rows) for text, rows in zip(texts, new, strict=True) if isinstance(rows, NewBlocks)]
+        opened = [(text, [block for block in rows.opened if block is not None]) for text, rows in pairs]
+        blocks = [(text.sequence.row, text.places, own) for text, own in opened if own]
+        nothing = mx.zeros((0, 0))
+        found = texts[0].kv_cache.open_blocks(blocks) if blocks else (nothing, nothing)
+        return SlotKVRows._logits(texts, new, *found)
 
 
 def _read(texts: Sequence[BlockKVRows]) -> None:
     """Reads the waiting features of all texts in one forward. Lazy."""
-    segments, features = [], []
-    for text in texts:
-        if text._waiting:
-            own = np.concatenate([at + np.arange(rows.shape[0]) for at, rows in text._waiting]).astype(np.int32)
-            row, start, unseen = text.sequence.row, len(text.places), np.zeros((len(own), 0), np.bool_)
-            text.places = np.concatenate([text.places, own])
-            segments.append(NodeSegment(row, start, len(own), places=text.places, visible=unseen))
-            features += [rows for _, rows in text._waiting]
-            text._waiting, text.sequence.length = [], len(text.places)
+    behind, segments, features = [text for text in texts if text.features.count], [], []
+    for text in behind:
+        own = np.arange(text.features.begin, text.features.end, dtype=np.int32)
+        row, start, unseen = text.sequence.row, len(text.places), np.zeros((len(own), 0), np.bool_)
+        text.places = np.concatenate([text.places, own])
+        segments.append(NodeSegment(row, start, len(own), places=text.places, visible=unseen))
+        features.append(mx.array(text.features.between(own[0], own[-1] + 1)).astype(text.kv_cache.dtype))
     if segments:
-        texts[0].kv_cache.read_features(mx.concatenate(features), segments)
+        behind[0].kv_cache.read_features(mx.concatenate(features), segments)
+    for text in behind:
+        text.features.forget(text.features.end)
+        text.sequence.length = len(text.places)

@@ -2,8 +2,8 @@
 
 A block's slots are drafted at once and do not know each other's token. A `BlockLink` scores each slot's candidates
 again when the token before is known: DSpark (arXiv 2607.05147) adds a low-rank product of the token before and the
-candidate, DFlash2's selector one that also depends on the slot's vector. A walk along the block scores only a few
-candidates with either; the selector never scores more than `FEW`.
+candidate, DFlash2's selector one that also depends on the slot's vector. Only the `FEW` best candidates are scored,
+with the sampler's noise included, because noise promotes tokens that are unlikely by themselves.
 """
 
 from __future__ import annotations
@@ -140,10 +140,12 @@ class BlockLink(nn.Module):  # type: ignore[misc]
         vectors [R, H], and the new memory."""
         raise NotImplementedError
 
-    def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
-        """Returns the logits [R, V] of slots after the tokens `before` [R], from their own; -inf for tokens that are
-        not scored. Only for a link that does not recall."""
-        raise NotImplementedError
+    def best(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
+        """Returns the best token [R] of slots that begin a chain, by their logits [R, V] and the tokens `before`."""
+        few = mx.argpartition(-logits, kth=FEW - 1, axis=-1)[:, :FEW]
+        gains, _ = self(before, hidden, few, self.begin(before.shape[0]))
+        best = mx.argmax(mx.take_along_axis(logits, few, axis=-1) + gains, axis=-1, keepdims=True)
+        return mx.take_along_axis(few, best, axis=-1)[:, 0]
 
     def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
         """Returns the probability [R] that these slots' tokens are accepted if those before are; None: not known."""
@@ -179,10 +181,6 @@ class Markov(BlockLink):
 
     def begin(self, rows: int) -> mx.array:
         return mx.zeros((rows, self._rank), self.markov_w2.weight.dtype)
-
-    def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
-        code, _ = self._code(self.markov_w1(before), hidden, self.begin(before.shape[0]))
-        return logits + self._vocabulary.spread(self.markov_w2(code).astype(mx.float32))
 
     def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
         confidence = self._confidence
@@ -221,12 +219,6 @@ class Selector(BlockLink):
     ) -> tuple[mx.array, mx.array]:
         weights = self.predecessor_codebook[before] * self.hidden_projection(hidden)
         return _products(self.successor_codebook[candidates], weights), memory
-
-    def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
-        few = mx.argpartition(-logits, kth=FEW - 1, axis=-1)[:, :FEW]
-        gains, _ = self(before, hidden, few, hidden)
-        scores = mx.take_along_axis(logits, few, axis=-1) + gains
-        return mx.put_along_axis(mx.full(logits.shape, -mx.inf, logits.dtype), few, scores, axis=-1)
 
 
 def _products(codes: mx.array, weights: mx.array) -> mx.array:

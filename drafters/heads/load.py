@@ -24,15 +24,15 @@ import numpy as np
 
 from outrider.drafters.heads import dflash, eagle3, early_exit, mtp, redrafter
 from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_weights, stranger
-from outrider.drafters.heads.drafter import ChainState, HeadDrafter
+from outrider.drafters.heads.drafter import HeadDrafter, drafter_ahead
 from outrider.drafters.heads.early_exit import trial_text
 from outrider.drafters.heads.head import BlockHead, Head
-from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, HeadKVCache, PairFeed, PairKVCache, kv_cache_of
+from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, HeadKVCache, OpenedBlock, PairKVCache, kv_cache_of
 from outrider.engine.flat import Segment
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.load_checks import open_kv_cache
-from outrider.engine.loading import LoadedModel, find
+from outrider.engine.loading import LoadedModel, find, outline
 from outrider.engine.ort.forward import OrtForward, check, enabled
 from outrider.engine.ort.graph import DecoderLayers
 from outrider.engine.positions import Ints
@@ -86,7 +86,22 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
             doubt, agrees = "; ".join(doubts), trial.own
     if doubt:
         log.warning("%s", doubt)
-    drafter = HeadDrafter(head, model.vocab_size, doubt, kv_cache_of(head, cpu), agrees)
+    drafter = HeadDrafter(head, model.vocab_size, doubt, cpu, agrees)
+    if cpu is not None:
+        head.release()
+    return drafter
+
+
+def load_ahead(kind: str, path: str, target: str, progress: Callable[[str], None]) -> HeadDrafter:
+    """Loads the head of this kind in folder `path` for a draft worker, for the target in folder `target`.
+
+    Raises:
+        CannotDraft: there is none, or it can't draft for this target.
+    """
+    model = outline(target)
+    head = read(kind, path, model, progress)
+    cpu = forward_of(head, model)
+    drafter = drafter_ahead(head, kind, model.vocab_size, features_of(head, Path(path), Path(target)), cpu)
     if cpu is not None:
         head.release()
     return drafter
@@ -188,17 +203,17 @@ def _share(
 
 def _predicted(kv_cache: HeadKVCache, tokens: mx.array, features: mx.array) -> mx.array:
     """Returns the likeliest token after each pair of a text, given the pairs up to there [T]."""
-    sequence, slots = kv_cache.open(), []
+    sequence, count, slots = kv_cache.open(), tokens.shape[0], []
     if isinstance(kv_cache, PairKVCache):
-        _, logits = kv_cache.outputs([PairFeed(sequence, tokens, features)], [tokens.shape[0]])
+        _, logits = kv_cache.feed(tokens, features, [Segment(sequence.row, 0, count, long=True)])
         return mx.argmax(logits, axis=-1)
-    for pair in range(tokens.shape[0]):
-        feed = PairFeed(sequence, tokens[pair : pair + 1], features[pair : pair + 1])
-        slots.append(kv_cache.slots([feed], [1]))
-        sequence.roll_back(pair + 1)
+    for place, token in enumerate(cast("list[int]", tokens.tolist())):
+        kv_cache.read_features(features[place : place + 1], [Segment(sequence.row, place, 1)])
+        block = OpenedBlock(place + 1, [token], 1)
+        slots.append(kv_cache.open_blocks([(sequence.row, np.arange(place + 1, dtype=np.int32), [block])]))
     hidden, logits = (mx.concatenate(list(parts)) for parts in zip(*slots, strict=True))
     link = kv_cache.head.link
-    return mx.argmax(link.over(logits, tokens, hidden) if link is not None else logits, axis=-1)
+    return mx.argmax(logits, axis=-1) if link is None else link.best(logits, tokens, hidden)
 
 
 _FEATURES = 16  # that different tokens of the check have
@@ -239,7 +254,7 @@ def step_cost(
     """Returns the cost of a drafted token in target steps; None: it drafts nothing. Random rows take the same time."""
     draws, sampling = np.random.default_rng(0), SamplingParams(temp=1.0, seed=1)
     tokens = draws.integers(0, min(target.vocab_size, 9), _PROMPT).tolist()
-    slot, follower = CacheSlot(target, open_kv_cache(target), tokens, sampling), drafter.follow(sampling)
+    slot, draft = CacheSlot(target, open_kv_cache(target), tokens, sampling), drafter.follow(sampling)
     slot.feed_all_but(1)
     width, read_len = drafter.head.points.count * int(target.config["hidden_size"]), 0
     steps, chains = list[float](), list[float]()
@@ -249,14 +264,14 @@ def step_cost(
             tokens.append(verify(slot).bonus)
             verified = seconds()
             rows = mx.array(draws.standard_normal((len(tokens) - 1 - read_len, width)), mx.float32)
-            follower.add_features(read_len, drafter.head.fuse(rows))
+            draft.add_features(read_len, drafter.head.fuse(rows))
             read_len = len(tokens) - 1
-            (continuation,) = drafter.continuations([ChainState(follower, tokens)], [DEPTH])
+            (continuation,) = drafter.continuations([draft.after(tokens)], [DEPTH])
             if not continuation.chain:
                 return None
             chains.append((seconds() - verified) / len(continuation.chain))
             steps.append(verified - began)
     finally:
-        follower.close()
+        draft.close(spoilt=True)
         slot.close()
     return min(chains[1:]) / max(min(steps[1:]), 1e-9)

@@ -94,7 +94,10 @@ class Mtp(PairHead):
     def decoder(self, target: DecoderLayers) -> DecoderLayers:
         output = self.get("lm_head", target.output)
         table = self.get("embed_tokens", target.embedding)
-        return replace(target, layers=self.layers, embedding=table, norm=self.norm, output=output, begin=self._begin)
+        return replace(
+            target, layers=self.layers, embedding=table, norm=self.norm, output=output, begin=self._begin,
+            gives_normed=self.form.after_norm,
+        )  # fmt: skip
 
     def _begin(self, b: Builder) -> tuple[str, str]:
         both = [b.norm("x", self.norm_embedding), b.norm("features", self.norm_hidden)]

@@ -56,7 +56,8 @@ class DecoderLayers:
     """The modules that a graph computes. `windows`: each layer's; None: it sees all tokens.
 
     `factor`: that of embeddings. `output` computes the logits of all tokens, or only of these `tokens`, of a vocabulary
-    of `vocab_size`. `begin`: of a head, which reads features besides tokens. `rounded`: dense layers are rounded to 8
+    of `vocab_size`. `begin`: of a head, which reads features besides tokens; `gives_normed`: its vectors are
+    returned after the norm. `rounded`: dense layers are rounded to 8
     bits.
     """
 
@@ -69,6 +70,7 @@ class DecoderLayers:
     tokens: mx.array | None = None
     factor: float = 1.0
     begin: Begin | None = None
+    gives_normed: bool = False
     rounded: bool = False
 
     @classmethod
@@ -147,7 +149,8 @@ class Graph:
     text's columns afterwards, less one; `total`; `counts` [B], the queries of a text; `places` [B, S], their positions;
     `cos{r}` and `sin{r}` of each rope; `mask{w}` [B, 1, S, total] for each of the layout's masks; `wanted` [R], the
     tokens that get logits. For each layer `k{i}`, `v{i}` and, bound to the same memory, `new_k{i}`, `new_v{i}`.
-    Outputs: `logits` [R, V], `hidden` [R, H], the last layer's output, and each layer's, `layer{i}` [T, H].
+    Outputs: `logits` [R, V], `hidden` [R, H], the last layer's output (see `gives_normed`); each layer's, `layer{i}`
+    [T, H].
     """
 
     proto: bytes
@@ -353,8 +356,10 @@ def build(decoder: DecoderLayers, layout: Layout) -> Graph:
             added = b.norm(added, layer.post_feedforward_layernorm)
     last = f"layer{len(layers) - 1}"
     b.op("Add", res, added, outputs=[last])
-    b.op("Gather", last, "wanted", axis=0, outputs=["hidden"])
-    b.op("Identity", b.linear(b.norm("hidden", decoder.norm), [decoder.output]), outputs=["logits"])
+    rows = b.op("Gather", last, "wanted", axis=0)
+    normed = b.norm(rows, decoder.norm)
+    b.op("Identity", normed if decoder.gives_normed else rows, outputs=["hidden"])
+    b.op("Identity", b.linear(normed, [decoder.output]), outputs=["logits"])
     return Graph(_proto(b, layout, decoder.begin is not None), b.weights)
 
 

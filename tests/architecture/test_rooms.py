@@ -69,7 +69,7 @@ IN_ORDER = {
     ),
     "drafters/heads": (
         "layers", "head", "checkpoint", "pair_kv_cache", "kv_rows", "dflash", "eagle3", "mtp",
-        "redrafter", "drafter", "early_exit", "load", "ahead",
+        "redrafter", "trees", "drafter", "early_exit", "load",
     ),
 }  # fmt: skip
 """The modules of a folder in which each may import only those before it."""

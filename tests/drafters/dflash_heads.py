@@ -155,12 +155,12 @@ class NumpyHead:
             found.append(before)
         return found
 
-    def behind(self, before: int, hidden: Array) -> Array:
-        """Logits [V] of what a slot of this vector [H] says where it stands behind a token; a selector looks at 16."""
-        logits = self.logits(hidden[None])[0]
-        found = logits + self._gains(before, hidden, np.zeros(RANK))[0]
-        if self.layout.convolves:
-            found[np.argsort(-logits)[16:]] = -np.inf
+    def behind(self, before: int, hidden: Array, noise: Array | float = 0.0, temp: float = 1.0) -> Array:
+        """Scores [V] of what a slot of this vector [H] says where it stands behind a token; a link looks at 16."""
+        scores = self.logits(hidden[None])[0] / temp + noise
+        found = scores + self._gains(before, hidden, np.zeros(RANK))[0] / temp
+        if self.layout.convolves or self.layout.markov:
+            found[np.argsort(-scores)[16:]] = -np.inf
         return found
 
     def odds(self, features: Array, anchor: int, chain: list[int]) -> list[float]:

@@ -11,8 +11,9 @@ import pytest
 
 from outrider.drafters.fan_out import POLICIES, Calibration
 from outrider.drafters.growth import BranchTask
-from outrider.drafters.heads.ahead import UNTRAINED, AheadHead, BlockTree
 from outrider.drafters.heads.dflash import DFlash
+from outrider.drafters.heads.drafter import UNTRAINED, HeadDrafter, drafter_ahead
+from outrider.drafters.heads.trees import BlockTree
 from outrider.drafters.work_ahead import WorkAhead
 from outrider.engine.sampling import gumbel
 from outrider.engine.tree import Tree
@@ -28,9 +29,9 @@ FITTING = [name for name, layout in LAYOUTS.items() if layout.markov != "rnn"]
 VISIBLE = {"loss_type": "variable_prefix"}
 
 
-def opened(head: DFlash, length: int, n: int = 0, drafter: AheadHead | None = None, **params: Any) -> BlockTree:
+def opened(head: DFlash, length: int, n: int = 0, drafter: HeadDrafter | None = None, **params: Any) -> BlockTree:
     """A tree of the first tokens of a text, told all rows that can be."""
-    drafter = drafter or AheadHead(head, "dflash", V)
+    drafter = drafter or drafter_ahead(head, "dflash", V)
     tree = drafter.open(TEXTS[n][:length].tolist(), SamplingParams(**params))
     assert isinstance(tree, BlockTree)
     tell(tree, head, 0, length - 1, n)
@@ -53,7 +54,7 @@ def are_equal(scores: mx.array, logits: np.ndarray[Any, Any]) -> None:
 def test_block_with_a_known_prefix_equals_an_independent_forward(tmp_path: Path, name: str) -> None:
     """Outcomes of two texts, with beginnings of any length, in one forward; then along each block's own choices."""
     head, truth = head_of(write(tmp_path, name)), NumpyHead(LAYOUTS[name], EMBEDDING, OUTPUT)
-    drafter, lengths = AheadHead(head, "dflash", V), (9, 30)
+    drafter, lengths = drafter_ahead(head, "dflash", V), (9, 30)
     trees = [opened(head, length, n, drafter) for n, length in enumerate(lengths)]
     feeds = []
     for tree in trees:
@@ -118,7 +119,7 @@ def test_late_rows_replace_nodes_computed_without_them(tmp_path: Path, name: str
 
 def test_missing_rows_leave_a_gap_in_the_context(tmp_path: Path) -> None:
     head, truth = head_of(write(tmp_path, "z-lab")), NumpyHead(LAYOUTS["z-lab"], EMBEDDING, OUTPUT)
-    tree = AheadHead(head, "dflash", V).open(TEXTS[0][:20].tolist(), SamplingParams())
+    tree = drafter_ahead(head, "dflash", V).open(TEXTS[0][:20].tolist(), SamplingParams())
     assert isinstance(tree, BlockTree) and not tree.ready()
     tell(tree, head, 3, 9)
     assert not tree.ready()
@@ -139,7 +140,7 @@ def test_block_tokens_are_drawn_with_the_targets_noise(tmp_path: Path, temp: flo
     before = 9
     for slot, vector in enumerate(hidden[:3]):
         noise = gumbel(np, 5, [21 + slot], V)[0] if temp else 0.0
-        before = int((truth.behind(before, vector) / (temp or 1.0) + noise).argmax())
+        before = int(truth.behind(before, vector, noise, temp or 1.0).argmax())
         assert tree.best([node]) == [before]
         (node,) = tree.feed([node], [None])
 
@@ -201,9 +202,9 @@ def test_head_not_trained_for_known_prefixes_has_a_note(tmp_path: Path) -> None:
     plain = head_of(write(tmp_path / "plain", "z-lab"))
     config = {**LAYOUTS["z-lab"].config["dflash_config"], **VISIBLE}
     trained = head_of(write(tmp_path / "trained", "z-lab", config={"dflash_config": config}))
-    assert AheadHead(plain, "dflash", V).note == UNTRAINED and AheadHead(trained, "dflash", V).note == ""
+    assert drafter_ahead(plain, "dflash", V).note == UNTRAINED and drafter_ahead(trained, "dflash", V).note == ""
 
 
 def test_recurrent_markov_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CannotDraft, match="memory starts with each block"):
-        AheadHead(head_of(write(tmp_path, "SpecForge, rnn")), "dflash", V)
+        drafter_ahead(head_of(write(tmp_path, "SpecForge, rnn")), "dflash", V)

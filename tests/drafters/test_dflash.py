@@ -12,13 +12,14 @@ import pytest
 
 from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_weights
 from outrider.drafters.heads.dflash import DFlash, build
-from outrider.drafters.heads.drafter import ChainState, HeadDrafter
-from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, PairFeed
+from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.pair_kv_cache import FeatureKVCache
 from outrider.engine.sampling import gumbel
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from tests.drafters.dflash_heads import NumpyHead, write
 from tests.drafters.dflash_layouts import LAYOUTS, TAPS, TARGET, H, V
+from tests.drafters.pair_feeds import PairFeed, slots
 
 RNG = np.random.default_rng(3)
 EMBEDDING = RNG.standard_normal((V, H)).astype(np.float32)
@@ -50,7 +51,7 @@ def test_head_equals_an_independent_forward(tmp_path: Path, name: str) -> None:
             behind = TEXTS[n][part.start + 1 : part.stop + 1]
             feeds.append(PairFeed(places[n], mx.array(behind), head.fuse(mx.array(ROWS[n][part]))))
             done[n] = part.stop
-        _, logits = contexts.slots(feeds, [depth for depth in depths if depth])
+        _, logits = slots(contexts, feeds, [depth for depth in depths if depth])
         found = np.array(logits)
         expected = [
             truth.logits(truth.hidden(truth.fuse(ROWS[n][: done[n]]), TEXTS[n][done[n]], depths[n]))
@@ -74,7 +75,7 @@ def test_a_chain_is_the_coupled_walk_along_the_block(tmp_path: Path, name: str, 
         for n, count in enumerate(counts):
             followers[n].add_features(done[n], drafter.head.fuse(mx.array(ROWS[n][done[n] : done[n] + count])))
             done[n] += count
-        chains = [ChainState(followers[n], TEXTS[n][: done[n] + 1].tolist()) for n in range(2)]
+        chains = [followers[n].after(TEXTS[n][: done[n] + 1].tolist()) for n in range(2)]
         found = drafter.continuations(chains, [n + 3 for n in depths])
         for n, chain in enumerate(one.chain for one in found):
             depth = layout.depth if n == 0 else min(6, layout.depth)
@@ -104,20 +105,20 @@ def test_candidates_of_each_position_come_best_first(tmp_path: Path, name: str, 
     for least in (0.1, 1.0):
         follower = drafter.follow(sampling)
         follower.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
-        chains.append(ChainState(follower, TEXTS[0][:10].tolist(), least))
+        chains.append(follower.after(TEXTS[0][:10].tolist(), least))
     wide, plain = drafter.continuations(chains, [5, 5])
-    assert wide.line == plain.chain and chains[1].candidates == []
-    for token, candidates in zip(wide.line, chains[0].candidates, strict=True):
-        gaps = [candidate.gap for candidate in candidates]
-        assert candidates[0].token == token and len({one.token for one in candidates}) == 3
-        assert gaps[0] == 0.0 and gaps == sorted(gaps)
+    assert wide.line == plain.chain and plain.parents == () and chains[0]._proposed is not None
+    for token, place in zip(wide.line, chains[0]._proposed.places, strict=True):
+        gaps = list(place.point.gaps)
+        assert token not in place.others and len(set(place.others)) == 2
+        assert place.point.own_gap == gaps[0] >= 0.0 and gaps == sorted(gaps)
 
 
 def test_penalties_are_applied_slot_by_slot(tmp_path: Path) -> None:
     drafter = HeadDrafter(head_of(write(tmp_path, "DeepSpec")), V)
     follower = drafter.follow(SamplingParams(repetition_penalty=50.0))
     follower.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
-    chain = drafter.continuations([ChainState(follower, TEXTS[0][:10].tolist())], [6])[0].chain
+    chain = drafter.continuations([follower.after(TEXTS[0][:10].tolist())], [6])[0].chain
     assert len(set(chain) - set(TEXTS[0][:10].tolist())) == 6
 
 
@@ -126,9 +127,9 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
     drafter = HeadDrafter(head, V)
     follower = drafter.follow(SamplingParams())
     follower.add_features(0, head.fuse(mx.array(ROWS[0][:8])))
-    assert len(drafter.continuations([ChainState(follower, TEXTS[0][:9].tolist())], [9])[0].chain) == 3
+    assert len(drafter.continuations([follower.after(TEXTS[0][:9].tolist())], [9])[0].chain) == 3
     follower.add_features(8, head.fuse(mx.array(ROWS[0][8:11])))
-    assert drafter.continuations([ChainState(follower, TEXTS[0][:12].tolist())], [9])[0].chain == ()
+    assert drafter.continuations([follower.after(TEXTS[0][:12].tolist())], [9])[0].chain == ()
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import pytest
 
 from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_weights
 from outrider.drafters.heads.eagle3 import Eagle3, PEagle, build
-from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache
+from outrider.drafters.heads.pair_kv_cache import PairKVCache
 from outrider.protocol.errors import CannotDraft
 from tests.drafters.eagle3_heads import LAYOUTS, MASK, OFFICIAL_TAPS, PARALLEL, TAPS, TARGET, H, NumpyHead, V, write
+from tests.drafters.pair_feeds import PairFeed, slots
 
 RNG = np.random.default_rng(3)
 EMBEDDING = RNG.standard_normal((V, H)).astype(np.float32)
@@ -42,11 +43,11 @@ def test_head_equals_an_independent_forward(tmp_path: Path, layout: str) -> None
             part = slice(done[n], done[n] + count)
             feeds.append(PairFeed(places[n], mx.array(tokens[n][part]), head.fuse(mx.array(rows[n][part]))))
             done[n] += count
-        hidden, logits = pairs.slots(feeds, [1] * len(feeds))
+        hidden, logits = slots(pairs, feeds, [1] * len(feeds))
         for n in range(2):
             own, onward = truth(tokens[n][: done[n]], features[n][: done[n]])
             np.testing.assert_allclose(np.array(logits)[n], own[-1], rtol=1e-3, atol=1e-3)
-            np.testing.assert_allclose(np.array(head.onward(hidden))[n], onward[-1], rtol=1e-3, atol=1e-3)
+            np.testing.assert_allclose(np.array(hidden)[n], onward[-1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("layout", PARALLEL)
@@ -69,7 +70,7 @@ def test_masked_pairs_draft_several_tokens_in_one_forward(tmp_path: Path, layout
             behind = np.concatenate([tokens[n][: done[n]], [MASK] * more]).astype(int)
             own, _ = truth(behind, np.concatenate([features[n][: done[n]], masked.repeat(more, axis=0)]))
             expected.append(own[-depths[n] :])
-        _, logits = pairs.slots(feeds, [depth for depth in depths if depth])
+        _, logits = slots(pairs, feeds, [depth for depth in depths if depth])
         np.testing.assert_allclose(np.array(logits), np.concatenate(expected), rtol=1e-3, atol=1e-3)
         for place, length in zip(places, done, strict=True):
             place.roll_back(length)

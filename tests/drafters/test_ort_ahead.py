@@ -12,9 +12,11 @@ import pytest
 
 from outrider.drafters.fan_out import POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, Continuation
-from outrider.drafters.heads.ahead import AheadHead, HeadTree
+from outrider.drafters.heads.drafter import drafter_ahead
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.kv_rows import PairKVRows
+from outrider.drafters.heads.load import load_ahead
+from outrider.drafters.heads.trees import PairTree
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
@@ -41,7 +43,7 @@ class PlayedRequests:
 
     def __init__(self, head: PairHead, target: LoadedModel, cpu: OrtForward | None, temp: float) -> None:
         draws = np.random.default_rng(1)
-        drafter = AheadHead(head, "mtp", target.vocab_size, cpu=cpu)
+        drafter = drafter_ahead(head, "mtp", target.vocab_size, cpu=cpu)
         self.together, self.texts = DraftBatcher(), [draws.integers(0, 200, n).tolist() for n in LENGTHS]
         self.heard = [0] * len(LENGTHS)
         raw = draws.standard_normal((max(LENGTHS) + 60, head.points.count * H))
@@ -95,7 +97,7 @@ def test_branches_by_onnx_runtime_equal_those_by_mlx(
     by_ort = PlayedRequests(head, target, unrounded(head, target), temp)
     prepared = by_ort.rounds(12)
     assert max(fed) >= 6 * len(LENGTHS)
-    assert any(isinstance(work.tree, HeadTree) and work.tree._layout.prefix > LONG for work in by_ort.works)
+    assert any(isinstance(work.tree, PairTree) and work.tree._layout.prefix > LONG for work in by_ort.works)
     fed.clear()
     by_mlx = PlayedRequests(head, target, None, temp)
     assert prepared == by_mlx.rounds(12) and not fed
@@ -107,10 +109,10 @@ def test_branches_by_onnx_runtime_equal_those_by_mlx(
 def test_a_loaded_head_uses_onnx_runtime(target: LoadedModel, fed: list[int], tmp_path: Path) -> None:
     assert target.folder is not None
     folder = write_feature_head(tmp_path / "head", target)
-    drafter = AheadHead.load("eagle3", str(folder), str(target.folder), lambda stage: None)
+    drafter = load_ahead("eagle3", str(folder), str(target.folder), lambda stage: None)
     assert fed
     tree = drafter.open([1, 2, 3], SamplingParams())
-    assert isinstance(tree, HeadTree) and isinstance(tree.kv_rows, PairKVRows) and not tree.kv_rows.lazy
+    assert isinstance(tree, PairTree) and isinstance(tree.kv_rows, PairKVRows) and not tree.kv_rows.lazy
     assert drafter.head.weight_bytes < drafter.weight_bytes / 2  # ONNX Runtime has the others
     tree.add_features(0, np.array(drafter.head.fuse(mx.ones((2, drafter.head.points.count * H)))))
     assert len(tree.best(tree.feed([tree.root], [None]))) == 1

@@ -11,21 +11,23 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.drafter import ChainState, HeadDrafter
+from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.load import forward_of
 from outrider.drafters.heads.load import load as load_head
-from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache, kv_cache_of
+from outrider.drafters.heads.pair_kv_cache import PairKVCache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort import graph
 from outrider.engine.ort.forward import OrtForward
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import CPU_KERNELS
+from tests.drafters.pair_feeds import PairFeed, outputs
 from tests.target_worker.heads import (
     H,
     latent_head,
     markov_llama,
     mtp_head,
+    normed_head,
     parallel_token_head,
     random_head,
     recurrent_head,
@@ -41,7 +43,7 @@ LONG = 300  # pairs, which ONNX Runtime reads in pieces
 def chains(head: Head, target: LoadedModel, cpu: OrtForward | None, temp: float) -> list[tuple[int, ...]]:
     """The drafts for three texts together, over four rounds in which each text gets one token longer."""
     draws = np.random.default_rng(1)
-    own = HeadDrafter(head, target.vocab_size, kv_cache=kv_cache_of(head, cpu))
+    own = HeadDrafter(head, target.vocab_size, cpu=cpu)
     texts = [draws.integers(0, 200, length).tolist() for length in LENGTHS]
     followers = [own.follow(SamplingParams(temp=temp, seed=seed)) for seed in range(len(texts))]
     found, heard = list[tuple[int, ...]](), [0] * len(texts)
@@ -50,14 +52,14 @@ def chains(head: Head, target: LoadedModel, cpu: OrtForward | None, temp: float)
             rows = draws.standard_normal((len(text) - 1 - heard[number], head.points.count * H))
             follower.add_features(heard[number], head.fuse(mx.array(rows, mx.float32)))
             heard[number] = len(text) - 1
-        lines = [ChainState(follower, text) for follower, text in zip(followers, texts, strict=True)]
+        lines = [follower.after(text) for follower, text in zip(followers, texts, strict=True)]
         found += [one.chain for one in own.continuations(lines, [4, 2, 3])]
         texts = [[*text, number] for number, text in enumerate(texts)]
     return found
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-@pytest.mark.parametrize("make", [mtp_head, random_head, token_head, parallel_token_head])
+@pytest.mark.parametrize("make", [mtp_head, random_head, normed_head, token_head, parallel_token_head])
 def test_drafts_by_onnx_runtime_equal_those_by_mlx(
     target: LoadedModel, fed: list[int], make: Callable[[LoadedModel], Head], temp: float
 ) -> None:
@@ -79,7 +81,7 @@ def test_rounding_to_8_bits_changes_logits_little(target: LoadedModel, make: Cal
     features = head.fuse(mx.array(draws.standard_normal((LONG, head.points.count * H)), mx.float32))
     found = []
     for kv_cache in (PairKVCache(head), PairKVCache(head, cpu)):
-        _, logits = kv_cache.outputs([PairFeed(kv_cache.open(), tokens, features)], [LONG])
+        _, logits = outputs(kv_cache, [PairFeed(kv_cache.open(), tokens, features)], [LONG])
         found.append(np.array(logits))
     known = np.isfinite(found[0])
     assert np.array_equal(known, np.isfinite(found[1]))
@@ -119,11 +121,11 @@ def test_graph_with_wrong_logits_is_rejected_at_load(
 
 def test_many_pairs_are_read_in_pieces(target: LoadedModel, fed: list[int]) -> None:
     head = mtp_head(target)
-    own = HeadDrafter(head, target.vocab_size, kv_cache=kv_cache_of(head, forward_of(head, target)))
+    own = HeadDrafter(head, target.vocab_size, cpu=forward_of(head, target))
     follower, text = own.follow(SamplingParams()), [5] * (LONG + 1)
     follower.add_features(0, mx.ones((LONG, H)))
     fed.clear()
-    own.continuations([ChainState(follower, text)], [3])
+    own.continuations([follower.after(text)], [3])
     assert sum(fed) == LONG + 2 and max(fed) < LONG and fed[-2:] == [1, 1]
 
 
@@ -134,4 +136,4 @@ def test_loaded_heads_use_onnx_runtime_and_keep_no_second_copy_of_its_weights(
     assert fed and own.head.weight_bytes < own.weight_bytes / 2
     follower = own.follow(SamplingParams())
     follower.add_features(0, own.head.fuse(mx.ones((3, own.head.points.count * H))))
-    assert len(own.continuations([ChainState(follower, [5, 6, 7, 8])], [3])[0].chain) == 3
+    assert len(own.continuations([follower.after([5, 6, 7, 8])], [3])[0].chain) == 3

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_weights
-from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache
+from outrider.drafters.heads.pair_kv_cache import PairKVCache
 from outrider.drafters.heads.redrafter import Redrafter, build
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import CannotDraft
+from tests.drafters.pair_feeds import PairFeed, slots
 from tests.tiny import write_model
 
 H, V = 64, 250  # the target's logits are padded to 258
@@ -97,8 +98,8 @@ def test_head_equals_an_independent_forward(target: LoadedModel, tmp_path: Path,
     places = [pairs.open() for _ in rows]
     for depth in range(5):
         feeds = [PairFeed(places[n], mx.array(tokens[n, depth : depth + 1]), features[n : n + 1]) for n in range(2)]
-        hidden, slot_logits = pairs.slots(feeds, [1, 1])
-        features, logits = head.onward(hidden), np.array(slot_logits)
+        hidden, slot_logits = slots(pairs, feeds, [1, 1])
+        features, logits = hidden, np.array(slot_logits)
         assert logits.shape == (2, 258) and np.isneginf(logits[:, V:]).all()
         for n in range(2):
             np.testing.assert_allclose(logits[n, :V], truth[n][depth], rtol=1e-3, atol=1e-3)

@@ -22,7 +22,7 @@ models_only.models_only()
 models_only.models_only()
 from outrider.engine.loading import load
 import outrider.target_worker.worker, outrider.draft_worker.worker, outrider.prefill_worker.worker
-import outrider.drafters.mlx, outrider.drafters.heads.load, outrider.drafters.heads.ahead
+import outrider.drafters.mlx, outrider.drafters.heads.load, outrider.drafters.heads.trees
 load(sys.argv[1])
 heavy = sorted({"transformers", "tokenizers", "huggingface_hub"} & set(sys.modules))
 from huggingface_hub import snapshot_download

@@ -25,10 +25,9 @@ from models.training.heads.target import read_target  # noqa: E402
 from models.training.heads.writer import write  # noqa: E402
 from models.training.loop import Loop, autocast  # noqa: E402
 from outrider.drafters.heads import load as loading  # noqa: E402
-from outrider.drafters.heads.ahead import AheadHead  # noqa: E402
+from outrider.drafters.heads.drafter import drafter_ahead  # noqa: E402
 from outrider.drafters.heads.pair_kv_cache import (  # noqa: E402
     FeatureKVCache,
-    PairFeed,
     PairKVCache,
 )
 from outrider.engine.loading import load  # noqa: E402
@@ -36,6 +35,7 @@ from outrider.protocol.digest import digest  # noqa: E402
 from outrider.protocol.errors import InvalidRequest, ModelError  # noqa: E402
 from outrider.protocol.heads import head_kind  # noqa: E402
 from outrider.protocol.sampling import SamplingParams  # noqa: E402
+from tests.drafters.pair_feeds import PairFeed, slots  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -204,7 +204,7 @@ def test_loaded_block_head_computes_the_trained_blocks(target: Path, tmp_path: P
         contexts = FeatureKVCache(head)
         features = head.fuse(mx.array(lesson.rows[0, :anchor].flatten(1).numpy()))
         fed = mx.array(np.array(lesson.tokens[0])[1 : anchor + 1], mx.int32)
-        _, logits = contexts.slots([PairFeed(contexts.open(), fed, features)], [made.steps])
+        _, logits = slots(contexts, [PairFeed(contexts.open(), fed, features)], [made.steps])
         np.testing.assert_allclose(np.array(logits), [step[block] for step in steps], atol=5e-3)
 
 
@@ -218,7 +218,7 @@ def test_blocks_are_trained_after_prefixes_as_in_the_draft_worker(target: Path, 
             parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.bfloat16().float())
     pipeline.write(tmp_path / "head", learner, digest(target))
     head = loading.read("dflash", str(tmp_path / "head"), load(target), print)
-    ahead = AheadHead(head, "dflash", TINY.vocab)
+    ahead = drafter_ahead(head, "dflash", TINY.vocab)
     assert head.sees_prefixes and ahead.note == ""
     lesson = lesson_of(model, made.taps(TINY), 60)
     tokens = np.array(lesson.tokens[0])
@@ -266,9 +266,9 @@ def chain(head: Any, model: Any, lesson: Lesson, row: int, steps: int) -> list[n
     sequence, found = pairs.open(), []
     fed = mx.array(tokens[1 : row + 2], mx.int32)
     for step in range(steps):
-        hidden, logits = pairs.slots([PairFeed(sequence, fed, features)], [1])
+        hidden, logits = slots(pairs, [PairFeed(sequence, fed, features)], [1])
         found.append(np.array(logits)[0])
-        features, fed = head.onward(hidden), mx.array(tokens[row + step + 2 : row + step + 3], mx.int32)
+        features, fed = hidden, mx.array(tokens[row + step + 2 : row + step + 3], mx.int32)
     return found
 
 

@@ -17,7 +17,6 @@ from msgspec import structs
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.drafter import Drafter, TokenTree
 from outrider.drafters.fan_out import POLICIES
-from outrider.drafters.heads.ahead import AheadHead
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.mlx import MlxDrafter
@@ -166,7 +165,7 @@ class Cluster(HonestWorkers):
         self._model, self._clock, self._schedule = target, clock, schedule
         self._rng = random.Random(seed)
         self._own, self._own_head, self._kv_memory, self._policy = colocated, head, kv_memory, policy
-        self._head = drafter.head if isinstance(drafter, AheadHead) else None
+        self._head = drafter.head if isinstance(drafter, HeadDrafter) else None
         self.target = self._new_target()
         self._watched: WatchedDrafter | None = None
         if drafter is not None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from outrider.drafters.drafter import TokenTree
-from outrider.drafters.heads.ahead import AheadHead, BlockTree
 from outrider.drafters.heads.dflash import DFlash
+from outrider.drafters.heads.drafter import drafter_ahead
+from outrider.drafters.heads.trees import BlockTree
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Features, Message
 from outrider.protocol.sampling import SamplingParams
@@ -26,7 +27,7 @@ Heads = Callable[[LoadedModel], DFlash]
 
 
 def cluster(target: LoadedModel, head: DFlash, kind: type[Cluster] = Cluster, **other: Any) -> Cluster:
-    drafter = AheadHead(head, "dflash", target.vocab_size)
+    drafter = drafter_ahead(head, "dflash", target.vocab_size)
     return kind(target, drafter, VirtualClock(), **{"ngrams": False, "full_depth": True, **other})
 
 
@@ -67,11 +68,11 @@ def test_block_heads_cache_equals_a_fresh_read_after_each_round(target: LoadedMo
 
     def check(tree: TokenTree, text: Sequence[int]) -> None:
         assert isinstance(tree, BlockTree)
-        if tree._nodes and tree.committed_len > len(PROMPT) and not tree.kv_rows._waiting:
+        if tree._nodes and tree.committed_len > len(PROMPT) and not tree.kv_rows.features.count:
             seen.add(tree.committed_len)
             assert tree.column_tokens() == list(text[: tree.committed_len])
-            assert tree.kv_rows.places.tolist() == list(range(tree.kv_rows.end))
-            assert distance(head, tree, np.stack([told[at] for at in range(tree.kv_rows.end)])) < 2e-3
+            assert tree.kv_rows.places.tolist() == list(range(tree.kv_rows.features.end))
+            assert distance(head, tree, np.stack([told[at] for at in range(tree.kv_rows.features.end)])) < 2e-3
 
     played = cluster(target, head, schedule=MIXED, after_draft=check)
     send = played.send_worker
@@ -88,7 +89,7 @@ def test_block_heads_cache_equals_a_fresh_read_after_each_round(target: LoadedMo
 
 def distance(head: DFlash, tree: BlockTree, rows: np.ndarray[Any, Any]) -> float:
     """How far what it remembers is from what a head does that is told these rows at once."""
-    fresh = AheadHead(head, "dflash", 10_000).open([1] * (len(rows) + 1), SamplingParams())
+    fresh = drafter_ahead(head, "dflash", 10_000).open([1] * (len(rows) + 1), SamplingParams())
     assert isinstance(fresh, BlockTree)
     fresh.add_features(0, rows)
     apart = 0.0

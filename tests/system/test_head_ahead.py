@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from outrider.drafters.drafter import TokenTree
-from outrider.drafters.heads.ahead import AheadHead, HeadTree
+from outrider.drafters.heads.drafter import drafter_ahead
 from outrider.drafters.heads.head import PairHead
-from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache
+from outrider.drafters.heads.pair_kv_cache import PairKVCache
+from outrider.drafters.heads.trees import PairTree
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
 from outrider.protocol.messages import Features, Message
 from outrider.protocol.sampling import SamplingParams
 from tests.covering import matrix
+from tests.drafters.pair_feeds import PairFeed, read, slots
 from tests.system.cluster import MIXED, Cluster, Run
 from tests.system.links import VirtualClock
 from tests.target_worker.block_heads import block_head, block_token_head, convolving_head, gated_head, parallel_head
@@ -65,7 +67,7 @@ class Lossy(Cluster):
 def cluster(
     target: LoadedModel, head: PairHead, kind: type[Cluster] = Cluster, cpu: OrtForward | None = None, **other: Any
 ) -> Cluster:
-    drafter = AheadHead(head, "eagle3", target.vocab_size, cpu=cpu)
+    drafter = drafter_ahead(head, "eagle3", target.vocab_size, cpu=cpu)
     return kind(target, drafter, VirtualClock(), **{"ngrams": False, "full_depth": True, **other})
 
 
@@ -134,7 +136,7 @@ def test_heads_cache_equals_a_fresh_read_after_each_round(
     seen: set[int] = set()
 
     def check(tree: TokenTree, text: Sequence[int]) -> None:
-        assert isinstance(tree, HeadTree)
+        assert isinstance(tree, PairTree)
         if tree._nodes and tree.committed_len > len(PROMPT):
             seen.add(tree.committed_len)
             assert tree.column_tokens() == list(text[1 : tree.committed_len])
@@ -157,14 +159,14 @@ def test_heads_cache_equals_a_fresh_read_after_each_round(
 def _alone(head: PairHead, feature: mx.array) -> int:
     """What follows a pair of this feature and any token, by the head that looks at nothing else."""
     pairs = PairKVCache(head)
-    _, logits = pairs.slots([PairFeed(pairs.open(), mx.array([1]), feature)], [1])
+    _, logits = slots(pairs, [PairFeed(pairs.open(), mx.array([1]), feature)], [1])
     return int(mx.argmax(logits).item())
 
 
-def distance(head: PairHead, tree: HeadTree, text: list[int], rows: np.ndarray[Any, Any]) -> float:
+def distance(head: PairHead, tree: PairTree, text: list[int], rows: np.ndarray[Any, Any]) -> float:
     """How far its committed columns are from those of a head that is fed these rows of the text at once."""
     fresh = PairKVCache(head)
-    fresh.read([PairFeed(fresh.open(), mx.array(text[1:]), mx.array(rows).astype(mx.float32))])
+    read(fresh, [PairFeed(fresh.open(), mx.array(text[1:]), mx.array(rows).astype(mx.float32))])
     columns = [*range(tree._layout.prefix), *tree._recent]
     apart = 0.0
     kept = tree.kv_rows.kv_cache.save(tree.kv_rows.sequence, max(columns) + 1)
@@ -177,16 +179,16 @@ def distance(head: PairHead, tree: HeadTree, text: list[int], rows: np.ndarray[A
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_recurrent_head_gets_one_row_a_round_and_equals_a_fresh_one(target: LoadedModel, mode: str) -> None:
     head, received_rows = recurrent_head(target), dict[int, np.ndarray[Any, Any]]()
-    fresh, seen, rows = AheadHead(head, "redrafter", target.vocab_size), set[int](), list[int]()
+    fresh, seen, rows = drafter_ahead(head, "redrafter", target.vocab_size), set[int](), list[int]()
 
     def check(tree: TokenTree, text: Sequence[int]) -> None:
-        assert isinstance(tree, HeadTree)
+        assert isinstance(tree, PairTree)
         if (
             tree._nodes and tree.committed_len > len(PROMPT) and tree.committed_len - 2 in received_rows
         ):  # a round's end
             seen.add(tree.committed_len)
             begun = fresh.open(text[: tree.committed_len], sampling(0.8))
-            assert isinstance(begun, HeadTree)
+            assert isinstance(begun, PairTree)
             begun.add_features(tree.committed_len - 2, received_rows[tree.committed_len - 2])
             assert mx.abs(tree.scores(tree.root) - begun.scores(begun.root)).max().item() < 1e-4
 
@@ -208,8 +210,8 @@ def test_recurrent_head_gets_one_row_a_round_and_equals_a_fresh_one(target: Load
 def test_missing_row_is_replaced_by_the_heads_mask_feature(target: LoadedModel) -> None:
     """P-EAGLE: in any number of rows not heard of, in one forward, and no more where the row has come."""
     head = parallel_feature_head(target, missing=77)
-    tree = AheadHead(head, "eagle3", target.vocab_size).open(PROMPT, sampling(0.0))
-    assert isinstance(tree, HeadTree)
+    tree = drafter_ahead(head, "eagle3", target.vocab_size).open(PROMPT, sampling(0.0))
+    assert isinstance(tree, PairTree)
     rows = head.fuse(mx.random.normal((8, 3 * 64)))
     tree.add_features(0, np.array(rows[: len(PROMPT) - 1]))
     forwards: list[int] = []

@@ -23,7 +23,6 @@ from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.eagle3 import Eagle3, build
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.mtp import Mtp, MtpForm
-from outrider.drafters.heads.pair_kv_cache import kv_cache_of
 from outrider.drafters.heads.redrafter import Redrafter
 from outrider.engine import positions
 from outrider.engine.loading import LoadedModel, load
@@ -128,10 +127,15 @@ def write_feature_head(folder: Path, target: LoadedModel) -> Path:
     return folder
 
 
-def random_head(target: LoadedModel, seed: int = 0) -> Eagle3:
+def random_head(target: LoadedModel, seed: int = 0, **config: Any) -> Eagle3:
     draws = np.random.default_rng(seed)
     weights = {key: value + draws.standard_normal(value.shape) * 0.3 for key, value in _nothing().items()}
-    return _built(weights, target, _known_ids())
+    return _built(weights, target, _known_ids(), **config)
+
+
+def normed_head(target: LoadedModel) -> Eagle3:
+    """A random one whose vectors are normed before they replace features."""
+    return random_head(target, norm_output=True)
 
 
 def mtp_head(target: LoadedModel) -> Mtp:
@@ -184,7 +188,7 @@ def drafter(head: Head, target: LoadedModel) -> HeadDrafter:
         cpu = unrounded(head, target)
     except ModelError:
         cpu = None
-    return HeadDrafter(head, target.vocab_size, kv_cache=kv_cache_of(head, cpu))
+    return HeadDrafter(head, target.vocab_size, cpu=cpu)
 
 
 def unrounded(head: Head, target: LoadedModel) -> OrtForward:

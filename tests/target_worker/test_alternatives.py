@@ -31,8 +31,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 def part_of(own: HeadDrafter, sampling: SamplingParams) -> HeadDraftSession:
     """One that has heard of three tokens."""
-    part = HeadDraftSession(own, own.follow(sampling), None)  # type: ignore[arg-type]
-    part.follower.add_features(0, mx.ones((3, 64)))
+    part = HeadDraftSession(own, own.follow(sampling))
+    part.draft.add_features(0, mx.ones((3, 64)))
     return part
 
 

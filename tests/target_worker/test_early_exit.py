@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters.heads.checkpoint import stranger
-from outrider.drafters.heads.drafter import ChainState, HeadDrafter
+from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.early_exit import AdapterConfig, ExitAdapter, speedup
 from outrider.drafters.heads.load import load as load_head
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
@@ -109,7 +109,7 @@ def test_chains_equal_an_independent_forward(
 ) -> None:
     """Over many rounds in company, whatever was drafted and accepted before; and the target goes on by itself."""
     own = drafters(scale)
-    layers = own.head.layers  # type: ignore[attr-defined]
+    layers = own.head.exit_layer  # type: ignore[attr-defined]
     held = open_kv_cache(target)
     assert isinstance(held, FlatKVCache)
     own.attach_kv_cache(held)  # type: ignore[attr-defined]
@@ -124,7 +124,7 @@ def test_chains_equal_an_independent_forward(
 
     for _ in range(6):
         some = [n for n in range(3) if draws.random() < 0.7]
-        chains = [ChainState(followers[n], slots[n].tokens) for n in some]
+        chains = [followers[n].after(slots[n].tokens) for n in some]
         found = own.continuations(chains, [int(draws.integers(1, 5)) for _ in some])
         for n, chain in zip(some, (one.chain for one in found), strict=True):
             truth = by_numpy(target, [*slots[n].tokens, *chain[:-1]], layers, adapted)
@@ -158,7 +158,7 @@ def test_first_layer_of_a_target_with_empty_layers_drafts_perfectly(tmp_path: Pa
     """At a temperature too, for the noise is the target's; an adapter's rows are used, so a wild one spoils it."""
     markov = markov_llama(tmp_path / "markov")
     own = drafter(markov)
-    assert own.head.layers == 1 and "agree with all on 100%" in own.note  # type: ignore[attr-defined]
+    assert own.head.exit_layer == 1 and "agree with all on 100%" in own.note  # type: ignore[attr-defined]
     assert accepted(run(markov, own, temp, 4)) > 2.5
     exit: Any = own.head
     exit.adapter = ExitAdapter(AdapterConfig(1, 8, H, VOCAB_SIZE, LAYERS))
@@ -174,12 +174,7 @@ def test_non_finite_rows_end_only_the_drafting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     own = drafters(0)
-    nothing = [mx.full((1, width), mx.nan) for width in (H, VOCAB_SIZE)]
-    monkeypatch.setattr(
-        own._texts,  # type: ignore[attr-defined]
-        "slots",
-        lambda feeds, depths: tuple(mx.repeat(rows, len(feeds), axis=0) for rows in nothing),
-    )
+    monkeypatch.setattr(FlatKVCache, "first", lambda self, layers, feeds: mx.full((len(feeds), H), mx.nan))
     outcomes = run(target, own, 0.8, 4)
     assert texts(outcomes) == alone(0.8, 4)
     assert "are not finite" in caplog.text and not any(drafted_chain(a) for one in outcomes for a in one)

@@ -10,14 +10,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.drafter import ChainState, HeadDrafter
+from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import Head
-from outrider.drafters.heads.pair_kv_cache import FeatureFollower, kv_cache_of
+from outrider.drafters.heads.trees import HeadTree
 from outrider.engine.hidden_states import HiddenStates
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.sampling import Sampler
 from outrider.protocol.messages import Autonomous, Close, InProcess, KvMemory, Open, Outcome, Prefilled, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, _begins_at
@@ -78,28 +77,27 @@ class Conversation:
         return max((told.cached for told in self.told if isinstance(told, Prefilled)), default=0)
 
 
-def follower(running: TargetRequest) -> FeatureFollower:
+def draft_of(running: TargetRequest) -> HeadDraft:
     found: Any = next(iter(running._drafting.values()))
-    assert isinstance(found.follower, FeatureFollower)
-    return found.follower
+    assert isinstance(found.draft, HeadDraft)
+    return found.draft
 
 
 def assert_as_fresh(chat: Conversation, running: TargetRequest) -> None:
     """What the head has read is what it would have read of the whole text at once."""
-    heard, tokens = follower(running), running.slot.tokens
+    heard, tokens = draft_of(running), running.slot.tokens
     assert chat.own is not None and chat.head is not None
-    known = heard.length
-    assert known + heard.waiting == len(tokens) - 1 and known > 0
+    known = len(heard.tree.pairs)
+    assert known + heard.features.count == len(tokens) - 1 and known > 0
     rows: list[mx.array] = []
     hidden_states = HiddenStates(chat.model.model, chat.head.points, chat.head.fuse)
     hidden_states.forward(lambda: chat.model.model(mx.array([tokens]))[0], [(len(tokens), rows.append)])
-    texts: Any = kv_cache_of(chat.head)
-    again = FeatureFollower(texts, Sampler(SamplingParams(), 258))
+    fresh = HeadDrafter(chat.head, chat.model.vocab_size)
+    again = fresh.follow(SamplingParams())
     again.add_features(0, rows[0][:known])
-    texts.read([again.catch_up(tokens)])
-    mine: Any = chat.own.kv_cache
-    for ours, theirs in zip(mine._caches, texts._caches, strict=True):
-        for a, b in zip(ours.saved(known, heard.text.row), theirs.saved(known), strict=True):
+    fresh.continuations([again.after(tokens[: known + 1])], [1])
+    for mine, true in zip(heard.tree.save(known + 1).layers, again.tree.save(known + 1).layers, strict=True):
+        for a, b in zip(mine, true, strict=True):
             assert float(mx.abs(a - b).max().item()) < 1e-3
 
 
@@ -113,15 +111,15 @@ def plain_turns(target: LoadedModel) -> tuple[list[int], list[int]]:
 
 @pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many features each catching up took."""
+    """How many features were read in each turn."""
     counts: list[int] = []
-    catch_up = FeatureFollower.catch_up
+    read = HeadTree.read_in_steps
 
-    def counted(self: FeatureFollower, tokens: Sequence[int]) -> Any:
-        counts.append(self.waiting)
-        return catch_up(self, tokens)
+    def counted(self: HeadTree, tokens: Sequence[int], wanted: int = 1) -> Any:
+        counts.append(self.kv_rows.features.count)
+        return read(self, tokens, wanted)
 
-    monkeypatch.setattr(FeatureFollower, "catch_up", counted)
+    monkeypatch.setattr(HeadTree, "read_in_steps", counted)
     return counts
 
 
@@ -171,7 +169,7 @@ def test_target_rereads_nothing_when_the_head_has_read_nothing(target: LoadedMod
     running = chat.begin("b", [*first, *NEW])
     assert chat.cached == len(first) - 1
     chat.write("b")
-    assert follower(running).length < len(NEW) + LENGTH + 3
+    assert len(draft_of(running).tree.pairs) < len(NEW) + LENGTH + 3
 
 
 def test_head_state_of_a_failed_request_is_not_kept(target: LoadedModel) -> None:
@@ -188,7 +186,7 @@ def test_head_without_keys_and_values_keeps_no_entries(target: LoadedModel) -> N
     first = chat.turn("a", PROMPT)
     running = chat.begin("b", [*first, *NEW])
     assert chat.cached == len(first) - 1 and chat.own is not None and chat.own.prompt_cache.use.entries == 0
-    assert chat.write("b") and follower(running).waiting == 1
+    assert chat.write("b") and draft_of(running).features.count == 1
 
 
 def test_indivisible_state_is_reused_when_the_head_has_all_of_it(tiny_model: Callable[..., Path]) -> None:
@@ -220,12 +218,12 @@ def test_target_rereads_the_rows_that_any_of_several_heads_lacks(target: LoadedM
         if known:
             heard = head.follow(SamplingParams())
             heard.add_features(0, mx.ones((known, 64)))
-            head.continuations([ChainState(heard, PROMPT[: known + 1])], [1])
-            head.keep(heard, PROMPT[: known + 1])
+            head.continuations([heard.after(PROMPT[: known + 1])], [1])
+            heard.close(spoilt=False)
     followers = [head.follow(SamplingParams()) for head in own]
     assert _begins_at(slot, followers, 52) == 45
     for follower in followers:
         follower.add_features(45, mx.ones((4, 64)))
     for head, follower, length in zip(own, followers, (49, 49, 4), strict=True):
-        head.continuations([ChainState(follower, slot.tokens[:50])], [1])
-        assert follower.length == length
+        head.continuations([follower.after(slot.tokens[:50])], [1])
+        assert len(follower.tree.pairs) == length

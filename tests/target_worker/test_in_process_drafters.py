@@ -16,7 +16,7 @@ import pytest
 
 from outrider.drafters.growth import Continuation
 from outrider.drafters.heads import load as loading
-from outrider.drafters.heads.drafter import ChainState, HeadDrafter
+from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReaders
@@ -161,7 +161,7 @@ def test_step_cost_is_the_time_of_a_drafted_token_per_target_step(
         now[0] += 10
         return verified(slot)
 
-    def chains(lines: Sequence[ChainState], depths: Sequence[int]) -> list[Continuation]:
+    def chains(lines: Sequence[HeadDraft], depths: Sequence[int]) -> list[Continuation]:
         now[0] += 2 * sum(depths)
         return drafted(lines, depths)
 

@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 
 from outrider.drafters.growth import Continuation
-from outrider.drafters.heads.drafter import ChainState, HeadDrafter
+from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.load import agreement
 from outrider.drafters.heads.load import load as load_head
-from outrider.drafters.heads.pair_kv_cache import MOST_WAITING, FeatureFollower, kv_cache_of
+from outrider.drafters.heads.pair_kv_cache import MOST_WAITING
 from outrider.engine.hidden_states import HiddenStates
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.sampling import Sampler
 from outrider.engine.verify import PrefillChunk, VerifyInput, begin
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft
@@ -133,8 +132,8 @@ def test_plain_rounds_and_received_chains_leave_no_gap_for_the_head(target: Load
         word = Verify("r", 0, running.round + 1, at, Coupled(chain)) if turn % 3 == 1 else autonomous
         answered(worker, link, [word])
     assert running.slot.tokens[start:] == truth[: len(running.slot.tokens) - start]
-    follower = running._drafting["own"].follower  # type: ignore[union-attr]
-    assert follower.length + follower.waiting == len(running.slot.tokens) - 1
+    draft = running._drafting["own"].draft  # type: ignore[union-attr]
+    assert len(draft.tree.pairs) + draft.features.count == len(running.slot.tokens) - 1
 
 
 def texts(outcomes: Sequence[Sequence[Outcome]]) -> list[list[int]]:
@@ -164,10 +163,10 @@ def test_text_with_any_head_equals_that_of_the_target(
 class GarbageHeadDrafter(HeadDrafter):
     """Says nothing, garbage, tokens that nobody has, or the end of the text in the middle."""
 
-    def continuations(self, chains: Sequence[ChainState], depths: Sequence[int]) -> list[Continuation]:
-        draws = np.random.default_rng(sum(len(chain.tokens) for chain in chains))
+    def continuations(self, drafts: Sequence[HeadDraft], depths: Sequence[int]) -> list[Continuation]:
+        draws = np.random.default_rng(sum(len(draft._tokens) for draft in drafts))
         kinds = [(), (3, 999_999, 5), (0, 0), tuple(draws.integers(0, 258, 3).tolist())]
-        return [Continuation(kinds[int(draws.integers(4))]) for _ in chains]
+        return [Continuation(kinds[int(draws.integers(4))]) for _ in drafts]
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
@@ -232,21 +231,25 @@ def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedM
             chains.append((tuple(chain), k))
         some = [n for n in range(3) if draws.random() < 0.8]
         own.continuations(
-            [ChainState(followers[n], slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some]
+            [followers[n].after(slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some]
         )
         verdicts = begin([VerifyInput(slot, chain) for slot, (chain, _) in zip(slots, chains, strict=True)]).verdicts()
         assert [said(v).accepted for v in verdicts] == [k for _, k in chains]
-    own.continuations([ChainState(f, s.tokens) for f, s in zip(followers, slots, strict=True)], [2, 3, 1])
+    own.continuations([f.after(s.tokens) for f, s in zip(followers, slots, strict=True)], [2, 3, 1])
     for slot, follower, rows in zip(slots, followers, heard, strict=True):
         features = mx.concatenate(rows)
-        assert follower.length == len(slot.tokens) - 1 == features.shape[0]
-        fresh: Any = kv_cache_of(head)
-        again = FeatureFollower(fresh, Sampler(SamplingParams(), 258))
+        assert len(follower.tree.pairs) == len(slot.tokens) - 1 == features.shape[0]
+        fresh = HeadDrafter(head, target.vocab_size)
+        again = fresh.follow(SamplingParams())
         again.add_features(0, features)
-        fresh.read([again.catch_up(slot.tokens)])
-        for mine, true in zip(own.kv_cache._caches, fresh._caches, strict=True):
-            for a, b in zip(mine.saved(follower.length, follower.text.row), true.saved(follower.length), strict=True):
+        fresh.continuations([again.after(slot.tokens)], [1])
+        for mine, true in zip(layers_of(follower), layers_of(again), strict=True):
+            for a, b in zip(mine, true, strict=True):
                 assert float(mx.abs(a - b).max().item()) < 1e-3
+
+
+def layers_of(draft: HeadDraft) -> Any:
+    return draft.tree.save(len(draft.tree.pairs) + 1).layers
 
 
 def test_recurrent_head_depends_only_on_the_newest_row(target: LoadedModel) -> None:
@@ -260,15 +263,15 @@ def test_recurrent_head_depends_only_on_the_newest_row(target: LoadedModel) -> N
         features = head.fuse(mx.array(draws.standard_normal((count, 64)).astype(np.float32)))
         follower.add_features(len(text) - 1, features)
         text += draws.integers(0, 258, count).tolist()
-        assert follower.waiting == 1
+        assert follower.features.count == 1
         if draws.random() < 0.7:
             again = fresh.follow(SamplingParams())
             again.add_features(len(text) - 2, features[-1:])
             chain, other = (
-                d.continuations([ChainState(f, text)], [3])[0].chain for d, f in ((own, follower), (fresh, again))
+                d.continuations([f.after(text)], [3])[0].chain for d, f in ((own, follower), (fresh, again))
             )
             assert chain == other and len(chain) == 3
-            again.close()
+            again.close(spoilt=True)
 
 
 def test_head_restarts_behind_a_gap_in_its_rows(target: LoadedModel) -> None:
@@ -276,14 +279,14 @@ def test_head_restarts_behind_a_gap_in_its_rows(target: LoadedModel) -> None:
     follower, text = own.follow(SamplingParams()), list(range(5, 45))
 
     def chain(count: int) -> tuple[int, ...]:
-        return own.continuations([ChainState(follower, text[:count])], [2])[0].chain
+        return own.continuations([follower.after(text[:count])], [2])[0].chain
 
     follower.add_features(0, mx.ones((9, 64)))
-    assert len(chain(10)) == 2 and follower.length == 9
+    assert len(chain(10)) == 2 and len(follower.tree.pairs) == 9
     assert chain(10) == () and chain(12) == ()  # nothing new, and not heard of
     follower.add_features(20, mx.ones((4, 64)))
-    assert len(chain(25)) == 2 and follower.length == 4
-    follower.close()
+    assert len(chain(25)) == 2 and len(follower.tree.pairs) == 4
+    follower.close(spoilt=True)
     follower.add_features(24, mx.ones((1, 64)))
     assert chain(26) == () and not own.kv_cache._sequences
 
@@ -296,10 +299,10 @@ def test_only_the_newest_rows_are_kept_while_nothing_is_drafted(
     text = [n % 250 for n in range(MOST_WAITING + 300)]
     for at in range(0, len(text) - 1, 100):
         follower.add_features(at, mx.ones((min(100, len(text) - 1 - at), 64)))
-    assert MOST_WAITING // 2 <= follower.waiting <= MOST_WAITING
-    monkeypatch.setattr(own.head, "context_length", 1 << 20)
-    assert len(own.continuations([ChainState(follower, text)], [1])[0].chain) == 1
-    assert follower.length >= MOST_WAITING // 2
+    assert MOST_WAITING // 2 <= follower.features.count <= MOST_WAITING
+    monkeypatch.setattr(own, "context_length", 1 << 20)
+    assert len(own.continuations([follower.after(text)], [1])[0].chain) == 1
+    assert len(follower.tree.pairs) >= MOST_WAITING // 2
 
 
 def test_non_finite_rows_end_only_the_drafting(
@@ -318,13 +321,13 @@ def test_failed_text_of_a_batch_does_not_affect_the_others(
 ) -> None:
     own = drafter(token_head(target), target)
     followers = [own.follow(SamplingParams()) for _ in range(2)]
-    chains = [ChainState(follower, [5, 6, 7, 8]) for follower in followers]
+    chains = [follower.after([5, 6, 7, 8]) for follower in followers]
     followers[0].add_features(0, mx.full((3, 64), mx.nan))
     followers[1].add_features(0, mx.zeros((3, 64)))
     found = own.continuations(chains, [3, 3])
     assert [len(one.chain) for one in found] == [0, 3]
     followers[1].add_features(3, mx.zeros((1, 64)))
-    assert len(own.continuations([ChainState(followers[1], [5, 6, 7, 8, 9])], [3])[0].chain) == 3
+    assert len(own.continuations([followers[1].after([5, 6, 7, 8, 9])], [3])[0].chain) == 3
 
 
 def test_wrong_pairing_of_rows_and_tokens_raises_a_doubt(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +360,7 @@ def test_residual_chain_of_a_head_has_a_fitting_q(target: LoadedModel) -> None:
     own = drafter(token_head(target), target)
     follower = own.follow(SamplingParams(temp=0.8, seed=3, rule="residual"))
     follower.add_features(0, mx.zeros((3, 64)))
-    (found,) = own.continuations([ChainState(follower, [5, 6, 7, 8])], [3])
+    (found,) = own.continuations([follower.after([5, 6, 7, 8])], [3])
     assert found.q is not None and found.q.fits(found.chain)
     assert (found.q.of(found.chain) == 1).all()
 
@@ -367,6 +370,6 @@ def test_penalties_count_the_drafted_chain(target: LoadedModel) -> None:
     free, bound = own.follow(SamplingParams()), own.follow(SamplingParams(repetition_penalty=50.0))
     for follower in (free, bound):
         follower.add_features(0, mx.zeros((3, 64)))
-    lines: list[Any] = [ChainState(free, [5, 6, 7, 8]), ChainState(bound, [5, 6, 7, 8])]
+    lines: list[Any] = [free.after([5, 6, 7, 8]), bound.after([5, 6, 7, 8])]
     plain, other = own.continuations(lines, [18, 18])
     assert len(set(other.chain) - {5, 6, 7, 8}) == 18 and other.chain != plain.chain

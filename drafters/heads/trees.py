@@ -1,0 +1,286 @@
+"""The token trees of heads, fed with the target's features: in the target's process and in a draft worker alike.
+
+- A `PairTree` consists of pairs. A feature that is not known yet is replaced by a guess. When the true one arrives,
+  nodes fed with the guess become stale, and committed tokens are fed again. If features are missing, as those of a
+  prompt from the cache, reading begins after the gap.
+- A `BlockTree` consists of blocks of known tokens and masks. Each outcome opens a block of its own: the tokens since
+  the last feature, then the bonus token. The tokens after the block's own choice are in the block already. A block has
+  a limited number of slots, so there is `room` for that many tokens only.
+- A `MaskedTree` has pairs, and one block of masks after its committed text.
+
+A chain is a tree of one branch: its tokens are read with their true features when they are committed, and all nodes are
+dropped (`Tree.read_in_steps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from outrider.drafters.heads.head import NO_NUMBERS
+from outrider.drafters.heads.kv_rows import BlockKVRows, BlockSlot, MaskedKVRows, NewBlocks, PairKVRows, Truth, picked
+from outrider.drafters.heads.layers import FEW, BlockLink
+from outrider.drafters.heads.pair_kv_cache import OpenedBlock
+from outrider.engine.prompt_cache import CachedPrefix
+from outrider.engine.sampling import Sampler, SamplingMetadata
+from outrider.engine.steps import CandidateStep, Step, score
+from outrider.engine.tree import Tree, TreeInput, TreeLayout
+from outrider.protocol.errors import ModelFault
+from outrider.protocol.trees import TreeFeed
+
+
+class HeadTree(Tree):
+    """One request's tree."""
+
+    kv_rows: Any
+
+    @property
+    def pairs(self) -> range:
+        """The positions of the features that it has read of committed text; empty if some are missing in between."""
+        return range(0)
+
+    def adopt(self, tokens: Sequence[int], begin: int, prefix: CachedPrefix) -> None:
+        """Begins with what was saved of `tokens`, from position `begin` on."""
+        raise NotImplementedError
+
+    def lendable(self) -> list[int]:
+        return self._committed[: self.pairs.stop + 1] if self.pairs and self.pairs.start == 0 else []
+
+    def close(self, spoilt: bool = False) -> None:
+        super().close(spoilt or not self.pairs)
+
+    def odds(self, nodes: Sequence[int]) -> tuple[float, ...]:
+        """Returns the probability that each node's continuation is accepted if those before are; (): not known."""
+        rows = [(node.step.odds, node.row) for node in map(self._node, nodes) if isinstance(node.step, CandidateStep)]
+        return tuple(np.array(odds)[row].item() for odds, row in rows if odds is not None)
+
+    def is_sound(self, node: int) -> Truth:
+        """Whether the vector after a node is finite."""
+        sound: Truth = self.kv_rows.is_sound(self._node(node).column)
+        return sound
+
+    def _feed_last(self) -> None:
+        """Makes the last committed token, which was not fed, the root."""
+        self._feed_root(self._committed.pop())
+        if not self.is_sound(self.root):
+            raise ModelFault(NO_NUMBERS)
+
+
+class PairTree(HeadTree):
+    """A tree of pairs. Committed tokens before the first pair have no column."""
+
+    kv_rows: PairKVRows
+
+    @property
+    def pairs(self) -> range:
+        return range(self._origin - 1, self._origin - 1 + self._columns)
+
+    def adopt(self, tokens: Sequence[int], begin: int, prefix: CachedPrefix) -> None:
+        end = begin + 1 + prefix.length
+        self._origin, self._committed = begin + 1, list(tokens[:end])
+        self.kv_rows.begin_at(self._origin)
+        self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, prefix)
+        self._layout = TreeLayout(prefix.length)
+
+    def ready(self, ahead: int = 0) -> bool:
+        """Whether it can grow, or could after reading `ahead` more tokens."""
+        return bool(self._nodes) or len(self._committed) + ahead - 2 in self.kv_rows.features
+
+    def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
+        """Adds the features [N, W] of committed tokens from `position` on. Waits if they are read."""
+        self.kv_rows.add_features(position, rows)
+        if not self._nodes:
+            self._read_on(True)
+
+    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
+        for child in self._node(node).children:
+            entry = self._nodes[child]
+            if self._token(entry) == token and not self.kv_rows.is_stale(entry.column):
+                return child
+        return None
+
+    def _settle(self, node: int) -> None:
+        super()._settle(node)
+        self.kv_rows.features.forget(len(self._committed) - 1)
+
+    def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
+        self._committed += tokens
+        self._recent, self._nodes = [], {}
+        self._read_on(not more)
+
+    def _read_on(self, to_end: bool) -> None:
+        """Feeds the committed tokens whose features have arrived; with `to_end` the last one becomes the root."""
+        features, total = self.kv_rows.features, len(self._committed)
+        if features.begin == features.end:
+            return
+        if not self._columns or features.begin > self._origin + self._columns - 1:
+            self._origin = features.begin + 1
+            self.kv_rows.begin_at(self._origin)
+            self._layout = TreeLayout(0)
+        end = min(features.end + 1, total)
+        if end <= self._origin + self._columns:
+            return
+        has_root = to_end and end == total
+        read = self._committed[self._origin : end - has_root]
+        self.kv_rows.prefill(read, None, total, self._columns)
+        self._layout = TreeLayout(len(read))
+        features.forget(self._origin + self._columns - 1)
+        if has_root:
+            self._feed_last()
+
+
+class SlotTree(HeadTree):
+    """A tree of blocks, whose slots have the scores after nodes."""
+
+    def begin(self, feed: TreeFeed) -> TreeInput:
+        opened = self._opened(feed)
+        growth = super().begin(feed)
+        new = growth.new
+        blocks = NewBlocks(new.tokens, new.start, new.positions, new.seen, new.parents, opened)
+        return replace(growth, new=blocks)
+
+    def _opened(self, feed: TreeFeed) -> list[OpenedBlock | None]:
+        """Returns the block that each token opens; None if it continues its parent's."""
+        first, wanted = self.next_node, list[int | None](feed.wanted) or [None] * len(feed.tokens)
+        blocks: list[OpenedBlock | None] = []
+        for index, (parent, token) in enumerate(zip(feed.parents, feed.tokens, strict=True)):
+            goes_on = token is None and parent < first and self.kv_rows.goes_on(self._node(parent).column)
+            blocks.append(None if goes_on else self._block(self._pending_path(feed, index), wanted[index]))
+        return blocks
+
+    def _block(self, path: list[int], wanted: int | None) -> OpenedBlock:
+        """Returns the block that the last token of a pending path opens, with `wanted` slots if there is room."""
+        raise NotImplementedError
+
+    def _pending_path(self, feed: TreeFeed, index: int) -> list[int]:
+        """Returns the pending tokens down to this token of the feed. Waits for tokens that were not read yet."""
+        parent, token = feed.parents[index], feed.tokens[index]
+        above = self._path(parent) if parent < self.next_node else self._pending_path(feed, parent - self.next_node)
+        return [*above, self._best(self._node(parent)) if token is None else token]
+
+    def scored_rows(self, begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:
+        """All slots of a block are scored when it is opened, unless scores depend on the tokens before by penalties or
+        a grammar."""
+        new = [(growth.asked.sampler, growth.new) for growth in begun if isinstance(growth.new, NewBlocks)]
+        if self._sampler.needs_history:
+            found = super().scored_rows(begun, logits)
+        else:
+            _score_blocks([(sampler, slot) for sampler, rows in new for slot in rows.slots], not self.kv_rows.lazy)
+            slots = [slot for _, rows in new for slot in rows.slots]
+            found = [(slot.block.step, slot.block.first + slot.index) for slot in slots if slot.block.step is not None]
+        link: BlockLink | None = self.kv_rows.link
+        if link is None:
+            return found
+        return self._linked(link, [rows for _, rows in new], found)
+
+    def _linked(
+        self, link: BlockLink, new: Sequence[NewBlocks], steps: Sequence[tuple[Step, int]]
+    ) -> list[tuple[Step, int]]:
+        """Scores the few best candidates of each slot again, by the token before it."""
+        slots = [slot for rows in new for slot in rows.slots]
+        before, vectors = [rows.lazy_tokens() for rows in new], [(s.block.hidden, s.block.row + s.index) for s in slots]
+        few = {id(step): step.few(FEW) for step, _ in steps}
+        tokens = picked([(few[id(step)][0], row) for step, row in steps])
+        scores = picked([(few[id(step)][1], row) for step, row in steps])
+        begun = link.begin(1)
+        memory = picked([slot.memory or (begun, 0) for slot in slots])
+        hidden, last = picked(vectors), before[0] if len(before) == 1 else mx.concatenate(before)
+        gains, memory = link(last, hidden, tokens, memory)
+        for row, slot in enumerate(slots):
+            slot.memory = memory, row
+        temp = self._sampler.params.temp
+        step = CandidateStep(tokens, scores + gains / (temp or 1.0), self._sampler.vocab_size, link.odds(last, hidden))
+        return [(step, row) for row in range(len(slots))]
+
+
+def _score_blocks(slots: Sequence[tuple[Sampler, BlockSlot]], at_once: bool) -> None:
+    """Scores all slots of the blocks that are new."""
+    new = {id(slot.block): (sampler, slot.block) for sampler, slot in slots if slot.block.step is None}
+    if not new:
+        return
+    blocks = list(new.values())
+    asked = [
+        SamplingMetadata(sampler, range(block.position + 1, block.position + 1 + block.slots))
+        for sampler, block in blocks
+    ]
+    rows = [(block.logits, row) for _, block in blocks for row in range(block.row, block.row + block.slots)]
+    step, first = score(asked, picked(rows), at_once=at_once), 0
+    for _, block in blocks:
+        block.step, block.first, first = step, first, first + block.slots
+
+
+class MaskedTree(SlotTree, PairTree):
+    """Pairs, and one block of masks after the committed ones."""
+
+    kv_rows: MaskedKVRows
+
+    def _block(self, path: list[int], wanted: int | None) -> OpenedBlock:
+        return OpenedBlock(len(self._committed) + len(path) - 1, path[-1:], wanted or 1)
+
+
+class BlockTree(SlotTree):
+    """A tree of blocks over features. Every committed token has a column; only their features are read."""
+
+    kv_rows: BlockKVRows
+
+    @property
+    def pairs(self) -> range:
+        places = self.kv_rows.places
+        whole = len(places) and len(places) == places[-1] + 1 - places[0]
+        return range(int(places[0]), int(places[-1]) + 1) if whole else range(0)
+
+    def adopt(self, tokens: Sequence[int], begin: int, prefix: CachedPrefix) -> None:
+        end = begin + prefix.length
+        self._committed = list(tokens[:end])
+        self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, prefix)
+        self.kv_rows.places = np.arange(begin, end, dtype=np.int32)
+        self._layout = TreeLayout(end)
+
+    @property
+    def room(self) -> int:
+        return max(0, min(super().room, self.kv_rows.reach(len(self._committed) - 1)))
+
+    def ready(self, ahead: int = 0) -> bool:
+        """Whether it can grow, or could after reading `ahead` more tokens."""
+        return bool(self._nodes) or self.kv_rows.features.end >= len(self._committed) + ahead - 1
+
+    def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
+        """Adds the features [N, W] of committed tokens from `position` on. Waits if many are read."""
+        self.kv_rows.add_features(position, rows)
+        self._set_root()
+
+    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
+        """Returns a block's own choice (`given` False), or else a token that opened a block of its own; neither is
+        returned when its features have arrived."""
+        parent, own = self._node(node), given is False
+        for child in parent.children:
+            entry = self._nodes[child]
+            is_own = entry.fork == parent.fork
+            if is_own == own and self._token(entry) == token and not self.kv_rows.is_stale(entry.column):
+                return child
+        return None
+
+    def _block(self, path: list[int], wanted: int | None) -> OpenedBlock:
+        last = len(self._committed) + len(path) - 1
+        anchor = self.kv_rows.anchor(last)
+        pending, most = anchor - len(self._committed), self.kv_rows.depth - (last - anchor)
+        tokens = path[pending:] if pending > 0 else [*self._committed[anchor:], *path]
+        return OpenedBlock(anchor, tokens, max(1, min(most if wanted is None else wanted, most)))
+
+    def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
+        self._committed += tokens
+        self._recent, self._nodes = [], {}
+        self._layout = TreeLayout(len(self._committed))
+        if not more:
+            self._set_root()
+
+    def _set_root(self) -> None:
+        """Makes the last committed token the root, if the features before it have arrived."""
+        if self._nodes or not self.ready():
+            return
+        self._layout = TreeLayout(len(self._committed) - 1)
+        self._feed_last()
