@@ -32,6 +32,7 @@ from outrider.protocol.worker_link import DRAFTER_CORE
 log = logging.getLogger(__name__)
 
 _SMALLEST, _LARGEST = 2**24, 2**29  # bytes of weights: smaller ones are quick to build, larger ones would fill disks
+_READ = 2**22  # bytes
 _GRAPH, _WEIGHTS, _CHECKED = "graph.onnx", "weights.bin", "checked.json"
 _FLAGS = ("avx512_vnni", "avx512f", "avx_vnni", "avx2")
 _SAVING = {
@@ -58,6 +59,7 @@ class Sessions:
         """
         if cached is not None and cached.exists:
             try:
+                cached.read_ahead()
                 return cls._of(cached.file)
             except ModelError:
                 shutil.rmtree(cached.folder, ignore_errors=True)  # a file is damaged
@@ -66,6 +68,7 @@ class Sessions:
         size = sum(array.nbytes for array in made.weights.values())
         made.weights.clear()
         if cached is not None and _SMALLEST <= size <= _LARGEST and cached.write(made.proto, weights):
+            cached.read_ahead(written=True)
             return cls._of(cached.file)
         if size < _SMALLEST:
             return cls._of(made.proto, weights)
@@ -121,6 +124,20 @@ class CachedGraph:
             if old != self.folder and not old.name.startswith("."):
                 shutil.rmtree(old, ignore_errors=True)
         return True
+
+    def read_ahead(self, written: bool = False) -> None:
+        """Reads the weights into the system's page cache, whose pages become as large as what is read at a time.
+
+        ONNX Runtime writes and maps them in small pieces. Forwards that read small pages take a sixth longer, so what
+        was just `written` is dropped from the page cache first.
+        """
+        with suppress(OSError), open(self.folder / _WEIGHTS, "rb", buffering=0) as file:
+            if written and sys.platform == "linux":
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            piece = bytearray(_READ)
+            while file.readinto(piece):
+                pass
 
     @property
     def least(self) -> int | None:
