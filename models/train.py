@@ -177,7 +177,9 @@ def _parser() -> argparse.ArgumentParser:
     draft.add_argument("--mlp", type=int, help="width of its MLPs, the strongest columns (the target's)")
     draft.add_argument("--minutes", type=float, help="minutes for text and training (until it is stopped)")
     draft.add_argument("--coupled", type=float, help="weight of equal choices relative to the KL divergence (1)")
-    draft.add_argument("--begin-as", type=Path, help="unfinished run (OUT.partial) of a draft with fewer layers")
+    draft.add_argument(
+        "--begin-as", type=Path, help="finished draft, or unfinished run (OUT.partial), with no more layers"
+    )
     draft.add_argument("--text-only", action="store_true", help="only write text; another run may train meanwhile")
     draft.add_argument("--export", action="store_true", help="write the best draft so far; the run may continue")
     return parser

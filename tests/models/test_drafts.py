@@ -26,7 +26,7 @@ from tests.models import heads
 torch = pytest.importorskip("torch", reason="training needs PyTorch (the extra `train`)")
 
 from models.training import corpus  # noqa: E402
-from models.training.draft import pipeline, prompts, text, trainer  # noqa: E402
+from models.training.draft import export, pipeline, prompts, text, trainer  # noqa: E402
 from models.training.draft.learner import coupled  # noqa: E402
 from models.training.draft.pipeline import DraftRecipe  # noqa: E402
 from models.training.draft.quantise import packed, quantise, rounded  # noqa: E402
@@ -244,6 +244,19 @@ def test_a_stored_draft_contains_no_weights_of_its_target(draft: Path) -> None:
     assert not any("embed" in name or "lm_head" in name for name in names)
 
 
+def test_training_continues_from_a_finished_draft(draft: Path, target: Path, tmp_path: Path) -> None:
+    """Its weights are those in 4 bits: written again, they stay as they are."""
+    weights, tokens = export.read(draft)
+    shape = read_target(target, torch.device("cpu"), torch.float32).shape
+    export.write(tmp_path / "again", weights, tokens, shape, {})
+    again, same = export.read(tmp_path / "again")
+    assert torch.equal(tokens, same) and weights.keys() == again.keys()
+    for name, weight in weights.items():
+        assert torch.allclose(weight, again[name], atol=1e-3), name
+    with pytest.raises(ModelError, match="has no draft"):
+        export.read(tmp_path)
+
+
 def test_a_draft_that_does_not_fit_its_target_is_refused(draft: Path, target: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(draft, other)
@@ -292,11 +305,14 @@ def test_damaged_shard_and_foreign_store_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--draft", "--store", "s"], "made for a target"),
+        (["--draft", "--store", "s"], "trained for a target"),
         (["--draft", "--target", "t"], "a folder for the target's text"),
-        (["--draft", "--target", "t", "--store", "s", "--steps", "4"], "--steps is for a head, and this makes a draft"),
-        (["--draft", "--target", "t", "--head", "mtp"], "leave one of them out"),
-        (["--minutes", "3"], "--minutes is for a draft, and this makes a pair"),
+        (
+            ["--draft", "--target", "t", "--store", "s", "--steps", "4"],
+            "--steps is for a head, but this trains a draft; omit it",
+        ),
+        (["--draft", "--target", "t", "--head", "mtp"], "expected one of them"),
+        (["--minutes", "3"], "--minutes is for a draft, but this trains a pair; omit it"),
         (["--draft", "--target", "t", "--store", "s", "--export"], "no such path: t"),
     ],
 )

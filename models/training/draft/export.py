@@ -1,4 +1,4 @@
-"""Writes a trained draft in the repository's format: layers in 4 bits, norms, and the tokens that it can draft."""
+"""Writes and reads trained drafts in the repository's format: layers in 4 bits, norms, and their tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.training.draft.quantise import BITS, GROUP, packed, quantise
+from models.training.draft.quantise import BITS, GROUP, packed, quantise, unpacked
 from models.training.recipe import Shape
+from outrider.protocol.errors import ModelError
 
 
 def write(folder: Path, weights: dict[str, Tensor], outputs: Tensor, target: Shape, about: dict[str, Any]) -> None:
@@ -35,6 +36,24 @@ def write(folder: Path, weights: dict[str, Tensor], outputs: Tensor, target: Sha
     layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
     _write_json(folder / "config.json", _config(target, layers, mlp, len(outputs)))
     _write_json(folder / "training.json", about)
+
+
+def read(folder: Path) -> tuple[dict[str, Tensor], Tensor]:
+    """Returns the parameters and the tokens of the draft in `folder`. Raises ModelError if there is none."""
+    try:
+        tensors = load_file(folder / "model.safetensors")
+        tokens = tensors.pop("d2t").long()
+    except (OSError, KeyError) as error:
+        raise ModelError(f"{folder} has no draft that was trained here ({error})") from error
+    weights: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix("model.")
+        stem = key.removesuffix(".weight")
+        if f"{stem}.scales" in tensors and key.endswith(".weight"):
+            weights[name] = unpacked(tensor, tensors[f"{stem}.scales"], tensors[f"{stem}.biases"])
+        elif not key.endswith((".scales", ".biases")):
+            weights[name] = tensor.float()
+    return weights, tokens + torch.arange(len(tokens))
 
 
 def _config(shape: Shape, layers: int, mlp: int, outputs: int) -> dict[str, Any]:

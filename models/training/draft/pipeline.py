@@ -45,7 +45,7 @@ class DraftRecipe:
     """A draft from the target's `layers` that can draft `vocab` tokens, with MLPs of width `mlp` (None: the target's).
 
     `text_tokens`: how much the target writes; `minutes`: for text and training (None: until it is stopped); `held_out`:
-    number of prompts. `begin_as`: the folder of another run; its best draft provides the initial first layers.
+    number of prompts. `begin_as`: another run's folder, or a finished draft's, which provides the initial first layers.
     """
 
     seed: int = 0
@@ -126,9 +126,9 @@ def _trainer(
     work.mkdir(parents=True, exist_ok=True)
     identity = json.dumps({"layers": layers, "vocab": recipe.vocab, "mlp": recipe.mlp, **asdict(kept.form)})
     note = work / "draft.json"
-    begun = None if recipe.begin_as is None else torch.load(recipe.begin_as / "best.pt", weights_only=True)
+    begun = None if recipe.begin_as is None else _begun(recipe.begin_as)
     if not note.exists():
-        likely = kept.likely(min(recipe.vocab, len(text_counts)), text_counts) if begun is None else begun["outputs"]
+        likely = kept.likely(min(recipe.vocab, len(text_counts)), text_counts) if begun is None else begun[1]
         torch.save(likely, work / "outputs.pt")
         with replacing(note) as temporary:
             temporary.write_text(identity)
@@ -144,12 +144,21 @@ def _trainer(
             torch.save(draft.lens.data, temporary)
     draft.lens.data = torch.load(lens, map_location=device, weights_only=True)
     if begun is not None:
-        draft.begin_as(begun["mean"])
+        draft.begin_as(begun[0])
     form = TrainerForm(
         rate=recipe.rate, batch_tokens=recipe.batch_tokens or _BATCH_TOKENS[device.type], coupled=recipe.coupled,
         length=min(text.LENGTH, model.shape.context), seed=recipe.seed,
     )  # fmt: skip
     return Trainer(draft, kept, held_out, work, form)
+
+
+def _begun(folder: Path) -> tuple[dict[str, Tensor], Tensor]:
+    """Returns the parameters and the tokens of a run's best draft, or of a finished one."""
+    path = folder / "best.pt"
+    if not path.exists():
+        return export.read(folder)
+    best = torch.load(path, weights_only=True)
+    return best["mean"], best["outputs"]
 
 
 def _grow(kept: Store, step: int) -> None:

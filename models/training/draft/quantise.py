@@ -42,3 +42,11 @@ def packed(steps: Tensor) -> Tensor:
     """Packs steps [N, K] as MLX does: uint32 [N, K / 8], the first in the lowest bits."""
     octets = steps[:, 0::2] | (steps[:, 1::2] << 4)
     return octets.contiguous().view(torch.uint32)
+
+
+def unpacked(words: Tensor, scales: Tensor, biases: Tensor) -> Tensor:
+    """Returns the matrix [N, K] that `packed` words [N, K / 8] stand for, with scales and biases [N, K / GROUP]."""
+    octets = words.view(torch.uint8)
+    steps = torch.stack((octets & _TOP, octets >> 4), dim=-1).flatten(1)
+    grouped = steps.unflatten(1, (-1, GROUP)).float()
+    return (grouped * scales.float()[..., None] + biases.float()[..., None]).flatten(1)
