@@ -363,6 +363,8 @@ def best_tokens(scores: Floats, count: int) -> Ints:
 
     numpy's argpartition takes 0.5 ms for 49,152 scores, and 9 ms if most of them are -inf; this takes 0.07 ms.
     """
+    if count == 2 < len(scores):
+        return _best_two(scores)
     count, columns = min(count, len(scores)), len(scores) // _PARTS
     maxima = scores[: _PARTS * columns].reshape(_PARTS, columns).max(axis=0) if columns >= count else scores
     floor = np.partition(maxima, -count)[-count]
@@ -370,6 +372,14 @@ def best_tokens(scores: Floats, count: int) -> Ints:
     best: Ints = above[np.argsort(-scores[above], kind="stable")[:count]]
     level = np.flatnonzero(scores == floor)[: count - len(best)]
     return np.concatenate([best, level])
+
+
+def _best_two(scores: Floats) -> Ints:
+    """Does the same for two tokens, in a third of the time."""
+    best = int(scores.argmax())
+    parts = ((0, scores[:best]), (best + 1, scores[best + 1 :]))
+    others = [begin + int(part.argmax()) for begin, part in parts if len(part)]
+    return np.array([best, max(others, key=lambda token: scores[token])])
 
 
 @dataclass(frozen=True, slots=True)
