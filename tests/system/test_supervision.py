@@ -120,7 +120,7 @@ def test_workers_do_not_load_the_tokenizers_library(cluster: LocalCluster, role:
 
 def test_killed_drafter_rejoins_the_running_text(cluster: LocalCluster) -> None:
     client, before = cluster.client(timeout=LIMIT), worker(cluster.client(), "draft").restarts
-    long = replace(SAMPLED, max_tokens=400)
+    long = replace(SAMPLED, max_tokens=900)
     stream = client.stream(PROMPT, long, mode="ssd")
     chunks = iter(stream)
     with slowed(worker(client, "target").pid):  # the text outlasts a drafter's start
