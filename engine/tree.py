@@ -214,14 +214,12 @@ class Tree:
         return [tree.end(growth, own) for tree, growth, own in zip(trees, begun, steps, strict=True)]
 
     def best(self, nodes: Sequence[int]) -> list[int]:
-        unread = [step.pending for step in self._steps(nodes) if not step.is_read]
-        if len(unread) > 1:
-            mx.eval(unread)
+        self._evaluated(nodes)
         return [self._best(self._node(node)) for node in nodes]
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
         by_node: dict[int, list[Candidate]] = {}
-        for step in self._steps(nodes):
+        for step in self._evaluated(nodes):
             own = [node for node in nodes if self._nodes[node].step is step]
             by_node.update(zip(own, step.candidates([self._nodes[n].row for n in own], count), strict=True))
         return [by_node[node] for node in nodes]
@@ -294,8 +292,13 @@ class Tree:
             raise InvalidRequest(f"node {node} is not in the tree; expected one that was fed and not dropped")
         return self._nodes[node]
 
-    def _steps(self, nodes: Sequence[int]) -> list[Step]:
-        return list({id(step): step for step in (self._node(node).step for node in nodes)}.values())
+    def _evaluated(self, nodes: Sequence[int]) -> list[Step]:
+        """Returns the steps of these nodes; a chain of lazy ones is evaluated at once, not step by step."""
+        steps = list({id(step): step for step in (self._node(node).step for node in nodes)}.values())
+        unread = [step.pending for step in steps if not step.is_read]
+        if len(unread) > 1:
+            mx.eval(unread)
+        return steps
 
     def _best(self, node: _Node) -> int:
         return node.step.best()[node.row]
