@@ -167,12 +167,8 @@ class Planner:
                 estimates.observe_verify(max(outcome.rows, rows), outcome.work.milliseconds, rows, all_cores)
             along, drafted = proposal.along(ended.nodes), max(len(proposal.drafter_nodes), proposal.offered)
             if self._can_judge(request):
-                self.profiles.observe(
-                    request.planning.text,
-                    proposal.drafter if proposal.draft else "",
-                    drafted,
-                    along,
-                )
+                drafter = proposal.drafter if proposal.draft else ""
+                self.profiles.observe(request.planning.text, drafter, drafted, along)
             if not proposal.draft:
                 estimates.observe_chain(drafted, along, len(proposal.drafter_nodes))
             elif proposal.chain and outcome.drafted is not None:

@@ -395,9 +395,9 @@ def filled(
         tail = best_tail(estimates, ngrams.lookup(longest - kept, (*committed, *chain)), reached[kept])
         gain = sum(reached[1 : kept + 1]) - row * kept + tail.gain
         if gain > most and (kept or odds or tail.tokens):
-            begun = branch if kept else replace(copied(()), lookup=branch.lookup, offered=branch.offered)
-            source = ProposalSource.NGRAM if tail.tokens and not kept else begun.source
-            most, best = gain, replace(begun, source=source, chain=chain + tail.tokens, copied=len(tail.tokens))
+            alone = replace(copied(tail.tokens), lookup=branch.lookup, offered=branch.offered)
+            begun = replace(branch, chain=chain + tail.tokens, copied=len(tail.tokens))
+            most, best = gain, begun if kept else alone
     return best
 
 
