@@ -14,7 +14,7 @@ target's prompt cache, the head uses its own prompt cache, or begins after it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.fan_out import Calibration
-from outrider.drafters.growth import WIDTH, ChainAlternatives, Continuation
+from outrider.drafters.growth import WIDTH, ChainAlternatives, Continuation, Steps
 from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, Head, MaskedHead
 from outrider.drafters.heads.kv_rows import BlockKVRows, MaskedKVRows, PairKVRows
 from outrider.drafters.heads.pair_kv_cache import MOST_WAITING, FeatureBuffer, FeatureKVCache, SavedPairs, kv_cache_of
@@ -218,7 +218,7 @@ class HeadDraft:
         most = head.depth if isinstance(head, BlockHead | MaskedHead) else depth
         return max(0, min(depth, most, self._drafter.context_length - self._length))
 
-    def continuation(self, depth: int) -> Generator[TreeFeed, list[int], Continuation]:
+    def continuation(self, depth: int) -> Steps[Continuation]:
         """Returns the `depth` tokens after the committed text, chained on the device and evaluated once."""
         tree = self.tree
         nodes = [(yield from tree.read_in_steps(self._tokens[tree.committed_len : self._length], depth))]
