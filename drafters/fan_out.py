@@ -167,15 +167,11 @@ def ranked(points: Sequence[ForkPoint | None], calibration: Calibration) -> Iter
 
     The probability is P(k) * P(rank | k), by live estimates given how sure the drafter is.
     """
-    reach = 1.0
     heap: list[tuple[float, int, int, float]] = []
-    for k, point in enumerate(points):
-        full = k == len(points) - 1
-        rate = 0.0 if full else calibration.acceptance(k, point.own_gap if point else None)
-        stops_here = reach * (1.0 - rate)
+    for k, (point, stops_here) in enumerate(zip(points, stopping(points, calibration), strict=True)):
         if point is None or point.gaps:  # filters may leave nothing but the chain's own token
-            heapq.heappush(heap, (-stops_here * calibration.bonus_share(full, 0, point), k, 0, stops_here))
-        reach *= rate
+            share = calibration.bonus_share(k == len(points) - 1, 0, point)
+            heapq.heappush(heap, (-stops_here * share, k, 0, stops_here))
     while heap:
         gain, k, rank, stops_here = heapq.heappop(heap)
         yield -gain, k
@@ -183,6 +179,17 @@ def ranked(points: Sequence[ForkPoint | None], calibration: Calibration) -> Iter
         if point is None or rank + 1 < len(point.gaps):
             share = calibration.bonus_share(full, rank + 1, point)
             heapq.heappush(heap, (-stops_here * share, k, rank + 1, stops_here))
+
+
+def stopping(points: Sequence[ForkPoint | None], calibration: Calibration) -> list[float]:
+    """Returns for each k the probability that exactly k tokens of the chain are accepted."""
+    reach, found = 1.0, []
+    for k, point in enumerate(points):
+        full = k == len(points) - 1
+        rate = 0.0 if full else calibration.acceptance(k, point.own_gap if point else None)
+        found.append(reach * (1.0 - rate))
+        reach *= rate
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Grows the branches of one chain under verification: each forward makes all of them one token deeper.
+"""Grows the branches of one chain under verification: each forward makes the likeliest of them one token deeper.
+
+A forward takes all branches if rows cost little beside a forward, as on a GPU. On a CPU, where each row costs, it takes
+as many as leave time for other forwards in the same round, so that the likeliest outcomes are ready first.
 
 Paper, sections 3 and 4. Works on one tree, and reuses the nodes of earlier rounds, so that nothing is fed twice. The
 work is a generator (`Steps`) that yields whenever it needs a forward, so that several requests can share one
@@ -11,6 +14,7 @@ probabilities.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +22,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from outrider.drafters.drafter import TokenTree
-from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanOut, ForkPoint
+from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanOut, ForkPoint, stopping
 from outrider.protocol.messages import Alternatives, Branch
 from outrider.protocol.schema import MAX_BESIDE
 from outrider.protocol.trees import Candidate, DraftTree, SparseQ, TreeFeed, line, spine
@@ -216,18 +220,24 @@ class ReadyBranches:
 @dataclass(slots=True)
 class GrowingBranch:
     """A growing branch: `tip` is its last fed node (None before the bonus token is fed), `chain` its tokens with their
-    `odds`.
+    `odds`, `outcome` the probability of its outcome.
 
     Chain token i follows `nodes[i]`. `alternatives` are set when the branch is complete.
     """
 
     accepted: int
     bonus: int
+    outcome: float
     tip: int | None = None
     chain: list[int] = field(default_factory=list)
     odds: list[float] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     alternatives: Alternatives | None = None
+
+    @property
+    def use(self) -> float:
+        """The probability that its next token will be accepted, apart from that token's own."""
+        return self.outcome * math.prod(self.odds)
 
 
 class BranchGrowth:
@@ -283,15 +293,16 @@ class BranchGrowth:
         since = self._fan_out(points, offset, self._calibration) if offset else [0] * len(until)
         self._ranks = [range(first, last) for first, last in zip(since, until, strict=True)]
 
-    def advance(self) -> Steps[ReadyBranches]:
-        """Makes one forward: feeds the rest of the chain, grows every branch by a token, and begins new branches."""
+    def advance(self, rows: int | None = None) -> Steps[ReadyBranches]:
+        """Makes one forward: begins new branches, feeds the rest of the chain, and grows the `rows` likeliest branches
+        (None: all) by a token."""
         self._begun = True
         self._fork()
-        grown = self._growing
-        for branch, (token, odds) in zip(grown, (yield from self._feed()), strict=True):
+        grown = self._growing if rows is None else heapq.nlargest(rows, self._growing, key=lambda branch: branch.use)
+        for branch, (token, odds) in zip(grown, (yield from self._feed(grown)), strict=True):
             branch.chain.append(token)
             branch.odds.append(odds)
-        self._growing = [branch for branch in grown if len(branch.chain) < self._depth]
+        self._growing = [branch for branch in self._growing if len(branch.chain) < self._depth]
         ready, self._complete = self._complete + grown, []
         for branch in ready if self._task.min_prob < 1.0 and not self._tree.draws else ():
             if len(branch.chain) >= self._depth:
@@ -316,19 +327,19 @@ class BranchGrowth:
         bonus_rank = rank(known[accepted].others, tokens[accepted])
         self._calibration.learn([at.point for at in known], len(self._chain), accepted, bonus_rank)
 
-    def _feed(self) -> Steps[list[tuple[int, float]]]:
-        """Feeds the rest of the chain and every branch's next token. Returns each branch's best continuation, with its
-        odds."""
+    def _feed(self, grown: Sequence[GrowingBranch]) -> Steps[list[tuple[int, float]]]:
+        """Feeds the rest of the chain and the next token of these branches. Returns the best continuation of each, with
+        its odds."""
         line = feed_of(self._tree, self._spine[-1], self._unfed)
-        parents = [*line.parents, *(self._spine[b.accepted] if b.tip is None else b.tip for b in self._growing)]
-        tokens = [*line.tokens, *(b.bonus if b.tip is None else None for b in self._growing)]
+        parents = [*line.parents, *(self._spine[b.accepted] if b.tip is None else b.tip for b in grown)]
+        tokens = [*line.tokens, *(b.bonus if b.tip is None else None for b in grown)]
         if not tokens:
             return []
-        wanted = [*line.wanted, *(self._depth - len(b.chain) for b in self._growing)]
+        wanted = [*line.wanted, *(self._depth - len(b.chain) for b in grown)]
         nodes, fed = (yield TreeFeed(parents, tokens, wanted)), len(self._unfed)
         self._unfed = ()
         self._spine += nodes[:fed]
-        for branch, node in zip(self._growing, nodes[fed:], strict=True):
+        for branch, node in zip(grown, nodes[fed:], strict=True):
             branch.tip = node
             branch.nodes.append(node)
         return next_tokens(self._tree, nodes[fed:], self._calibration)
@@ -338,10 +349,15 @@ class BranchGrowth:
         ready = [k for k in self._unforked if k < len(self._spine)]
         self._unforked = self._unforked[len(ready) :]
         self._read_candidates([k for k in ready if self._candidates[k] is None])
+        chances = stopping([at.point if at else None for at in self._candidates], self._calibration) if ready else []
         for k in ready:
-            at, granted = self._candidates[k], self._ranks[k]
-            for bonus in at.others[granted.start : granted.stop] if at else ():
-                self._begin(k, bonus)
+            at = self._candidates[k]
+            if at is None:
+                continue
+            for place in self._ranks[k]:
+                if place < len(at.others):
+                    share = self._calibration.bonus_share(k == len(self._chain), place, at.point)
+                    self._begin(GrowingBranch(k, at.others[place], chances[k] * share))
 
     def _read_candidates(self, points: Sequence[int]) -> None:
         """Reads the drafter's candidates at these fork points, without the chain's own token and EOS."""
@@ -353,10 +369,9 @@ class BranchGrowth:
             own = self._chain[k] if k < len(self._chain) else None  # it can't be the bonus token after k tokens
             self._candidates[k] = AlternativesAt.of(own, candidates, self._eos)
 
-    def _begin(self, accepted: int, bonus: int) -> None:
+    def _begin(self, branch: GrowingBranch) -> None:
         """Begins a branch; its first tokens may have been fed in an earlier round."""
-        branch = GrowingBranch(accepted, bonus, child_of(self._tree, self._spine[accepted], bonus, given=True))
-        node = branch.tip
+        node = child_of(self._tree, self._spine[branch.accepted], branch.bonus, given=True)
         while node is not None:
             branch.tip = node
             branch.nodes.append(node)

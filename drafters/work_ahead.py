@@ -13,6 +13,7 @@ length of a round; old measurements fade. Knows nothing of sockets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -148,8 +149,9 @@ class WorkAhead:
         if self._growth is not None:
             self._growth.grant(wish, branches)
 
-    def advance(self) -> Steps[ReadyBranches | None]:
-        """Makes one forward, over committed tokens that are not fed yet or over all branches, which must be granted.
+    def advance(self, rows: int | None = None) -> Steps[ReadyBranches | None]:
+        """Makes one forward, over committed tokens that are not fed yet or over the `rows` likeliest branches (None:
+        all), which must be granted.
 
         Returns None if committed tokens were fed, so that there is nothing to push.
         """
@@ -158,7 +160,7 @@ class WorkAhead:
             return None
         if self._growth is None:
             return ReadyBranches((), 0, True)
-        return (yield from self._growth.advance())
+        return (yield from self._growth.advance(rows))
 
     def _catch_up(self) -> Steps[None]:
         """Makes one forward over committed tokens; after the last of them, branches can be planned."""
@@ -236,6 +238,7 @@ def check_known(drafter: Drafter, tokens: Sequence[int]) -> None:
 
 # Below this many measurements there is no estimate.
 ENOUGH = 8.0
+_FORWARDS = 3  # in a round, if rows cost much
 
 
 class Capacity:
@@ -265,6 +268,16 @@ class Capacity:
         room = self._round_ms / self._rounds / (depth + 1) - fixed
         return max(int(room / each), 0)
 
+    def rows(self) -> int | None:
+        """Returns how many branches one forward should grow, so that several forwards end in a round; None: not known
+        yet. It grows more where a forward itself costs more than these rows, as a GPU's does.
+        """
+        if min(self._rounds, self._cost.seen) < ENOUGH:
+            return None
+        fixed, each = self._cost.line
+        in_time = (self._round_ms / self._rounds / _FORWARDS - fixed) / each
+        return max(int(in_time), math.ceil(fixed / each), 2)
+
 
 Value = TypeVar("Value")
 
@@ -288,7 +301,8 @@ class DraftBatcher:
         )
         failed = {id(work): wish for work, wish in zip(works, wishes, strict=True) if isinstance(wish, OutriderError)}
         sound = [work for work in works if id(work) not in failed]
-        jobs = [_Job(work.tree, work.advance()) for work in sound]
+        at_once = self.capacity.rows() if active == 1 else None
+        jobs = [_Job(work.tree, work.advance(at_once)) for work in sound]
         rows = self._run(jobs)
         if rows:
             self.capacity.forward(rows, (clock.now() - started_ns) / clock.MILLISECOND_NS)

@@ -123,6 +123,19 @@ def test_capacity_is_the_number_of_branches_that_fit_in_a_round() -> None:
     assert capacity.branches(5) == 0
 
 
+def test_rows_of_a_forward_leave_time_for_others_unless_they_cost_little() -> None:
+    costly, cheap = Capacity(), Capacity()
+    assert costly.rows() is None
+    for turn in range(3 * int(ENOUGH)):
+        rows = 4 + 8 * (turn % 5)
+        costly.forward(rows, 1.0 + 1.0 * rows)
+        cheap.forward(rows, 5.0 + 0.125 * rows)
+        costly.round(15.0)
+        cheap.round(15.0)
+    assert costly.rows() == 15 // 3 - 1
+    assert (cheap.rows() or 0) >= 5 / 0.125  # a forward itself costs as much as these
+
+
 def test_capacity_is_learned_from_forwards_of_one_size() -> None:
     capacity = Capacity()
     for _ in range(20):

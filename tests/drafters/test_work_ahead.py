@@ -9,7 +9,7 @@ import pytest
 from outrider.drafters.fan_out import POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, ReadyBranches
 from outrider.drafters.replay import ReplayDrafter, Script
-from outrider.drafters.work_ahead import WorkAhead
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead
 from outrider.protocol.sampling import SamplingParams
 from tests.alone import advanced, continued
 
@@ -55,6 +55,31 @@ def test_each_token_of_a_branch_comes_with_the_probability_that_it_is_accepted()
     deepest = max(entries, key=lambda entry: len(entry.chain))
     fresh = continued(work_ahead((*PROMPT, *deepest.committed)), len(deepest.chain))
     assert (fresh.chain, fresh.odds) == (deepest.chain, deepest.odds)
+
+
+def test_forwards_of_costly_rows_grow_the_likeliest_branches_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward for each pair of branches prepares the same branches as one for all, the likeliest first."""
+
+    def pushed(rows: int | None) -> list[ReadyBranches]:
+        batcher, work = DraftBatcher(), work_ahead()
+        monkeypatch.setattr(batcher.capacity, "rows", lambda: rows)
+        work.commit((), BranchTask((), 3, 8))
+        found = []
+        while work.busy:
+            (ready,) = batcher.advance([work])
+            assert isinstance(ready, ReadyBranches)
+            found.append(ready)
+        return found
+
+    at_once, in_pairs = pushed(None), pushed(2)
+    assert len(at_once[0].entries) == 8 and all(len(ready.entries) <= 2 for ready in in_pairs)
+    whole, by_pairs = (
+        {(entry.committed, entry.chain) for ready in of for entry in ready.entries if len(entry.chain) == 3}
+        for of in (at_once, in_pairs)
+    )
+    assert whole == by_pairs and len(whole) == 8
+    assert in_pairs[0].entries[0].committed == at_once[0].entries[0].committed
+    assert [ready.final for ready in in_pairs] == [False] * (len(in_pairs) - 1) + [True]
 
 
 def test_only_the_last_push_is_final() -> None:
