@@ -26,7 +26,7 @@ from tests.models import heads
 torch = pytest.importorskip("torch", reason="training needs PyTorch (the extra `train`)")
 
 from models.training import corpus  # noqa: E402
-from models.training.draft import export, pipeline, prompts, text, trainer  # noqa: E402
+from models.training.draft import export, pipeline, prompts, text, trainer, writer  # noqa: E402
 from models.training.draft.learner import coupled  # noqa: E402
 from models.training.draft.pipeline import DraftRecipe  # noqa: E402
 from models.training.draft.quantise import packed, quantise, rounded  # noqa: E402
@@ -178,6 +178,32 @@ def test_stored_probabilities_of_an_answer_are_the_targets(target: Path) -> None
         assert torch.allclose(own.gather(1, answer.ids.long()), answer.log_probs.float(), atol=0.02)
         if answer.temp == 0 and answer.kind != "plain":
             assert answer.tokens[answer.given :].tolist() == own.argmax(dim=-1)[:-1].tolist()
+
+
+def test_an_open_message_is_completed_by_the_target_and_then_answered(target: Path) -> None:
+    model, end, follows = read_target(target, CPU, torch.float32), 7, (7, 8, 9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "_LONGEST_MESSAGE", 6)  # if it does not end by itself
+        waiting = iter([Question(0, "chat", (0.0,), list(range(20, 30)), 5, follows)])
+        made = Writer(model, slots=1, length=64, end=frozenset({end}), top=8, seed=0)
+        (answer,) = made.answers(lambda: next(waiting, None))
+    tokens = answer.tokens.tolist()[answer.given :]
+    at = tokens.index(follows[0])
+    assert at <= 6 and tuple(tokens[at : at + 3]) == follows
+    assert len(answer.ids) == len(tokens) + 1
+    with torch.no_grad():
+        own = model(answer.tokens[None].long())[0].argmax(dim=-1)[answer.given - 1 :].tolist()
+    assert tokens[at + 3 :] == own[at + 3 : -1]  # the answer is at T = 0
+
+
+def test_every_other_prompt_leaves_its_message_open(target: Path, tmp_path: Path) -> None:
+    asked = prompts.Prompts(text.pieces(tmp_path), seed=0)
+    made = [asked.get(number) for number in range(204)]
+    assert sum(prompt.is_open for prompt in made) == 96  # of the 192 that are answered
+    assert {prompt.kind for prompt in made if prompt.is_open} == set(prompts.KINDS)
+    questions = [Chat(target).question(prompt) for prompt in made]
+    assert all(bool(question.follows) == prompt.is_open for question, prompt in zip(questions, made, strict=True))
+    assert {temp for question in questions if question.follows for temp in question.temps} == {0.0, 0.8}
 
 
 def test_held_out_prompts_are_not_trained_on(tmp_path: Path) -> None:

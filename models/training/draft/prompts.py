@@ -1,7 +1,8 @@
 """Generates prompts like those that people send to a chat model, from text of the installed packages.
 
-There are six kinds of chat, and plain text that the target only reads. A prompt depends only on the text, the seed and
-its number. Held-out subjects, pieces of text and calculations do not occur in training prompts.
+There are six kinds of chat, and plain text that the target only reads. Of half of the training prompts only the first
+words are given: the target completes them, as the users of its own training would. A prompt depends only on the text,
+the seed and its number. Held-out subjects, pieces of text and calculations do not occur in training prompts.
 """
 
 from __future__ import annotations
@@ -105,6 +106,27 @@ _SUMMARIES = """Summarise this text in two sentences:;Summarize the following te
 What is the main point of this text?;Give me the key points of this text as a list:;Write a headline for this text:;
 Summarise this for a beginner:;TL;DR;Write an abstract of the following:;
 In one paragraph, what does the following say?"""
+_OPENINGS = {
+    "chat": """;;;What;How;Why;Can you;I;My;Write a;Give me;Explain;Tell me;Is it;Name;Which;Suggest;Describe;Compare;
+Help me;Who;I have;I want to;Should I;Plan;Make a list of;Write an email;Write a short story about;Hi""",
+    "code": """Write a;Write a Python function that;Write a Python program that;Write a function in JavaScript;
+How do I;Write an SQL query;Write a class;Explain this code:;Fix this code:;Write a shell script that;
+I have a Python;Write a regular expression;Implement a;Write a C++ program;Write an HTML page;Why does this code""",
+    "mathematics": """A;If;What is;Solve;A train;A shop;Tom has;There are;A farmer;Find the;Calculate;How many;
+Maria buys;The sum of;Simplify;In a class;A rectangle;A car""",
+    "summary": """Summarise this text in two sentences:;Summarize the following text:;
+Give me the key points of this text as a list:;What is the main point of this text?;Please summarize this article.;
+Write a headline for this text:;Summarize this email:;Write a short summary of the following report.""",
+    "extraction": """Extract name, email and city from the text as JSON.;
+Return a JSON object with the keys product, price and quantity.;Extract the people and places of this text as JSON.;
+Convert the text to JSON with title, date and place.;Find all dates and amounts in this text. Answer with JSON.;
+List every name in this text as a JSON array.;Extract the data of this order as JSON.""",
+    "editing": """Correct the spelling and grammar of this text:;Rewrite this text in the past tense:;
+Make this text more formal:;Make this email more polite:;Rewrite this text to make it more concise:;
+Rewrite this text in simpler words:;Replace the name in this text by Anna and return it whole:;
+Make this text friendlier:;Fix the typos in this paragraph and return it:;Rewrite this text in the first person:""",
+}
+_TEXTS = """Dear;Hi;The;Last week;On Monday;When;A new;My name is;In 2019;Every;We;It was;By;I;After;This;Hello;There"""
 _NAMES = [
     "Anna",
     "Ben",
@@ -222,11 +244,13 @@ _MONTHS = [
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt; `text` is the user's message, or plain text to read."""
+    """A prompt; `text` is the user's message, or the beginning of one that the target completes (`is_open`), or plain
+    text to read."""
 
     number: int
     kind: str
     text: str
+    is_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,16 +280,25 @@ class Prompts:
         )
 
     def get(self, number: int) -> Prompt:
-        """Returns a prompt. The kinds alternate; one training prompt in 17 is plain text."""
+        """Returns a prompt. The kinds alternate; one training prompt in 17 is plain text, and every other one is
+        open."""
         draws = np.random.default_rng((self._seed, number, int(self._held_out)))
         if not self._held_out and number % _PLAIN_PERIOD == _PLAIN_PERIOD - 1:
             return Prompt(number, PLAIN, self._plain(draws))
         kind = KINDS[number % len(KINDS)]
+        if not self._held_out and number // len(KINDS) % 2:
+            return Prompt(number, kind, self._opening(kind, draws), is_open=True)
         made: Callable[[np.random.Generator], str] = getattr(self, f"_{kind}")
         text = made(draws)
         while kind in ("mathematics", "extraction") and _is_held_out(text) != self._held_out:  # made of numbers
             text = made(draws)
         return Prompt(number, kind, text)
+
+    def _opening(self, kind: str, draws: np.random.Generator) -> str:
+        words = _pick(draws, tuple(entry.strip() for entry in _OPENINGS[kind].split(";")))
+        if kind in ("summary", "extraction", "editing"):
+            return f"{words}\n\n{_pick(draws, _entries(_TEXTS))}"
+        return f"{words}\n\n" if words.endswith(":") else words
 
     def _chat(self, draws: np.random.Generator) -> str:
         subject, other = _pick(draws, self._subjects), _pick(draws, self._subjects)

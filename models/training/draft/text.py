@@ -33,6 +33,7 @@ _LONGEST_PROMPT = 5 / 8  # of LENGTH
 _LIMITS = (96, 256)  # range of an answer's random length limit, so that slots do not become free all at once
 TOP = 32
 TEMPS = (0.0, 0.8)
+_END_OF_MESSAGE = "\x1e"  # stands in the template for the end of a message that is still open
 
 
 class Chat:
@@ -68,11 +69,12 @@ class Chat:
         """Returns the prompt in tokens. The limit of its answer depends on its number."""
         if prompt.kind == PLAIN:
             return Question(prompt.number, prompt.kind, (), self._tokenizer.encode(prompt.text).ids[:512], 0)
-        messages = [{"role": "user", "content": prompt.text}]
+        messages = [{"role": "user", "content": prompt.text + _END_OF_MESSAGE * prompt.is_open}]
         text = self._template.render(messages=messages, add_generation_prompt=True, **self._special)
         limit = int(np.random.default_rng(prompt.number).integers(*_LIMITS))
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return Question(prompt.number, prompt.kind, TEMPS, ids, limit)
+        ids, *rest = (self._tokenizer.encode(of, add_special_tokens=False).ids for of in text.split(_END_OF_MESSAGE))
+        temps = (TEMPS[prompt.number // 12 % len(TEMPS)],) if prompt.is_open else TEMPS
+        return Question(prompt.number, prompt.kind, temps, ids, limit, *map(tuple, rest))
 
 
 def pieces(store: Path) -> Pieces:

@@ -1,7 +1,7 @@
 """Lets the target answer prompts in a batch of slots; a free slot takes the next prompt (continuous batching).
 
-A prompt is read once and answered at each of its temperatures. The likeliest tokens are recorded at every position of
-an answer, and of text that is only read.
+A prompt is read once and answered at each of its temperatures. If it is open, the target completes the user's message
+first. The likeliest tokens are recorded at every position that the target writes, and of text that is only read.
 """
 
 from __future__ import annotations
@@ -18,33 +18,60 @@ from models.training.llama import Llama, attend_one
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt's tokens, to answer at each of `temps` with up to `limit` tokens; without `temps` it is only read."""
+    """A prompt's tokens, to answer at each of `temps` with up to `limit` tokens; without `temps` it is only read. With
+    `follows` the prompt is the beginning of a message; these tokens lead from its end to the answer."""
 
     number: int
     kind: str
     temps: tuple[float, ...]
     tokens: list[int]
     limit: int
+    follows: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class _Slot:
-    """An answer in progress."""
+    """An answer in progress; `is_open` while the target completes the message, `forced` tokens come next."""
 
     question: Question
-    temp: float
+    answer_temp: float
     tokens: list[int]
+    is_open: bool = False
+    forced: list[int] = field(default_factory=list)
+    begun: int = 0  # position of the answer's first token
     ids: list[Tensor] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.is_open, self.begun = bool(self.question.follows), len(self.tokens)
+
+    @property
+    def temp(self) -> float:
+        return _MESSAGE_TEMP if self.is_open else self.answer_temp
+
+    def add(self, token: int, end: frozenset[int]) -> None:
+        """Adds the token that the target chose, or the one that has to come here."""
+        if self.is_open and (token in end or len(self.tokens) - self.begun >= _LONGEST_MESSAGE):
+            self.is_open, self.forced = False, list(self.question.follows)
+            self.begun = len(self.tokens) + len(self.forced)
+        self.tokens.append(self.forced.pop(0) if self.forced else token)
+
+    def is_done(self, end: frozenset[int], length: int) -> bool:
+        if len(self.tokens) >= length:
+            return True
+        written = len(self.tokens) - self.begun
+        return not self.is_open and written > 0 and (self.tokens[-1] in end or written > self.question.limit)
 
     def answer(self) -> Answer:
         question, count = self.question, sum(len(ids) for ids in self.ids)
         ids, log_probs, given = torch.cat(self.ids), torch.cat(self.log_probs), len(question.tokens)
         length = given - 1 + count if question.temps else count
         tokens = torch.tensor(self.tokens[:length], dtype=torch.int32)
-        return Answer(question.number, question.kind, self.temp, given, tokens, ids, log_probs)
+        return Answer(question.number, question.kind, self.answer_temp, given, tokens, ids, log_probs)
 
 
+_MESSAGE_TEMP = 0.8
+_LONGEST_MESSAGE = 256
 _GROUP = 16  # slots that attend together, padded to the longest of them
 
 
@@ -109,13 +136,9 @@ class Writer:
             if any(self._slots):
                 self._step()
             for row, slot in enumerate(self._slots):
-                if slot is not None and self._is_done(slot):
+                if slot is not None and slot.is_done(self._end, self._length):
                     yield slot.answer()
                     self._slots[row] = None
-
-    def _is_done(self, slot: _Slot) -> bool:
-        written = len(slot.tokens) - len(slot.question.tokens)
-        return slot.tokens[-1] in self._end or written > slot.question.limit or len(slot.tokens) >= self._length
 
     def _begin(self, free: list[int], question: Question) -> list[_Slot]:
         """Reads a prompt into the first free slot, and samples the first tokens of its answers."""
@@ -132,9 +155,7 @@ class Writer:
             for room in self._rooms:
                 room.room[:, row, :, : len(question.tokens)] = room.room[:, free[0], :, : len(question.tokens)]
         if question.temps:
-            drawn = self._choose(logits.repeat(len(temps), 1), torch.tensor(temps, device=self._device))
-            for slot, token in zip(slots, drawn.tolist(), strict=True):
-                slot.tokens.append(token)
+            self._extend(slots, logits.repeat(len(temps), 1))
         return slots
 
     def _step(self) -> None:
@@ -153,9 +174,12 @@ class Writer:
             hidden = self._model.rows(last, lengths - 1, self._rooms)[-1]
             logits = self._model.logits(hidden[rows])[:, 0].float()
         self._keep(slots, logits[:, None])
+        self._extend(slots, logits)
+
+    def _extend(self, slots: list[_Slot], logits: Tensor) -> None:
         temps = torch.tensor([slot.temp for slot in slots], device=self._device)
         for slot, token in zip(slots, self._choose(logits, temps).tolist(), strict=True):
-            slot.tokens.append(token)
+            slot.add(token, self._end)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype == torch.bfloat16)
