@@ -18,7 +18,7 @@ import heapq
 import math
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import TypeVar
 
 from outrider.drafters.drafter import TokenTree
@@ -347,17 +347,17 @@ class BranchGrowth:
     def _fork(self) -> None:
         """Begins branches at the fork points that have been fed."""
         ready = [k for k in self._unforked if k < len(self._spine)]
+        if not ready:
+            return
         self._unforked = self._unforked[len(ready) :]
         self._read_candidates([k for k in ready if self._candidates[k] is None])
-        chances = stopping([at.point if at else None for at in self._candidates], self._calibration) if ready else []
+        points = [at.point if at else None for at in self._candidates]
+        chances = stopping(points, self._calibration)
         for k in ready:
-            at = self._candidates[k]
-            if at is None:
-                continue
-            for place in self._ranks[k]:
-                if place < len(at.others):
-                    share = self._calibration.bonus_share(k == len(self._chain), place, at.point)
-                    self._begin(GrowingBranch(k, at.others[place], chances[k] * share))
+            at, granted = self._candidates[k], self._ranks[k]
+            for place, bonus in islice(enumerate(at.others), granted.start, granted.stop) if at else ():
+                share = self._calibration.bonus_share(k == len(self._chain), place, points[k])
+                self._begin(GrowingBranch(k, bonus, chances[k] * share))
 
     def _read_candidates(self, points: Sequence[int]) -> None:
         """Reads the drafter's candidates at these fork points, without the chain's own token and EOS."""

@@ -272,9 +272,9 @@ class Capacity:
         """Returns how many branches one forward should grow, so that several forwards end in a round; None: not known.
         It grows more where a forward itself costs more than these rows, as a GPU's does.
         """
-        fixed, each = self._cost.line if min(self._rounds, self._cost.seen) >= ENOUGH else (0.0, 0.0)
-        if not fixed:  # forwards of one size do not show what a row costs
-            return None
+        if min(self._rounds, self._cost.seen) < ENOUGH or not self._cost.line[0]:
+            return None  # forwards of one size do not show what a row costs
+        fixed, each = self._cost.line
         in_time = (self._round_ms / self._rounds / _FORWARDS - fixed) / each
         return max(int(in_time), math.ceil(fixed / each), 2)
 

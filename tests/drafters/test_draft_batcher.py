@@ -133,12 +133,12 @@ def test_rows_of_a_forward_leave_time_for_others_unless_they_cost_little() -> No
         costly.round(15.0)
         cheap.round(15.0)
     assert costly.rows() == 15 // 3 - 1
+    assert (cheap.rows() or 0) >= 5 / 0.125  # a forward itself costs as much as these
     alike = Capacity()
     for _ in range(3 * int(ENOUGH)):
         alike.forward(8, 9.0)
         alike.round(15.0)
     assert alike.rows() is None  # they do not show what a row costs
-    assert (cheap.rows() or 0) >= 5 / 0.125  # a forward itself costs as much as these
 
 
 def test_capacity_is_learned_from_forwards_of_one_size() -> None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from models.training import corpus
-from models.training.draft.prompts import PLAIN, Pieces, Prompt, Prompts, gather
+from models.training.draft.prompts import KINDS, PLAIN, Pieces, Prompt, Prompts, gather
 from models.training.draft.store import Answer, Store, StoreForm
 from models.training.draft.writer import Question, Writer
 from models.training.llama import Llama
@@ -73,7 +73,7 @@ class Chat:
         text = self._template.render(messages=messages, add_generation_prompt=True, **self._special)
         limit = int(np.random.default_rng(prompt.number).integers(*_LIMITS))
         ids, *rest = (self._tokenizer.encode(of, add_special_tokens=False).ids for of in text.split(_END_OF_MESSAGE))
-        temps = (TEMPS[prompt.number // 12 % len(TEMPS)],) if prompt.is_open else TEMPS
+        temps = (TEMPS[prompt.number // (2 * len(KINDS)) % len(TEMPS)],) if prompt.is_open else TEMPS
         return Question(prompt.number, prompt.kind, temps, ids, limit, *map(tuple, rest))
 
 

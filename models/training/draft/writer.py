@@ -36,9 +36,9 @@ class _Slot:
     question: Question
     answer_temp: float
     tokens: list[int]
-    is_open: bool = False
+    is_open: bool = field(init=False)
     forced: list[int] = field(default_factory=list)
-    begun: int = 0  # position of the answer's first token
+    begun: int = field(init=False)  # position of the answer's first token
     ids: list[Tensor] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)
 
