@@ -3,12 +3,13 @@
 `Workbench` drives workers with single messages. Times are spans that workers measure around evaluated work, on this
 machine's clock.
 
-`medians` also describes the times that `tune` takes from real rounds.
+`Latency` and `medians` also describe the times that `tune` takes from real rounds.
 """
 
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -35,7 +36,6 @@ from outrider.protocol.messages import (
     Span,
     Verify,
 )
-from outrider.protocol.profile import Latency
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.socket_files import PrivateDirectory
 
@@ -195,6 +195,23 @@ class Workbench:
         self._pool.ping(clock.now())
         for loss in self._pool.losses(clock.now()):
             raise WorkerError(loss.why)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Milliseconds of a forward by its rows (tokens, branches): measured points in order, linear between and beyond.
+
+    Beyond the first and the last point it never falls below the lesser of the two points that its line goes through.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def __call__(self, rows: float) -> float:
+        if len(self.points) == 1:
+            return self.points[0][1]
+        right = min(max(bisect_left(self.points, (rows, 0.0)), 1), len(self.points) - 1)
+        (low, low_ms), (high, high_ms) = self.points[right - 1], self.points[right]
+        return max(low_ms + (high_ms - low_ms) * (rows - low) / (high - low), min(low_ms, high_ms))
 
 
 def medians(samples: Iterable[tuple[int, float]]) -> Latency:

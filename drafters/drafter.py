@@ -7,7 +7,6 @@ A drafter knows tokens and nodes; it knows nothing of sockets, rounds or the out
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from outrider.engine.prompt_cache import PromptCache
@@ -166,11 +165,11 @@ class DrafterFault(OutriderError):
 Progress = Callable[[str], None]
 
 
-NAMES = ("coreml", "mlx", "replay", *AHEAD)
+NAMES = ("coreml", "mlx", *AHEAD)
 
 
 def make(backend: str, model: str, progress: Progress, prefill: str = "auto", target: str = "") -> Drafter:
-    """Returns the drafter `backend` for `model` (a model folder; for `replay` its script; for `coreml` also a package).
+    """Returns the drafter `backend` for `model` (a model folder; for `coreml` also a package).
 
     Args:
         prefill: the backend that reads prompts for `mlx`, see `drafters.coreml.selection`.
@@ -186,10 +185,6 @@ def make(backend: str, model: str, progress: Progress, prefill: str = "auto", ta
             from outrider.drafters.coreml.selection import load
 
             return load(model, progress)
-        case "replay":
-            from outrider.drafters.replay import ReplayDrafter, Script
-
-            return ReplayDrafter(Script.read(Path(model)))
     if backend not in AHEAD:
         raise InvalidRequest(f"unknown drafter {backend!r}; expected one of {', '.join(NAMES)}")
     from outrider.drafters.heads.load import load_ahead

@@ -32,7 +32,7 @@ from outrider.drafters.growth import (
     feed_of,
     next_tokens,
 )
-from outrider.engine.pace import FADE, ForwardCost
+from outrider.engine.forward_cost import FADE, ForwardCost
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError, named_errors

@@ -103,8 +103,8 @@ BUNDLE = 1
 """The drafter's index in the placement group; the engine is 0."""
 AGAIN_SECONDS = 1.0
 DRAFTER_SETTINGS = (
-    "model", "draft_model", "draft_backend", "draft_prefill", "fan_out", "replay", "simulate", "threads", "cpu_kernels",
-    "log_level", "log_format",
+    "model", "draft_model", "draft_backend", "draft_prefill", "fan_out", "threads", "cpu_kernels", "log_level",
+    "log_format",
 )  # fmt: skip
 """The engine settings that its drafter needs."""
 

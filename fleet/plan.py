@@ -143,7 +143,7 @@ class FleetPlan:
         if on == "other-host" and not self.engine.has_draft_worker:
             raise InvalidRequest(
                 f"placed.drafter is on other-host, and draft_backend {self.engine.draft_backend} has no process of its"
-                " own; expected mlx, coreml or replay"
+                " own; expected mlx or coreml"
             )
         if on == "other-host" and self.engine.draft_model is None and self.engine.model is not None:
             raise InvalidRequest("placed.drafter has nothing to draft with; expected draft_model beside model")

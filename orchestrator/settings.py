@@ -18,10 +18,10 @@ from outrider.protocol import process, values
 from outrider.protocol.endpoints import is_local, parse
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.heads import AHEAD, HEADS, OF_TARGET
-from outrider.protocol.worker_link import KERNELS
+from outrider.protocol.worker_link import KERNELS, WORKER_MODULES
 
 MODES = ("auto", "ar", "sd", "ssd")
-DRAFT_BACKENDS = ("mlx", "replay", "coreml", *HEADS, "auto", "ngram", "none")
+DRAFT_BACKENDS = ("mlx", "coreml", *HEADS, "auto", "ngram", "none")
 # Backends that can draw from their distribution, for residual sampling; n-grams and none need no note about it.
 DRAWING_BACKENDS = ("mlx", "coreml", "ngram", "none")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -133,7 +133,6 @@ class ServeSettings:
     trees: bool = switch(
         False, DRAFTING, help="verify drafts of several drafters as one tree, if that pays and the target can"
     )
-    replay: Path | None = _path(DRAFTING, help="the script of the replay drafter")  # noqa: RUF009
     threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products")
     cpu_kernels: str = _word(
         "auto", KERNELS, WORKERS,
@@ -151,7 +150,6 @@ class ServeSettings:
     worker_timeout: int = count(
         10, 1, 86_400, WORKERS, "SECONDS", help="seconds of silence before a worker is considered dead"
     )
-    simulate: Path | None = _path(WORKERS, help="the latency profile of a machine to simulate")  # noqa: RUF009
     max_active: int | None = count(
         None, 1, 1024, MEMORY, help="requests in flight at once (default: as many as fit in memory, at most 16)"
     )
@@ -215,9 +213,12 @@ class ServeSettings:
 
     @property
     def can_colocate(self) -> bool:
-        """Whether the draft model of this draft worker could draft in the target's process instead."""
+        """Whether the draft model of this draft worker could draft in the target's process instead.
+
+        Another implementation of the target (`WORKER_MODULES`) need not be able to.
+        """
         on_target = self.draft_device == "auto" and self.draft_prefill in ("auto", "mlx")
-        return self.draft_backend == "mlx" and on_target and self.drafters == 1 and self.simulate is None
+        return self.draft_backend == "mlx" and on_target and self.drafters == 1 and WORKER_MODULES not in os.environ
 
     @property
     def can_work_ahead(self) -> bool:
@@ -253,20 +254,14 @@ class ServeSettings:
             yield "advertise needs workers_endpoint, the endpoint that it announces"
         if self.await_target and self.shards > 1:
             yield "await_target starts no target; expected shards on the target's own command line, or neither"
-        if self.prefill_workers and self.simulate is not None:
-            yield "prefill_workers can't be simulated; leave out simulate or prefill_workers"
         if self.draft_prefill != "auto" and self.draft_backend not in ("mlx", "auto"):
             yield f"draft_prefill {self.draft_prefill} is for drafters on MLX; leave it out with {self.draft_backend}"
         if self.draft_backend == "ngram" and not self.ngrams:
             yield "draft_backend ngram drafts nothing without ngrams; leave out one of the two settings"
         if self.draft_backend == "none" and self.mode in ("sd", "ssd") and not self.head:
             yield f"mode {self.mode} needs a drafter; expected a draft_backend that drafts, or mode ar"
-        if self.head and self.simulate is not None:
-            yield "a head can't be simulated; leave out simulate or head"
         if self.mode == "ssd" and not self.can_work_ahead:
             yield NO_SSD_COLOCATED
-        if self.draft_backend == "replay" and self.replay is None:
-            yield "draft_backend replay needs replay, the script to play"
 
     def _conflicts_of_heads(self) -> Iterator[str]:
         if self.head_in != "target" and self.draft_backend not in (*AHEAD, "auto"):
@@ -276,8 +271,6 @@ class ServeSettings:
             )
         if self.head_in != "target" and self.colocate:
             yield "colocate drafts in the target's process; leave out colocate or head_in"
-        if self.drafts_by_head and self.simulate is not None:
-            yield "a draft head can't be simulated; leave out simulate, or use a draft model"
         if self.drafts_by_head and self.draft_backend not in OF_TARGET and self._has_no_draft:
             yield (
                 f"draft_backend {self.draft_backend} has no head to draft with; expected draft_model to name one made"
@@ -299,8 +292,6 @@ class ServeSettings:
             )
         if self._has_no_draft and self.draft_backend not in OF_TARGET:
             yield "colocate needs draft_model with model, or neither of them"
-        if self.simulate is not None:
-            yield "colocate can't be simulated; leave out simulate or colocate"
 
 
 class Settings(TypedDict, total=False):
@@ -323,7 +314,6 @@ class Settings(TypedDict, total=False):
     branch_depth: str
     ngrams: bool
     trees: bool
-    replay: str | os.PathLike[str] | None
     threads: int
     cpu_kernels: str
     pin_cores: bool
@@ -333,7 +323,6 @@ class Settings(TypedDict, total=False):
     prefill_backend: str
     await_target: bool
     worker_timeout: int
-    simulate: str | os.PathLike[str] | None
     max_active: int | None
     max_waiting: int
     kv_memory: int | str | None

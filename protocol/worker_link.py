@@ -303,12 +303,15 @@ def _wait_for_end(fd: int) -> None:
 CPU_KERNELS = "OUTRIDER_CPU_KERNELS"
 """The environment variable that sets what computes a worker's forwards on a CPU, one of `KERNELS`."""
 KERNELS = ("auto", "mlx")
+WORKER_MODULES = "OUTRIDER_WORKER_MODULES"
+"""The environment variable that sets another implementation of a worker: a JSON object from its role (target, draft,
+prefill) to a list of a module and its first arguments, which the worker's usual ones follow."""
 DRAFTER_CORE = "OUTRIDER_DRAFTER_CORE"
 """The environment variable with the number of the drafters' core, for a target that may use it while they rest."""
 
 
 class Link(Protocol):
-    """The part of `WorkerLink` that every worker needs; `drafters.replay.SlowLink` is another one."""
+    """The part of `WorkerLink` that every worker needs."""
 
     @property
     def name(self) -> str: ...

@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +21,8 @@ from outrider.protocol import worker_link
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft, OutriderError
 from outrider.protocol.heads import DRAFT_MODEL, HEADS
-from outrider.protocol.messages import Hello, Loading, WorkerNote
+from outrider.protocol.messages import Hello, Loading
 from outrider.protocol.process import set_up
-from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink, end_with_parent
 from outrider.target_worker.rank_link import RANK, LocalRanks
 
@@ -30,23 +30,27 @@ if TYPE_CHECKING:
     from outrider.target_worker.ranks import RankLeader
     from outrider.target_worker.worker import TargetWorker
 
+    Load = Callable[[argparse.Namespace, RankLeader | None, WorkerLink], tuple[Hello, TargetWorker]]
+
 log = logging.getLogger(__name__)
 
 
-def main() -> int:
+def main(load: Load | None = None) -> int:
+    """Runs a target that `load` loads, by default `load_worker`. Returns the exit code."""
+    load = load or load_worker
     options = _parser().parse_args()
     process = f"{options.name} rank {os.environ.get(RANK, '')}".strip() if options.shard else options.name
     set_up(options.log_level, options.log_format, process, options.log_fd)
     if options.shards == 1 and not options.shard:
-        return _serve(options, None)
+        return _serve(options, load, None)
     try:
-        return _as_rank(options)
+        return _as_rank(options, load)
     except OutriderError as error:
         log.error("%s", error)
         return error.exit_code
 
 
-def _as_rank(options: argparse.Namespace) -> int:
+def _as_rank(options: argparse.Namespace, load: Load) -> int:
     """Runs one of several ranks: rank 0 serves, the others follow it. Signals end it while it waits for the others."""
     if options.parent_fd is not None:
         end_with_parent(options.parent_fd)
@@ -65,27 +69,25 @@ def _as_rank(options: argparse.Namespace) -> int:
             return follow(ranks, options.model)
         leader = RankLeader(ranks, local)
         stack.callback(leader.close)
-        return _serve(options, leader)
+        return _serve(options, load, leader)
 
 
-def _serve(options: argparse.Namespace, leader: RankLeader | None) -> int:
-    return worker_link.run(options, lambda link: _load(options, leader, link))
+def _serve(options: argparse.Namespace, load: Load, leader: RankLeader | None) -> int:
+    return worker_link.run(options, lambda link: load(options, leader, link))
 
 
-def _load(options: argparse.Namespace, leader: RankLeader | None, link: WorkerLink) -> tuple[Hello, TargetWorker]:
+def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: WorkerLink) -> tuple[Hello, TargetWorker]:
+    """Returns the worker and its HELLO, once the model is loaded and checked. `leader`: of a sharded model's ranks."""
     link.send(Loading("target", "importing MLX"))
     models_only()
     from outrider.drafters.heads import load as heads
     from outrider.engine import memory
     from outrider.engine.load_checks import abilities
     from outrider.engine.loading import load
-    from outrider.engine.pace import Pace
     from outrider.target_worker import in_process_drafters
     from outrider.target_worker.feature_publisher import FeaturePublisher
     from outrider.target_worker.in_process_drafters import InProcessDrafters
     from outrider.target_worker.worker import TargetWorker
-
-    profile = Profile.read(options.simulate) if options.simulate else None
 
     def report(stage: str) -> None:
         link.send(Loading("target", stage))
@@ -94,11 +96,9 @@ def _load(options: argparse.Namespace, leader: RankLeader | None, link: WorkerLi
     report("checking the model")
     found = abilities(model)
     kv_cache = leader.texts(model) if leader is not None else None
-    cost = heads.step_cost if profile is None else None
-    loaded = in_process_drafters.load(options.own if found.chains else (), model, report, leader is None, cost)
+    loaded = in_process_drafters.load(options.own if found.chains else (), model, report, leader is None)
     found = replace(found, drafters=loaded.infos, left_out=loaded.left_out)
-    notes = [f"simulating {profile.name}"] if profile else []
-    notes += [f"drafting in this process with {info.model}" for info in loaded.infos]
+    notes = [f"drafting in this process with {info.model}" for info in loaded.infos]
     notes += [*loaded.left_out, *loaded.doubts]
     drafters, publisher, features = InProcessDrafters(loaded.drafters), None, ""
     memory.set_limits(model.weight_bytes + drafters.weight_bytes)  # each load has set them for one model only
@@ -112,8 +112,7 @@ def _load(options: argparse.Namespace, leader: RankLeader | None, link: WorkerLi
             publisher = FeaturePublisher(told.head)
             features = heads.features_of(told.head, Path(folder), model.folder or Path())
             notes.append(told.note)
-    pace = Pace(profile.target, complain=lambda why: link.send(WorkerNote(link.name, why))) if profile else None
-    worker = TargetWorker(link, model, pace, drafters, kv_cache, leader, publisher)
+    worker = TargetWorker(link, model, drafters, kv_cache, leader, publisher)
     notes.append(leader.note if leader is not None else "")
     if found.chains and not worker.verifies_trees:
         notes.append("drafts are verified as chains, not as trees")
@@ -146,7 +145,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--own", nargs=2, action="append", default=[], metavar=("KIND", "PATH"), help=drafts)
     features = "publish the features that this head reads in the draft worker"
     parser.add_argument("--tell", nargs=2, metavar=("KIND", "PATH"), help=features)
-    parser.add_argument("--simulate", type=Path, help="a latency profile to simulate, see docs/simulation.md")
     parser.add_argument("--shards", type=int, default=1, help="ranks on this machine, each with a part of the model")
     parser.add_argument("--shard", action="store_true", help="run as one of several ranks that mlx.launch started")
     return parser

@@ -258,13 +258,11 @@ def load(
     model: LoadedModel,
     progress: Callable[[str], None],
     alone: bool,
-    cost: Cost | None = heads.step_cost,
+    cost: Cost = heads.step_cost,
 ) -> LoadedDrafters:
     """Loads drafters, each a kind (`DRAFT_MODEL` or one of `protocol.heads.HEADS`) with the folder of its files.
 
-    `alone`: the whole model is in this process (see `drafters.heads.load`).
-
-    `cost` then measures a head; None on a machine that simulates another, where a measurement would be meaningless.
+    `alone`: the whole model is in this process (see `drafters.heads.load`); `cost` then measures a head.
     """
     drafters: dict[str, InProcessProposer] = {}
     infos, left_out, doubts = [], [], []

@@ -7,12 +7,11 @@ all requests decode plainly, the next forward begins before this one is read. Kn
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from outrider.engine.forward_cost import FADE, ForwardCost
 from outrider.engine.kv_cache import PREFILL
-from outrider.engine.pace import FADE, ForwardCost, Pace
 from outrider.engine.verify import BatchForward, PrefillChunk, VerifyInput, VerifyOutput, begin
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError, named_errors
@@ -81,8 +80,7 @@ class InFlightForward:
 class ModelRunner:
     """Runs one target's forwards, one after another."""
 
-    def __init__(self, pace: Pace | None) -> None:
-        self._pace = pace
+    def __init__(self) -> None:
         self._flight: InFlightForward | None = None
         self._ended_ns = 0
         self._chunked_prefill = ChunkedPrefill()
@@ -174,17 +172,20 @@ class ModelRunner:
             return []
         return [member for member in flight.members if member.decodes_plainly]
 
+    def verdicts(self, flight: InFlightForward) -> list[VerifyOutput | OutriderError]:
+        """Waits until the forward has ended, and returns the verdict on each of its asks, or the error of all."""
+        try:
+            with named_errors("the target's forward"):
+                return flight.forward.verdicts()
+        except OutriderError as error:
+            return [error] * len(flight.forward.asks)
+
     def _settle(self, flight: InFlightForward, running: Collection[TargetRequest]) -> list[VerifyResult]:
         forward = flight.forward
         begun_ns = flight.begun_ns or self._ended_ns
-        ready = max((member.ready for member in flight.members), default=0.0)
-        rounds = any(member.answers for member in flight.members)  # a profile doesn't describe the end of a prompt
         followers = self._followers(flight, running) if forward.is_plain else []
         after = _flight(followers, [VerifyInput(m.slot) for m in followers], [], 0, forward) if followers else None
-        verdicts = _verdicts(forward)
-        if self._pace is not None and rounds:
-            self._pace.end(_rows(forward.asks), ready)
-            self._pace.wait()
+        verdicts = self.verdicts(flight)
         if any(isinstance(verdict, OutriderError) for verdict in (*verdicts, after)):
             verdicts = _again(flight, verdicts)
             for follower in followers:  # their next steps failed, or began after one that failed, so they are repeated
@@ -220,14 +221,6 @@ def _flight(
     return InFlightForward(forward, tuple(members), readers, fed, begun_ns)
 
 
-def _verdicts(forward: BatchForward) -> list[VerifyOutput | OutriderError]:
-    try:
-        with named_errors("the target's forward"):
-            return forward.verdicts()
-    except OutriderError as error:
-        return [error] * len(forward.asks)
-
-
 def _again(
     flight: InFlightForward, verdicts: Sequence[VerifyOutput | OutriderError]
 ) -> list[VerifyOutput | OutriderError]:
@@ -258,8 +251,3 @@ def _alone(part: VerifyInput | PrefillChunk, fed: int) -> VerifyOutput | Outride
 
 def _rows(asks: Iterable[VerifyInput]) -> int:
     return sum(len(ask.chain) + 1 for ask in asks)
-
-
-def now() -> float:
-    """Returns the time for `TargetRequest.ready`, in seconds."""
-    return time.perf_counter()

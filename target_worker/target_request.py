@@ -57,10 +57,10 @@ class TargetRequest:
     `asked`: the VERIFY to handle next; `next_proposal`: the prepared tokens that it continues with. `autonomous`: it
     decodes by itself until HALT. `draft`: what an in-process drafter drafts in each round, or in the requested one,
     as long as `max_tokens` leaves room; None: nothing. `drafters` open each in-process drafter's session, which reads
-    the text when it is first needed. `ready`: when its next round could begin, in seconds. `ended`: it reached an end
-    token or `max_tokens` while autonomous; `over`: it was closed. `awaits`: another request that reads the beginning
-    of its prompt; `cached`: the prompt's tokens that were not read. `offered`: it waits for a prefill worker, which
-    may read it. `listener` gets the features for heads in other processes.
+    the text when it is first needed. `ended`: it reached an end token or `max_tokens` while autonomous; `over`: it was
+    closed. `awaits`: another request that reads the beginning of its prompt; `cached`: the prompt's tokens that were
+    not read. `offered`: it waits for a prefill worker, which may read it. `listener` gets the features for heads in
+    other processes.
     """
 
     slot: CacheSlot
@@ -73,7 +73,6 @@ class TargetRequest:
     autonomous: bool = False
     draft: InProcess | None = None
     max_tokens: int = 0
-    ready: float = 0.0
     opened_ns: int = 0
     halting: bool = False
     ended: bool = False
@@ -197,7 +196,6 @@ class TargetRequest:
             logprobs=verdict.logprobs,
         )
         self.answers.append(outcome)
-        self.ready = 0.0
         return outcome
 
     def close(self, spoilt: bool) -> None:

@@ -16,7 +16,6 @@ from outrider.engine import memory
 from outrider.engine.kv_cache import PREFILL, CacheSlot, FlatKVCache, KVCache
 from outrider.engine.load_checks import open_kv_cache, sequence_cost
 from outrider.engine.loading import LoadedModel
-from outrider.engine.pace import Pace
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
@@ -40,7 +39,7 @@ from outrider.protocol.stats import CacheUse, KvCost
 from outrider.protocol.worker_link import WorkerLink, WorkerLoop
 from outrider.target_worker.feature_publisher import FeatureListener, FeaturePublisher
 from outrider.target_worker.in_process_drafters import InProcessDrafters
-from outrider.target_worker.model_runner import ModelRunner, VerifyResult, now
+from outrider.target_worker.model_runner import ModelRunner, VerifyResult
 from outrider.target_worker.prefix_reuse import KVImport, PrefixReuse
 from outrider.target_worker.ranks import RankLeader
 from outrider.target_worker.target_request import TargetRequest, opening
@@ -55,8 +54,8 @@ CLEAR_EVERY = 256  # forwards
 class TargetWorker(WorkerLoop[TargetRequest]):
     """Serves requests from `link` with `model` until SHUTDOWN.
 
-    `pace` makes its forwards take a profile's time. `own`: the in-process drafters; `publisher`: sends features to a
-    head in another process. For a sharded model, `leader` leads the other ranks, and `kv_cache` is shared by all.
+    `own`: the in-process drafters; `publisher`: sends features to a head in another process. For a sharded model,
+    `leader` leads the other ranks, and `kv_cache` is shared by all. `runner` may be replaced before `run`.
     """
 
     _link: WorkerLink
@@ -65,7 +64,6 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         self,
         link: WorkerLink,
         model: LoadedModel,
-        pace: Pace | None = None,
         own: InProcessDrafters | None = None,
         kv_cache: KVCache | None = None,
         leader: RankLeader | None = None,
@@ -75,7 +73,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         self._model = model
         self._leader = leader
         self._kv_cache = kv_cache or open_kv_cache(model)
-        self._runner = ModelRunner(pace)
+        self.runner = ModelRunner()
         self._drafters = own or InProcessDrafters({})
         self._publisher = publisher
         self._drafters.read(model, self._kv_cache, publisher)
@@ -112,8 +110,8 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         if self._ending:
             return False
         self._wake()
-        self._link.expect(self._runner.expected_ms(self._running.values()))
-        settled, readers = self._runner.advance(tuple(self._running.values()))
+        self._link.expect(self.runner.expected_ms(self._running.values()))
+        settled, readers = self.runner.advance(tuple(self._running.values()))
         self._listen(wait=False)  # chains prepared meanwhile decide how requests continue
         answers = [answer for result in settled if (answer := self._answer(result)) is not None]
         features = self._features([*(result.running for result in settled), *readers])
@@ -130,7 +128,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
     @property
     def _has_work(self) -> bool:
         running = self._running.values()
-        return self._runner.is_busy or any(r.has_next or (r.unread and not (r.over or r.offered)) for r in running)
+        return self.runner.is_busy or any(r.has_next or (r.unread and not (r.over or r.offered)) for r in running)
 
     def _listen(self, wait: bool) -> None:
         message = self._link.receive(wait=wait)
@@ -140,7 +138,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
 
     def _wait_for_others(self) -> None:
         """Waits a moment for messages with which other requests could join the next forward."""
-        while not self._ending and not self._runner.is_busy and self._has_work:
+        while not self._ending and not self.runner.is_busy and self._has_work:
             since_ns = clock.now() - int(GRACE_MS * clock.MILLISECOND_NS)
             awaited = [r for r in self._running.values() if r.answers and not r.over and not r.has_next]
             if not any(r.answers[-1].work.ended_ns > since_ns for r in awaited):
@@ -270,10 +268,9 @@ class TargetWorker(WorkerLoop[TargetRequest]):
             running.halt()
             self._link.send(Resync(message.request, message.epoch))
             return
-        if self._runner.makes(running):
+        if self.runner.makes(running):
             return  # the round is under way; its outcome follows
         running.on_verify(message)
-        running.ready = now()
 
     def _features(self, fed: Iterable[TargetRequest]) -> list[Message]:
         """Returns the features of the tokens that these requests fed, for heads in other processes."""

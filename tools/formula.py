@@ -24,7 +24,7 @@ from itertools import pairwise, product
 from outrider.bench.commands import files
 from outrider.bench.commands.files import numbers
 from outrider.bench.comparison.runs import Summary, mode_runner, run_interleaved, summary
-from outrider.bench.timing import REQUEST, WARM_UP, Text, Workbench, medians, workbench
+from outrider.bench.timing import REQUEST, WARM_UP, Latency, Text, Workbench, medians, workbench
 from outrider.orchestrator.cli import flags, run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -34,7 +34,6 @@ from outrider.orchestrator.settings import ServeSettings, check_setting
 from outrider.protocol import clock, values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Commit, Drafted, Timings
-from outrider.protocol.profile import Latency
 from outrider.protocol.sampling import SamplingParams
 from tools.contention import Contention
 

@@ -1,6 +1,6 @@
 """Draws where working ahead pays: SSD over the better of AR and SD, by acceptance, draft latency, link and batch.
 
-    python -m tools.heatmap bench/profiles/h100-llama-70b.json --out docs/where-ssd-pays.png
+    python -m tools.heatmap tools/simulation/profiles/h100-llama-70b.json --out docs/where-ssd-pays.png
 
 The profile's target, bonus ranks and the shape of its draft curve are kept; each cell uses the best K of SD and SSD.
 `simulator.py` computes everything by arithmetic, without processes.
@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.bench import picture
+from outrider.bench.timing import Latency
 from outrider.orchestrator.cli import run_as_program
-from outrider.protocol.profile import Latency, Profile
+from tools.simulation.profile import Profile
 from tools.simulation.simulator import Policy, Simulator
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,15 +27,16 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.settings import Settings
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest, WorkerError
-from outrider.protocol.profile import NOT_KEPT
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.two_hosts import namespace
 from tests.harness.two_hosts.drafter import NAME, drafter, far_cluster
 from tests.harness.two_hosts.hosts import Carried, TwoHosts
+from tools.simulation.environment import simulated
+from tools.simulation.profile import NOT_KEPT
 from tools.simulation.script import starts, write_script
 from tools.simulation.stand_in import write
 
-PROFILE = Path(__file__).parents[1] / "bench" / "profiles" / "verify-40ms.json"
+PROFILE = Path(__file__).parent / "simulation" / "profiles" / "verify-40ms.json"
 LINKS = "0.2:0,0.2:0.01,2:0,2:0.01,20:0,20:0.01"
 # Tokens of the script beyond the last requested one, because a chain may reach beyond it.
 SPARE_TOKENS = 64
@@ -60,15 +61,21 @@ class Shape:
 
 @dataclass(slots=True)
 class RepeatingRunner:
-    """Repeats each run of `runner` in which this machine could not keep the profile's times; counts the `repeats`."""
+    """Repeats each run of `runner` in which this machine could not keep the profile's times; counts the `repeats`.
+
+    `check` raises WorkerError after such a run.
+    """
 
     runner: PromptRunner
+    check: Callable[[], None]
     repeats: int = 0
 
     def __call__(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
         while True:
+            run = self.runner(prompt, sampling)
             try:
-                return self.runner(prompt, sampling)
+                self.check()
+                return run
             except WorkerError as error:
                 if NOT_KEPT not in str(error) or self.repeats == MOST_REPEATS:
                     raise
@@ -100,13 +107,13 @@ def run(options: argparse.Namespace) -> int:
         drawn = SamplingParams(max_tokens=length + SPARE_TOKENS, temp=1.0, ignore_eos=True)
         write_script(folder / "script.json", folder, prompts, [replace(drawn, seed=n) for n in range(len(prompts))])
         with TwoHosts() as hosts, ExitStack() as stack:
-            machine = Settings(model=folder, simulate=options.profile, mode="ssd", memory=False)
-            script = ["--draft-backend", "replay", "--replay", str(folder / "script.json"), "--model", str(folder)]
-            script += ["--simulate", str(options.profile)]
-            near = stack.enter_context(_near_cluster(hosts, script, **machine))
-            far = stack.enter_context(far_cluster(hosts, script, **machine))
+            check = stack.enter_context(simulated(options.profile, folder / "script.json"))
+            machine = Settings(model=folder, mode="ssd", memory=False)
+            models = ["--model", str(folder), "--draft-model", str(folder)]
+            near = stack.enter_context(_near_cluster(hosts, models, **machine))
+            far = stack.enter_context(far_cluster(hosts, models, **machine))
             runners = {
-                name: RepeatingRunner(mode_runner(client, "ssd", options.depth, options.branches))
+                name: RepeatingRunner(mode_runner(client, "ssd", options.depth, options.branches), check)
                 for name, client in ((NEAR, near), (FAR, far))
             }
             print(f"{options.profile.stem}, K = {options.depth}, B = {options.branches}, {count} prompts x {length}")

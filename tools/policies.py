@@ -1,6 +1,6 @@
 """Prints what each step adds to the paper's policy on a profile's machine, by `simulator.py`'s arithmetic.
 
-python -m tools.policies bench/profiles/*.json
+python -m tools.policies tools/simulation/profiles/*.json
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.orchestrator.cli import run_as_program
-from outrider.protocol.profile import Profile
+from tools.simulation.profile import Profile
 from tools.simulation.published import Published
 from tools.simulation.simulator import Policy, Result, Simulator
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean, stdev
 
+from outrider.bench.timing import Latency
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.core import planner
 from outrider.orchestrator.core.policy import acceptance, estimates, forecasts, policy
@@ -32,11 +33,11 @@ from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
 from outrider.protocol import values
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import InProcessDrafter
-from outrider.protocol.profile import Latency, Profile
 from tests.harness.settings import round_settings
 from tools.simulation.auto_rounds import WORKER, Kind, Machine, Server, Text
+from tools.simulation.profile import Profile
 
-PROFILES = Path(__file__).parents[1] / "bench" / "profiles"
+PROFILES = Path(__file__).parent / "simulation" / "profiles"
 DEPTH, BRANCHES = 4, 16
 MODULES = (acceptance, estimates, forecasts, policy, planner)
 

@@ -1,6 +1,6 @@
 """Runs AR, SD and SSD on a profile's machine in real processes, and compares them with published and predicted rates.
 
-    python -m tools.simulate bench/profiles/h100-llama-70b.json --prompts 12 --max-tokens 400
+    python -m tools.simulate tools/simulation/profiles/h100-llama-70b.json --prompts 12 --max-tokens 400
 
 The target is a small stand-in that sleeps for the profile's times; the drafter replays the target's own text with the
 profile's acceptance and bonus ranks. Processes, sockets, messages, rounds, work ahead, fan-out and fallback are real. A
@@ -24,9 +24,10 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values
-from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
 from tools.policies import best_sd, best_ssd
+from tools.simulation.environment import simulated
+from tools.simulation.profile import Profile
 from tools.simulation.published import Published
 from tools.simulation.script import starts, write_script
 from tools.simulation.simulator import Policy, Simulator
@@ -106,10 +107,11 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[SimulatedRow]:
         runs: dict[str, list[Run]] = {}
         for cluster in dict.fromkeys(contestant.cluster for contestant in contestants):
             chosen = [contestant for contestant in contestants if contestant.cluster == cluster]
-            with _cluster(path, folder, script, *cluster) as client:
+            with simulated(path, script) as check, _cluster(folder, *cluster) as client:
                 for contestant in chosen:
                     print(f"{profile.name}: {contestant.name}", file=sys.stderr, flush=True)
                     runs[contestant.name] = _run(client, contestant, texts, max_tokens)
+                    check()
     everything = summary([run.timings for found in runs.values() for run in found if run.timings])
     hop_ms = (everything.turnaround_ms or 0.0) / 2
     rows = [_row(profile, published, contestant, runs, hop_ms) for contestant in contestants]
@@ -148,13 +150,11 @@ def _predict(profile: Profile, policy: Policy, hop_ms: float = 0.0) -> float:
 
 
 @contextmanager
-def _cluster(profile: Path, model: str, script: Path, fan_out: str, anytime: bool) -> Iterator[Client]:
+def _cluster(model: str, fan_out: str, anytime: bool) -> Iterator[Client]:
     with LocalCluster(
         memory=False,
         model=model,
-        draft_backend="replay",
-        replay=script,
-        simulate=profile,
+        draft_model=model,
         fan_out=fan_out,
         branch_depth="auto" if anytime else "full",
         ngrams=False,

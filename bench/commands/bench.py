@@ -155,7 +155,7 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Samplin
         raise InvalidRequest("both-cores can't be combined with suite")
     given = numbers("depths", options.depths or (SUITE_DEPTHS if suite else DEPTHS), int)
     depths = [check_setting("num_draft_tokens", depth) for depth in given]
-    peers = choose(options.peers, pair.settings, options.model, options.draft_model)
+    peers = choose(options.peers, options.model, options.draft_model)
     found = files.of_classes(options, pair, ("code",))
     usual, kept = (SUITE_PROMPTS, SUITE_TRIAL_PROMPTS) if suite else (PROMPTS, FEWEST_TRIAL_PROMPTS)
     count = usual if options.prompts is None else options.prompts

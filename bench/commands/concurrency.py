@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
     modes = modes_of("ar,sd,ssd,auto" if options.modes is None else options.modes)
     count = values.whole("rounds", 5 if options.rounds is None else options.rounds, 2, 1000)
     each = values.whole("each", 1 if options.each is None else options.each, 1, 100)
-    settings, peers = pair.settings, choose(options.peers, pair.settings, options.model, options.draft_model)
+    settings, peers = pair.settings, choose(options.peers, options.model, options.draft_model)
     prompts = files.in_turn(list(files.of_classes(options, pair, CLASSES).values()))
     out, screen = writable_folder(options.out, "choose another --out"), Screen()
     sections: list[ConcurrentSection] = []

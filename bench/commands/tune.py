@@ -15,6 +15,7 @@ import psutil
 
 from outrider.bench.comparison.arms import PLAIN, ArmCosts, MeasuredArm, arms_of, measure
 from outrider.bench.comparison.runs import mode_runner, run_interleaved, total_rate
+from outrider.bench.timing import Latency
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen, say
@@ -22,7 +23,7 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.machine import spawn, system
-from outrider.orchestrator.machine.spawn import MODULES
+from outrider.orchestrator.machine.spawn import program
 from outrider.orchestrator.pairing.model_files import ModelFiles, in_process_drafters
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec
@@ -30,7 +31,6 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.digest import CACHE
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.heads import names_of
-from outrider.protocol.profile import Latency
 from outrider.protocol.sampling import SamplingParams
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -168,7 +168,7 @@ def _scheduled() -> tuple[int, int]:
     """Returns the nanoseconds that the target's threads ran and waited for a CPU; 0 on systems that do not count
     them."""
     children = psutil.Process().children(recursive=True)
-    pids = [child.pid for child in children if MODULES["target"] in child.cmdline()]
+    pids = [child.pid for child in children if program("target")[0] in child.cmdline()]
     tasks = [path.read_text().split() for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
     return sum(int(ran) for ran, _, _ in tasks), sum(int(waited) for _, waited, _ in tasks)
 

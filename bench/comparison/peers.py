@@ -141,14 +141,14 @@ class ChosenPeers:
     left_out: tuple[str, ...] = ()
 
 
-def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft: str | None) -> ChosenPeers:
+def choose(wanted: str | None, model: str | None, draft: str | None) -> ChosenPeers:
     """Returns the peers to run. `wanted`: comma-separated names, "none", or None for all available ones. `model` and
-    `draft`: the names that the user gave; `settings` have their folders.
+    `draft`: the names that the user gave.
 
     Raises:
         InvalidRequest: a peer is unknown, not installed, or has no file to read.
     """
-    if wanted == "none" or (wanted is None and settings.simulate is not None):
+    if wanted == "none":
         return ChosenPeers()
     names = list(PEERS) if wanted is None else wanted.split(",")
     if unknown := [name for name in names if name not in PEERS]:

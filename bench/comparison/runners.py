@@ -102,7 +102,7 @@ class RunnerFamilies:
         Without a draft model, n-grams are the only source, and SSD is omitted.
         """
         depths, drafts = self._depths, self._settings.draft_backend != "ngram"
-        without_drafter = {k: v for k, v in given.items() if k not in ("draft_model", "draft_backend", "replay")}
+        without_drafter = {k: v for k, v in given.items() if k not in ("draft_model", "draft_backend")}
         client = ngrams = self._cluster(given)
         clients = {"n-gram": client}
         self.weight_bytes = _target(client).weight_bytes

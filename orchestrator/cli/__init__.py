@@ -174,7 +174,7 @@ def run(name: str, command: ModuleType, arguments: Sequence[str]) -> int:
 def run_as_program() -> int:
     """Does the same for the module that Python was started with, such as `python -m tests.harness.identity`."""
     module = sys.modules["__main__"]
-    name = f"python -m {module.__spec__.name}" if module.__spec__ else sys.argv[0]
+    name = f"python -m {module.__spec__.name.removesuffix('.__main__')}" if module.__spec__ else sys.argv[0]
     return terminal.guarded(lambda: run(name, module, sys.argv[1:]))
 
 

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     if options.role == "draft" and settings.colocate:
         raise InvalidRequest("colocate drafts in the target's process; leave out --colocate for a draft worker")
     if options.role == "draft" and not settings.has_draft_worker:
-        raise InvalidRequest(f"draft_backend {settings.draft_backend} has no worker; expected mlx, coreml or replay")
+        raise InvalidRequest(f"draft_backend {settings.draft_backend} has no worker; expected mlx or coreml")
     if options.shard and (options.role != "target" or settings.shards > 1):
         raise InvalidRequest("--shard is for one rank that mlx.launch starts; expected role target, and no --shards")
     if options.discover:

@@ -146,7 +146,7 @@ class Scheduler:
     def on_drafter_found(self, name: str) -> None:
         """Adds a drafter to all requests that it may draft for, in the middle of their texts."""
         for request in self._requests.values():
-            if self._settings.simulate is None and self._draft_pool.add(request, name):
+            if self._draft_pool.add(request, name):
                 request.sequence.add_note(f"speculation: {name} drafts again")
                 self._planner.on_drafter_rejoined(request)
                 if request.round.is_open:
@@ -162,7 +162,7 @@ class Scheduler:
         self._has_target, self._trial = False, None
         for request in list(self._requests.values()):
             sequence = request.sequence
-            if for_good or self._settings.simulate is not None:
+            if for_good:
                 self._fail(request, why)
             elif request.round.is_open:
                 self._next.suspend(request)
@@ -362,9 +362,6 @@ class Scheduler:
         self._next.open(request, self._remote_prefills.offer(request))
 
     def _remove_drafter(self, request: Request, drafter: str, why: str, was_lost: bool, now_ns: int) -> None:
-        if self._settings.simulate is not None:
-            self._fail(request, why)
-            return
         self._draft_pool.remove(request, drafter, was_lost)
         self._planner.on_drafter_rejoined(request)
         request.sequence.add_note(f"speculation: {why}")

@@ -20,9 +20,13 @@ import sys
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from outrider.orchestrator.pairing.model_files import PACKAGE, in_process_drafters
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.socket_files import SocketLock
+from outrider.protocol.worker_link import WORKER_MODULES
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +68,7 @@ def worker_command(
     role: str, name: str, endpoint: str, settings: ServeSettings, parent_fd: int | None = None
 ) -> list[str]:
     """Returns the command line of a worker; `settings` must name folders (see `pairing`)."""
-    replay = role == "draft" and settings.draft_backend == "replay"
-    model = settings.replay if replay else settings.draft_model if role == "draft" else settings.model
+    model = settings.draft_model if role == "draft" else settings.model
     options = ["--endpoint", endpoint, "--name", name, "--model", str(model), "--log-level", settings.log_level]
     options += ["--log-format", settings.log_format] if settings.log_format != "text" else []
     if role == "draft":
@@ -81,11 +84,24 @@ def worker_command(
         options += ["--tell", settings.draft_backend, str(settings.draft_model)]
     if role == "target" and settings.shards > 1:
         options += ["--shards", str(settings.shards)]
-    if settings.simulate is not None and role != "prefill":
-        options += ["--simulate", str(settings.simulate)]
     if parent_fd is not None:
         options += ["--parent-fd", str(parent_fd)]
-    return [*python("-m", MODULES[role]), *options]
+    return [*python("-m", *program(role)), *options]
+
+
+def program(role: str) -> list[str]:
+    """Returns the module that a worker of this role runs, and its first arguments.
+
+    Raises:
+        InvalidRequest: `WORKER_MODULES` can't be read.
+    """
+    try:
+        named = msgspec.json.decode(os.environ.get(WORKER_MODULES, "{}"), type=dict[str, list[str]])
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(
+            f'{WORKER_MODULES} can\'t be read ({error}); expected JSON such as {{"target": ["MODULE", "ARGUMENT"]}}'
+        ) from error
+    return named.get(role, [MODULES[role]])
 
 
 def python(*arguments: str) -> list[str]:

@@ -23,7 +23,6 @@ from outrider.orchestrator.pairing.tokenizer import ModelText, load_codec, load_
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.heads import HEADS, OF_TARGET
-from outrider.protocol.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +40,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
 
     Raises:
         ModelError: a model can't be found, or a folder holds no model.
-        InvalidRequest: the latency profile to simulate can't be used.
     """
-    if settings.simulate is not None:
-        Profile.read(settings.simulate)
     model, note = default_model() if settings.model is None else (settings.model, None)
     notes = () if note is None else (note,)
     draft = _default_draft(settings, model) if settings.draft_model is None else settings.draft_model
@@ -57,14 +53,12 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
             notes = (*notes, note)
     keep = settings.gguf_keep_precision
     target_files, draft_files = find_model(model, not settings.await_target, keep), None
-    if draft is not None and settings.needs_draft_model and settings.draft_backend != "replay":
+    if draft is not None and settings.needs_draft_model:
         settings = _resolve_backend(settings, draft, target_files)
         is_mtp = settings.draft_backend == "mtp"
         draft_files = find_own_head(draft) if is_mtp else find_model(draft, keep_precision=keep)
         if settings.drafts_by_head:  # a head has the target's tokens and context, whatever its config says
             draft_files = replace(draft_files, vocab_size=None, context_length=None)
-    if settings.replay is not None and not settings.replay.is_file():
-        raise ModelError(f"no such file: {settings.replay}; expected the replay drafter's script")
     heads, left_out = _heads(settings.head, target_files)
     folders = replace(
         settings,

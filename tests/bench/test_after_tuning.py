@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from outrider.bench.timing import Latency
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
-from outrider.protocol.profile import Latency, Profile
 from tests.bench.virtual_time import VirtualCluster, random_texts
+from tools.simulation.profile import Profile
 
 PAIR = Profile(
     "a pair like the embedded one", ("none",), Latency(((1, 10.5), (4, 12.5), (16, 19.0))),

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from outrider.bench.timing import Latency
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.protocol.messages import Timings
-from outrider.protocol.profile import Latency, Profile
 from tests.bench.virtual_time import VirtualCluster, random_texts
+from tools.simulation.profile import Profile
 
 PAIR = Profile(
     "a pair like the embedded one", ("none",),

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from outrider.protocol.profile import Latency, Profile
+from outrider.bench.timing import Latency
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
 from tools.fleet import service
@@ -18,6 +18,7 @@ from tools.fleet.job import Job
 from tools.fleet.plan import Fleet, Loss, Scaling, Sizes, Traffic
 from tools.fleet.report import difference, losses, table
 from tools.fleet.simulation import Outcome, Simulation
+from tools.simulation.profile import Profile
 
 MACHINE = Profile(
     "a slow machine", ("none",), Latency(((1, 100.0), (8, 150.0))), Latency(((1, 8.0), (16, 12.0))), 0.5, (0.8,), (0.5,)

@@ -9,8 +9,8 @@ from msgspec import structs
 
 from outrider.bench.comparison.report import notes
 from outrider.bench.comparison.runs import summary
+from outrider.bench.timing import Latency
 from outrider.protocol.messages import Timings
-from outrider.protocol.profile import Latency
 from tools.formula import (
     FormulaComparison,
     IsolatedTimes,

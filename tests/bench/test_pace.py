@@ -1,21 +1,121 @@
-"""A simulated run that could not keep its profile gives no figures."""
+"""A paced worker's forwards end at the times of the profile's machine; late work is reported."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from outrider.bench.comparison.runs import require_pace
-from outrider.orchestrator.client.dialogue import GenerationResult
-from outrider.protocol.errors import WorkerError
-from outrider.protocol.messages import Timings
-from outrider.protocol.profile import NOT_KEPT
+from outrider.bench.timing import Latency
+from tools.simulation.pace import Pace, sleep
+from tools.simulation.profile import NOT_KEPT
+
+LATENCY = Latency(((1, 10.0), (5, 14.0)))
 
 
-def result(*notes: str) -> GenerationResult:
-    return GenerationResult("", (), "length", Timings(), 0, "ssd", 1, "m", "d", notes)
+class Clock:
+    """Seconds that pass when somebody works or naps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.naps: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def nap(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.now += seconds
 
 
-def test_run_that_missed_the_times_of_its_profile_fails() -> None:
-    require_pace(result("auto: ssd, the best"))
-    with pytest.raises(WorkerError, match=f"the simulation failed: target-0: {NOT_KEPT}: 30"):
-        require_pace(result("auto: ssd, the best", f"target-0: {NOT_KEPT}: 30 ms late"))
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def reports():
+    return []
+
+
+@pytest.fixture
+def pace(clock, reports):
+    return Pace(LATENCY, clock.nap, clock, reports.append)
+
+
+def test_forward_takes_the_time_of_the_profile(clock, pace):
+    ready = clock.now
+    clock.now += 0.004
+    pace.end(3, ready)
+    pace.wait()
+    assert clock.now == pytest.approx(100.012)
+    assert clock.naps == [pytest.approx(0.008)]
+
+
+def test_forwards_in_a_row_take_the_sum_of_their_times(clock, pace):
+    for rows in (1, 5):
+        ready = clock.now
+        clock.now += 0.001
+        pace.end(rows, ready)
+    pace.wait()
+    assert clock.now == pytest.approx(100.024)
+
+
+def test_host_work_between_two_forwards_counts_to_the_second(clock, pace):
+    received_at = clock.now
+    for _ in range(3):
+        clock.now += 0.001
+        pace.end(1, received_at)
+        pace.wait()
+    assert clock.now == pytest.approx(100.030)
+
+
+def test_idle_time_before_a_forward_is_not_made_up_for(clock, pace):
+    pace.end(1, clock.now)
+    pace.wait()
+    clock.now += 1.0
+    pace.end(1, clock.now)
+    pace.wait()
+    assert clock.now == pytest.approx(101.020)
+
+
+def test_wait_without_a_forward_takes_no_time(clock, pace):
+    pace.wait()
+    assert clock.naps == []
+
+
+def late(clock, pace, seconds, times):
+    for _ in range(times):
+        ready = clock.now
+        clock.now += 0.010 + seconds
+        pace.end(1, ready)
+        pace.wait()
+
+
+def test_forwards_slower_than_the_profile_are_reported_each_time(clock, pace, reports):
+    late(clock, pace, 0.003, 8)
+    (report,) = reports
+    assert report.startswith(NOT_KEPT) and "forwards ended 24 ms late in 80 ms" in report
+    late(clock, pace, 0.003, 8)
+    assert len(reports) == 2
+
+
+def test_occasional_late_forwards_are_not_reported(clock, pace, reports):
+    late(clock, pace, 0.015, 1)
+    late(clock, pace, -0.005, 300)
+    late(clock, pace, 0.015, 1)
+    assert not reports
+    late(clock, pace, 0.015, 9)
+    assert reports
+
+
+def test_forwards_slightly_slower_than_the_profile_are_reported_at_last(clock, pace, reports):
+    late(clock, pace, 0.0005, 120)
+    assert reports
+
+
+def test_sleep_never_ends_early():
+    for seconds in (0.0, 0.00005, 0.0015):
+        began = time.perf_counter()
+        sleep(seconds)
+        assert time.perf_counter() - began >= seconds

@@ -7,9 +7,10 @@ from functools import cache
 
 import pytest
 
+from outrider.bench.timing import Latency
 from outrider.protocol.messages import Timings
-from outrider.protocol.profile import Latency, Profile
 from tests.bench.virtual_time import Machine, VirtualCluster, random_texts
+from tools.simulation.profile import Profile
 
 MACHINE = Profile(
     "round numbers", ("none",), Latency(((1, 20.0),)), Latency(((1, 2.0), (17, 5.0))), 0.0, (0.8,), (0.4, 0.2, 0.1, 0.1)

@@ -133,17 +133,17 @@ def test_gguf_file_is_recognised_by_its_first_bytes(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: True)
     (tmp_path / "model").write_bytes(b"GGUF\x03")
     (tmp_path / "text").write_bytes(b"hello")
-    found = choose(None, ServeSettings(), str(tmp_path / "model"), str(tmp_path / "text"))
+    found = choose(None, str(tmp_path / "model"), str(tmp_path / "text"))
     assert (found.mlx_lm, found.gguf, found.draft, found.left_out) == (True, tmp_path / "model", None, ())
     with pytest.raises(InvalidRequest, match="it reads GGUF files"):
-        choose("llama.cpp", ServeSettings(), str(tmp_path / "text"), None)
+        choose("llama.cpp", str(tmp_path / "text"), None)
     monkeypatch.setattr("outrider.bench.comparison.peers.pull", lambda model: tmp_path / "model")
-    assert choose(None, ServeSettings(), "smollm2", None).gguf == tmp_path / "model"
+    assert choose(None, "smollm2", None).gguf == tmp_path / "model"
 
 
 def test_peers_that_are_not_installed_are_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: name if name == "mlx_lm" else None)
-    found = choose(None, ServeSettings(), "model.gguf", None)
+    found = choose(None, "model.gguf", None)
     assert found.mlx_lm and found.gguf is None
     assert found.left_out == (f"llama.cpp is left out: xllamacpp is not installed; run {install('bench')}",)
 

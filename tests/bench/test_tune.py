@@ -12,6 +12,7 @@ import pytest
 
 from outrider.bench.commands import tune
 from outrider.bench.comparison.arms import BRANCHES, DEPTHS, PLAIN, SECONDS, WIDE, ArmCosts, arms_of, measure
+from outrider.bench.timing import Latency
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.forecasts import Arm
@@ -19,7 +20,6 @@ from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.messages import DraftWork, RoundRecord, Span, Timings
-from outrider.protocol.profile import Latency
 from outrider.protocol.sampling import SamplingParams
 
 MS = 1_000_000

@@ -9,13 +9,13 @@ from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import Timings
-from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.settings import round_settings
 from tests.harness.virtual.drafter import VOCAB as VOCAB
 from tests.harness.virtual.drafter import Machine as Machine
 from tests.harness.virtual.engine import Hardware, VirtualEngine
 from tests.harness.virtual.world import World
+from tools.simulation.profile import Profile
 
 PROMPT_TOKENS = 8
 
@@ -47,7 +47,7 @@ class VirtualCluster(VirtualEngine):
         """`others`: further drafters."""
         self._told: list[ToFront] = []
         hardware = Hardware(profile, hop_ms, fan_out, tuple(others))
-        settings = round_settings(depth, branches, full_depth, ngrams, simulated=True)
+        settings = round_settings(depth, branches, full_depth, ngrams)
         super().__init__(World(), hardware, settings, self._told.append, texts, tunings, memory)
 
     def run(self, text: tuple[int, ...], max_tokens: int, mode: str) -> Timings:

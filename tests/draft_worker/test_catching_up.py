@@ -15,12 +15,12 @@ from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.drafter import Drafter, TokenTree
 from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.mlx import MlxDrafter
-from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.engine.loading import load
 from outrider.protocol.messages import Branches, Close, Commit, Drafted, Message, Open, Prefilled, Resync, Shutdown
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import CPU_KERNELS
 from tests.system.links import FakeLink, Idle
+from tools.simulation.replay import ReplayDrafter, Script
 
 PIECE, CHUNK = 256, 128  # tokens a forward: of a text that was left behind, of a prompt
 WIDE = {"vocab_size": 152_000, "max_position_embeddings": 8192, "hidden_size": 32, "num_hidden_layers": 1}

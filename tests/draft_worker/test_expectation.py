@@ -10,10 +10,10 @@ import pytest
 
 from outrider.draft_worker.worker import FADE, DraftWorker, Operation, OpLatency
 from outrider.drafters.fan_out import POLICIES
-from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.protocol.messages import Commit, Open
 from outrider.protocol.sampling import SamplingParams
 from tests.system.links import FakeLink, VirtualClock, answered
+from tools.simulation.replay import ReplayDrafter, Script
 
 FORWARD_MS, CHAIN = 40, 3
 TEXT = tuple(range(60))

@@ -11,11 +11,11 @@ import pytest
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.mlx import MlxDrafter
-from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.engine.loading import load
 from outrider.protocol.messages import Branches, CacheReport, Close, Fault, KvMemory, Open
 from outrider.protocol.sampling import SamplingParams
 from tests.system.links import FakeLink, answered
+from tools.simulation.replay import ReplayDrafter, Script
 
 POISON = 77
 

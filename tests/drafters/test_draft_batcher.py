@@ -11,11 +11,11 @@ from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import POLICIES, BranchRequest, Calibration, ForkPoint, shares
 from outrider.drafters.growth import BranchTask, Continuation, ReadyBranches
 from outrider.drafters.mlx import MlxDrafter
-from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.drafters.work_ahead import ENOUGH, Capacity, DraftBatcher, WorkAhead
 from outrider.engine.loading import load
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
+from tools.simulation.replay import ReplayDrafter, Script
 
 TEXT = tuple(2 + 7 * i % 250 for i in range(400))
 SCRIPT = Script((TEXT,), (0.7,), (0.5, 0.3), 258)

@@ -15,7 +15,6 @@ from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, Continuation
 from outrider.drafters.mlx import MlxDrafter
-from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.drafters.work_ahead import WorkAhead
 from outrider.protocol.messages import Branches, Commit, Drafted, Message, Open
 from outrider.protocol.sampling import SamplingParams
@@ -23,6 +22,7 @@ from outrider.protocol.trees import SparseQ
 from tests.alone import advanced, continued
 from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
+from tools.simulation.replay import ReplayDrafter, Script
 
 V = 12
 SEEDS = int(os.environ.get("OUTRIDER_SEEDS", "2"))

@@ -8,10 +8,10 @@ import pytest
 
 from outrider.drafters.fan_out import POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, ReadyBranches
-from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead
 from outrider.protocol.sampling import SamplingParams
 from tests.alone import advanced, continued
+from tools.simulation.replay import ReplayDrafter, Script
 
 PROMPT = tuple(range(10, 20))
 TEXT = PROMPT + tuple(random.Random(0).randrange(1, 200) for _ in range(300))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from outrider.orchestrator.settings import ServeSettings
 
 
@@ -12,7 +10,6 @@ def round_settings(
     branches: int,
     full_depth: bool = False,
     ngrams: bool = True,
-    simulated: bool = False,
     each: bool = False,
     drafters: int = 1,
 ) -> ServeSettings:
@@ -22,7 +19,6 @@ def round_settings(
         branches=None if each else branches,
         branch_depth="full" if full_depth else "auto",
         ngrams=ngrams,
-        simulate=Path("profile.json") if simulated else None,
         drafters=drafters,
         trees=True,
         prefill_from=1,

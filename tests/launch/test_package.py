@@ -56,10 +56,9 @@ def test_one_name_goes_into_site_packages(wheels):
     assert {name for name in names if not name.endswith(".dist-info")} == {"outrider"}
 
 
-def test_wheel_contains_default_draft_prompts_profiles_page_and_types(wheels):
+def test_wheel_contains_default_draft_prompts_page_and_types(wheels):
     found, bench = set(wheels[0]), ROOT / "bench"
-    texts = {f"outrider/bench/{path.relative_to(bench)}" for folder in ("prompts", "profiles")
-             for path in (bench / folder).rglob("*.*")}  # fmt: skip
+    texts = {f"outrider/bench/{path.relative_to(bench)}" for path in (bench / "prompts").rglob("*.*")}
     page = {f"outrider/server/page/{path.name}" for path in (ROOT / "server" / "page").iterdir()}
     draft = {f"outrider/{DRAFT / name}" for name in ("config.json", "model.safetensors", "training.json")}
     assert len(page) > 3 and not (draft | texts | page | {"outrider/py.typed"}) - found

@@ -301,7 +301,7 @@ class Watch:
             self._are_committed(name, one.slot.tokens)
             for part in one._drafting.values():
                 self._are_committed(name, part.column_tokens())
-            fed = one.slot.fed - worker._runner.makes(one)  # a step may be under way behind one that is not read
+            fed = one.slot.fed - worker.runner.makes(one)  # a step may be under way behind one that is not read
             self._judge("columns", fed < len(one.slot.tokens), f"{name}: {fed} of {one.slot.tokens} are fed")
         self._judge("memory", len(texts) == len(running), f"{len(texts)} texts are held for {len(running)} requests")
         self._holds_within(cache, len(running))

@@ -13,7 +13,6 @@ from msgspec import structs
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import POLICIES
-from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
@@ -38,6 +37,7 @@ from tests.harness.settings import round_settings
 from tests.harness.virtual.known_text import held, path_of
 from tests.honest import HonestWorkers
 from tests.system.links import FakeLink, Idle, through_the_codec
+from tools.simulation.replay import ReplayDrafter, Script
 
 GREEDY = SamplingParams()
 
@@ -119,7 +119,6 @@ class Cluster(HonestWorkers):
         ngrams: bool = True,
         steps: int = 100,
         context: int = 1 << 20,
-        simulated: bool = False,
         drop: Callable[[Message], bool] = lambda message: False,
         others: Sequence[Script] = (),
     ) -> None:
@@ -142,7 +141,7 @@ class Cluster(HonestWorkers):
         self._steps = steps
         self._drop = drop
         self._now = 0
-        settings = round_settings(depth, branches, full_depth, ngrams, simulated)
+        settings = round_settings(depth, branches, full_depth, ngrams)
         self.rounds = Scheduler(self, settings, self.told.append, Trace(None))
 
     @property

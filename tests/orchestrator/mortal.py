@@ -8,12 +8,12 @@ from typing import Any
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import POLICIES
-from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.orchestrator.events import Admit, Committed, RequestEnded
 from outrider.protocol.messages import Close, Failed, Message, Open, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.cluster_in_process import Cluster, OracleTarget
 from tests.system.links import FakeLink
+from tools.simulation.replay import ReplayDrafter, Script
 
 VOCAB = 200
 PROMPT = tuple(range(10, 20))

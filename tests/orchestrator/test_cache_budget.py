@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.drafters.replay import Script
 from outrider.orchestrator.core import request
 from outrider.orchestrator.core.request import CacheBudget, SpeculationCache
 from outrider.orchestrator.events import Admit
@@ -13,6 +12,7 @@ from outrider.protocol.messages import Branch, Branches, Span
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ
 from tests.orchestrator.cluster_in_process import Cluster
+from tools.simulation.replay import Script
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
 

@@ -203,7 +203,6 @@ def test_version_is_printed(run):
         (["serve", "--mode", "fast"], 2, "mode is 'fast'"),
         (["serve", "--host", "0.0.0.0"], 2, "needs an API key"),
         (["serve", "--api-key-file", "/no/such"], 2, "/no/such can't be read"),
-        (["serve", "--simulate", "/no/such.json"], 2, "profile /no/such.json can't be read"),
         (["worker", "cook", "--connect", "ipc:///x"], 2, "invalid choice"),
         (["worker", "draft", "--connect", "nowhere"], 4, "not an endpoint"),
         (["worker", "draft", "--connect", "ipc:///x", "--draft-backend", "ngram"], 2, "has no worker"),

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.drafters.replay import Script
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.events import Admit, RequestEnded
 from outrider.protocol.messages import Branch, Branches, Commit, Drafted, Fault, Message, Open, Prepare, Resync, Span
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.cluster_in_process import Cluster
 from tests.orchestrator.test_scheduler import PROMPT, random_text, script
+from tools.simulation.replay import Script
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
 

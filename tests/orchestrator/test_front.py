@@ -547,10 +547,8 @@ def test_sampling_drafters_add_no_note_for_residual_sampling(make_stand, codec, 
     assert not any("does not draw" in note for note in result.notes)
 
 
-def test_replay_drafter_adds_a_note_for_residual_sampling(make_stand, codec, tmp_path):
-    script = tmp_path / "script.json"
-    script.write_text('{"texts": [], "acceptance": [0.5], "bonus_ranks": [], "vocab_size": 4096}')
-    stand = make_stand(draft_backend="replay", replay=script).start()
+def test_head_adds_a_note_for_residual_sampling(make_stand, codec):
+    stand = make_stand(draft_backend="mtp").start()
     stand.core.play = says(codec, "x")
     for sampling, noted in ((SamplingParams(temp=1.0, rule="residual"), True), (SamplingParams(temp=1.0), False)):
         result = stand.client().generate("x", sampling)

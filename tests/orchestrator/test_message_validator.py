@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from outrider.drafters.replay import Script
 from outrider.orchestrator.core.draft_pool import INVALID, LATE, MOST_OVER, MOST_ROUNDS, SentTasks
 from outrider.orchestrator.events import Admit, Committed
 from outrider.protocol.messages import (
@@ -31,6 +30,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ
 from tests.orchestrator.cluster_in_process import Cluster
 from tests.system.links import intercept
+from tools.simulation.replay import Script
 
 TEXT = tuple(range(1000, 1200))
 PROMPT = TEXT[:10]

@@ -103,11 +103,6 @@ def test_backends_without_a_draft_model_choose_none():
         assert pair.draft is None and pair.settings.draft_model is None
 
 
-def test_missing_replay_script_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="replay drafter's script"):
-        choose_pair(ServeSettings(draft_backend="replay", replay=tmp_path / "none.json"))
-
-
 EAGLE3 = [{"architectures": ["LlamaForCausalLMEagle3"]}, {"speculators_model_type": "eagle3"}]
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.drafters.replay import Script
 from outrider.orchestrator.sockets import MOST_PEERS
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.cluster_in_process import Cluster
 from tests.orchestrator.stand import Stand, says
+from tools.simulation.replay import Script
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
 

@@ -20,7 +20,6 @@ from outrider.protocol.messages import (
     Branches,
     Commit,
     Drafted,
-    Failed,
     Fault,
     Halt,
     Message,
@@ -370,19 +369,10 @@ def test_resync_sends_the_drafter_all_tokens_once() -> None:
     assert known and known == told[len(opened.tokens) :][: len(known)]
 
 
-def test_simulation_fails_when_its_drafter_fails() -> None:
-    text = random_text(12)
-    cluster = Cluster(text, script(text), simulated=True)
-    cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
-    cluster.rounds.handle([("draft-0", Fault("draft-0", "r", "the drafter is full"))], 0)
-    assert cluster.told[-1] == Failed("r", "WorkerError", "the drafter is full")
-    assert not cluster.rounds.active
-
-
 @pytest.mark.parametrize("sender", ["target-0", "draft-0"])
 def test_worker_note_is_reported_once_with_the_result(sender: str) -> None:
     text = random_text(12)
-    cluster = Cluster(text, script(text), simulated=True)
+    cluster = Cluster(text, script(text))
 
     def remarking(name: str, message: Message, now_ns: int) -> None:
         handle(sender, WorkerNote(sender, "the times are wrong"), now_ns)

@@ -45,16 +45,14 @@ from outrider.protocol.errors import InvalidRequest
         ({"model": "m", "draft_model": "d", "draft_backend": "ngram"}, "runs no draft model"),
         ({"draft_backend": "none", "mode": "ssd"}, "mode ssd needs a drafter"),
         ({"advertise": True}, "advertise needs workers_endpoint"),
-        ({"draft_backend": "replay"}, "the script to play"),
         ({"draft_backend": "ngram", "ngrams": False}, "drafts nothing"),
         *(
-            ({"colocate": True, "draft_backend": b, "replay": Path("r")}, f"can't use draft_backend {b}")
-            for b in ("coreml", "replay", "ngram", "none")
+            ({"colocate": True, "draft_backend": b}, f"can't use draft_backend {b}")
+            for b in ("coreml", "ngram", "none")
         ),
         ({"head_in": "draft-worker"}, "is for heads that can work ahead, and draft_backend mlx is not one"),
         ({"draft_backend": "eagle3", "model": "m"}, "eagle3 has no head to draft with; expected draft_model"),
         ({"draft_backend": "eagle3", "model": "m", "draft_model": "d", "mode": "ssd"}, "take turns in one process"),
-        ({"colocate": True, "simulate": Path("m.json")}, "colocate can't be simulated"),
         ({"colocate": True, "mode": "ssd"}, "take turns in one process; expected mode sd, ar or auto"),
         ({"colocate": True, "model": "m"}, "colocate needs draft_model"),
         ({"colocate": True, "draft_prefill": "coreml"}, "draft_prefill coreml is for draft workers"),
@@ -97,12 +95,12 @@ def test_memory_sizes_are_parsed_to_bytes(said, count):
 
 def test_every_setting_round_trips_through_flags():
     said = ServeSettings(
-        model="m", draft_model="d", draft_backend="replay", num_draft_tokens=7, branches=3, fan_out="uniform",
+        model="m", draft_model="d", draft_backend="coreml", num_draft_tokens=7, branches=3, fan_out="uniform",
         branch_depth="full", ngrams=False, trees=True, mode="sd", endpoint="tcp://127.0.0.1:5", threads=2, max_active=3,
-        trace=Path("t.json"), log_level="debug", log_format="json", replay=Path("r.json"),
-        simulate=Path("-m.json"), worker_timeout=5, max_waiting=6, kv_memory=7, prompt_cache=False,
+        trace=Path("t.json"), log_level="debug", log_format="json", keys=Path("-k"),
+        worker_timeout=5, max_waiting=6, kv_memory=7, prompt_cache=False,
         memory=False, shards=2, drafters=3, pin_cores=False, cpu_kernels="mlx",
-        workers_endpoint="tcp://127.0.0.1:6", keys=Path("k"), keyed=True,
+        workers_endpoint="tcp://127.0.0.1:6", keyed=True,
         advertise=True, gguf_keep_precision=True,
     )  # fmt: skip
     colocated = ServeSettings(model="m", draft_model="d", colocate=True)

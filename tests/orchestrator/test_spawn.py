@@ -54,18 +54,22 @@ def test_worker_commands_follow_the_settings():
         "outrider.draft_worker", "--endpoint", "ipc:///e", "--name", "draft-0", "--model", "/d", "--log-level", "info",
         "--backend", "mlx", "--fan-out", "uniform",
     ]  # fmt: skip
-    replay = ServeSettings(model="/m", draft_backend="replay", replay=Path("/script"))
-    assert "/script" in spawn.worker_command("draft", "draft-0", "ipc:///e", replay)
     colocated = ServeSettings(model="/m", draft_model="/d", colocate=True)
     command = spawn.worker_command("target", "target-0", "ipc:///e", colocated)
     assert command[command.index("--own") :][1:3] == ["draft", "/d"]
     by_head = ServeSettings(model="/m", draft_model="/d", draft_backend="eagle3")
     command = spawn.worker_command("target", "target-0", "ipc:///e", by_head)
     assert command[command.index("--own") :][1:3] == ["eagle3", "/d"]
-    simulated = ServeSettings(model="/m", draft_model="/d", simulate=Path("/machine"))
-    for role in ("target", "draft"):
-        command = spawn.worker_command(role, "w", "ipc:///e", simulated)
-        assert command[command.index("--simulate") + 1] == "/machine"
+
+
+def test_environment_names_another_implementation_of_a_worker(monkeypatch):
+    monkeypatch.setenv("OUTRIDER_WORKER_MODULES", '{"target": ["elsewhere.target", "--on", "/d v"]}')
+    target, draft = (spawn.worker_command(role, "w", "ipc:///e", SETTINGS) for role in ("target", "draft"))
+    assert target[2:6] == ["-m", "elsewhere.target", "--on", "/d v"] and target[6] == "--endpoint"
+    assert draft[2:4] == ["-m", "outrider.draft_worker"]
+    monkeypatch.setenv("OUTRIDER_WORKER_MODULES", "elsewhere.target")
+    with pytest.raises(InvalidRequest, match=r"OUTRIDER_WORKER_MODULES can't be read .*; expected JSON such as"):
+        spawn.worker_command("target", "w", "ipc:///e", SETTINGS)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

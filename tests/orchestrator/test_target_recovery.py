@@ -226,13 +226,6 @@ def test_permanent_target_loss_fails_every_request_with_the_reason() -> None:
     ]
 
 
-def test_death_of_a_simulated_target_fails_its_request() -> None:
-    cluster = FailingCluster([random_text(1)], simulated=True)
-    cluster.begin("ssd")
-    cluster.kill_target()
-    assert isinstance(cluster.end("r0"), Failed) and not cluster.rounds.active
-
-
 # --- poison -------------------------------------------------------------------------------------------------------
 
 

@@ -77,3 +77,12 @@ def test_each_pair_and_thread_count_has_its_own_path() -> None:
     first = ServeSettings(model="a", draft_model="b")
     others = [ServeSettings(model="a", draft_model="c"), ServeSettings(model="a", draft_model="b", threads=2)]
     assert len({tuning.path_for(settings) for settings in [first, *others]}) == 3
+
+
+def test_other_implementations_of_workers_have_their_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, paths = ServeSettings(model="a", draft_model="b"), set()
+    for name in ("", "one", "other"):
+        if name:
+            monkeypatch.setenv("OUTRIDER_WORKER_MODULES", f'{{"target": ["{name}"]}}')
+        paths |= {tuning.path_for(settings), tuning.memory_for(settings)}
+    assert len(paths) == 6

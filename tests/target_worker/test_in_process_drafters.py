@@ -120,7 +120,7 @@ def test_hidden_states_of_several_readers_are_tapped_once_and_split() -> None:
 def test_unusable_drafter_is_left_out_with_a_reason(target: LoadedModel, tmp_path: Path) -> None:
     head = write_feature_head(tmp_path / "head", target)
     kinds = [("eagle3", str(tmp_path / "none")), ("eagle3", str(head)), ("draft", str(tmp_path / "none"))]
-    loaded = in_process_drafters.load(kinds, target, lambda stage: None, alone=True, cost=None)
+    loaded = in_process_drafters.load(kinds, target, lambda stage: None, alone=True, cost=lambda head, model: None)
     assert list(loaded.drafters) == ["eagle3-2"] == [one.name for one in loaded.infos]
     assert loaded.infos[0].is_head and loaded.infos[0].agreement > 0.1 and 0 < loaded.infos[0].weight < 1
     assert [words.split(" is not used: ")[0] for words in loaded.left_out] == [
@@ -140,7 +140,8 @@ def test_weight_of_a_head_is_its_measured_cost_or_its_share_of_bytes(
 
     tried = in_process_drafters.load(wanted, target, lambda stage: None, alone, cost=lambda head, model: 3.5)
     plain, failed = (
-        in_process_drafters.load(wanted, target, lambda stage: None, alone, cost) for cost in (None, fails)
+        in_process_drafters.load(wanted, target, lambda stage: None, alone, cost)
+        for cost in (lambda head, model: None, fails)
     )
     by_bytes = plain.infos[0].weight
     assert 0 < by_bytes < 1 and [tried.infos[0].weight, failed.infos[0].weight] == [

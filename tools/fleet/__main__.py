@@ -24,14 +24,14 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.profile import Profile
 from tools.fleet import picture
 from tools.fleet.plan import LOSSES, ROUTINGS, Fleet, Loss, Scaling, Sizes, Traffic
 from tools.fleet.report import difference, losses, table
 from tools.fleet.service import recorded
 from tools.fleet.simulation import Outcome, Simulation
+from tools.simulation.profile import Profile
 
-PROFILE = Path(__file__).parents[2] / "bench" / "profiles" / "two-macs-ethernet.json"
+PROFILE = Path(__file__).parents[2] / "tools" / "simulation" / "profiles" / "two-macs-ethernet.json"
 WARM_UP = 0.2  # share of the time that is not counted
 SHOWN = 10
 MOST_QUEUED_S = 1.0  # of the p99 in `need`

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.orchestrator.settings import BRANCHES, DRAFT_TOKENS
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.profile import Profile
+from tools.simulation.profile import Profile
 
 ROUTINGS = ("power-of-two", "least", "sessions")
 LOSSES = ("zone", "drafters")

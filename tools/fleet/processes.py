@@ -15,10 +15,12 @@ from pathlib import Path
 
 import psutil
 
+from outrider.bench.timing import Latency
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.protocol.profile import Latency, Profile
 from outrider.protocol.sampling import SamplingParams
+from tools.simulation.environment import simulated
+from tools.simulation.profile import Profile
 from tools.simulation.script import starts, write_script
 from tools.simulation.stand_in import write
 
@@ -57,7 +59,8 @@ class Engines:
             longest_text = SamplingParams(max_tokens=longest + SPARE_TOKENS, ignore_eos=True)
             write_script(script, self._folder, self.starts, [longest_text] * texts)
             machine.write_text(json.dumps(_fields(profile)))
-            self._clusters = [self._stack.enter_context(self._cluster(machine, script, active)) for _ in range(count)]
+            self._stack.enter_context(simulated(machine, script))
+            self._clusters = [self._stack.enter_context(self._cluster(active)) for _ in range(count)]
         except BaseException:
             self.close()
             raise
@@ -80,10 +83,10 @@ class Engines:
     def close(self) -> None:
         self._stack.close()
 
-    def _cluster(self, machine: Path, script: Path, active: int) -> LocalCluster:
+    def _cluster(self, active: int) -> LocalCluster:
         return LocalCluster(
-            model=str(self._folder), draft_backend="replay", replay=script, simulate=machine, ngrams=False,
-            memory=False, max_active=active, prompt_cache=False,
+            model=self._folder, draft_model=self._folder, ngrams=False, memory=False, max_active=active,
+            prompt_cache=False,
         )  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.protocol import values
-from outrider.protocol.profile import Profile
 from tests.harness.virtual.drafter import VOCAB
 from tests.harness.virtual.world import World
 from tools.fleet.engine import Engine
@@ -29,9 +28,10 @@ from tools.fleet.plan import Fleet, Sizes
 from tools.fleet.processes import Answer, Ask, Engines, machine_busy, rate, send, slowed
 from tools.fleet.rounds import RealRounds
 from tools.fleet.traffic import SPARE, drawn
+from tools.simulation.profile import Profile
 from tools.simulation.script import PROMPT_TOKENS
 
-PROFILE = Path(__file__).parents[2] / "bench" / "profiles" / "two-macs-ethernet.json"
+PROFILE = Path(__file__).parents[2] / "tools" / "simulation" / "profiles" / "two-macs-ethernet.json"
 SLOTS = 4
 SIZES = Sizes(64, 0.5, 160)
 COLUMNS = (

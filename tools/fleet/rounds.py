@@ -9,7 +9,6 @@ from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Failed
-from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.settings import round_settings
 from tests.harness.virtual.drafter import Machine
@@ -17,6 +16,7 @@ from tests.harness.virtual.engine import Hardware, VirtualEngine
 from tests.harness.virtual.world import World
 from tools.fleet.job import Job
 from tools.fleet.plan import Fleet
+from tools.simulation.profile import Profile
 
 
 class OnTokens(Protocol):

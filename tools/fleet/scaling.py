@@ -22,10 +22,10 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.protocol import values
-from outrider.protocol.profile import Profile
 from tools.fleet.processes import Ask, Engines, machine_busy, rate, send, slowed
+from tools.simulation.profile import Profile
 
-PROFILE = Path(__file__).parents[2] / "bench" / "profiles" / "two-macs-ethernet.json"
+PROFILE = Path(__file__).parents[2] / "tools" / "simulation" / "profiles" / "two-macs-ethernet.json"
 TEXTS = 4
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from outrider.orchestrator.core.policy.tuning import Tuning
-from outrider.protocol.profile import Profile
 from outrider.target_worker.model_runner import READING_SHARE, READING_SHARE_WITH_CHAINS
 from tests.harness.virtual.drafter import VOCAB
 from tests.harness.virtual.world import World
@@ -16,6 +15,7 @@ from tools.fleet.job import Job
 from tools.fleet.plan import ROUTINGS, Fleet
 from tools.fleet.rounds import RealRounds
 from tools.fleet.traffic import SPARE
+from tools.simulation.profile import Profile
 
 # Seconds of each load that are not counted, and that are counted.
 LEARNING, COUNTED = 10.0, 20.0

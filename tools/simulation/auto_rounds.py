@@ -38,10 +38,10 @@ from outrider.orchestrator.core.proposal import (
 )
 from outrider.orchestrator.events import Admit
 from outrider.protocol.heads import NGRAM
-from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import ROOT
 from tools.simulation.odds import BEYOND_RANKS, KnownOdds
+from tools.simulation.profile import Profile
 
 WORKER = ""
 ROOM = 64

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from outrider.drafters.fan_out import Calibration, ForkPoint
-from outrider.protocol.profile import Profile
+from tools.simulation.profile import Profile
 
 BEYOND_RANKS = 1 << 16
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.profile import Amount, Count
+from tools.simulation.profile import Amount, Count
 
 
 class Published(msgspec.Struct, frozen=True):

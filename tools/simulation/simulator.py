@@ -17,8 +17,8 @@ from itertools import accumulate
 from operator import mul
 
 from outrider.drafters.fan_out import POLICIES
-from outrider.protocol.profile import Profile
 from tools.simulation.odds import KnownOdds, Luck
+from tools.simulation.profile import Profile
 
 # The value of a millisecond is the rate itself, which a pilot run over this part of the text measures.
 PILOT_PART = 4

@@ -27,6 +27,7 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.digest import cache_folder, replace_file
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.worker_link import WORKER_MODULES
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ def path_for(settings: ServeSettings) -> Path:
 
 def memory_for(settings: ServeSettings) -> Path:
     """Returns the file of what servers of this pair learned; its name depends on the drafters and their processes."""
-    key = [*_pair(settings), settings.ngrams, settings.colocate, str(settings.replay)]
+    key = [*_pair(settings), settings.ngrams, settings.colocate]
     return _file("memory", [*key, list(settings.head)] if settings.head else key)
 
 
@@ -127,7 +128,8 @@ def _pair(settings: ServeSettings) -> list[object]:
     ]
     key += [f"{settings.shards} ranks"] if settings.shards > 1 else []
     key += [settings.head_in] if settings.head_in != "target" else []
-    return key if settings.simulate is None else [*key, str(settings.simulate.resolve())]
+    modules = os.environ.get(WORKER_MODULES)
+    return key if modules is None else [*key, modules]
 
 
 def _file(kind: str, key: Sequence[object]) -> Path:

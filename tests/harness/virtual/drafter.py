@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import POLICIES
-from outrider.drafters.replay import PacedDrafter, ReplayDrafter, Script
-from outrider.engine.pace import Pace
 from outrider.protocol.messages import Message
-from outrider.protocol.profile import Profile
 from tests.harness.virtual.world import World
+from tools.simulation.pace import Pace
+from tools.simulation.profile import Profile
+from tools.simulation.replay import PacedDrafter, ReplayDrafter, Script
 
 VOCAB = 4096
 Texts = Collection[tuple[int, ...]]

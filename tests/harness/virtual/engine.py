@@ -18,11 +18,11 @@ from outrider.orchestrator.events import Admit, ToFront
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Abilities, Hello, Message
-from outrider.protocol.profile import Profile
 from tests.harness.virtual.drafter import Machine, VirtualDrafter
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.target import PacedTarget
 from tests.harness.virtual.world import World
+from tools.simulation.profile import Profile
 
 if TYPE_CHECKING:
     from outrider.orchestrator.core.worker_pool import WorkerPool

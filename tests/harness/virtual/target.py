@@ -18,11 +18,11 @@ from outrider.protocol.messages import (
     Span,
     Verify,
 )
-from outrider.protocol.profile import Profile
 from outrider.target_worker.model_runner import READING_SHARE, READING_SHARE_WITH_CHAINS, SMALLEST_PIECE
 from tests.harness.virtual.known_text import held, path_of
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
+from tools.simulation.profile import Profile
 
 # Seconds that the target waits for messages about requests that can't continue by themselves.
 GRACE = 0.001

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
+from tools.simulation.replay import ReplayDrafter, Script
 
 PROMPT = (1, 2, 3)
 TEXT = PROMPT + tuple(random.Random(1).randrange(1, 300) for _ in range(6000))

@@ -21,16 +21,16 @@ from typing import Any, cast
 import msgspec
 
 from outrider.drafters.drafter import Drafter, TokenTree
-from outrider.engine.pace import AWAKE_SECONDS, Pace
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Message
-from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
 from outrider.protocol.worker_link import WorkerLink
+from tools.simulation.pace import AWAKE_SECONDS, Pace
+from tools.simulation.profile import Profile
 
 _MASK = 2**64 - 1
 # The purpose of a draw; the serial number of a wrong candidate is added to the last one.

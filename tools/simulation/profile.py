@@ -1,13 +1,12 @@
 """A latency profile: measurements of a machine we don't have, in a JSON file (docs/simulation.md lists its fields).
 
-Workers imitate it (`--simulate`); the orchestrator checks it before anything starts. Knows numbers; paces nothing.
+Workers imitate it (`tools.simulation.pace`). Knows numbers; paces nothing.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from outrider.bench.timing import Latency
 from outrider.protocol.errors import InvalidRequest
 
 # The beginning of every worker's note that its own times were longer than the profile's.
@@ -26,23 +26,6 @@ Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 TimesByRows = Annotated[dict[Count, Amount], Meta(min_length=1)]
 """Milliseconds of a forward by its rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """Milliseconds of a forward by its rows (tokens, branches): measured points in order, linear between and beyond.
-
-    Beyond the first and the last point it never falls below the lesser of the two points that its line goes through.
-    """
-
-    points: tuple[tuple[int, float], ...]
-
-    def __call__(self, rows: float) -> float:
-        if len(self.points) == 1:
-            return self.points[0][1]
-        right = min(max(bisect_left(self.points, (rows, 0.0)), 1), len(self.points) - 1)
-        (low, low_ms), (high, high_ms) = self.points[right - 1], self.points[right]
-        return max(low_ms + (high_ms - low_ms) * (rows - low) / (high - low), min(low_ms, high_ms))
 
 
 @dataclass(frozen=True, slots=True)

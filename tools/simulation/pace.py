@@ -1,6 +1,6 @@
-"""The time that forwards take: measured by rows (`ForwardCost`), or prescribed by a latency profile (`Pace`).
+"""The time that forwards take on a simulated machine, as a latency profile prescribes.
 
-A worker with a pace simulates another machine. It does its real work, then sleeps until the profile's time for that
+A worker with a `Pace` simulates another machine. It does its real work, then sleeps until the profile's time for that
 many rows has passed, so that a sleeping process stands for a remote accelerator. Work that takes longer than the
 profile says makes the times wrong, never a text. A short delay is tolerated; more than a thirtieth of the time is
 reported.
@@ -12,7 +12,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from outrider.protocol.profile import NOT_KEPT, Latency
+from outrider.bench.timing import Latency
+from tools.simulation.profile import NOT_KEPT
 
 log = logging.getLogger(__name__)
 
@@ -82,45 +83,3 @@ class Pace:
                 " simulated time; use a smaller model, a slower profile or an idle machine"
             )
             self._late = self._simulated = 0.0
-
-
-FADE = 0.95
-# A row takes at least this share of a row's time in the mean forward, whatever the noise.
-LEAST_SHARE = 0.1
-
-
-class ForwardCost:
-    """Milliseconds of a forward by its rows: a straight line through measurements, of which old ones fade.
-
-    `seen`: the total weight of the measurements.
-    """
-
-    def __init__(self) -> None:
-        self.seen = 0.0
-        self._rows = self._ms = self._rows_rows = self._rows_ms = 0.0
-
-    def add(self, rows: int, ms: float) -> None:
-        """Records that a forward of `rows` took `ms`."""
-        self.seen = self.seen * FADE + 1.0
-        self._rows = self._rows * FADE + rows
-        self._ms = self._ms * FADE + ms
-        self._rows_rows = self._rows_rows * FADE + rows * rows
-        self._rows_ms = self._rows_ms * FADE + rows * ms
-
-    @property
-    def line(self) -> tuple[float, float]:
-        """The milliseconds of a forward and of each of its rows, after the first measurement."""
-        rows, ms = self._rows / self.seen, self._ms / self.seen
-        spread = self._rows_rows / self.seen - rows * rows
-        if spread < 0.01 * rows * rows:  # all forwards had about the same rows
-            return 0.0, ms / rows
-        slope = (self._rows_ms / self.seen - rows * ms) / spread
-        each = min(max(slope, LEAST_SHARE * ms / rows), ms / rows)  # so that neither is negative
-        return ms - each * rows, each
-
-    def __call__(self, rows: int) -> float:
-        """Returns the milliseconds of a forward of `rows`; 0 before the first measurement."""
-        if not self.seen:
-            return 0.0
-        fixed, each = self.line
-        return fixed + each * rows

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from outrider.drafters.replay import PacedDrafter, ReplayDrafter, Script
-from outrider.engine.pace import Pace
-from outrider.protocol.profile import Latency, Profile
+from outrider.bench.timing import Latency
 from outrider.protocol.sampling import SamplingParams
+from tools.simulation.pace import Pace
+from tools.simulation.profile import Profile
+from tools.simulation.replay import PacedDrafter, ReplayDrafter, Script
 
 TEXT = tuple(range(1, 60))
 PROFILE = Profile("m", ("s",), Latency(((1, 10.0),)), Latency(((1, 2.0), (3, 4.0))), 0.0, (0.5,), (0.25, 0.25))

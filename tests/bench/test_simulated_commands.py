@@ -1,0 +1,128 @@
+"""A simulated run that could not keep its profile gives no figures; what can't be simulated is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.machine.spawn import child_environment, program
+from outrider.protocol.errors import InvalidRequest, WorkerError
+from outrider.protocol.messages import WorkerNote
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.worker_link import WORKER_MODULES, Link, WorkerLink
+from tools.simulation.environment import complain, simulated, take_options
+from tools.simulation.profile import NOT_KEPT, Profile
+from tools.simulation.target import load_worker
+
+PROFILE = Path(__file__).parents[2] / "tools" / "simulation" / "profiles" / "verify-40ms.json"
+SCRIPT = {"texts": [[1, 2, 3]], "acceptance": [0.5], "bonus_ranks": [], "vocab_size": 4096}
+
+
+class Notes:
+    name = "target-0"
+
+    def __init__(self) -> None:
+        self.sent: list[WorkerNote] = []
+
+    def send(self, message: WorkerNote) -> None:
+        self.sent.append(message)
+
+
+def late() -> Notes:
+    notes = Notes()
+    complain(cast(Link, notes), f"{NOT_KEPT}: 30 ms late")
+    return notes
+
+
+def test_run_that_missed_the_times_of_its_profile_fails() -> None:
+    failed = f"the simulation failed: target-0: {NOT_KEPT}: 30"
+    with pytest.raises(WorkerError, match=failed), simulated(PROFILE):
+        assert late().sent == [WorkerNote("target-0", f"{NOT_KEPT}: 30 ms late")]
+    with simulated(PROFILE) as check:
+        check()
+        late()
+        with pytest.raises(WorkerError, match=failed):
+            check()
+        check()
+
+
+def test_late_worker_of_another_server_reports_to_its_requests_only() -> None:
+    assert late().sent
+
+
+def test_workers_get_their_options_and_leave_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps(SCRIPT))
+    with simulated(PROFILE, script):
+        module, *given = program("draft")
+        assert module == "tools.simulation.drafter" and program("target") == ["tools.simulation.target", *given[:2]]
+        assert program("prefill") == ["outrider.prefill_worker"]
+    assert WORKER_MODULES not in os.environ
+    monkeypatch.setattr(sys, "argv", ["worker", *given, "--name", "draft-0", "--model", "m"])
+    options = take_options()
+    assert (options.profile, options.script) == (PROFILE, script)
+    assert sys.argv == ["worker", "--name", "draft-0", "--model", "m"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (lambda folder: simulated(folder / "none"), r"profile .*none can't be read"),
+        (lambda folder: simulated(PROFILE, folder / "none"), r"replay script .*none can't be used"),
+    ],
+)
+def test_unusable_files_are_refused_before_anything_starts(
+    tmp_path: Path, broken: Callable[[Path], object], words: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=words), broken(tmp_path):  # type: ignore[attr-defined]
+        pass
+
+
+@pytest.mark.parametrize("given", [{"own": [("draft", "d")], "tell": None}, {"own": [], "tell": ("eagle3", "h")}])
+def test_target_that_drafts_or_feeds_a_head_is_refused(given: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="heads and colocate can't be simulated"):
+        load_worker(PROFILE, argparse.Namespace(**given), None, cast(WorkerLink, Notes()))
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_cluster_runs_the_workers_of_the_profile(tmp_path: Path, replays: bool) -> None:
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps(SCRIPT))
+    with (
+        suppress(WorkerError),  # at the end, on a busy machine
+        simulated(PROFILE, script if replays else None),
+        LocalCluster(memory=False) as cluster,
+    ):
+        client = cluster.client()
+        result = client.generate("def f(", SamplingParams(max_tokens=8, ignore_eos=True), mode="ssd")
+        workers = {worker.role: worker for worker in client.stats().workers}
+    name = Profile.read(PROFILE).name
+    assert len(result.token_ids) == 8
+    assert f"simulating {name}" in workers["target"].note
+    assert workers["draft"].backend == f"{'replay' if replays else 'mlx'}, simulating {name}"
+
+
+def outcome_of(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.simulation", *arguments]
+    return subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=200)
+
+
+def test_command_and_its_arguments_follow_the_profile() -> None:
+    ran = outcome_of(str(PROFILE), "--", "pairs")
+    assert ran.returncode == 0 and "smollm2" in ran.stdout
+
+
+def test_missing_profile_is_refused_in_a_sentence() -> None:
+    ran = outcome_of("/no/such.json", "--", "serve")
+    assert ran.returncode == InvalidRequest.exit_code
+    assert ran.stderr == "python -m tools.simulation: profile /no/such.json can't be read: No such file or directory\n"

@@ -1,0 +1,31 @@
+"""The target's forwards on a simulated machine."""
+
+from __future__ import annotations
+
+from outrider.engine.verify import VerifyOutput
+from outrider.protocol.clock import SECOND_NS
+from outrider.protocol.errors import OutriderError
+from outrider.target_worker.model_runner import InFlightForward, ModelRunner
+from tools.simulation.pace import Pace
+
+
+class PacedRunner(ModelRunner):
+    """A `ModelRunner` whose forwards end when `pace` says.
+
+    A forward begins when the one before it ends, or if a VERIFY asked for it, when that was read. A profile does not
+    describe how prompts are read, so forwards that only end a prompt take the time they take.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__()
+        self._pace = pace
+
+    def verdicts(self, flight: InFlightForward) -> list[VerifyOutput | OutriderError]:
+        rounds = any(member.answers for member in flight.members)
+        was_asked = any(member.asked is not None for member in flight.members)
+        verdicts = super().verdicts(flight)
+        if rounds:
+            rows = sum(len(ask.chain) + 1 for ask in flight.forward.asks)
+            self._pace.end(rows, flight.begun_ns / SECOND_NS if was_asked else 0.0)
+            self._pace.wait()
+        return verdicts
