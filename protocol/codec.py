@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 import reprlib
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import msgpack
@@ -43,35 +42,22 @@ for _cls in MESSAGES.values():
     msgspec.msgpack.Decoder(_cls)
 
 
-class _Frames(threading.local):
-    """The frames of the message that this thread writes or reads, and what packs its headers."""
-
-    written: list[Buffer]
-    unread: Iterator[Buffer]
-
-    def __init__(self) -> None:
-        self.packer = msgpack.Packer()
-
-
-_frames = _Frames()
-
-
-def _write_array(value: object) -> tuple[str, tuple[int, ...]]:
-    """Returns an array's entry in the header, and appends its bytes to the frames, without a copy if possible."""
+def _write_array(frames: list[Buffer], value: object) -> tuple[str, tuple[int, ...]]:
+    """Returns an array's entry in the header, and appends its bytes to `frames`, without a copy if possible."""
     if not isinstance(value, np.ndarray) or value.dtype.hasobject:
         raise ProtocolError(f"a field holds {reprlib.repr(value)}; expected a message's own types")
-    _frames.written.append(np.ascontiguousarray(value, value.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data)
+    frames.append(np.ascontiguousarray(value, value.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data)
     return value.dtype.name, value.shape
 
 
-def _read_array(kind: Any, entry: Any) -> np.ndarray[Any, Any]:
+def _read_array(unread: Iterator[Buffer], kind: Any, entry: Any) -> np.ndarray[Any, Any]:
     """Returns an array, a read-only view of the next frame. Raises ValueError; the decoder adds the place."""
     array: Array = kind.__args__[1]
     match entry:
         case [array.dtype, [*size]] if len(size) == array.axes and all(
             type(n) is int and 0 <= n <= MAX_AXIS for n in size
         ):
-            raw, wire = next(_frames.unread, None), _wire(array.dtype)
+            raw, wire = next(unread, None), _wire(array.dtype)
         case _:
             raise ValueError(f"Expected an array of {array.dtype}, {array.axes} axes of at most {MAX_AXIS:,}")
     if raw is None:
@@ -105,11 +91,11 @@ def encode(message: Message) -> list[Buffer]:
     Raises:
         ProtocolError: a field is of a wrong type or out of range; so the error appears at the sender.
     """
-    frames = _frames.written = [b""]
     name = type(message).__name__
+    frames: list[Buffer] = [b""]
     try:
-        entries = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_write_array)
-        frames[0] = _frames.packer.pack((PROTOCOL_VERSION, entries))
+        entries = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=partial(_write_array, frames))
+        frames[0] = msgpack.packb((PROTOCOL_VERSION, entries))
     except (UnicodeEncodeError, OverflowError) as error:
         raise ProtocolError(f"{name} can't be encoded ({error}); expected Unicode text and numbers in range") from None
     if longest := max((len(frame) for frame in frames if len(frame) > MAX_FRAME), default=0):
@@ -171,9 +157,8 @@ def _checked(entries: Any, rest: Iterator[Buffer]) -> Message:
         raise ProtocolError(
             f"the message name is {str(name or '')[:60]!r}; expected the name of a message in protocol.messages"
         )
-    _frames.unread = rest
     try:
-        return msgspec.convert(entries, cls, dec_hook=_read_array)
+        return msgspec.convert(entries, cls, dec_hook=partial(_read_array, rest))
     except InvalidRequest as error:
         raise RefusedRequest(str(error)) from None
     except _UNREADABLE as error:
