@@ -304,10 +304,6 @@ class Sampler:
             return None
         return cast("list[int]", few[every, chosen].tolist())
 
-    def noise(self, positions: Sequence[int]) -> mx.array:
-        """Returns the noise G at these positions, float32 [P, V]."""
-        return joint_noise([SamplingMetadata(self, positions)])
-
     def noise_at(self, position: int) -> Any:
         """Returns the noise at a position, float32 [V]: on the CPU a numpy array. That of the latest ones is kept."""
         if position not in self._noise:
@@ -406,8 +402,12 @@ def penalised(asked: Sequence[SamplingMetadata], logits: mx.array) -> mx.array:
 
 def scored(asked: Sequence[SamplingMetadata], logits: mx.array) -> mx.array:
     """Returns `Sampler.scores` of logits that `penalised` has returned. Lazy."""
-    scores = asked[0].sampler.filtered(logits)
-    return scores + joint_noise(asked) if asked[0].sampler.noisy else scores
+    sampler = asked[0].sampler
+    scores = sampler.filtered(logits)
+    if not sampler.noisy:
+        return scores
+    noise = sampler._xp.stack([own.sampler.noise_at(place) for own in asked for place in own.positions])
+    return scores + (noise if isinstance(noise, mx.array) else mx.array(noise))
 
 
 def _joint_words(asked: Sequence[SamplingMetadata]) -> Words | None:
@@ -419,12 +419,6 @@ def _joint_words(asked: Sequence[SamplingMetadata]) -> Words | None:
                 raise InvalidRequest("a grammar needs the tokens before each row; got none")
             words.append(rows.sampler.constraint.allowed(cast("Sequence[Sequence[int]]", rows.histories)))
     return np.concatenate(words) if words else None
-
-
-def joint_noise(asked: Sequence[SamplingMetadata]) -> mx.array:
-    """Returns the noise of several samplers, each at its positions, one after another: float32 [P, V]."""
-    noise = asked[0].sampler._xp.stack([own.sampler.noise_at(place) for own in asked for place in own.positions])
-    return noise if isinstance(noise, mx.array) else mx.array(noise)
 
 
 def _penalise(logits: mx.array, histories: Sequence[History] | None, params: SamplingParams) -> mx.array:

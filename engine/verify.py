@@ -142,7 +142,7 @@ class BatchForward:
     def verdicts(self) -> list[VerifyOutput | OutriderError]:
         """Waits; commits accepted tokens to each slot and rolls back the rest. Returns each slot's output or error."""
         if self.chosen is None:
-            mx.eval(self._kv_cache.state(), self._hidden_rows)
+            mx.eval(self._kv_cache.state(), list(self._hidden))
             return []
         choices = self._read()
         return [self._settled(index, ask, choices) for index, ask in enumerate(self.asks)]
@@ -157,12 +157,7 @@ class BatchForward:
             mx.async_eval(self._logits)  # type: ignore[no-untyped-call]  # meanwhile grammars compute allowed tokens
         self.chosen = self._choices(after)
         wanted = [array for rows in self._logprobs.values() for array in rows.pending]
-        mx.async_eval(self.chosen, wanted, self._hidden_rows)  # type: ignore[no-untyped-call]
-
-    @property
-    def _hidden_rows(self) -> list[mx.array]:
-        """The hidden states to evaluate with the forward."""
-        return [rows for rows in self._hidden if rows is not None]
+        mx.async_eval(self.chosen, wanted, self._hidden)  # type: ignore[no-untyped-call]
 
     def _choices(self, after: BatchForward | None) -> mx.array:
         groups: dict[object, list[int]] = {}
@@ -279,7 +274,7 @@ def begin(
     if asks:
         forward.choose(after)
     else:
-        mx.async_eval(kv_cache.state(), forward._hidden_rows)  # type: ignore[no-untyped-call]
+        mx.async_eval(kv_cache.state(), hidden)  # type: ignore[no-untyped-call]
     return forward
 
 

@@ -50,7 +50,7 @@ def judge(logits: mx.array, tokens: Sequence[int], sampler: Sampler, token: int)
     tolerance = stretched * _tolerance(own, logits.dtype, token, expected) + SCORE_ROUNDING * params.temp
     reach = stretched * _tolerance(own, logits.dtype, token, expected, int(own.argmax()))
     warped = _row(sampler.penalise(logits.astype(mx.float32), history))
-    noise = _row(sampler.noise([len(tokens)])) if sampler.noisy else np.zeros_like(warped)
+    noise = np.array(sampler.noise_at(len(tokens))) if sampler.noisy else np.zeros_like(warped)
     worth = warped + params.temp * noise
     # The score to beat: the best of the tokens that pass the filters wherever rounding puts their borders.
     low, high = borders(warped, params, reach, SUM_ROUNDING) if sampler.filters else (-math.inf, -math.inf)

@@ -188,7 +188,8 @@ Choose = Callable[[Sequence[Sequence[int]], int, Sequence[int], DraftTree], list
 def coupled(choose: Choose, count: int = LONG) -> list[int]:
     """A text of rounds: each verifies what two drafters have united, by the target's own choices behind every node."""
     sampler, draws = Sampler(COUPLED, V), random.Random(3)
-    scores = sampler.filtered(sampler.penalise(mx.array(TARGET)))[:, None] + sampler.noise(range(count + 8))[None]
+    noise = mx.array(np.stack([sampler.noise_at(position) for position in range(count + 8)]))
+    scores = sampler.filtered(sampler.penalise(mx.array(TARGET)))[:, None] + noise[None]
     own = mx.argmax(scores, axis=-1).tolist()  # the token at a position, behind each token
     drafters = [np.argsort(-table).tolist() for table in (DRAFT, UNRELATED)]
     text, accepted = [0], 0

@@ -83,7 +83,7 @@ def test_margin_is_measured_in_logits_at_every_temperature(temp, gap, tied):
     """Two steps of bfloat16 near 20 are 0.25: what a step each way can do to two logits, before any division by T."""
     params = SamplingParams(temp=temp, seed=1)
     sampler = Sampler(params, VOCABULARY, normalised=temp == 0)
-    noise = np.array(sampler.noise([3]))[0] if temp else np.zeros(VOCABULARY)
+    noise = np.array(sampler.noise_at(3)) if temp else np.zeros(VOCABULARY)
     logits = np.full(VOCABULARY, 0.0)
     logits[7] = 20.0
     logits[9] = 20.0 - gap + temp * (noise[7] - noise[9])
