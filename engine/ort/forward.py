@@ -48,10 +48,9 @@ class Embedding:
         self._bits = 0
         if isinstance(layer, nn.QuantizedEmbedding):
             self._weight, self._bits = levels(layer)
-        else:
-            self._weight = np.array(layer.weight.astype(mx.float32))
-        if self._bits:
             self._scales, self._biases = host(layer.scales), host(layer.biases)
+        else:
+            self._weight = host(layer.weight)
 
     def __call__(self, tokens: Ints) -> Array:
         """Returns the rows [T, H] of tokens [T]."""

@@ -27,6 +27,7 @@ Array = np.ndarray[Any, Any]
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
 _MICROSOFT = "com.microsoft"
+_OF_MICROSOFT = ("GroupQueryAttention", "MatMulNBits", "QuickGelu", "SkipSimplifiedLayerNormalization")
 _OPSET, _IR = 21, 10
 # The tolerance, in quantisation steps, for zero points that are integers up to the rounding of half-precision scales.
 _WHOLE = 2.0**-7
@@ -216,14 +217,11 @@ class Builder:
     sums: dict[str, str] = field(default_factory=dict)
     made: int = 0
 
-    def op(
-        self, kind: str, *inputs: str, outputs: Sequence[str] | None = None, domain: str = "", **attributes: Any
-    ) -> Any:
+    def op(self, kind: str, *inputs: str, outputs: Sequence[str] | None = None, **attributes: Any) -> Any:
         self.made += 1
-        names = list(outputs) if outputs is not None else [f"{kind}_{self.made}"]
-        self.nodes.append(
-            helper.make_node(kind, list(inputs), names, name=f"{kind}_{self.made}", domain=domain, **attributes)
-        )
+        name, domain = f"{kind}_{self.made}", _MICROSOFT if kind in _OF_MICROSOFT else ""
+        names = list(outputs) if outputs is not None else [name]
+        self.nodes.append(helper.make_node(kind, list(inputs), names, name=name, domain=domain, **attributes))
         return names[0] if len(names) == 1 else names
 
     def weight(self, array: Array) -> str:
@@ -285,7 +283,7 @@ class Builder:
         if (points != 2 ** (bits - 1)).any():
             inputs.append(self.weight(_packed(points, bits)))
         settings = {"K": used, "N": count, "bits": bits, "block_size": group, "accuracy_level": 4}
-        return str(self.op("MatMulNBits", *inputs, domain=_MICROSOFT, **settings))
+        return str(self.op("MatMulNBits", *inputs, **settings))
 
     def _with_sums(self, x: str, depth: int, group: int, digits: int) -> str:
         """Adds x [R, K] followed by the sums of its groups, once for each digit; all but the last are whole groups."""
@@ -305,15 +303,7 @@ class Builder:
         """Adds the norm of x + y; the sum gets the name `total`."""
         weight, eps = _norm_of(layer)
         outputs = [f"normed_{total}", "", "", total]
-        self.op(
-            "SkipSimplifiedLayerNormalization",
-            x,
-            y,
-            self.weight(weight),
-            outputs=outputs,
-            domain=_MICROSOFT,
-            epsilon=eps,
-        )
+        self.op("SkipSimplifiedLayerNormalization", x, y, self.weight(weight), outputs=outputs, epsilon=eps)
         return outputs[0]
 
     def normed_heads(self, x: str, layer: nn.Module, heads: int, width: int) -> str:
@@ -379,18 +369,9 @@ def _attention(
     apart = b.op("Reshape", b.op("Cast", qkv, to=b.kv_type), b.ints(-1, width))
     laid = b.op("Reshape", b.op("Gather", apart, "take", axis=0), "laid")
     inputs = [laid, "", "", f"k{number}", f"v{number}", "lengths", "total", *angles, "places", mask]
-    b.op(
-        "GroupQueryAttention",
-        *inputs,
-        *[""] * 5,
-        "counts",
-        outputs=[f"found_{number}", f"new_k{number}", f"new_v{number}"],
-        domain=_MICROSOFT,
-        num_heads=kv_heads,
-        kv_num_heads=kv_heads,
-        do_rotary=1,
-        scale=float(attention.scale),
-    )
+    outputs = [f"found_{number}", f"new_k{number}", f"new_v{number}"]
+    settings = {"num_heads": kv_heads, "kv_num_heads": kv_heads, "do_rotary": 1, "scale": float(attention.scale)}
+    b.op("GroupQueryAttention", *inputs, *[""] * 5, "counts", outputs=outputs, **settings)
     found = b.op("Gather", b.op("Reshape", f"found_{number}", b.ints(-1, width)), "back", axis=0)
     flat = b.op("Reshape", found, b.ints(-1, heads * width))
     return b.linear(b.op("Cast", flat, to=TensorProto.FLOAT), [attention.o_proj])
@@ -403,7 +384,7 @@ def _mlp(b: Builder, x: str, mlp: nn.Module, number: int, gelu: bool) -> str:
     if gelu:
         gate = b.op("Gelu", f"gate_{number}", approximate="tanh")
     else:
-        gate = b.op("QuickGelu", f"gate_{number}", domain=_MICROSOFT, alpha=1.0)
+        gate = b.op("QuickGelu", f"gate_{number}", alpha=1.0)
     return b.linear(b.op("Mul", gate, f"up_{number}"), [mlp.down_proj])
 
 
