@@ -9,12 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import (
-    CacheList,
-    ConcatenateKVCache,
-    KVCache,
-    RotatingKVCache,
-)
+from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, RotatingKVCache
 
 from outrider.protocol.errors import OutriderError
 

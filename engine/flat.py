@@ -28,15 +28,7 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
-from outrider.engine.cache import (
-    EARLY,
-    RollbackError,
-    is_attention,
-    leaves_of,
-    stand_in,
-    window_of,
-    with_room,
-)
+from outrider.engine.cache import EARLY, RollbackError, is_attention, leaves_of, stand_in, window_of, with_room
 from outrider.engine.memory import release_pages
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.trees import depths
@@ -196,11 +188,9 @@ class FlatAttentionMetadata:
             self.columns = slice(alone.start, alone.end)
             return
         begins = np.concatenate([[0], np.cumsum([p.count for p in segments])])[:-1].tolist()
-        short = [(p, b) for p, b in zip(segments, begins, strict=True) if not p.long]
-        long = [(p, b) for p, b in zip(segments, begins, strict=True) if p.long]
-        self.groups = [
-            SegmentGroup(*zip(*part, strict=True)) for part in ([short] if short else []) + [[pair] for pair in long]
-        ]
+        short = sum(not p.long for p in segments)
+        parts = [slice(short), *(slice(n, n + 1) for n in range(short, len(segments)))]
+        self.groups = [SegmentGroup(segments[part], begins[part]) for part in parts if segments[part]]
         columns = [np.arange(p.start, p.end) for p in segments]
         self.columns = mx.array(np.concatenate(columns).astype(np.int32))
         self.offset = self.columns
