@@ -54,16 +54,13 @@ class LocalRanks:
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]), encoding="utf-8")
         os.environ.update({HOSTS: str(hosts), RANK: "0"})
         self._processes: list[subprocess.Popen[bytes]] = []
+        command = [sys.executable, "-P", "-m", "outrider.target_worker", *arguments, "--parent-fd", str(theirs)]
+        pipes = [theirs, *inherited]
         try:
             for rank in range(1, size):
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-P", "-m", "outrider.target_worker", *arguments, "--parent-fd", str(theirs)],
-                        stdin=subprocess.DEVNULL,
-                        env={**os.environ, RANK: str(rank)},
-                        pass_fds=[theirs, *inherited],
-                    )
-                )
+                environment = {**os.environ, RANK: str(rank)}
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=pipes)
+                self._processes.append(process)
         except OSError as error:
             self.kill()
             raise WorkerError(f"a rank can't be started ({error}); expected {sys.executable} to run") from None
