@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from outrider.drafters.coreml.drafter import PackageReader
 from outrider.drafters.drafter import TokenTree
-from outrider.engine.kv_transfer import PromptReader
+from outrider.engine.kv_rows import PromptReader
 from outrider.engine.load_checks import open_tree, tree_cost, tree_form
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.prompt_cache import PromptCache

@@ -239,7 +239,6 @@ class HiddenStateReader(Protocol):
 
     def fuse(self, rows: mx.array, /) -> mx.array:
         """Converts recorded rows [N, points * D] to those that it reads, [N, W]."""
-        ...
 
 
 class HiddenStateReaders:

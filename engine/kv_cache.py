@@ -2,8 +2,11 @@
 
 `ModelRows` are rows of flat buffers (`engine.flat`) and forwards over them. `FlatKVCache` feeds texts together.
 `SeparateKVCache` feeds them one after another, for models with state that can't share a row. Both can roll a text back
-to a length. A `CacheSlot` is one request: its committed tokens,
-its sampler, and its sequence in the KV cache. Knows tokens and logits; knows nothing of sockets, text or drafters.
+to a length. A `CacheSlot` is one request: its committed tokens, its sampler, and its sequence in the KV cache.
+
+`KVLayout` packs the keys and values of a piece of a text into bytes, from which another process with the same model
+continues. Nothing is rounded: the bytes are in the model's own number format. Knows tokens, logits and arrays; knows
+nothing of messages, text or drafters.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from outrider.engine import hidden_states
 from outrider.engine.cache import RollbackError, leaves_of, stand_in
-from outrider.engine.flat import FlatCache, FlatRows, FlatSequence, NodeSegment, Segment
+from outrider.engine.flat import FlatCache, FlatRows, FlatSequence, Layers, NodeSegment, Segment
 from outrider.engine.hidden_states import FirstLayers, HiddenStates, LogitsIndices, Takes
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.engine.residual import target_sampler
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, ProtocolError
 from outrider.protocol.sampling import SamplingParams
 
 Tokens = Sequence[int] | mx.array
@@ -70,11 +73,9 @@ class KVCache(Protocol):
 
     def open(self) -> Any:
         """Adds an empty text; returns its `FlatSequence`, or what stands for it on several ranks."""
-        ...
 
     def close(self, text: Any) -> None:
         """Removes a text."""
-        ...
 
     def save(self, text: Any, length: int) -> SavedPrefix:
         """Returns a copy of the state after a text's first `length` tokens, or fewer if it can't be shortened to that.
@@ -82,23 +83,18 @@ class KVCache(Protocol):
         Raises:
             RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
         """
-        ...
 
     def adopt(self, text: Any, start: CachedPrefix) -> None:
         """Fills an empty text with a saved prefix."""
-        ...
 
     def tap_hidden_states(self, taps: HiddenStates) -> None:
         """Allows feeds to take hidden states."""
-        ...
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         """Feeds all texts. Returns the wanted logits, feed after feed: [sum of wanted, V]. Lazy."""
-        ...
 
     def state(self) -> list[Any]:
         """Returns everything to evaluate after a forward."""
-        ...
 
 
 class ModelRows(FlatRows):
@@ -317,6 +313,50 @@ def _joined(parts: Sequence[Tokens]) -> mx.array:
         return mx.array([token for part in parts for token in part], mx.int32)
     arrays = [part if isinstance(part, mx.array) else mx.array(list(part), mx.int32) for part in parts]
     return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
+
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The order of a model's keys and values: layer after layer, keys before values.
+
+    `tensors`: each one's shape for one token and its number format, [1, heads, 1, width].
+    """
+
+    tensors: tuple[mx.array, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> KVLayout:
+        """Returns the layout of a model whose caches hold only keys and values; computes nothing."""
+        caches: list[Any] = make_prompt_cache(model)
+        model(mx.zeros((1, 1), mx.int32), cache=caches)
+        arrays = [array for cache in caches for leaf in leaves_of(cache) for array in (leaf.keys, leaf.values)]
+        return cls(tuple(mx.zeros((1, a.shape[1], 1, a.shape[3]), a.dtype) for a in arrays))
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def pack(self, layers: Layers) -> Bytes:
+        """Packs keys and values of a piece, [1, heads, n, width] each, in the order of the layers."""
+        arrays = (array for pair in layers for array in pair)
+        typed = [array.astype(tensor.dtype) for array, tensor in zip(arrays, self.tensors, strict=True)]
+        return np.concatenate([np.array(mx.contiguous(a).view(mx.uint8), copy=False).reshape(-1) for a in typed])
+
+    def unpack(self, data: Bytes, count: int) -> Layers:
+        """Unpacks keys and values of `count` tokens. Raises ProtocolError if their size is wrong."""
+        if data.size != count * self.bytes_per_token:
+            raise ProtocolError(
+                f"keys and values of {count} tokens have {data.size} bytes; expected {self.bytes_per_token} for each"
+                " token: run the same model on both sides"
+            )
+        arrays, end = [], 0
+        for tensor in self.tensors:
+            start, end = end, end + count * tensor.nbytes
+            arrays.append(mx.array(data[start:end].reshape(1, tensor.shape[1], count, -1)).view(tensor.dtype))
+        return tuple(zip(arrays[::2], arrays[1::2], strict=True))
 
 
 PREFILL = 512  # prompt tokens in a forward

@@ -10,12 +10,14 @@ recurrence). `engine.load_checks` chooses.
 A recurrent state can't be masked, so there a forward over R tokens is a batch of R rows of one token, each with its
 parent's state; every column keeps the state after it, by reference. Attention layers have one shared row of columns,
 which all rows of the batch read.
+
+A `PromptReader` with the same weights may read prompts instead of the model.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -27,11 +29,10 @@ from mlx_lm.models.cache import ArraysCache
 
 from outrider.engine.cache import leaves_of
 from outrider.engine.flat import Bools, FlatCache, Ints, Layers, NodeSegment, Segment
-from outrider.engine.kv_cache import PREFILL, ModelRows
-from outrider.engine.kv_transfer import KVLayout, PromptReader, ReadingFault
+from outrider.engine.kv_cache import PREFILL, KVLayout, ModelRows
 from outrider.engine.loading import LoadedModel, once
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
-from outrider.protocol.errors import ModelError
+from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.trees import ROOT, depths
 
 log = logging.getLogger(__name__)
@@ -63,23 +64,25 @@ class NewRows:
         return self.tokens if isinstance(self.tokens, mx.array) else mx.array(list(self.tokens), dtype=mx.int32)
 
 
-class KVRows(Protocol):
+Progress = Callable[[int, int], None] | None
+"""A function that takes the tokens read so far and all tokens; it may raise to end the reading."""
+
+
+class KVRows:
     """A tree's columns. A forward writes the columns from `start` on and, if `lazy`, never waits.
 
-    `whole`: there is other state besides the columns, so that only all columns can be saved.
+    `whole`: there is other state besides the columns, so that only all columns can be saved. By default nothing is read
+    or moved, and nothing is kept for other texts.
     """
 
     lazy: bool
     whole: bool
 
-    def prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
-    ) -> None:
+    def prefill(self, tokens: Sequence[int], progress: Progress, total: int, start: int = 0) -> None:
         """Feeds tokens as columns from 0 on, evaluated, in chunks; calls `progress(done, total)` if there are several.
 
         Columns before `start` are already filled.
         """
-        ...
 
     @staticmethod
     def forward(texts: Sequence[Any], new: Sequence[NewRows]) -> mx.array:
@@ -91,23 +94,34 @@ class KVRows(Protocol):
         Returns:
             Logits [all R, V], text after text.
         """
-        ...
+        raise NotImplementedError
 
     def keep(self, prefix: int, columns: Ints) -> None:
         """Moves column `columns[i]` (ascending, from `prefix` on) to column `prefix` + i, and drops the others."""
-        ...
 
     def save(self, count: int) -> SavedPrefix:
         """Returns a copy of the first `count` columns, evaluated; with `whole`, of all committed columns."""
-        ...
+        return SavedPrefix(0, ())
 
     def restore(self, start: CachedPrefix) -> None:
         """Fills the first columns, which are empty."""
-        ...
 
     def close(self) -> None:
         """Frees the columns."""
-        ...
+
+
+class ReadingFault(OutriderError):
+    """A reader can't continue; the model reads the rest itself."""
+
+
+class PromptReader(Protocol):
+    """Reads prompts instead of a model."""
+
+    def readable(self, count: int) -> int:
+        """Returns how many of a prompt's first `count` tokens it reads; 0: the model is faster."""
+
+    def read(self, tokens: Sequence[int]) -> Iterator[Layers]:
+        """Reads tokens from position 0 on, piece by piece, keys rotated. Raises ReadingFault if it can't continue."""
 
 
 @once
@@ -117,18 +131,7 @@ def _shared_rows(model: LoadedModel) -> ModelRows:
     return ModelRows(model.model, model.cpu, keeps_buffers=model.cpu is not None)
 
 
-class PrivateKVRows:
-    """The part of `KVRows` of a form of which nothing is kept for other texts."""
-
-    def save(self, count: int) -> SavedPrefix:
-        """Returns an empty prefix."""
-        return SavedPrefix(0, ())
-
-    def restore(self, start: CachedPrefix) -> None:
-        """Does nothing: no prefix is kept."""
-
-
-class DenseKVRows:
+class DenseKVRows(KVRows):
     """`KVRows` of a model with attention layers only, with one tree per forward.
 
     A `reader` may read prompts instead of the model; `read`: the tokens that it has read so far. If it fails, only time
@@ -149,9 +152,7 @@ class DenseKVRows:
     def _rows(self, model: LoadedModel) -> ModelRows:
         return _shared_rows(model)
 
-    def prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
-    ) -> None:
+    def prefill(self, tokens: Sequence[int], progress: Progress, total: int, start: int = 0) -> None:
         done = start
         wanted = self.reader.readable(len(tokens)) if self.reader is not None and start == 0 else 0
         if self.reader is not None:
@@ -166,9 +167,7 @@ class DenseKVRows:
         self.read += done - start
         self._prefill_rest(tokens, done, progress, total)
 
-    def _prefill_rest(
-        self, tokens: Sequence[int], start: int, progress: Callable[[int, int], None] | None, total: int
-    ) -> None:
+    def _prefill_rest(self, tokens: Sequence[int], start: int, progress: Progress, total: int) -> None:
         size = PREFILL if self.lazy else _ORT_PREFILL
         for first in range(start, len(tokens), size):
             segment = Segment(self.sequence.row, first, min(size, len(tokens) - first), long=True)
@@ -195,12 +194,15 @@ class DenseKVRows:
 
     @staticmethod
     def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
-        rows, tokens = texts[0].rows, [own.tokens for own in new]
-        segments = [text._segment(own) for text, own in zip(texts, new, strict=True)]
         if texts[0].together:
-            return rows.run(tokens, segments)
-        logits = [rows.run([own], [segment]) for own, segment in zip(tokens, segments, strict=True)]
+            segments = [text._segment(own) for text, own in zip(texts, new, strict=True)]
+            return texts[0].rows.run([own.tokens for own in new], segments)
+        logits = [text._alone(own) for text, own in zip(texts, new, strict=True)]
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
+
+    def _alone(self, new: NewRows) -> mx.array:
+        """Feeds this tree its tokens. Returns their logits [R, V]. Lazy."""
+        return self.rows.run([new.tokens], [self._segment(new)])
 
     def _segment(self, new: NewRows) -> NodeSegment:
         """Returns the segment of these tokens, whose columns are in use from now on."""
@@ -278,7 +280,7 @@ class _BatchRows(ModelRows):
 
 
 class RecurrentKVRows(DenseKVRows):
-    """`KVRows` of a model with recurrent layers."""
+    """`KVRows` of a model with recurrent layers. Each tree puts its own state into the caches."""
 
     whole = True
     rows: _BatchRows
@@ -292,20 +294,12 @@ class RecurrentKVRows(DenseKVRows):
         """Returns rows of its own, because a forward puts its tree's state into the caches."""
         return _BatchRows(model)
 
-    def prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
-    ) -> None:
+    def prefill(self, tokens: Sequence[int], progress: Progress, total: int, start: int = 0) -> None:
         if start == len(tokens):
             return
         self._put_states([start - 1])
         super().prefill(tokens, progress, total, start)
         self._after = {len(tokens) - 1: _After(self._states(), 0)}
-
-    @staticmethod
-    def forward(texts: Sequence[Any], new: Sequence[NewRows]) -> mx.array:
-        """Feeds one tree after another, because each puts its own state into the caches."""
-        logits = [text._alone(rows) for text, rows in zip(texts, new, strict=True)]
-        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
     def _alone(self, new: NewRows) -> mx.array:
         tokens, start, positions, seen, parents = new.lazy_tokens(), new.start, new.positions, new.seen, new.parents

@@ -32,8 +32,7 @@ from mlx_lm.models.cache import KVCache as MlxKVCache
 from outrider.engine.cache import leaves_of
 from outrider.engine.flat import FlatCache
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, RecurrentKVRows
-from outrider.engine.kv_transfer import PromptReader
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, Progress, PromptReader, RecurrentKVRows
 from outrider.engine.loading import LoadedModel, once
 from outrider.engine.ort.forward import alone, deviations
 from outrider.engine.prompt_cache import PromptCache
@@ -352,7 +351,7 @@ def open_tree(
     model: LoadedModel,
     tokens: Sequence[int],
     params: SamplingParams,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = None,
     draws: Draws | None = None,
     reader: PromptReader | None = None,
     cache: PromptCache | None = None,
@@ -410,8 +409,8 @@ def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
 
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:
     """Opens empty KV rows for one tree; see `open_tree` for `reader`. Raises ModelError as `tree_form` does."""
-    kv_rows: KVRows = tree_form(model)(model)
-    if isinstance(kv_rows, DenseKVRows) and not kv_rows.whole:  # a recurrent state comes from the model alone
+    kv_rows = tree_form(model)(model)
+    if not kv_rows.whole:  # a recurrent state comes from the model alone
         kv_rows.reader = reader
     return kv_rows
 

@@ -67,11 +67,9 @@ class PrefixSource(Protocol):
 
     def lendable(self) -> Sequence[int]:
         """Returns its first tokens whose state can be copied now."""
-        ...
 
     def save(self, length: int) -> SavedPrefix:
         """Returns a copy of the state after the first `length` of these tokens."""
-        ...
 
 
 @dataclass(eq=False, slots=True)

@@ -16,8 +16,8 @@ import mlx.core as mx
 from outrider.drafters.coreml.drafter import PackageReader
 from outrider.drafters.coreml.selection import reader_for
 from outrider.engine.flat import FlatSequence
-from outrider.engine.kv_cache import PREFILL, Feed, FlatKVCache
-from outrider.engine.kv_transfer import KVLayout, ReadingFault
+from outrider.engine.kv_cache import PREFILL, Feed, FlatKVCache, KVLayout
+from outrider.engine.kv_rows import ReadingFault
 from outrider.engine.load_checks import open_kv_cache, sequence_cost
 from outrider.engine.loading import LoadedModel, load, outline
 from outrider.engine.prompt_cache import PromptCache
@@ -32,7 +32,7 @@ MAX_PIECE = 2**22
 Report = Callable[[str], None]
 """A function that takes the stages of a start."""
 Pieces = Generator[list[PromptKv]]
-"""The keys and values of a prompt, packed by `engine.kv_transfer.KVLayout`: a list after each forward."""
+"""The keys and values of a prompt, packed by `engine.kv_cache.KVLayout`: a list after each forward."""
 
 
 log = logging.getLogger(__name__)

@@ -85,8 +85,8 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     from outrider.engine.load_checks import abilities
     from outrider.engine.loading import load
     from outrider.target_worker import in_process_drafters
-    from outrider.target_worker.feature_publisher import FeaturePublisher
     from outrider.target_worker.in_process_drafters import InProcessDrafters
+    from outrider.target_worker.target_request import FeaturePublisher
     from outrider.target_worker.worker import TargetWorker
 
     def report(stage: str) -> None:

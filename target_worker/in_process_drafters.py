@@ -26,6 +26,7 @@ from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, begin, check_known
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, KVCache, Listener
+from outrider.engine.kv_rows import Progress
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
@@ -36,8 +37,6 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class ModelDraftSession:
         model: InProcessModel,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        progress: Progress | None,
+        progress: Progress,
         constraint: Constraint | None = None,
     ) -> None:
         """Reads `tokens`; `progress(done, total)` may raise to end the reading."""

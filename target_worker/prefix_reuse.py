@@ -13,8 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from outrider.engine.kv_cache import FlatKVCache
-from outrider.engine.kv_transfer import KVLayout
+from outrider.engine.kv_cache import FlatKVCache, KVLayout
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import LEAST, PromptCache, common
 from outrider.protocol.errors import OutriderError, named_errors

@@ -1,16 +1,25 @@
 """A request on the target: its slot, its latest outcomes, and what it verifies next.
 
 `next_ask` returns that, whether it comes from a VERIFY, a prepared branch, plain decoding or an in-process drafter.
+
+`FeaturePublisher` computes features for a head in another process in the target's forward, and a request's
+`FeatureListener` collects them, to be sent with its outcomes. A prompt's features are sent piece by piece, while the
+next piece is read.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import mlx.core as mx
+import numpy as np
+
 from outrider.drafters.growth import Continuation
+from outrider.drafters.heads.head import Head
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.verify import VerifyInput, VerifyOutput
 from outrider.protocol import clock
@@ -19,6 +28,7 @@ from outrider.protocol.messages import (
     Autonomous,
     Coupled,
     DraftInProcess,
+    Features,
     InProcess,
     InProcessDraft,
     OneHot,
@@ -30,9 +40,54 @@ from outrider.protocol.messages import (
     Verify,
 )
 from outrider.protocol.schema import MAX_CHAIN
-from outrider.protocol.trees import DraftTree, SparseQ, one_hot, spine, united
-from outrider.target_worker.feature_publisher import FeatureListener
+from outrider.protocol.trees import DraftTree, SparseQ, one_hot, united
 from outrider.target_worker.in_process_drafters import DraftSession, DraftTurn, propose
+
+log = logging.getLogger(__name__)
+
+TOO_LARGE = (
+    "the head stops drafting for this text, because its features exceed half precision (65,504), in which they are"
+    " sent; use --head-in target for this pair"
+)
+
+
+class FeaturePublisher:
+    """Computes the features that `head` reads, in the target's forwards."""
+
+    def __init__(self, head: Head) -> None:
+        self.points, self._fuse, self.reach = head.points, head.fuse, head.reach
+
+    def fuse(self, rows: mx.array) -> mx.array:
+        """Implements `HiddenStateReader`."""
+        return self._fuse(rows).astype(mx.float16)
+
+
+class FeatureListener:
+    """Collects the features of one text's committed tokens; with `reach`, only the newest of each forward."""
+
+    def __init__(self, request: str, epoch: int, reach: int | None = None) -> None:
+        self.fault = ""
+        self._reach = reach
+        self._request, self._epoch = request, epoch
+        self._features: list[tuple[int, mx.array]] = []
+
+    def on_features(self, position: int, rows: mx.array) -> None:
+        """Adds features; an `engine.kv_cache.Listener`."""
+        if self.fault:
+            return
+        surplus = rows.shape[0] - self._reach if self._reach is not None else 0
+        self._features.append((position + surplus, rows[surplus:]) if surplus > 0 else (position, rows))
+
+    def take(self) -> list[Features]:
+        """Returns the features since the last call. Waits for those that are not evaluated."""
+        features = [(position, np.array(rows)) for position, rows in self._features]
+        self._features = []
+        if not all(np.isfinite(rows).all() for _, rows in features):
+            self.fault = TOO_LARGE
+            log.warning("%s", self.fault, extra={"request": self._request})
+            return []
+        return [Features(self._request, self._epoch, position, rows) for position, rows in features]
+
 
 ANSWERS_KEPT = 2  # the orchestrator may be one round behind if the target continues by itself
 
@@ -233,7 +288,7 @@ class TargetRequest:
         Of a tree only the first branch is kept if the target verifies only chains.
         """
         if isinstance(draft, Continuation) and draft.parents and not self.takes_trees:
-            draft = Continuation(tuple(draft.chain[node] for node in spine(draft.parents)))
+            draft = Continuation(draft.line)
         self._proposed = draft, span
 
     @property

@@ -37,12 +37,11 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.stats import CacheUse, KvCost
 from outrider.protocol.worker_link import WorkerLink, WorkerLoop
-from outrider.target_worker.feature_publisher import FeatureListener, FeaturePublisher
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.model_runner import ModelRunner, VerifyResult
 from outrider.target_worker.prefix_reuse import KVImport, PrefixReuse
 from outrider.target_worker.ranks import RankLeader
-from outrider.target_worker.target_request import TargetRequest, opening
+from outrider.target_worker.target_request import FeatureListener, FeaturePublisher, TargetRequest, opening
 
 log = logging.getLogger(__name__)
 

@@ -30,8 +30,7 @@ from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.runtimes import Outputs, Runtime, RuntimeState
 from outrider.drafters.drafter import DrafterFault
 from outrider.engine.flat import Bools, Ints, Layers
-from outrider.engine.kv_rows import NewRows, PrivateKVRows
-from outrider.engine.kv_transfer import ReadingFault
+from outrider.engine.kv_rows import KVRows, NewRows, Progress, ReadingFault
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
@@ -163,7 +162,7 @@ class PackageHost:
         return CallOutput(logits, keys, values)
 
 
-class CoreMLKVRows(PrivateKVRows):
+class CoreMLKVRows(KVRows):
     """`engine.kv_rows.KVRows` of one text or tree on `host`, which nothing is saved of. Not lazy: a forward returns
     when it is complete."""
 
@@ -181,9 +180,7 @@ class CoreMLKVRows(PrivateKVRows):
     def length(self) -> int:
         return len(self._columns)
 
-    def prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
-    ) -> None:
+    def prefill(self, tokens: Sequence[int], progress: Progress, total: int, start: int = 0) -> None:
         self._keep(self._columns[:start])
         step = self._layout.prefill.rows
         for first in range(start, len(tokens), step):
@@ -334,7 +331,7 @@ class CoreMLDrafter:
 
 
 class PackageReader:
-    """An `engine.kv_transfer.PromptReader` that runs `package`, which must have the model's weights, on `runtime`.
+    """An `engine.kv_rows.PromptReader` that runs `package`, which must have the model's weights, on `runtime`.
 
     Args:
         least: the model itself reads shorter prompts.

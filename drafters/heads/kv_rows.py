@@ -16,7 +16,7 @@ nodes or sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -38,7 +38,7 @@ from outrider.drafters.heads.pair_kv_cache import (
     SavedPairs,
 )
 from outrider.engine.flat import Ints, NodeSegment, Segment
-from outrider.engine.kv_rows import NewRows, PrivateKVRows
+from outrider.engine.kv_rows import KVRows, NewRows, Progress
 from outrider.engine.prompt_cache import SavedPrefix
 from outrider.engine.steps import Step
 from outrider.protocol.errors import ModelFault
@@ -47,18 +47,10 @@ _PIECE = 512
 _FEW = 32  # more committed pairs attend as a prompt does: other texts would be padded to their number
 
 
-class HeadKVRows(PrivateKVRows):
-    """The part that all forms share. By default nothing is read or moved."""
+class HeadKVRows(KVRows):
+    """The part that all forms share."""
 
     lazy, whole = True, False
-
-    def prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
-    ) -> None: ...
-
-    def keep(self, prefix: int, columns: Ints) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class FeatureKVRows(HeadKVRows):
@@ -103,9 +95,7 @@ class PairKVRows(FeatureKVRows):
         vectors, row = self._stand_ins[column]
         return are_finite(vectors[row])
 
-    def prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
-    ) -> None:
+    def prefill(self, tokens: Sequence[int], progress: Progress, total: int, start: int = 0) -> None:
         """Implements `KVRows.prefill`; the features of all tokens have arrived. The next forward reads a few."""
         self.sequence.length = start - len(self._unread)
         before, count = self.origin - 1, len(tokens)

@@ -21,8 +21,7 @@ from outrider.drafters.coreml.selection import Packages
 from outrider.drafters.coreml.trial import Trials, Tried
 from outrider.drafters.drafter import make
 from outrider.drafters.mlx import MlxDrafter
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows
-from outrider.engine.kv_transfer import ReadingFault
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, ReadingFault
 from outrider.engine.loading import load
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from outrider.drafters.coreml.drafter import PackageReader
-from outrider.engine.kv_transfer import KVLayout, ReadingFault
+from outrider.engine.kv_cache import KVLayout
+from outrider.engine.kv_rows import ReadingFault
 from outrider.engine.loading import load, outline
 from outrider.prefill_worker.worker import CoreMLReader, MlxReader
 from outrider.protocol.messages import Prefill

@@ -9,8 +9,7 @@ import mlx.core as mx
 import pytest
 
 from outrider.engine.flat import Layers
-from outrider.engine.kv_rows import DenseKVRows
-from outrider.engine.kv_transfer import PromptReader, ReadingFault
+from outrider.engine.kv_rows import DenseKVRows, PromptReader, ReadingFault
 
 
 class RecordingKVRows(DenseKVRows):

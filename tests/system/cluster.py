@@ -41,12 +41,12 @@ from outrider.protocol.messages import (
 from outrider.protocol.messages import workers as abilities_of
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs
-from outrider.target_worker.feature_publisher import FeaturePublisher
 from outrider.target_worker.in_process_drafters import (
     InProcessDrafters,
     InProcessModel,
     InProcessProposer,
 )
+from outrider.target_worker.target_request import FeaturePublisher
 from outrider.target_worker.worker import TargetWorker
 from tests.harness.settings import round_settings
 from tests.honest import HonestWorkers

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from outrider.engine.kv_cache import Feed, FlatKVCache
-from outrider.engine.kv_transfer import KVLayout
+from outrider.engine.kv_cache import Feed, FlatKVCache, KVLayout
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.errors import ProtocolError
