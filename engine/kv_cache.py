@@ -34,6 +34,7 @@ from outrider.engine.residual import target_sampler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest, ProtocolError
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import Bytes
 
 Tokens = Sequence[int] | mx.array
 """Tokens of a text, [N]; an array may be unread."""
@@ -313,9 +314,6 @@ def _joined(parts: Sequence[Tokens]) -> mx.array:
         return mx.array([token for part in parts for token in part], mx.int32)
     arrays = [part if isinstance(part, mx.array) else mx.array(list(part), mx.int32) for part in parts]
     return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
-
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,8 @@ class KVRows:
     or moved, and nothing is kept for other texts.
     """
 
-    lazy: bool
-    whole: bool
+    lazy = True
+    whole = False
 
     def prefill(self, tokens: Sequence[int], progress: Progress, total: int, start: int = 0) -> None:
         """Feeds tokens as columns from 0 on, evaluated, in chunks; calls `progress(done, total)` if there are several.
@@ -139,7 +139,6 @@ class DenseKVRows(KVRows):
     """
 
     together = False
-    whole = False
     reader: PromptReader | None = None
     read = 0
 

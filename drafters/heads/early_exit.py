@@ -31,7 +31,7 @@ from outrider.drafters.heads.checkpoint import (
 )
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import PairHead
-from outrider.drafters.heads.kv_rows import HeadKVRows, Truth, are_finite
+from outrider.drafters.heads.kv_rows import Truth, are_finite
 from outrider.drafters.heads.trees import HeadTree
 from outrider.engine.flat import FlatSequence
 from outrider.engine.hidden_states import (
@@ -42,7 +42,7 @@ from outrider.engine.hidden_states import (
     final_norm,
 )
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache
-from outrider.engine.kv_rows import NewRows
+from outrider.engine.kv_rows import KVRows, NewRows
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
@@ -150,7 +150,7 @@ def speedup(agreement: float, share: float) -> float:
     return max(sum(agreement**k for k in range(depth + 1)) / (1 + depth * share) for depth in depths)
 
 
-class ExitKVRows(HeadKVRows):
+class ExitKVRows(KVRows):
     """Columns of a text of the target after its fed tokens, by its first layers only; the verify overwrites them."""
 
     def __init__(self, drafter: ExitDrafter, sequence: FlatSequence) -> None:

@@ -47,13 +47,7 @@ _PIECE = 512
 _FEW = 32  # more committed pairs attend as a prompt does: other texts would be padded to their number
 
 
-class HeadKVRows(KVRows):
-    """The part that all forms share."""
-
-    lazy, whole = True, False
-
-
-class FeatureKVRows(HeadKVRows):
+class FeatureKVRows(KVRows):
     """The columns of one text in the head's KV cache. `features`: those that are not read."""
 
     def __init__(self, kv_cache: HeadKVCache, features: FeatureBuffer) -> None:
