@@ -4,9 +4,6 @@ A worker that never became ready is an error of the server's start; a drafter th
 worker that had been ready is restarted; its successor keeps its name, its memory cost and its abilities. A worker that
 joined by itself is not restarted; a target that did is waited for. Knows workers and processes; nothing of sockets or
 requests.
-
-`SpawnedWorker`: a worker process in a session of its own. It ends when its stdin closes, and so with the orchestrator,
-however that ends. Its stderr is a log in the run directory.
 """
 
 from __future__ import annotations
@@ -14,21 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 from outrider.orchestrator.core.worker_registry import MOST_DEATHS, TARGET, Worker, WorkerLoss, WorkerRegistry
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.machine.spawn import (
-    STDERR,
-    STEADY_MEMORY,
-    child_environment,
-    log_file,
-    log_tail,
-    worker_command,
-)
+from outrider.orchestrator.machine.spawn import STDERR, STEADY_MEMORY, SpawnedProcess, child_environment, worker_command
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.errors import WorkerError
@@ -37,51 +25,9 @@ from outrider.protocol.worker_link import INCARNATION_BITS
 STDIN = 0
 
 
-class SpawnedWorker:
-    """A worker process that this process started and may end."""
-
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self._process = process
-        self._log = log
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def exit_code(self) -> int | None:
-        """Returns the exit code, negative for the signal that ended the process; None while it runs."""
-        return self._process.poll()
-
-    def log_tail(self) -> str:
-        """Returns the last lines of its log as one line, for an error message."""
-        return log_tail(self._log)
-
-    def terminate(self) -> None:
-        """Asks the process to end in order, by a signal and by closing its stdin."""
-        self._end(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Ends the process and all processes of its session at once."""
-        self._end(signal.SIGKILL)
-
-    def wait(self, grace: float) -> int:
-        """Returns the exit code; kills the process if it has not ended within `grace` seconds."""
-        try:
-            return self._process.wait(grace)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            return self._process.wait()
-
-    def _end(self, number: signal.Signals) -> None:
-        if self._process.poll() is None:  # reaped only here, so the id still belongs to this process
-            os.killpg(self._process.pid, number)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-
-
 def spawn_worker(
     role: str, name: str, endpoint: str, settings: ServeSettings, run_dir: Path, incarnation: int
-) -> SpawnedWorker:
+) -> SpawnedProcess:
     """Starts the `role` worker (target, draft or prefill) of this cluster; it connects to `endpoint` as `incarnation`.
 
     Raises:
@@ -89,34 +35,25 @@ def spawn_worker(
         InvalidRequest: MLX's library is not installed.
     """
     system.require_mlx()
-    log = run_dir / f"{name}.log"
+    env = {
+        **STEADY_MEMORY,
+        **system.environment(child_environment(), settings.threads, settings.cpu_kernels),
+        **system.drafter_core(role, settings),
+    }
     command = worker_command(role, name, endpoint, settings, STDIN)
     command += ["--incarnation", str(incarnation)]
     inherited = [os.dup(STDERR)] if settings.log_format == "json" else []
     for number in inherited:
         command += ["--log-fd", str(number)]
     try:
-        with log_file(log, "wb") as stderr:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=stderr,
-                stderr=stderr,
-                env={
-                    **STEADY_MEMORY,
-                    **system.environment(child_environment(), settings.threads, settings.cpu_kernels),
-                    **system.drafter_core(role, settings),
-                },
-                pass_fds=inherited,
-                start_new_session=True,
-            )
+        process = SpawnedProcess(command, env, run_dir / f"{name}.log", "wb", inherited)
     except OSError as error:
         raise WorkerError(f"the {role} worker can't be started ({error}); expected {sys.executable} to run") from None
     finally:
         for number in inherited:
             os.close(number)
     system.place(process.pid, role, settings)
-    return SpawnedWorker(process, log)
+    return process
 
 
 log = logging.getLogger(__name__)

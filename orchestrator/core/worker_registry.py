@@ -27,13 +27,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.events import ModelVocabulary
 from outrider.orchestrator.machine import system
+from outrider.orchestrator.machine.spawn import SpawnedProcess
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.digest import fits
@@ -41,9 +41,6 @@ from outrider.protocol.keys import DRAFTER, PREFILL
 from outrider.protocol.messages import Branches, Drafted, Hello, Message, Span, WorkerStats
 from outrider.protocol.stats import CacheUse, Tally
 from outrider.protocol.worker_link import heartbeat_of, routing_id
-
-if TYPE_CHECKING:
-    from outrider.orchestrator.core.supervisor import SpawnedWorker
 
 # Two quartz clocks drift apart by less than this share of the time.
 DRIFT = 200e-6
@@ -202,7 +199,7 @@ class Worker:
     name: str
     role: str
     incarnation: int
-    spawned: SpawnedWorker | None
+    spawned: SpawnedProcess | None
     state: str = "starting"
     hello: Hello | None = None
     fault: str = ""

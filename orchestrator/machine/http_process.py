@@ -10,16 +10,14 @@ import errno
 import logging
 import os
 import socket
-import subprocess
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
-from outrider.orchestrator.machine.spawn import STDERR, STEADY_MEMORY, child_environment, log_file, log_tail, python
+from outrider.orchestrator.machine.spawn import STDERR, STEADY_MEMORY, SpawnedProcess, child_environment, python
 from outrider.orchestrator.pairing.model_files import ModelFiles
 from outrider.protocol.errors import EndpointError, WorkerError
 
@@ -106,10 +104,10 @@ class HttpProcess:
         Raises:
             WorkerError: it ended too soon after its start; the message has the last lines of its log.
         """
-        code = self._process.poll()
+        code = self._process.exit_code()
         if code is None:
             return
-        ended = f"the HTTP server exited with code {code}: {log_tail(self._log) or 'its log is empty'}"
+        ended = f"the HTTP server exited with code {code}: {self._process.log_tail() or 'its log is empty'}"
         if time.monotonic() - self._started < TOO_SOON_SECONDS:
             raise WorkerError(ended)
         log.error("%s; restarting it", ended)
@@ -117,37 +115,21 @@ class HttpProcess:
 
     def drain(self) -> None:
         """Makes the process report that it is not ready, and refuse new requests."""
-        if self._process.stdin is not None:
-            with suppress(BrokenPipeError):
-                os.write(self._process.stdin.fileno(), DRAIN)
+        self._process.write(DRAIN)
 
     def close(self) -> None:
         """Ends the process; running answers have `END_SECONDS` to finish."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.close_stdin()
+        self._process.wait(END_SECONDS)
 
     def _start(self) -> None:
         self._started = time.monotonic()
         shared = os.dup(STDERR)
-        with log_file(self._log, "ab") as stderr:
-            self._process = subprocess.Popen(
-                python("-m", MODULE),
-                stdin=subprocess.PIPE,
-                stdout=stderr,
-                stderr=stderr,
-                env={**SHARED_MEMORY, **large_pages(), **child_environment()},
-                pass_fds=(self._order.listener, shared),
-                start_new_session=True,
-            )
+        env = {**SHARED_MEMORY, **large_pages(), **child_environment()}
+        inherited = self._order.listener, shared
+        self._process = SpawnedProcess(python("-m", MODULE), env, self._log, "ab", inherited)
         os.close(shared)
-        if self._process.stdin is not None:
-            order = replace(self._order, log_fd=shared)
-            os.write(self._process.stdin.fileno(), msgspec.json.encode(order) + b"\n")
+        self._process.write(msgspec.json.encode(replace(self._order, log_fd=shared)) + b"\n")
 
 
 def large_pages() -> dict[str, str]:

@@ -2,6 +2,9 @@
 
 Knows command lines and process ids; knows nothing of messages.
 
+`SpawnedProcess`: a worker or the HTTP server, in a session of its own. It ends when its stdin closes, and so with this
+process, however that ends. Its output is a log in the run directory.
+
 `Sweeper`: a shell that removes the run directory and the socket file of a server that was killed. It waits for the end
 of a pipe that only the server holds. A server that ends in order removes its files itself, and dismisses the sweeper
 first.
@@ -15,8 +18,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,15 +50,78 @@ TAIL_BYTES = 4096
 TAIL_LINES = 3
 
 
-def log_tail(path: Path) -> str:
-    """Returns the last lines of a log as one line; empty if there is no file or it is empty."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(os.fstat(file.fileno()).st_size - TAIL_BYTES, 0))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return " | ".join(line.strip() for line in lines[-TAIL_LINES:] if line.strip())
+class SpawnedProcess:
+    """A process that this process started and may end.
+
+    Raises:
+        OSError: it can't be started.
+    """
+
+    def __init__(
+        self, command: list[str], env: Mapping[str, str], log: Path, log_mode: str, inherited: Sequence[int]
+    ) -> None:
+        """`log_mode`: see `open`. `inherited`: the file descriptors that the process keeps."""
+        self._log = log
+        with log_file(log, log_mode) as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=env,
+                pass_fds=inherited,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """Returns the exit code, negative for the signal that ended the process; None while it runs."""
+        return self._process.poll()
+
+    def log_tail(self) -> str:
+        """Returns the last lines of its log as one line, for an error message; empty if there are none."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(os.fstat(file.fileno()).st_size - TAIL_BYTES, 0))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return " | ".join(line.strip() for line in lines[-TAIL_LINES:] if line.strip())
+
+    def write(self, line: bytes) -> None:
+        """Writes a line to its stdin, which is lost if the process has ended."""
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                os.write(self._process.stdin.fileno(), line)
+
+    def close_stdin(self) -> None:
+        """Asks the process to end in order."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def terminate(self) -> None:
+        """The same, by a signal as well."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends the process and all processes of its session at once."""
+        self._end(signal.SIGKILL)
+
+    def wait(self, grace: float) -> int:
+        """Returns the exit code; kills the process if it has not ended within `grace` seconds."""
+        try:
+            return self._process.wait(grace)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self._process.wait()
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:  # reaped only here, so the id still belongs to this process
+            os.killpg(self._process.pid, number)
+        self.close_stdin()
 
 
 STDERR = 2

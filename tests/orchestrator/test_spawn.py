@@ -26,7 +26,7 @@ FAILS = "import sys; sys.stderr.write('first\\n\\nlast words\\n'); sys.exit(7)"
 
 @pytest.fixture
 def spawned(monkeypatch, tmp_path):
-    """`spawned(code) -> SpawnedWorker` that runs this Python code with the pipe's number as its argument."""
+    """`spawned(code) -> SpawnedProcess` that runs this Python code with the pipe's number as its argument."""
     workers = []
 
     def start(code, wait_for="up"):
