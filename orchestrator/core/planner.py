@@ -15,7 +15,7 @@ from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest
 from outrider.orchestrator.core.proposal import LONGEST_COPY, CopyRound, Lookup, best_tail, longest_copy
-from outrider.orchestrator.core.request import DrafterWait, PendingCopy, Request, SettledRound
+from outrider.orchestrator.core.request import DrafterWait, Request, SettledRound
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import MILLISECOND_NS
@@ -207,10 +207,12 @@ class Planner:
             if nodes and copy.chain and proposal.chain[nodes[0]] != copy.chain[0]:
                 self.estimates.observe_alternatives(copy, kept)
         if not sequence.ngrams.is_empty:
-            planning.pending_copy = PendingCopy(len(sequence.tokens), longest_copy(sequence.ngrams, LONGEST_COPY))
-            self._follow_copies(request, planning.pending_copy)
+            copy = longest_copy(sequence.ngrams, LONGEST_COPY)
+            rows = len(best_tail(self.estimates, copy).tokens)
+            planning.pending_copy = CopyRound(len(sequence.tokens), copy, rows)
+            self._follow_copies(request)
 
-    def _follow_copies(self, request: Request, pending: PendingCopy) -> None:
+    def _follow_copies(self, request: Request) -> None:
         """Records the rounds that n-grams alone would make; one with a long copy lasts several plain rounds."""
         planning, tokens, round_ = request.planning, request.sequence.tokens, request.planning.copy_round
         if round_ is not None:
@@ -220,8 +222,7 @@ class Planner:
             self.estimates.copies.add(round_.rows, right)
             if self._can_judge(request):
                 self.profiles.observe_copies(planning.text, round_.rows, right)
-        rows = len(best_tail(self.estimates, pending.copy).tokens)
-        planning.copy_round = CopyRound(pending.base_len, pending.copy, rows)
+        planning.copy_round = planning.pending_copy
 
     # --- policies -------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.policy.acceptance import Drift, TextProfile
-from outrider.orchestrator.core.policy.estimates import Copy
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import CopyRound, Lookup, NgramIndex, Proposal, ProposalSource
 from outrider.orchestrator.events import Admit
@@ -178,14 +177,6 @@ class DrafterWait:
     missed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PendingCopy:
-    """The copy that would follow the first `base_len` tokens."""
-
-    base_len: int
-    copy: Copy
-
-
 @dataclass(slots=True)
 class SequenceState:
     """The text of a request: the prompt and all committed `tokens`, at most `context`.
@@ -329,14 +320,15 @@ class PlanState:
     """How the rounds of a request are made: its `plan`, and what it is based on.
 
     `text`: the profile of the text's kind. `drifts`: the use of in-process drafters; `left_out`: those that are of no
-    use any more. `pending_copy`: the copy of the round under way; `copy_round`: a round that n-grams alone would make.
+    use any more. `pending_copy`: what n-grams alone would verify in the round under way; `copy_round`: the round that
+    they would have begun last.
     """
 
     plan: Arm
     text: TextProfile
     drifts: dict[str, Drift] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
-    pending_copy: PendingCopy | None = None
+    pending_copy: CopyRound | None = None
     copy_round: CopyRound | None = None
 
 
