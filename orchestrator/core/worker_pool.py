@@ -3,8 +3,7 @@
 Converts frames to (worker name, message) and back, and handles messages that are not about requests. `WorkerRegistry`
 decides which workers may join, `Supervisor` which are lost and restarted. Knows nothing of requests.
 
-`WorkerRouter` is the socket itself; it sends without waiting. A message that does not fit is dropped, since messages
-that matter are sent again. Knows routing ids and keys, but no workers.
+Messages are sent without waiting. One that does not fit is dropped, since messages that matter are sent again.
 """
 
 from __future__ import annotations
@@ -72,27 +71,6 @@ MOST_WAITING = 1024
 WARNINGS = Rate(0.1, 10)
 
 
-class WorkerRouter(RouterSocket):
-    """The workers' socket."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        super().__init__(context, endpoint, MAX_CONNECTIONS, MOST_WAITING, MOST_WAITING)
-        self._warnings = RateLimiter(WARNINGS)
-
-    def send(self, identity: bytes, *messages: Message) -> None:
-        """Sends messages; they are dropped if the worker is gone or does not read."""
-        try:
-            self.socket.send_multipart([identity, *encode_all(messages)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EAGAIN:
-                self.warn("a worker has %d unread messages, the maximum; later ones are lost", MOST_WAITING)
-
-    def warn(self, message: str, *values: object) -> None:
-        """Logs a warning about an event that a peer can cause at will, at a limited rate."""
-        level = logging.WARNING if self._warnings.allow(b"", (), clock.now()) else logging.INFO
-        log.log(level, message, *values)
-
-
 # A drafter sends a few messages a forward; a stranger sends little besides HELLO.
 DRAFTERS, STRANGERS = Rate(20_000, 20_000), Rate(10, 40)
 
@@ -120,7 +98,7 @@ class WorkerPool:
         self.news = False
         self.rejected = 0
         self.seconds_a_ping = settings.worker_timeout / SILENT
-        self.router = WorkerRouter(context, self.endpoint)
+        self.router = RouterSocket(context, self.endpoint, MAX_CONNECTIONS, MOST_WAITING, MOST_WAITING)
         self.socket = self.router.socket
         joining = settings.workers_endpoint
         if joining is not None:
@@ -134,6 +112,7 @@ class WorkerPool:
         self._ping_serial = self._pinged_ns = 0
         self._next_ping_ns = 0
         self._drafters, self._strangers = RateLimiter(DRAFTERS), RateLimiter(STRANGERS)
+        self._warnings = RateLimiter(WARNINGS)
 
     def start(self) -> None:
         """Starts the worker processes, which report their progress while they load."""
@@ -148,7 +127,7 @@ class WorkerPool:
             return
         worker.invalid[kind] += 1
         self.news = True
-        self.router.warn("%s sent %s", worker, INVALID[kind])
+        self._warn("%s sent %s", worker, INVALID[kind])
         if worker.invalid.total() >= MOST_INVALID and worker.role == "draft":
             counts = ", ".join(f"{INVALID[kind]} ({count})" for kind, count in sorted(worker.invalid.items()))
             why = f"{worker} sent invalid messages: {counts}; disconnected"
@@ -226,7 +205,7 @@ class WorkerPool:
         for name, messages in self._outgoing.items():
             worker = self._registry.named(name)
             if worker is not None and worker.entered:
-                self.router.send(routing_id(worker.incarnation), *messages)
+                self._send(routing_id(worker.incarnation), *messages)
         self._outgoing.clear()
 
     def flush_and_yield(self) -> None:
@@ -276,7 +255,7 @@ class WorkerPool:
             if worker.key and not self._registry.may_stay(worker.role, worker.key):
                 worker.unwelcome = NOT_ALLOWED
             if worker.entered:
-                self.router.send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
+                self._send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
 
     def _on_pong(self, worker: Worker, pong: Pong) -> None:
         is_newest = pong.serial == self._ping_serial
@@ -297,7 +276,7 @@ class WorkerPool:
         for loss in losses:
             self.news = True
             if loss.gone:
-                self.router.send(routing_id(loss.worker.incarnation), Shutdown(loss.why))
+                self._send(routing_id(loss.worker.incarnation), Shutdown(loss.why))
         if losses:
             self._share_memory()
         return losses
@@ -306,9 +285,22 @@ class WorkerPool:
         """Ends the workers, then closes the socket."""
         self.flush()
         for worker in self._registry.all():
-            self.router.send(routing_id(worker.incarnation), Shutdown())
+            self._send(routing_id(worker.incarnation), Shutdown())
         self._supervisor.close()
         self.router.close()
+
+    def _send(self, identity: bytes, *messages: Message) -> None:
+        """Sends messages; they are dropped if the worker is gone or does not read."""
+        try:
+            self.socket.send_multipart([identity, *encode_all(messages)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EAGAIN:
+                self._warn("a worker has %d unread messages, the maximum; later ones are lost", MOST_WAITING)
+
+    def _warn(self, message: str, *values: object) -> None:
+        """Logs a warning about an event that a peer can cause at will, at a limited rate."""
+        level = logging.WARNING if self._warnings.allow(b"", (), clock.now()) else logging.INFO
+        log.log(level, message, *values)
 
     def _hello(self, identity: bytes, hello: Hello, key: str) -> None:
         """Admits a worker that is ready, spawned or joining, or refuses it. A repeated HELLO changes nothing."""
@@ -319,8 +311,8 @@ class WorkerPool:
         why = self._registry.refusal(identity, hello, key) if worker is None else worker.other_model(hello)
         if why is not None:
             self.rejected += 1
-            self.router.warn("refused %r, a %s worker: %s", hello.name[:MAX_NAME], hello.role, why)
-            self.router.send(identity, Shutdown(why))
+            self._warn("refused %r, a %s worker: %s", hello.name[:MAX_NAME], hello.role, why)
+            self._send(identity, Shutdown(why))
             if worker is not None:
                 worker.fault = why  # it will end, and `losses` will report it
             return
@@ -328,7 +320,7 @@ class WorkerPool:
         worker.hello, worker.state, worker.fault, worker.heartbeat = hello, "ready", "", Heartbeat()
         worker.entered_ns = clock.now()
         self._arrived.append(worker)
-        self.router.send(identity, Welcome(worker.name, round(1000 * self.seconds_a_ping)))
+        self._send(identity, Welcome(worker.name, round(1000 * self.seconds_a_ping)))
         self._share_memory()
         self.news = True
         self._dismiss_misfits()
@@ -348,7 +340,7 @@ class WorkerPool:
             share = budget.share(worker.hello.kv, self.target_context) if worker.hello is not None else 0
             if worker.entered and share != worker.kv_limit:
                 worker.kv_limit = share
-                self.router.send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
+                self._send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
 
     def _within_rate(self, identity: bytes, worker: Worker | None, frames: Sequence[bytes]) -> bool:
         """Whether the sender is within its rate; messages over it are not decoded."""
@@ -361,7 +353,7 @@ class WorkerPool:
         if worker is not None:
             self.record_invalid(worker.name, "flood")
         elif allowance.is_first(identity):
-            self.router.warn(
+            self._warn(
                 "an unknown peer sends too many messages to the workers' socket; dropping more than %d a second",
                 STRANGERS.a_second,
             )
@@ -376,5 +368,5 @@ class WorkerPool:
             if worker is not None:
                 self.record_invalid(worker.name, "frame")
             elif isinstance(error, VersionMismatch):
-                self.router.send(identity, Shutdown(str(error)))  # its header shows that the versions differ
+                self._send(identity, Shutdown(str(error)))  # its header shows that the versions differ
             return []
