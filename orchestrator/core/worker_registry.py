@@ -25,6 +25,7 @@ key, description and vocabulary. Knows nothing of sockets or requests.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -50,36 +51,34 @@ class FarClock:
     """The clock of one worker. `round_trip_ns`: the latest time from a ping to its answer; 0: none has come."""
 
     def __init__(self) -> None:
-        self.round_trip_ns = 0
-        self._ahead_ns = 0
-        self._error_ns: int | None = None
-        self._at_ns = 0
+        self.round_trip_ns = self._ahead_ns = self._at_ns = 0
+        self._error_ns = math.inf
 
     def observe(self, asked_ns: int, theirs_ns: int, now_ns: int) -> None:
         """Records an answer with the worker's time, to a ping of `asked_ns` and arrived at `now_ns` of this clock."""
         self.round_trip_ns = now_ns - asked_ns
         ahead_ns, error_ns = theirs_ns - (asked_ns + now_ns) // 2, self.round_trip_ns // 2 + 1
         old_error_ns = self._error(now_ns)
-        has_jumped = old_error_ns is not None and abs(ahead_ns - self._ahead_ns) > old_error_ns + error_ns
-        if old_error_ns is None or error_ns <= old_error_ns or has_jumped:
+        has_jumped = abs(ahead_ns - self._ahead_ns) > old_error_ns + error_ns
+        if error_ns <= old_error_ns or has_jumped:
             self._ahead_ns, self._error_ns, self._at_ns = ahead_ns, error_ns, now_ns
 
     def ahead_ns(self, now_ns: int) -> int:
         """Returns how far it is ahead of this clock; 0 if they may be the same."""
-        error_ns = self._error(now_ns)
-        return 0 if error_ns is None or abs(self._ahead_ns) <= error_ns else self._ahead_ns
+        return 0 if abs(self._ahead_ns) <= self._error(now_ns) else self._ahead_ns
 
     def to_local(self, message: Message, now_ns: int) -> Message:
         """Returns a message that arrived at `now_ns` with its times on this clock, none after `now_ns`."""
         if not isinstance(message, Branches | Drafted):
             return message
         lasted_ns = max(message.work.duration_ns, 0)
-        ended_ns = now_ns if self._error_ns is None else min(message.work.ended_ns - self.ahead_ns(now_ns), now_ns)
+        is_known = self._error_ns < math.inf
+        ended_ns = min(message.work.ended_ns - self.ahead_ns(now_ns), now_ns) if is_known else now_ns
         return replace(message, work=Span(max(ended_ns - lasted_ns, 0), max(ended_ns, 0)))
 
-    def _error(self, now_ns: int) -> int | None:
-        """Returns the possible error of the offset; None: there is no measurement."""
-        return None if self._error_ns is None else self._error_ns + int(DRIFT * (now_ns - self._at_ns))
+    def _error(self, now_ns: int) -> float:
+        """Returns the possible error of the offset, which is infinite until it was measured."""
+        return self._error_ns + int(DRIFT * (now_ns - self._at_ns))
 
 
 # A worker is lost after SILENT unanswered pings; a drafter is not waited for after QUIET.
