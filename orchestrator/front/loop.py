@@ -99,9 +99,7 @@ class Front:
         self._pair = pair
         self._admission = admission
         self._clients = clients
-        self._core = queues.core
-        self._events = queues.events
-        self._orders = queues.orders
+        self._queues = queues
         self._core_stats = core_stats
         self._announce = announce
         self._serials = itertools.count(1)
@@ -118,16 +116,16 @@ class Front:
     def run(self) -> None:
         """Runs until `FrontOrder.END` comes."""
         poller = zmq.Poller()
-        for socket in (self._clients.socket, self._clients.monitor, self._events.wake, self._orders.wake):
+        for socket in (self._clients.socket, self._clients.monitor, self._queues.events.wake, self._queues.orders.wake):
             poller.register(socket, zmq.POLLIN)
         while True:
             if self._clients.monitor in dict(poller.poll()):
                 self._clients.watch()
-            orders = list(self._orders.take())
+            orders = list(self._queues.orders.take())
             if FrontOrder.END in orders:
                 break
             self._draining = self._draining or bool(orders)
-            for event in together(self._events.take()):
+            for event in together(self._queues.events.take()):
                 self._on_event(event)
             for received in self._clients.receive(MESSAGES_PER_TURN):
                 self._on_message(received)
@@ -214,7 +212,7 @@ class Front:
             return
         ticket.ending = "cancelled"
         if ticket.key in self._active:
-            self._core.put(Stop(ticket.key, "cancelled"))
+            self._queues.core.put(Stop(ticket.key, "cancelled"))
         elif self._waiting.drop(ticket.path, ticket):
             self._close(ticket, Done(ticket.name, "cancelled", Timings(queue_ms=ticket.queue_ms)))
 
@@ -298,7 +296,7 @@ class Front:
         self._show(ticket, delta, event)
         if delta.stopped and not ticket.ending:
             ticket.ending = "stop"
-            self._core.put(Stop(ticket.key, "stop"))
+            self._queues.core.put(Stop(ticket.key, "stop"))
 
     def _ended(self, ticket: Ticket, event: RequestEnded) -> None:
         if not ticket.ending:
@@ -354,7 +352,7 @@ class Front:
             self._active[first.key] = first
             first.begun_ns = clock.now()
             log_ticket(first, logging.INFO, "begins, %d prompt tokens", len(first.admit.tokens))
-            self._core.put(first.admit)
+            self._queues.core.put(first.admit)
 
     def _fits(self, ticket: Ticket) -> bool:
         """Whether memory has room for its text besides those that run; a request alone always fits."""
