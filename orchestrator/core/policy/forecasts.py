@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
 
@@ -157,11 +157,11 @@ class Forecasts:
     max_depth: int
     branches: int
     fixed: bool
-    _tokens_by_depth: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._verify_ms = cache(self.estimates.forward_ms)
         self._all_cores_ms = cache(partial(self.estimates.forward_ms, all_cores=True))
+        self._tokens = cache(self._expected_tokens)
 
     def of(self, arm: Arm) -> Forecast:
         """Returns the best plan of this arm, and its rate."""
@@ -172,10 +172,9 @@ class Forecasts:
         depths = (
             [arm.depth] if arm.depth else [depth for depth in DEPTHS if depth <= self.max_depth] or [self.max_depth]
         )
-        if arm.drafter and arm.mode == "ssd":
-            return max((self._joint(arm, depth) for depth in depths), key=itemgetter(1))
         if arm.drafter:
-            return max((self._in_process(arm.drafter, depth) for depth in depths), key=itemgetter(1))
+            forecast = self._joint if arm.mode == "ssd" else self._in_process
+            return max((forecast(arm, depth) for depth in depths), key=itemgetter(1))
         if arm.mode == "sd":
             return self._best("sd", depths, [self.branches])
         return self._best("ssd", depths, [arm.branches] if arm.branches else self._breadths())
@@ -197,11 +196,11 @@ class Forecasts:
         widest = max(plan.branches for plan, rate in forecasts if rate >= min(POLICY.near * best, best))
         return max((forecast for forecast in forecasts if forecast[0].branches == widest), key=itemgetter(1))
 
-    def _in_process(self, drafter: str, depth: int) -> Forecast:
+    def _in_process(self, arm: Arm, depth: int) -> Forecast:
         """Returns the forecast of chains of `depth` tokens by an in-process drafter."""
-        odds, draft_ms = Odds(partial(self._tokens, drafter=drafter), 0.0), self.estimates.in_process_ms(depth, drafter)
-        arm = Arm("sd", depth, self.branches, drafter)
-        return arm, own_rate(self._costs(arm, 1), odds, depth, draft_ms)
+        odds = Odds(partial(self._tokens, drafter=arm.drafter), 0.0)
+        draft_ms = self.estimates.in_process_ms(depth, arm.drafter)
+        return replace(arm, depth=depth, branches=self.branches), own_rate(self._costs(arm, 1), odds, depth, draft_ms)
 
     def _joint(self, arm: Arm, depth: int) -> Forecast:
         """Returns the forecast of branches by draft workers with in-process chains after a miss."""
@@ -219,16 +218,9 @@ class Forecasts:
         verify_ms = costs.verify_ms(n + round(n * share * copies.rows() / some)) if some else 0.0
         return n * (1.0 + share * copies.right()) / (some * verify_ms + (1.0 - some) * costs.step_ms)
 
-    def _tokens(self, depth: int, drafter: str = "") -> float:
+    def _expected_tokens(self, depth: int, drafter: str = "") -> float:
         """Returns E[tokens] of a round with a chain of K; a tuned K above the maximum counts as the maximum."""
-        tokens = self._tokens_by_depth.get(drafter)
-        if tokens is None:
-            tokens, reach = [1.0], 1.0
-            for position in range(max(self.max_depth, DEPTHS[-1])):
-                reach *= self.odds.holding(drafter).rate(position)
-                tokens.append(tokens[-1] + reach)
-            self._tokens_by_depth[drafter] = tokens
-        return tokens[min(depth, len(tokens) - 1)]
+        return self.odds.holding(drafter).expected_tokens(min(depth, max(self.max_depth, DEPTHS[-1])))
 
     def _costs(self, arm: Arm, breadth: int) -> Costs:
         e, n = self.estimates, self.at_once
