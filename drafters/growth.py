@@ -18,14 +18,14 @@ import heapq
 import math
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice
 from typing import TypeVar
 
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanOut, ForkPoint, stopping
 from outrider.protocol.messages import Alternatives, Branch
 from outrider.protocol.schema import MAX_BESIDE
-from outrider.protocol.trees import Candidate, DraftTree, SparseQ, TreeFeed, line, spine
+from outrider.protocol.trees import Candidate, DraftTree, SparseQ, TreeFeed, common, line, spine
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +125,6 @@ class ChainAlternatives:
         points = [place.point for place in self.places[: accepted + 1]]
         others = self.places[accepted].others if accepted < len(self.places) else ()
         calibration.learn(points, len(self.chain), accepted, rank(others, tokens[accepted]))
-
-
-def common(chain: Sequence[int], tokens: Sequence[int]) -> int:
-    """Returns the length of the common prefix."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chain, tokens, strict=False)))
 
 
 def rank(tokens: Sequence[int], token: int) -> int | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -37,6 +38,11 @@ class DraftTree:
     @property
     def is_chain(self) -> bool:
         return is_chain(self.parents)
+
+
+def common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Returns the length of the common prefix."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def line(count: int) -> tuple[int, ...]:

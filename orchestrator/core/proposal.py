@@ -21,10 +21,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import accumulate, takewhile
+from itertools import accumulate, cycle, islice
 from operator import mul
 
-from outrider.orchestrator.core.policy.estimates import Copy, Estimates, right_tokens
+from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.protocol.messages import (
     Alternatives,
     Autonomous,
@@ -37,7 +37,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import MAX_CHAIN, Origin
-from outrider.protocol.trees import ROOT, DraftTree, SparseQ, depths, is_chain, spine, united
+from outrider.protocol.trees import ROOT, DraftTree, SparseQ, common, depths, is_chain, spine, united
 
 
 class ProposalSource(Enum):
@@ -130,7 +130,7 @@ class Proposal:
 
     def along(self, nodes: Sequence[int]) -> int:
         """Returns how many of these accepted nodes are on the drafter's chain."""
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(nodes, self.drafter_nodes, strict=False)))
+        return common(nodes, self.drafter_nodes)
 
     def settled(self, outcome: Outcome) -> Proposal:
         """Returns the proposal as it was verified: united with the in-process drafter's tokens, if there are any."""
@@ -243,16 +243,9 @@ class NgramIndex:
         for n in range(len(tail), SHORTEST - 1, -1):
             at = self._followed_at.get(tuple(tail[-n:]))
             if at is not None:
-                return Copy(self._copied(at, max(length, 0), then), n)
+                following = [*self._tokens[at : at + length], *then]
+                return Copy(tuple(islice(cycle(following), max(length, 0))), n)
         return Copy()
-
-    def _copied(self, at: int, length: int, then: Sequence[int]) -> tuple[int, ...]:
-        copied = self._tokens[at : at + length]
-        if len(copied) < length:
-            copied += then
-        for index in range(length - len(copied)):
-            copied.append(copied[index])
-        return tuple(copied[:length])
 
 
 LARGEST = 32
@@ -362,7 +355,7 @@ class CopyRound:
 
     def right(self, following: Sequence[int]) -> int | None:
         """Returns how many of its tokens were right; None until the tokens `following` it show that."""
-        right = right_tokens(self.copy, following)
+        right = common(self.copy.chain, following)
         return min(right, self.rows) if len(following) > self.rows or right < len(following) else None
 
 
@@ -429,7 +422,7 @@ def merged(
         odds: of the branch's tokens, by the drafter; (): those of chains on average.
     """
     chain, longest = branch.chain, min(LONGEST_COPY, room)
-    instead = Copy() if ngrams.is_empty else ngrams.lookup(longest, committed)
+    instead = ngrams.lookup(longest, committed)
     forks = bool(instead.chain) and chain[: len(instead.chain)] != instead.chain[: len(chain)]
     if not chain or not (forks or alternatives is not None):
         return None
@@ -444,7 +437,7 @@ def merged(
         shared, acceptance = drafts.shared(instead.chain), estimates.alternatives(instead.matched)
         positions = range(len(instead.chain))  # of which the first that no other source proposes counts as the first
         drafts.add(instead.chain, [acceptance.rate(max(at - shared, 0)) for at in positions], Origin.COPIED)
-    after = Copy() if ngrams.is_empty else ngrams.lookup(longest - len(chain), (*committed, *chain))
+    after = ngrams.lookup(longest - len(chain), (*committed, *chain))
     tail = best_tail(estimates, after, math.prod(rates)).tokens
     follows = [estimates.copied(after.matched).rate(position) for position in range(len(tail))]
     drafts.add((*chain, *tail), [*[0.0] * len(chain), *follows], Origin.COPIED)

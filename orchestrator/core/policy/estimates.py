@@ -14,13 +14,13 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from outrider.orchestrator.core.policy.acceptance import Acceptance, Average, CopyStats, InProcessDrafts
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning
 from outrider.orchestrator.settings import BRANCHES
 from outrider.protocol.messages import InProcessDrafter
+from outrider.protocol.trees import common
 
 
 class Slope:
@@ -305,13 +305,13 @@ class Estimates:
 
     def observe_copy(self, copy: Copy, committed: Sequence[int]) -> int:
         """Records a copy, verified or not, and the tokens that came; returns how many of the copy's were right."""
-        held = right_tokens(copy, committed)
+        held = common(copy.chain, committed)
         self.copied(copy.matched).add(min(len(copy.chain), len(committed)), held)
         return held
 
     def observe_alternatives(self, copy: Copy, committed: Sequence[int]) -> None:
         """Records the same for a copy whose first token a drafter contradicted."""
-        self.alternatives(copy.matched).add(min(len(copy.chain), len(committed)), right_tokens(copy, committed))
+        self.alternatives(copy.matched).add(min(len(copy.chain), len(committed)), common(copy.chain, committed))
 
     def observe_link(self, milliseconds: float) -> None:
         """Records the time of a chain on request beyond its drafting; with several requests that includes a queue."""
@@ -422,8 +422,3 @@ class Estimates:
     def wait_ms(self, milliseconds: float) -> float:
         """Returns the cost of a wait: with several requests at least a forward, which begins without this request."""
         return milliseconds if self.active == 1 else max(milliseconds, self.verify_ms(1))
-
-
-def right_tokens(copy: Copy, committed: Sequence[int]) -> int:
-    """Returns how many tokens at the copy's beginning are the committed ones."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(copy.chain, committed, strict=False)))
