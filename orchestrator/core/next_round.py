@@ -41,8 +41,7 @@ from outrider.orchestrator.core.request import CachedBranch, DrafterWait, Reques
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
-from outrider.protocol.messages import Alternatives, Drafted, Halt, Prepare, Verify
-from outrider.protocol.trees import SparseQ
+from outrider.protocol.messages import Drafted, Halt, Prepare, Verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ class Proposer:
 
     def _copy_beside(self, request: Request) -> tuple[int, ...]:
         """Returns the copy that pays in one tree with an in-process chain."""
-        if not request.takes_trees or request.sequence.ngrams.is_empty:
+        if not request.takes_trees:
             return ()
         copy = longest_copy(request.sequence.ngrams, request.room)
         return copy_beside(self.estimates, copy, request.plan.drafter, request.longest)
@@ -202,18 +201,13 @@ class Proposer:
 
     def branch(self, request: Request, cached: CachedBranch, committed: tuple[int, ...] = ()) -> Proposal:
         """Returns a branch as a proposal, extended by a copy; the n-grams have not seen the `committed` tokens yet."""
-        room = request.room - len(committed)
-        chain = cached.chain[: max(min(request.plan.depth, room), 0)]
-        q, odds = _first(cached.q, chain), cached.odds[: len(chain)]
-        hit = Proposal(chain, ProposalSource.CACHE, Lookup.HIT, q=q, drafter=cached.drafter, offered=len(chain))
-        return self._filled(request, hit, room, committed, cached.alternatives, odds)
+        return self._filled(request, cached, ProposalSource.CACHE, Lookup.HIT, committed)
 
     def drafted(self, request: Request, drafter: str, message: Drafted) -> Proposal:
         """Returns a chain on request as a proposal, extended by a copy."""
-        chain = message.chain[: request.longest]
-        source = ProposalSource.DRAFTER if chain else ProposalSource.NONE
-        proposal = Proposal(chain, source, q=_first(message.q, chain), drafter=drafter, offered=len(chain))
-        return self._filled(request, proposal, request.room, (), message.alternatives, message.odds[: len(chain)])
+        chain = CachedBranch(message.chain, message.q, drafter, message.alternatives, message.odds)
+        source = ProposalSource.DRAFTER if message.chain and request.longest else ProposalSource.NONE
+        return self._filled(request, chain, source)
 
     def after_wait(self, request: Request) -> Proposal:
         """Returns the proposal after a wait: its branch, as deep as it is, or an empty chain."""
@@ -224,22 +218,25 @@ class Proposer:
     def _filled(
         self,
         request: Request,
-        chain: Proposal,
-        room: int,
-        committed: tuple[int, ...],
-        others: Alternatives | None,
-        odds: Sequence[float],
+        drafted: CachedBranch,
+        source: ProposalSource,
+        lookup: Lookup = Lookup.NONE,
+        committed: tuple[int, ...] = (),
     ) -> Proposal:
-        """Extends or truncates a chain, or merges it with others into a tree, unless rounds are reproducible or the
-        chain comes with its q."""
+        """Returns a chain as a proposal: extended or truncated, or merged with others into a tree, unless rounds are
+        reproducible or the chain comes with its q."""
+        room = request.room - len(committed)
+        chain = drafted.chain[: max(min(request.plan.depth, room), 0)]
+        q = drafted.q.part(0, len(chain)) if drafted.q is not None else None
+        proposal = Proposal(chain, source, lookup, q=q, drafter=drafted.drafter, offered=len(chain))
         if self.full_depth or request.admit.sampling.is_residual:
-            return chain
-        ngrams = request.sequence.ngrams
+            return proposal
+        ngrams, odds = request.sequence.ngrams, drafted.odds[: len(chain)]
         if request.takes_trees:
-            tree = merged(self.estimates, ngrams, chain, committed, room, others, odds)
+            tree = merged(self.estimates, ngrams, proposal, committed, room, drafted.alternatives, odds)
             if tree is not None:
                 return tree
-        return filled(self.estimates, ngrams, chain, committed, room, odds)
+        return filled(self.estimates, ngrams, proposal, committed, room, odds)
 
     def serve(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
         """Looks the outcome up. A hit is served as deep as it is, unless one more token is worth its wait."""
@@ -315,10 +312,6 @@ class Proposer:
     def _until_next_forward(self, limit_ms: float) -> float:
         """Limits a wait to the other requests' next forward, if there are others: this one joins the one after."""
         return limit_ms if self.estimates.active == 1 else min(limit_ms, self.estimates.verify_ms(1))
-
-
-def _first(q: SparseQ | None, chain: tuple[int, ...]) -> SparseQ | None:
-    return q.part(0, len(chain)) if q is not None else None
 
 
 class NextRound:
