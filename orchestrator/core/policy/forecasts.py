@@ -87,12 +87,6 @@ def sd_rate(costs: Costs, odds: Odds, depth: int) -> float:
     return mixed_rate(costs, [RoundKind(1.0, odds.rows(depth), odds.tokens(depth), asked=depth)])
 
 
-def own_rate(costs: Costs, odds: Odds, depth: int, draft_ms: float) -> float:
-    """SD in the target's process: requests that share the verify share the drafting, too."""
-    verify_ms = costs.verify_ms(costs.at_once * (depth + 1))
-    return costs.at_once * odds.tokens(depth) / (draft_ms + verify_ms)
-
-
 def ssd_rate(costs: Costs, odds: Odds, depth: int) -> float:
     """Theorem 7. After a miss the better of an AR step and a chain on request counts."""
     hit = RoundKind(odds.hit, odds.rows(depth), odds.tokens(depth), ahead=depth)
@@ -197,10 +191,11 @@ class Forecasts:
         return max((forecast for forecast in forecasts if forecast[0].branches == widest), key=itemgetter(1))
 
     def _in_process(self, arm: Arm, depth: int) -> Forecast:
-        """Returns the forecast of chains of `depth` tokens by an in-process drafter."""
-        odds = Odds(partial(self._tokens, drafter=arm.drafter), 0.0)
-        draft_ms = self.estimates.in_process_ms(depth, arm.drafter)
-        return replace(arm, depth=depth, branches=self.branches), own_rate(self._costs(arm, 1), odds, depth, draft_ms)
+        """Returns the forecast of chains by an in-process drafter; requests that share a verify share the drafting."""
+        verify_ms = self._costs(arm, 1).verify_ms(self.at_once * (depth + 1))
+        round_ms = self.estimates.in_process_ms(depth, arm.drafter) + verify_ms
+        rate = self.at_once * self._tokens(depth, arm.drafter) / round_ms
+        return replace(arm, depth=depth, branches=self.branches), rate
 
     def _joint(self, arm: Arm, depth: int) -> Forecast:
         """Returns the forecast of branches by draft workers with in-process chains after a miss."""

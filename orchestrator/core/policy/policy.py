@@ -225,7 +225,7 @@ class Policy:
         """Chooses the arm and plan of the next rounds; `passing`: another load has just begun."""
         forecasts = self._forecasts(self._active)
         self._add_promised()
-        guesses = self._worths(self._guesses(forecasts))
+        guesses = self._worths({arm: rate * self._error(arm, rate) for arm, (_, rate) in forecasts.items()})
         rates = self._worths(self._rates_here(forecasts))
         before, self._trial, self._is_first = self._trial, None, False
         if passing and self._leaving:
@@ -346,13 +346,9 @@ class Policy:
     def _age(self, arm: Arm) -> float:
         return self._episode - self._records[arm].last_episode
 
-    def _guesses(self, forecasts: dict[Arm, Forecast]) -> dict[Arm, float]:
-        """Returns the forecast rate of each arm, corrected by its error for that arm at the nearest load."""
+    def _error(self, arm: Arm, rate: float) -> float:
+        """Returns the arm's measured rate over its forecast `rate`, at the nearest load; 1 if nothing was measured."""
         here = _load(self._active)
-        return {arm: rate * self._error(arm, here, rate) for arm, (_, rate) in forecasts.items()}
-
-    def _error(self, arm: Arm, here: int, rate: float) -> float:
-        """Returns the arm's measured rate over its forecast, for load `here`; 1 where nothing was measured."""
         rates = {load: _rates(records).get(arm) for load, records in self._by_load.items()}
         measured = {load: value for load, value in rates.items() if value is not None}
         if not measured:
