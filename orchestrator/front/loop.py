@@ -61,29 +61,6 @@ STOPPED = "the server was stopped before the text was complete; retry when it ru
 log = logging.getLogger(__name__)
 
 
-class ServerMetrics:
-    """The counts of a server: requests `done` by reason, `failed` by kind of error. `tokens` includes those of requests
-    that still run."""
-
-    def __init__(self) -> None:
-        self.totals = Timings()
-        self.tokens = 0
-        self.done: Counter[str] = Counter()
-        self.failed: Counter[str] = Counter()
-
-    def on_ended(self, last: Done | Failed) -> None:
-        """Records the last message of a request."""
-        if isinstance(last, Done):
-            self.done[last.reason] += 1
-            self.totals += last.timings
-        else:
-            self.failed[last.kind] += 1
-
-    def endings(self) -> tuple[Tally, ...]:
-        """Returns the ended requests by reason, or by kind of error."""
-        return tuple(Tally(kind, count) for kind, count in (*list(self.done.items()), *list(self.failed.items())))
-
-
 class Front:
     """Owns the client socket, the queue and every ticket. `announce` gets the stages of the start, and the end."""
 
@@ -111,7 +88,10 @@ class Front:
         self._has_target = False
         self._fatal = ""
         self._draining = False
-        self._metrics = ServerMetrics()
+        self._done: Counter[str] = Counter()  # requests by reason
+        self._failed: Counter[str] = Counter()  # by kind of error
+        self._totals = Timings()
+        self._tokens = 0  # with those of requests that still run
 
     def run(self) -> None:
         """Runs until `FrontOrder.END` comes."""
@@ -146,13 +126,13 @@ class Front:
             workers=self._workers,
             active=len(self._active),
             queued=len(self._waiting),
-            finished=self._metrics.done.total(),
-            failed=self._metrics.failed.total(),
-            totals=self._metrics.totals,
+            finished=self._done.total(),
+            failed=self._failed.total(),
+            totals=self._totals,
             stale_messages=0,
             rejected_frames=self._clients.rejected,
-            generated=self._metrics.tokens,
-            endings=self._metrics.endings(),
+            generated=self._tokens,
+            endings=tuple(Tally(*ending) for ending in (*list(self._done.items()), *list(self._failed.items()))),
             kv=self._kv_use(),
         )
         return self._core_stats(stats)
@@ -181,7 +161,7 @@ class Front:
             ticket = self._admission.accept(generate, f"r{next(self._serials)}", sender, path)
         except OutriderError as error:
             refusal = Failed(generate.request, kind_of(error), str(error))
-            self._metrics.on_ended(refusal)
+            self._failed[refusal.kind] += 1
             log.info("refused %s: %s", refusal.request, error, extra={"client_request": refusal.request})
             self._clients.send(sender, refusal)
             return
@@ -313,7 +293,7 @@ class Front:
 
     def _show(self, ticket: Ticket, delta: TextDelta, event: Committed) -> None:
         ticket.tokens += len(delta.tokens)
-        self._metrics.tokens += len(delta.tokens)
+        self._tokens += len(delta.tokens)
         if delta.text or delta.tokens:
             count = len(delta.tokens)
             logprobs = event.logprobs.part(0, count) if event.logprobs is not None else None
@@ -327,10 +307,12 @@ class Front:
     def _close(self, ticket: Ticket, last: Done | Failed) -> None:
         """Sends the ticket's last message, which the client may not receive, and removes the ticket."""
         self._clients.send(ticket.sender, last)
-        self._metrics.on_ended(last)
         if isinstance(last, Done):
+            self._done[last.reason] += 1
+            self._totals += last.timings
             log_ticket(ticket, logging.INFO, "ends, %d tokens: %s", ticket.tokens, last.reason)
         else:
+            self._failed[last.kind] += 1
             expected = last.kind == ServerStopped.__name__  # the operator stopped the server
             log_ticket(ticket, logging.INFO if expected else logging.WARNING, "fails: %s", last.message)
         self._active.pop(ticket.key, None)
