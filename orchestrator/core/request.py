@@ -130,22 +130,19 @@ class SpeculationCache:
 
     def add(self, message: Branches, drafter: str) -> None:
         """Adds branches if there is room; a deeper one replaces a shorter one. Depth decides, never the tokens."""
+        # The bytes of a whole message count, because its arrays are views of one buffer.
+        size = _TOKEN_BYTES * sum(len(entry.committed) + len(entry.chain) for entry in message.entries)
+        size += message.q.nbytes if message.q is not None else 0
+        if not self._budget.reserve(size, self._held):
+            return
+        self._held += size
         end = 0
-        for entry in message.entries if self._has_room(message) else ():
+        for entry in message.entries:
             start, end = end, end + len(entry.chain)
             old = self.branches.get(entry.committed)
             if old is None or len(entry.chain) > len(old.chain) or (entry.alternatives and old.chain == entry.chain):
                 q = message.q.part(start, end) if message.q is not None else None
                 self.branches[entry.committed] = CachedBranch(entry.chain, q, drafter, entry.alternatives, entry.odds)
-
-    def _has_room(self, message: Branches) -> bool:
-        """Reserves the bytes of a whole message, because its arrays are views of one buffer."""
-        size = _TOKEN_BYTES * sum(len(entry.committed) + len(entry.chain) for entry in message.entries)
-        size += message.q.nbytes if message.q is not None else 0
-        if not self._budget.reserve(size, self._held):
-            return False
-        self._held += size
-        return True
 
     def lookup(self, committed: tuple[int, ...]) -> CachedBranch | None:
         """Returns the branch for the outcome that makes these tokens final, as deep as it is, or None.
@@ -360,11 +357,6 @@ class Request:
     @property
     def generated(self) -> int:
         return len(self.sequence.tokens) - len(self.admit.tokens)
-
-    @property
-    def made(self) -> int:
-        """The tokens that this server has generated; the others were resumed."""
-        return self.generated - len(self.admit.resume_tokens)
 
     @property
     def remaining(self) -> int:

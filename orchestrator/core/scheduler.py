@@ -370,8 +370,9 @@ class Scheduler:
     def _finish(self, request: Request, reason: str) -> None:
         self._close(request)
         timings = partial(request.metrics.timings, len(request.admit.tokens))
+        generated = request.generated - len(request.admit.resume_tokens)  # by this server
         notes = [*request.sequence.notes, *filter(None, [self._planner.reason(request)])]
-        self._emit(RequestEnded(request.id, reason, timings(request.made), tuple(notes), timings))
+        self._emit(RequestEnded(request.id, reason, timings(generated), tuple(notes), timings))
 
     def _fail(self, request: Request, why: str) -> None:
         self._close(request)
