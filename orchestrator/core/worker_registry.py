@@ -116,18 +116,15 @@ class Heartbeat:
         """Whether it must not be waited for; it may come back."""
         return self.unanswered >= QUIET or self.still >= self.most(seconds_a_ping) / 2
 
-    def is_lost(self, seconds_a_ping: float) -> str | None:
-        """Returns why it is given up, or None."""
-        if self.unanswered >= SILENT:
-            return f"has not answered for {self.unanswered * seconds_a_ping:.0f} s"
-        if self.still >= self.most(seconds_a_ping):
-            return f"has made no progress for {self.still * seconds_a_ping:.0f} s"
-        return None
-
-    def is_stuck(self, seconds_a_ping: float) -> str | None:
-        """Returns why a loading worker is given up, or None: it was silent for too long, if its time is known."""
-        if self.expected_s and self.unanswered >= self.most(seconds_a_ping):
+    def why_lost(self, seconds_a_ping: float, is_loading: bool) -> str | None:
+        """Returns why it is given up, or None. One that loads may be silent, unless its time is known."""
+        most = self.most(seconds_a_ping)
+        if is_loading and self.expected_s and self.unanswered >= most:
             return f"has made no progress while starting for {self.unanswered * seconds_a_ping:.0f} s"
+        if not is_loading and self.unanswered >= SILENT:
+            return f"has not answered for {self.unanswered * seconds_a_ping:.0f} s"
+        if not is_loading and self.still >= most:
+            return f"has made no progress for {self.still * seconds_a_ping:.0f} s"
         return None
 
 
@@ -240,7 +237,7 @@ class Worker:
             return self.fault or ended + (f": {tail}" if tail else "")
         if self.unwelcome:
             return f"{self} is dismissed: {self.unwelcome}"
-        silence = self.heartbeat.is_lost(seconds_a_ping) if self.entered else self.heartbeat.is_stuck(seconds_a_ping)
+        silence = self.heartbeat.why_lost(seconds_a_ping, not self.entered)
         return f"{self} {silence}" if silence else None
 
     def stats(self) -> WorkerStats:
