@@ -72,10 +72,9 @@ class Planner:
                 if sources == all_sources and depth is None and branches is None and sampled != greedy
                 for choice in policy.learned()
             ]
-            stored = next((record for record in self._stored if record.is_greedy == greedy), None)
-            choices = choices or list(stored.choices if stored is not None else ())
-            if choices:
-                best_first = sorted(choices, key=lambda choice: -choice.tokens_per_second)
+            stored = [choice for record in self._stored if record.is_greedy == greedy for choice in record.choices]
+            best_first = sorted(choices or stored, key=lambda choice: -choice.tokens_per_second)
+            if best_first:
                 learned.append(self.estimates.snapshot(tuple(best_first), 0.0 if greedy else 1.0))
         return tuple(learned)
 

@@ -304,15 +304,11 @@ class DraftTrie:
         heaviest = sorted(range(len(masses)), key=lambda node: -masses[node])[:most]  # a parent before its children
         expected = enumerate(accumulate((masses[node] for node in heaviest), initial=1.0), 1)
         values = [tokens / cost(rows) if worth is None else tokens - worth * cost(rows) for rows, tokens in expected]
-        below: defaultdict[int, list[int]] = defaultdict(list)
-        for node in heaviest[: values.index(max(values))]:
-            below[self.parents[node]].append(node)
-        nodes: list[int] = []
-        todo = below[ROOT][::-1]
-        while todo:
-            nodes.append(todo.pop())
-            todo += below[nodes[-1]][::-1]
-        return nodes
+        best = heaviest[: values.index(max(values))]
+        paths: dict[int, tuple[int, ...]] = {ROOT: ()}  # the ranks of the nodes down to each
+        for rank, node in enumerate(best):
+            paths[node] = (*paths[self.parents[node]], rank)
+        return sorted(best, key=paths.__getitem__)
 
 
 LONGEST_COPY = 12
