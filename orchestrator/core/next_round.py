@@ -183,11 +183,8 @@ class Proposer:
 
     def unites(self, request: Request) -> bool:
         """Whether a branch and an in-process chain are verified in one tree."""
-        return (
-            bool(request.in_process_drafter)
-            and request.takes_trees
-            and unites(self.estimates, request.in_process_drafter, request.plan.depth)
-        )
+        drafter = request.in_process_drafter
+        return bool(drafter) and request.takes_trees and unites(self.estimates, drafter, request.plan.depth)
 
     def stays(self, request: Request) -> bool:
         """Whether an autonomous target should continue by itself: the next proposal would be the same."""

@@ -153,9 +153,8 @@ class Admission:
 
     def need(self, admit: Admit) -> int:
         """Returns the bytes that a request takes in all workers when its text has its maximum length."""
-        return (
-            self.kv_budget.cost.of(len(admit.tokens) + admit.sampling.max_tokens) if self.kv_budget is not None else 0
-        )
+        budget = self.kv_budget
+        return budget.cost.of(len(admit.tokens) + admit.sampling.max_tokens) if budget is not None else 0
 
     def _mode(self, requested: str) -> str:
         mode = self._settings.mode if requested == "auto" else requested

@@ -163,9 +163,8 @@ class Forecasts:
             return Arm("ar", 1, self.branches), ar_rate(self._costs(arm, 1))
         if arm.drafter == NGRAM:
             return Arm("sd", self.max_depth, self.branches, NGRAM), self._copying(self._costs(arm, 1))
-        depths = (
-            [arm.depth] if arm.depth else [depth for depth in DEPTHS if depth <= self.max_depth] or [self.max_depth]
-        )
+        allowed = [depth for depth in DEPTHS if depth <= self.max_depth] or [self.max_depth]
+        depths = [arm.depth] if arm.depth else allowed
         if arm.drafter:
             forecast = self._joint if arm.mode == "ssd" else self._in_process
             return max((forecast(arm, depth) for depth in depths), key=itemgetter(1))
@@ -180,10 +179,8 @@ class Forecasts:
     def _best(self, mode: str, depths: Iterable[int], breadths: Iterable[int]) -> Forecast:
         forecasts: list[Forecast] = []
         for breadth in breadths:
-            costs, odds = (
-                self._costs(Arm(mode), breadth),
-                Odds(self._tokens, self.estimates.covered(breadth), self.estimates.rows),
-            )
+            costs = self._costs(Arm(mode), breadth)
+            odds = Odds(self._tokens, self.estimates.covered(breadth), self.estimates.rows)
             rate = sd_rate if mode == "sd" else ssd_rate
             forecasts += [(Arm(mode, depth, breadth), rate(costs, odds, depth)) for depth in depths]
         best = max(rate for _, rate in forecasts)
