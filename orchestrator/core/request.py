@@ -81,21 +81,10 @@ A_REQUEST, IN_ALL = 16 << 20, 64 << 20
 
 @dataclass(slots=True)
 class CacheBudget:
-    """The bytes held, and the number of messages dropped."""
+    """The bytes held by all requests, and the number of messages dropped."""
 
     held: int = 0
     dropped: int = 0
-
-    def reserve(self, size: int, of_request: int) -> bool:
-        """Reserves `size` bytes for a request that holds `of_request`; returns False if they exceed the budget."""
-        if of_request + size > A_REQUEST or self.held + size > IN_ALL:
-            self.dropped += 1
-            return False
-        self.held += size
-        return True
-
-    def release(self, size: int) -> None:
-        self.held -= size
 
 
 _TOKEN_BYTES = 40  # a number and its place in a tuple
@@ -125,7 +114,7 @@ class SpeculationCache:
     def clear(self) -> None:
         """Drops all branches and releases their bytes."""
         self.branches.clear()
-        self._budget.release(self._held)
+        self._budget.held -= self._held
         self._held = 0
 
     def add(self, message: Branches, drafter: str) -> None:
@@ -133,9 +122,11 @@ class SpeculationCache:
         # The bytes of a whole message count, because its arrays are views of one buffer.
         size = _TOKEN_BYTES * sum(len(entry.committed) + len(entry.chain) for entry in message.entries)
         size += message.q.nbytes if message.q is not None else 0
-        if not self._budget.reserve(size, self._held):
+        if self._held + size > A_REQUEST or self._budget.held + size > IN_ALL:
+            self._budget.dropped += 1
             return
         self._held += size
+        self._budget.held += size
         end = 0
         for entry in message.entries:
             start, end = end, end + len(entry.chain)
