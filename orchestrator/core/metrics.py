@@ -299,8 +299,7 @@ class Trace:
         self._path = path
         self._events: list[tuple[str, dict[str, Any]]] = []
         self._is_full = False
-        if path is not None:
-            self._write()
+        self.close()  # writes an empty trace, so that a bad path shows at the start
 
     @property
     def enabled(self) -> bool:
@@ -321,10 +320,9 @@ class Trace:
         self.add(track, name, Span(at_ns, at_ns), **args)
 
     def close(self) -> None:
-        if self._path is not None:
-            self._write()
-
-    def _write(self) -> None:
+        """Writes the events."""
+        if self._path is None:
+            return
         tracks = sorted({track for track, _ in self._events})
         process_of = {track: TARGET if track == TARGETS_DRAFTER else track for track in tracks}
         processes = sorted(set(process_of.values()))
@@ -336,8 +334,7 @@ class Trace:
         ]
         events = [{"pid": pids[track], "tid": tracks.index(track), **event} for track, event in self._events]
         try:
-            if self._path is not None:
-                self._path.write_text(json.dumps({"traceEvents": names + events}), encoding="utf-8")
+            self._path.write_text(json.dumps({"traceEvents": names + events}), encoding="utf-8")
         except OSError as error:
             raise InvalidRequest(f"the trace can't be written to {self._path}: {error.strerror}") from error
 
