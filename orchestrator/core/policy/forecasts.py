@@ -170,11 +170,9 @@ class Forecasts:
             return max((forecast(arm, depth) for depth in depths), key=itemgetter(1))
         if arm.mode == "sd":
             return self._best("sd", depths, [self.branches])
-        return self._best("ssd", depths, [arm.branches] if arm.branches else self._breadths())
-
-    def _breadths(self) -> list[int]:
         narrower = [] if self.fixed else [breadth for breadth in BREADTHS if breadth < self.branches]
-        return [self.branches, *reversed(narrower)]
+        breadths = [arm.branches] if arm.branches else [self.branches, *reversed(narrower)]
+        return self._best("ssd", depths, breadths)
 
     def _best(self, mode: str, depths: Iterable[int], breadths: Iterable[int]) -> Forecast:
         forecasts: list[Forecast] = []
