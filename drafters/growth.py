@@ -123,13 +123,8 @@ class ChainAlternatives:
         """Updates the calibration by the tokens that became final."""
         accepted = common(self.chain, tokens[:-1])
         points = [place.point for place in self.places[: accepted + 1]]
-        others = self.places[accepted].others if accepted < len(self.places) else ()
-        calibration.learn(points, len(self.chain), accepted, rank(others, tokens[accepted]))
-
-
-def rank(tokens: Sequence[int], token: int) -> int | None:
-    """Returns the token's index; None: it is not there."""
-    return tokens.index(token) if token in tokens else None
+        bonus, others = tokens[accepted], self.places[accepted].others if accepted < len(self.places) else ()
+        calibration.learn(points, len(self.chain), accepted, others.index(bonus) if bonus in others else None)
 
 
 def next_tokens(tree: TokenTree, nodes: Sequence[int], calibration: Calibration) -> list[tuple[int, float]]:
@@ -214,16 +209,15 @@ class ReadyBranches:
 
 @dataclass(slots=True)
 class GrowingBranch:
-    """A growing branch: `tip` is its last fed node (None before the bonus token is fed), `chain` its tokens with their
-    `odds`, `outcome` the probability of its outcome.
+    """A growing branch: `chain` has its tokens with their `odds`, `outcome` is the probability of its outcome.
 
-    Chain token i follows `nodes[i]`. `alternatives` are set when the branch is complete.
+    Chain token i follows `nodes[i]`, its fed nodes; the bonus token's is the first. `alternatives` are set when the
+    branch is complete.
     """
 
     accepted: int
     bonus: int
     outcome: float
-    tip: int | None = None
     chain: list[int] = field(default_factory=list)
     odds: list[float] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
@@ -315,19 +309,16 @@ class BranchGrowth:
         accepted = common(self._chain, tokens[:-1])  # the next token is the bonus token, or an alternative
         if accepted >= len(self._spine):
             return
-        unread = [k for k in range(accepted + 1) if self._candidates[k] is None]
-        if unread:
-            self._read_candidates(unread)
+        self._read_candidates([k for k in range(accepted + 1) if self._candidates[k] is None])
         known = [at for at in self._candidates[: accepted + 1] if at is not None]
-        bonus_rank = rank(known[accepted].others, tokens[accepted])
-        self._calibration.learn([at.point for at in known], len(self._chain), accepted, bonus_rank)
+        ChainAlternatives(self._chain, known).teach(self._calibration, tokens)
 
     def _feed(self, grown: Sequence[GrowingBranch]) -> Steps[list[tuple[int, float]]]:
         """Feeds the rest of the chain and the next token of these branches. Returns the best continuation of each, with
         its odds."""
         line = feed_of(self._tree, self._spine[-1], self._unfed)
-        parents = [*line.parents, *(self._spine[b.accepted] if b.tip is None else b.tip for b in grown)]
-        tokens = [*line.tokens, *(b.bonus if b.tip is None else None for b in grown)]
+        parents = [*line.parents, *(b.nodes[-1] if b.nodes else self._spine[b.accepted] for b in grown)]
+        tokens = [*line.tokens, *(None if b.nodes else b.bonus for b in grown)]
         if not tokens:
             return []
         wanted = [*line.wanted, *(self._depth - len(b.chain) for b in grown)]
@@ -335,7 +326,6 @@ class BranchGrowth:
         self._unfed = ()
         self._spine += nodes[:fed]
         for branch, node in zip(grown, nodes[fed:], strict=True):
-            branch.tip = node
             branch.nodes.append(node)
         return next_tokens(self._tree, nodes[fed:], self._calibration)
 
@@ -368,12 +358,11 @@ class BranchGrowth:
         """Begins a branch; its first tokens may have been fed in an earlier round."""
         node = child_of(self._tree, self._spine[branch.accepted], branch.bonus, given=True)
         while node is not None:
-            branch.tip = node
             branch.nodes.append(node)
             token, odds = next_tokens(self._tree, [node], self._calibration)[0]
             branch.chain.append(token)
             branch.odds.append(odds)
-            node = child_of(self._tree, node, branch.chain[-1], given=False)
+            node = child_of(self._tree, node, token, given=False)
         (self._growing if len(branch.chain) < self._depth else self._complete).append(branch)
 
     def _alternatives(self, branch: GrowingBranch) -> Alternatives | None:
