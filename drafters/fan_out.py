@@ -167,18 +167,21 @@ def ranked(points: Sequence[ForkPoint | None], calibration: Calibration) -> Iter
 
     The probability is P(k) * P(rank | k), by live estimates given how sure the drafter is.
     """
-    heap: list[tuple[float, int, int, float]] = []
-    for k, (point, stops_here) in enumerate(zip(points, stopping(points, calibration), strict=True)):
-        if point is None or point.gaps:  # filters may leave nothing but the chain's own token
-            share = calibration.bonus_share(k == len(points) - 1, 0, point)
-            heapq.heappush(heap, (-stops_here * share, k, 0, stops_here))
+    heap: list[tuple[float, int, int]] = []
+    chances = stopping(points, calibration)
+
+    def add(k: int, rank: int) -> None:
+        point = points[k]
+        if point is None or rank < len(point.gaps):  # filters may leave nothing but the chain's own token
+            share = calibration.bonus_share(k == len(points) - 1, rank, point)
+            heapq.heappush(heap, (-chances[k] * share, k, rank))
+
+    for k in range(len(points)):
+        add(k, 0)
     while heap:
-        gain, k, rank, stops_here = heapq.heappop(heap)
+        gain, k, rank = heapq.heappop(heap)
         yield -gain, k
-        point, full = points[k], k == len(points) - 1
-        if point is None or rank + 1 < len(point.gaps):
-            share = calibration.bonus_share(full, rank + 1, point)
-            heapq.heappush(heap, (-stops_here * share, k, rank + 1, stops_here))
+        add(k, rank + 1)
 
 
 def stopping(points: Sequence[ForkPoint | None], calibration: Calibration) -> list[float]:
