@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from outrider.drafters.drafter import Drafter, DrafterFault, FeatureTree, TokenTree
 from outrider.drafters.fan_out import BranchRequest, Calibration, FanOut, shares
@@ -77,14 +77,12 @@ class WorkAhead:
     @property
     def far_behind(self) -> bool:
         """Whether a continuation would first have to feed many tokens: `advance` feeds them in pieces."""
-        return len(self._behind) > _BESIDE and not self._is_blind
+        return len(self._behind) > _BESIDE and self._can_grow
 
     @property
     def busy(self) -> bool:
         """Whether a forward is worth making, or the end of the round has not been reported."""
-        if self._is_blind:
-            return False
-        return self._growth.busy if self._growth is not None else bool(self._behind)
+        return self._can_grow and (self._growth.busy if self._growth is not None else bool(self._behind))
 
     def commit(self, tokens: Sequence[int], task: BranchTask) -> None:
         """Makes `tokens` final, then plans the branches after them.
@@ -95,27 +93,26 @@ class WorkAhead:
         self._learn(tokens)
         self.proposed = None
         self._task = task
-        if not self._behind and not self._is_blind:
+        if not self._behind and self._can_grow:
             path = committed_path(self.tree, tokens)
             self.tree.commit(path)
             tokens = tokens[len(path) :]
         self._behind += tokens
         self._growth = None
-        if not self._behind and not self._is_blind:
-            self._begin_growth()
+        self._begin_growth()
 
     def add_features(self, position: int, rows: Halves) -> None:
         """Adds the target's features of tokens from `position` on; ignored if the tree does not read them."""
         if self._feature_tree is None:
             return
         self._feature_tree.add_features(position, rows)
-        if self._growth is None and not self._behind and not self._is_blind:
+        if self._growth is None:
             self._begin_growth()
 
     @property
-    def _is_blind(self) -> bool:
-        """Whether nothing can grow or be read before more features arrive."""
-        return self._feature_tree is not None and not self._feature_tree.ready(len(self._behind))
+    def _can_grow(self) -> bool:
+        """Whether something can grow or be read before more features arrive."""
+        return self._feature_tree is None or self._feature_tree.ready(len(self._behind))
 
     @property
     def _has_root(self) -> bool:
@@ -123,7 +120,7 @@ class WorkAhead:
 
     def continuation(self, depth: int) -> Steps[Continuation]:
         """Returns the `depth` tokens after the committed text, chained on the device and evaluated once (SD)."""
-        while self._behind and not self._is_blind:
+        while self._behind and self._can_grow:
             yield from self._catch_up()
         if not self._has_root:
             return Continuation()
@@ -173,13 +170,12 @@ class WorkAhead:
             nodes = yield feed_of(self.tree, self.tree.root, line, self._task.depth if verifying is None else 1)
             self.tree.commit(nodes[: len(self._behind)])
             self._behind = []
-        if not self._behind and self._has_root:
-            self._begin_growth()
+        self._begin_growth()
 
     def _begin_growth(self) -> None:
-        """Begins the branches of the chain under verification."""
+        """Begins the branches of the chain under verification, if all committed tokens are fed."""
         task, eos = self._task, self._eos
-        if task.verifying is not None:
+        if task.verifying is not None and not self._behind and self._has_root:
             self._growth = BranchGrowth(self.tree, task.verifying, task, eos, self._fan_out, self._calibration)
 
     def _learn(self, tokens: Sequence[int]) -> None:
@@ -280,6 +276,7 @@ class Capacity:
 
 
 Value = TypeVar("Value")
+_FORWARD = "the draft's forward"  # what failed, in errors
 
 
 class DraftBatcher:
@@ -302,11 +299,10 @@ class DraftBatcher:
         failed = {id(work): wish for work, wish in zip(works, wishes, strict=True) if isinstance(wish, OutriderError)}
         sound = [work for work in works if id(work) not in failed]
         at_once = self.capacity.rows() if active == 1 else None
-        jobs = [_Job(work.tree, work.advance(at_once)) for work in sound]
-        rows = self._run(jobs)
+        found, rows = run_together([work.tree for work in sound], [work.advance(at_once) for work in sound])
         if rows:
             self.capacity.forward(rows, (clock.now() - started_ns) / clock.MILLISECOND_NS)
-        results = (job.result for job in jobs)
+        results = iter(found)
         return [failed[id(work)] if id(work) in failed else next(results) for work in works]
 
     def _grant(self, requests: Sequence[tuple[WorkAhead, BranchRequest]], active: int) -> None:
@@ -320,45 +316,40 @@ class DraftBatcher:
 
     def continuations(self, works: Sequence[WorkAhead], depths: Sequence[int]) -> list[Continuation | OutriderError]:
         """Returns the `depths` tokens after each committed text, or the error of one that failed."""
-        jobs = [_Job(work.tree, work.continuation(depth)) for work, depth in zip(works, depths, strict=True)]
-        self._run(jobs)
-        return [job.result for job in jobs]
-
-    def _run(self, jobs: Sequence[_Job[Result]]) -> int:
-        """Runs all jobs to their end. Returns the number of tokens that were fed."""
-        rows = 0
-        for job in jobs:
-            job.go_on()
-        while waiting := [(job, job.feed) for job in jobs if job.feed is not None]:
-            rows += sum(len(feed.tokens) for _, feed in waiting)
-            fed = _feed([job.tree for job, _ in waiting], [feed for _, feed in waiting])
-            for (job, _), nodes in zip(waiting, fed, strict=True):
-                job.go_on(nodes)
-        return rows
+        steps = [work.continuation(depth) for work, depth in zip(works, depths, strict=True)]
+        return run_together([work.tree for work in works], steps)[0]
 
 
-class _Job(Generic[Result]):
-    """One request's work, which waits for `feed`; None: it has ended with `result`."""
+def run_together(
+    trees: Sequence[TokenTree], steps: Sequence[Steps[Result]]
+) -> tuple[list[Result | OutriderError], int]:
+    """Runs the steps of these trees to their ends; they share each forward.
 
-    feed: TreeFeed | None = None
-    result: Result | OutriderError
+    Returns the result of each, or the error of one that failed, and the number of tokens that were fed.
+    """
+    runs, results, rows = [_caught(own) for own in steps], dict[int, Result | OutriderError](), 0
+    fed: dict[int, Any] = dict.fromkeys(range(len(runs)))  # the new nodes of each, or the error that took their place
+    while fed:
+        feeds = dict[int, TreeFeed]()
+        for index, nodes in fed.items():
+            run = runs[index]
+            try:
+                feeds[index] = run.throw(nodes) if isinstance(nodes, OutriderError) else run.send(nodes)
+            except StopIteration as ended:
+                results[index] = ended.value
+        rows += sum(len(feed.tokens) for feed in feeds.values())
+        found = _feed([trees[index] for index in feeds], list(feeds.values())) if feeds else ()
+        fed = dict(zip(feeds, found, strict=True))
+    return [results[index] for index in range(len(runs))], rows
 
-    def __init__(self, tree: TokenTree, steps: Steps[Result]) -> None:
-        self.tree, self._steps = tree, steps
 
-    def go_on(self, nodes: Any = None) -> None:
-        """Continues with the new nodes of `feed`, or the error that took their place; begins without."""
-        found = nodes if isinstance(nodes, OutriderError) else _try(lambda: self._step(nodes))
-        self.feed = None if isinstance(found, OutriderError) else found
-        if isinstance(found, OutriderError):
-            self.result = found
-
-    def _step(self, nodes: Any) -> TreeFeed | None:
-        try:
-            return self._steps.send(nodes)
-        except StopIteration as ended:
-            self.result = ended.value
-            return None
+def _caught(steps: Steps[Result]) -> Steps[Result | OutriderError]:
+    """Makes these steps, and returns their error instead of raising it."""
+    try:
+        with named_errors(_FORWARD):
+            return (yield from steps)
+    except OutriderError as error:
+        return error
 
 
 def _feed(trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> Sequence[list[int] | OutriderError]:
@@ -374,7 +365,7 @@ def _feed(trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> Sequence[lis
 def _try(task: Callable[[], Value]) -> Value | OutriderError:
     """Returns the result of `task`, or its error."""
     try:
-        with named_errors("the draft's forward"):
+        with named_errors(_FORWARD):
             return task()
     except OutriderError as error:
         return error

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -27,7 +26,7 @@ from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, Head, MaskedHead
 from outrider.drafters.heads.kv_rows import BlockKVRows, MaskedKVRows, PairKVRows
 from outrider.drafters.heads.pair_kv_cache import MOST_WAITING, FeatureBuffer, FeatureKVCache, SavedPairs, kv_cache_of
 from outrider.drafters.heads.trees import BlockTree, HeadTree, MaskedTree, PairTree
-from outrider.drafters.work_ahead import DraftBatcher
+from outrider.drafters.work_ahead import run_together
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import CachedPrefix, PromptCache
 from outrider.engine.sampling import Sampler
@@ -72,7 +71,6 @@ class HeadDrafter:
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
         self.kv_cache = kv_cache_of(head, cpu)
         self.calibration = Calibration()
-        self._batcher = DraftBatcher()
 
     def open(
         self,
@@ -115,8 +113,9 @@ class HeadDrafter:
         A request that fails alone, too, gets no further drafts.
         """
         allowed = [draft.allowed(depth) for draft, depth in zip(drafts, depths, strict=True)]
-        able: list[Any] = [draft for draft, depth in zip(drafts, allowed, strict=True) if depth]
-        drafted = iter(self._batcher.continuations(able, [depth for depth in allowed if depth]))
+        able = [(draft, depth) for draft, depth in zip(drafts, allowed, strict=True) if depth]
+        steps = [draft.continuation(depth) for draft, depth in able]
+        drafted = iter(run_together([draft.tree for draft, _ in able], steps)[0])
         found = []
         for draft, depth in zip(drafts, allowed, strict=True):
             own = next(drafted) if depth else Continuation()
