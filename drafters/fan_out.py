@@ -110,11 +110,10 @@ class Calibration:
 
     def bonus_share(self, full: bool, rank: int, point: ForkPoint | None = None) -> float:
         """Returns the probability that the bonus token is candidate `rank`, not counting the chain's own token."""
-        rank_known = min(rank, MAX_RANK - 1)
-        if point is None:
-            return self._by_rank[full][rank_known].value * BEYOND ** (rank - rank_known)
-        share = self._by_gap[full][rank_known][bisect(GAPS, point.below_first(rank))]
-        return share.value * BEYOND ** (rank - rank_known)
+        known = min(rank, MAX_RANK - 1)
+        by_gap = self._by_gap[full][known]
+        share = by_gap[bisect(GAPS, point.below_first(rank))] if point is not None else self._by_rank[full][known]
+        return share.value * BEYOND ** (rank - known)
 
 
 def _prior_share(full: bool, rank: int, gap: float) -> float:
