@@ -44,8 +44,8 @@ class TreeLayout:
         """The absolute position of the token in each column, [end]."""
         return self._positions[: self.end]
 
-    def add(self, parents: Sequence[int]) -> int:
-        """Appends a column for a child of each parent column (-1: the start of the text); returns the first new column.
+    def add(self, parents: Sequence[int]) -> None:
+        """Appends a column for a child of each parent column (-1: the start of the text).
 
         A parent may be a column appended earlier in the same call.
         """
@@ -60,7 +60,6 @@ class TreeLayout:
             self._seen[inner, inner] = True
             self._positions[column] = self._positions[parent] + 1 if parent >= 0 else 0
         self.end += len(parents)
-        return start
 
     def seen(self, start: int) -> Bools:
         """Returns what the columns from `start` on see: [end - start, end]."""
@@ -155,7 +154,7 @@ class Tree:
         self.cached = start.length if start is not None else 0
         if start is not None:
             kv_rows.restore(start)
-            self._committed = list(tokens[: start.length])
+            self._committed, self._layout = list(tokens[: start.length]), TreeLayout(start.length)
         with ExitStack() as undo:  # if reading fails, or `progress` ends it
             self._cache.enter(self, min(len(tokens) + sampler.params.max_tokens, context_length))
             undo.callback(self._cache.leave, self)
@@ -185,10 +184,16 @@ class Tree:
 
     def child(self, node: int, token: int, given: bool | None = None) -> int | None:
         parent = self._node(node)
-        children = [(child, self._nodes[child]) for child in parent.children]
-        if given is not None:
-            children = [(child, entry) for child, entry in children if (entry.fork != parent.fork) == given]
-        return next((child for child, entry in children if self._token(entry) == token), None)
+        for child in parent.children:
+            entry = self._nodes[child]
+            fits = given is None or (entry.fork != parent.fork) == given
+            if fits and self._token(entry) == token and not self._is_stale(entry.column):
+                return child
+        return None
+
+    def _is_stale(self, column: int) -> bool:
+        """Whether the token of a column would be fed with something else now."""
+        return False
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
         (nodes,) = self.feed_together([self], [TreeFeed(parents, tokens)])
@@ -209,7 +214,7 @@ class Tree:
             steps = _scored(trees, begun, logits)
         except Exception:
             for tree, growth in zip(trees, begun, strict=False):
-                tree.give_up(growth)
+                tree._layout.end = growth.new.start  # frees the columns
             raise
         return [tree.end(growth, own) for tree, growth, own in zip(trees, begun, steps, strict=True)]
 
@@ -276,16 +281,21 @@ class Tree:
 
     def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
         """Feeds committed tokens after the columns, all of them committed; the last as the root, unless `more` come."""
-        start, plain = len(self._committed), list(tokens if more else tokens[:-1])
-        self._committed += plain
+        self._committed += tokens
         self._recent, self._nodes = [], {}
-        self.kv_rows.prefill(self._committed, progress, start + len(tokens), start)
-        self._layout = TreeLayout(len(self._committed))
-        if not more:
-            self._feed_root(tokens[-1])
+        self._read_on(not more, progress)
 
-    def _feed_root(self, token: int) -> None:
-        self._settle(self.feed([NOWHERE], [token])[0])
+    def _read_on(self, to_end: bool, progress: Callable[[int, int], None] | None = None) -> None:
+        """Feeds the committed tokens that have no columns yet; with `to_end` the last one becomes the root."""
+        total, start = len(self._committed), self._layout.prefix
+        self.kv_rows.prefill(self._committed[: total - to_end], progress, total, start)
+        self._layout = TreeLayout(total - to_end)
+        if to_end:
+            self._feed_root()
+
+    def _feed_root(self) -> None:
+        """Makes the last committed token, which was not fed, the root."""
+        self._settle(self.feed([NOWHERE], [self._committed.pop()])[0])
 
     def _node(self, node: int) -> _Node:
         if node not in self._nodes:
@@ -327,10 +337,6 @@ class Tree:
         return TreeInput(
             feed.parents, ids, new, SamplingMetadata(self._sampler, [place + 1 for place in places], histories), forks
         )
-
-    def give_up(self, growth: TreeInput) -> None:
-        """Frees the columns of a forward that failed."""
-        self._layout.end = growth.new.start
 
     @property
     def kind(self) -> Hashable:

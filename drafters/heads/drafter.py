@@ -28,7 +28,7 @@ from outrider.drafters.heads.pair_kv_cache import MOST_WAITING, FeatureBuffer, F
 from outrider.drafters.heads.trees import BlockTree, HeadTree, MaskedTree, PairTree
 from outrider.drafters.work_ahead import run_together
 from outrider.engine.ort.forward import OrtForward
-from outrider.engine.prompt_cache import CachedPrefix, PromptCache
+from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft, ModelFault, OutriderError, named_errors
@@ -153,7 +153,7 @@ class HeadDraft:
         self.features = FeatureBuffer(drafter.head.reach or MOST_WAITING)  # those that are not read
         self._drafter, self._sampler = drafter, sampler
         self._tree: HeadTree | None = None
-        self._start: tuple[int, CachedPrefix] | None = None  # the saved pairs that it begins with, and their position
+        self._start: tuple[SavedPairs, int] | None = None  # what it begins with: the saved pairs before a position
         self._tokens: Sequence[int] = ()
         self._length, self._min_prob = 0, 1.0
         self._proposed: ChainAlternatives | None = None
@@ -171,7 +171,7 @@ class HeadDraft:
         if count <= cached.saved.begin or count < length - (_READ_AGAIN if exact else 0):
             return length
         self.features.begin = self.features.end = count
-        self._start = cached.saved.begin, cached.saved.up_to(count)
+        self._start = cached.saved, count
         return count
 
     def add_features(self, position: int, features: mx.array) -> None:
@@ -188,7 +188,7 @@ class HeadDraft:
         With a `min_prob` below 1 the draft has alternatives with a greater probability than that.
         """
         new = tokens[self._length :]
-        if self._proposed is not None and self._proposed.places and new:
+        if self._proposed is not None and new:
             self._proposed.teach(self._drafter.calibration, new)
         self._proposed, self._tokens, self._length, self._min_prob = None, tokens, len(tokens), min_prob
         return self

@@ -21,7 +21,7 @@ import numpy as np
 from outrider.drafters.heads.head import BlockHead, Head, PairHead
 from outrider.engine.flat import FlatRows, Floats, Ints, NodeSegment, Segment
 from outrider.engine.ort.forward import OrtForward
-from outrider.engine.prompt_cache import LEAST, CachedPrefix, SavedPrefix
+from outrider.engine.prompt_cache import LEAST, SavedPrefix
 
 Features = mx.array | Floats
 Row = tuple[Features, int]
@@ -149,11 +149,6 @@ class SavedPairs(SavedPrefix):
     def serves(self, length: int) -> int:
         shared = min(length, self.length)
         return shared if shared - 1 - self.begin >= LEAST else 0
-
-    def up_to(self, position: int) -> CachedPrefix:
-        """Returns the pairs before this position in the form that the head's texts begin with."""
-        count = position - self.begin
-        return CachedPrefix(SavedPrefix(count, tuple(self.columns(count))), count)
 
 
 MOST_WAITING = 2048

@@ -24,7 +24,7 @@ import numpy as np
 from outrider.drafters.heads.head import NO_NUMBERS
 from outrider.drafters.heads.kv_rows import BlockKVRows, BlockSlot, MaskedKVRows, NewBlocks, PairKVRows, Truth, picked
 from outrider.drafters.heads.layers import FEW, BlockLink
-from outrider.drafters.heads.pair_kv_cache import OpenedBlock
+from outrider.drafters.heads.pair_kv_cache import OpenedBlock, SavedPairs
 from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler, SamplingMetadata
 from outrider.engine.steps import CandidateStep, Step, score
@@ -43,8 +43,8 @@ class HeadTree(Tree):
         """The positions of the features that it has read of committed text; empty if some are missing in between."""
         return range(0)
 
-    def adopt(self, tokens: Sequence[int], begin: int, prefix: CachedPrefix) -> None:
-        """Begins with what was saved of `tokens`, from position `begin` on."""
+    def adopt(self, tokens: Sequence[int], saved: SavedPairs, end: int) -> None:
+        """Begins with the saved pairs of `tokens` before position `end`."""
         raise NotImplementedError
 
     def lendable(self) -> list[int]:
@@ -63,9 +63,18 @@ class HeadTree(Tree):
         sound: Truth = self.kv_rows.is_sound(self._node(node).column)
         return sound
 
-    def _feed_last(self) -> None:
-        """Makes the last committed token, which was not fed, the root."""
-        self._feed_root(self._committed.pop())
+    def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
+        """Adds the features [N, W] of committed tokens from `position` on. Waits if they are read."""
+        self.kv_rows.add_features(position, rows)
+        if not self._nodes:
+            self._read_on(True)
+
+    def _is_stale(self, column: int) -> bool:
+        stale: bool = self.kv_rows.is_stale(column)
+        return stale
+
+    def _feed_root(self) -> None:
+        super()._feed_root()
         if not self.is_sound(self.root):
             raise ModelFault(NO_NUMBERS)
 
@@ -79,40 +88,21 @@ class PairTree(HeadTree):
     def pairs(self) -> range:
         return range(self._origin - 1, self._origin - 1 + self._columns)
 
-    def adopt(self, tokens: Sequence[int], begin: int, prefix: CachedPrefix) -> None:
-        end = begin + 1 + prefix.length
-        self._origin, self._committed = begin + 1, list(tokens[:end])
+    def adopt(self, tokens: Sequence[int], saved: SavedPairs, end: int) -> None:
+        self._origin, self._committed = saved.begin + 1, list(tokens[: end + 1])
         self.kv_rows.begin_at(self._origin)
-        self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, prefix)
-        self._layout = TreeLayout(prefix.length)
+        self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, CachedPrefix(saved, end - saved.begin))
+        self._layout = TreeLayout(end - saved.begin)
 
     def ready(self, ahead: int = 0) -> bool:
         """Whether it can grow, or could after reading `ahead` more tokens."""
         return bool(self._nodes) or len(self._committed) + ahead - 2 in self.kv_rows.features
 
-    def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
-        """Adds the features [N, W] of committed tokens from `position` on. Waits if they are read."""
-        self.kv_rows.add_features(position, rows)
-        if not self._nodes:
-            self._read_on(True)
-
-    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
-        for child in self._node(node).children:
-            entry = self._nodes[child]
-            if self._token(entry) == token and not self.kv_rows.is_stale(entry.column):
-                return child
-        return None
-
     def _settle(self, node: int) -> None:
         super()._settle(node)
         self.kv_rows.features.forget(len(self._committed) - 1)
 
-    def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
-        self._committed += tokens
-        self._recent, self._nodes = [], {}
-        self._read_on(not more)
-
-    def _read_on(self, to_end: bool) -> None:
+    def _read_on(self, to_end: bool, progress: Callable[[int, int], None] | None = None) -> None:
         """Feeds the committed tokens whose features have arrived; with `to_end` the last one becomes the root."""
         features, total = self.kv_rows.features, len(self._committed)
         if features.begin == features.end:
@@ -130,7 +120,7 @@ class PairTree(HeadTree):
         self._layout = TreeLayout(len(read))
         features.forget(self._origin + self._columns - 1)
         if has_root:
-            self._feed_last()
+            self._feed_root()
 
 
 class SlotTree(HeadTree):
@@ -233,11 +223,10 @@ class BlockTree(SlotTree):
         whole = len(places) and len(places) == places[-1] + 1 - places[0]
         return range(int(places[0]), int(places[-1]) + 1) if whole else range(0)
 
-    def adopt(self, tokens: Sequence[int], begin: int, prefix: CachedPrefix) -> None:
-        end = begin + prefix.length
+    def adopt(self, tokens: Sequence[int], saved: SavedPairs, end: int) -> None:
         self._committed = list(tokens[:end])
-        self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, prefix)
-        self.kv_rows.places = np.arange(begin, end, dtype=np.int32)
+        self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, CachedPrefix(saved, end - saved.begin))
+        self.kv_rows.places = np.arange(saved.begin, end, dtype=np.int32)
         self._layout = TreeLayout(end)
 
     @property
@@ -248,21 +237,10 @@ class BlockTree(SlotTree):
         """Whether it can grow, or could after reading `ahead` more tokens."""
         return bool(self._nodes) or self.kv_rows.features.end >= len(self._committed) + ahead - 1
 
-    def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
-        """Adds the features [N, W] of committed tokens from `position` on. Waits if many are read."""
-        self.kv_rows.add_features(position, rows)
-        self._set_root()
-
     def child(self, node: int, token: int, given: bool | None = None) -> int | None:
         """Returns a block's own choice (`given` False), or else a token that opened a block of its own; neither is
         returned when its features have arrived."""
-        parent, own = self._node(node), given is False
-        for child in parent.children:
-            entry = self._nodes[child]
-            is_own = entry.fork == parent.fork
-            if is_own == own and self._token(entry) == token and not self.kv_rows.is_stale(entry.column):
-                return child
-        return None
+        return super().child(node, token, given is not False)
 
     def _block(self, path: list[int], wanted: int | None) -> OpenedBlock:
         last = len(self._committed) + len(path) - 1
@@ -271,16 +249,10 @@ class BlockTree(SlotTree):
         tokens = path[pending:] if pending > 0 else [*self._committed[anchor:], *path]
         return OpenedBlock(anchor, tokens, max(1, min(most if wanted is None else wanted, most)))
 
-    def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
-        self._committed += tokens
-        self._recent, self._nodes = [], {}
-        self._layout = TreeLayout(len(self._committed))
-        if not more:
-            self._set_root()
-
-    def _set_root(self) -> None:
-        """Makes the last committed token the root, if the features before it have arrived."""
-        if self._nodes or not self.ready():
-            return
-        self._layout = TreeLayout(len(self._committed) - 1)
-        self._feed_last()
+    def _read_on(self, to_end: bool, progress: Callable[[int, int], None] | None = None) -> None:
+        """Gives all committed tokens columns. With `to_end` the last one becomes the root, if the features before it
+        have arrived."""
+        has_root = to_end and self.ready()
+        self._layout = TreeLayout(len(self._committed) - has_root)
+        if has_root:
+            self._feed_root()
