@@ -296,12 +296,10 @@ class BranchGrowth:
         for branch in ready if self._task.min_prob < 1.0 and not self._tree.draws else ():
             if len(branch.chain) >= self._depth:
                 branch.alternatives = self._alternatives(branch)
-        depth = self._depth
         entries = tuple(
-            Branch((*self._chain[: b.accepted], b.bonus), tuple(b.chain[:depth]), b.alternatives, tuple(b.odds[:depth]))
-            for b in ready
+            Branch((*self._chain[: b.accepted], b.bonus), tuple(b.chain), b.alternatives, tuple(b.odds)) for b in ready
         )
-        q = self._tree.drawn_from([node for branch in ready for node in branch.nodes[: self._depth]])
+        q = self._tree.drawn_from([node for branch in ready for node in branch.nodes])
         return ReadyBranches(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
 
     def learn(self, tokens: Sequence[int]) -> None:
@@ -309,7 +307,7 @@ class BranchGrowth:
         accepted = common(self._chain, tokens[:-1])  # the next token is the bonus token, or an alternative
         if accepted >= len(self._spine):
             return
-        self._read_candidates([k for k in range(accepted + 1) if self._candidates[k] is None])
+        self._read_candidates(range(accepted + 1))
         known = [at for at in self._candidates[: accepted + 1] if at is not None]
         ChainAlternatives(self._chain, known).teach(self._calibration, tokens)
 
@@ -335,7 +333,7 @@ class BranchGrowth:
         if not ready:
             return
         self._unforked = self._unforked[len(ready) :]
-        self._read_candidates([k for k in ready if self._candidates[k] is None])
+        self._read_candidates(ready)
         points = [at.point if at else None for at in self._candidates]
         chances = stopping(points, self._calibration)
         for k in ready:
@@ -345,19 +343,21 @@ class BranchGrowth:
                 self._begin(GrowingBranch(k, bonus, chances[k] * share))
 
     def _read_candidates(self, points: Sequence[int]) -> None:
-        """Reads the drafter's candidates at these fork points, without the chain's own token and EOS."""
-        if not points:
+        """Reads the drafter's candidates at these fork points, if they are not known, without the chain's own token
+        and EOS."""
+        unread = [k for k in points if self._candidates[k] is None]
+        if not unread:
             return
         count = max(self._task.rank_offset + self._task.branches, MAX_RANK) + 1 + len(self._eos)
-        ranked = self._tree.candidates([self._spine[k] for k in points], count)
-        for k, candidates in zip(points, ranked, strict=True):
+        ranked = self._tree.candidates([self._spine[k] for k in unread], count)
+        for k, candidates in zip(unread, ranked, strict=True):
             own = self._chain[k] if k < len(self._chain) else None  # it can't be the bonus token after k tokens
             self._candidates[k] = AlternativesAt.of(own, candidates, self._eos)
 
     def _begin(self, branch: GrowingBranch) -> None:
         """Begins a branch; its first tokens may have been fed in an earlier round."""
         node = child_of(self._tree, self._spine[branch.accepted], branch.bonus, given=True)
-        while node is not None:
+        while node is not None and len(branch.chain) < self._depth:
             branch.nodes.append(node)
             token, odds = next_tokens(self._tree, [node], self._calibration)[0]
             branch.chain.append(token)
@@ -367,9 +367,9 @@ class BranchGrowth:
 
     def _alternatives(self, branch: GrowingBranch) -> Alternatives | None:
         """Returns the alternatives to tokens of a complete branch, as far as they may pay."""
-        chain, least = branch.chain[: min(len(branch.nodes), self._task.depth)], self._task.min_prob
-        worth = worthwhile(len(chain), self._calibration, least)
+        least = self._task.min_prob
+        worth = worthwhile(len(branch.chain), self._calibration, least)
         if not worth:
             return None
         candidates = self._tree.candidates(branch.nodes[:worth], WIDTH + len(self._eos))
-        return ChainAlternatives.of(chain, candidates).tree(self._calibration, least).alternatives
+        return ChainAlternatives.of(branch.chain, candidates).tree(self._calibration, least).alternatives

@@ -64,7 +64,7 @@ class WorkAhead:
         self._eos = frozenset(eos)
         self._fan_out = fan_out
         self._calibration = calibration
-        self._growth: BranchGrowth | None = None
+        self.growth: BranchGrowth | None = None  # of the chain under verification
         self.proposed: ChainAlternatives | None = None
         self._behind: list[int] = []  # committed, and not yet fed
         self._task = BranchTask(None, 0)
@@ -82,7 +82,7 @@ class WorkAhead:
     @property
     def busy(self) -> bool:
         """Whether a forward is worth making, or the end of the round has not been reported."""
-        return self._can_grow and (self._growth.busy if self._growth is not None else bool(self._behind))
+        return self._can_grow and (self.growth.busy if self.growth is not None else bool(self._behind))
 
     def commit(self, tokens: Sequence[int], task: BranchTask) -> None:
         """Makes `tokens` final, then plans the branches after them.
@@ -90,15 +90,16 @@ class WorkAhead:
         Nodes along that path are kept, all others are dropped. Near the end of the context branches become shorter,
         then none are prepared. Makes no forward: of several commits in a row only the last one costs work.
         """
-        self._learn(tokens)
-        self.proposed = None
-        self._task = task
+        if tokens and self.proposed is not None:  # before the tree drops the nodes of its chains
+            self.proposed.teach(self._calibration, tokens)
+        if tokens and self.growth is not None:
+            self.growth.learn(tokens)
+        self.proposed, self.growth, self._task = None, None, task
         if not self._behind and self._can_grow:
             path = committed_path(self.tree, tokens)
             self.tree.commit(path)
             tokens = tokens[len(path) :]
         self._behind += tokens
-        self._growth = None
         self._begin_growth()
 
     def add_features(self, position: int, rows: Halves) -> None:
@@ -106,7 +107,7 @@ class WorkAhead:
         if self._feature_tree is None:
             return
         self._feature_tree.add_features(position, rows)
-        if self._growth is None:
+        if self.growth is None:
             self._begin_growth()
 
     @property
@@ -137,15 +138,6 @@ class WorkAhead:
         self.proposed = ChainAlternatives.of(chain, self.tree.candidates(nodes, WIDTH + len(self._eos)))
         return self.proposed.tree(self._calibration, self._task.min_prob)
 
-    def wish(self) -> BranchRequest | None:
-        """Returns the branches that it wants; None: they have been granted, or it wants none."""
-        return self._growth.request() if self._growth is not None else None
-
-    def grant(self, wish: BranchRequest, branches: int) -> None:
-        """Divides `branches` among the fork points of its request."""
-        if self._growth is not None:
-            self._growth.grant(wish, branches)
-
     def advance(self, rows: int | None = None) -> Steps[ReadyBranches | None]:
         """Makes one forward, over committed tokens that are not fed yet or over the `rows` likeliest branches (None:
         all), which must be granted.
@@ -155,9 +147,9 @@ class WorkAhead:
         if self._behind:
             yield from self._catch_up()
             return None
-        if self._growth is None:
+        if self.growth is None:
             return ReadyBranches((), 0, True)
-        return (yield from self._growth.advance(rows))
+        return (yield from self.growth.advance(rows))
 
     def _catch_up(self) -> Steps[None]:
         """Makes one forward over committed tokens; after the last of them, branches can be planned."""
@@ -176,14 +168,7 @@ class WorkAhead:
         """Begins the branches of the chain under verification, if all committed tokens are fed."""
         task, eos = self._task, self._eos
         if task.verifying is not None and not self._behind and self._has_root:
-            self._growth = BranchGrowth(self.tree, task.verifying, task, eos, self._fan_out, self._calibration)
-
-    def _learn(self, tokens: Sequence[int]) -> None:
-        """Updates the calibration by the outcome, before the tree drops the nodes of its chains."""
-        if self.proposed is not None and tokens:
-            self.proposed.teach(self._calibration, tokens)
-        if self._growth is not None and tokens:
-            self._growth.learn(tokens)
+            self.growth = BranchGrowth(self.tree, task.verifying, task, eos, self._fan_out, self._calibration)
 
 
 def begin(
@@ -292,11 +277,12 @@ class DraftBatcher:
         `active`: the number of requests that share the drafter's time.
         """
         started_ns = clock.now()
-        wishes = [_try(work.wish) for work in works]
+        wishes = [_try(work.growth.request) if work.growth is not None else None for work in works]
+        asked = list(zip(works, wishes, strict=True))
         self._grant(
-            [(work, wish) for work, wish in zip(works, wishes, strict=True) if isinstance(wish, BranchRequest)], active
+            [(work.growth, wish) for work, wish in asked if work.growth and isinstance(wish, BranchRequest)], active
         )
-        failed = {id(work): wish for work, wish in zip(works, wishes, strict=True) if isinstance(wish, OutriderError)}
+        failed = {id(work): wish for work, wish in asked if isinstance(wish, OutriderError)}
         sound = [work for work in works if id(work) not in failed]
         at_once = self.capacity.rows() if active == 1 else None
         found, rows = run_together([work.tree for work in sound], [work.advance(at_once) for work in sound])
@@ -305,14 +291,14 @@ class DraftBatcher:
         results = iter(found)
         return [failed[id(work)] if id(work) in failed else next(results) for work in works]
 
-    def _grant(self, requests: Sequence[tuple[WorkAhead, BranchRequest]], active: int) -> None:
+    def _grant(self, requests: Sequence[tuple[BranchGrowth, BranchRequest]], active: int) -> None:
         """Divides the branches that can be ready in time; a share is left for requests that come later in the round."""
         wishes = [wish for _, wish in requests]
         budget = self.capacity.branches(max((wish.depth for wish in wishes), default=0)) if active > 1 else None
         if budget is not None:
             budget = budget * len(wishes) // active
-        for (work, wish), share in zip(requests, shares(wishes, budget, self._calibration), strict=True):
-            work.grant(wish, share)
+        for (growth, wish), share in zip(requests, shares(wishes, budget, self._calibration), strict=True):
+            growth.grant(wish, share)
 
     def continuations(self, works: Sequence[WorkAhead], depths: Sequence[int]) -> list[Continuation | OutriderError]:
         """Returns the `depths` tokens after each committed text, or the error of one that failed."""
