@@ -215,11 +215,9 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             with named_errors("the drafter's forward"):
                 self._handle(message)
         except OutriderError as error:
-            self._fault(message.request if isinstance(message, Open | Commit | Features | Close) else None, error)
-
-    def _fault(self, request: str | None, error: OutriderError) -> None:
-        running = self._running.get(request or "")
-        self._fail(request, error, running.newest.round if running is not None else None)
+            request = getattr(message, "request", None)
+            running = self._running.get(request or "")
+            self._fail(request, error, running.newest.round if running is not None else None)
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -364,7 +362,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         peak_bytes = self._memory.bytes() if self._memory is not None else 0
         for running, result in zip(requests, results, strict=True):
             if isinstance(result, OutriderError):
-                self._fault(running.newest.request, result)
+                self._fail(running.newest.request, result, running.newest.round)
             elif result is not None:
                 self._link.send(running.answer(result, span, peak_bytes))
 
