@@ -17,7 +17,7 @@ nodes or sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 from weakref import finalize
@@ -28,11 +28,11 @@ import numpy as np
 from outrider.drafters.heads.head import NO_NUMBERS, MaskedHead
 from outrider.drafters.heads.layers import BlockLink
 from outrider.drafters.heads.pair_kv_cache import (
+    DraftBlock,
     FeatureBuffer,
     FeatureKVCache,
     Features,
     HeadKVCache,
-    OpenedBlock,
     PairKVCache,
     Row,
     SavedPairs,
@@ -40,7 +40,6 @@ from outrider.drafters.heads.pair_kv_cache import (
 from outrider.engine.flat import Ints, NodeSegment, Segment
 from outrider.engine.kv_rows import KVRows, NewRows, Progress
 from outrider.engine.prompt_cache import SavedPrefix
-from outrider.engine.steps import Step
 from outrider.protocol.errors import ModelFault
 
 _PIECE = 512
@@ -258,21 +257,6 @@ def _joined(parts: Sequence[Any], dtype: mx.Dtype) -> Any:
 
 
 @dataclass(slots=True, eq=False)
-class DraftBlock:
-    """An opened block. Its slots predict the tokens after `position`, by `slots` rows of vectors and logits from `row`
-    on. `step`: their scores, from row `first` on, if its tree has scored them all at once."""
-
-    anchor: int
-    position: int
-    slots: int
-    hidden: Features
-    logits: mx.array
-    row: int
-    step: Step | None = None
-    first: int = 0
-
-
-@dataclass(slots=True, eq=False)
 class BlockSlot:
     """A block's slot `index`. `memory`: that of the block's link after the tokens up to there, if it has one."""
 
@@ -288,13 +272,15 @@ class BlockSlot:
 
 @dataclass(frozen=True, slots=True)
 class NewBlocks(NewRows):
-    """New tokens, and the block that each opens; None: the next token has a slot in the block of the token before.
-
-    `slots`: those after the tokens; a forward adds them.
+    """New tokens, and the slot after each: the first of a block that it opens, or the next in the block of the token
+    before.
     """
 
-    opened: Sequence[OpenedBlock | None] = ()
-    slots: list[BlockSlot] = field(default_factory=list)
+    slots: Sequence[BlockSlot] = ()
+
+    @property
+    def opened(self) -> list[DraftBlock]:
+        return [slot.block for slot in self.slots if slot.index == 0]
 
 
 class SlotKVRows(FeatureKVRows):
@@ -306,10 +292,10 @@ class SlotKVRows(FeatureKVRows):
         super().__init__(kv_cache, features)
         self._slots: dict[int, BlockSlot] = {}
 
-    def goes_on(self, column: int) -> bool:
-        """Whether the block of this column's token has a slot after its own choice."""
+    def next_slot(self, column: int) -> BlockSlot | None:
+        """Returns the slot after its own choice in the block of this column's token, if there is one."""
         slot = self._slots[column]
-        return slot.index + 1 < slot.block.slots
+        return BlockSlot(slot.block, slot.index + 1, slot.memory) if slot.index + 1 < slot.block.slots else None
 
     def is_sound(self, column: int) -> Truth:
         """Whether its block's vectors are finite."""
@@ -324,20 +310,14 @@ class SlotKVRows(FeatureKVRows):
     @staticmethod
     def _logits(texts: Sequence[Any], new: Sequence[Any], hidden: Features, logits: mx.array) -> mx.array:
         """Returns the logits after all new tokens [R, V], by the vectors and logits of the opened blocks' slots."""
-        found, row = list[BlockSlot](), 0
+        row = 0
         for text, rows in zip(texts, new, strict=True):
-            for column, parent, opened in zip(range(rows.start, rows.end), rows.parents, rows.opened, strict=True):
-                if opened is None:
-                    before = text._slots[parent]
-                    slot = BlockSlot(before.block, before.index + 1, before.memory)
-                else:
-                    last = opened.anchor + len(opened.tokens) - 1
-                    slot = BlockSlot(DraftBlock(opened.anchor, last, opened.slots, hidden, logits, row))
-                    row += opened.slots
-                text._slots[column] = slot
-                rows.slots.append(slot)
-            found += rows.slots
-        return picked([(slot.block.logits, slot.block.row + slot.index) for slot in found])
+            text._slots.update(enumerate(rows.slots, rows.start))
+            for block in rows.opened:
+                block.hidden, block.logits, block.row = hidden, logits, row
+                row += block.slots
+        slots = [slot for rows in new for slot in rows.slots]
+        return picked([(slot.block.logits, slot.block.row + slot.index) for slot in slots])
 
 
 class MaskedKVRows(SlotKVRows, PairKVRows):
@@ -348,11 +328,11 @@ class MaskedKVRows(SlotKVRows, PairKVRows):
         """Implements `KVRows.forward`. A token that opens a block is the last of the committed text."""
         batch, nothing = PairBatch(), mx.zeros((0, 0))
         for text, rows in zip(texts, new, strict=True):
-            for row, opened in enumerate(rows.opened if isinstance(rows, NewBlocks) else ()):
-                if opened is None or not isinstance(text._head, MaskedHead) or text._missing is None:
+            for row, slot in enumerate(rows.slots if isinstance(rows, NewBlocks) else ()):
+                if slot.index or not isinstance(text._head, MaskedHead) or text._missing is None:
                     continue
                 text._add(batch, rows, np.arange(1, dtype=np.int32), np.array([row], np.int32), text._unread)
-                masks = opened.slots - 1
+                masks = slot.block.slots - 1
                 batch.add(np.full(masks, text._head.mask_token, np.int32), [text._missing] * masks)
                 batch.segments[-1] = replace(batch.segments[-1], count=batch.segments[-1].count + masks)
         found = batch.feed(texts[0].kv_cache) if batch.segments else (nothing, nothing)
@@ -414,8 +394,7 @@ class BlockKVRows(SlotKVRows):
     def forward(texts: Sequence[BlockKVRows], new: Sequence[NewRows]) -> mx.array:
         """Implements `KVRows.forward`: reads the features that have arrived, then opens all blocks."""
         _read(texts)
-        pairs = [(text, rows) for text, rows in zip(texts, new, strict=True) if isinstance(rows, NewBlocks)]
-        opened = [(text, [block for block in rows.opened if block is not None]) for text, rows in pairs]
+        opened = [(text, rows.opened) for text, rows in zip(texts, new, strict=True) if isinstance(rows, NewBlocks)]
         blocks = [(text.sequence.row, text.places, own) for text, own in opened if own]
         nothing = mx.zeros((0, 0))
         found = texts[0].kv_cache.open_blocks(blocks) if blocks else (nothing, nothing)

@@ -27,7 +27,7 @@ from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_wei
 from outrider.drafters.heads.drafter import HeadDrafter, drafter_ahead
 from outrider.drafters.heads.early_exit import trial_text
 from outrider.drafters.heads.head import BlockHead, Head
-from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, HeadKVCache, OpenedBlock, PairKVCache, kv_cache_of
+from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureKVCache, HeadKVCache, PairKVCache, kv_cache_of
 from outrider.engine.flat import Segment
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
 from outrider.engine.kv_cache import CacheSlot
@@ -209,7 +209,7 @@ def _predicted(kv_cache: HeadKVCache, tokens: mx.array, features: mx.array) -> m
         return mx.argmax(logits, axis=-1)
     for place, token in enumerate(cast("list[int]", tokens.tolist())):
         kv_cache.read_features(features[place : place + 1], [Segment(sequence.row, place, 1)])
-        block = OpenedBlock(place + 1, [token], 1)
+        block = DraftBlock(place + 1, [token], 1)
         slots.append(kv_cache.open_blocks([(sequence.row, np.arange(place + 1, dtype=np.int32), [block])]))
     hidden, logits = (mx.concatenate(list(parts)) for parts in zip(*slots, strict=True))
     link = kv_cache.head.link

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +22,7 @@ from outrider.drafters.heads.head import BlockHead, Head, PairHead
 from outrider.engine.flat import FlatRows, Floats, Ints, NodeSegment, Segment
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import LEAST, SavedPrefix
+from outrider.engine.steps import Step
 
 Features = mx.array | Floats
 Row = tuple[Features, int]
@@ -65,13 +66,28 @@ class PairKVCache(FlatRows):
         return mx.concatenate([self._by_mlx(tokens[own], features[own], [segment]) for own, segment in alone])
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedBlock:
-    """A block to open: its first position, the known tokens from there on, and its number of slots."""
+@dataclass(slots=True, eq=False)
+class DraftBlock:
+    """A block: its first position, the known tokens from there on, and its number of slots, which predict the tokens
+    after them.
+
+    The forward that opens it sets its slots' vectors and logits, from `row` on. `step`: their scores, from row `first`
+    on, if its tree has scored them all at once.
+    """
 
     anchor: int
     tokens: Sequence[int]
     slots: int
+    hidden: Features = field(init=False)
+    logits: mx.array = field(init=False)
+    row: int = field(init=False)
+    step: Step | None = None
+    first: int = 0
+
+    @property
+    def position(self) -> int:
+        """That of its last known token."""
+        return self.anchor + len(self.tokens) - 1
 
 
 class FeatureKVCache(FlatRows):
@@ -89,7 +105,7 @@ class FeatureKVCache(FlatRows):
         self._frame.begin(segments)
         self.head.read(features[None], self._caches)
 
-    def open_blocks(self, texts: Sequence[tuple[int, Ints, Sequence[OpenedBlock]]]) -> tuple[mx.array, mx.array]:
+    def open_blocks(self, texts: Sequence[tuple[int, Ints, Sequence[DraftBlock]]]) -> tuple[mx.array, mx.array]:
         """Computes blocks of texts: of each text its row, the positions of its features, and its blocks.
 
         Returns the vectors [S, H] and the logits [S, V] of all slots, block by block. Lazy.
@@ -127,7 +143,7 @@ def _places_in(lengths: Ints) -> Ints:
     return places
 
 
-def _segment(row: int, features: Ints, blocks: Sequence[OpenedBlock], lengths: Ints) -> Segment:
+def _segment(row: int, features: Ints, blocks: Sequence[DraftBlock], lengths: Ints) -> Segment:
     """Returns the segment of a text's blocks, after its features at these positions. Each row sees the features before
     its block's anchor, and its block."""
     count = len(features)

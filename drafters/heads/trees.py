@@ -24,7 +24,7 @@ import numpy as np
 from outrider.drafters.heads.head import NO_NUMBERS
 from outrider.drafters.heads.kv_rows import BlockKVRows, BlockSlot, MaskedKVRows, NewBlocks, PairKVRows, Truth, picked
 from outrider.drafters.heads.layers import FEW, BlockLink
-from outrider.drafters.heads.pair_kv_cache import OpenedBlock, SavedPairs
+from outrider.drafters.heads.pair_kv_cache import DraftBlock, SavedPairs
 from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler, SamplingMetadata
 from outrider.engine.steps import CandidateStep, Step, score
@@ -127,22 +127,23 @@ class SlotTree(HeadTree):
     """A tree of blocks, whose slots have the scores after nodes."""
 
     def begin(self, feed: TreeFeed) -> TreeInput:
-        opened = self._opened(feed)
+        slots = self._slots(feed)
         growth = super().begin(feed)
         new = growth.new
-        blocks = NewBlocks(new.tokens, new.start, new.positions, new.seen, new.parents, opened)
+        blocks = NewBlocks(new.tokens, new.start, new.positions, new.seen, new.parents, slots)
         return replace(growth, new=blocks)
 
-    def _opened(self, feed: TreeFeed) -> list[OpenedBlock | None]:
-        """Returns the block that each token opens; None if it continues its parent's."""
+    def _slots(self, feed: TreeFeed) -> list[BlockSlot]:
+        """Returns the slot after each token: the next one of its parent's block, or the first of its own."""
         first, wanted = self.next_node, list[int | None](feed.wanted) or [None] * len(feed.tokens)
-        blocks: list[OpenedBlock | None] = []
+        slots: list[BlockSlot] = []
         for index, (parent, token) in enumerate(zip(feed.parents, feed.tokens, strict=True)):
-            goes_on = token is None and parent < first and self.kv_rows.goes_on(self._node(parent).column)
-            blocks.append(None if goes_on else self._block(self._pending_path(feed, index), wanted[index]))
-        return blocks
+            goes_on = token is None and parent < first
+            following = self.kv_rows.next_slot(self._node(parent).column) if goes_on else None
+            slots.append(following or BlockSlot(self._block(self._pending_path(feed, index), wanted[index])))
+        return slots
 
-    def _block(self, path: list[int], wanted: int | None) -> OpenedBlock:
+    def _block(self, path: list[int], wanted: int | None) -> DraftBlock:
         """Returns the block that the last token of a pending path opens, with `wanted` slots if there is room."""
         raise NotImplementedError
 
@@ -208,8 +209,8 @@ class MaskedTree(SlotTree, PairTree):
 
     kv_rows: MaskedKVRows
 
-    def _block(self, path: list[int], wanted: int | None) -> OpenedBlock:
-        return OpenedBlock(len(self._committed) + len(path) - 1, path[-1:], wanted or 1)
+    def _block(self, path: list[int], wanted: int | None) -> DraftBlock:
+        return DraftBlock(len(self._committed) + len(path) - 1, path[-1:], wanted or 1)
 
 
 class BlockTree(SlotTree):
@@ -242,12 +243,12 @@ class BlockTree(SlotTree):
         returned when its features have arrived."""
         return super().child(node, token, given is not False)
 
-    def _block(self, path: list[int], wanted: int | None) -> OpenedBlock:
+    def _block(self, path: list[int], wanted: int | None) -> DraftBlock:
         last = len(self._committed) + len(path) - 1
         anchor = self.kv_rows.anchor(last)
         pending, most = anchor - len(self._committed), self.kv_rows.depth - (last - anchor)
         tokens = path[pending:] if pending > 0 else [*self._committed[anchor:], *path]
-        return OpenedBlock(anchor, tokens, max(1, min(most if wanted is None else wanted, most)))
+        return DraftBlock(anchor, tokens, max(1, min(most if wanted is None else wanted, most)))
 
     def _read_on(self, to_end: bool, progress: Callable[[int, int], None] | None = None) -> None:
         """Gives all committed tokens columns. With `to_end` the last one becomes the root, if the features before it

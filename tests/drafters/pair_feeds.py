@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.heads.head import MaskedHead
-from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, HeadKVCache, OpenedBlock, PairKVCache
+from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureKVCache, HeadKVCache, PairKVCache
 from outrider.engine.flat import FlatSequence, Segment
 
 
@@ -38,7 +38,7 @@ def slots(kv_cache: HeadKVCache, feeds: Sequence[PairFeed], depths: Sequence[int
     blocks = []
     for feed, depth in zip(feeds, depths, strict=True):
         end, last = feed.text.length, np.asarray(feed.tokens)[-1:].tolist()
-        blocks.append((feed.text.row, np.arange(end, dtype=np.int32), [OpenedBlock(end, last, depth)]))
+        blocks.append((feed.text.row, np.arange(end, dtype=np.int32), [DraftBlock(end, last, depth)]))
     assert isinstance(kv_cache, FeatureKVCache)
     return kv_cache.open_blocks(blocks)
 
