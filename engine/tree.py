@@ -142,7 +142,7 @@ class Tree:
         With `draws` a node's continuation is drawn, else it is the best token. Tokens in `cache` are not read again.
         """
         self.kv_rows, self._sampler, self._context_length = kv_rows, sampler, context_length
-        self._draws = draws
+        self._draws, self.draws = draws, draws is not None
         self._origin = 0  # the position of the first column's token; earlier tokens have no column
         self._committed: list[int] = []
         self._layout = TreeLayout(0)
@@ -161,10 +161,6 @@ class Tree:
             if tokens:
                 self._read(tokens[self.cached :], False, progress)
             undo.pop_all()
-
-    @property
-    def draws(self) -> bool:
-        return self._draws is not None
 
     @property
     def committed_len(self) -> int:
