@@ -211,8 +211,7 @@ class ReadyBranches:
 class GrowingBranch:
     """A growing branch: `chain` has its tokens with their `odds`, `outcome` is the probability of its outcome.
 
-    Chain token i follows `nodes[i]`, its fed nodes; the bonus token's is the first. `alternatives` are set when the
-    branch is complete.
+    Chain token i follows `nodes[i]`, its fed nodes; the bonus token's is the first.
     """
 
     accepted: int
@@ -221,7 +220,6 @@ class GrowingBranch:
     chain: list[int] = field(default_factory=list)
     odds: list[float] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
-    alternatives: Alternatives | None = None
 
     @property
     def use(self) -> float:
@@ -293,11 +291,9 @@ class BranchGrowth:
             branch.odds.append(odds)
         self._growing = [branch for branch in self._growing if len(branch.chain) < self._depth]
         ready, self._complete = self._complete + grown, []
-        for branch in ready if self._task.min_prob < 1.0 and not self._tree.draws else ():
-            if len(branch.chain) >= self._depth:
-                branch.alternatives = self._alternatives(branch)
         entries = tuple(
-            Branch((*self._chain[: b.accepted], b.bonus), tuple(b.chain), b.alternatives, tuple(b.odds)) for b in ready
+            Branch((*self._chain[: b.accepted], b.bonus), tuple(b.chain), self._alternatives(b), tuple(b.odds))
+            for b in ready
         )
         q = self._tree.drawn_from([node for branch in ready for node in branch.nodes])
         return ReadyBranches(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
@@ -368,8 +364,8 @@ class BranchGrowth:
     def _alternatives(self, branch: GrowingBranch) -> Alternatives | None:
         """Returns the alternatives to tokens of a complete branch, as far as they may pay."""
         least = self._task.min_prob
-        worth = worthwhile(len(branch.chain), self._calibration, least)
-        if not worth:
+        if least >= 1.0 or self._tree.draws or len(branch.chain) < self._depth:
             return None
+        worth = worthwhile(len(branch.chain), self._calibration, least)
         candidates = self._tree.candidates(branch.nodes[:worth], WIDTH + len(self._eos))
         return ChainAlternatives.of(branch.chain, candidates).tree(self._calibration, least).alternatives
