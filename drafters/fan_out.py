@@ -129,10 +129,8 @@ POWER_LAW_EXPONENT = 1.0
 
 def uniform(points: Sequence[ForkPoint | None], budget: int, calibration: Calibration) -> list[int]:
     """The same number everywhere; the remainder goes to the longest acceptances."""
-    counts = [budget // len(points)] * len(points)
-    for index in range(budget % len(points)):
-        counts[len(points) - 1 - index] += 1
-    return counts
+    each, rest = divmod(budget, len(points))
+    return [each] * (len(points) - rest) + [each + 1] * rest
 
 
 def geometric(points: Sequence[ForkPoint | None], budget: int, calibration: Calibration) -> list[int]:

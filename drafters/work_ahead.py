@@ -123,9 +123,7 @@ class WorkAhead:
         """Returns the `depth` tokens after the committed text, chained on the device and evaluated once (SD)."""
         while self._behind and self._can_grow:
             yield from self._catch_up()
-        if not self._has_root:
-            return Continuation()
-        depth = min(depth, self.tree.room)
+        depth = min(depth, self.tree.room) if self._has_root else 0
         if depth < 1:
             return Continuation()
         nodes = [self.tree.root]
@@ -196,9 +194,8 @@ def begin(
     check_known(drafter, tokens)
     if len(tokens) >= drafter.context_length:
         raise DrafterFault(
-            f"the text has {len(tokens)} tokens and the draft model's context is"
-            f" {drafter.context_length}; drafting is off"
-            " for this request"
+            f"the text has {len(tokens)} tokens and the draft model's context is {drafter.context_length}; drafting is"
+            " off for this request"
         )
     return WorkAhead(drafter.open(tokens, sampling, progress, constraint, cached), eos, fan_out, calibration)
 

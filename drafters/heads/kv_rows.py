@@ -186,7 +186,6 @@ class PairKVRows(FeatureKVRows):
         return self._missing or self._stand_ins[new.parents[row]]
 
     def keep(self, prefix: int, columns: Ints) -> None:
-        super().keep(prefix, columns)
         self.sequence.keep(prefix, columns)
         kept = {old: prefix + index for index, old in enumerate(columns.tolist())}
         self._stand_ins = {kept[old]: row for old, row in self._stand_ins.items() if old in kept}

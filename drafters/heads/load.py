@@ -195,9 +195,9 @@ def _share(
     logits = HiddenStates(model.model, points or head.points, head.fuse).forward(
         lambda: model.model(mx.array([text]))[0], [(len(text), rows.append)]
     )
-    begin, end = 0, len(text) - 1 - max(tokens, 0)
-    following = slice(begin + 1 + tokens, end + 1 + tokens)
-    predicted = _predicted(kv_cache, mx.array(text[following], mx.int32), rows[0][begin:end])
+    count = len(text) - 1 - max(tokens, 0)
+    following = slice(1 + tokens, count + 1 + tokens)
+    predicted = _predicted(kv_cache, mx.array(text[following], mx.int32), rows[0][:count])
     return cast(float, (predicted == mx.argmax(logits[following], axis=-1)).mean().item())
 
 
