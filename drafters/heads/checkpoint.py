@@ -149,13 +149,21 @@ def settings_of(kind: type[Settings], config: Mapping[str, Any], name: str, what
         return kind(**{field.name: _PLAIN[field.type](config[field.name]) for field in wanted})
 
 
-def check_taps(taps: Sequence[int], layers: int, name: str) -> None:
-    """Raises CannotDraft if the target lacks a tapped layer."""
+def taps_of(
+    lists: Sequence[tuple[Sequence[Any] | None, int]], default: tuple[int, ...], layers: int, name: str
+) -> tuple[int, ...]:
+    """Returns the tapped layers of the target's `layers`, as outputs counted from 0.
+
+    They are those of the first list that is there; the number beside a list is its number of the first output. Raises
+    CannotDraft if the target lacks one.
+    """
+    taps = next((tuple(int(number) - first for number in listed) for listed, first in lists if listed), default)
     if not all(0 <= number < layers for number in taps):
         raise CannotDraft(
             f"{name} reads the target's layers {taps}, but this target has {layers};"
             " expected a head trained for this target"
         )
+    return taps
 
 
 def check_width(own: int, target: Mapping[str, Any], name: str) -> None:

@@ -25,12 +25,12 @@ from outrider.drafters.heads.checkpoint import (
     Layer,
     Weights,
     check_mask,
-    check_taps,
     check_width,
     complete,
     fill,
     refuse_quantised,
     sizes_of,
+    taps_of,
 )
 from outrider.drafters.heads.head import BlockHead
 from outrider.drafters.heads.layers import (
@@ -249,25 +249,16 @@ def _settings(config: Mapping[str, Any], weights: Weights, target: Mapping[str, 
 def _from_anchor(config: Mapping[str, Any]) -> bool:
     """Whether blocks draft from their first row on; by default DSpark's do, and DFlash's from the second."""
     setting = config.get("sample_from_anchor", config.get("shift_label"))
-    return bool(setting) if setting is not None else _is_dspark(config)
-
-
-def _is_dspark(config: Mapping[str, Any]) -> bool:
+    if setting is not None:
+        return bool(setting)
     names = [config.get("projector_type"), config.get("speculators_model_type"), *(config.get("architectures") or ())]
     return any("dspark" in str(name).lower() for name in names)
 
 
 def _taps(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
     """Returns the tapped layers, counted from 0 as in z-lab and DeepSpec; speculators' j is the output of j - 1."""
-    inputs = config.get("aux_hidden_state_layer_ids")
-    if inputs:
-        taps = tuple(int(number) - 1 for number in inputs)
-    elif config.get("target_layer_ids"):
-        taps = tuple(int(number) for number in config["target_layer_ids"])
-    else:
-        taps = _default_taps(layers, int(config["num_hidden_layers"]))
-    check_taps(taps, layers, name)
-    return taps
+    lists = [(config.get("aux_hidden_state_layer_ids"), 1), (config.get("target_layer_ids"), 0)]
+    return taps_of(lists, _default_taps(layers, int(config["num_hidden_layers"])), layers, name)
 
 
 def _default_taps(layers: int, count: int) -> tuple[int, ...]:

@@ -23,12 +23,12 @@ from outrider.drafters.heads.checkpoint import (
     Layer,
     Weights,
     check_mask,
-    check_taps,
     check_width,
     complete,
     fill,
     refuse_quantised,
     sizes_of,
+    taps_of,
 )
 from outrider.drafters.heads.head import MaskedHead, PairHead
 from outrider.drafters.heads.layers import Attention, DraftVocabulary, LayerSizes
@@ -229,11 +229,4 @@ def _taps(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
     """
     nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     listed = config.get("eagle_aux_hidden_state_layer_ids")
-    if nested:
-        taps = tuple(int(number) for number in nested)
-    elif listed:
-        taps = tuple(int(number) - 1 for number in listed)
-    else:
-        taps = (1, layers // 2 - 1, layers - 4)
-    check_taps(taps, layers, name)
-    return taps
+    return taps_of([(nested, 0), (listed, 1)], (1, layers // 2 - 1, layers - 4), layers, name)
