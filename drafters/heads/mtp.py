@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
 
-from outrider.drafters.heads.checkpoint import HeadTarget, Layer, Weights, fill, read_weights, refuse_quantised
+from outrider.drafters.heads.checkpoint import HeadTarget, Weights, fill, read_weights, refuse_quantised
 from outrider.drafters.heads.head import PairHead
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
@@ -40,7 +40,7 @@ class MtpForm:
 
 
 class Mtp(PairHead):
-    """`block` is a layer of the target's kind; `embed` and `output` are the target's own."""
+    """`block` is a layer of the target's kind."""
 
     def __init__(
         self,
@@ -48,15 +48,14 @@ class Mtp(PairHead):
         size: int,
         eps: float,
         block: nn.Module,
-        embed: Layer,
-        output: Layer,
-        context_length: int,
-        own_embedding: int = 0,
-        own_output: int = 0,
+        target: HeadTarget,
+        own_embedding: bool = False,
+        own_output: bool = False,
     ) -> None:
-        """`own_embedding`, `own_output`: the number of tokens of its own embedding and output layer, 0 for none."""
+        """`own_embedding`, `own_output`: whether it has such a layer; else it uses the target's."""
         super().__init__()
-        self.form, self._embed, self._output, self.context_length = form, embed, output, context_length
+        self.form, self._embed, self._output = form, target.embed, target.output
+        self.context_length = target.context_length
         self.points = HiddenStatePoints(before_norm=not form.after_norm, after_norm=form.after_norm)
         self.together = form.together
         self.norm_embedding = nn.RMSNorm(size, eps=eps)
@@ -65,9 +64,9 @@ class Mtp(PairHead):
         self.layers = [block]
         self.norm = nn.RMSNorm(size, eps=eps)
         if own_embedding:
-            self.embed_tokens = nn.Embedding(own_embedding, size)
+            self.embed_tokens = nn.Embedding(target.vocab_size, size)
         if own_output:
-            self.lm_head = nn.Linear(size, own_output, bias=False)
+            self.lm_head = nn.Linear(size, target.vocab_size, bias=False)
 
     def fuse(self, rows: mx.array) -> mx.array:
         return rows.astype(self.fc.weight.dtype)
@@ -136,17 +135,14 @@ def family_of(target: LoadedModel) -> MtpFamily:
         case llama.Model():  # none is published; `models/train.py` trains them in MiMo's layout
             return _mimo(llama.TransformerBlock(args))
         case deepseek_v3.Model():
-            block = deepseek_v3.DeepseekV3DecoderLayer(args, args.num_hidden_layers)
-            return _next_layer(target, args, block, together=False)
+            return _next_layer(target, args, deepseek_v3.DeepseekV3DecoderLayer, together=False)
         case glm4_moe_lite.Model():
-            block = glm4_moe_lite.Glm4MoeLiteDecoderLayer(args, args.num_hidden_layers)
-            return _next_layer(target, args, block, together=False)
+            return _next_layer(target, args, glm4_moe_lite.Glm4MoeLiteDecoderLayer, together=False)
         case glm4_moe.Model():
-            return _next_layer(target, args, glm4_moe.DecoderLayer(args, args.num_hidden_layers), together=True)
+            return _next_layer(target, args, glm4_moe.DecoderLayer, together=True)
     raise CannotDraft(
-        f"MTP heads of {target.model_type} models are not supported; expected qwen3_5, qwen3_next,"
-        " deepseek_v3, glm4_moe,"
-        " glm4_moe_lite, llama or mimo"
+        f"MTP heads of {target.model_type} models are not supported; expected qwen3_5, qwen3_next, deepseek_v3,"
+        " glm4_moe, glm4_moe_lite, llama or mimo"
     )
 
 
@@ -174,7 +170,7 @@ def _mimo(block: nn.Module) -> MtpFamily:
     return MtpFamily(form, "model.mtp_layers.0.", lambda weights: _renamed(weights, names), block)
 
 
-def _next_layer(target: LoadedModel, args: Any, block: nn.Module, together: bool) -> MtpFamily:
+def _next_layer(target: LoadedModel, args: Any, layer: type[nn.Module], together: bool) -> MtpFamily:
     """Returns DeepSeek's and GLM's family: the layer after the last one, whose tensors mlx-lm converts by name."""
     names = {
         "enorm.": "norm_embedding.",
@@ -191,7 +187,8 @@ def _next_layer(target: LoadedModel, args: Any, block: nn.Module, together: bool
 
     form = MtpForm(after_norm=False, embedding_first=True, together=together)
     exact = frozenset({f"{_LAYER}mlp.gate.e_score_correction_bias"})
-    return MtpFamily(form, f"model.layers.{args.num_hidden_layers}.", named, block, exact)
+    number = args.num_hidden_layers
+    return MtpFamily(form, f"model.layers.{number}.", named, layer(args, number), exact)
 
 
 def _renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
@@ -239,11 +236,8 @@ def read(folder: Path, target: LoadedModel) -> Mtp:
     weights = _without_copies(weights, own)
     args: Any = getattr(target.model, "language_model", target.model).args
     head = Mtp(
-        family.form, args.hidden_size, args.rms_norm_eps, family.block,
-        own.embed, own.output, own.context_length,
-        own_embedding=target.vocab_size if _EMBEDDING in weights else 0,
-        own_output=target.vocab_size if _OUTPUT in weights else 0,
-    )  # fmt: skip
+        family.form, args.hidden_size, args.rms_norm_eps, family.block, own, _EMBEDDING in weights, _OUTPUT in weights
+    )
     fill(head, weights, str(folder), family.exact, unused=())
     return head
 

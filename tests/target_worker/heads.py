@@ -141,12 +141,9 @@ def normed_head(target: LoadedModel) -> Eagle3:
 def mtp_head(target: LoadedModel) -> Mtp:
     """A random one of the target's kind."""
     mx.random.seed(4)
-    args, model = target.model.args, target.model
-    block = llama.TransformerBlock(args)
-    head = Mtp(
-        MtpForm(after_norm=True, embedding_first=True), H, 1e-5, block,
-        lambda tokens: model.model.embed_tokens(tokens), lambda rows: model.lm_head(rows), 1024,
-    )  # fmt: skip
+    block = llama.TransformerBlock(target.model.args)
+    form = MtpForm(after_norm=True, embedding_first=True)
+    head = Mtp(form, H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024))
     positions.install(head)
     return head
 
@@ -172,12 +169,9 @@ def latent_head(target: LoadedModel) -> Mtp:
     mx.random.seed(6)
     sizes = {key: value for key, value in nextn_heads.MODELS["deepseek_v3"].items() if key != "tie_word_embeddings"}
     args = deepseek_v3.ModelArgs.from_dict({**sizes, "hidden_size": H, "num_attention_heads": 4})
-    model = target.model
-    head = Mtp(
-        MtpForm(after_norm=False, embedding_first=True, together=False), H, 1e-5,
-        deepseek_v3.DeepseekV3DecoderLayer(args, LAYERS),
-        lambda tokens: model.model.embed_tokens(tokens), lambda rows: model.lm_head(rows), 1024,
-    )  # fmt: skip
+    block = deepseek_v3.DeepseekV3DecoderLayer(args, LAYERS)
+    form = MtpForm(after_norm=False, embedding_first=True, together=False)
+    head = Mtp(form, H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024))
     positions.install(head)
     return head
 
