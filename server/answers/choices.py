@@ -17,7 +17,7 @@ from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.orchestrator.pairing.tokenizer import TextStream, partial_length
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import MAX_COUNT, SamplingParams
-from outrider.server.mapping.generation_params import (
+from outrider.server.mapping import (
     OutputFormat,
     answer_grammar,
     resolve_output_format,

@@ -17,16 +17,17 @@ from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextP
 from outrider.server.answers.formatter import CompletionFormatter
 from outrider.server.answers.usage import logprob_formatters, speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
-from outrider.server.mapping.conversation import (
+from outrider.server.mapping import (
     ToolSelection,
     assistant_message,
     function,
+    include_usage_of,
+    output_format_of,
     past_call,
     text_of,
     tool_result,
     toolbox,
 )
-from outrider.server.mapping.generation_params import include_usage_of, output_format_of
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Refused

@@ -17,7 +17,7 @@ from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextP
 from outrider.server.answers.formatter import CompletionFormatter
 from outrider.server.answers.usage import PlacedToken, logprob_formatters, logprobs_of, speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
-from outrider.server.mapping.generation_params import include_usage_of, output_format_of
+from outrider.server.mapping import include_usage_of, output_format_of
 from outrider.server.model.served import ServedModel, TokenizedPrompt
 from outrider.server.problems import Refused
 from outrider.server.schemas import (

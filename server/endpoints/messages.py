@@ -24,17 +24,18 @@ from outrider.server.answers.choices import (
 from outrider.server.answers.formatter import BlockFormatter, event, typed_event
 from outrider.server.answers.usage import statistics
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
-from outrider.server.mapping.conversation import (
+from outrider.server.mapping import (
+    OutputFormat,
     ToolSelection,
     assistant_message,
     function,
+    parse_output_format,
     parsed_arguments,
     past_call,
     text_of,
     tool_result,
     toolbox,
 )
-from outrider.server.mapping.generation_params import OutputFormat, parse_output_format
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused

@@ -51,9 +51,8 @@ WITHIN = {
     "orchestrator/core": {"policy": set()},
     "server": {
         "model": set(),
-        "mapping": {"model"},
-        "answers": {"mapping", "model"},
-        "endpoints": {"answers", "mapping", "model"},
+        "answers": {"model"},
+        "endpoints": {"answers", "model"},
     },
     "bench": {
         "timing": set(),
@@ -61,7 +60,7 @@ WITHIN = {
         "commands": {"timing", "comparison"},
     },
 }
-FROM_BESIDE: dict[str, set[str]] = {"orchestrator/core/policy": set()}
+FROM_BESIDE: dict[str, set[str]] = {"orchestrator/core/policy": set(), "server/model": set()}
 IN_ORDER = {
     "drafters/coreml": (
         "layout", "package", "weights", "converter", "runtimes", "drafter", "trial", "selection",

@@ -19,7 +19,7 @@ from outrider import EndpointError, Grammar, SamplingParams, WorkerError
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import http_process
 from outrider.orchestrator.machine.http_process import HttpListener
-from outrider.server.mapping.generation_params import seed_of
+from outrider.server.mapping import seed_of
 from tests.covering import matrix
 from tests.halts import pid_of, slowed
 from tests.server.house import STREAMS, TRIES, RunningServer, wait_until_up

@@ -18,8 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from outrider.grammar.compiler import Compiler, vocabulary_of
 from outrider.protocol.sampling import Grammar
 from outrider.server.answers.choices import Splitter, TextPart, ThinkingPart
-from outrider.server.mapping.conversation import function
-from outrider.server.mapping.generation_params import OutputFormat, answer_grammar
+from outrider.server.mapping import OutputFormat, answer_grammar, function
 from outrider.server.model.served import Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import SpanTags, ToolCall, tool_format
 from outrider.server.problems import Refused

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from outrider.protocol.errors import ModelError
-from outrider.server.mapping.conversation import ToolSelection, toolbox
+from outrider.server.mapping import ToolSelection, toolbox
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox, load_served
 from outrider.server.model.tool_format import tools_as_text
 from outrider.server.problems import Refused

@@ -1,5 +1,9 @@
-"""A request's sampling parameters as one record, and its output format as the grammar that constrains a whole answer.
+"""Converts requests of every API to the model's terms: messages, tools, output format, sampling parameters.
 
+Messages and tools become what chat templates take. `toolbox` selects the tools that an answer may call; the model sees
+only these.
+
+A request's sampling parameters become one record, and its output format the grammar that constrains a whole answer.
 Omitted values come from the model's generation_config.json, or else are Outrider's defaults. The grammar allows
 thinking, if the model has it, and then the format or tool calls.
 """
@@ -11,10 +15,10 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from outrider.grammar.compiler import as_part, check
 from outrider.protocol.errors import InvalidRequest
@@ -23,7 +27,93 @@ from outrider.server.model.call_grammar import Rules, arguments_of, calls, one_o
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import ToolFormat
 from outrider.server.problems import Refused
-from outrider.server.schemas import Generation, Sampling
+from outrider.server.schemas import ContentPart, Generation, Sampling
+
+
+def text_of(content: str | Sequence[ContentPart] | None, where: str, readable: Collection[str] = ("text",)) -> str:
+    """Returns a message's content, whose parts are concatenated.
+
+    Raises:
+        Refused: a part is an image or anything else but text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in readable:
+            raise Refused(f"{where}: a part of type {part.type[:40]!r} can't be read here; only text can", where)
+    return "".join(part.text or "" for part in content)
+
+
+def past_call(name: str, arguments: str | dict[str, Any], own_id: str | None) -> dict[str, Any]:
+    """Returns an earlier tool call. JSON arguments become an object, which templates expect."""
+    function = {"name": name, "arguments": parsed_arguments(arguments)}
+    return {"type": "function", "id": own_id or "", "function": function}
+
+
+def assistant_message(content: str, calls: list[dict[str, Any]], thought: str = "") -> dict[str, Any]:
+    """Returns an assistant message."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = calls
+    if thought:
+        message["reasoning_content"] = thought
+    return message
+
+
+def tool_result(content: str, own_id: str, name: str | None) -> dict[str, Any]:
+    """Returns a tool's result."""
+    return {"role": "tool", "content": content, "tool_call_id": own_id, **({"name": name} if name else {})}
+
+
+def parsed_arguments(arguments: str | dict[str, Any]) -> Any:
+    """Returns the value that JSON arguments stand for; invalid ones are returned as they are."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments  # invalid JSON of an earlier turn must not end the conversation
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSelection:
+    """`tool_choice`. `names` limits the tools, None: all. `one`: at most one call."""
+
+    kind: Literal["auto", "none", "required"] = "auto"
+    names: tuple[str, ...] | None = None
+    one: bool = False
+
+
+def function(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns a tool in OpenAI's format."""
+    schema = parameters if parameters is not None else {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}
+
+
+def toolbox(
+    model: ServedModel, tools: Sequence[dict[str, Any]], choice: ToolSelection, strict: Iterable[str] = ()
+) -> Toolbox:
+    """Returns the tools that may be called. `strict`: the names of strict ones.
+
+    Raises:
+        Refused: the model can't call tools, two have the same name, or a required one is missing.
+    """
+    by_name = {tool["function"]["name"]: tool for tool in tools}
+    if len(by_name) < len(tools):
+        raise Refused("tools: two have the same name; expected different names", "tools")
+    for name in choice.names or ():
+        if name not in by_name:
+            raise Refused(f"tool_choice names {name[:80]!r}, which is not among the tools", "tool_choice")
+    allowed = tools if choice.names is None else [by_name[name] for name in dict.fromkeys(choice.names)]
+    if choice.kind == "required" and not allowed:
+        raise Refused("tool_choice requires a call, but there are no tools", "tool_choice")
+    if choice.kind == "none" or not allowed:
+        return Toolbox()
+    if model.tools is None:
+        raise Refused(f"{model.id} has no template or no format for calling tools; leave tools out", "tools")
+    held = frozenset(strict) & {tool["function"]["name"] for tool in allowed}
+    return Toolbox(tuple(allowed), choice.kind == "required", choice.one, held, model.tools_as_text)
+
 
 SEEDS = 2**32
 _CONVERTED = {"max_tokens", "stop", "logprobs", "grammar", "logit_bias"}
