@@ -35,7 +35,7 @@ from outrider.orchestrator.client.dialogue import (
 )
 from outrider.protocol.codec import decode_all, encode
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.messages import Message, Stats
+from outrider.protocol.messages import Cancel, Message, Stats
 from outrider.protocol.sampling import SamplingParams
 
 POLLIN, NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
@@ -235,12 +235,12 @@ class AsyncClient(Connecting, AsyncBaseClient):
         try:
             socket.send(dialogue.opening)
             dialogue.was_sent = True
-            dialogue.cancel = lambda: socket.send(dialogue.cancel_message)
+            dialogue.cancel = lambda: socket.send(Cancel(dialogue.request))
             await socket.until_over(patience, dialogue.request)
         finally:
             dialogue.cancel = lambda: None
             if not dialogue.over:
-                socket.send(dialogue.cancel_message)
+                socket.send(Cancel(dialogue.request))
             socket.close(FLUSH_MS)
 
 

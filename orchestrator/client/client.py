@@ -46,7 +46,7 @@ from outrider.protocol.errors import (
     WorkerError,
 )
 from outrider.protocol.keys import ClientKeys
-from outrider.protocol.messages import Generate, Message, Stats, StatsQuery
+from outrider.protocol.messages import Cancel, Generate, Message, Stats, StatsQuery
 from outrider.protocol.sampling import SamplingParams
 
 ASK_AFTER_SECONDS = 1.0
@@ -349,7 +349,7 @@ class Client(Connecting, BaseClient):
 
     def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
         patience = self.patience()
-        farewell = encode(dialogue.cancel_message)  # encoded now: a program that exits may have unloaded the codec
+        farewell = encode(Cancel(dialogue.request))  # encoded now: a program that exits may have unloaded the codec
         socket = self.connected()
         try:
             socket.send_multipart(encode(dialogue.opening))

@@ -28,7 +28,7 @@ from outrider.protocol.errors import (
     WorkerError,
     as_error,
 )
-from outrider.protocol.messages import Cancel, Done, Failed, Generate, Message, Progress, RoundRecord, Started, Timings
+from outrider.protocol.messages import Done, Failed, Generate, Message, Progress, RoundRecord, Started, Timings
 from outrider.protocol.sampling import SamplingFields, SamplingParams
 from outrider.protocol.schema import NEVER, Logprobs, Origin
 from outrider.protocol.values import short_repr
@@ -300,10 +300,6 @@ class Dialogue:
             state = "running" if self._begun else "not started"
         return f"{state}, {plural(len(self._tokens), 'token')}"
 
-    @property
-    def cancel_message(self) -> Cancel:
-        return Cancel(self.request)
-
     def take(self, message: Message) -> Chunk | None:
         """Handles an answer; returns its chunk, if it has one.
 
@@ -339,22 +335,23 @@ class Dialogue:
 
     def result(self) -> GenerationResult:
         """Returns the finished completion. Raises InvalidRequest if it is not finished."""
-        done, started = self._done, self._started
+        done = self._done
         if done is None:
             if self.is_closed:
                 raise InvalidRequest("the stream was closed before the text was finished, so it has no result")
             raise InvalidRequest("the text is not finished; read the stream to its end before asking for the result")
+        started = self._started or Started(self.request, 0, self.opening.mode, 0, "", "")  # cancelled in the queue
         return GenerationResult(
             text="".join(self._texts),
             token_ids=tuple(self._tokens),
             finish_reason=done.reason,
             timings=done.timings,
-            seed=started.seed if started else 0,
-            mode=started.mode if started else self.opening.mode,
-            prompt_tokens=started.prompt_tokens if started else 0,
-            model=started.model if started else "",
-            draft_model=started.draft_model if started else "",
-            notes=tuple(dict.fromkeys((*(started.notes if started else ()), *done.notes))),
+            seed=started.seed,
+            mode=started.mode,
+            prompt_tokens=started.prompt_tokens,
+            model=started.model,
+            draft_model=started.draft_model,
+            notes=tuple(dict.fromkeys((*started.notes, *done.notes))),
             logprobs=tuple(self._logprobs) if self.opening.sampling.logprobs is not None else None,
             origins=tuple(self._origins) if self.opening.origins else None,
         )
