@@ -64,16 +64,13 @@ Event = Announcement | signal.Signals
 
 @dataclass(frozen=True, slots=True)
 class ServerThreads:
-    """The threads of a running server, and its HTTP process at `url`, if it has one. `orders` is the queue to the
-    front, `key` the server's own, empty if none are required."""
+    """The threads of a running server, and its HTTP process, if it has one. `orders` is the queue to the front, `ready`
+    what is announced once the front is ready, besides its notes."""
 
     front: Front
-    core: Core
     orders: Mailbox[FrontOrder]
     http: HttpProcess | None
-    clients: ClientSocket
-    key: str
-    url: str
+    ready: ServerReady
 
 
 def run(
@@ -135,17 +132,8 @@ def _watch(
             case Failure():
                 raise as_error(event.kind, event.message)
             case ServerReady(notes=notes):
-                ready = structs.replace(
-                    event,
-                    workers=server.core.pool.endpoint,
-                    notes=(*notes, *system.notes()),
-                    http=server.url,
-                    joining=server.core.pool.joining_endpoint,
-                    key=server.key,
-                    own=server.clients.own,
-                )
                 trim_memory()  # 40 MiB that only reading the tokenizer's file needed
-                tell(ready)
+                tell(structs.replace(server.ready, notes=(*notes, *system.notes())))
             case _:
                 tell(event)
 
@@ -184,9 +172,8 @@ def _threads(
         clients = _clients(context, settings, directory, connections, auth)
         stack.callback(clients.close)
         stack.callback(Sweeper(directory.path, clients.endpoints[-1].bound.lock).dismiss)
-        http, url = None, ""
+        http = None
         if listener is not None:
-            url = listener.url
             http = listener.serve(clients.own, pair.target, directory.path, settings.log_level, settings.log_format)
             stack.callback(http.close)
         queues = ThreadQueues(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[FrontOrder](context))
@@ -199,7 +186,15 @@ def _threads(
             queues.core.put(ModelVocabulary(pair.target.name, admission.of_tokenizer))
             front = Front(pair, admission, clients, queues, core.stats, events.put)
             threads.insert(0, _start(front.run, "front"))
-            yield ServerThreads(front, core, queues.orders, http, clients, key, url)
+            ready = ServerReady(
+                clients.endpoint,
+                core.pool.endpoint,
+                http=listener.url if listener is not None else "",
+                joining=core.pool.joining_endpoint,
+                key=key,
+                own=clients.own,
+            )
+            yield ServerThreads(front, queues.orders, http, ready)
         finally:
             queues.orders.put(FrontOrder.END)
             threads[0].join(THREAD_END_SECONDS if len(threads) == 2 else 0)
