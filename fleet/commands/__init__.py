@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs a command, and returns its exit code."""
     name = arguments[0] if arguments else ""
     if name in COMMANDS:
-        return cli.run(f"outrider fleet {name}", _module(name), arguments[1:])
+        return cli.run(f"outrider fleet {name}", partial(_module, name), arguments[1:])
     parser = Parser(
         prog="outrider fleet",
         description="Many engines on many hosts behind one address.",

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
@@ -154,12 +155,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return terminal.guarded(lambda: _run_command(given))
 
 
-def run(name: str, command: ModuleType, arguments: Sequence[str]) -> int:
-    """Runs a command, a module with `add_flags` and `run`, and returns its exit code. `name` is shown in its errors."""
-    parser = Parser(prog=name, description=command.__doc__, common=common_flags(command))
-    command.add_flags(parser)
-    options = parser.parse(arguments)
+def run(name: str, load: Callable[[], ModuleType], arguments: Sequence[str]) -> int:
+    """Runs a command and returns its exit code. `load` returns its module, which has `add_flags` and `run`; `name` is
+    shown in its errors."""
     try:
+        command = load()
+        parser = Parser(prog=name, description=command.__doc__, common=common_flags(command))
+        command.add_flags(parser)
+        options = parser.parse(arguments)
         with ended_in_order():
             return int(command.run(options))
     except OutriderError as error:
@@ -175,7 +178,7 @@ def run_as_program() -> int:
     """Does the same for the module that Python was started with, such as `python -m tests.harness.identity`."""
     module = sys.modules["__main__"]
     name = f"python -m {module.__spec__.name.removesuffix('.__main__')}" if module.__spec__ else sys.argv[0]
-    return terminal.guarded(lambda: run(name, module, sys.argv[1:]))
+    return terminal.guarded(lambda: run(name, lambda: module, sys.argv[1:]))
 
 
 def _run_command(given: list[str]) -> int:
@@ -183,20 +186,19 @@ def _run_command(given: list[str]) -> int:
         given = [*given[1:], "--help"]
     if not given or given[0] not in COMMANDS:
         return _without_command(given)
-    name = f"outrider {given[0]}"
-    if given[0] in WITH_MLX:
-        try:
-            require_mlx()
-        except InvalidRequest as error:
-            say(f"{name}: {error}")
-            return error.exit_code
     if given[0] in COMMAND_GROUPS:
         return int(module_of(given[0]).main(given[1:]))
-    return run(name, module_of(given[0]), given[1:])
+    return run(f"outrider {given[0]}", partial(module_of, given[0]), given[1:])
 
 
 def module_of(command: str) -> ModuleType:
-    """Returns the command's module: it has `add_flags` and `run`; a group has `main`."""
+    """Returns the command's module: it has `add_flags` and `run`; a group has `main`.
+
+    Raises:
+        InvalidRequest: the command imports MLX, whose library is not installed.
+    """
+    if command in WITH_MLX:
+        require_mlx()
     elsewhere = {**WITH_MLX, **COMMAND_GROUPS}
     return import_module(elsewhere.get(command, f"outrider.orchestrator.cli.{command}"))
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import shtab
 
 from outrider.orchestrator.cli import COMMANDS, HELP, Parser, common_flags, module_of
-from outrider.orchestrator.machine.system import require_mlx
 
 SHELLS = ("bash", "zsh", "fish")
 FILES = {"FILE"}
@@ -24,7 +23,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    require_mlx()  # bench, tune and overlap import it
     print(shtab.complete(whole_parser(), options.shell))
     return 0
 
