@@ -67,7 +67,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         most = max_connections()
         if len(self.connections) > most:
-            self._reject(Problem(503, f"{most} connections are open, the maximum; try again later"))
+            self._reject(Problem(f"{most} connections are open, the maximum; try again later", status=503))
         else:
             self._await_headers()
 
@@ -116,9 +116,9 @@ class Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
         elif too_long:
-            self._reject(Problem(431, "the request's headers are too long"))
+            self._reject(Problem("the request's headers are too long", status=431))
         else:
-            self._reject(Problem(400, "this is not a valid HTTP request; expected HTTP/1.1"))
+            self._reject(Problem("this is not a valid HTTP request; expected HTTP/1.1"))
 
     def _reject(self, problem: Problem) -> None:
         is_known = self.conn.our_state is h11.SEND_RESPONSE

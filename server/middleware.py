@@ -119,7 +119,7 @@ class AuthMiddleware:
         try:
             self._authorize(scope)
         except Refused as refused:
-            await refused.problem.response(scope)(scope, receive, send)
+            await refused.response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, _without_body(scope, send) if scope["method"] == "HEAD" else send)
 

@@ -38,19 +38,22 @@ def is_anthropic(scope: Scope) -> bool:
     return str(scope.get("path", "")).startswith("/v1/messages") or b"anthropic-version" in dict(scope["headers"])
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+@dataclass(eq=False)
+class Problem(OutriderError):
     """An error. `param` is the field at fault, `code` a machine-readable kind, `details` Anthropic's `error_code`.
 
     `methods`: those that the path supports.
     """
 
-    status: int
     message: str
     param: str | None = None
+    status: int = 400
     code: str | None = None
     details: str | None = None
     methods: str | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self, anthropic: bool, request_id: str) -> bytes:
         """Returns the JSON body in one API's format."""
@@ -82,44 +85,33 @@ class Problem:
         return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
 
 
-class Refused(OutriderError):
+class Refused(Problem):
     """A request that is rejected before any work is done."""
-
-    def __init__(
-        self,
-        message: str,
-        param: str | None = None,
-        status: int = 400,
-        code: str | None = None,
-        details: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.problem = Problem(status, message, param, code, details)
 
 
 def problem_of(error: Exception) -> Problem:
     """Converts an exception. Unexpected ones become a generic message."""
     match error:
-        case Refused(problem=problem):
-            return problem
+        case Problem():
+            return error
         case HTTPException(status_code=404):
-            return Problem(404, "no such path; /openapi.json lists them")
+            return Problem("no such path; /openapi.json lists them", status=404)
         case HTTPException(status_code=405, headers=headers):
             methods = (headers or {}).get("Allow", "GET")  # static files have none
             methods = "GET, HEAD" if methods == "GET" else methods
-            return Problem(405, f"this path does not support this method; expected {methods}", methods=methods)
+            return Problem(f"this path does not support this method; expected {methods}", status=405, methods=methods)
         case HTTPException(status_code=status, detail=detail):
-            return Problem(status, str(detail))
+            return Problem(str(detail), status=status)
         case ServerBusy():
-            return Problem(429, str(error), code="rate_limit_exceeded")
+            return Problem(str(error), status=429, code="rate_limit_exceeded")
         case EndpointError() | WorkerError():
-            return Problem(503, str(error))
+            return Problem(str(error), status=503)
         case UnknownDrafter():
-            return Problem(400, str(error), param="speculation")
+            return Problem(str(error), "speculation")
         case PromptTooLong():
-            return Problem(400, str(error), code="context_length_exceeded")
+            return Problem(str(error), code="context_length_exceeded")
         case InvalidRequest() | ModelError():
-            return Problem(400, str(error))
+            return Problem(str(error))
         case OutriderError():
-            return Problem(500, str(error))
-    return Problem(500, "the server failed at this request; see its log")
+            return Problem(str(error), status=500)
+    return Problem("the server failed at this request; see its log", status=500)

@@ -238,7 +238,7 @@ def test_unsatisfiable_tool_schema_error_names_the_tool(tmp_path: Path, paramete
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
     with pytest.raises(Refused, match=words) as refused:
         answer_grammar(model.served, TokenizedPrompt(()), Toolbox((function("f", None, parameters),), must=True), None)
-    assert refused.value.problem.param == "tools"
+    assert refused.value.param == "tools"
 
 
 def test_a_strict_tool_enforces_its_whole_schema(tmp_path: Path) -> None:
