@@ -20,7 +20,6 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.messages import Stats
 from outrider.server.answers.formatter import AnswerFormatter
 from outrider.server.answers.run import EventStream, RequestRun, while_connected
-from outrider.server.endpoints.json_route import IgnoredFields
 from outrider.server.metrics import ChoiceTimer, Metrics
 from outrider.server.middleware import key_of
 from outrider.server.model.served import ServedModel, TemplateInput
@@ -71,7 +70,7 @@ class ServerContext:
         self.metrics = metrics
         self.settings = settings
         self._running = Counter[str]()
-        self.ignored = IgnoredFields()
+        self.ignored = Counter[str]()
         self.draining = False
 
     def check_model(self, name: str | None) -> None:

@@ -17,7 +17,6 @@ from msgspec import structs, to_builtins
 from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
 from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
 from outrider.protocol.messages import RoundRecord
-from outrider.protocol.schema import NEVER
 from outrider.server.answers.choices import AnswerPlan, ChoiceState
 from outrider.server.model.served import Thoughts
 from outrider.server.model.tool_format import SpanTags
@@ -139,7 +138,7 @@ class LogprobFormatter:
         """Formats the tokens of the next chunks. In a token's own text, incomplete characters become U+FFFD."""
         found = []
         for row in (row for row in logprobs_of(chunks) if row.token not in self._ends):
-            top = [self._likely(token, value) for token, value in row.top if value > NEVER]
+            top = [self._likely(token, value) for token, value in row.top]
             spelled = SpelledToken(**self._likely(row.token, row.logprob).model_dump(), top_logprobs=top)
             start = self._length
             self._length += len(self._characters.decode(bytes(spelled.bytes)))

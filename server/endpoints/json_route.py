@@ -115,7 +115,7 @@ class JsonRoute(APIRoute):
             except ValueError as error:
                 raise Refused(f"the body is not JSON: {error}") from None
             if asked.model_extra:
-                context.ignored.note(request.url.path, ignorable(asked))
+                count_ignored(context.ignored, request.url.path, ignorable(asked))
             context.check_model(asked.model)
             given = {"request": request, "context": context}
             answer: Response = await endpoint(asked, **{one.name: given[one.name] for one in others})
@@ -222,20 +222,14 @@ def ignorable(asked: ApiRequest) -> list[str]:
     return names
 
 
-class IgnoredFields:
-    """Counts ignored fields. The log mentions a field's 1st, 10th, 100th ... time."""
-
-    def __init__(self) -> None:
-        self._counts = Counter[str]()
-
-    def note(self, path: str, names: list[str]) -> None:
-        """Records the fields of one request."""
-        for name in names:
-            kept = name if name in self._counts or len(self._counts) < _NAMES_KEPT else "others"
-            self._counts[kept] += 1
-            count = self._counts[kept]
-            if str(count).strip("0") == "1":
-                log.warning("ignored the unknown field %r of a request to %s (%d so far)", kept[:_LONGEST], path, count)
+def count_ignored(counts: Counter[str], path: str, names: list[str]) -> None:
+    """Counts the ignored fields of one request. The log mentions a field's 1st, 10th, 100th ... time."""
+    for name in names:
+        kept = name if name in counts or len(counts) < _NAMES_KEPT else "others"
+        counts[kept] += 1
+        if str(counts[kept]).strip("0") == "1":
+            shown = kept[:_LONGEST]
+            log.warning("ignored the unknown field %r of a request to %s (%d so far)", shown, path, counts[kept])
 
 
 @cache
