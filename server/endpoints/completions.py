@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from outrider.orchestrator.client.dialogue import Chunk
+from outrider.orchestrator.client.dialogue import MAX_TOKEN, Chunk
 from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, plan_answer
 from outrider.server.answers.formatter import CompletionFormatter
@@ -149,7 +149,6 @@ class TextCompletionFormatter(CompletionFormatter):
 
 
 DEFAULT_TOKENS = 16
-MAX_TOKEN = 2**31 - 1
 
 router = APIRouter(route_class=JsonRoute)
 
