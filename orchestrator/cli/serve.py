@@ -108,7 +108,7 @@ class StatusBoard:
 
     def announce(self, announcement: Announcement) -> None:
         match announcement:
-            case Stage(text=text) if self._in_json or not self._ready:
+            case Stage(text=text):
                 self._screen.show(text)
             case ServerReady(notes=notes):
                 self._ready = True

@@ -340,8 +340,7 @@ class Client(Connecting, BaseClient):
         """Returns the server's workers and totals."""
         patience = self.patience()
         with self.connected() as socket:
-            query = patience.on_silence()
-            socket.send_multipart(encode(query))
+            socket.send_multipart(encode(patience.on_silence()))
             while True:
                 answer = self._receive(socket, patience)
                 if isinstance(answer, Stats):

@@ -39,9 +39,7 @@ class LocalCluster:
         if not settings.keys() <= Settings.__annotations__.keys():
             raise values.unknown_keyword("LocalCluster", settings, (*Settings.__annotations__, "progress"))
         checked = ServeSettings(**cast("dict[str, Any]", settings))
-        self._models = (
-            " and ".join(str(name) for name in (checked.model, checked.draft_model) if name) or "the default model"
-        )
+        self._models = " and ".join(filter(None, (checked.model, checked.draft_model))) or "the default model"
         self._process = subprocess.Popen(
             python("-m", "outrider", "serve", "--no-http", "--for-parent", *flags(checked)),
             stdin=subprocess.PIPE,
