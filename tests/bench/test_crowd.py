@@ -89,9 +89,7 @@ def test_client_records_arrival_times_and_can_cancel() -> None:
 
 @pytest.fixture
 def forbid_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(
-        "outrider.bench.commands.concurrency.LocalCluster", lambda **_: pytest.fail("processes were started")
-    )
+    monkeypatch.setattr("outrider.bench.commands.bench.LocalCluster", lambda **_: pytest.fail("processes were started"))
     monkeypatch.chdir(tmp_path)
 
 
