@@ -1,4 +1,4 @@
-"""A digest that identifies the model in a folder, and files that are replaced as a whole.
+"""A digest that identifies the model in a folder, hashes of files, and files that are replaced as a whole.
 
 The digest covers the whole config.json, and each tensor's name, format, shape and first bytes, in which other weights
 differ, too; it does not read all weights. Knows files; knows nothing of models.
@@ -37,6 +37,12 @@ def digest(folder: Path) -> str:
         except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ModelError(f"{path} is not a safetensors file ({error!r}): download the model again") from error
     return f"{config.hexdigest()[:_DIGITS]}-{weights.hexdigest()[:_DIGITS] if files else ''}"
+
+
+def file_hash(path: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fits(ours: str, theirs: str) -> bool:

