@@ -32,15 +32,7 @@ from mlx_lm.utils import load_config
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import package
-from outrider.drafters.coreml.layout import (
-    HEAD_GRID,
-    SCRATCH_SLOTS,
-    DecoderArchitecture,
-    Mode,
-    Options,
-    PackageFunction,
-    PackageLayout,
-)
+from outrider.drafters.coreml.layout import DecoderArchitecture, Mode, Options, PackageFunction, PackageLayout
 from outrider.drafters.coreml.package import Manifest, coremltools
 from outrider.drafters.coreml.weights import (
     EMBEDDING,
@@ -131,18 +123,13 @@ class _GraphBuilder:
                 moved = mb.matmul(x=write, y=self._concat(self._new[kind], 0))
                 mb.coreml_update_state(state=inputs[f"{kind}_state"], value=mb.add(x=kept, y=moved))
         if self._layout.mode is Mode.HYBRID:
-            begin, end = self._window(inputs["pos"])
-            window = {"begin": begin, "end": end, "end_mask": [True, True, False, True]}
+            zero, past = np.zeros(1, np.int32), mb.add(x=inputs["pos"], y=np.int32(self._rows))
+            begin = mb.concat(values=[zero, zero, inputs["pos"], zero], axis=0)
+            end = mb.concat(values=[zero, zero, past, zero], axis=0)
+            window = {"begin": begin, "end": end, "end_mask": [True, True, False, True]}  # slots [pos, pos + rows)
             for layer, kind in product(range(self._sizes.layers), "kv"):
                 update = mb.slice_update(x=self._past[kind][layer], update=self._new[kind][layer], **window)
                 mb.coreml_update_state(state=inputs[f"{kind}_state_{layer}"], value=update)
-
-    def _window(self, position: Any) -> tuple[Any, Any]:
-        """Returns begin and end of the slots [position, position + rows) of a (1, kv_heads, slots, head_dim) state."""
-        mb, zero = self._mb, np.zeros(1, np.int32)
-        past = mb.add(x=position, y=np.int32(self._rows))
-        begin = mb.concat(values=[zero, zero, position, zero], axis=0)
-        return begin, mb.concat(values=[zero, zero, past, zero], axis=0)
 
     # --- the decoder --------------------------------------------------------------------------------------------
 
@@ -285,7 +272,10 @@ def convert(
             raise InvalidRequest(f"{path} already exists; remove it, or choose another folder")
     progress("reading", 0, 1)
     checkpoint = Checkpoint(model, options.weights)
-    layout = _layout(checkpoint.architecture, options)
+    sizes = checkpoint.architecture
+    if options.context > sizes.max_positions:
+        raise InvalidRequest(f"context is {options.context}; this model has {sizes.max_positions} positions")
+    layout = PackageLayout(sizes, options.mode, options.weights, options.context)
     partial_package = destination.parent / f".{destination.name}.{os.getpid()}.partial"
     try:
         partial_package.mkdir(parents=True)
@@ -304,13 +294,6 @@ def convert(
     finally:
         shutil.rmtree(partial_package, ignore_errors=True)
     return manifest
-
-
-def _layout(sizes: DecoderArchitecture, options: Options) -> PackageLayout:
-    if options.context > sizes.max_positions:
-        raise InvalidRequest(f"context is {options.context}; this model has {sizes.max_positions} positions")
-    slots = -(-(options.context + SCRATCH_SLOTS) // HEAD_GRID) * HEAD_GRID
-    return PackageLayout(sizes, options.mode, options.weights, options.context, slots)
 
 
 def _check_space(directory: Path, layout: PackageLayout, copies: int) -> None:

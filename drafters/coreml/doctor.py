@@ -82,10 +82,10 @@ def on_core_ml(packages: Packages, try_now: bool) -> list[Placement]:
     """Returns the results of each package and compute unit, kept or tried now; the one that would draft is first."""
     if not try_now and not any(map(packages.made, packages.variants)):
         return [Placement("Core ML", False, note="the draft is not converted yet: run `outrider doctor --probe`")]
-    reading = []
+    times = None
     if try_now:
         selection.choose(packages, log.info, thorough=True)
-        reading = [selection.prompt_times(packages, log.info)]
+        times = selection.prompt_times(packages, log.info)
     rows, places = Trials(packages.source_hash).rows, []
     for units in PREFERRED:
         here = [row for row in rows if row.units == units]
@@ -94,8 +94,8 @@ def on_core_ml(packages: Packages, try_now: bool) -> list[Placement]:
         if not here:
             note = "not measured yet: run `outrider doctor --probe`"
             places.append(Placement(f"Core ML on {units}", False, note=note))
-    reading = reading or [row.prompts_here for row in rows if row.prompts_here is not None]
-    for times in reading[:1]:
+    times = times or next((row.prompts_here for row in rows if row.prompts_here is not None), None)
+    if times is not None:
         places.append(Placement("prompts of a draft on MLX", times.least is not None, note=times.sentence))
     return places
 

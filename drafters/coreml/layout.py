@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -125,7 +125,6 @@ def _check_grid(sizes: DecoderArchitecture) -> None:
         )
 
 
-TREE_ROWS = (1, 8, 16, 32)
 PREFILL_ROWS = 64
 SCRATCH_SLOTS = 128  # slots beyond the context, for drafted tokens
 DEFAULT_CONTEXT = 1024
@@ -192,10 +191,8 @@ class PackageFunction:
     logits: bool
 
 
-FUNCTIONS = (
-    *(PackageFunction(f"q{rows}", rows, True) for rows in TREE_ROWS),
-    PackageFunction(f"prefill{PREFILL_ROWS}", PREFILL_ROWS, False),
-)
+TREES = tuple(PackageFunction(f"q{rows}", rows, True) for rows in (1, 8, 16, 32))
+PREFILL = PackageFunction(f"prefill{PREFILL_ROWS}", PREFILL_ROWS, False)
 
 TRIAL_PROMPT, TRIAL_ROWS, TRIAL_STEPS = 16, 8, 12
 """A trial reads so many tokens of `trial_text` by the prefill, then so many in one call, then so many one by one."""
@@ -209,14 +206,25 @@ def trial_text(vocab_size: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PackageLayout:
-    """A package's sizes: `context` positions, `slots` >= context of the cache; `weights` is one of WEIGHTS."""
+    """A package's sizes: `context` positions; `weights` is one of WEIGHTS.
+
+    `functions`: those of every package. `largest`: the one with logits that takes the most rows; `prefill`: the one
+    without logits.
+    """
+
+    functions: ClassVar[tuple[PackageFunction, ...]] = (*TREES, PREFILL)
+    largest: ClassVar[PackageFunction] = TREES[-1]
+    prefill: ClassVar[PackageFunction] = PREFILL
 
     architecture: DecoderArchitecture
     mode: Mode
     weights: str
     context: int
-    slots: int
-    functions: tuple[PackageFunction, ...] = FUNCTIONS
+
+    @property
+    def slots(self) -> int:
+        """The slots of the cache: for the context and for drafted tokens, on the Neural Engine's grid."""
+        return -(-(self.context + SCRATCH_SLOTS) // HEAD_GRID) * HEAD_GRID
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
@@ -263,14 +271,4 @@ class PackageLayout:
 
     def smallest(self, rows: int) -> PackageFunction:
         """Returns the smallest function for at least `rows` rows; beyond the rows of `largest`, it is the prefill."""
-        return min((f for f in self.functions if f.rows >= rows), key=lambda function: function.rows)
-
-    @property
-    def largest(self) -> PackageFunction:
-        """The function with logits that takes the most rows."""
-        return max((function for function in self.functions if function.logits), key=lambda function: function.rows)
-
-    @property
-    def prefill(self) -> PackageFunction:
-        """The function without logits."""
-        return next(function for function in self.functions if not function.logits)
+        return next(function for function in self.functions if function.rows >= rows)

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -169,7 +170,9 @@ class Trials:
     def __init__(self, source_hash: str) -> None:
         system = f"{os_build()}-{platform.machine()}-coremltools{version('coremltools')}"
         self._file = folder() / "probes" / f"{source_hash}-{system}.json"
-        self.rows = _read(self._file)
+        self.rows: list[Tried] = []
+        with suppress(OSError, ValueError, msgspec.ValidationError, InvalidRequest):  # then trials run again
+            self.rows = msgspec.convert(json.loads(self._file.read_text(encoding="utf-8")), list[Tried])
 
     def find(self, package: Package, units: str) -> Tried | None:
         found = (row for row in self.rows if (row.key, row.units) == (package.manifest.key, units))
@@ -180,14 +183,6 @@ class Trials:
         self.rows = [row if (old.key, old.units) == (row.key, row.units) else old for old in self.rows]
         self.rows += [] if row in self.rows else [row]
         replace_file(self._file, json.dumps(msgspec.to_builtins(self.rows), indent=1))
-
-
-def _read(file: Path) -> list[Tried]:
-    """Returns the rows of `file`; none if it is missing or unreadable, so that trials run again."""
-    try:
-        return msgspec.convert(json.loads(file.read_text(encoding="utf-8")), list[Tried])
-    except (OSError, ValueError, msgspec.ValidationError, InvalidRequest):
-        return []
 
 
 def try_out(package: Package, units: str, predictions: int = PREDICTIONS) -> Tried:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters.coreml.converter import convert
-from outrider.drafters.coreml.layout import Mode, Options
+from outrider.drafters.coreml.layout import Mode, Options, PackageFunction, PackageLayout
 from outrider.drafters.coreml.package import EMBEDDING, EXPECTED, MODEL, WEIGHTS, coremltools, open_package
 from outrider.drafters.coreml.selection import Packages
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError
@@ -253,10 +253,9 @@ def test_changed_or_missing_package_file_is_refused(copied: Path, file: str) -> 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"slots": 416}, "the manifest does not match the package's function q1"),
+        ({"context": 288}, "the manifest does not match the package's function q1"),
         ({"mode": "hybrid"}, "the manifest does not match the package's function q1"),
         ({"mode": "sideways"}, "is not a manifest"),
-        ({"functions": [{"name": "q4", "rows": 4, "logits": True}]}, "does not match the package's function q4"),
     ],
 )
 def test_manifest_that_does_not_match_its_package_is_refused(
@@ -267,6 +266,12 @@ def test_manifest_that_does_not_match_its_package_is_refused(
     manifest["layout"] |= change
     file.write_text(json.dumps(manifest))
     assert sentence in opening(copied)
+
+
+def test_package_with_other_functions_is_refused(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another release could have written it."""
+    monkeypatch.setattr(PackageLayout, "functions", (PackageFunction("q4", 4, True),))
+    assert "does not match the package's function q4" in opening(copied)
 
 
 def test_invalid_or_missing_manifest_is_refused(copied: Path, tmp_path: Path) -> None:
