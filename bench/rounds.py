@@ -152,23 +152,16 @@ def breakdown(records: Sequence[RoundRecord], first_round: int) -> Breakdown:
     for record in records:
         for work in record.drafting:
             drafting[work.round].append(work.work)
-    gaps = {"turnaround": 0.0, "waiting": 0.0, "fallback": 0.0}
-    commits, verify, work_ahead, rounds = [], 0.0, 0.0, len(chosen) - 1
+    totals = dict.fromkeys(("verify", "turnaround", "waiting", "fallback", "work_ahead"), 0.0)
+    commits, rounds = list[float](), len(chosen) - 1
     for before, after in pairwise(chosen):
         ended_ns, works = before.verify.ended_ns, drafting[after.round]
-        gaps[PARTS.get(source_of(after), "fallback")] += (after.verify.started_ns - ended_ns) / MILLISECOND_NS
-        verify += after.verify.milliseconds
-        work_ahead += sum(work.milliseconds for work in works)
+        totals[PARTS.get(source_of(after), "fallback")] += (after.verify.started_ns - ended_ns) / MILLISECOND_NS
+        totals["verify"] += after.verify.milliseconds
+        totals["work_ahead"] += sum(work.milliseconds for work in works)
         commits += [(min(work.started_ns for work in works) - ended_ns) / MILLISECOND_NS] if works else []
-    return Breakdown(
-        rounds,
-        verify / rounds,
-        gaps["turnaround"] / rounds,
-        gaps["waiting"] / rounds,
-        gaps["fallback"] / rounds,
-        statistics.fmean(commits) if commits else 0.0,
-        work_ahead / rounds,
-    )
+    means = {part: total / rounds for part, total in totals.items()}
+    return Breakdown(rounds, commit=statistics.fmean(commits or [0.0]), **means)
 
 
 def table(found: Breakdown) -> str:

@@ -12,7 +12,6 @@ quantised again, with two bits more than they had, or kept in half precision.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,20 +28,6 @@ from outrider.protocol.errors import ModelError
 Value: TypeAlias = "bool | int | float | str | list[str] | NDArray[np.generic]"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-_NUMBERS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
-_STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 
 
@@ -138,16 +123,16 @@ class _Header:
     def read(self) -> GgufFile:
         if self._file.read(4) != MAGIC:
             raise ModelError(f"{self._path} is not a GGUF file: its first four bytes are not GGUF")
-        version = self._number("<u4")
+        version = self._number(4)
         if version not in VERSIONS:
             raise ModelError(
                 f"{self._path} is GGUF version {version}; expected version 2 or 3, in little-endian byte order"
             )
-        tensors, keys = self._number("<u8"), self._number("<u8")
+        tensors, keys = self._number(8), self._number(8)
         metadata = {}
         for _ in range(keys):
             key = self._string()
-            metadata[key] = self._value(self._number("<u4"), key)
+            metadata[key] = self._value(self._number(4), key)
         places = dict(self._tensor() for _ in range(tensors))
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
@@ -163,13 +148,13 @@ class _Header:
         """Reads a tensor's name and place, whose offset is from the end of the header."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # deferred: takes half a second
 
-        name, dimensions = self._string(), self._number("<u4")
+        name, dimensions = self._string(), self._number(4)
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise ModelError(f"{self._path}: the tensor {name} has {dimensions} dimensions; expected 1 to 4")
-        shape = tuple(self._number("<u8") for _ in range(dimensions))[::-1]
+        shape = tuple(self._number(8) for _ in range(dimensions))[::-1]
         if not all(shape) or prod(shape) > 8 * self._size:  # every type has at least one bit for each number
             raise ModelError(f"{self._path} is too small for the tensor {name} of shape {shape}")
-        number, offset = self._number("<u4"), self._number("<u8")
+        number, offset = self._number(4), self._number(8)
         try:
             kind = GGMLQuantizationType(number)
         except ValueError:
@@ -182,29 +167,34 @@ class _Header:
         return name, TensorPlace(shape, kind.name, offset, prod(shape) // block * width)
 
     def _value(self, kind: int, key: str) -> Value:
-        if kind in _NUMBERS:
-            number = self._numbers(_NUMBERS[kind], 1)[0]
-            return float(str(number)) if kind == 6 else number.item()
-        if kind == _STRING:
+        from gguf import GGUFReader, GGUFValueType
+
+        numbers = {int(known): number for known, number in GGUFReader.gguf_scalar_to_np.items()}
+        if kind in numbers:
+            number = self._numbers(numbers[kind], 1)[0]
+            return float(str(number)) if kind == GGUFValueType.FLOAT32 else number.item()
+        if kind == GGUFValueType.STRING:
             return self._string()
-        if kind != _ARRAY:
+        if kind != GGUFValueType.ARRAY:
             raise ModelError(f"{self._path}: {key} has the unknown type {kind}")
-        inner, count = self._number("<u4"), self._number("<u8")
-        if inner == _STRING:
+        inner, count = self._number(4), self._number(8)
+        if inner == GGUFValueType.STRING:
             self._need(8 * count)
             return [self._string() for _ in range(count)]
-        if inner not in _NUMBERS:
+        if inner not in numbers:
             raise ModelError(f"{self._path}: {key} is a list of the unknown type {inner}")
-        return self._numbers(_NUMBERS[inner], count)
+        return self._numbers(numbers[inner], count)
 
-    def _numbers(self, kind: str, count: int) -> NDArray[np.generic]:
-        return np.frombuffer(self._take(np.dtype(kind).itemsize * count), kind)
+    def _numbers(self, kind: type[np.generic], count: int) -> NDArray[np.generic]:
+        dtype = np.dtype(kind).newbyteorder("<")
+        return np.frombuffer(self._take(dtype.itemsize * count), dtype)
 
-    def _number(self, kind: str) -> int:
-        return int(struct.unpack("<I" if kind == "<u4" else "<Q", self._take(4 if kind == "<u4" else 8))[0])
+    def _number(self, size: int) -> int:
+        """Reads an unsigned number of `size` bytes."""
+        return int.from_bytes(self._take(size), "little")
 
     def _string(self) -> str:
-        data = self._take(self._number("<u8"))
+        data = self._take(self._number(8))
         try:
             return data.decode()
         except UnicodeDecodeError:
