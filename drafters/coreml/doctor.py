@@ -16,7 +16,7 @@ import operator
 import os
 import platform
 import sys
-import time
+import timeit
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -169,11 +169,7 @@ def _blas() -> Blas:
     with mx.stream(mx.cpu):
         a = mx.random.normal((_SIDE, _SIDE))
         mx.eval(a @ a)
-        best = float("inf")
-        for _ in range(_BLAS_ROUNDS):
-            started = time.perf_counter()
-            mx.eval(a @ a)
-            best = min(best, time.perf_counter() - started)
+        best = min(timeit.repeat(lambda: mx.eval(a @ a), number=1, repeat=_BLAS_ROUNDS))
     return Blas(library, round(2e-9 * _SIDE**3 / best, 1), note)
 
 

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -308,11 +309,7 @@ def _time(host: PackageHost, function: PackageFunction, count: int) -> float:
 
 def median_ms(task: Callable[[], object], rounds: int, warm_up: int = _WARM_UP) -> float:
     """Returns the median milliseconds of `rounds` calls of `task`, after `warm_up` calls."""
-    taken = []
-    for _ in range(rounds + warm_up):
-        started = time.perf_counter()
-        task()
-        taken.append(time.perf_counter() - started)
+    taken = timeit.repeat(task, number=1, repeat=warm_up + rounds)
     return 1e3 * median(taken[warm_up:])
 
 

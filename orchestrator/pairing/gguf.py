@@ -179,7 +179,6 @@ class _Header:
             raise ModelError(f"{self._path}: {key} has the unknown type {kind}")
         inner, count = self._number(4), self._number(8)
         if inner == GGUFValueType.STRING:
-            self._need(8 * count)
             return [self._string() for _ in range(count)]
         if inner not in numbers:
             raise ModelError(f"{self._path}: {key} is a list of the unknown type {inner}")
@@ -201,15 +200,10 @@ class _Header:
             raise ModelError(f"{self._path} holds a text that is not UTF-8; download it again") from None
 
     def _take(self, count: int) -> bytes:
-        self._need(count)
-        data = self._file.read(count)
+        data = self._file.read(count) if count <= self._size else b""
         if len(data) < count:
             raise cut_short(self._path)
         return data
-
-    def _need(self, count: int) -> None:
-        if count > self._size:
-            raise cut_short(self._path)
 
 
 def _describe(value: Value) -> str:
