@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any
 
 import xllamacpp
@@ -51,17 +50,18 @@ class LlamaCpp:
         def ask(number: int, tokens: list[int]) -> dict[str, Any]:
             sent = time.perf_counter() - begun
             arrivals: list[tuple[float, int]] = []
+            count = 0
 
             def on_chunk(chunk: Mapping[str, Any]) -> bool:
-                if "timings" in chunk:
-                    arrivals.append((time.perf_counter() - begun, chunk["timings"]["predicted_n"]))
+                nonlocal count
+                if "timings" in chunk and (new := chunk["timings"]["predicted_n"] - count) > 0:
+                    arrivals.append((time.perf_counter() - begun, new))
+                    count += new
                 return False  # go on
 
             request = _request(tokens, max_tokens, temp, seed + number, True)
             self._server.handle_completions({**request, "stream": True, "timings_per_token": True}, on_chunk)
-            counts = [0, *(count for _, count in arrivals)]
-            new = [after - before for before, after in pairwise(counts)]
-            return {"sent": sent, "arrivals": [(at, n) for (at, _), n in zip(arrivals, new, strict=True) if n > 0]}
+            return {"sent": sent, "arrivals": arrivals}
 
         with ThreadPoolExecutor(self._slots) as threads:
             return {"replies": list(threads.map(ask, range(len(batch)), batch))}
