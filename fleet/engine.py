@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -161,51 +162,47 @@ LOOK_SECONDS = 0.5
 CONNECTED, DISCONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 
 
-class ServerWatch:
-    """Watches the server at `endpoint`, with the client key in the folder `keys`.
-
-    ZeroMQ heartbeats detect a hanging server or a lost machine within a second, and an ended process at once.
+def wait_until_ready(endpoint: str, keys: Path | None) -> None:
+    """Returns when the target of the server at `endpoint` is ready.
 
     Raises:
-        KeyFault: from every method: the server requires a key, and there is no accepted one.
+        KeyFault: the server requires a key, and there is no accepted one in the folder `keys`.
     """
+    while not any(worker.role == "target" and worker.state == "ready" for worker in _workers(endpoint, keys)):
+        time.sleep(LOOK_SECONDS)
 
-    def __init__(self, endpoint: str, keys: Path | None) -> None:
-        self._endpoint = endpoint
-        self._keys = keys_to(endpoint, folder=keys)
-        self._client = Client(endpoint, timeout=1.0, keys=keys)
 
-    def wait_until_ready(self) -> None:
-        """Returns when the server's target is ready."""
-        while not any(worker.role == "target" and worker.state == "ready" for worker in self._workers()):
-            time.sleep(LOOK_SECONDS)
+def wait_until_gone(endpoint: str, keys: Path | None) -> None:
+    """Returns when the connection is lost, or not established within a second. Raises as `wait_until_ready`.
 
-    def weights(self) -> str:
-        """Returns the fingerprint of the target's weights and number format; empty without an answer."""
-        return next((one.fingerprint for one in self._workers() if one.role == "target"), "")
-
-    def wait_until_gone(self) -> None:
-        """Returns when the connection is lost, or not established within a second."""
-        context: zmq.Context[Any] = zmq.Context.instance()
-        with context.socket(zmq.DEALER) as socket:
-            socket.linger = 0
-            socket.heartbeat_ivl, socket.heartbeat_timeout = ASK_MS, SILENT_MS
-            monitor = socket.get_monitor_socket(CONNECTED | DISCONNECTED)
-            try:
-                connect(socket, self._endpoint, self._keys)
-                if monitor.poll(SILENT_MS):
-                    while recv_monitor_message(monitor)["event"] != DISCONNECTED:
-                        pass
-            finally:
-                socket.disable_monitor()
-                monitor.close(linger=0)
-
-    def _workers(self) -> tuple[WorkerStats, ...]:
-        """Returns the workers' statistics; none without an answer."""
+    ZeroMQ heartbeats detect a hanging server or a lost machine within a second, and an ended process at once.
+    """
+    context: zmq.Context[Any] = zmq.Context.instance()
+    with context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.heartbeat_ivl, socket.heartbeat_timeout = ASK_MS, SILENT_MS
+        monitor = socket.get_monitor_socket(CONNECTED | DISCONNECTED)
         try:
-            return self._client.stats().workers
-        except (EndpointError, ServerBusy, WorkerError):
-            return ()
+            connect(socket, endpoint, keys_to(endpoint, folder=keys))
+            if monitor.poll(SILENT_MS):
+                while recv_monitor_message(monitor)["event"] != DISCONNECTED:
+                    pass
+        finally:
+            socket.disable_monitor()
+            monitor.close(linger=0)
+
+
+def _workers(endpoint: str, keys: Path | None) -> tuple[WorkerStats, ...]:
+    """Returns the workers' statistics; none without an answer."""
+    try:
+        return Client(endpoint, timeout=1.0, keys=keys).stats().workers
+    except (EndpointError, ServerBusy, WorkerError):
+        return ()
+
+
+def _weights(endpoint: str, keys: Path | None) -> str:
+    """Returns the fingerprint of the target's weights and number format; empty without an answer."""
+    return next((one.fingerprint for one in _workers(endpoint, keys) if one.role == "target"), "")
 
 
 def check_same_weights(endpoint: str, before: Sequence[str], keys: Path | None) -> None:
@@ -213,9 +210,9 @@ def check_same_weights(endpoint: str, before: Sequence[str], keys: Path | None) 
 
     Its texts would be another model's, and failover could not continue them.
     """
-    ours = ServerWatch(endpoint, keys).weights()
+    ours = _weights(endpoint, keys)
     for other in before:
-        theirs = ServerWatch(other, keys).weights()
+        theirs = _weights(other, keys)
         if ours and theirs and ours != theirs:
             raise ModelError(
                 f"the engine at {endpoint} has other weights, or another number format, than the one at {other};"
@@ -308,8 +305,7 @@ class AttachedEngine(EngineActor):
     def __init__(self, endpoints: tuple[str, ...], keys: Path | None) -> None:
         own = serve.get_replica_context().rank.rank % len(endpoints)
         endpoint = endpoints[own]
-        watch = ServerWatch(endpoint, keys)
-        watch.wait_until_ready()
+        wait_until_ready(endpoint, keys)
         check_same_weights(endpoint, endpoints[:own], keys)
-        end_after(watch.wait_until_gone, f"the engine at {endpoint} is lost; waiting for its return")
+        end_after(partial(wait_until_gone, endpoint, keys), f"the engine at {endpoint} is lost; waiting for its return")
         super().__init__(EngineAddress(endpoint), None, keys)

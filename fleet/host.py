@@ -94,8 +94,8 @@ START_SECONDS = 180.0
 STOP_SECONDS = 30.0
 WITHOUT_DASHBOARD = "--include-dashboard=false"
 """Used when a head restarts: with the dashboard, the raylet's agents start too late, and the raylet ends after 15 s."""
-RAYS_OWN_PORTS = range(10_002, 20_000)
-"""Ports of Ray's workers."""
+RAYS_OWN_PORTS = range(10_001, 20_000)
+"""Ports of Ray's client server and workers."""
 LABEL = "outrider"
 """The node label with the host's Outrider version."""
 
@@ -268,7 +268,7 @@ def require_free(ip: str, port: int) -> None:
 
 def check_port(port: int) -> None:
     """Raises InvalidRequest for a port that Ray uses itself."""
-    if not 1 <= port <= 65535 or port in RAYS_OWN_PORTS or port == RAYS_OWN_PORTS.start - 1:
+    if not 1 <= port <= 65535 or port in RAYS_OWN_PORTS:
         raise InvalidRequest(f"port is {port}; expected 1 to 65535 except 10001 to 19999, which Ray's workers use")
 
 
