@@ -69,15 +69,16 @@ def read(config: Mapping[str, Any]) -> DecoderArchitecture:
         )
     _refuse_variants(family, config)
     try:
-        heads = int(config["num_attention_heads"])
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        head_dim = None if family == "qwen2" else config.get("head_dim")
         architecture = DecoderArchitecture(
             family=family,
             layers=int(config["num_hidden_layers"]),
-            hidden=int(config["hidden_size"]),
+            hidden=hidden,
             intermediate=int(config["intermediate_size"]),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=_head_dim(family, config, heads),
+            head_dim=int(head_dim or hidden // heads),
             vocab_size=int(config["vocab_size"]),
             norm_eps=float(config["rms_norm_eps"]),
             tied=bool(config.get("tie_word_embeddings", family != "qwen3")),
@@ -89,11 +90,6 @@ def read(config: Mapping[str, Any]) -> DecoderArchitecture:
         ) from error
     _check_grid(architecture)
     return architecture
-
-
-def _head_dim(family: str, config: Mapping[str, Any], heads: int) -> int:
-    derived = int(config["hidden_size"]) // heads
-    return derived if family == "qwen2" else int(config.get("head_dim") or derived)
 
 
 def _refuse_variants(family: str, config: Mapping[str, Any]) -> None:
