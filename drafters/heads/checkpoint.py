@@ -138,8 +138,10 @@ def complete(name: str, what: str = "a head's sizes") -> Iterator[None]:
     """Raises CannotDraft if a field of a config.json is missing or not a number."""
     try:
         yield
-    except (KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
         raise CannotDraft(f"{name}: config.json lacks {error}; expected {what}") from error
+    except (TypeError, ValueError) as error:
+        raise CannotDraft(f"{name}: config.json has a value that can't be used ({error}); expected {what}") from error
 
 
 def settings_of(kind: type[Settings], config: Mapping[str, Any], name: str, what: str = "a head's sizes") -> Settings:

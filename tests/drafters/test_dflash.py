@@ -145,6 +145,7 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
             "has mask token 300, but this target has 258 tokens",
         ),
         ("z-lab", {"dflash_config": {}}, TARGET, "config.json lacks 'mask_token_id'"),
+        ("z-lab", {"block_size": "wide"}, TARGET, r"a value that can't be used \(invalid literal .*'wide'\)"),
         ("z-lab", {"model_type": "gemma4"}, TARGET, "is built of gemma4 layers"),
         ("z-lab", {"block_size": 1}, TARGET, "has blocks of 1 tokens"),
         ("z-lab", {"quantization": {"bits": 4}}, TARGET, "is quantized"),
