@@ -179,7 +179,7 @@ def physical(bound: Path = _CGROUP) -> int:
         return whole
 
 
-_REFUSED = ("MemoryError", "bad_alloc", "Cannot allocate memory", "Resource temporarily unavailable")
+_REFUSED = ("memoryerror", "bad_alloc", "cannot allocate memory", "resource temporarily unavailable")
 
 
 def likely_cause(code: int, last_words: str = "", bound: Path = _CGROUP) -> str:
@@ -190,7 +190,7 @@ def likely_cause(code: int, last_words: str = "", bound: Path = _CGROUP) -> str:
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     crashed = -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGKILL)
-    if limit != resource.RLIM_INFINITY and (crashed or any(words in last_words for words in _REFUSED)):
+    if limit != resource.RLIM_INFINITY and (crashed or any(words in last_words.lower() for words in _REFUSED)):
         return f"most likely out of memory (ulimit -v allows a process {limit / 2**30:.1f} GiB)"
     whole, allowed = physical(Path(os.devnull)), physical(bound)
     if allowed < whole and code == -signal.SIGKILL:

@@ -595,6 +595,13 @@ def test_crash_under_a_memory_limit_names_the_limit(
     assert [loss.why for loss in harness.losses()] == [f"target worker target-0 ended with code {code}{cause}"]
 
 
+@pytest.mark.parametrize("words", ["std::bad_alloc", "libmlx.so: cannot allocate memory for thread-local data: ABORT"])
+def test_refused_memory_in_the_last_words_names_the_limit(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (512 << 20, 512 << 20))
+    assert LIKELY_CAUSE(127, words) == "most likely out of memory (ulimit -v allows a process 0.5 GiB)"
+    assert LIKELY_CAUSE(127, "no such file") == ""
+
+
 def test_messages_to_a_loading_worker_are_not_kept(harness: PoolHarness) -> None:
     harness.worker("target-0")
     kill(harness, "target-0")
