@@ -55,8 +55,8 @@ _LOG1P = (
 )
 
 
-GREATEST = 17.4
-"""The upper bound of the noise."""
+LEAST, GREATEST = -2.9, 17.4
+"""The bounds of the noise."""
 
 
 class Purpose(IntEnum):
@@ -267,42 +267,47 @@ class Sampler:
     def choose(self, penalised: Floats, positions: Sequence[int]) -> list[int] | None:
         """Returns the argmax of `scores` for each row of float32 logits [R, V] from `penalise`, by numpy alone.
 
-        Noise is computed only for tokens whose score could be the best with the greatest noise. Returns None if only
-        the exact steps can decide: scores are not finite, two tokens are closer than rounding, or rounding decides
-        whether a filter keeps a token.
+        Noise is computed only for tokens that could be the best. Returns None if only the exact steps can decide:
+        scores are not finite, two tokens are closer than rounding, or rounding decides whether a filter keeps a token.
         """
         best = penalised.max(axis=-1, keepdims=True)
         if not np.isfinite(best).all():
             return None
         if not self.noisy and not self.filters:
             return _only_bests(penalised, best)
-        scaled = penalised * np.float32(1.0 / self.params.temp)
-        seeds = [self._noise_seed] * len(positions)
-        floor = best * np.float32(1.0 / self.params.temp)
-        if self.noisy:
-            likeliest = scaled.argmax(axis=-1)[:, None]
-            floor = np.take_along_axis(scaled, likeliest, -1) + gumbel_at(np, seeds, positions, likeliest) - GREATEST
-        rows, tokens = np.nonzero(scaled >= floor)
-        counts = np.bincount(rows, minlength=len(positions))
-        places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        few = np.zeros((len(positions), counts.max()), np.int64)
-        scores = np.full(few.shape, -np.inf, np.float32)
-        few[rows, places], scores[rows, places] = tokens, scaled[rows, tokens]
-        if self.noisy:
-            scores += gumbel_at(np, seeds, positions, few)
-        unsure = np.zeros(few.shape, bool)
+        chosen = [self._choice(row, position) for row, position in zip(penalised, positions, strict=True)]
+        return None if None in chosen else cast("list[int]", chosen)
+
+    def _choice(self, logits: Floats, position: int) -> int | None:
+        """Returns what `choose` does, for one row."""
+        scaled = logits * np.float32(1.0 / self.params.temp)
+        best, low, high = scaled.argmax(), -math.inf, -math.inf
         if self.filters:
-            for row, count in enumerate(counts):
-                error = _ROUNDING + _ULPS * abs(float(best[row, 0]))
-                low, high = borders(penalised[row], self.params, error, _MASS)
-                own = penalised[row, few[row, :count]]
-                scores[row, :count][own < low] = -np.inf
-                unsure[row, :count] = (own >= low) & (own <= high)
-        chosen = _only_bests(scores, scores.max(axis=-1, keepdims=True), float(abs(best).max()) / self.params.temp)
-        every = np.arange(len(positions))
-        if chosen is None or unsure[every, chosen].any():
-            return None
-        return cast("list[int]", few[every, chosen].tolist())
+            low, high = borders(logits, self.params, _ROUNDING + _ULPS * abs(float(logits[best])), _MASS)
+        largest = abs(float(scaled[best]))
+        if self.noisy:
+            few, scores = self._contenders(scaled, best, low / self.params.temp - _ROUNDING - _ULPS * largest, position)
+        else:
+            few = np.flatnonzero(scaled >= scaled[best])
+            scores = scaled[few]
+        scores = np.where(logits[few] < low, -np.inf, scores)
+        chosen = _only_bests(scores[None], scores.max(keepdims=True)[None], largest)
+        return int(few[chosen[0]]) if chosen is not None and not logits[few[chosen[0]]] <= high else None
+
+    def _contenders(self, scaled: Floats, best: np.intp, floor: float, position: int) -> tuple[Ints, Floats]:
+        """Returns the tokens from `floor` on whose scores may be the best, or nearly so, and these scores.
+
+        They are compared with the likeliest token, `best`. A token that lacks d needs G >= d, so -log u <= exp(-d). As
+        -log u >= 1 - u, comparing that first leaves a few tokens, and no logarithms of the others.
+        """
+        tokens = np.flatnonzero(scaled >= max(float(scaled[best]) + LEAST - GREATEST, floor))
+        drawn = integers(np, tokens.astype(np.uint32), *_keys(self._noise_seed, [position]))[0]
+        own = (int(drawn[np.searchsorted(tokens, best)]) + 0.5) * 2.0**-24
+        score = float(scaled[best]) - math.log(-math.log(own))
+        score -= 2 * (_ROUNDING + _ULPS * (abs(score) + GREATEST))
+        left = ((2**24 - drawn).astype(np.float32) - 0.5) * 2.0**-24
+        may = left <= np.exp(np.minimum(scaled[tokens] - score, 0))
+        return tokens[may], scaled[tokens[may]] + _gumbel(np, drawn[may])
 
     def noise_at(self, position: int) -> Any:
         """Returns the noise at a position, float32 [V]: on the CPU a numpy array. That of the latest ones is kept."""

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.engine.sampling import GREATEST, Sampler, gumbel
+from outrider.engine.sampling import GREATEST, LEAST, Sampler, gumbel
 from outrider.protocol.sampling import SamplingParams
 from tests.covering import matrix
 
@@ -48,10 +48,11 @@ def test_unlikely_token_is_chosen_when_its_noise_exceeds_the_gap() -> None:
         assert sampler.choose(rows, [int(position)]) == [expected]
 
 
-def test_noise_stays_below_its_upper_bound() -> None:
-    nothing = np.float32(2.0**-25)  # what stands for 1 - u at most, see `noise`
-    assert 17.3 < -np.log(nothing) < GREATEST
-    assert gumbel(np, 0, range(64), 4096).max() < GREATEST
+def test_noise_stays_within_its_bounds() -> None:
+    nothing = np.float32(2.0**-25)  # what stands for u and 1 - u at least, see `noise`
+    assert 17.3 < -np.log(nothing) < GREATEST and LEAST < -np.log(-np.log(nothing)) < -2.8
+    noise = gumbel(np, 0, range(64), 4096)
+    assert LEAST < noise.min() and noise.max() < GREATEST
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
