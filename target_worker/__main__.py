@@ -27,7 +27,9 @@ from outrider.protocol.worker_link import WorkerLink, end_with_parent
 from outrider.target_worker.rank_link import RANK, LocalRanks
 
 if TYPE_CHECKING:
+    from outrider.engine.loading import LoadedModel
     from outrider.target_worker.ranks import RankLeader
+    from outrider.target_worker.target_request import FeaturePublisher
     from outrider.target_worker.worker import TargetWorker
 
     Load = Callable[[argparse.Namespace, RankLeader | None, WorkerLink], tuple[Hello, TargetWorker]]
@@ -80,13 +82,11 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     """Returns the worker and its HELLO, once the model is loaded and checked. `leader`: of a sharded model's ranks."""
     link.send(Loading("target", "importing MLX"))
     models_only()
-    from outrider.drafters.heads import load as heads
     from outrider.engine import memory
     from outrider.engine.load_checks import abilities
     from outrider.engine.loading import load
     from outrider.target_worker import in_process_drafters
     from outrider.target_worker.in_process_drafters import InProcessDrafters
-    from outrider.target_worker.target_request import FeaturePublisher
     from outrider.target_worker.worker import TargetWorker
 
     def report(stage: str) -> None:
@@ -100,20 +100,11 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     found = replace(found, drafters=loaded.infos, left_out=loaded.left_out)
     notes = [f"drafting in this process with {info.model}" for info in loaded.infos]
     notes += [*loaded.left_out, *loaded.doubts]
-    drafters, publisher, features = InProcessDrafters(loaded.drafters), None, ""
+    drafters = InProcessDrafters(loaded.drafters)
     memory.set_limits(model.weight_bytes + drafters.weight_bytes)  # each load has set them for one model only
-    if options.tell:
-        kind, folder = options.tell
-        try:
-            told = heads.load(kind, folder, model, report, leader is None)
-        except CannotDraft as error:
-            notes.append(str(error))
-        else:
-            publisher = FeaturePublisher(told.head)
-            features = heads.features_of(told.head, Path(folder), model.folder or Path())
-            notes.append(told.note)
+    publisher, features, note = _publisher(options.tell, model, report, leader is None)
     worker = TargetWorker(link, model, drafters, kv_cache, leader, publisher)
-    notes.append(leader.note if leader is not None else "")
+    notes += [note, leader.note if leader is not None else ""]
     if found.chains and not worker.verifies_trees:
         notes.append("drafts are verified as chains, not as trees")
     hello = Hello(
@@ -135,6 +126,25 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
         features=features,
     )
     return hello, worker
+
+
+def _publisher(
+    head: tuple[str, str] | None, model: LoadedModel, progress: Callable[[str], None], alone: bool
+) -> tuple[FeaturePublisher | None, str, str]:
+    """Returns the publisher of the features that a draft worker's `head` reads, given by its kind and folder, their
+    source, and a note. There is no publisher without a head, or for one that can't be used."""
+    if head is None:
+        return None, "", ""
+    from outrider.drafters.heads import load as heads
+    from outrider.target_worker.target_request import FeaturePublisher
+
+    kind, folder = head
+    try:
+        drafter = heads.load(kind, folder, model, progress, alone)
+    except CannotDraft as error:
+        return None, "", str(error)
+    features = heads.features_of(drafter.head, Path(folder), model.folder or Path())
+    return FeaturePublisher(drafter.head), features, drafter.note
 
 
 def _parser() -> argparse.ArgumentParser:
