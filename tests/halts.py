@@ -47,14 +47,14 @@ def in_the_middle(client: Client, start: Callable[[], Stream]) -> Iterator[tuple
 
 
 @contextmanager
-def slowed(pid: int) -> Iterator[None]:
+def slowed(pid: int, still_s: float = STILL_S) -> Iterator[None]:
     """A process that stands still nearly all the time: what it waits for is there sooner than on any machine."""
     over = threading.Event()
 
     def hold() -> None:
         while not over.is_set():
             with still(pid):
-                over.wait(STILL_S)
+                over.wait(still_s)
             over.wait(MOVING_S)
 
     holding = threading.Thread(target=hold)

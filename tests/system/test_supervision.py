@@ -123,7 +123,7 @@ def test_killed_drafter_rejoins_the_running_text(cluster: LocalCluster) -> None:
     long = replace(SAMPLED, max_tokens=900)
     stream = client.stream(PROMPT, long, mode="ssd")
     chunks = iter(stream)
-    with slowed(worker(client, "target").pid):  # the text outlasts a drafter's start
+    with slowed(worker(client, "target").pid, 0.3):  # the text outlasts a drafter's start
         next(chunks)
         os.kill(worker(client, "draft").pid, signal.SIGKILL)
         while (draft := worker(client, "draft")).restarts == before or draft.state != "ready":
