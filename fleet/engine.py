@@ -166,9 +166,11 @@ def wait_until_ready(endpoint: str, keys: Path | None) -> None:
     """Returns when the target of the server at `endpoint` is ready.
 
     Raises:
+        EndpointError: the endpoint is malformed.
         KeyFault: the server requires a key, and there is no accepted one in the folder `keys`.
     """
-    while not any(worker.role == "target" and worker.state == "ready" for worker in _workers(endpoint, keys)):
+    client = Client(endpoint, timeout=1.0, keys=keys)
+    while not any(worker.role == "target" and worker.state == "ready" for worker in _workers(client)):
         time.sleep(LOOK_SECONDS)
 
 
@@ -192,17 +194,18 @@ def wait_until_gone(endpoint: str, keys: Path | None) -> None:
             monitor.close(linger=0)
 
 
-def _workers(endpoint: str, keys: Path | None) -> tuple[WorkerStats, ...]:
+def _workers(client: Client) -> tuple[WorkerStats, ...]:
     """Returns the workers' statistics; none without an answer."""
     try:
-        return Client(endpoint, timeout=1.0, keys=keys).stats().workers
+        return client.stats().workers
     except (EndpointError, ServerBusy, WorkerError):
         return ()
 
 
 def _weights(endpoint: str, keys: Path | None) -> str:
     """Returns the fingerprint of the target's weights and number format; empty without an answer."""
-    return next((one.fingerprint for one in _workers(endpoint, keys) if one.role == "target"), "")
+    workers = _workers(Client(endpoint, timeout=1.0, keys=keys))
+    return next((one.fingerprint for one in workers if one.role == "target"), "")
 
 
 def check_same_weights(endpoint: str, before: Sequence[str], keys: Path | None) -> None:

@@ -14,6 +14,7 @@ from outrider.fleet.plan import FleetPlan, IngressPlan
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import EndpointError
 from tests.fleet.house import KEY, PATIENCE, PROMPT, Fleet, kill, running, server_of, until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
@@ -52,6 +53,13 @@ def test_engine_with_other_weights_is_left_out_and_named_in_the_status(fleet: Fl
     )
     assert foreign.endpoint not in [place.endpoint for place in fleet.places()]
     foreign.close()
+
+
+def test_malformed_endpoint_is_an_error_and_not_waited_for() -> None:
+    from outrider.fleet.engine import wait_until_ready
+
+    with pytest.raises(EndpointError, match="is not an endpoint"):
+        wait_until_ready("nonsense", None)
 
 
 def test_text_continues_on_another_engine_and_503_follows_without_any(fleet: Fleet, expected_text: str) -> None:
