@@ -32,11 +32,11 @@ from tests.harness.two_hosts import namespace
 from tests.harness.two_hosts.drafter import NAME, drafter, far_cluster
 from tests.harness.two_hosts.hosts import Carried, TwoHosts
 from tools.simulation.environment import simulated
-from tools.simulation.profile import NOT_KEPT
+from tools.simulation.profile import NOT_KEPT, PROFILES
 from tools.simulation.script import starts, write_script
 from tools.simulation.stand_in import write
 
-PROFILE = Path(__file__).parent / "simulation" / "profiles" / "verify-40ms.json"
+PROFILE = PROFILES / "verify-40ms.json"
 LINKS = "0.2:0,0.2:0.01,2:0,2:0.01,20:0,20:0.01"
 # Tokens of the script beyond the last requested one, because a chain may reach beyond it.
 SPARE_TOKENS = 64

@@ -20,7 +20,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from statistics import fmean, stdev
 
 from outrider.bench.timing import Latency
@@ -35,9 +34,8 @@ from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import InProcessDrafter
 from tests.harness.settings import round_settings
 from tools.simulation.auto_rounds import WORKER, Kind, Machine, Server, Text
-from tools.simulation.profile import Profile
+from tools.simulation.profile import PROFILES, Profile
 
-PROFILES = Path(__file__).parent / "simulation" / "profiles"
 DEPTH, BRANCHES = 4, 16
 MODULES = (acceptance, estimates, forecasts, policy, planner)
 

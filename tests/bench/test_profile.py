@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.bench.timing import Latency
 from outrider.protocol.errors import InvalidRequest
-from tools.simulation.profile import Profile
+from tools.simulation.profile import PROFILES, Profile
 from tools.simulation.published import Published
 
 GOOD: dict[str, Any] = {
@@ -25,7 +25,7 @@ GOOD: dict[str, Any] = {
     "bonus_ranks": [0.6, 0.2],
 }
 PUBLISHED = {"ar": 54.7, "sd": 161.8, "ssd": 255.8, "sd_depth": 6, "ssd_depth": 7, "branches": 24}
-SHIPPED = sorted((Path(__file__).parents[2] / "tools" / "simulation" / "profiles").glob("*.json"))
+SHIPPED = sorted(PROFILES.glob("*.json"))
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from outrider.protocol.messages import WorkerNote
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import WORKER_MODULES, Link, WorkerLink
 from tools.simulation.environment import complain, simulated, take_options
-from tools.simulation.profile import NOT_KEPT, Profile
+from tools.simulation.profile import NOT_KEPT, PROFILES, Profile
 from tools.simulation.target import load_worker
 
-PROFILE = Path(__file__).parents[2] / "tools" / "simulation" / "profiles" / "verify-40ms.json"
+PROFILE = PROFILES / "verify-40ms.json"
 SCRIPT = {"texts": [[1, 2, 3]], "acceptance": [0.5], "bonus_ranks": [], "vocab_size": 4096}
 
 

@@ -15,11 +15,10 @@ from outrider.protocol.messages import Message, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.bench.virtual_time import PROMPT_TOKENS, VOCAB, VirtualCluster, random_texts
 from tools.simulation.odds import BEYOND_RANKS, Luck
-from tools.simulation.profile import Profile
+from tools.simulation.profile import PROFILES, Profile
 from tools.simulation.replay import ReplayDrafter, Script
 from tools.simulation.simulator import Policy, Simulator
 
-PROFILES = Path(__file__).parents[2] / "tools" / "simulation" / "profiles"
 VERIFY_MS, STEP_MS = 10.0, 1.0
 MACHINE = Profile(
     "round numbers", ("none",), Latency(((1, VERIFY_MS),)), Latency(((1, STEP_MS),)), 0.0, (0.8,), (0.6, 0.2, 0.1)

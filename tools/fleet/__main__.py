@@ -29,9 +29,9 @@ from tools.fleet.plan import LOSSES, ROUTINGS, Fleet, Loss, Scaling, Sizes, Traf
 from tools.fleet.report import difference, losses, table
 from tools.fleet.service import recorded
 from tools.fleet.simulation import Outcome, Simulation
-from tools.simulation.profile import Profile
+from tools.simulation.profile import PROFILES, Profile
 
-PROFILE = Path(__file__).parents[2] / "tools" / "simulation" / "profiles" / "two-macs-ethernet.json"
+PROFILE = PROFILES / "two-macs-ethernet.json"
 WARM_UP = 0.2  # share of the time that is not counted
 SHOWN = 10
 MOST_QUEUED_S = 1.0  # of the p99 in `need`

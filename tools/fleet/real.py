@@ -28,10 +28,10 @@ from tools.fleet.plan import Fleet, Sizes
 from tools.fleet.processes import Answer, Ask, Engines, machine_busy, rate, send, slowed
 from tools.fleet.rounds import RealRounds
 from tools.fleet.traffic import SPARE, drawn
-from tools.simulation.profile import Profile
+from tools.simulation.profile import PROFILES, Profile
 from tools.simulation.script import PROMPT_TOKENS
 
-PROFILE = Path(__file__).parents[2] / "tools" / "simulation" / "profiles" / "two-macs-ethernet.json"
+PROFILE = PROFILES / "two-macs-ethernet.json"
 SLOTS = 4
 SIZES = Sizes(64, 0.5, 160)
 COLUMNS = (

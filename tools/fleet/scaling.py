@@ -23,9 +23,9 @@ from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.protocol import values
 from tools.fleet.processes import Ask, Engines, machine_busy, rate, send, slowed
-from tools.simulation.profile import Profile
+from tools.simulation.profile import PROFILES, Profile
 
-PROFILE = Path(__file__).parents[2] / "tools" / "simulation" / "profiles" / "two-macs-ethernet.json"
+PROFILE = PROFILES / "two-macs-ethernet.json"
 TEXTS = 4
 
 

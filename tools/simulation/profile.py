@@ -17,6 +17,9 @@ from msgspec import Meta
 from outrider.bench.timing import Latency
 from outrider.protocol.errors import InvalidRequest
 
+PROFILES = Path(__file__).parent / "profiles"
+"""The folder of the profiles that come with the project."""
+
 # The beginning of every worker's note that its own times were longer than the profile's.
 NOT_KEPT = "the times are not the profile's"
 
