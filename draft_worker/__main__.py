@@ -22,16 +22,6 @@ from outrider.protocol.worker_link import Link, WorkerLink
 Load = Callable[[argparse.Namespace, WorkerLink], tuple[Hello, DraftWorker]]
 
 
-def main(load: Load | None = None) -> int:
-    """Runs a drafter that `load` loads, by default `load_worker`. Returns the exit code."""
-    load = load or load_worker
-    options = _parser().parse_args()
-    process.set_up(options.log_level, options.log_format, options.name, options.log_fd)
-    if options.device == "cpu":
-        mx.set_default_device(mx.cpu)
-    return worker_link.run(options, lambda link: load(options, link))
-
-
 def load_worker(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, DraftWorker]:
     """Returns the worker and its HELLO, once the drafter is loaded."""
     return worker_of(options, link.incarnation, load_drafter(options, link), link)
@@ -68,6 +58,15 @@ def worker_of(options: argparse.Namespace, incarnation: int, drafter: Drafter, l
     folder = Path(options.target or options.model)
     compiler = Compiler(folder) if (folder / TOKENIZER).is_file() else None
     return hello, DraftWorker(link, drafter, POLICIES[options.fan_out], memory, compiler)
+
+
+def main(load: Load = load_worker) -> int:
+    """Runs a drafter that `load` loads. Returns the exit code."""
+    options = _parser().parse_args()
+    process.set_up(options.log_level, options.log_format, options.name, options.log_fd)
+    if options.device == "cpu":
+        mx.set_default_device(mx.cpu)
+    return worker_link.run(options, lambda link: load(options, link))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -37,47 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def main(load: Load | None = None) -> int:
-    """Runs a target that `load` loads, by default `load_worker`. Returns the exit code."""
-    load = load or load_worker
-    options = _parser().parse_args()
-    process = f"{options.name} rank {os.environ.get(RANK, '')}".strip() if options.shard else options.name
-    set_up(options.log_level, options.log_format, process, options.log_fd)
-    if options.shards == 1 and not options.shard:
-        return _serve(options, load, None)
-    try:
-        return _as_rank(options, load)
-    except OutriderError as error:
-        log.error("%s", error)
-        return error.exit_code
-
-
-def _as_rank(options: argparse.Namespace, load: Load) -> int:
-    """Runs one of several ranks: rank 0 serves, the others follow it. Signals end it while it waits for the others."""
-    if options.parent_fd is not None:
-        end_with_parent(options.parent_fd)
-    with ExitStack() as stack:
-        local = None
-        if not options.shard:
-            inherited = [options.log_fd] if options.log_fd is not None else []
-            local = LocalRanks(options.shards, [*sys.argv[1:], "--shard"], inherited)
-            stack.callback(local.kill)
-        models_only()
-        from outrider.engine.ranks import join
-        from outrider.target_worker.ranks import RankLeader, follow
-
-        ranks = join()
-        if ranks.rank > 0:
-            return follow(ranks, options.model)
-        leader = RankLeader(ranks, local)
-        stack.callback(leader.close)
-        return _serve(options, load, leader)
-
-
-def _serve(options: argparse.Namespace, load: Load, leader: RankLeader | None) -> int:
-    return worker_link.run(options, lambda link: load(options, leader, link))
-
-
 def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: WorkerLink) -> tuple[Hello, TargetWorker]:
     """Returns the worker and its HELLO, once the model is loaded and checked. `leader`: of a sharded model's ranks."""
     link.send(Loading("target", "importing MLX"))
@@ -145,6 +104,42 @@ def _publisher(
         return None, "", str(error)
     features = heads.features_of(drafter.head, Path(folder), model.folder or Path())
     return FeaturePublisher(drafter.head), features, drafter.note
+
+
+def main(load: Load = load_worker) -> int:
+    """Runs a target that `load` loads. Returns the exit code."""
+    options = _parser().parse_args()
+    process = f"{options.name} rank {os.environ.get(RANK, '')}".strip() if options.shard else options.name
+    set_up(options.log_level, options.log_format, process, options.log_fd)
+    if options.shards == 1 and not options.shard:
+        return worker_link.run(options, lambda link: load(options, None, link))
+    try:
+        return _as_rank(options, load)
+    except OutriderError as error:
+        log.error("%s", error)
+        return error.exit_code
+
+
+def _as_rank(options: argparse.Namespace, load: Load) -> int:
+    """Runs one of several ranks: rank 0 serves, the others follow it. Signals end it while it waits for the others."""
+    if options.parent_fd is not None:
+        end_with_parent(options.parent_fd)
+    with ExitStack() as stack:
+        local = None
+        if not options.shard:
+            inherited = [options.log_fd] if options.log_fd is not None else []
+            local = LocalRanks(options.shards, [*sys.argv[1:], "--shard"], inherited)
+            stack.callback(local.kill)
+        models_only()
+        from outrider.engine.ranks import join
+        from outrider.target_worker.ranks import RankLeader, follow
+
+        ranks = join()
+        if ranks.rank > 0:
+            return follow(ranks, options.model)
+        leader = RankLeader(ranks, local)
+        stack.callback(leader.close)
+        return worker_link.run(options, lambda link: load(options, leader, link))
 
 
 def _parser() -> argparse.ArgumentParser:
