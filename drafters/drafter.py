@@ -162,13 +162,10 @@ class DrafterFault(OutriderError):
     """The drafter can't continue with this request; the target continues alone."""
 
 
-Progress = Callable[[str], None]
-
-
 NAMES = ("coreml", "mlx", *AHEAD)
 
 
-def make(backend: str, model: str, progress: Progress, prefill: str = "auto", target: str = "") -> Drafter:
+def make(backend: str, model: str, progress: Callable[[str], None], prefill: str = "auto", target: str = "") -> Drafter:
     """Returns the drafter `backend` for `model` (a model folder; for `coreml` also a package).
 
     Args:

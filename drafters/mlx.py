@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from outrider.drafters.coreml.drafter import PackageReader
 from outrider.drafters.drafter import TokenTree
-from outrider.engine.kv_rows import PromptReader
+from outrider.engine.kv_rows import PromptReader, ReadProgress
 from outrider.engine.load_checks import open_tree, tree_cost, tree_form
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.prompt_cache import PromptCache
@@ -48,7 +48,7 @@ class MlxDrafter:
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        progress: Callable[[int, int], None] | None = None,
+        progress: ReadProgress = None,
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> TokenTree:

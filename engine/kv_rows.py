@@ -64,7 +64,7 @@ class NewRows:
         return self.tokens if isinstance(self.tokens, mx.array) else mx.array(list(self.tokens), dtype=mx.int32)
 
 
-Progress = Callable[[int, int], None] | None
+ReadProgress = Callable[[int, int], None] | None
 """A function that takes the tokens read so far and all tokens; it may raise to end the reading."""
 
 
@@ -78,7 +78,7 @@ class KVRows:
     lazy = True
     whole = False
 
-    def prefill(self, tokens: Sequence[int], progress: Progress, total: int, start: int = 0) -> None:
+    def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
         """Feeds tokens as columns from 0 on, evaluated, in chunks; calls `progress(done, total)` if there are several.
 
         Columns before `start` are already filled.
@@ -151,7 +151,7 @@ class DenseKVRows(KVRows):
     def _rows(self, model: LoadedModel) -> ModelRows:
         return _shared_rows(model)
 
-    def prefill(self, tokens: Sequence[int], progress: Progress, total: int, start: int = 0) -> None:
+    def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
         done = start
         wanted = self.reader.readable(len(tokens)) if self.reader is not None and start == 0 else 0
         if self.reader is not None:
@@ -166,7 +166,7 @@ class DenseKVRows(KVRows):
         self.read += done - start
         self._prefill_rest(tokens, done, progress, total)
 
-    def _prefill_rest(self, tokens: Sequence[int], start: int, progress: Progress, total: int) -> None:
+    def _prefill_rest(self, tokens: Sequence[int], start: int, progress: ReadProgress, total: int) -> None:
         size = PREFILL if self.lazy else _ORT_PREFILL
         for first in range(start, len(tokens), size):
             segment = Segment(self.sequence.row, first, min(size, len(tokens) - first), long=True)
@@ -293,7 +293,7 @@ class RecurrentKVRows(DenseKVRows):
         """Returns rows of its own, because a forward puts its tree's state into the caches."""
         return _BatchRows(model)
 
-    def prefill(self, tokens: Sequence[int], progress: Progress, total: int, start: int = 0) -> None:
+    def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
         if start == len(tokens):
             return
         self._put_states([start - 1])

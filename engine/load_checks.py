@@ -32,7 +32,7 @@ from mlx_lm.models.cache import KVCache as MlxKVCache
 from outrider.engine.cache import leaves_of
 from outrider.engine.flat import FlatCache
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, Progress, PromptReader, RecurrentKVRows
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, PromptReader, ReadProgress, RecurrentKVRows
 from outrider.engine.loading import LoadedModel, once
 from outrider.engine.ort.forward import alone, deviations
 from outrider.engine.prompt_cache import PromptCache
@@ -351,7 +351,7 @@ def open_tree(
     model: LoadedModel,
     tokens: Sequence[int],
     params: SamplingParams,
-    progress: Progress = None,
+    progress: ReadProgress = None,
     draws: Draws | None = None,
     reader: PromptReader | None = None,
     cache: PromptCache | None = None,

@@ -10,7 +10,7 @@ tokens in the order of feeding; each sees the prefix, its ancestors and itself. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.engine.flat import Bools, Ints
-from outrider.engine.kv_rows import KVRows, NewRows
+from outrider.engine.kv_rows import KVRows, NewRows, ReadProgress
 from outrider.engine.prompt_cache import PromptCache, SavedPrefix
 from outrider.engine.residual import DrawnStep, Draws
 from outrider.engine.sampling import Sampler, SamplingMetadata
@@ -132,7 +132,7 @@ class Tree:
         sampler: Sampler,
         context_length: int,
         tokens: Sequence[int],
-        progress: Callable[[int, int], None] | None = None,
+        progress: ReadProgress = None,
         draws: Draws | None = None,
         cache: PromptCache | None = None,
     ) -> None:
@@ -275,13 +275,13 @@ class Tree:
             self.kv_rows.keep(self._layout.prefix, self._layout.compact(self._recent, []))
         self._recent = []
 
-    def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
+    def _read(self, tokens: Sequence[int], more: bool, progress: ReadProgress = None) -> None:
         """Feeds committed tokens after the columns, all of them committed; the last as the root, unless `more` come."""
         self._committed += tokens
         self._recent, self._nodes = [], {}
         self._read_on(not more, progress)
 
-    def _read_on(self, to_end: bool, progress: Callable[[int, int], None] | None = None) -> None:
+    def _read_on(self, to_end: bool, progress: ReadProgress = None) -> None:
         """Feeds the committed tokens that have no columns yet; with `to_end` the last one becomes the root."""
         total, start = len(self._committed), self._layout.prefix
         self.kv_rows.prefill(self._committed[: total - to_end], progress, total, start)

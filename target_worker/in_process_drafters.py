@@ -26,7 +26,7 @@ from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, begin, check_known
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, KVCache, Listener
-from outrider.engine.kv_rows import Progress
+from outrider.engine.kv_rows import ReadProgress
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
@@ -66,7 +66,7 @@ class ModelDraftSession:
         model: InProcessModel,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        progress: Progress,
+        progress: ReadProgress,
         constraint: Constraint | None = None,
     ) -> None:
         """Reads `tokens`; `progress(done, total)` may raise to end the reading."""
@@ -184,7 +184,7 @@ class InProcessDrafters:
         self,
         slot: CacheSlot,
         sampling: SamplingParams,
-        progress: Progress,
+        progress: ReadProgress,
         constraint: Callable[[], Constraint | None],
         other: Listener | None = None,
     ) -> dict[str, Callable[[], DraftSession]]:

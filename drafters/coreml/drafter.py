@@ -16,7 +16,7 @@ MLX's own reading.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
@@ -30,7 +30,7 @@ from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.runtimes import Outputs, Runtime, RuntimeState
 from outrider.drafters.drafter import DrafterFault
 from outrider.engine.flat import Bools, Ints, Layers
-from outrider.engine.kv_rows import KVRows, NewRows, Progress, ReadingFault
+from outrider.engine.kv_rows import KVRows, NewRows, ReadingFault, ReadProgress
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
@@ -180,7 +180,7 @@ class CoreMLKVRows(KVRows):
     def length(self) -> int:
         return len(self._columns)
 
-    def prefill(self, tokens: Sequence[int], progress: Progress, total: int, start: int = 0) -> None:
+    def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
         self._keep(self._columns[:start])
         step = self._layout.prefill.rows
         for first in range(start, len(tokens), step):
@@ -317,7 +317,7 @@ class CoreMLDrafter:
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        progress: Callable[[int, int], None] | None = None,
+        progress: ReadProgress = None,
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> CoreMLTree:

@@ -14,7 +14,7 @@ target's prompt cache, the head uses its own prompt cache, or begins after it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -27,6 +27,7 @@ from outrider.drafters.heads.kv_rows import BlockKVRows, MaskedKVRows, PairKVRow
 from outrider.drafters.heads.pair_kv_cache import MOST_WAITING, FeatureBuffer, FeatureKVCache, SavedPairs, kv_cache_of
 from outrider.drafters.heads.trees import BlockTree, HeadTree, MaskedTree, PairTree
 from outrider.drafters.work_ahead import run_together
+from outrider.engine.kv_rows import ReadProgress
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
@@ -76,7 +77,7 @@ class HeadDrafter:
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        progress: Callable[[int, int], None] | None = None,
+        progress: ReadProgress = None,
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> TokenTree:

@@ -38,7 +38,7 @@ from outrider.drafters.heads.pair_kv_cache import (
     SavedPairs,
 )
 from outrider.engine.flat import Ints, NodeSegment, Segment
-from outrider.engine.kv_rows import KVRows, NewRows, Progress
+from outrider.engine.kv_rows import KVRows, NewRows, ReadProgress
 from outrider.engine.prompt_cache import SavedPrefix
 from outrider.protocol.errors import ModelFault
 
@@ -88,7 +88,7 @@ class PairKVRows(FeatureKVRows):
         vectors, row = self._stand_ins[column]
         return are_finite(vectors[row])
 
-    def prefill(self, tokens: Sequence[int], progress: Progress, total: int, start: int = 0) -> None:
+    def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
         """Implements `KVRows.prefill`; the features of all tokens have arrived. The next forward reads a few."""
         self.sequence.length = start - len(self._unread)
         before, count = self.origin - 1, len(tokens)

@@ -14,7 +14,7 @@ dropped (`Tree.read_in_steps`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from outrider.drafters.heads.head import NO_NUMBERS
 from outrider.drafters.heads.kv_rows import BlockKVRows, BlockSlot, MaskedKVRows, NewBlocks, PairKVRows, Truth, picked
 from outrider.drafters.heads.layers import FEW, BlockLink
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, SavedPairs
+from outrider.engine.kv_rows import ReadProgress
 from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler, SamplingMetadata
 from outrider.engine.steps import CandidateStep, Step, score
@@ -102,7 +103,7 @@ class PairTree(HeadTree):
         super()._settle(node)
         self.kv_rows.features.forget(len(self._committed) - 1)
 
-    def _read_on(self, to_end: bool, progress: Callable[[int, int], None] | None = None) -> None:
+    def _read_on(self, to_end: bool, progress: ReadProgress = None) -> None:
         """Feeds the committed tokens whose features have arrived; with `to_end` the last one becomes the root."""
         features, total = self.kv_rows.features, len(self._committed)
         if features.begin == features.end:
@@ -250,7 +251,7 @@ class BlockTree(SlotTree):
         tokens = path[pending:] if pending > 0 else [*self._committed[anchor:], *path]
         return DraftBlock(anchor, tokens, max(1, min(most if wanted is None else wanted, most)))
 
-    def _read_on(self, to_end: bool, progress: Callable[[int, int], None] | None = None) -> None:
+    def _read_on(self, to_end: bool, progress: ReadProgress = None) -> None:
         """Gives all committed tokens columns. With `to_end` the last one becomes the root, if the features before it
         have arrived."""
         has_root = to_end and self.ready()

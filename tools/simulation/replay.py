@@ -21,6 +21,7 @@ from typing import Any, cast
 import msgspec
 
 from outrider.drafters.drafter import Drafter, TokenTree
+from outrider.engine.kv_rows import ReadProgress
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
@@ -106,7 +107,7 @@ class ReplayDrafter:
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        progress: Callable[[int, int], None] | None = None,
+        progress: ReadProgress = None,
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> TokenTree:
