@@ -33,7 +33,6 @@ from outrider.engine.cache import is_attention, leaves_of
 from outrider.engine.hidden_states import ReducedLMHead
 from outrider.engine.ort import forward as ort
 from outrider.engine.ort.forward import OrtForward
-from outrider.engine.ort.sessions import kernels
 from outrider.protocol.errors import ModelError, first_line, named_errors
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class LoadedModel:
         If activations are rounded, the name of the CPU's kernels, because the bits depend on them.
         """
         if self.cpu is not None and self.cpu.quantised:
-            return kernels()
+            return self.cpu.number_format
         weights = (value.dtype for _, value in tree_flatten(self.model.parameters()))
         found = next((dtype for dtype in weights if mx.issubdtype(dtype, mx.floating)), mx.float32)
         return str(found).removeprefix("mlx.core.")

@@ -27,7 +27,7 @@ import numpy as np
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
 from outrider.engine.memory import give_back
 from outrider.engine.ort.graph import FAMILIES, Array, DecoderLayers, Layout, build, host, levels
-from outrider.engine.ort.sessions import CachedGraph, Sessions, free_arena
+from outrider.engine.ort.sessions import CachedGraph, Sessions, free_arena, kernels
 from outrider.engine.positions import Ints
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line, named_errors
 from outrider.protocol.worker_link import CPU_KERNELS, KERNELS
@@ -83,6 +83,11 @@ class OrtForward:
         self._angles: list[tuple[Array, Array]] = []
         self._bound: dict[Any, Any] = {}
         self._look_up(_ANGLES)
+
+    @property
+    def number_format(self) -> str:
+        """The name of what a quantised forward's bits depend on: others may choose another token."""
+        return kernels() + ("-exact" if self._sessions.exact else "")
 
     def __call__(
         self,
@@ -334,10 +339,11 @@ def serve(model: nn.Module, model_type: str, folder: Path) -> OrtForward | None:
         with named_errors("ONNX Runtime's forwards", logging.INFO):
             cached = CachedGraph.of(folder)
             forward = OrtForward(DecoderLayers.of(model, model_type), cached)
-            least = cached.least
+            least = cached.least if cached is not None else None
             if least is None:
                 check(forward, lambda tokens: model(mx.array(tokens[None]))[0])
-                cached.passed(forward.least)
+                if cached is not None:
+                    cached.passed(forward.least)
             else:
                 forward.least = least
             return forward

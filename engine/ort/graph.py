@@ -152,10 +152,13 @@ class Graph:
     tokens that get logits. For each layer `k{i}`, `v{i}` and, bound to the same memory, `new_k{i}`, `new_v{i}`.
     Outputs: `logits` [R, V], `hidden` [R, H], the last layer's output (see `gives_normed`); each layer's, `layer{i}`
     [T, H].
+
+    `biases`: what `exact_biases.write` takes, if it is to be called.
     """
 
     proto: bytes
     weights: dict[str, Array]
+    biases: dict[str, tuple[Array, Array]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +217,8 @@ class Builder:
     small: dict[str, Any] = field(default_factory=dict)
     kv_type: int = TensorProto.FLOAT
     rounded: bool = False
+    exact: bool = False
+    biases: dict[str, tuple[Array, Array]] = field(default_factory=dict)
     sums: dict[str, str] = field(default_factory=dict)
     made: int = 0
 
@@ -263,14 +268,15 @@ class Builder:
     def _affine(self, x: str, whole: Affine) -> str:
         """Adds a quantised product. Activations are rounded to 8 bits by block.
 
-        Biases become zero points. What these leave of them are the weights of each group's sum of x, so the sums follow
-        x as further columns, and their weights are quantised, too.
+        Biases become zero points. What these leave of them, unless biases will be `exact`, are the weights of each
+        group's sum of x, so the sums follow x as further columns, and their weights are quantised, too.
         """
         bits, group = whole.bits, whole.group
         q, scales = whole.q, whole.scales
         used = depth = scales.shape[1] * group
         points, rest = whole.zero_points()
-        if rest.any():
+        uneven = bool(rest.any())
+        if uneven and not self.exact:
             digits = _digits(rest, np.abs(scales).max(1, keepdims=True), bits, group)
             x = self._with_sums(x, depth, group, len(digits))
             used += (len(digits) - 1) * digits[0][0].shape[1] + depth // group
@@ -280,6 +286,8 @@ class Builder:
             points = np.pad(points, added, constant_values=2 ** (bits - 1))
         count, columns = len(q), scales.shape[1] * group
         inputs = [x, self.weight(q.reshape(count, columns // group, -1)), self.weight(scales)]
+        if uneven and self.exact:
+            self.biases[inputs[1]] = -(points * scales), whole.biases
         if (points != 2 ** (bits - 1)).any():
             inputs.append(self.weight(_packed(points, bits)))
         settings = {"K": used, "N": count, "bits": bits, "block_size": group, "accuracy_level": 4}
@@ -321,13 +329,14 @@ def _refusals() -> Iterator[None]:
 
 
 @_refusals()
-def build(decoder: DecoderLayers, layout: Layout) -> Graph:
-    """Builds the graph of modules from their weights.
+def build(decoder: DecoderLayers, layout: Layout, exact: bool = False) -> Graph:
+    """Builds the graph of modules from their weights. `exact`: its biases are rounded, since `exact_biases` follows.
 
     Raises:
         ModelError: one of its layers is not supported.
     """
-    b = Builder(kv_type=helper.np_dtype_to_tensor_dtype(layout.kv_dtype), rounded=decoder.rounded)
+    kv_type = helper.np_dtype_to_tensor_dtype(layout.kv_dtype)
+    b = Builder(kv_type=kv_type, rounded=decoder.rounded, exact=exact)
     layers, added = decoder.layers, ""
     res, n = decoder.begin(b) if decoder.begin is not None else ("x", b.norm("x", layers[0].input_layernorm))
     for number, (layer, shape, rope) in enumerate(zip(layers, layout.shapes, layout.angles, strict=True)):
@@ -350,7 +359,7 @@ def build(decoder: DecoderLayers, layout: Layout) -> Graph:
     normed = b.norm(rows, decoder.norm)
     b.op("Identity", normed if decoder.gives_normed else rows, outputs=["hidden"])
     b.op("Identity", b.linear(normed, [decoder.output]), outputs=["logits"])
-    return Graph(_proto(b, layout, decoder.begin is not None), b.weights)
+    return Graph(_proto(b, layout, decoder.begin is not None), b.weights, b.biases)
 
 
 def _attention(

@@ -17,13 +17,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
 
+from outrider.engine.ort import exact_biases
 from outrider.engine.ort.graph import Graph
 from outrider.protocol.digest import cache_folder, digest, replace_file
 from outrider.protocol.errors import ModelError, first_line
@@ -45,34 +46,51 @@ _SAVING = {
 @dataclass(frozen=True, slots=True)
 class Sessions:
     """A model's sessions. `all_cores` also computes on the drafters' core; None: there is no such core, or the weights
-    would be in memory twice."""
+    would be in memory twice. `exact`: biases are the checkpoint's own (`exact_biases`)."""
 
     own: Any
     all_cores: Any | None
+    exact: bool = False
 
     @classmethod
-    def open(cls, build: Callable[[], Graph], cached: CachedGraph | None) -> Sessions:
+    def open(cls, build: Callable[[bool], Graph], cached: CachedGraph | None) -> Sessions:
         """Opens the sessions of a graph, from disk if it is `cached` there, else from `build`, and then keeps it.
+
+        Args:
+            build: its argument is `graph.build`'s `exact`.
 
         Raises:
             ModelError: the graph can't be built, or ONNX Runtime refuses it.
         """
         if cached is not None and cached.exists:
             try:
-                cached.read_ahead()
-                return cls._of(cached.file)
+                return cls._kept(cached)
             except ModelError:
                 shutil.rmtree(cached.folder, ignore_errors=True)  # a file is damaged
-        made = build()
-        weights = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in made.weights.items()}
+        if cached is not None and exact_biases.POSSIBLE:
+            try:
+                if cached.write(build(True)):
+                    return cls._kept(cached, written=True)
+            except ModelError as error:
+                log.info("biases are rounded: %s", first_line(error))
+                shutil.rmtree(cached.folder, ignore_errors=True)
+        made = build(False)
+        if cached is not None and cached.write(made):
+            return cls._kept(cached, written=True)
         size = sum(array.nbytes for array in made.weights.values())
-        made.weights.clear()
-        if cached is not None and _SMALLEST <= size <= _LARGEST and cached.write(made.proto, weights):
-            cached.read_ahead(written=True)
-            return cls._of(cached.file)
+        weights = _external(made)
         if size < _SMALLEST:
             return cls._of(made.proto, weights)
         return cls(_opened(made.proto, weights), None)  # each session has its own copy of these weights
+
+    @classmethod
+    def _kept(cls, cached: CachedGraph, written: bool = False) -> Sessions:
+        cached.read_ahead(written)
+        sessions = cls._of(cached.file)
+        if not exact_biases.exist(cached.folder):
+            return sessions
+        exact_biases.apply(cached.folder, cached.weights)
+        return replace(sessions, exact=True)
 
     @classmethod
     def _of(cls, source: bytes | str, weights: dict[str, Any] | None = None) -> Sessions:
@@ -87,8 +105,10 @@ class CachedGraph:
     folder: Path
 
     @classmethod
-    def of(cls, model: Path) -> CachedGraph:
-        """Returns the place of the graph of the model in this folder."""
+    def of(cls, model: Path) -> CachedGraph | None:
+        """Returns the place of the graph of the model in this folder; None: it is not to be kept."""
+        if not _SMALLEST <= sum(file.stat().st_size for file in model.glob("*.safetensors")) <= _LARGEST:
+            return None
         code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]
         state = json.dumps([digest(model), code, kernels(), threads(), drafter_core() is None])
         return cls(cache_folder() / "graphs" / _short(os.fspath(model.resolve())) / _short(state))
@@ -98,25 +118,37 @@ class CachedGraph:
         return os.fspath(self.folder / _GRAPH)
 
     @property
+    def weights(self) -> Path:
+        return self.folder / _WEIGHTS
+
+    @property
     def exists(self) -> bool:
         return self.folder.is_dir()
 
-    def write(self, proto: bytes, weights: dict[str, Any]) -> bool:
-        """Keeps a graph; returns False if it can't be written, because a disk is full for example."""
+    def write(self, graph: Graph) -> bool:
+        """Keeps a graph; returns False if it can't be written, because a disk is full for example.
+
+        Raises:
+            ModelError: ONNX Runtime refuses it, or its packed weights have no place for its biases.
+        """
         parent = self.folder.parent
         try:
             parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(
                 dir=parent, prefix=".unfinished-", ignore_cleanup_errors=True
             ) as unfinished:
+                made = CachedGraph(Path(unfinished))
                 options = _options(threads())
-                options.optimized_model_filepath = os.fspath(Path(unfinished, _GRAPH))
+                options.optimized_model_filepath = made.file
                 for key, value in _SAVING.items():
                     options.add_session_config_entry(key, value)
+                weights = _external(graph)
                 options.add_external_initializers(list(weights), list(weights.values()))
-                _session(proto, options)
+                _session(graph.proto, options)
+                if graph.biases:
+                    exact_biases.write(Path(made.file), made.weights, graph.biases)
                 os.rename(unfinished, self.folder)
-        except (OSError, ModelError) as error:
+        except OSError as error:
             if not self.exists:  # otherwise another process was quicker
                 log.info("the model's graph is not kept on disk: %s", first_line(error))
                 return False
@@ -131,7 +163,7 @@ class CachedGraph:
         ONNX Runtime writes and maps them in small pieces. Forwards that read small pages take a sixth longer, so what
         was just `written` is dropped from the page cache first.
         """
-        with suppress(OSError), open(self.folder / _WEIGHTS, "rb", buffering=0) as file:
+        with suppress(OSError), open(self.weights, "rb", buffering=0) as file:
             if written and sys.platform == "linux":
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -151,6 +183,11 @@ class CachedGraph:
         if self.exists:
             with suppress(OSError):
                 replace_file(self.folder / _CHECKED, json.dumps({"least": least}))
+
+
+def _external(graph: Graph) -> dict[str, Any]:
+    """Returns a graph's weights for `add_external_initializers`."""
+    return {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in graph.weights.items()}
 
 
 def _opened(source: bytes | str, weights: dict[str, Any] | None, core: int | None = None) -> Any:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.utils import load_model, quantize_model, save_model
@@ -15,24 +18,32 @@ from mlx_lm.utils import load_model, quantize_model, save_model
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import load
-from outrider.engine.ort import forward, sessions
+from outrider.engine.ort import exact_biases, forward, sessions
 from outrider.protocol.digest import CACHE
 from outrider.protocol.worker_link import DRAFTER_CORE
 
 TOKENS = [(7 * i) % 250 for i in range(40)]
 
 
+def quantised(source: Path, folder: Path, bits: int = 4, uneven: bool = True) -> Path:
+    """Saves a quantised model; `uneven` biases are no integer multiples of the scales, as in GGUF."""
+    made, config = load_model(source)
+    made, config = quantize_model(made, config, 32, bits)
+    if uneven:
+        for module in made.modules():
+            if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
+                module.biases += 0.37 * module.scales
+    save_model(folder, made)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture
 def model(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A quantised model, whose graph is kept although it is small."""
-    made, config = load_model(tiny_model("llama"))
-    made, config = quantize_model(made, config, 32, 4)
-    folder = tmp_path / "model"
-    save_model(folder, made)
-    (folder / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(sessions, "_SMALLEST", 0)
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
-    return folder
+    return quantised(tiny_model("llama"), tmp_path / "model")
 
 
 def logits(model: Path, all_cores: bool = False) -> np.ndarray:
@@ -76,27 +87,71 @@ def test_changed_model_file_or_kernel_replaces_the_cached_graph(
     assert kept(tmp_path) != [new]
 
 
-@pytest.mark.parametrize("name", ["graph.onnx", "weights.bin", "checked.json"])
+@pytest.mark.parametrize("name", ["graph.onnx", "weights.bin", "checked.json", "biases.bin", "biases.json"])
 def test_damaged_cache_file_is_rebuilt(model: Path, tmp_path: Path, name: str) -> None:
     first = logits(model)
     file = kept(tmp_path)[0] / name
+    if name.startswith("biases") and not exact_biases.POSSIBLE:
+        pytest.skip("only Linux has exact biases")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert np.array_equal(logits(model), first)
     assert np.array_equal(logits(model), first)
     assert file.exists()
 
 
-def test_unwritable_cache_does_not_change_the_logits(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    first = logits(model)
+def unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(CACHE, str(tmp_path / "file" / "below"))
-    assert np.array_equal(logits(model), first)
+
+
+def test_unwritable_cache_does_not_change_the_logits(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With biases that are multiples of the scales: others are then rounded, and the number format says so."""
+    even = quantised(tiny_model("llama"), tmp_path / "even", uneven=False)
+    first = logits(even)
+    unwritable_cache(tmp_path, monkeypatch)
+    assert np.array_equal(logits(even), first)
 
 
 def test_graph_of_a_large_model_is_not_cached(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_LARGEST", 1)
     logits(model)
     assert kept(tmp_path) == []
+
+
+@pytest.mark.skipif(not exact_biases.POSSIBLE, reason="only Linux has exact biases")
+@pytest.mark.parametrize("cores", [False, True])
+def test_kept_graph_has_exact_biases(model: Path, tmp_path: Path, monkeypatch: Any, cores: bool) -> None:
+    """Nearer to MLX's logits than with rounded ones, in each session, at the first start and at later ones."""
+    if cores:
+        monkeypatch.setenv(DRAFTER_CORE, str(max(os.sched_getaffinity(0))))
+    own = np.array(load(model).model(mx.array([TOKENS]))[0])
+    found = [logits(model, all_cores=cores) for _ in range(2)]
+    exact = load(model).number_format
+    unwritable_cache(tmp_path, monkeypatch)
+    rounded, plain = logits(model, all_cores=cores), load(model).number_format
+    errors = [np.sqrt(np.square(each - own).mean()) for each in (found[0], rounded)]
+    assert errors[0] < errors[1] < 0.1 * own.std()
+    assert np.array_equal(*found) and not np.array_equal(found[0], rounded)
+    assert exact == f"{plain}-exact"
+
+
+def test_biases_are_rounded_where_packed_weights_have_no_place_for_them(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CPUs whose packed weights look different, or with a version of ONNX Runtime that does not map them."""
+    exact = logits(model)
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr(exact_biases, "_laid_out", np.ravel)
+    rounded = logits(model)
+    assert not np.array_equal(rounded, exact) and kept(tmp_path)
+    assert not load(model).number_format.endswith("-exact")
+    monkeypatch.undo()
+    monkeypatch.setattr(sessions, "_SMALLEST", 0)
+    monkeypatch.setenv(CACHE, str(tmp_path / "other"))
+    monkeypatch.setattr(exact_biases, "_mappings", lambda weights: [])
+    assert np.array_equal(logits(model), rounded)
 
 
 def test_logits_are_bit_equal_for_any_number_of_cores(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,173 @@
+"""Puts the exact biases of quantised weights into ONNX Runtime's packed weights.
+
+`MatMulNBits` has integer zero points only, and the biases of most checkpoints are no integer multiples of their scales.
+On x86 its packed weights contain a float32 number for each group, scale times zero point, that is the bias which the
+kernels apply. ONNX Runtime maps packed weights from a file and, when it opens a session, compares them with what it
+packs itself. So the biases are replaced afterwards: `write` makes a file of the pages that contain them, and `apply`
+maps these pages over those of the sessions that have been opened.
+
+The numbers are found by their values. Where they are not there, as on another kind of CPU, `write` refuses, and
+the graph has further columns for the biases (`graph.Builder`), which cost a fifteenth of a forward. Linux only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from outrider.protocol.errors import ModelError
+
+Array = np.ndarray[Any, Any]
+
+POSSIBLE = sys.platform == "linux"
+_PAGES, _INDEX = "biases.bin", "biases.json"
+_TOGETHER = 16  # rows whose biases lie next to each other, group by group
+_MAP_FIXED = 0x10
+_PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Pages in a row: where they begin in the file of packed weights and in the file of biases, and their bytes."""
+
+    source: int
+    place: int
+    length: int
+
+
+def exist(folder: Path) -> bool:
+    """Returns whether a graph's folder has biases to apply."""
+    return (folder / _INDEX).exists()
+
+
+def write(graph: Path, weights: Path, biases: Mapping[str, tuple[Array, Array]]) -> None:
+    """Writes, beside a graph, the pages of its `weights` that contain biases, with the exact ones.
+
+    Args:
+        biases: by the name of a product's levels, [N, groups]: those of its integer zero points, and the exact ones.
+
+    Raises:
+        ModelError: the packed weights do not contain them.
+        OSError: the files can't be written.
+    """
+    packed = {
+        initializer.name: entry.value
+        for initializer in onnx.load(os.fspath(graph), load_external_data=False).graph.initializer
+        for entry in initializer.external_data
+        if entry.key.startswith("prepacked")
+    }
+    content, pages = np.memmap(weights, np.uint8, "c"), set[int]()  # what is changed stays in memory
+    for name, (rounded, exact) in biases.items():
+        # such as "MatMulNBits+952075015912901200|294144;437886;0": a hash, then offset, length and padding
+        begin, length = map(int, packed.get(name, "|0;0;").rpartition("|")[2].split(";")[:2])
+        replaced = _replace(content[begin : begin + length], rounded, exact)
+        if replaced is None:
+            raise ModelError("its packed weights have no place for exact biases")
+        first, end = (begin + byte for byte in replaced)
+        pages.update(range(first // _PAGE, -(-end // _PAGE)))
+    runs, checksum, place = list[_Run](), hashlib.sha256(), 0
+    with open(graph.parent / _PAGES, "wb") as file:
+        for first, stop in _in_a_row(sorted(pages)):
+            part = content[first * _PAGE : stop * _PAGE].tobytes().ljust((stop - first) * _PAGE, b"\0")
+            file.write(part)
+            checksum.update(part)
+            runs.append(_Run(first * _PAGE, place, len(part)))
+            place += len(part)
+    index = {"sha256": checksum.hexdigest(), "runs": [astuple(run) for run in runs]}
+    (graph.parent / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def apply(folder: Path, weights: Path) -> None:
+    """Gives all sessions that were opened from these weights the exact biases in the folder.
+
+    Raises:
+        ModelError: its files are damaged, or the weights are not mapped into memory.
+    """
+    try:
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        runs = [_Run(*map(int, run)) for run in index["runs"]]
+        with open(folder / _PAGES, "rb", buffering=0) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != index["sha256"]:
+                raise ModelError("its file of biases is damaged")
+            missing = {page for run in runs for page in range(run.source // _PAGE, (run.source + run.length) // _PAGE)}
+            for address, start, stop in _mappings(weights):
+                for run in runs:
+                    first, end = max(start, run.source), min(stop, run.source + run.length)
+                    if first < end:
+                        _map_over(address + first - start, end - first, file.fileno(), run.place + first - run.source)
+                        missing.difference_update(range(first // _PAGE, end // _PAGE))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"its file of biases can't be used: {error}") from error
+    if missing:
+        raise ModelError("its packed weights are not mapped into memory")
+
+
+def _replace(packed: Array, rounded: Array, exact: Array) -> tuple[int, int] | None:
+    """Replaces biases [N, groups] in the bytes of a product's packed weights; returns their first byte and their end.
+
+    None: the rounded ones are not there.
+    """
+    whole = rounded[: len(rounded) // _TOGETHER * _TOGETHER]
+    first = _bits(packed[: len(packed) // 4 * 4]).find(_bits(_laid_out(whole))) if len(whole) else -1
+    used = _laid_out(np.ones(rounded.shape, bool))
+    end = first + 4 * len(used)
+    if first < 0 or end > len(packed):
+        return None
+    numbers = packed[first:end].view(np.float32)
+    if not (numbers[used] == _laid_out(rounded)[used]).all():
+        return None
+    numbers[used] = _laid_out(exact)[used]
+    return first, end
+
+
+def _laid_out(numbers: Array) -> Array:
+    """Returns numbers [N, groups] in the order of packed weights, rows padded."""
+    padded = np.pad(numbers, ((0, -len(numbers) % _TOGETHER), (0, 0)))
+    return padded.reshape(-1, _TOGETHER, numbers.shape[1]).transpose(0, 2, 1).reshape(-1)
+
+
+def _bits(numbers: Array) -> bytes:
+    """Returns the bytes of float32 numbers; zeros have no sign."""
+    bits = numbers.view(np.uint32)
+    return np.where(bits == 2**31, np.uint32(0), bits).tobytes()
+
+
+def _in_a_row(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Yields the first and the end of each sequence of consecutive numbers."""
+    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+    for part in np.split(np.array(numbers, np.int64), breaks):
+        if len(part):
+            yield int(part[0]), int(part[-1]) + 1
+
+
+def _mappings(file: Path) -> Iterator[tuple[int, int, int]]:
+    """Yields where this process has mapped a file: the address, and the first and the end of the file's bytes."""
+    path = os.path.realpath(file)
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+        fields = line.split(maxsplit=5)  # addresses, permissions, offset, device, inode, path
+        if len(fields) == 6 and fields[5] == path:
+            begin, end = (int(address, 16) for address in fields[0].split("-"))
+            offset = int(fields[2], 16)
+            yield begin, offset, offset + end - begin
+
+
+def _map_over(address: int, length: int, file: int, offset: int) -> None:
+    """Maps a part of a file, privately, in place of what is mapped at an address."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    protection, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+    if library.mmap(address, length, protection, kind, file, offset) != address:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
