@@ -15,7 +15,7 @@ from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import WorkerError
 
-GRACE_S = 5
+EXIT_TIMEOUT_SECONDS = 5
 
 
 class HelperProcess:
@@ -30,7 +30,7 @@ class HelperProcess:
             python(*command) if command[0].endswith(".py") else python("-m", *command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment or system.environment(child_environment(), threads),
+            env=environment or system.blas_environment(child_environment(), threads),
             text=True,
         )
 
@@ -56,7 +56,7 @@ class HelperProcess:
             if pipe is not None:
                 pipe.close()
         try:
-            self._process.wait(GRACE_S)
+            self._process.wait(EXIT_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -84,7 +84,7 @@ def say_ready() -> None:
     print(json.dumps({"ready": True}), flush=True)
 
 
-def answer_all(peer: Any) -> int:
+def serve_requests(peer: Any) -> int:
     """Reports readiness, then answers every line of stdin: one prompt by the peer's `run`, many by its `batch`."""
     say_ready()
     for line in sys.stdin:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outrider.orchestrator.cli.terminal import say
 from outrider.protocol import version
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.version import install
+from outrider.protocol.version import install_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,20 +21,20 @@ def write(path: Path, draw: Callable[[], Figure]) -> bool:
     Raises:
         InvalidRequest: the file can't be written.
     """
-    if version.missing("bench"):
-        say(f"Note: no picture was drawn, because Matplotlib is not installed ({install('bench')}).")
+    if version.missing_modules("bench"):
+        say(f"Note: no picture was drawn, because Matplotlib is not installed ({install_command('bench')}).")
         return False
     save(draw(), path)
     return True
 
 
-def figure(width: float, height: float) -> Figure:
+def create_figure(width: float, height: float) -> Figure:
     """Returns a figure of this size in inches. Needs no display.
 
     Raises:
         InvalidRequest: Matplotlib is not installed.
     """
-    version.require("bench", "a picture")
+    version.require_extra("bench", "a picture")
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

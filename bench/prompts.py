@@ -11,13 +11,13 @@ from pathlib import Path
 
 from outrider.protocol.errors import InvalidRequest
 
-SUITE = Path(__file__).parent / "prompts"
+SUITE_FOLDER = Path(__file__).parent / "prompts"
 SUITE_CLASSES = ("chat", "code", "math", "summary", "extraction", "editing")
-TINY = SUITE / "tiny"
-CLASSES = ("code", "repeated", "prose", "json")
+TINY_FOLDER = SUITE_FOLDER / "tiny"
+TINY_CLASSES = ("code", "repeated", "prose", "json")
 
 
-def load(folder: Path = SUITE, kinds: Sequence[str] | None = None) -> dict[str, list[str]]:
+def load_prompts(folder: Path = SUITE_FOLDER, kinds: Sequence[str] | None = None) -> dict[str, list[str]]:
     """Returns a suite's prompts by class: each `*.txt` of the folder is a class. `kinds`: the classes to load.
 
     Raises:

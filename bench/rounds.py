@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-COLOURS = {
+SOURCE_COLOURS = {
     "hit": "#2a9d4e",
     "late": "#8fcf9f",
     "miss": "#d1495b",
@@ -33,7 +33,7 @@ COLOURS = {
 }
 DEPTH_COLOURS = ("#0b4f8a", "#2f77b5", "#5c9fd4", "#8fc1e8", "#bcdcf5")
 CHAIN_COLOUR = "#e09f3e"
-LEGEND = {
+SOURCE_LABELS = {
     "hit": "verify of a cached branch",
     "late": "verify of a branch that came late",
     "miss": "verify after a miss (AR step or n-gram chain)",
@@ -43,15 +43,18 @@ LEGEND = {
     "none": "AR step",
 }
 
+# The part of a round to which the wait before a verify is counted, by the chain's source (default: fallback).
+WAIT_PARTS = {"hit": "turnaround", "late": "waiting", "drafter": "waiting"}
 
-def source_of(record: RoundRecord) -> str:
-    """Returns what the round verified, a key of `COLOURS`: what the lookup found, or else where the chain is from."""
+
+def chain_source(record: RoundRecord) -> str:
+    """Returns what the round verified, a key of `SOURCE_COLOURS`: the lookup's result, or else the chain's source."""
     if record.lookup == "none" or record.source == "drafter":
-        return record.source if record.source in COLOURS else "none"
+        return record.source if record.source in SOURCE_COLOURS else "none"
     return "hit" if record.lookup == "grown" else record.lookup
 
 
-def draw(records: Sequence[RoundRecord], title: str, first_round: int, rounds: int) -> Figure:
+def draw_rounds(records: Sequence[RoundRecord], title: str, first_round: int, rounds: int) -> Figure:
     """Draws `rounds` rounds from `first_round`.
 
     Raises:
@@ -63,14 +66,14 @@ def draw(records: Sequence[RoundRecord], title: str, first_round: int, rounds: i
     if not chosen:
         raise InvalidRequest(f"there are no rounds {numbers[0]} to {numbers[-1]}; generate more tokens")
     tracks = ["target", *sorted({work.drafter for work in drafting})]
-    figure = picture.figure(15, 1.6 + 1.1 * len(tracks))
+    figure = picture.create_figure(15, 1.6 + 1.1 * len(tracks))
     axes = figure.subplots()
     origin_ns = min(record.verify.started_ns for record in chosen)
     for record in chosen:
-        _draw_bar(axes, 0, record.verify, origin_ns, COLOURS[source_of(record)], str(record.tokens))
+        _draw_bar(axes, 0, record.verify, origin_ns, SOURCE_COLOURS[chain_source(record)], str(record.tokens))
     for work in drafting:
         label = str(work.depth) if work.branches else "chain"
-        _draw_bar(axes, tracks.index(work.drafter), work.work, origin_ns, _shade(work), label)
+        _draw_bar(axes, tracks.index(work.drafter), work.work, origin_ns, _drafting_colour(work), label)
     end = Span(origin_ns, max(record.verify.ended_ns for record in chosen)).milliseconds
     busy = sum(record.verify.milliseconds for record in chosen) / end
     axes.set_title(f"{title}   (target busy {busy:.0%} of {end:.0f} ms)", loc="left", fontsize=11)
@@ -79,7 +82,7 @@ def draw(records: Sequence[RoundRecord], title: str, first_round: int, rounds: i
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds, one clock for all processes")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    _draw_legend(axes, set(map(source_of, chosen)), set(map(_shade, drafting)))
+    _draw_legend(axes, set(map(chain_source, chosen)), set(map(_drafting_colour, drafting)))
     return figure
 
 
@@ -89,7 +92,7 @@ def _draw_bar(axes: Axes, row: int, span: Span, origin_ns: int, colour: str, lab
     axes.text(start + length / 2, row, label, ha="center", va="center", color="white", fontsize=8)
 
 
-def _shade(work: DraftWork) -> str:
+def _drafting_colour(work: DraftWork) -> str:
     if not work.branches:
         return CHAIN_COLOUR
     return DEPTH_COLOURS[min(max(work.depth - 1, 0), len(DEPTH_COLOURS) - 1)]
@@ -100,7 +103,7 @@ def _draw_legend(axes: Axes, sources: set[str], shades: set[str]) -> None:
     from matplotlib.patches import Patch
 
     entries: list[tuple[tuple[str, ...], str]] = [
-        ((COLOURS[source],), words) for source, words in LEGEND.items() if source in sources
+        ((SOURCE_COLOURS[source],), words) for source, words in SOURCE_LABELS.items() if source in sources
     ]
     if used := tuple(shade for shade in DEPTH_COLOURS if shade in shades):
         entries.append((used, "all branches one token deeper (number: their depth)"))
@@ -112,10 +115,6 @@ def _draw_legend(axes: Axes, sources: set[str], shades: set[str]) -> None:
         labels=[words for _, words in entries], handler_map={tuple: HandlerTuple(ndivide=None)},
         loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, frameon=False, fontsize=8,
     )  # fmt: skip
-
-
-# The part of a round that the wait before a verify counts as, by the source of its chain; others: fallback.
-PARTS = {"hit": "turnaround", "late": "waiting", "drafter": "waiting"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ class Breakdown:
         return self.verify + self.turnaround + self.waiting + self.fallback
 
 
-def breakdown(records: Sequence[RoundRecord], first_round: int) -> Breakdown:
+def compute_breakdown(records: Sequence[RoundRecord], first_round: int) -> Breakdown:
     """Returns the breakdown of all rounds from `first_round` on.
 
     Raises:
@@ -156,7 +155,7 @@ def breakdown(records: Sequence[RoundRecord], first_round: int) -> Breakdown:
     commits, rounds = list[float](), len(chosen) - 1
     for before, after in pairwise(chosen):
         ended_ns, works = before.verify.ended_ns, drafting[after.round]
-        totals[PARTS.get(source_of(after), "fallback")] += (after.verify.started_ns - ended_ns) / MILLISECOND_NS
+        totals[WAIT_PARTS.get(chain_source(after), "fallback")] += (after.verify.started_ns - ended_ns) / MILLISECOND_NS
         totals["verify"] += after.verify.milliseconds
         totals["work_ahead"] += sum(work.milliseconds for work in works)
         commits += [(min(work.started_ns for work in works) - ended_ns) / MILLISECOND_NS] if works else []
@@ -164,7 +163,7 @@ def breakdown(records: Sequence[RoundRecord], first_round: int) -> Breakdown:
     return Breakdown(rounds, commit=statistics.fmean(commits or [0.0]), **means)
 
 
-def table(found: Breakdown) -> str:
+def format_breakdown(found: Breakdown) -> str:
     rows = [
         ("verify", found.verify, "the target's forward"),
         ("turnaround", found.turnaround, "hits: from one verify to the next"),

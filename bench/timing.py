@@ -3,7 +3,7 @@
 `Workbench` drives workers with single messages. Times are spans that workers measure around evaluated work, on this
 machine's clock.
 
-`Latency` and `medians` also describe the times that `tune` takes from real rounds.
+`Latency` and `median_latency` also describe the times that `tune` takes from real rounds.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from outrider.protocol.messages import (
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.socket_files import PrivateDirectory
 
-REQUEST = "bench"
-PATIENCE_MS = 120_000
+REQUEST_ID = "bench"
+ANSWER_TIMEOUT_MS = 120_000
 # Rounds at the start of a request, whose times do not count.
-WARM_UP = 2
+WARM_UP_ROUNDS = 2
 
 M = TypeVar("M")
 
-Text = tuple[int, Sequence[int]]
+KnownText = tuple[int, Sequence[int]]
 """The length of the prompt, and the prompt with the target's continuation."""
 
 
@@ -91,7 +91,7 @@ class Workbench:
     def open(self, tokens: Sequence[int], sampling: SamplingParams, *, target: bool, drafter: bool) -> int | None:
         """Sends OPEN to the chosen workers. Returns the target's first token; None without the target."""
         self._arrived.clear()
-        opening = Open(REQUEST, 0, 0, np.asarray(tokens, np.int32), sampling)
+        opening = Open(REQUEST_ID, 0, 0, np.asarray(tokens, np.int32), sampling)
         if drafter:
             self.send_drafters(opening)
         if not target:
@@ -100,14 +100,14 @@ class Workbench:
         return self.wait(Outcome).bonus
 
     def close(self) -> None:
-        self._pool.send_target(Close(REQUEST))
-        self.send_drafters(Close(REQUEST))
+        self._pool.send_target(Close(REQUEST_ID))
+        self.send_drafters(Close(REQUEST_ID))
 
     def text(self, prompt: Sequence[int], length: int, sampling: SamplingParams) -> tuple[tuple[int, ...], list[Span]]:
         """Returns the prompt with `length` tokens that the target generated, and the span of each plain step."""
         first = self.open(prompt, sampling, target=True, drafter=False)
         text, spans = [*prompt, first or 0], []
-        self._pool.send_target(Verify(REQUEST, 0, 1, len(text), Autonomous(length - 1)))
+        self._pool.send_target(Verify(REQUEST_ID, 0, 1, len(text), Autonomous(length - 1)))
         while len(text) < len(prompt) + length:
             outcome = self.wait(Outcome)
             text.append(outcome.bonus)
@@ -117,7 +117,7 @@ class Workbench:
 
     def rounds(
         self,
-        known: Text,
+        known: KnownText,
         sampling: SamplingParams,
         depth: int,
         rounds: int,
@@ -134,21 +134,21 @@ class Workbench:
         start, text = known
         self.open(text[:start], sampling, target=target, drafter=drafter)
         found, sent = [], start
-        for number in range(1, WARM_UP + rounds + 1):
+        for number in range(1, WARM_UP_ROUNDS + rounds + 1):
             at = start + 1 + (number - 1) * (depth + 1)
             found.append(one(RoundPosition(number, at, tuple(text[sent:at]), tuple(text[at : at + depth]))))
             sent = at
         self.close()
-        return found[WARM_UP:]
+        return found[WARM_UP_ROUNDS:]
 
     def verify(self, number: int, base_len: int, chain: Sequence[int]) -> Outcome:
         """Sends a VERIFY, and returns its outcome."""
-        self._pool.send_target(Verify(REQUEST, 0, number, base_len, Coupled(tuple(chain))))
+        self._pool.send_target(Verify(REQUEST_ID, 0, number, base_len, Coupled(tuple(chain))))
         return self.wait(Outcome)
 
     def work_ahead(self, at: RoundPosition, depth: int, branches: int) -> Span:
         """Sends a COMMIT. Returns the span from the drafter's first forward to its last."""
-        self.send_drafters(Commit(REQUEST, 0, at.number, at.base_len, at.new, at.chain, depth, branches))
+        self.send_drafters(Commit(REQUEST_ID, 0, at.number, at.base_len, at.new, at.chain, depth, branches))
         first = last = self.wait(Branches)
         while not last.final:
             last = self.wait(Branches)
@@ -156,7 +156,7 @@ class Workbench:
 
     def both(self, at: RoundPosition, depth: int, branches: int) -> ParallelRound:
         """Sends VERIFY and COMMIT, and waits for the outcome and all branches."""
-        self._pool.send_target(Verify(REQUEST, 0, at.number, at.base_len, Coupled(at.chain)))
+        self._pool.send_target(Verify(REQUEST_ID, 0, at.number, at.base_len, Coupled(at.chain)))
         ahead = self.work_ahead(at, depth, branches)
         verify = self.wait(Outcome).work
         begun, ended = min(verify.started_ns, ahead.started_ns), max(verify.ended_ns, ahead.ended_ns)
@@ -172,25 +172,25 @@ class Workbench:
         Raises:
             WorkerError: a worker was lost or failed, or did not answer in time.
         """
-        deadline_ns = clock.now() + PATIENCE_MS * 1_000_000
+        deadline_ns = clock.now() + ANSWER_TIMEOUT_MS * 1_000_000
         while clock.now() < deadline_ns:
-            for place, message in enumerate(self._arrived):
+            for index, message in enumerate(self._arrived):
                 if isinstance(message, wanted):
-                    del self._arrived[place]
+                    del self._arrived[index]
                     return message
             self.listen()
-        raise WorkerError(f"no answer from the workers within {PATIENCE_MS // 1000} s")
+        raise WorkerError(f"no answer from the workers within {ANSWER_TIMEOUT_MS // 1000} s")
 
     def listen(self) -> None:
-        """Receives messages for a moment. Raises WorkerError if a worker was lost or failed."""
+        """Waits up to 250 ms for messages and receives them. Raises WorkerError if a worker was lost or failed."""
         self._pool.flush()
         self._pool.socket.poll(250)
         for _, message in self._pool.receive():
             if isinstance(message, Fault):
                 raise WorkerError(message.message)
             self._arrived.append(message)
-        if self._pool.news:
-            self._pool.news = False
+        if self._pool.status_changed:
+            self._pool.status_changed = False
             self._tell(self._pool.stage)
         self._pool.ping(clock.now())
         for loss in self._pool.losses(clock.now()):
@@ -214,9 +214,9 @@ class Latency:
         return max(low_ms + (high_ms - low_ms) * (rows - low) / (high - low), min(low_ms, high_ms))
 
 
-def medians(samples: Iterable[tuple[int, float]]) -> Latency:
+def median_latency(samples: Iterable[tuple[int, float]]) -> Latency:
     """Returns the median milliseconds by rows, tokens or branches."""
-    by_place = defaultdict[int, list[float]](list)
-    for place, ms in samples:
-        by_place[place].append(ms)
-    return Latency(tuple((at, statistics.median(found)) for at, found in sorted(by_place.items())))
+    by_rows = defaultdict[int, list[float]](list)
+    for rows, ms in samples:
+        by_rows[rows].append(ms)
+    return Latency(tuple((rows, statistics.median(found)) for rows, found in sorted(by_rows.items())))

@@ -10,11 +10,11 @@ from pathlib import Path
 import mlx.core as mx
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafters.drafter import NAMES, Drafter, make
-from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.drafter import BACKENDS, Drafter, make_drafter
+from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.engine.memory import PeakMemory
 from outrider.engine.models_only import models_only
-from outrider.grammar.compiler import TOKENIZER, Compiler
+from outrider.grammar.compiler import TOKENIZER_FILE, GrammarCompiler
 from outrider.protocol import process, worker_link
 from outrider.protocol.messages import Hello, Loading
 from outrider.protocol.worker_link import Link, WorkerLink
@@ -33,7 +33,7 @@ def load_drafter(options: argparse.Namespace, link: WorkerLink) -> Drafter:
 
     report(f"starting the {options.backend} drafter")
     models_only()
-    return make(options.backend, options.model, report, options.prefill, options.target)
+    return make_drafter(options.backend, options.model, report, options.prefill, options.target)
 
 
 def worker_of(options: argparse.Namespace, incarnation: int, drafter: Drafter, link: Link) -> tuple[Hello, DraftWorker]:
@@ -56,28 +56,28 @@ def worker_of(options: argparse.Namespace, incarnation: int, drafter: Drafter, l
     )
     memory = PeakMemory() if options.backend == "mlx" else None
     folder = Path(options.target or options.model)
-    compiler = Compiler(folder) if (folder / TOKENIZER).is_file() else None
-    return hello, DraftWorker(link, drafter, POLICIES[options.fan_out], memory, compiler)
+    compiler = GrammarCompiler(folder) if (folder / TOKENIZER_FILE).is_file() else None
+    return hello, DraftWorker(link, drafter, FAN_OUT_POLICIES[options.fan_out], memory, compiler)
 
 
 def main(load: Load = load_worker) -> int:
     """Runs a drafter that `load` loads. Returns the exit code."""
     options = _parser().parse_args()
-    process.set_up(options.log_level, options.log_format, options.name, options.log_fd)
+    process.configure_logging(options.log_level, options.log_format, options.name, options.log_fd)
     if options.device == "cpu":
         mx.set_default_device(mx.cpu)
-    return worker_link.run(options, lambda link: load(options, link))
+    return worker_link.run_worker(options, lambda link: load(options, link))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="draft_worker", description=__doc__)
     worker_link.add_flags(parser, "draft-0")
-    parser.add_argument("--backend", choices=NAMES, default="mlx")
+    parser.add_argument("--backend", choices=BACKENDS, default="mlx")
     parser.add_argument("--model", required=True, help="a model directory")
     parser.add_argument("--target", default="", help="the model whose hidden states a head reads")
     parser.add_argument("--prefill", default="auto", help="what reads prompts for mlx: auto, mlx, coreml or a package")
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="where MLX computes")
-    parser.add_argument("--fan-out", choices=sorted(POLICIES), default="best-first")
+    parser.add_argument("--fan-out", choices=sorted(FAN_OUT_POLICIES), default="best-first")
     parser.add_argument("--vocabulary", default="", help="a digest of the texts of the model's tokens")
     return parser
 

@@ -17,12 +17,12 @@ from enum import Enum
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import Calibration, FanOut
 from outrider.drafters.growth import BranchTask, Continuation, ReadyBranches
-from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, begin, check_known
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, check_in_vocabulary, start_drafting
 from outrider.engine.memory import PeakMemory
-from outrider.grammar.compiler import Compiler
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
-from outrider.protocol.errors import OutriderError, named_errors
+from outrider.protocol.errors import OutriderError, wrap_model_errors
 from outrider.protocol.messages import (
     Branches,
     Close,
@@ -39,6 +39,12 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.stats import CacheUse
 from outrider.protocol.worker_link import Link, WorkerLoop
+
+log = logging.getLogger(__name__)
+
+
+LATENCY_DECAY = 0.95
+_MAX_FORWARDS_BETWEEN_CHUNKS = 8  # forwards for other requests between two pieces of a prompt
 
 
 class ReadCancelled(Exception):
@@ -60,9 +66,9 @@ class Inbox:
         """Drops the messages that are not yet handled."""
         self._kept.clear()
 
-    def of_others(self, request: str) -> list[Commit | Close]:
-        """Receives what arrived while a prompt of `request` was read; removes and returns messages about other open
-        requests. Messages that follow an OPEN stay.
+    def take_for_others(self, request: str) -> list[Commit | Close]:
+        """Receives the messages that arrived while a prompt of `request` was read; removes and returns those about
+        other open requests. Messages that follow their request's OPEN stay.
 
         Raises:
             ReadCancelled: the worker shuts down, or the request was closed or opened again; earlier messages about it
@@ -88,11 +94,8 @@ class Inbox:
         return taken
 
 
-FADE = 0.95
-
-
 class Operation(Enum):
-    """The work between two looks at the link."""
+    """The kinds of work between two checks for messages."""
 
     READ = "a piece of a prompt"
     GROW = "a forward of its trees"
@@ -100,13 +103,13 @@ class Operation(Enum):
 
 
 class OpLatency:
-    """The longest time of each operation; old measurements fade."""
+    """The longest time of each operation; old measurements decay."""
 
     def __init__(self) -> None:
         self._ms: dict[Operation, float] = {}
 
     def record(self, operation: Operation, milliseconds: float) -> None:
-        self._ms[operation] = max(milliseconds, FADE * self._ms.get(operation, 0.0))
+        self._ms[operation] = max(milliseconds, LATENCY_DECAY * self._ms.get(operation, 0.0))
 
     def expected_ms(self, *operations: Operation) -> float:
         """Returns the time of these operations in sequence; 0 if one of them was never measured."""
@@ -116,24 +119,24 @@ class OpLatency:
 
 @dataclass(slots=True)
 class DraftRequest:
-    """A request's work. `newest`: the message that it belongs to, received at `committed_ns`; `owed`: it must send
-    DRAFTED."""
+    """A request's work. `newest`: its latest OPEN or COMMIT, received at `committed_ns`; `owes_draft`: it must answer
+    it with DRAFTED."""
 
     work: WorkAhead
     newest: Open | Commit
     committed_ns: int
-    owed: bool = False
+    owes_draft: bool = False
 
     @property
     def epoch(self) -> int:
         return self.newest.epoch
 
-    def is_beyond(self, message: Open | Commit) -> bool:
-        """Returns whether it works for a later round than this message's."""
+    def is_ahead_of(self, message: Open | Commit) -> bool:
+        """Returns whether it already works on a later round than this message's."""
         return (message.epoch, message.round) < (self.epoch, self.newest.round)
 
     def gap(self, message: Commit) -> int:
-        """Returns how many tokens before the message's were missed; below 0: its tokens are known already."""
+        """Returns how many tokens before the message's were missed; negative if its tokens are known already."""
         return message.base_len - len(message.tokens) - self.work.committed_len
 
     def is_next(self, message: Commit) -> bool:
@@ -142,9 +145,9 @@ class DraftRequest:
         return both and message.round == self.newest.round + 1
 
     def commit(self, message: Commit, now_ns: int) -> None:
-        self.work.commit(message.tokens, _wanted(message))
+        self.work.commit(message.tokens, _make_branch_task(message))
         self.newest, self.committed_ns = message, now_ns
-        self.owed = message.verifying is None and message.depth > 0
+        self.owes_draft = message.verifying is None and message.depth > 0
 
     def answer(self, result: Continuation | ReadyBranches, work: Span, peak_bytes: int) -> Drafted | Branches:
         newest, base_len = self.newest, self.work.committed_len
@@ -159,13 +162,8 @@ class DraftRequest:
         )
 
 
-def _wanted(message: Open | Commit) -> BranchTask:
+def _make_branch_task(message: Open | Commit) -> BranchTask:
     return BranchTask(message.verifying, message.depth, message.branches, message.rank_offset, message.min_prob)
-
-
-log = logging.getLogger(__name__)
-
-_FORWARDS_BETWEEN = 8  # the most forwards for other requests between two pieces of a prompt
 
 
 class DraftWorker(WorkerLoop[DraftRequest]):
@@ -177,7 +175,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         drafter: Drafter,
         fan_out: FanOut,
         memory: PeakMemory | None = None,
-        compiler: Compiler | None = None,
+        compiler: GrammarCompiler | None = None,
     ) -> None:
         """`memory`: measures the drafter's peak, if possible. `compiler`: for grammars over its tokens; without one it
         may draft tokens that a grammar excludes."""
@@ -197,22 +195,22 @@ class DraftWorker(WorkerLoop[DraftRequest]):
 
     def turn(self) -> bool:
         """Handles one message, or if there is none runs one forward for all requests. Returns False on SHUTDOWN."""
-        working = self._working()
+        working = self._requests_with_work()
         message = self._inbox.next(wait=not working)
         if isinstance(message, Shutdown):
             return False
         if message is None:
             self._forward(working)
         else:
-            self._take(message)
+            self._handle_or_fail(message)
         return True
 
-    def _working(self) -> list[DraftRequest]:
-        return [running for running in self._running.values() if running.owed or running.work.busy]
+    def _requests_with_work(self) -> list[DraftRequest]:
+        return [running for running in self._running.values() if running.owes_draft or running.work.has_work]
 
-    def _take(self, message: Message) -> None:
+    def _handle_or_fail(self, message: Message) -> None:
         try:
-            with named_errors("the drafter's forward"):
+            with wrap_model_errors("the drafter's forward"):
                 self._handle(message)
         except OutriderError as error:
             request = getattr(message, "request", None)
@@ -230,19 +228,19 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             case Features():
                 self._on_features(message)
             case KvMemory():
-                self._drafter.prompt_cache.allow(message.limit if message.prompt_cache else 0)
+                self._drafter.prompt_cache.set_limit(message.limit if message.prompt_cache else 0)
                 self._report()
             case _:
                 log.warning("a drafter can't handle %s", type(message).__name__)
 
     def _open(self, message: Open) -> None:
         known = self._running.get(message.request)
-        if known is not None and known.is_beyond(message):
+        if known is not None and known.is_ahead_of(message):
             self._drop_stale(message)
             return
         self._close(message.request)
-        self._forget_silent(lambda running: running.committed_ns)
-        check_known(self._drafter, message.verifying or ())
+        self._close_silent(lambda running: running.committed_ns)
+        check_in_vocabulary(self._drafter, message.verifying or ())
         if self._memory is not None and not self._running:
             self._memory.restart()
 
@@ -251,14 +249,14 @@ class DraftWorker(WorkerLoop[DraftRequest]):
 
         def progress(done: int, total: int) -> None:
             nonlocal read_ns
-            self._took(Operation.READ, read_ns)
+            self._record_latency(Operation.READ, read_ns)
             self._link.send(Prefilled(message.request, message.epoch, done, total))
             self._work_for_others(message.request)
             self._link.expect(self._op_latency.expected_ms(Operation.READ))
             read_ns = clock.now()
 
         try:
-            work = begin(
+            work = start_drafting(
                 self._drafter,
                 message.tokens.tolist(),
                 message.sampling,
@@ -275,7 +273,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             done, total = work.tree.cached, len(message.tokens)
             self._link.send(Prefilled(message.request, message.epoch, done, total, cached=done))
         self._report()
-        work.commit((), _wanted(message))  # the chain under verification
+        work.commit((), _make_branch_task(message))  # the chain under verification
         self._running[message.request] = DraftRequest(work, message, clock.now())
 
     def _constraint(self, message: Open) -> Constraint | None:
@@ -289,10 +287,10 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         Raises:
             ReadCancelled: this request is no longer needed.
         """
-        for _ in range(_FORWARDS_BETWEEN):
-            for message in self._inbox.of_others(request):
-                self._take(message)
-            working = self._working()
+        for _ in range(_MAX_FORWARDS_BETWEEN_CHUNKS):
+            for message in self._inbox.take_for_others(request):
+                self._handle_or_fail(message)
+            working = self._requests_with_work()
             if not working:
                 return
             self._forward(working)
@@ -303,17 +301,17 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             self._link.send(Resync(request=message.request, epoch=message.epoch))
             return
         gap = running.gap(message)
-        if running.is_beyond(message) or gap < 0:
+        if running.is_ahead_of(message) or gap < 0:
             self._drop_stale(message)
             return
         if gap > 0:
             self._close(message.request)
             self._link.send(Resync(request=message.request, epoch=message.epoch))
             return
-        check_known(self._drafter, (*message.tokens, *(message.verifying or ())))
+        check_in_vocabulary(self._drafter, (*message.tokens, *(message.verifying or ())))
         now_ns = clock.now()
         if running.is_next(message):
-            self._batcher.capacity.round((now_ns - running.committed_ns) / clock.MILLISECOND_NS)
+            self._batcher.capacity.record_round((now_ns - running.committed_ns) / clock.MILLISECOND_NS)
         running.commit(message, now_ns)
 
     def _on_features(self, message: Features) -> None:
@@ -323,9 +321,9 @@ class DraftWorker(WorkerLoop[DraftRequest]):
 
     def _forward(self, working: Sequence[DraftRequest]) -> None:
         """Drafts requested chains, then grows all trees by one forward; reads a piece of one long text."""
-        reading = [running for running in working if running.work.far_behind]
-        owed = [running for running in working if running.owed and not running.work.far_behind]
-        growing = [running for running in working if not running.owed and not running.work.far_behind]
+        reading = [running for running in working if running.work.is_far_behind]
+        owed = [running for running in working if running.owes_draft and not running.work.is_far_behind]
+        growing = [running for running in working if not running.owes_draft and not running.work.is_far_behind]
         if owed:
             self._link.expect(self._op_latency.expected_ms(Operation.CHAIN))
             self._draft(owed)
@@ -333,14 +331,14 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             self._link.expect(self._op_latency.expected_ms(Operation.GROW, *[Operation.READ] * bool(reading)))
             self._grow([*growing, *reading[:1]])
 
-    def _took(self, operation: Operation, started_ns: int) -> None:
+    def _record_latency(self, operation: Operation, started_ns: int) -> None:
         self._op_latency.record(operation, (clock.now() - started_ns) / clock.MILLISECOND_NS)
 
     def _draft(self, owed: Sequence[DraftRequest]) -> None:
         started_ns = clock.now()
         drafts = self._batcher.continuations([d.work for d in owed], [d.newest.depth for d in owed])
         for running in owed:
-            running.owed = False
+            running.owes_draft = False
         self._answer(Operation.CHAIN, started_ns, owed, drafts)
 
     def _grow(self, growing: Sequence[DraftRequest]) -> None:
@@ -356,9 +354,9 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         requests: Sequence[DraftRequest],
         results: Sequence[Continuation | ReadyBranches | OutriderError | None],
     ) -> None:
-        """Sends each request's result; one with an error ends."""
+        """Sends each request's result, and ends the requests that have an error."""
         span = Span(started_ns, clock.now())
-        self._took(operation, started_ns)
+        self._record_latency(operation, started_ns)
         peak_bytes = self._memory.bytes() if self._memory is not None else 0
         for running, result in zip(requests, results, strict=True):
             if isinstance(result, OutriderError):
@@ -373,4 +371,4 @@ class DraftWorker(WorkerLoop[DraftRequest]):
     def _release(self, running: DraftRequest, spoilt: bool) -> None:
         running.work.tree.close(spoilt)
         if self._memory is not None:
-            self._memory.ended(idle=not self._running)
+            self._memory.count_ended_text(idle=not self._running)

@@ -1,5 +1,5 @@
-"""The interface of drafters, which propose tokens. A new drafter is one file that implements `Drafter` and `TokenTree`,
-a case in `make` and a name in the settings.
+"""The interface of drafters, which propose tokens. To add one, implement `Drafter` and `TokenTree` in a new file, and
+add a case to `make_drafter` and a name to the settings.
 
 A drafter knows tokens and nodes; it knows nothing of sockets, rounds or the outcomes to prepare.
 """
@@ -12,10 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest, OutriderError
-from outrider.protocol.heads import AHEAD
+from outrider.protocol.heads import WORKER_HEADS
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Halves
 from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
+
+BACKENDS = ("coreml", "mlx", *WORKER_HEADS)
 
 
 class TokenTree(Protocol):
@@ -26,8 +28,8 @@ class TokenTree(Protocol):
     are warped log-probabilities plus the request's Gumbel noise at that position (coupled sampling), or without noise
     (residual sampling).
 
-    For residual sampling a tree may draw: a node's own continuation, `best` or a fed None, is drawn from a known q.
-    Each drawn chain has noise of its own, and begins after a token that the caller gave (`engine.residual`).
+    For residual sampling a tree may draw: a node's own continuation (`best`, or a fed None) is drawn from a known q.
+    Each drawn chain has its own noise, and begins after a token that the caller gave (`engine.residual`).
     """
 
     @property
@@ -41,7 +43,7 @@ class TokenTree(Protocol):
 
     @property
     def cached(self) -> int:
-        """How many of its first tokens came from the prompt cache."""
+        """The number of leading tokens that came from the prompt cache."""
         ...
 
     @property
@@ -51,7 +53,7 @@ class TokenTree(Protocol):
 
     @property
     def room(self) -> int:
-        """How many positions the context has after the committed tokens."""
+        """The number of positions left in the context after the committed tokens."""
         ...
 
     def column_tokens(self) -> list[int]:
@@ -59,8 +61,8 @@ class TokenTree(Protocol):
         ...
 
     def child(self, node: int, token: int, given: bool | None = None) -> int | None:
-        """Returns the fed node for `token` right after `node`, or None; only one that was fed as a token (`given` True)
-        or as None (False). May evaluate."""
+        """Returns the fed node for `token` right after `node`, or None; with `given` True only one
+        that was fed as a token, with False only one that was fed as None. May evaluate."""
         ...
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
@@ -93,7 +95,7 @@ class TokenTree(Protocol):
         ...
 
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
-        """Makes `tokens` final, which follow the root and were not drafted; the last becomes the root. Waits.
+        """Commits `tokens`, which follow the root and were not drafted; the last one becomes the root. Waits.
 
         Drops every pending node. Logits are computed for the last token only, so that many tokens take no more memory
         than a prompt. With `more` there is no root until a later call reads the rest.
@@ -101,7 +103,7 @@ class TokenTree(Protocol):
         ...
 
     def commit(self, path: Sequence[int]) -> None:
-        """Makes `path` (a child of the root and so on downwards) final; its last node becomes the root.
+        """Commits `path`, which leads down from a child of the root; its last node becomes the root.
 
         Drops every pending node that does not descend from the new root.
         """
@@ -116,8 +118,8 @@ class Drafter(Protocol):
     """Proposes tokens; opens one tree for each request.
 
     `prompt_cache` holds prefixes of texts that have ended; it is empty if the drafter reads every text in full. `note`
-    is a note for users about how it runs; mostly empty. A drafter whose trees read the target's features also has
-    `features`, which names their source; it must be the target's.
+    tells users how it runs, and is usually empty. A drafter whose trees read the target's features also has `features`,
+    the name of their source, which must be the same at the target.
     """
 
     backend: str
@@ -153,8 +155,8 @@ class FeatureTree(TokenTree, Protocol):
         """Adds the features [N, W] of tokens from `position` on, which may arrive before the tokens are committed."""
         ...
 
-    def ready(self, ahead: int = 0) -> bool:
-        """Whether it can grow, or could after reading `ahead` more tokens. Before that there is no root."""
+    def can_grow(self, ahead: int = 0) -> bool:
+        """Returns whether it can grow, or could after reading `ahead` more tokens. Before that there is no root."""
         ...
 
 
@@ -162,10 +164,9 @@ class DrafterFault(OutriderError):
     """The drafter can't continue with this request; the target continues alone."""
 
 
-NAMES = ("coreml", "mlx", *AHEAD)
-
-
-def make(backend: str, model: str, progress: Callable[[str], None], prefill: str = "auto", target: str = "") -> Drafter:
+def make_drafter(
+    backend: str, model: str, progress: Callable[[str], None], prefill: str = "auto", target: str = ""
+) -> Drafter:
     """Returns the drafter `backend` for `model` (a model folder; for `coreml` also a package).
 
     Args:
@@ -174,16 +175,16 @@ def make(backend: str, model: str, progress: Callable[[str], None], prefill: str
     """
     match backend:
         case "mlx":
-            from outrider.drafters.coreml.selection import reader_for
+            from outrider.drafters.coreml.selection import load_prompt_reader
             from outrider.drafters.mlx import MlxDrafter
 
-            return MlxDrafter.load(model, progress, reader_for(model, prefill, progress))
+            return MlxDrafter.load(model, progress, load_prompt_reader(model, prefill, progress))
         case "coreml":
-            from outrider.drafters.coreml.selection import load
+            from outrider.drafters.coreml.selection import load_drafter
 
-            return load(model, progress)
-    if backend not in AHEAD:
-        raise InvalidRequest(f"unknown drafter {backend!r}; expected one of {', '.join(NAMES)}")
-    from outrider.drafters.heads.load import load_ahead
+            return load_drafter(model, progress)
+    if backend not in WORKER_HEADS:
+        raise InvalidRequest(f"unknown drafter {backend!r}; expected one of {', '.join(BACKENDS)}")
+    from outrider.drafters.heads.load import load_for_draft_worker
 
-    return load_ahead(backend, model, target, progress)
+    return load_for_draft_worker(backend, model, target, progress)

@@ -5,7 +5,7 @@ A policy (`FanOut`) divides a budget of branches among the numbers of accepted t
 
 `Calibration` counts how often a chain token is accepted, and the rank of the bonus token among the candidates. Both
 depend on how sure the drafter is, so both are counted by *gap*: how far the chosen token's score is above the next one,
-or a candidate's below the first. Old rounds fade.
+or a candidate's below the first. Old rounds lose weight.
 """
 
 from __future__ import annotations
@@ -18,45 +18,48 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 
 MAX_RANK = 8
-FADE = 0.998
-# The probability of a rank beyond the counted ones, as a share of the rank before.
-BEYOND = 0.8
+SAMPLE_DECAY = 0.998
+# The probability of each rank from `MAX_RANK` on, relative to the rank before it.
+TAIL_RATIO = 0.8
 
-# Bucket borders of gaps, nats. Between two of them acceptance changes by about ten points on the embedded pair. Below 0
-# the chain's token is not the drafter's best: it was copied from the text, or comes from another drafter.
-GAPS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
+# Edges of the gap buckets, in nats. On the embedded pair acceptance changes by about ten points from one to the
+# next. Below 0 the chain's token is not the drafter's best: it was copied from the text, or is another drafter's.
+GAP_EDGES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
 
 
 # The prior weighs as much as this many rounds (measured on a typical pair, docs/log.md).
-PRIOR_ROUNDS = 4.0
+PRIOR_WEIGHT_ROUNDS = 4.0
+
+# Theorem 12's exponent r of 1 - p_hit(F) = F^-r; the paper shows straight lines near this slope.
+POWER_LAW_EXPONENT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ForkPoint:
     """A fork point: the drafter's scores after k accepted tokens.
 
-    `own_gap` is the score of the chain's next token above the best other; None after the whole chain. `gaps` are those
-    of the candidates for the bonus token, best first, below the drafter's best.
+    `own_gap` is how far the chain's next token scores above the best other token; None after the whole chain. `gaps`
+    are how far the candidates for the bonus token, best first, score below the drafter's best token.
     """
 
     own_gap: float | None
     gaps: tuple[float, ...]
 
-    def below_first(self, rank: int) -> float:
+    def gap_to_first(self, rank: int) -> float:
         """Returns how far candidate `rank` is below the first candidate."""
         return self.gaps[rank] - self.gaps[0]
 
 
 class Share:
-    """The rate of an event, with a prior; old samples fade."""
+    """The rate of an event, beginning with a prior; old samples lose weight."""
 
     def __init__(self, prior: float) -> None:
-        self._happened = PRIOR_ROUNDS * prior
-        self._tried = PRIOR_ROUNDS
+        self._happened = PRIOR_WEIGHT_ROUNDS * prior
+        self._tried = PRIOR_WEIGHT_ROUNDS
 
     def add(self, happened: bool) -> None:
-        self._happened = self._happened * FADE + happened
-        self._tried = self._tried * FADE + 1.0
+        self._happened = self._happened * SAMPLE_DECAY + happened
+        self._tried = self._tried * SAMPLE_DECAY + 1.0
 
     @property
     def value(self) -> float:
@@ -64,18 +67,18 @@ class Share:
 
 
 class Calibration:
-    """Live estimates behind the fan-out."""
+    """Estimates of acceptance for the fan-out, updated by each outcome."""
 
     def __init__(self) -> None:
-        middles = [0.0, *((a + b) / 2 for a, b in pairwise(GAPS)), 12.0]
+        middles = [0.0, *((a + b) / 2 for a, b in pairwise(GAP_EDGES)), 12.0]
         self._accepted = [Share(1.0 - 0.6 * math.exp(-gap / 1.5)) for gap in middles]
         self._by_position: list[Share] = []
         self._by_gap = {
-            full: [[Share(_prior_share(full, rank, gap)) for gap in middles] for rank in range(MAX_RANK)]
+            full: [[Share(_prior_rate(full, rank, gap)) for gap in middles] for rank in range(MAX_RANK)]
             for full in (False, True)
         }
         self._by_rank = {
-            full: [Share(_prior_share(full, rank, 0.5 + 0.5 * rank)) for rank in range(MAX_RANK)]
+            full: [Share(_prior_rate(full, rank, 0.5 + 0.5 * rank)) for rank in range(MAX_RANK)]
             for full in (False, True)
         }
 
@@ -91,44 +94,41 @@ class Calibration:
             gap = points[position].own_gap
             self._by_position[position].add(position < accepted)
             if gap is not None:
-                self._accepted[bisect(GAPS, gap)].add(position < accepted)
+                self._accepted[bisect(GAP_EDGES, gap)].add(position < accepted)
         if accepted == len(points):
             return
         full, point = accepted == chain_length, points[accepted]
         if full and len(point.gaps) > 1:  # the drafter's next token, which may have been left out as unlikely
-            self._accepted[bisect(GAPS, point.below_first(1))].add(rank == 0)
+            self._accepted[bisect(GAP_EDGES, point.gap_to_first(1))].add(rank == 0)
         for candidate in range(min(len(point.gaps), MAX_RANK)):
             self._by_rank[full][candidate].add(candidate == rank)
-            bucket = bisect(GAPS, point.below_first(candidate))
+            bucket = bisect(GAP_EDGES, point.gap_to_first(candidate))
             self._by_gap[full][candidate][bucket].add(candidate == rank)
 
     def acceptance(self, position: int, gap: float | None = None) -> float:
         """Returns the probability that chain token `position` is accepted if all before it are; by its gap if known."""
         if gap is not None:
-            return self._accepted[bisect(GAPS, gap)].value
+            return self._accepted[bisect(GAP_EDGES, gap)].value
         return self._by_position[position].value if position < len(self._by_position) else 0.75
 
-    def bonus_share(self, full: bool, rank: int, point: ForkPoint | None = None) -> float:
+    def bonus_probability(self, full: bool, rank: int, point: ForkPoint | None = None) -> float:
         """Returns the probability that the bonus token is candidate `rank`, not counting the chain's own token."""
         known = min(rank, MAX_RANK - 1)
         by_gap = self._by_gap[full][known]
-        share = by_gap[bisect(GAPS, point.below_first(rank))] if point is not None else self._by_rank[full][known]
-        return share.value * BEYOND ** (rank - known)
+        share = by_gap[bisect(GAP_EDGES, point.gap_to_first(rank))] if point is not None else self._by_rank[full][known]
+        return share.value * TAIL_RATIO ** (rank - known)
 
 
-def _prior_share(full: bool, rank: int, gap: float) -> float:
+def _prior_rate(full: bool, rank: int, gap: float) -> float:
     first = 0.8 if full else 0.5
     return first if rank == 0 else 0.4 * math.exp(-gap) / rank
 
 
 FanOut = Callable[[Sequence[ForkPoint | None], int, Calibration], list[int]]
 
-# Theorem 12's exponent r of 1 - p_hit(F) = F^-r; the paper shows straight lines near this slope.
-POWER_LAW_EXPONENT = 1.0
-
 
 def uniform(points: Sequence[ForkPoint | None], budget: int, calibration: Calibration) -> list[int]:
-    """The same number everywhere; the remainder goes to the longest acceptances."""
+    """Gives each k the same number of branches, and the remainder to the largest k."""
     each, rest = divmod(budget, len(points))
     return [each] * (len(points) - rest) + [each + 1] * rest
 
@@ -152,26 +152,26 @@ def geometric(points: Sequence[ForkPoint | None], budget: int, calibration: Cali
 
 
 def best_first(points: Sequence[ForkPoint | None], budget: int, calibration: Calibration) -> list[int]:
-    """The likeliest (k, rank) pairs first."""
+    """Gives branches to the likeliest (k, rank) pairs."""
     counts = [0] * len(points)
-    for _, k in islice(ranked(points, calibration), budget):
+    for _, k in islice(rank_branches(points, calibration), budget):
         counts[k] += 1
     return counts
 
 
-def ranked(points: Sequence[ForkPoint | None], calibration: Calibration) -> Iterator[tuple[float, int]]:
-    """Yields (probability, k) for every possible branch, likeliest first; it begins after k accepted tokens.
+def rank_branches(points: Sequence[ForkPoint | None], calibration: Calibration) -> Iterator[tuple[float, int]]:
+    """Yields (probability, k) for every possible branch, likeliest first; a branch begins after k accepted tokens.
 
-    The probability is P(k) * P(rank | k), by live estimates given how sure the drafter is.
+    The probability is P(k) * P(rank | k), estimated by `calibration` from the gaps.
     """
     heap: list[tuple[float, int, int]] = []
-    chances = stopping(points, calibration)
+    stop_probs = stop_probabilities(points, calibration)
 
     def add(k: int, rank: int) -> None:
         point = points[k]
         if point is None or rank < len(point.gaps):  # filters may leave nothing but the chain's own token
-            share = calibration.bonus_share(k == len(points) - 1, rank, point)
-            heapq.heappush(heap, (-chances[k] * share, k, rank))
+            share = calibration.bonus_probability(k == len(points) - 1, rank, point)
+            heapq.heappush(heap, (-stop_probs[k] * share, k, rank))
 
     for k in range(len(points)):
         add(k, 0)
@@ -181,7 +181,7 @@ def ranked(points: Sequence[ForkPoint | None], calibration: Calibration) -> Iter
         add(k, rank + 1)
 
 
-def stopping(points: Sequence[ForkPoint | None], calibration: Calibration) -> list[float]:
+def stop_probabilities(points: Sequence[ForkPoint | None], calibration: Calibration) -> list[float]:
     """Returns for each k the probability that exactly k tokens of the chain are accepted."""
     reach, found = 1.0, []
     for k, point in enumerate(points):
@@ -205,24 +205,26 @@ class BranchRequest:
     rank_offset: int = 0
 
 
-def shares(wishes: Sequence[BranchRequest], budget: int | None, calibration: Calibration) -> list[int]:
-    """Divides `budget` branches among the requests, by the probability that they are needed.
+def divide_branches(demands: Sequence[BranchRequest], budget: int | None, calibration: Calibration) -> list[int]:
+    """Divides `budget` branches among the requests by the probability that each branch is needed.
 
     A request gets at most as many as it wants, and at least one if it wants any. A budget of None grants all.
     """
-    if budget is None or sum(wish.branches for wish in wishes) <= budget:
-        return [wish.branches for wish in wishes]
-    counts = [min(wish.branches, 1) for wish in wishes]
-    others = (_by(index, wish, calibration) for index, wish in enumerate(wishes))
+    if budget is None or sum(demand.branches for demand in demands) <= budget:
+        return [demand.branches for demand in demands]
+    counts = [min(demand.branches, 1) for demand in demands]
+    others = (_branches_by_gain(index, demand, calibration) for index, demand in enumerate(demands))
     for _, index in islice(heapq.merge(*others), max(budget - sum(counts), 0)):
         counts[index] += 1
     return counts
 
 
-def _by(index: int, wish: BranchRequest, calibration: Calibration) -> Iterator[tuple[float, int]]:
+def _branches_by_gain(index: int, demand: BranchRequest, calibration: Calibration) -> Iterator[tuple[float, int]]:
     """Yields the request's branches except its first, as `heapq.merge` needs them: in ascending order."""
-    for gain, _ in islice(ranked(wish.points, calibration), wish.rank_offset + 1, wish.rank_offset + wish.branches):
+    for gain, _ in islice(
+        rank_branches(demand.points, calibration), demand.rank_offset + 1, demand.rank_offset + demand.branches
+    ):
         yield -gain, index
 
 
-POLICIES: dict[str, FanOut] = {"best-first": best_first, "geometric": geometric, "uniform": uniform}
+FAN_OUT_POLICIES: dict[str, FanOut] = {"best-first": best_first, "geometric": geometric, "uniform": uniform}

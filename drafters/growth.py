@@ -1,7 +1,7 @@
 """Grows the branches of one chain under verification: each forward makes the likeliest of them one token deeper.
 
-A forward takes all branches if rows cost little beside a forward, as on a GPU. On a CPU, where each row costs, it takes
-as many as leave time for other forwards in the same round, so that the likeliest outcomes are ready first.
+A forward grows all branches if rows are cheap compared with a forward, as on a GPU. On a CPU, where each row costs, it
+grows only as many as leave time for other forwards in the same round, so that the likeliest outcomes are ready first.
 
 Paper, sections 3 and 4. Works on one tree, and reuses the nodes of earlier rounds, so that nothing is fed twice. The
 work is a generator (`Steps`) that yields whenever it needs a forward, so that several requests can share one
@@ -22,15 +22,31 @@ from itertools import islice
 from typing import TypeVar
 
 from outrider.drafters.drafter import TokenTree
-from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanOut, ForkPoint, stopping
+from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanOut, ForkPoint, stop_probabilities
 from outrider.protocol.messages import Alternatives, Branch
-from outrider.protocol.schema import MAX_BESIDE
-from outrider.protocol.trees import Candidate, DraftTree, SparseQ, TreeFeed, common, line, spine
+from outrider.protocol.schema import MAX_ALTERNATIVES
+from outrider.protocol.trees import (
+    Candidate,
+    DraftTree,
+    SparseQ,
+    TreeFeed,
+    chain_parents,
+    common_prefix_length,
+    first_branch,
+)
+
+MAX_CHILDREN = 3
+"""The maximum number of tokens after a token: the chain's own and its alternatives."""
+
+Result = TypeVar("Result")
+
+Steps = Generator[TreeFeed, list[int], Result]
+"""Yields feeds for its tree, and is sent the new nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The proposal for the committed text, and the distributions that it was drawn from, if it was.
+    """The tokens proposed after the committed text, and the distributions that they were drawn from, if any.
 
     With `parents` the tokens are a tree (`protocol.trees`), whose first branch is the drafter's chain. `odds` holds the
     probability that each token is accepted if the one before it is; (): not known.
@@ -48,17 +64,13 @@ class Continuation:
     @property
     def line(self) -> tuple[int, ...]:
         """The chain, or the first branch of the tree."""
-        return tuple(self.chain[node] for node in spine(self.parents)) if self.parents else self.chain
+        return tuple(self.chain[node] for node in first_branch(self.parents)) if self.parents else self.chain
 
     @property
     def alternatives(self) -> Alternatives | None:
         """The alternatives of a tree, whose nodes begin with the first branch."""
-        count = len(spine(self.parents))
+        count = len(first_branch(self.parents))
         return Alternatives(self.chain[count:], self.parents[count:], self.odds[count:]) if self.parents else None
-
-
-WIDTH = 3
-"""The most tokens that may follow a token: the chain's own and its alternatives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +92,12 @@ class AlternativesAt:
         return cls(tuple(candidate.token for candidate in others), ForkPoint(own_gap, gaps))
 
 
-def worthwhile(count: int, calibration: Calibration, least: float) -> int:
-    """Returns for how many of a chain's first tokens an alternative can have a probability of more than `least`."""
+def count_worthwhile_positions(count: int, calibration: Calibration, threshold: float) -> int:
+    """Returns how many of a chain's first tokens can have an alternative with a probability above `threshold`."""
     mass, worth = 1.0, 0
     for position in range(count):
         rate = calibration.acceptance(position)
-        if mass * (1.0 - rate) > least:
+        if mass * (1.0 - rate) > threshold:
             worth = position + 1
         mass *= rate
     return worth
@@ -100,28 +112,28 @@ class ChainAlternatives:
 
     @classmethod
     def of(cls, chain: Sequence[int], candidates: Sequence[Sequence[Candidate]]) -> ChainAlternatives:
-        """Returns those of a chain with these `candidates` at its first positions, best first."""
+        """Returns the alternatives of a chain, given the `candidates` at its first positions, best first."""
         places = [AlternativesAt.of(token, ranked) for token, ranked in zip(chain, candidates, strict=False)]
         return cls(tuple(chain), places)
 
-    def tree(self, calibration: Calibration, least: float) -> Continuation:
-        """Returns a tree of the chain, then the alternatives with a probability of more than `least`, by position."""
+    def tree(self, calibration: Calibration, threshold: float) -> Continuation:
+        """Returns a tree of the chain, then the alternatives with a probability above `threshold`, by position."""
         count, mass = len(self.chain), 1.0
-        tokens, parents, odds = list(self.chain), list(line(count)), [0.0] * count
+        tokens, parents, odds = list(self.chain), list(chain_parents(count)), [0.0] * count
         for index, place in enumerate(self.places):
             odds[index] = rate = calibration.acceptance(index, place.point.own_gap)
-            for rank, token in enumerate(place.others[: WIDTH - 1]):
-                share = (1.0 - rate) * calibration.bonus_share(False, rank, place.point)
-                if mass * share > least and len(tokens) - count < MAX_BESIDE:
+            for rank, token in enumerate(place.others[: MAX_CHILDREN - 1]):
+                share = (1.0 - rate) * calibration.bonus_probability(False, rank, place.point)
+                if mass * share > threshold and len(tokens) - count < MAX_ALTERNATIVES:
                     tokens.append(token)
                     parents.append(index - 1)
                     odds.append(share)
             mass *= rate
         return Continuation(tuple(tokens), None, tuple(parents) if len(tokens) > count else (), tuple(odds))
 
-    def teach(self, calibration: Calibration, tokens: Sequence[int]) -> None:
+    def update_calibration(self, calibration: Calibration, tokens: Sequence[int]) -> None:
         """Updates the calibration by the tokens that became final."""
-        accepted = common(self.chain, tokens[:-1])
+        accepted = common_prefix_length(self.chain, tokens[:-1])
         points = [place.point for place in self.places[: accepted + 1]]
         bonus, others = tokens[accepted], self.places[accepted].others if accepted < len(self.places) else ()
         calibration.learn(points, len(self.chain), accepted, others.index(bonus) if bonus in others else None)
@@ -129,7 +141,7 @@ class ChainAlternatives:
 
 def next_tokens(tree: TokenTree, nodes: Sequence[int], calibration: Calibration) -> list[tuple[int, float]]:
     """Returns each node's best continuation, and the probability that it is accepted if the node is, by its gap. A
-    drawn one counts as certain: what is verified must not depend on it."""
+    drawn one counts as certain, because what is verified must not depend on the token drawn."""
     if tree.draws:
         return [(token, 1.0) for token in tree.best(nodes)]
     found: list[tuple[int, float]] = []
@@ -138,7 +150,7 @@ def next_tokens(tree: TokenTree, nodes: Sequence[int], calibration: Calibration)
     return found
 
 
-def child_of(tree: TokenTree, node: int, token: int, given: bool) -> int | None:
+def find_child(tree: TokenTree, node: int, token: int, given: bool) -> int | None:
     """Returns the fed node for `token` right after `node`, or None; in drawn chains only one with the right noise.
 
     A drawn chain begins after a token that was given. After a drawn one, tokens would be drawn by the noise of an
@@ -147,8 +159,8 @@ def child_of(tree: TokenTree, node: int, token: int, given: bool) -> int | None:
     return tree.child(node, token, given if tree.draws else None)
 
 
-def along(tree: TokenTree, node: int, tokens: Sequence[int]) -> list[int]:
-    """Returns the fed nodes along `tokens` from `node`, as far as there are any."""
+def find_fed_path(tree: TokenTree, node: int, tokens: Sequence[int]) -> list[int]:
+    """Returns the fed nodes of the longest prefix of `tokens` after `node`."""
     path: list[int] = []
     for token in tokens:
         child = tree.child(node, token)
@@ -159,29 +171,24 @@ def along(tree: TokenTree, node: int, tokens: Sequence[int]) -> list[int]:
     return path
 
 
-def committed_path(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
-    """Returns the fed nodes along committed `tokens`; a chain can begin at the last of them."""
-    path = along(tree, tree.root, tokens[:-1])
+def find_committed_path(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
+    """Returns the fed nodes of the longest prefix of committed `tokens`; a chain can begin at the last token's."""
+    path = find_fed_path(tree, tree.root, tokens[:-1])
     if tokens and len(path) == len(tokens) - 1:
-        last = child_of(tree, (path or [tree.root])[-1], tokens[-1], given=True)
+        last = find_child(tree, (path or [tree.root])[-1], tokens[-1], given=True)
         path += [last] if last is not None else []
     return path
 
 
-def feed_of(tree: TokenTree, node: int, tokens: Sequence[int], wanted: int = 1) -> TreeFeed:
+def make_chain_feed(tree: TokenTree, node: int, tokens: Sequence[int], wanted: int = 1) -> TreeFeed:
     """Returns the feed of `tokens` in a row, the first after `node`; `wanted` more will follow the last."""
     following = range(tree.next_node, tree.next_node + len(tokens) - 1)
     return TreeFeed([node, *following][: len(tokens)], tokens, [*[1] * len(tokens[1:]), wanted][: len(tokens)])
 
 
-Result = TypeVar("Result")
-Steps = Generator[TreeFeed, list[int], Result]
-"""Yields feeds for its tree, and is sent the new nodes."""
-
-
 @dataclass(frozen=True, slots=True)
 class BranchTask:
-    """The task of a commit: `branches` outcomes of the chain `verifying` (None: none), each `depth` tokens deep.
+    """The work after a commit: prepare `branches` outcomes of the chain `verifying` (None: none), `depth` tokens each.
 
     The `rank_offset` likeliest outcomes belong to other drafters. Branches include alternatives with a probability
     above `min_prob`.
@@ -209,9 +216,9 @@ class ReadyBranches:
 
 @dataclass(slots=True)
 class GrowingBranch:
-    """A growing branch: `chain` has its tokens with their `odds`, `outcome` is the probability of its outcome.
+    """A growing branch: the tokens of its `chain`, their `odds`, and the probability of its `outcome`.
 
-    Chain token i follows `nodes[i]`, its fed nodes; the bonus token's is the first.
+    `nodes` are its fed nodes, beginning with the bonus token's; chain token i follows `nodes[i]`.
     """
 
     accepted: int
@@ -222,8 +229,8 @@ class GrowingBranch:
     nodes: list[int] = field(default_factory=list)
 
     @property
-    def use(self) -> float:
-        """The probability that its next token will be accepted, apart from that token's own."""
+    def reach_prob(self) -> float:
+        """The probability that all its tokens so far are accepted, so that the next one can be."""
         return self.outcome * math.prod(self.odds)
 
 
@@ -245,7 +252,7 @@ class BranchGrowth:
         fan_out: FanOut,
         calibration: Calibration,
     ) -> None:
-        fed = along(tree, tree.root, chain)
+        fed = find_fed_path(tree, tree.root, chain)
         self._tree = tree
         self._chain, self._task, self._eos = chain, task, eos
         self._fan_out, self._calibration = fan_out, calibration
@@ -255,27 +262,27 @@ class BranchGrowth:
         self._ranks: list[range] = []
         self._growing: list[GrowingBranch] = []
         self._complete: list[GrowingBranch] = []  # from nodes of earlier rounds, and not pushed yet
-        self._begun = False
+        self._has_begun = False
         grows = self._depth > 0 and task.branches > 0
         self._unfed = chain[len(fed) :] if grows else ()
         self._unforked = list(range(len(chain) + 1)) if grows else []
 
     @property
-    def busy(self) -> bool:
-        """Whether a forward is worth making, or the end of the round has not been reported."""
-        return bool(not self._begun or self._unfed or self._unforked or self._growing)
+    def has_work(self) -> bool:
+        """Whether there is something to feed, or the end of the round has not been reported."""
+        return bool(not self._has_begun or self._unfed or self._unforked or self._growing)
 
     def request(self) -> BranchRequest | None:
-        """Returns the branches that it wants; None: they have been granted, or it wants none."""
+        """Returns a request for the branches that it needs; None if they have been granted, or it needs none."""
         if self._ranks or not self._unforked:
             return None
         self._read_candidates([k for k in self._unforked if k < len(self._spine)])
         points = [at.point if at else None for at in self._candidates]
         return BranchRequest(points, self._task.branches, self._depth, self._task.rank_offset)
 
-    def grant(self, wish: BranchRequest, branches: int) -> None:
-        """Divides `branches` among the fork points of its request: those that the fan-out adds to `rank_offset`."""
-        points, offset = wish.points, wish.rank_offset
+    def grant(self, demand: BranchRequest, branches: int) -> None:
+        """Divides `branches` among the fork points: those that the fan-out chooses after the first `rank_offset`."""
+        points, offset = demand.points, demand.rank_offset
         until = self._fan_out(points, offset + branches, self._calibration)
         since = self._fan_out(points, offset, self._calibration) if offset else [0] * len(until)
         self._ranks = [range(first, last) for first, last in zip(since, until, strict=True)]
@@ -283,9 +290,9 @@ class BranchGrowth:
     def advance(self, rows: int | None = None) -> Steps[ReadyBranches]:
         """Makes one forward: begins new branches, feeds the rest of the chain, and grows the `rows` likeliest branches
         (None: all) by a token."""
-        self._begun = True
+        self._has_begun = True
         self._fork()
-        grown = self._growing if rows is None else heapq.nlargest(rows, self._growing, key=lambda branch: branch.use)
+        grown = self._growing if rows is None else heapq.nlargest(rows, self._growing, key=lambda b: b.reach_prob)
         for branch, (token, odds) in zip(grown, (yield from self._feed(grown)), strict=True):
             branch.chain.append(token)
             branch.odds.append(odds)
@@ -296,21 +303,23 @@ class BranchGrowth:
             for b in ready
         )
         q = self._tree.drawn_from([node for branch in ready for node in branch.nodes])
-        return ReadyBranches(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
+        return ReadyBranches(entries, max((len(entry.chain) for entry in entries), default=0), not self.has_work, q)
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Counts its outcome, by the `tokens` that became final, before the tree drops its nodes."""
-        accepted = common(self._chain, tokens[:-1])  # the next token is the bonus token, or an alternative
+        """Updates the calibration by the `tokens` that became final; called before the tree drops its nodes."""
+        accepted = common_prefix_length(
+            self._chain, tokens[:-1]
+        )  # the next token is the bonus token, or an alternative
         if accepted >= len(self._spine):
             return
         self._read_candidates(range(accepted + 1))
         known = [at for at in self._candidates[: accepted + 1] if at is not None]
-        ChainAlternatives(self._chain, known).teach(self._calibration, tokens)
+        ChainAlternatives(self._chain, known).update_calibration(self._calibration, tokens)
 
     def _feed(self, grown: Sequence[GrowingBranch]) -> Steps[list[tuple[int, float]]]:
         """Feeds the rest of the chain and the next token of these branches. Returns the best continuation of each, with
         its odds."""
-        line = feed_of(self._tree, self._spine[-1], self._unfed)
+        line = make_chain_feed(self._tree, self._spine[-1], self._unfed)
         parents = [*line.parents, *(b.nodes[-1] if b.nodes else self._spine[b.accepted] for b in grown)]
         tokens = [*line.tokens, *(None if b.nodes else b.bonus for b in grown)]
         if not tokens:
@@ -331,16 +340,15 @@ class BranchGrowth:
         self._unforked = self._unforked[len(ready) :]
         self._read_candidates(ready)
         points = [at.point if at else None for at in self._candidates]
-        chances = stopping(points, self._calibration)
+        stop_probs = stop_probabilities(points, self._calibration)
         for k in ready:
             at, granted = self._candidates[k], self._ranks[k]
             for place, bonus in islice(enumerate(at.others), granted.start, granted.stop) if at else ():
-                share = self._calibration.bonus_share(k == len(self._chain), place, points[k])
-                self._begin(GrowingBranch(k, bonus, chances[k] * share))
+                share = self._calibration.bonus_probability(k == len(self._chain), place, points[k])
+                self._begin(GrowingBranch(k, bonus, stop_probs[k] * share))
 
     def _read_candidates(self, points: Sequence[int]) -> None:
-        """Reads the drafter's candidates at these fork points, if they are not known, without the chain's own token
-        and EOS."""
+        """Reads the drafter's unknown candidates at these fork points, without the chain's own token and EOS."""
         unread = [k for k in points if self._candidates[k] is None]
         if not unread:
             return
@@ -352,20 +360,20 @@ class BranchGrowth:
 
     def _begin(self, branch: GrowingBranch) -> None:
         """Begins a branch; its first tokens may have been fed in an earlier round."""
-        node = child_of(self._tree, self._spine[branch.accepted], branch.bonus, given=True)
+        node = find_child(self._tree, self._spine[branch.accepted], branch.bonus, given=True)
         while node is not None and len(branch.chain) < self._depth:
             branch.nodes.append(node)
             token, odds = next_tokens(self._tree, [node], self._calibration)[0]
             branch.chain.append(token)
             branch.odds.append(odds)
-            node = child_of(self._tree, node, token, given=False)
+            node = find_child(self._tree, node, token, given=False)
         (self._growing if len(branch.chain) < self._depth else self._complete).append(branch)
 
     def _alternatives(self, branch: GrowingBranch) -> Alternatives | None:
-        """Returns the alternatives to tokens of a complete branch, as far as they may pay."""
-        least = self._task.min_prob
-        if least >= 1.0 or self._tree.draws or len(branch.chain) < self._depth:
+        """Returns those alternatives to a complete branch's tokens that are likely enough to pay."""
+        threshold = self._task.min_prob
+        if threshold >= 1.0 or self._tree.draws or len(branch.chain) < self._depth:
             return None
-        worth = worthwhile(len(branch.chain), self._calibration, least)
-        candidates = self._tree.candidates(branch.nodes[:worth], WIDTH + len(self._eos))
-        return ChainAlternatives.of(branch.chain, candidates).tree(self._calibration, least).alternatives
+        worth = count_worthwhile_positions(len(branch.chain), self._calibration, threshold)
+        candidates = self._tree.candidates(branch.nodes[:worth], MAX_CHILDREN + len(self._eos))
+        return ChainAlternatives.of(branch.chain, candidates).tree(self._calibration, threshold).alternatives

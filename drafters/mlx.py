@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from outrider.drafters.coreml.drafter import PackageReader
 from outrider.drafters.drafter import TokenTree
 from outrider.engine.kv_rows import PromptReader, ReadProgress
-from outrider.engine.load_checks import open_tree, tree_cost, tree_form
+from outrider.engine.load_checks import find_tree_form, measure_tree_cost, open_tree
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
@@ -28,7 +28,7 @@ class MlxDrafter:
         self.context_length = model.context_length
         self.parameters = model.parameters
         self.weight_bytes = model.weight_bytes
-        self.prompt_cache = PromptCache(tree_cost(model))
+        self.prompt_cache = PromptCache(measure_tree_cost(model))
 
     @classmethod
     def load(cls, path: str, progress: Callable[[str], None], reader: PackageReader | None = None) -> MlxDrafter:
@@ -41,7 +41,7 @@ class MlxDrafter:
             ModelError: there is no such model, or no tree of it is exact.
         """
         model = load(path, progress=progress)
-        tree_form(model)
+        find_tree_form(model)
         return cls(model, reader, "" if reader is None else reader.note)
 
     def open(

@@ -1,6 +1,6 @@
-"""What all forms of keys and values share: growing buffers, and what a model's own caches hold.
+"""Helpers for every kind of KV cache: growing buffers, and the caches that mlx-lm makes for a model.
 
-`with_room` grows buffers by more than is needed, so that they rarely grow. Knows nothing of tokens.
+`ensure_capacity` grows buffers by more than is needed, so that they rarely have to grow. Knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, Rotating
 
 from outrider.protocol.errors import OutriderError
 
+_BUFFER_STEP_COLUMNS = 256  # a buffer has a multiple of this many columns
+MAX_EARLY_COLUMNS = 128  # layers grow their buffers up to this many columns early, each by a different number
+
 
 class RollbackError(OutriderError):
     """The model's state can't be rolled back to this length."""
@@ -24,37 +27,37 @@ def is_attention(cache: Any) -> bool:
 
 
 def window_of(cache: Any) -> int | None:
-    """Returns how many tokens a layer with this cache sees; None: all."""
+    """Returns the attention window of a layer with this cache, in tokens; None: it sees all tokens."""
     return int(cache.max_size) if isinstance(cache, RotatingKVCache) else None
 
 
-def stand_in(cache: Any, make: Callable[[Any], Any]) -> Any:
-    """Replaces this cache, or each cache in a list of caches, by what `make` returns for it."""
+def replace_caches(cache: Any, make: Callable[[Any], Any]) -> Any:
+    """Returns `make(cache)`, or for a `CacheList` one in which each cache is replaced in this way."""
     if type(cache) is CacheList:
-        return CacheList(*(stand_in(inner, make) for inner in cache.caches))
+        return CacheList(*(replace_caches(inner, make) for inner in cache.caches))
     return make(cache)
 
 
-def leaves_of(cache: Any) -> list[Any]:
-    """Returns the caches in a list of caches, or this one cache."""
-    return [leaf for inner in cache.caches for leaf in leaves_of(inner)] if type(cache) is CacheList else [cache]
+def flatten_caches(cache: Any) -> list[Any]:
+    """Returns the caches in a `CacheList`, nested ones included, or a list of this one cache."""
+    return [leaf for inner in cache.caches for leaf in flatten_caches(inner)] if type(cache) is CacheList else [cache]
 
 
-_BUFFER_STEP = 256  # buffers grow by multiples of so many columns
-EARLY = 128  # the range of columns over which the layers' buffers grow one after the other
+def ensure_capacity(buffer: mx.array | None, rows: int, columns: int, like: mx.array, early: int = 0) -> mx.array:
+    """Returns `buffer`, or a larger copy of it if it has too few rows or columns.
 
-
-def with_room(buffer: mx.array | None, rows: int, columns: int, like: mx.array, early: int = 0) -> mx.array:
-    """Returns `buffer`, or a copy of it with room for so many rows and columns.
-
-    It grows `early` columns before it must; with a different number for each layer, no forward copies all layers.
+    It is copied `early` columns before it must be; with a different `early` for each layer no forward copies all.
     """
     had_rows, had_columns = (0, 0) if buffer is None else (buffer.shape[0], buffer.shape[2])
     columns += early if buffer is not None else 0
     if rows <= had_rows and columns <= had_columns and buffer is not None:
         return buffer
     rows = had_rows if rows <= had_rows else max(rows, had_rows + had_rows // 2)
-    columns = had_columns if columns <= had_columns else -(-(columns + columns // 8) // _BUFFER_STEP) * _BUFFER_STEP
+    columns = (
+        had_columns
+        if columns <= had_columns
+        else -(-(columns + columns // 8) // _BUFFER_STEP_COLUMNS) * _BUFFER_STEP_COLUMNS
+    )
     grown = mx.zeros((rows, like.shape[1], columns, like.shape[3]), like.dtype)
     if buffer is not None:
         grown[:had_rows, :, :had_columns] = buffer

@@ -2,14 +2,14 @@
 
 Dense layers see the tokens of all texts as one row, so nothing is padded there and weights are read once. Each
 attention layer has one buffer with a row for each text (`FlatCache`). mlx-lm models run unmodified: their cache objects
-supply positions and masks, and the attention function of their modules asks the cache (`install`).
+supply positions and masks, and the attention function of their modules asks the cache (`patch_attention`).
 
-A `Segment` is one text's part of a flat row: the number of its tokens, their columns, their positions, and what each
-sees. Ordinary tokens follow one another and see all tokens before them. The nodes of a tree of drafts have a column
-each, too, but their depth's position, and see only their ancestors. `FlatRows` opens, closes and copies the rows of the
-buffers; rows in use come first, so that a forward sees a block of rows. The texts of a target and of a head have this
-form, and so do a drafter's token trees. Knows rows, columns and lengths; knows nothing of tokens' meaning or of
-requests.
+A `Segment` is one text's part of a flat row: the number of its tokens, their columns and positions, and which columns
+each token sees. Ordinary tokens are consecutive and see all tokens before them. The nodes of a tree of drafts also have
+a column each, but their position is given by their depth, and they see only their ancestors. `FlatRows` opens, closes
+and copies the rows of the buffers; rows in use come first, so that a forward sees a block of rows. The texts of a
+target and of a head have this form, and so do a drafter's token trees. Knows rows, columns and lengths; knows nothing
+of tokens' meaning or of requests.
 """
 
 from __future__ import annotations
@@ -28,14 +28,26 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
-from outrider.engine.cache import EARLY, RollbackError, is_attention, leaves_of, stand_in, window_of, with_room
+from outrider.engine.cache import (
+    MAX_EARLY_COLUMNS,
+    RollbackError,
+    ensure_capacity,
+    flatten_caches,
+    is_attention,
+    replace_caches,
+    window_of,
+)
 from outrider.engine.memory import release_pages
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
-from outrider.protocol.trees import depths
+from outrider.protocol.trees import node_depths
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
+_PATCHED_FUNCTION = "scaled_dot_product_attention"
+_MIN_RELEASE_BYTES = 2**18  # a closed text's row of keys must be this large to be worth a system call
+
+LayerKVs = tuple[tuple[mx.array, mx.array], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +98,8 @@ class NodeSegment(Segment):
         end = start + count
         trunk = end - len(parents)
         places, visible = np.arange(end, dtype=np.int32), np.tri(count, end, start, dtype=np.bool_)
-        places[trunk:] = np.array(depths(parents)) + trunk
-        visible[-len(parents) :, trunk:] = _ancestry(parents)
+        places[trunk:] = np.array(node_depths(parents)) + trunk
+        visible[-len(parents) :, trunk:] = _ancestor_mask(parents)
         return cls(row, start, count, places=places, visible=visible)
 
     @property
@@ -101,7 +113,7 @@ class NodeSegment(Segment):
         return seen if end == self.end else np.pad(seen, ((0, 0), (0, end - self.end)))
 
 
-def _ancestry(parents: tuple[int, ...]) -> Bools:
+def _ancestor_mask(parents: tuple[int, ...]) -> Bools:
     """Returns for each node which nodes are its ancestors or itself, [M, M]."""
     seen = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents):
@@ -110,18 +122,15 @@ def _ancestry(parents: tuple[int, ...]) -> Bools:
     return seen
 
 
-_PATCHED = "scaled_dot_product_attention"
-
-
 class WindowMask:
-    """Stands for the mask of layers with this window (None: all columns); attention builds it text by text."""
+    """A placeholder for the mask of layers with this window (None: all columns); `SegmentGroup` builds the mask."""
 
     def __init__(self, window: int | None) -> None:
         self.window = window
 
 
 class SegmentGroup:
-    """Texts whose attention is one operation: the buffers' rows from `first` on, `width` queries each, padded."""
+    """Texts whose attention is one operation: rows of the buffers from `first` on, padded to `width` queries each."""
 
     def __init__(self, segments: Sequence[Segment], begins: Sequence[int]) -> None:
         self.first, self.stop = min(p.row for p in segments), max(p.row for p in segments) + 1
@@ -129,7 +138,7 @@ class SegmentGroup:
         rows = self.stop - self.first
         self.begin, self.count = begins[0], sum(p.count for p in segments)
         in_order = [p.row for p in segments] == list(range(self.first, self.stop))
-        self.even = in_order and all(p.count == self.width for p in segments)
+        self.unpadded = in_order and all(p.count == self.width for p in segments)
         padded, spread = np.full((rows, self.width), self.begin, np.int32), []
         for segment, begin in zip(segments, begins, strict=True):
             row = segment.row - self.first
@@ -139,17 +148,17 @@ class SegmentGroup:
         self._padded, self._spread = mx.array(padded.reshape(-1)), mx.array(np.concatenate(spread))
         self._masks: dict[int | None, mx.array | None] = {}
 
-    def queries(self, flat: mx.array) -> mx.array:
+    def gather_queries(self, flat: mx.array) -> mx.array:
         """Arranges queries [1, H, T, D] by text: [rows, H, width, D]."""
         heads, width = flat.shape[1], flat.shape[-1]
         together = slice(self.begin, self.begin + self.count)
-        own = flat[0, :, together] if self.even else mx.take(flat[0], self._padded, axis=1)
+        own = flat[0, :, together] if self.unpadded else mx.take(flat[0], self._padded, axis=1)
         return own.reshape(heads, -1, self.width, width).swapaxes(0, 1)
 
-    def answers(self, output: mx.array) -> mx.array:
+    def scatter_outputs(self, output: mx.array) -> mx.array:
         """Arranges attention's output [rows, H, width, D] in the order of the flat row: [H, count, D]."""
         flat = output.swapaxes(0, 1).reshape(output.shape[1], -1, output.shape[-1])
-        return flat if self.even else mx.take(flat, self._spread, axis=1)
+        return flat if self.unpadded else mx.take(flat, self._spread, axis=1)
 
     def mask(self, window: int | None) -> mx.array | None:
         """Returns which columns each query sees, [rows, 1, width, end]; None: all of them. Padding sees all."""
@@ -162,30 +171,32 @@ class SegmentGroup:
 
 
 class FlatAttentionMetadata:
-    """The places of one forward's tokens, for all layers' caches."""
+    """Where one forward's tokens are written and what they see, for the caches of all layers."""
 
     def __init__(self) -> None:
         self.segments: tuple[Segment, ...] = ()
         self.groups: list[SegmentGroup] = []
         self.offset: int | mx.array = 0
         self.rows: mx.array = mx.array(0)
-        self.columns: slice | mx.array = slice(0)  # of the tokens; a slice only if there is one segment
-        self.reach = (0, 0)  # how many rows and columns the buffers need
+        self.columns: slice | mx.array = slice(0)  # the tokens' columns; a slice only if there is one segment
+        self.needed_size = (0, 0)  # how many rows and columns the buffers need
         self._masks: dict[tuple[int | None, bool], mx.array | None] = {}
 
     @property
-    def alone(self) -> Segment | None:
+    def only_segment(self) -> Segment | None:
         """The forward's only segment, for which mlx-lm's own attention is used, or None."""
         return self.segments[0] if len(self.segments) == 1 else None
 
     def begin(self, segments: Sequence[Segment]) -> None:
         """Sets the segments of the next forward: short ones, then long ones."""
         self.segments, self._masks = tuple(segments), {}
-        self.reach = max(p.row for p in segments) + 1, max(p.end for p in segments)
+        self.needed_size = max(p.row for p in segments) + 1, max(p.end for p in segments)
         if len(segments) == 1:
-            (alone,) = segments
-            self.offset = mx.array(alone.positions) if isinstance(alone, NodeSegment) else alone.start
-            self.columns = slice(alone.start, alone.end)
+            (only_segment,) = segments
+            self.offset = (
+                mx.array(only_segment.positions) if isinstance(only_segment, NodeSegment) else only_segment.start
+            )
+            self.columns = slice(only_segment.start, only_segment.end)
             return
         begins = np.concatenate([[0], np.cumsum([p.count for p in segments])])[:-1].tolist()
         short = sum(not p.long for p in segments)
@@ -198,28 +209,27 @@ class FlatAttentionMetadata:
             self.offset = mx.array(np.concatenate([p.positions for p in segments]))
         self.rows = mx.array(np.repeat([p.row for p in segments], [p.count for p in segments]).astype(np.int32))
 
-    def mask(self, alone: Segment, window: int | None, return_array: bool) -> mx.array | None:
+    def mask(self, only_segment: Segment, window: int | None, return_array: bool) -> mx.array | None:
         """Returns what the tokens of the only segment see, [count, end]; None: everything."""
         key = window, return_array
         if key not in self._masks:
-            seen = alone.seen(alone.end, window)
+            seen = only_segment.seen(only_segment.end, window)
             self._masks[key] = None if seen.all() and not return_array else mx.array(seen)
         return self._masks[key]
 
 
-_LARGE_ROW = 2**18  # bytes of keys from which on the memory of an ended text is worth a system call
-_views = itertools.count(1)
+_view_numbers = itertools.count(1)
 
 
 class FlatCache:
     """One attention layer's buffers [rows, H, columns, D], written in place, which grow; replaces a `KVCache`."""
 
     def __init__(self, frame: FlatAttentionMetadata, window: int | None = None, early: int = 0) -> None:
-        """`window`: the columns that the layer sees if it passes no window. `early`: see `with_room`."""
+        """`window`: the columns that the layer sees if it passes no window. `early`: see `ensure_capacity`."""
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self._frame, self._window, self._early = frame, window, early
-        self._host: tuple[Floats, Floats] | None = None  # numpy views, dropped when MLX writes, which would copy else
+        self._host: tuple[Floats, Floats] | None = None  # numpy views; dropped when MLX writes, or it would copy
         self.views = 0  # identifies the latest views
 
     @property
@@ -234,30 +244,30 @@ class FlatCache:
         return self.keys is None
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        alone, window = self._frame.alone, window_size or self._window
-        if alone is None:
+        only_segment, window = self._frame.only_segment, window_size or self._window
+        if only_segment is None:
             return WindowMask(window)
-        if alone.whole or isinstance(alone, NodeSegment):  # then tokens see other columns than those up to their own
-            return self._frame.mask(alone, window, return_array)
-        window = window if window is not None and alone.end > window else None  # else the text is no longer than it
-        return create_attention_mask(n, offset=alone.start, return_array=return_array, window_size=window)
+        if only_segment.whole or isinstance(only_segment, NodeSegment):  # not just the columns up to their own
+            return self._frame.mask(only_segment, window, return_array)
+        window = window if window is not None and only_segment.end > window else None  # else it covers the text
+        return create_attention_mask(n, offset=only_segment.start, return_array=return_array, window_size=window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Writes the forward's keys and values [1, H, T, D].
 
-        Returns all of the text's for a single text, as a `KVCache` does. For several texts `attend` reads the buffers.
+        For a single text returns all its keys and values, as `KVCache` does. For several, `attend` reads the buffers.
         """
         self._host = None
-        self.keys, self.values = self._written(self.keys, keys), self._written(self.values, values)
-        return (keys, values) if self._frame.alone is None else self.keys_and_values()
+        self.keys, self.values = self._write_columns(self.keys, keys), self._write_columns(self.values, values)
+        return (keys, values) if self._frame.only_segment is None else self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Returns those of the only text, also for layers that share them. Raises AttributeError if there are more."""
-        alone = self._frame.alone
-        if alone is None or self.keys is None or self.values is None:
+        """Returns those of a single text, also for layers that share them. Raises AttributeError for several texts."""
+        only_segment = self._frame.only_segment
+        if only_segment is None or self.keys is None or self.values is None:
             raise AttributeError("nothing has been fed yet")
-        row = slice(alone.row, alone.row + 1)
-        return self.keys[row, :, : alone.end], self.values[row, :, : alone.end]
+        row = slice(only_segment.row, only_segment.row + 1)
+        return self.keys[row, :, : only_segment.end], self.values[row, :, : only_segment.end]
 
     def attend(self, queries: mx.array, scale: float, window: int | None, sinks: Any) -> mx.array:
         """Computes the attention of flat queries [1, H, T, D], each over its own text."""
@@ -265,27 +275,27 @@ class FlatCache:
         for group in self._frame.groups:
             keys, values = (b[group.first : group.stop, :, : group.end] for b in (self.keys, self.values))  # type: ignore[index]
             part = mx.fast.scaled_dot_product_attention(
-                group.queries(queries), keys, values, scale=scale, mask=group.mask(window), sinks=sinks
+                group.gather_queries(queries), keys, values, scale=scale, mask=group.mask(window), sinks=sinks
             )
-            outputs.append(group.answers(part))
+            outputs.append(group.scatter_outputs(part))
         flat = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
         return flat[None]
 
     def on_host(self, rows: int, columns: int, like: mx.array) -> tuple[Floats, Floats]:
-        """Returns writable views of the buffers, with room for so many rows and columns. `like`: keys of one column."""
+        """Returns writable numpy views of the buffers, grown to this size if needed. `like`: keys of one column."""
         host = self._host
         if host is None or rows > host[0].shape[0] or columns + self._early > host[0].shape[2]:
             self._host = host = None
-            self.keys = with_room(self.keys, rows, columns, like, self._early)
-            self.values = with_room(self.values, rows, columns, like, self._early)
+            self.keys = ensure_capacity(self.keys, rows, columns, like, self._early)
+            self.values = ensure_capacity(self.values, rows, columns, like, self._early)
             mx.eval(self.keys, self.values)
             self._host = host = np.array(self.keys, copy=False), np.array(self.values, copy=False)
-            self.views = next(_views)
+            self.views = next(_view_numbers)
         return host
 
-    def _written(self, buffer: mx.array | None, new: mx.array) -> mx.array:
+    def _write_columns(self, buffer: mx.array | None, new: mx.array) -> mx.array:
         frame = self._frame
-        buffer = with_room(buffer, *frame.reach, new, self._early)
+        buffer = ensure_capacity(buffer, *frame.needed_size, new, self._early)
         if len(frame.segments) == 1:
             row = frame.segments[0].row
             buffer[row : row + 1, :, frame.columns] = new
@@ -300,9 +310,9 @@ class FlatCache:
                 buffer[target : target + 1, :, :columns] = buffer[source : source + 1, :, :columns]
 
     def release(self, row: int) -> None:
-        """Returns the memory of a row without a text to the system, if it is large and the views are in use."""
+        """Returns the memory of an unused row to the system, if the row is large and numpy views are in use."""
         for host in self._host or ():
-            if row < len(host) and host[row].nbytes >= _LARGE_ROW:
+            if row < len(host) and host[row].nbytes >= _MIN_RELEASE_BYTES:
                 release_pages(host[row])
 
     def gather(self, row: int, start: int, columns: Ints) -> None:
@@ -321,11 +331,11 @@ class FlatCache:
         """Writes a row's columns from `start` on."""
         self._host = None
         end = start + keys.shape[2]
-        self.keys = with_room(self.keys, row + 1, end, keys)
-        self.values = with_room(self.values, row + 1, end, values)
+        self.keys = ensure_capacity(self.keys, row + 1, end, keys)
+        self.values = ensure_capacity(self.values, row + 1, end, values)
         self.keys[row : row + 1, :, start:end], self.values[row : row + 1, :, start:end] = keys, values
 
-    def saved(self, length: int, row: int = 0, start: int = 0) -> tuple[mx.array, mx.array]:
+    def copy_columns(self, length: int, row: int = 0, start: int = 0) -> tuple[mx.array, mx.array]:
         """Returns copies of a row's columns [start, length): [1, H, length - start, D] each.
 
         Lazy; once evaluated they don't keep the buffers.
@@ -343,18 +353,18 @@ class FlatCache:
         self.keys = self.values = self._host = None
 
 
-def install(model: nn.Module) -> None:
+def patch_attention(model: nn.Module) -> None:
     """Makes the attention of `model` call `FlatCache.attend` if the mask is a `WindowMask`."""
     for name in {type(module).__module__ for module in model.modules()}:
         namespace = sys.modules.get(name)
-        if getattr(namespace, _PATCHED, None) is scaled_dot_product_attention:
-            setattr(namespace, _PATCHED, attention)
+        if getattr(namespace, _PATCHED_FUNCTION, None) is scaled_dot_product_attention:
+            setattr(namespace, _PATCHED_FUNCTION, attention)
 
 
 def attention(
     queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: Any = None
 ) -> mx.array:
-    """mlx-lm's function of this name, except that with a `WindowMask` the cache computes attention."""
+    """Replaces mlx-lm's `scaled_dot_product_attention`; with a `WindowMask` the cache computes the attention."""
     output: mx.array
     if isinstance(mask, WindowMask):
         output = cache.attend(queries, scale, mask.window, sinks)
@@ -363,11 +373,8 @@ def attention(
     return output
 
 
-Layers = tuple[tuple[mx.array, mx.array], ...]
-
-
 class FlatSequence:
-    """A text: a row of the flat buffers. `length`: the tokens fed so far; `leaves`: the caches of layers without one.
+    """A text, with a row of the flat buffers. `length`: the tokens fed so far; `leaves`: caches without such a row.
 
     `exact`: it can roll back to every length, not only to marks.
     """
@@ -377,10 +384,10 @@ class FlatSequence:
         self.exact = not leaves
 
     @property
-    def marks_freely(self) -> bool:
-        """True if a mark costs nothing, so that a step may begin that might have to be rolled back.
+    def has_free_marks(self) -> bool:
+        """True if a mark costs nothing, so that a step which may have to be rolled back is worth starting.
 
-        False if forwards are computed at once, as by ONNX Runtime.
+        False if forwards are computed immediately, as by ONNX Runtime.
         """
         return self._rows.is_lazy
 
@@ -410,23 +417,24 @@ class FlatRows:
     _cache_type = FlatCache
 
     def __init__(self, model: nn.Module, keeps_buffers: bool = False, own_caches: bool = False) -> None:
-        """`keeps_buffers`: the buffers stay after the last text, for the next one. `own_caches`: no layer has one."""
+        """`keeps_buffers`: keep the buffers after the last text, for the next one. `own_caches`: use no buffers."""
         if self.together:
-            install(model)
+            patch_attention(model)
         self._keeps_buffers, self._own_caches = keeps_buffers, own_caches
         self._frame = FlatAttentionMetadata()
         made = make_prompt_cache(model)
         self._caches = [
-            stand_in(cache, partial(self._stand_in, EARLY * number // len(made))) for number, cache in enumerate(made)
+            replace_caches(cache, partial(self._replacement_for, MAX_EARLY_COLUMNS * number // len(made)))
+            for number, cache in enumerate(made)
         ]
-        leaves = [leaf for cache in self._caches for leaf in leaves_of(cache)]
+        leaves = [leaf for cache in self._caches for leaf in flatten_caches(cache)]
         self._layers: list[FlatCache] = [leaf for leaf in leaves if isinstance(leaf, FlatCache)]
         self._sequences: list[FlatSequence] = []
         self._dropped: deque[FlatSequence] = deque()
         self.is_lazy = True
 
-    def _stand_in(self, early: int, cache: Any) -> Any:
-        """Returns the cache that replaces one of the model's own, if it can be; `early`: see `with_room`."""
+    def _replacement_for(self, early: int, cache: Any) -> Any:
+        """Returns a `FlatCache` for one of the model's own caches, or that cache; `early`: see `ensure_capacity`."""
         return self._cache_type(self._frame, window_of(cache), early) if self._is_flat(cache) else cache
 
     def _is_flat(self, cache: Any) -> bool:
@@ -446,8 +454,8 @@ class FlatRows:
         self._dropped.append(sequence)
 
     def close(self, sequence: FlatSequence) -> None:
-        """Frees a text's row, to which the last row moves. After the last text it also frees the buffers, unless
-        it keeps them."""
+        """Frees a text's row and moves the last row there. After the last text also frees the buffers, unless they
+        are to be kept."""
         if sequence.row < 0:
             return
         last = self._sequences.pop()
@@ -469,16 +477,16 @@ class FlatRows:
     def adopt(self, sequence: FlatSequence, start: CachedPrefix) -> None:
         self.extend(sequence, tuple(start.saved.columns(start.length)), start.length)
 
-    def extend(self, sequence: FlatSequence, layers: Layers, count: int) -> None:
+    def extend(self, sequence: FlatSequence, layers: LayerKVs, count: int) -> None:
         """Appends keys and values of `count` tokens to a text: [1, H, count, D] of each layer."""
         for cache, (keys, values) in zip(self._layers, layers, strict=True):
             cache.adopt(sequence.row, keys, values, sequence.length)
         sequence.length += count
         mx.eval(self.state())
 
-    def segment(self, sequence: FlatSequence, start: int, end: int) -> Layers:
+    def segment(self, sequence: FlatSequence, start: int, end: int) -> LayerKVs:
         """Returns copies of a text's keys and values [start, end), as `extend` takes them, evaluated."""
-        layers = tuple(cache.saved(end, sequence.row, start) for cache in self._layers)
+        layers = tuple(cache.copy_columns(end, sequence.row, start) for cache in self._layers)
         mx.eval(layers)
         return layers
 

@@ -1,14 +1,14 @@
-"""The time that forwards take by their rows, as measured."""
+"""Estimates the time of a forward from its number of rows, by measurements."""
 
 from __future__ import annotations
 
-FADE = 0.95
-# A row takes at least this share of a row's time in the mean forward, whatever the noise.
-LEAST_SHARE = 0.1
+DECAY = 0.95  # the weight of a measurement relative to the next one
+# A lower bound of the time of a row, as a share of the mean time per row, since measurements are noisy.
+MIN_ROW_SHARE = 0.1
 
 
 class ForwardCost:
-    """Milliseconds of a forward by its rows: a straight line through measurements, of which old ones fade.
+    """Milliseconds of a forward by its rows: a line fitted to measurements, whose weights decay with age.
 
     `seen`: the total weight of the measurements.
     """
@@ -19,21 +19,21 @@ class ForwardCost:
 
     def add(self, rows: int, ms: float) -> None:
         """Records that a forward of `rows` took `ms`."""
-        self.seen = self.seen * FADE + 1.0
-        self._rows = self._rows * FADE + rows
-        self._ms = self._ms * FADE + ms
-        self._rows_rows = self._rows_rows * FADE + rows * rows
-        self._rows_ms = self._rows_ms * FADE + rows * ms
+        self.seen = self.seen * DECAY + 1.0
+        self._rows = self._rows * DECAY + rows
+        self._ms = self._ms * DECAY + ms
+        self._rows_rows = self._rows_rows * DECAY + rows * rows
+        self._rows_ms = self._rows_ms * DECAY + rows * ms
 
     @property
     def line(self) -> tuple[float, float]:
-        """The milliseconds of a forward and of each of its rows, after the first measurement."""
+        """The fixed milliseconds of a forward, and those of each row. There must be a measurement."""
         rows, ms = self._rows / self.seen, self._ms / self.seen
         spread = self._rows_rows / self.seen - rows * rows
         if spread < 0.01 * rows * rows:  # all forwards had about the same rows
             return 0.0, ms / rows
         slope = (self._rows_ms / self.seen - rows * ms) / spread
-        each = min(max(slope, LEAST_SHARE * ms / rows), ms / rows)  # so that neither is negative
+        each = min(max(slope, MIN_ROW_SHARE * ms / rows), ms / rows)  # so that neither is negative
         return ms - each * rows, each
 
     def __call__(self, rows: int) -> float:

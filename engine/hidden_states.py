@@ -1,8 +1,8 @@
-"""Parts of unmodified mlx-lm models: finds them, records their hidden states, and computes only the wanted logits.
+"""Finds parts of unmodified mlx-lm models, records their hidden states, and computes only the wanted logits.
 
 `HiddenStates` records the outputs of chosen layers, and the input and output of the final norm, during forwards that
 request them. Layers are counted from 0. `HiddenStateReaders` lets several readers share one recording. `FirstLayers`
-runs the model's own forward up to a layer and ends it there. `backbone_of` and the functions after it find a model's
+runs the model's own forward up to a layer and ends it there. `find_backbone` and the functions after it find a model's
 layers, final norm, embedding and output layer. With `LMHead` the output layer computes logits only of the wanted rows
 (`LogitsIndices`), by default of all. Knows rows of tokens; knows nothing of texts, chains or readers.
 """
@@ -23,10 +23,18 @@ import numpy as np
 from outrider.engine.flat import Floats
 from outrider.protocol.errors import ModelError
 
-Callback = Callable[[Any, Any], None]
+ForwardHook = Callable[[Any, Any], None]
+_FINAL_NORM_NAMES = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm", "output_norm")
+_EMBEDDING_NAMES = ("embed_tokens", "wte", "tok_embeddings", "embeddings", "word_embeddings", "embed_in")
+BEFORE_NORM, AFTER_NORM = "before", "after"
+
+HiddenStatesCallback = Callable[[mx.array], None]
+"""A callback that receives the hidden states of a part's tokens, [N, W], lazy."""
+
+_OUTPUT_LAYER_NAMES = ("lm_head", "embed_tokens", "wte", "tok_embeddings")
 
 
-def extend(module: nn.Module, base: type, **state: object) -> None:
+def add_mixin(module: nn.Module, base: type, **state: object) -> None:
     """Puts `base` before the class of `module` in its method resolution order, once, with `state` as attributes.
 
     Everything else about the module stays the same.
@@ -36,14 +44,14 @@ def extend(module: nn.Module, base: type, **state: object) -> None:
         module.__class__ = type(kind.__name__, (base, kind), {"__module__": kind.__module__, **state})
 
 
-def listen(module: nn.Module, owner: object, callback: Callback) -> None:
+def register_forward_hook(module: nn.Module, owner: object, callback: ForwardHook) -> None:
     """Calls `callback(input, output)` after each call of `module`; replaces the owner's earlier callback."""
-    extend(module, _Observed, _callbacks={})
+    add_mixin(module, _HookedModule, _callbacks={})
     module._callbacks[owner] = callback
 
 
-class _Observed:
-    _callbacks: dict[object, Callback]
+class _HookedModule:
+    _callbacks: dict[object, ForwardHook]
 
     def __call__(self, *args: Any, **others: Any) -> Any:
         out = super().__call__(*args, **others)  # type: ignore[misc]
@@ -52,11 +60,7 @@ class _Observed:
         return out
 
 
-_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm", "output_norm")
-_EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embeddings", "word_embeddings", "embed_in")
-
-
-def backbone_of(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
+def find_backbone(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
     """Returns the module that holds the model's layers, wherever it is nested, and the layers."""
     first = next(iter(getattr(model, "layers", ())), None)
     for module in model.modules():
@@ -66,32 +70,27 @@ def backbone_of(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
     raise ModelError("the model's layers are not in a list, so their outputs can't be read")
 
 
-def final_norm(backbone: nn.Module) -> nn.Module:
-    return _child(backbone, _NORMS, "final norm")
+def find_final_norm(backbone: nn.Module) -> nn.Module:
+    return _find_child(backbone, _FINAL_NORM_NAMES, "final norm")
 
 
-def embedding(backbone: nn.Module) -> nn.Module:
-    return _child(backbone, _EMBEDDINGS, "embedding")
+def find_embedding(backbone: nn.Module) -> nn.Module:
+    return _find_child(backbone, _EMBEDDING_NAMES, "embedding")
 
 
-def output_layer(model: nn.Module, backbone: nn.Module) -> Callable[[mx.array], mx.array]:
+def find_output_layer(model: nn.Module, backbone: nn.Module) -> Callable[[mx.array], mx.array]:
     """Returns a function that computes logits of rows after the final norm, for models that do nothing else there."""
     own = model.get("lm_head")
     if isinstance(own, nn.Module):
         return lambda rows: own(rows)  # a function, since a module would become part of the module that holds it
-    return lambda rows: embedding(backbone).as_linear(rows)
+    return lambda rows: find_embedding(backbone).as_linear(rows)
 
 
-def _child(backbone: nn.Module, names: tuple[str, ...], part: str) -> nn.Module:
+def _find_child(backbone: nn.Module, names: tuple[str, ...], part: str) -> nn.Module:
     for name in names:
         if isinstance(backbone.get(name), nn.Module):
             return backbone[name]
     raise ModelError(f"the model's {part} can't be found; expected one of {', '.join(names)} next to its layers")
-
-
-BEFORE_NORM, AFTER_NORM = "before", "after"
-Takes = Callable[[mx.array], None]
-"""A function that takes the hidden states of a part's tokens, [N, W], lazy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +120,22 @@ class HiddenStates:
         """Raises ModelError if the model lacks a layer or the final norm, or a layer doesn't return a row per token."""
         self._points, self._fuse = points, fuse
         self._seen: dict[object, mx.array] | None = None
-        backbone, layers = backbone_of(model)
+        backbone, layers = find_backbone(model)
         self._norm: nn.Module | None = None
         self._last = len(layers) - 1
         for number in points.layers:
             if not 0 <= number < len(layers):
                 raise ModelError(f"there is no layer {number}; expected 0 to {len(layers) - 1}")
-            listen(layers[number], "taps", partial(self._record_layer, number))
+            register_forward_hook(layers[number], "taps", partial(self._record_layer, number))
         if points.before_norm or points.after_norm:
-            self._norm = final_norm(backbone)
-            listen(self._norm, "taps", self._record_norm)
-        self._try(model)
+            self._norm = find_final_norm(backbone)
+            register_forward_hook(self._norm, "taps", self._record_norm)
+        self._check_shapes(model)
 
-    def forward(self, call: Callable[[], mx.array], parts: Sequence[tuple[int, Takes | None]]) -> mx.array:
-        """Runs `call`, a forward over parts of these token counts; each `Takes` gets its part's hidden states."""
+    def forward(
+        self, call: Callable[[], mx.array], parts: Sequence[tuple[int, HiddenStatesCallback | None]]
+    ) -> mx.array:
+        """Runs `call`, a forward over parts with these token counts; passes their hidden states to the callbacks."""
         if not any(takes for _, takes in parts):
             return call()
         with self._open() as seen:
@@ -161,13 +162,13 @@ class HiddenStates:
 
     @property
     def wanted(self) -> list[int]:
-        """The layers whose outputs a forward under way that is not the model's own should record."""
+        """The layers whose outputs a forward outside the model must pass to `record_layer_rows`."""
         if self._seen is None:
             return []
         return sorted({*self._points.layers, *([] if self._norm is None else [self._last])})
 
-    def on_layer(self, number: int, rows: Floats) -> None:
-        """Records a layer's rows [T, D] of the tokens of such a forward."""
+    def record_layer_rows(self, number: int, rows: Floats) -> None:
+        """Records a layer's output [T, D] in a forward outside the model (see `wanted`)."""
         out = mx.array(rows)[None]
         self._record(number, out)
         if number == self._last and self._norm is not None:
@@ -184,7 +185,7 @@ class HiddenStates:
         self._record(BEFORE_NORM, x)
         self._record(AFTER_NORM, out)
 
-    def _try(self, model: nn.Module) -> None:
+    def _check_shapes(self, model: nn.Module) -> None:
         """Builds a forward without evaluating it and checks the shapes."""
         with self._open() as seen:
             model(mx.array([[0, 0]]))
@@ -201,11 +202,11 @@ class FirstLayers:
 
     def __init__(self, model: nn.Module, count: int) -> None:
         """Raises ModelError if the model has fewer layers."""
-        _, layers = backbone_of(model)
+        _, layers = find_backbone(model)
         if not 0 < count <= len(layers):
             raise ModelError(f"the model has {len(layers)} layers, but its first {count} are requested")
         self._ends = False
-        listen(layers[count - 1], self, self._end)
+        register_forward_hook(layers[count - 1], self, self._end)
 
     def rows(self, call: Callable[[], Any]) -> mx.array:
         """Returns the last layer's output for the tokens that `call` feeds to the model, [1, T, D]. Lazy.
@@ -215,7 +216,7 @@ class FirstLayers:
         self._ends = True
         try:
             call()
-        except _End as end:
+        except _StopForward as end:
             return end.rows
         finally:
             self._ends = False
@@ -223,10 +224,10 @@ class FirstLayers:
 
     def _end(self, _: Any, out: Any) -> None:
         if self._ends:
-            raise _End(out[0] if isinstance(out, tuple) else out)
+            raise _StopForward(out[0] if isinstance(out, tuple) else out)
 
 
-class _End(Exception):  # no error: ends the forward after the layer
+class _StopForward(Exception):  # not an error: ends the forward after the layer
     def __init__(self, rows: mx.array) -> None:
         super().__init__()
         self.rows = rows
@@ -238,11 +239,11 @@ class HiddenStateReader(Protocol):
     points: HiddenStatePoints
 
     def fuse(self, rows: mx.array, /) -> mx.array:
-        """Converts recorded rows [N, points * D] to those that it reads, [N, W]."""
+        """Converts recorded rows [N, points * D] to the rows that this reader uses, [N, W]."""
 
 
 class HiddenStateReaders:
-    """Several readers of one `HiddenStates`, which uses these `points` and `fuse`; `apart` splits rows by reader."""
+    """Several readers of one `HiddenStates`, which uses these `points` and `fuse`; `split` splits rows by reader."""
 
     def __init__(self, readers: Sequence[HiddenStateReader]) -> None:
         """Takes at least one reader."""
@@ -266,7 +267,7 @@ class HiddenStateReaders:
         self._ends, self._dtypes = list(accumulate(part.shape[-1] for part in own)), [part.dtype for part in own]
         return own[0] if len(own) == 1 else mx.concatenate(own, axis=-1)
 
-    def apart(self, features: mx.array) -> list[mx.array]:
+    def split(self, features: mx.array) -> list[mx.array]:
         """Splits the result of `fuse` into each reader's rows, in order and in its own number format."""
         parts = mx.split(features, self._ends[:-1], axis=-1)
         return [part.astype(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)]
@@ -279,7 +280,7 @@ class LogitsIndices:
         self.rows: mx.array | None = None
         self.passed = False
 
-    def of(self, hidden: mx.array) -> mx.array:
+    def select(self, hidden: mx.array) -> mx.array:
         """Returns the wanted rows of hidden rows [1, T, D]."""
         if self.rows is None:
             return hidden
@@ -287,7 +288,7 @@ class LogitsIndices:
         return mx.take(hidden, self.rows, axis=1)
 
 
-def spread(logits: mx.array, tokens: mx.array, vocab_size: int) -> mx.array:
+def scatter_logits(logits: mx.array, tokens: mx.array, vocab_size: int) -> mx.array:
     """Returns logits [..., V] from those of these tokens, [..., T]; -inf for all others."""
     whole = mx.full((*logits.shape[:-1], vocab_size), -mx.inf, logits.dtype)
     whole[..., tokens] = logits
@@ -308,32 +309,31 @@ class ReducedLMHead(nn.Module):  # type: ignore[misc]
         self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
-        return spread(self.rows(x), self.tokens, self.vocab_size)
+        return scatter_logits(self.rows(x), self.tokens, self.vocab_size)
 
 
 class LMHead:
-    """An output layer, or an embedding that is one, too, that computes only the wanted logits. Used by `extend`."""
+    """A mixin (see `add_mixin`) for output layers, and embeddings used as such: computes only the wanted logits."""
 
     _indices: LogitsIndices
 
     def __call__(self, x: mx.array) -> Any:
         is_output = isinstance(self, nn.Linear | nn.QuantizedLinear | ReducedLMHead)
-        return super().__call__(self._indices.of(x) if is_output else x)  # type: ignore[misc]
+        return super().__call__(self._indices.select(x) if is_output else x)  # type: ignore[misc]
 
     def as_linear(self, x: mx.array) -> Any:
         """Computes logits with an embedding."""
-        return super().as_linear(self._indices.of(x))  # type: ignore[misc]
+        return super().as_linear(self._indices.select(x))  # type: ignore[misc]
 
 
-_OUTPUTS = ("lm_head", "embed_tokens", "wte", "tok_embeddings")
-_OUTPUT_TYPES = nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding | ReducedLMHead
+_OUTPUT_LAYER_TYPES = nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding | ReducedLMHead
 
 
-def install(model: nn.Module) -> LogitsIndices:
+def install_lm_head(model: nn.Module) -> LogitsIndices:
     """Extends the output layer of `model`, once; returns the object that chooses the rows that it computes."""
-    found = [module.get(name) for module in model.modules() if isinstance(module, dict) for name in _OUTPUTS]
+    found = [module.get(name) for module in model.modules() if isinstance(module, dict) for name in _OUTPUT_LAYER_NAMES]
     wanted = next((layer._indices for layer in found if isinstance(layer, LMHead)), LogitsIndices())
     for layer in found:
-        if isinstance(layer, _OUTPUT_TYPES):
-            extend(layer, LMHead, _indices=wanted)
+        if isinstance(layer, _OUTPUT_LAYER_TYPES):
+            add_mixin(layer, LMHead, _indices=wanted)
     return wanted

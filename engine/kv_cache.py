@@ -24,20 +24,26 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from outrider.engine import hidden_states
-from outrider.engine.cache import RollbackError, leaves_of, stand_in
-from outrider.engine.flat import FlatCache, FlatRows, FlatSequence, Layers, NodeSegment, Segment
-from outrider.engine.hidden_states import FirstLayers, HiddenStates, LogitsIndices, Takes
+from outrider.engine.cache import RollbackError, flatten_caches, replace_caches
+from outrider.engine.flat import FlatCache, FlatRows, FlatSequence, LayerKVs, NodeSegment, Segment
+from outrider.engine.hidden_states import FirstLayers, HiddenStates, HiddenStatesCallback, LogitsIndices
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
-from outrider.engine.residual import target_sampler
+from outrider.engine.residual import make_target_sampler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest, ProtocolError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Bytes
 
 Tokens = Sequence[int] | mx.array
-"""Tokens of a text, [N]; an array may be unread."""
+"""Tokens of a text, [N]; an array may still be lazy."""
+
+_MAX_MARKS = 3
+PREFILL_CHUNK_TOKENS = 512  # the most tokens of a prompt in one forward
+
+HiddenStatesListener = Callable[[int, mx.array], None]
+"""A callback that receives the position of the first of some committed tokens, and their hidden states [R, W]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class Feed:
     tokens: Tokens
     wanted: int
     prompt: bool = False
-    hidden: Takes | None = None
+    hidden: HiddenStatesCallback | None = None
     parents: tuple[int, ...] = ()
     all_cores: bool = False
 
@@ -130,7 +136,7 @@ class ModelRows(FlatRows):
             The logits [R, V]. Lazy, unless ONNX Runtime computes.
         """
         if self.cpu is None:
-            return self._by_mlx(tokens, segments, wanted)
+            return self._forward_mlx(tokens, segments, wanted)
         flat = np.concatenate([np.array(part, np.int32) for part in tokens])
         places = np.arange(len(flat)) if wanted is None else np.array(wanted, np.int64)
         hidden = self._hidden_states
@@ -138,21 +144,23 @@ class ModelRows(FlatRows):
         results = self.cpu(flat, segments, self._layers, places, tapped, all_cores)
         if hidden is not None:
             for layer in tapped:
-                hidden.on_layer(layer, results[f"layer{layer}"])
+                hidden.record_layer_rows(layer, results[f"layer{layer}"])
         return mx.array(results["logits"])
 
-    def _by_mlx(self, tokens: Sequence[Tokens], segments: Sequence[Segment], wanted: Sequence[int] | None) -> mx.array:
+    def _forward_mlx(
+        self, tokens: Sequence[Tokens], segments: Sequence[Segment], wanted: Sequence[int] | None
+    ) -> mx.array:
         self._frame.begin(segments)
         rows = None if wanted is None else mx.array(list(wanted) or [0], mx.int32)
         self._wanted.rows, self._wanted.passed = rows, False
         try:
-            logits: mx.array = self.model(_joined(tokens)[None], cache=self._caches)[0]
+            logits: mx.array = self.model(_join_tokens(tokens)[None], cache=self._caches)[0]
         finally:
             self._wanted.rows = None
         return logits if rows is None or self._wanted.passed else mx.take(logits, rows, axis=0)
 
-    def _tapped(self, call: Callable[[], mx.array], feeds: Sequence[Feed]) -> mx.array:
-        """Runs a forward over `feeds`, which take their hidden states, and returns its logits."""
+    def _run_with_taps(self, call: Callable[[], mx.array], feeds: Sequence[Feed]) -> mx.array:
+        """Runs a forward over `feeds`, passes on their hidden states, and returns its logits."""
         hidden = self._hidden_states
         logits = call() if hidden is None else hidden.forward(call, [(feed.count, feed.hidden) for feed in feeds])
         for feed in feeds:
@@ -166,25 +174,27 @@ class FlatKVCache(ModelRows):
     def __init__(self, model: nn.Module, trees: bool = True, cpu: OrtForward | None = None) -> None:
         """`cpu`: computes the forwards instead of MLX."""
         super().__init__(model, cpu)
-        self._wanted, self.trees = hidden_states.install(model), trees
+        self._wanted, self.trees = hidden_states.install_lm_head(model), trees
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         order = sorted(range(len(feeds)), key=lambda i: (feeds[i].prompt, feeds[i].sequence.row))
         fed = [feeds[i] for i in order]
         segments = [_segment(feed) for feed in fed]
-        wanted = self._rows(feeds, order, segments)
+        wanted = self._logits_indices(feeds, order, segments)
         wide = all(feed.all_cores or feed.prompt for feed in fed)
-        return self._tapped(partial(self.run, [feed.tokens for feed in fed], segments, wanted, wide), fed)
+        return self._run_with_taps(partial(self.run, [feed.tokens for feed in fed], segments, wanted, wide), fed)
 
     def first(self, layers: FirstLayers, feeds: Sequence[Feed]) -> mx.array:
         """Feeds texts, in the order of their rows, to the model's first layers; returns hidden states [T, D]. Lazy."""
         tokens, segments = [feed.tokens for feed in feeds], [_segment(feed) for feed in feeds]
-        rows = layers.rows(lambda: self._by_mlx(tokens, segments, None))[0]
+        rows = layers.rows(lambda: self._forward_mlx(tokens, segments, None))[0]
         for feed in feeds:
             feed.sequence.length += feed.count
         return rows
 
-    def _rows(self, feeds: Sequence[Feed], order: Sequence[int], segments: Sequence[Segment]) -> list[int] | None:
+    def _logits_indices(
+        self, feeds: Sequence[Feed], order: Sequence[int], segments: Sequence[Segment]
+    ) -> list[int] | None:
         """Returns the indices of the wanted logits in the flat row, feed after feed; None: all, in this order."""
         if list(order) == list(range(len(feeds))) and all(feed.wanted == feed.count for feed in feeds):
             return None
@@ -192,10 +202,7 @@ class FlatKVCache(ModelRows):
         return [row for i, feed in enumerate(feeds) for row in range(ends[i] - feed.wanted, ends[i])]
 
 
-_MARKS_KEPT = 3
-
-
-def _copied(leaf: Any, state: dict[str, Any]) -> dict[str, Any]:
+def _copy_state(leaf: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Copies a cache's attributes; those of recurrent layers by reference.
 
     MLX copies an array when one of two owners writes to it, so a copy costs nothing until then.
@@ -211,13 +218,13 @@ class SeparateSequence(FlatSequence):
     """
 
     def __init__(self, row: int, rows: FlatRows, layers: Sequence[FlatCache], caches: Sequence[Any]) -> None:
-        leaves = [leaf for cache in caches for leaf in leaves_of(cache) if not isinstance(leaf, FlatCache)]
+        leaves = [leaf for cache in caches for leaf in flatten_caches(cache) if not isinstance(leaf, FlatCache)]
         super().__init__(row, rows, layers, leaves)
         self.caches = list(caches)
         self._marks: list[SavedPrefix] = []  # of the leaves only
 
     @property
-    def marks_freely(self) -> bool:
+    def has_free_marks(self) -> bool:
         """True if a mark costs nothing; otherwise the next forward copies the marked caches."""
         return all(isinstance(leaf, ArraysCache) for leaf in self.leaves)
 
@@ -225,8 +232,8 @@ class SeparateSequence(FlatSequence):
         """Makes the current length one that `roll_back` can return to. The last few marks are kept."""
         if self.exact:
             return
-        self._marks.append(SavedPrefix(self.length, (), tuple(_copied(leaf, vars(leaf)) for leaf in self.leaves)))
-        del self._marks[: -(_MARKS_KEPT if self.marks_freely else 1)]
+        self._marks.append(SavedPrefix(self.length, (), tuple(_copy_state(leaf, vars(leaf)) for leaf in self.leaves)))
+        del self._marks[: -(_MAX_MARKS if self.has_free_marks else 1)]
 
     def roll_back(self, length: int) -> None:
         """Rolls back to `length` tokens, or to the last mark before them; `self.length` is the result.
@@ -252,9 +259,9 @@ class SeparateSequence(FlatSequence):
         return marks[-1]
 
     def restore(self, states: tuple[Any, ...]) -> None:
-        """Restores the states of a mark; they are copied, since that may be done again."""
+        """Restores the states of a mark. They are copied, since the same mark may be restored again."""
         for leaf, state in zip(self.leaves, states, strict=True):
-            vars(leaf).update(_copied(leaf, state))
+            vars(leaf).update(_copy_state(leaf, state))
 
 
 class SeparateKVCache(ModelRows):
@@ -272,7 +279,7 @@ class SeparateKVCache(ModelRows):
 
     def _sequence(self, row: int) -> SeparateSequence:
         flat, made = iter(self._layers), make_prompt_cache(self.model)
-        own = [stand_in(cache, lambda leaf: next(flat) if self._is_flat(leaf) else leaf) for cache in made]
+        own = [replace_caches(cache, lambda leaf: next(flat) if self._is_flat(leaf) else leaf) for cache in made]
         return SeparateSequence(row, self, self._layers, own)
 
     def save(self, sequence: Any, length: int) -> SavedPrefix:
@@ -292,7 +299,7 @@ class SeparateKVCache(ModelRows):
         parts = []
         for feed in feeds:
             self._caches = feed.sequence.caches
-            logits = self._tapped(partial(self.run, [feed.tokens], [_segment(feed)]), [feed])
+            logits = self._run_with_taps(partial(self.run, [feed.tokens], [_segment(feed)]), [feed])
             if feed.wanted:
                 parts.append(logits[-feed.wanted :])
         return parts[0] if len(parts) == 1 else mx.concatenate(parts) if parts else mx.zeros((0, 1))
@@ -309,7 +316,7 @@ def _segment(feed: Feed) -> Segment:
     return Segment(row, start, feed.count, feed.prompt)
 
 
-def _joined(parts: Sequence[Tokens]) -> mx.array:
+def _join_tokens(parts: Sequence[Tokens]) -> mx.array:
     if not any(isinstance(part, mx.array) for part in parts):
         return mx.array([token for part in parts for token in part], mx.int32)
     arrays = [part if isinstance(part, mx.array) else mx.array(list(part), mx.int32) for part in parts]
@@ -330,20 +337,20 @@ class KVLayout:
         """Returns the layout of a model whose caches hold only keys and values; computes nothing."""
         caches: list[Any] = make_prompt_cache(model)
         model(mx.zeros((1, 1), mx.int32), cache=caches)
-        arrays = [array for cache in caches for leaf in leaves_of(cache) for array in (leaf.keys, leaf.values)]
+        arrays = [array for cache in caches for leaf in flatten_caches(cache) for array in (leaf.keys, leaf.values)]
         return cls(tuple(mx.zeros((1, a.shape[1], 1, a.shape[3]), a.dtype) for a in arrays))
 
     @property
     def bytes_per_token(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def pack(self, layers: Layers) -> Bytes:
+    def pack(self, layers: LayerKVs) -> Bytes:
         """Packs keys and values of a piece, [1, heads, n, width] each, in the order of the layers."""
         arrays = (array for pair in layers for array in pair)
         typed = [array.astype(tensor.dtype) for array, tensor in zip(arrays, self.tensors, strict=True)]
         return np.concatenate([np.array(mx.contiguous(a).view(mx.uint8), copy=False).reshape(-1) for a in typed])
 
-    def unpack(self, data: Bytes, count: int) -> Layers:
+    def unpack(self, data: Bytes, count: int) -> LayerKVs:
         """Unpacks keys and values of `count` tokens. Raises ProtocolError if their size is wrong."""
         if data.size != count * self.bytes_per_token:
             raise ProtocolError(
@@ -357,18 +364,12 @@ class KVLayout:
         return tuple(zip(arrays[::2], arrays[1::2], strict=True))
 
 
-PREFILL = 512  # prompt tokens in a forward
-
-Listener = Callable[[int, mx.array], None]
-"""A function that takes the position of the first of some committed tokens, and their hidden states [R, W], lazy."""
-
-
 class CacheSlot:
-    """One request. `tokens` are committed; the first `fed` of them have been fed, between calls never all.
+    """One request. `tokens` are committed; the first `fed` of them have been fed. Between calls at least one is unfed.
 
-    `listener` is called with the hidden states of committed tokens that `engine.verify` feeds. `begins_at(length)`
-    returns how many of `length` cached tokens to use, because the listener gets hidden states only of the others.
-    `all_cores`: see `Feed`.
+    `listener` is called with the hidden states of committed tokens that `engine.verify` feeds.
+    `usable_cached_tokens(length)` returns how many of `length` cached tokens to use, because the listener gets hidden
+    states only of the others. `all_cores`: see `Feed`.
     """
 
     def __init__(
@@ -389,11 +390,11 @@ class CacheSlot:
         if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
             raise InvalidRequest(f"a prompt token is out of range; expected 0 to {model.vocab_size - 1} for this model")
         self.tokens = list(tokens)
-        self.sampler = target_sampler(params, model.vocab_size, constraint)
+        self.sampler = make_target_sampler(params, model.vocab_size, constraint)
         self.kv_cache = kv_cache
         self.sequence: Any = kv_cache.open()
-        self.listener: Listener | None = None
-        self.begins_at: Callable[[int], int] | None = None
+        self.listener: HiddenStatesListener | None = None
+        self.usable_cached_tokens: Callable[[int], int] | None = None
         self.all_cores = False
 
     @property
@@ -414,18 +415,18 @@ class CacheSlot:
         total = len(self.tokens) - rest
         while self.fed < total:
             self.kv_cache.forward(
-                [Feed(self.sequence, self.tokens[self.fed : min(self.fed + PREFILL, total)], 0, True)]
+                [Feed(self.sequence, self.tokens[self.fed : min(self.fed + PREFILL_CHUNK_TOKENS, total)], 0, True)]
             )
             mx.eval(self.kv_cache.state())
             mx.clear_cache()
 
     def begin(self, start: CachedPrefix) -> None:
-        """Copies a saved prefix instead of reading it, or the part of it that `begins_at` allows."""
-        if self.begins_at is not None:
-            start = replace(start, length=self.begins_at(start.length))
+        """Copies a saved prefix instead of reading it, or the part of it that `usable_cached_tokens` allows."""
+        if self.usable_cached_tokens is not None:
+            start = replace(start, length=self.usable_cached_tokens(start.length))
         self.kv_cache.adopt(self.sequence, start)
 
-    def lendable(self) -> list[int]:
+    def shareable_tokens(self) -> list[int]:
         """Returns the fed tokens, or none if the model's state can't be shortened; see `PrefixSource`."""
         return self.tokens[: self.fed] if self.sequence.exact else []
 

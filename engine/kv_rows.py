@@ -27,17 +27,23 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
-from outrider.engine.cache import leaves_of
-from outrider.engine.flat import Bools, FlatCache, Ints, Layers, NodeSegment, Segment
-from outrider.engine.kv_cache import PREFILL, KVLayout, ModelRows
-from outrider.engine.loading import LoadedModel, once
+from outrider.engine.cache import flatten_caches
+from outrider.engine.flat import Bools, FlatCache, Ints, LayerKVs, NodeSegment, Segment
+from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS, KVLayout, ModelRows
+from outrider.engine.loading import LoadedModel, cache_per_model
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError, OutriderError
-from outrider.protocol.trees import ROOT, depths
+from outrider.protocol.trees import ROOT, node_depths
 
 log = logging.getLogger(__name__)
 
-_ORT_PREFILL = 128  # as fast per token as 512, and other requests wait less
+_ORT_PREFILL_CHUNK_TOKENS = 128  # as fast per token as 512, and other requests wait less
+
+ReadProgress = Callable[[int, int], None] | None
+"""A function that takes the tokens read so far and all tokens; it may raise to end the reading."""
+
+States = tuple[tuple[mx.array, ...], ...]
+"""One tuple for each recurrent layer; the first axis of each array is the forward's rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +70,11 @@ class NewRows:
         return self.tokens if isinstance(self.tokens, mx.array) else mx.array(list(self.tokens), dtype=mx.int32)
 
 
-ReadProgress = Callable[[int, int], None] | None
-"""A function that takes the tokens read so far and all tokens; it may raise to end the reading."""
-
-
 class KVRows:
     """A tree's columns. A forward writes the columns from `start` on and, if `lazy`, never waits.
 
-    `whole`: there is other state besides the columns, so that only all columns can be saved. By default nothing is read
-    or moved, and nothing is kept for other texts.
+    `whole`: there is state besides the columns, so that only all columns can be saved together. By default the methods
+    read and move nothing, and save nothing for other texts.
     """
 
     lazy = True
@@ -120,14 +122,14 @@ class PromptReader(Protocol):
     def readable(self, count: int) -> int:
         """Returns how many of a prompt's first `count` tokens it reads; 0: the model is faster."""
 
-    def read(self, tokens: Sequence[int]) -> Iterator[Layers]:
-        """Reads tokens from position 0 on, piece by piece, keys rotated. Raises ReadingFault if it can't continue."""
+    def read(self, tokens: Sequence[int]) -> Iterator[LayerKVs]:
+        """Yields keys (rotated) and values of tokens from position 0 on, in pieces. Raises ReadingFault if it fails."""
 
 
-@once
+@cache_per_model
 def _shared_rows(model: LoadedModel) -> ModelRows:
     """Returns the rows that all trees of this model share."""
-    # ONNX Runtime's bindings belong to the buffers, so new ones for each text would make rounds slower.
+    # ONNX Runtime's bindings belong to the buffers, so new buffers for each text would slow rounds down.
     return ModelRows(model.model, model.cpu, keeps_buffers=model.cpu is not None)
 
 
@@ -167,7 +169,7 @@ class DenseKVRows(KVRows):
         self._prefill_rest(tokens, done, progress, total)
 
     def _prefill_rest(self, tokens: Sequence[int], start: int, progress: ReadProgress, total: int) -> None:
-        size = PREFILL if self.lazy else _ORT_PREFILL
+        size = PREFILL_CHUNK_TOKENS if self.lazy else _ORT_PREFILL_CHUNK_TOKENS
         for first in range(start, len(tokens), size):
             segment = Segment(self.sequence.row, first, min(size, len(tokens) - first), long=True)
             self.rows.run([tokens[first : segment.end]], [segment], wanted=())
@@ -178,7 +180,7 @@ class DenseKVRows(KVRows):
             if progress is not None and len(tokens) > size:
                 progress(self.sequence.length, total)
 
-    def adopt(self, start: int, layers: Layers) -> int:
+    def adopt(self, start: int, layers: LayerKVs) -> int:
         """Fills the columns from `start` on; returns the first column after them."""
         typed = tuple((keys.astype(self.number_format), values.astype(self.number_format)) for keys, values in layers)
         self.sequence.length = start
@@ -196,10 +198,10 @@ class DenseKVRows(KVRows):
         if texts[0].together:
             segments = [text._segment(own) for text, own in zip(texts, new, strict=True)]
             return texts[0].rows.run([own.tokens for own in new], segments)
-        logits = [text._alone(own) for text, own in zip(texts, new, strict=True)]
+        logits = [text._forward_one(own) for text, own in zip(texts, new, strict=True)]
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
-    def _alone(self, new: NewRows) -> mx.array:
+    def _forward_one(self, new: NewRows) -> mx.array:
         """Feeds this tree its tokens. Returns their logits [R, V]. Lazy."""
         return self.rows.run([new.tokens], [self._segment(new)])
 
@@ -227,12 +229,8 @@ class JointKVRows(DenseKVRows):
     together = True
 
 
-States = tuple[tuple[mx.array, ...], ...]
-"""One tuple for each recurrent layer; the first axis of each array is the forward's rows."""
-
-
 @dataclass(frozen=True, slots=True)
-class _After:
+class _ColumnState:
     """The recurrent state after a column: one row of a forward's states."""
 
     states: States
@@ -244,7 +242,7 @@ class _BatchCache(FlatCache):
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         mask = super().make_mask(n, return_array, window_size)
-        batched = isinstance(self._frame.alone, NodeSegment) and mask is not None
+        batched = isinstance(self._frame.only_segment, NodeSegment) and mask is not None
         return mask[:, None, None] if batched else mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -263,7 +261,7 @@ class _BatchRows(ModelRows):
     def __init__(self, model: LoadedModel) -> None:
         """Raises ModelError if the model has a kind of cache that can be neither masked nor kept by reference."""
         super().__init__(model.model)
-        leaves = [leaf for cache in self._caches for leaf in leaves_of(cache)]
+        leaves = [leaf for cache in self._caches for leaf in flatten_caches(cache)]
         self.recurrent = [leaf for leaf in leaves if isinstance(leaf, ArraysCache)]
         for leaf in leaves:
             if type(leaf) not in (_BatchCache, ArraysCache):
@@ -287,7 +285,7 @@ class RecurrentKVRows(DenseKVRows):
     def __init__(self, model: LoadedModel) -> None:
         """Raises ModelError if the model has a kind of cache that can be neither masked nor kept by reference."""
         super().__init__(model)
-        self._after: dict[int, _After] = {}
+        self._column_states: dict[int, _ColumnState] = {}
 
     def _rows(self, model: LoadedModel) -> _BatchRows:
         """Returns rows of its own, because a forward puts its tree's state into the caches."""
@@ -298,20 +296,20 @@ class RecurrentKVRows(DenseKVRows):
             return
         self._put_states([start - 1])
         super().prefill(tokens, progress, total, start)
-        self._after = {len(tokens) - 1: _After(self._states(), 0)}
+        self._column_states = {len(tokens) - 1: _ColumnState(self._states(), 0)}
 
-    def _alone(self, new: NewRows) -> mx.array:
+    def _forward_one(self, new: NewRows) -> mx.array:
         tokens, start, positions, seen, parents = new.lazy_tokens(), new.start, new.positions, new.seen, new.parents
         logits: list[mx.array] = []
         order: list[int] = []
         # The rows of a forward must write adjacent columns.
-        for rows in _levels(start, parents):
+        for rows in _group_by_depth(start, parents):
             first, last = rows[0], start + rows[-1]
             self._put_states([parents[row] for row in rows])
             own = positions[: last + 1], seen[rows, : last + 1]
             logits.append(self.rows.batch(tokens[first : rows[-1] + 1], self.sequence.row, start + first, *own))
             states = self._states()
-            self._after.update({start + row: _After(states, i) for i, row in enumerate(rows)})
+            self._column_states.update({start + row: _ColumnState(states, i) for i, row in enumerate(rows)})
             order += rows
         if len(logits) == 1:
             return logits[0]
@@ -321,17 +319,17 @@ class RecurrentKVRows(DenseKVRows):
     def keep(self, prefix: int, columns: Ints) -> None:
         super().keep(prefix, columns)
         kept = [(prefix - 1, prefix - 1), *enumerate(columns.tolist(), prefix)]
-        self._after = {new: self._after[old] for new, old in kept if old in self._after}
+        self._column_states = {new: self._column_states[old] for new, old in kept if old in self._column_states}
 
     def save(self, count: int) -> SavedPrefix:
-        after = self._after[count - 1]
+        after = self._column_states[count - 1]
         states = tuple(tuple(a[after.row : after.row + 1] for a in own) for own in after.states)
         mx.eval(states)
         return replace(super().save(count), states=states)
 
     def restore(self, start: CachedPrefix) -> None:
         super().restore(start)
-        self._after = {start.length - 1: _After(start.saved.states, 0)}
+        self._column_states = {start.length - 1: _ColumnState(start.saved.states, 0)}
 
     def _states(self) -> States:
         return tuple(tuple(cache.cache) for cache in self.rows.recurrent)
@@ -342,7 +340,7 @@ class RecurrentKVRows(DenseKVRows):
             for cache in self.rows.recurrent:
                 cache.cache = [None] * len(cache.cache)
             return
-        sources = [self._after[parent] for parent in parents]
+        sources = [self._column_states[parent] for parent in parents]
         for layer, cache in enumerate(self.rows.recurrent):
             for i in range(len(cache.cache)):
                 cache.cache[i] = _gather([(source.states[layer][i], source.row) for source in sources])
@@ -357,8 +355,8 @@ def _gather(rows: Sequence[tuple[mx.array, int]]) -> mx.array:
     return mx.concatenate([array[row : row + 1] for array, row in rows])
 
 
-def _levels(start: int, parents: Sequence[int]) -> list[list[int]]:
-    """Returns the rows of a call by their depth, parents before their children; only adjacent rows are together."""
-    depth = np.array(depths([max(parent - start, ROOT) for parent in parents]))
+def _group_by_depth(start: int, parents: Sequence[int]) -> list[list[int]]:
+    """Groups the rows of a call by depth, parents before their children; a group's rows are adjacent."""
+    depth = np.array(node_depths([max(parent - start, ROOT) for parent in parents]))
     levels = [np.flatnonzero(depth == level) for level in range(depth.max() + 1)]
     return [run.tolist() for rows in levels for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)]

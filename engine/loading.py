@@ -3,9 +3,9 @@
 Chooses the number format: on a GPU as stored; on a CPU as stored if ONNX Runtime computes (`engine.ort`), else float32,
 because MLX is 20 to 80 times slower there in half precision or 4 bits. Every failure is a `ModelError` of one sentence.
 
-On a CPU dense weights are transposed in memory if this process's BLAS multiplies faster that way (`lay_out`). OpenBLAS
-gains a quarter on weights that fit the last-level cache and loses a twentieth on larger ones; the reference BLAS gains
-a third on all, and gives the same bits (docs/log.md). Values never change, only strides.
+On a CPU dense weights are transposed in memory if this process's BLAS multiplies faster that way (`transpose_weights`).
+OpenBLAS gains a quarter on weights that fit the last-level cache and loses a twentieth on larger ones; the reference
+BLAS gains a third on all, and gives the same bits (docs/log.md). Values never change, only strides.
 """
 
 from __future__ import annotations
@@ -29,16 +29,30 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model, get_total_parameters, load_config, load_model
 
 from outrider.engine import memory, positions
-from outrider.engine.cache import is_attention, leaves_of
+from outrider.engine.cache import flatten_caches, is_attention
 from outrider.engine.hidden_states import ReducedLMHead
 from outrider.engine.ort import forward as ort
 from outrider.engine.ort.forward import OrtForward
-from outrider.protocol.errors import ModelError, first_line, named_errors
+from outrider.protocol.errors import ModelError, first_line, wrap_model_errors
 
 if TYPE_CHECKING:
     from outrider.engine.ranks import Ranks
 
-_CACHE_BYTES = 24 * 2**20
+
+log = logging.getLogger(__name__)
+
+
+_LAST_LEVEL_CACHE_BYTES = 24 * 2**20
+_CONTEXT_LENGTH_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+    "n_ctx",
+)
+_DEFAULT_CONTEXT_LENGTH = 32768
+T = TypeVar("T")
 
 
 class HeadEmbedding(nn.Embedding):  # type: ignore[misc]
@@ -53,11 +67,11 @@ class HeadEmbedding(nn.Embedding):  # type: ignore[misc]
         return x @ self._head
 
 
-def lay_out(model: nn.Module, weight_bytes: int) -> bool:
+def transpose_weights(model: nn.Module, weight_bytes: int) -> bool:
     """Transposes the weights of all dense linear layers in memory if that is faster here; returns whether it did."""
     if mx.default_device().type != mx.cpu or sys.platform != "linux":
         return False
-    if has_openblas() and weight_bytes > _CACHE_BYTES:
+    if has_openblas() and weight_bytes > _LAST_LEVEL_CACHE_BYTES:
         return False
     tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
     for module in model.modules():
@@ -72,12 +86,6 @@ def lay_out(model: nn.Module, weight_bytes: int) -> bool:
 def has_openblas() -> bool:
     """Returns whether an OpenBLAS was preloaded: its symbols then come before those of the wheel's own BLAS."""
     return hasattr(ctypes.CDLL(None), "openblas_get_config")
-
-
-log = logging.getLogger(__name__)
-
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
-_UNKNOWN_CONTEXT = 32768
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -112,20 +120,17 @@ class LoadedModel:
         return str(found).removeprefix("mlx.core.")
 
 
-T = TypeVar("T")
-
-
-def once(find: Callable[[LoadedModel], T]) -> Callable[[LoadedModel], T]:
-    """Makes `find` return what it found the first time for the same model."""
+def cache_per_model(function: Callable[[LoadedModel], T]) -> Callable[[LoadedModel], T]:
+    """Caches the results of `function` by model, for as long as the model exists."""
     known: WeakKeyDictionary[LoadedModel, T] = WeakKeyDictionary()
 
-    @wraps(find)
-    def found(model: LoadedModel) -> T:
+    @wraps(function)
+    def cached(model: LoadedModel) -> T:
         if model not in known:
-            known[model] = find(model)
+            known[model] = function(model)
         return known[model]
 
-    return found
+    return cached
 
 
 def load(
@@ -142,42 +147,42 @@ def load(
         ModelError: there is no such directory, it holds no model, or mlx-lm does not have its architecture.
     """
     report = progress or log.info
-    path = find(name)
+    path = find_model_folder(name)
     report(f"loading {name}")
-    model, config = _read(path)
+    model, config = _read_model(path)
     parameters = get_total_parameters(model)
     forward = None
     if mx.default_device().type == mx.cpu:
-        forward = _by_ort(path, model, config["model_type"]) if ranks is None else None
+        forward = _load_ort_forward(path, model, config["model_type"]) if ranks is None else None
         if forward is None:
             report("converting to float32")
             model = _to_float32(model, parameters)
     if ranks is not None:
-        ranks.share_out(model, config["model_type"])
+        ranks.shard_model(model, config["model_type"])
     weight_bytes = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
-    positions.install(model)
+    positions.patch_ropes(model)
     memory.set_limits(weight_bytes)
     if forward is None:
-        lay_out(model, weight_bytes)
+        transpose_weights(model, weight_bytes)
         mx.eval(model.parameters())
         report("warming up")
         among = f", sharded over {ranks.size} ranks," if ranks is not None else ""
-        with named_errors(f"a forward of this {config['model_type']} model{among}"):
+        with wrap_model_errors(f"a forward of this {config['model_type']} model{among}"):
             _warm_up(model)
-    return _described(path, model, config, parameters, weight_bytes, forward)
+    return _make_loaded_model(path, model, config, parameters, weight_bytes, forward)
 
 
-def outline(name: str | Path) -> LoadedModel:
+def load_lazily(name: str | Path) -> LoadedModel:
     """Returns the model with its weights left in their files until they are used. Raises ModelError as `load` does."""
-    path = find(name)
-    model, config = _read(path)
+    path = find_model_folder(name)
+    model, config = _read_model(path)
     parameters = get_total_parameters(model)
     if mx.default_device().type == mx.cpu:
         model = _to_float32(model, parameters)
-    return _described(path, model, config, parameters, 0, None)
+    return _make_loaded_model(path, model, config, parameters, 0, None)
 
 
-def _described(
+def _make_loaded_model(
     path: Path, model: nn.Module, config: dict[str, Any], parameters: int, weight_bytes: int, cpu: OrtForward | None
 ) -> LoadedModel:
     return LoadedModel(
@@ -188,13 +193,13 @@ def _described(
         context_length=_context_length(config),
         parameters=parameters,
         weight_bytes=weight_bytes,
-        attention_only=all(is_attention(leaf) for cache in make_prompt_cache(model) for leaf in leaves_of(cache)),
+        attention_only=all(is_attention(leaf) for cache in make_prompt_cache(model) for leaf in flatten_caches(cache)),
         folder=path,
         cpu=cpu,
     )
 
 
-def find(name: str | Path) -> Path:
+def find_model_folder(name: str | Path) -> Path:
     """Returns the model's directory. Raises ModelError if there is none; the command line downloads models before."""
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
@@ -206,7 +211,7 @@ def find(name: str | Path) -> Path:
     raise ModelError(f"no model at {path}: give an existing directory")
 
 
-def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+def _read_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     try:
         config: dict[str, Any] = load_config(path)
     except ValueError as error:
@@ -217,7 +222,7 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
         raise ModelError(f"{path / 'config.json'} has no model_type: expected a Hugging Face model's config")
     try:
         if "draft_vocab_size" in config:
-            model, config = load_model(path, lazy=True, get_model_classes=_reduced)
+            model, config = load_model(path, lazy=True, get_model_classes=_make_reduced_llama)
         else:
             model, config = load_model(path, lazy=True)
     except FileNotFoundError as error:
@@ -234,7 +239,7 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     return model, config
 
 
-def _reduced(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+def _make_reduced_llama(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     """Returns the classes of a Llama with an output layer of `draft_vocab_size` tokens; `d2t` has their ids, as in
     EAGLE-3's heads. Raises ValueError if the config describes another model."""
     count: int = config["draft_vocab_size"]
@@ -264,25 +269,25 @@ def _reduced(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     return Reduced, llama.ModelArgs
 
 
-def _by_ort(path: Path, model: nn.Module, model_type: str) -> OrtForward | None:
-    """Returns the forwards by ONNX Runtime, or None. MLX's weights then stay in their files until they are used."""
+def _load_ort_forward(path: Path, model: nn.Module, model_type: str) -> OrtForward | None:
+    """Returns ONNX Runtime's forwards, or None. With them MLX's weights stay in their files until they are used."""
     model.set_dtype(mx.float32)
-    forward = ort.serve(model, model_type, path)
+    forward = ort.open_forward(model, model_type, path)
     if forward is not None:
         _release_weights(model, path)
-        memory.give_back()  # memory that only the session's creation needed
+        memory.release_memory()  # memory that only the session's creation needed
     return forward
 
 
 def _release_weights(model: nn.Module, path: Path) -> None:
-    """Leaves the weights in their files again until they are used, in a fifth of the time that `_read` takes."""
+    """Replaces the weights by lazy ones, left in their files until used. Takes a fifth of the time of `_read_model`."""
     try:
         weights: dict[str, Any] = {}
         for file in path.glob("model*.safetensors"):
             weights |= mx.load(str(file))  # type: ignore[arg-type]
         model.load_weights(list((model.sanitize(weights) if hasattr(model, "sanitize") else weights).items()))
     except (ValueError, KeyError):  # the files have another layout than the model, or are sanitized only once
-        model.update(_read(path)[0].parameters())
+        model.update(_read_model(path)[0].parameters())
     model.set_dtype(mx.float32)
 
 
@@ -325,8 +330,8 @@ def _forward_once(model: nn.Module) -> None:
 
 def _context_length(config: dict[str, Any]) -> int:
     for settings in (config, config.get("text_config") or {}):
-        for key in _CONTEXT_KEYS:
+        for key in _CONTEXT_LENGTH_KEYS:
             if isinstance(settings.get(key), int) and settings[key] > 0:
                 return int(settings[key])
-    log.warning("the model's config has no context length; using %d", _UNKNOWN_CONTEXT)
-    return _UNKNOWN_CONTEXT
+    log.warning("the model's config has no context length; using %d", _DEFAULT_CONTEXT_LENGTH)
+    return _DEFAULT_CONTEXT_LENGTH

@@ -1,7 +1,7 @@
-"""Limits of wired and cached memory on Metal, the return of free memory, and the most memory held (`PeakMemory`).
+"""Limits wired and cached memory on Metal, returns free memory to the system, and measures peak memory.
 
-MLX-LM would wire three quarters of the machine in each process. Since two workers share it, each wires what it needs.
-The sum is not checked; `outrider doctor` shows how much can be wired.
+MLX-LM would wire three quarters of the machine's memory in each process. Two workers share it, so each wires what it
+needs. The sum is not checked; `outrider doctor` shows how much can be wired.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from outrider.protocol.process import trim_memory
 
 log = logging.getLogger(__name__)
 
-_KV_BUDGET = 2 * 2**30
-_MARGIN = 2**29
-_CACHE = 2**30
+_KV_BUDGET_BYTES = 2 * 2**30
+_MARGIN_BYTES = 2**29
+_CACHE_LIMIT_BYTES = 2**30
+
+# Free memory is returned after this many ended texts: while no text is running, and in any case.
+_MAX_ENDED_TEXTS_IDLE, _MAX_ENDED_TEXTS = 16, 64
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Returns free memory to the system: MLX's cache, and glibc's free blocks between cached texts.
 
     Takes a millisecond or two.
@@ -35,7 +38,7 @@ def give_back() -> None:
 
 
 def release_pages(array: np.ndarray[Any, Any]) -> None:
-    """Returns the memory of a contiguous array, whose values are lost, to the system. Linux only.
+    """Returns the memory of a contiguous array to the system; its values are lost. Linux only.
 
     The array stays valid, and takes memory again where it is written. Pages that it shares with other data stay.
     """
@@ -47,35 +50,31 @@ def release_pages(array: np.ndarray[Any, Any]) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
-def wired_limit(weight_bytes: int, recommended: int, kv_bytes: int = _KV_BUDGET) -> int:
+def wired_limit(weight_bytes: int, recommended: int, kv_bytes: int = _KV_BUDGET_BYTES) -> int:
     """Returns the bytes to wire for weights, KV caches and a margin: at most what the device recommends for all
     processes."""
-    return min(weight_bytes + kv_bytes + _MARGIN, recommended)
+    return min(weight_bytes + kv_bytes + _MARGIN_BYTES, recommended)
 
 
-def set_limits(weight_bytes: int, kv_bytes: int = _KV_BUDGET) -> None:
+def set_limits(weight_bytes: int, kv_bytes: int = _KV_BUDGET_BYTES) -> None:
     """Sets this process's limits; does nothing without Metal."""
     if not mx.metal.is_available():
         return
     wired = wired_limit(weight_bytes, int(mx.device_info()["max_recommended_working_set_size"]), kv_bytes)
     mx.set_wired_limit(wired)
-    mx.set_cache_limit(_CACHE)
-    log.info("wired limit %d MiB, cache limit %d MiB", wired >> 20, _CACHE >> 20)
-
-
-# Free memory is returned after so many ended texts if none runs, and after so many in any case.
-_WHERE_IDLE, _AT_THE_LATEST = 16, 64
+    mx.set_cache_limit(_CACHE_LIMIT_BYTES)
+    log.info("wired limit %d MiB, cache limit %d MiB", wired >> 20, _CACHE_LIMIT_BYTES >> 20)
 
 
 class PeakMemory:
-    """The most memory that this process has held, weights included.
+    """The peak memory of this process, weights included.
 
     On a GPU: MLX's peak since `restart`. On a CPU: the process's peak since its start, since MLX does not count the
     memory of ONNX Runtime and numpy.
     """
 
     def __init__(self) -> None:
-        self._ended = 0
+        self._ended_texts = 0
 
     def restart(self) -> None:
         mx.reset_peak_memory()
@@ -86,9 +85,9 @@ class PeakMemory:
             return peak if sys.platform == "darwin" else peak * 1024
         return mx.get_peak_memory()
 
-    def ended(self, idle: bool) -> None:
-        """Counts an ended text; `idle`: no text runs now."""
-        self._ended += 1
-        if self._ended >= (_WHERE_IDLE if idle else _AT_THE_LATEST):
-            self._ended = 0
-            give_back()
+    def count_ended_text(self, idle: bool) -> None:
+        """Counts an ended text, and returns free memory from time to time. `idle`: no text is running now."""
+        self._ended_texts += 1
+        if self._ended_texts >= (_MAX_ENDED_TEXTS_IDLE if idle else _MAX_ENDED_TEXTS):
+            self._ended_texts = 0
+            release_memory()

@@ -18,7 +18,7 @@ from mlx.utils import tree_reduce
 
 from outrider.protocol.stats import CacheUse, KvCost
 
-LEAST = 16  # a shorter common prefix is not worth a copy
+MIN_PREFIX_TOKENS = 16  # a shorter common prefix is not worth a copy
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -37,13 +37,13 @@ class SavedPrefix:
 
     @property
     def cost(self) -> KvCost:
-        return KvCost(_bytes(self.states), _bytes(self.layers) // max(self.length, 1))
+        return KvCost(_sum_nbytes(self.states), _sum_nbytes(self.layers) // max(self.length, 1))
 
     @property
     def nbytes(self) -> int:
         return self.cost.of(self.length)
 
-    def serves(self, length: int) -> int:
+    def usable_tokens(self, length: int) -> int:
         """Returns how many of its tokens can be used by a text that shares the first `length`."""
         if not self.states:
             return min(length, self.length)
@@ -65,8 +65,8 @@ class CachedPrefix:
 class PrefixSource(Protocol):
     """A running text."""
 
-    def lendable(self) -> Sequence[int]:
-        """Returns its first tokens whose state can be copied now."""
+    def shareable_tokens(self) -> Sequence[int]:
+        """Returns the longest prefix of the text whose state can be copied now."""
 
     def save(self, length: int) -> SavedPrefix:
         """Returns a copy of the state after the first `length` of these tokens."""
@@ -82,7 +82,7 @@ class PromptCache:
     """Entries and running texts of one model. Entries are dropped to keep both within `limit` bytes."""
 
     def __init__(self, cost: KvCost, limit: int = 0) -> None:
-        """`cost`: the memory of a text. With a `limit` of 0 the cache is off, until `allow`."""
+        """`cost`: the memory of a text. With a `limit` of 0 the cache is off, until `set_limit`."""
         self.cost = cost
         self._limit = limit
         self._entries: list[_Entry] = []  # the least recently used first
@@ -98,7 +98,7 @@ class PromptCache:
     def is_on(self) -> bool:
         return self._limit > 0
 
-    def allow(self, limit: int) -> None:
+    def set_limit(self, limit: int) -> None:
         """Sets the limit, in bytes."""
         self._limit = limit
         self._make_room()
@@ -118,10 +118,12 @@ class PromptCache:
             return None
         wanted = np.array(tokens[:-1], np.int32)
         self._lookups += 1
-        entry = max(self._entries, key=lambda e: e.saved.serves(common(e.tokens, wanted)), default=None)
-        length = entry.saved.serves(common(entry.tokens, wanted)) if entry is not None else 0
-        source, lent = self._lender(wanted)
-        if max(length, lent) < LEAST:
+        entry = max(
+            self._entries, key=lambda e: e.saved.usable_tokens(common_prefix_length(e.tokens, wanted)), default=None
+        )
+        length = entry.saved.usable_tokens(common_prefix_length(entry.tokens, wanted)) if entry is not None else 0
+        source, lent = self._find_source(wanted)
+        if max(length, lent) < MIN_PREFIX_TOKENS:
             return None
         self._hits += 1
         self._tokens_saved += max(length, lent)
@@ -135,10 +137,12 @@ class PromptCache:
 
     def wants(self, tokens: Sequence[int]) -> bool:
         """Returns whether `keep` would make an entry of a text with these tokens."""
-        if not len(tokens) >= LEAST or not 0 < self.cost.of(len(tokens)) <= self._limit:
+        if not len(tokens) >= MIN_PREFIX_TOKENS or not 0 < self.cost.of(len(tokens)) <= self._limit:
             return False
         known = np.array(tokens, np.int32)
-        return all(entry.saved.serves(common(entry.tokens, known)) < len(known) for entry in self._entries)
+        return all(
+            entry.saved.usable_tokens(common_prefix_length(entry.tokens, known)) < len(known) for entry in self._entries
+        )
 
     def keep(self, tokens: Sequence[int], saved: SavedPrefix) -> None:
         """Makes an entry of a text with these tokens, unless another entry has all of them."""
@@ -146,14 +150,17 @@ class PromptCache:
         if not self.wants(tokens[: saved.length]) or saved.nbytes > self._limit:
             return
         for entry in list(self._entries):
-            if not saved.states and common(entry.tokens, known) == entry.saved.length:
+            if not saved.states and common_prefix_length(entry.tokens, known) == entry.saved.length:
                 self._drop(entry)  # the new entry has all its tokens
         self._entries.append(_Entry(known, saved))
         self._bytes += saved.nbytes
         self._make_room()
 
-    def _lender(self, wanted: Ints) -> tuple[PrefixSource | None, int]:
-        lengths = {source: common(np.array(source.lendable(), np.int32), wanted) for source in self._running}
+    def _find_source(self, wanted: Ints) -> tuple[PrefixSource | None, int]:
+        lengths = {
+            source: common_prefix_length(np.array(source.shareable_tokens(), np.int32), wanted)
+            for source in self._running
+        }
         lender = max(lengths, key=lengths.__getitem__, default=None)
         return lender, lengths[lender] if lender is not None else 0
 
@@ -167,7 +174,7 @@ class PromptCache:
         self._bytes -= entry.saved.nbytes
 
 
-def common(left: Ints, right: Ints) -> int:
+def common_prefix_length(left: Ints, right: Ints) -> int:
     """Returns the length of the common prefix of two texts."""
     count = min(len(left), len(right))
     differ = left[:count] != right[:count]
@@ -175,6 +182,6 @@ def common(left: Ints, right: Ints) -> int:
     return first if count and differ[first] else count
 
 
-def _bytes(arrays: Any) -> int:
+def _sum_nbytes(arrays: Any) -> int:
     """Returns the size of all arrays in nested containers."""
     return int(tree_reduce(lambda total, leaf: total + getattr(leaf, "nbytes", 0), arrays, 0))

@@ -23,13 +23,20 @@ import mlx.nn as nn
 from outrider.engine.flat import FlatSequence
 from outrider.engine.kv_cache import Feed, KVCache
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
-from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, WorkerError, first_line, named_errors
+from outrider.protocol.errors import (
+    InvalidRequest,
+    ModelError,
+    OutriderError,
+    WorkerError,
+    first_line,
+    wrap_model_errors,
+)
 from outrider.protocol.messages import TextChange, TextFeed, TextForward
 from outrider.protocol.stats import KvCost
 
 log = logging.getLogger(__name__)
 
-_ROOM = 512  # bytes of a broadcast
+_BROADCAST_BYTES = 512  # the size of every broadcast
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +53,17 @@ class Ranks:
     def size(self) -> int:
         return int(self.group.size())
 
-    def from_first(self, array: mx.array) -> mx.array:
+    def share_array(self, array: mx.array) -> mx.array:
         """Returns rank 0's array; the others pass zeros of its shape. Lazy."""
         return mx.distributed.all_sum(array, group=self.group)
 
     def broadcast(self, words: bytes) -> bytes:
         """Returns rank 0's `words` on all ranks, through the collective. Waits for all ranks."""
-        padded = mx.array(list(words.ljust(_ROOM, b"\0")), mx.int32)
-        received = self.from_first(padded if self.rank == 0 else mx.zeros_like(padded))
+        padded = mx.array(list(words.ljust(_BROADCAST_BYTES, b"\0")), mx.int32)
+        received = self.share_array(padded if self.rank == 0 else mx.zeros_like(padded))
         return bytes(map(int, received.tolist())).rstrip(b"\0")  # type: ignore[arg-type]
 
-    def share_out(self, model: nn.Module, model_type: str) -> None:
+    def shard_model(self, model: nn.Module, model_type: str) -> None:
         """Reduces the model, whose weights may still be in their files, to this rank's part.
 
         Raises:
@@ -91,16 +98,16 @@ def join() -> Ranks:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SharedCopy(SavedPrefix):
-    """Rank 0's part of copy `number`; each rank has its own part. `here`: the number of ranks on this machine."""
+    """Rank 0's part of copy `number`; each rank has its own. `local_ranks`: the number of ranks on this machine."""
 
     number: int = 0
-    here: int = 1
+    local_ranks: int = 1
 
     @property
     def cost(self) -> KvCost:
         """Its memory on this machine."""
         own = SavedPrefix(self.length, self.layers, self.states).cost
-        return KvCost(self.here * own.per_text, self.here * own.per_token)
+        return KvCost(self.local_ranks * own.per_text, self.local_ranks * own.per_token)
 
 
 class MirroredSequence:
@@ -108,7 +115,7 @@ class MirroredSequence:
 
     def __init__(self, own: FlatSequence, number: int, send: Callable[[TextChange], None]) -> None:
         self.own, self.number, self._send_change = own, number, send
-        self.exact, self.marks_freely = own.exact, own.marks_freely
+        self.exact, self.has_free_marks = own.exact, own.has_free_marks
 
     @property
     def length(self) -> int:
@@ -126,7 +133,7 @@ class MirroredSequence:
 
 
 class MirroredKVCache:
-    """Rank 0's side: its own KV cache, and `send`, which sends to the other ranks. `here`: see `SharedCopy`.
+    """Rank 0's side: its own KV cache, and `send`, which sends to the other ranks. `local_ranks`: see `SharedCopy`.
 
     Changes are sent together with the next forward, since only forwards are urgent. Trees are not fed, because only
     lengths are sent, and not paths through a tree. Hidden states are this rank's, which are the same on all ranks.
@@ -134,8 +141,8 @@ class MirroredKVCache:
 
     trees = False
 
-    def __init__(self, own: KVCache, ranks: Ranks, send: Callable[..., None], here: int = 1) -> None:
-        self._own, self._ranks, self._send, self._here = own, ranks, send, here
+    def __init__(self, own: KVCache, ranks: Ranks, send: Callable[..., None], local_ranks: int = 1) -> None:
+        self._own, self._ranks, self._send, self._local_ranks = own, ranks, send, local_ranks
         self.together, self.is_lazy = own.together, own.is_lazy
         self.state, self.tap_hidden_states = own.state, own.tap_hidden_states
         self._numbers, self._copies = itertools.count(), itertools.count(1)
@@ -155,7 +162,7 @@ class MirroredKVCache:
         number = next(self._copies)
         self._pending_changes.append(TextChange("save", sequence.number, length, number))
         own = self._own.save(sequence.own, length)
-        copy = SharedCopy(own.length, own.layers, own.states, number, self._here)
+        copy = SharedCopy(own.length, own.layers, own.states, number, self._local_ranks)
         finalize(copy, self._dropped.append, number).atexit = False
         return copy
 
@@ -167,13 +174,13 @@ class MirroredKVCache:
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         while self._dropped:
             self._pending_changes.append(TextChange("drop", copy=self._dropped.popleft()))
-        self._send(*self._pending_changes, TextForward(tuple(map(_sent, feeds))))
+        self._send(*self._pending_changes, TextForward(tuple(map(_make_text_feed, feeds))))
         self._pending_changes.clear()
-        return _begun(self._own, [replace(f, sequence=f.sequence.own, tokens=self._tokens(f)) for f in feeds])
+        return _start_forward(self._own, [replace(f, sequence=f.sequence.own, tokens=self._tokens(f)) for f in feeds])
 
     def _tokens(self, feed: Feed) -> Sequence[int] | mx.array:
         unread = isinstance(feed.tokens, mx.array)
-        return self._ranks.from_first(feed.tokens.astype(mx.int32)) if unread else feed.tokens  # type: ignore[union-attr]
+        return self._ranks.share_array(feed.tokens.astype(mx.int32)) if unread else feed.tokens  # type: ignore[union-attr]
 
 
 class RankFollower:
@@ -188,19 +195,19 @@ class RankFollower:
         """Starts the same forward. If it fails, it fails on rank 0, too."""
         feeds = [Feed(self._sequences[f.text], self._tokens(f), f.wanted, f.prompt) for f in message.feeds]
         try:
-            with named_errors("a rank's forward"):
-                _begun(self._own, feeds)
+            with wrap_model_errors("a rank's forward"):
+                _start_forward(self._own, feeds)
         except OutriderError as error:
             log.warning("%s; see rank 0's log for the request", error)
 
     def change(self, change: TextChange) -> None:
         """Applies the same change. If it fails, it failed on rank 0, too."""
         try:
-            self._do(change)
+            self._apply_change(change)
         except OutriderError as error:
             log.warning("%s; see rank 0's log for the request", error)
 
-    def _do(self, change: TextChange) -> None:
+    def _apply_change(self, change: TextChange) -> None:
         match change.deed:
             case "open":
                 self._sequences[change.text] = self._own.open()
@@ -218,15 +225,15 @@ class RankFollower:
                 self._copies.pop(change.copy, None)
 
     def _tokens(self, feed: TextFeed) -> Sequence[int] | mx.array:
-        return feed.tokens or self._ranks.from_first(mx.zeros(feed.count, mx.int32))
+        return feed.tokens or self._ranks.share_array(mx.zeros(feed.count, mx.int32))
 
 
-def _sent(feed: Feed) -> TextFeed:
+def _make_text_feed(feed: Feed) -> TextFeed:
     tokens = () if isinstance(feed.tokens, mx.array) else tuple(feed.tokens)
     return TextFeed(feed.sequence.number, tokens, feed.count, feed.wanted, feed.prompt)
 
 
-def _begun(kv_cache: KVCache, feeds: Sequence[Feed]) -> mx.array:
+def _start_forward(kv_cache: KVCache, feeds: Sequence[Feed]) -> mx.array:
     logits = kv_cache.forward(feeds)
     mx.async_eval(logits, kv_cache.state())  # type: ignore[no-untyped-call]
     return logits

@@ -33,28 +33,30 @@ from outrider.engine.sampling import (
     Sampler,
     SamplingMetadata,
     best_tokens,
+    derive_seed,
     exponential_numpy,
     gumbel_at,
-    stream,
 )
-from outrider.engine.steps import Step, score
+from outrider.engine.steps import Step, make_step
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ
 
+_BLOCK_TOKENS = 32  # tokens of a block: a row's best tokens are in the blocks with the best maxima
+
 
 class ResidualSampler(Sampler):
-    """A target's sampler: the argmax of its scores is a draw from p; `accepted` and `instead` verify chains."""
+    """A target's sampler: the argmax of its scores is a draw from p; `accepted` and `resample` verify chains."""
 
     def __init__(self, params: SamplingParams, vocab_size: int, constraint: Constraint | None = None) -> None:
         super().__init__(params, vocab_size, constraint=constraint)
         seed = params.seed or 0
-        self._noise_seed = stream(seed, Purpose.RESAMPLE)
-        self._accept_seed = stream(seed, Purpose.ACCEPT)
+        self._noise_seed = derive_seed(seed, Purpose.RESAMPLE)
+        self._accept_seed = derive_seed(seed, Purpose.ACCEPT)
 
     @property
-    def noisy(self) -> bool:
+    def has_noise(self) -> bool:
         return True
 
     def log_p(self, logits: mx.array, histories: Sequence[History] | None = None) -> Floats:
@@ -64,7 +66,7 @@ class ResidualSampler(Sampler):
         else:
             warped = self.penalise(logits, histories) * (1.0 / self.params.temp)
         if mx.default_device().type == mx.cpu:  # numpy is ten times faster there
-            return _normalised(np.array(warped, copy=False))
+            return _log_softmax(np.array(warped, copy=False))
         return np.array(warped - mx.logsumexp(warped, axis=-1, keepdims=True), copy=False)
 
     def accepted(self, log_p: Floats, positions: Sequence[int], chain: Sequence[int], q: SparseQ) -> int:
@@ -88,7 +90,7 @@ class ResidualSampler(Sampler):
         holds = exponential_numpy(self._accept_seed, positions) > np.log(q.of(chain)) - own
         return len(chain) if holds.all() else int(holds.argmin())
 
-    def instead(self, log_p: Floats, position: int, q: SparseQ | None) -> int:
+    def resample(self, log_p: Floats, position: int, q: SparseQ | None) -> int:
         """Draws the token at `position` from max(p - q, 0), normalised, if a draw from the row `q` was rejected.
 
         Draws from p if that is 0 everywhere, or if `q` is None: there was no draft.
@@ -107,21 +109,18 @@ def residual(log_p: Floats, q: SparseQ) -> Floats:
     return rest if rest.max() > -np.inf else log_p
 
 
-def _normalised(scores: Floats) -> Floats:
+def _log_softmax(scores: Floats) -> Floats:
     below = scores - scores.max(axis=-1, keepdims=True)
     normalised: Floats = below - np.log(np.exp(below).sum(axis=-1, keepdims=True))
     return normalised
 
 
-def target_sampler(params: SamplingParams, vocab_size: int, constraint: Constraint | None = None) -> Sampler:
+def make_target_sampler(params: SamplingParams, vocab_size: int, constraint: Constraint | None = None) -> Sampler:
     """Returns the sampler of a target for these parameters."""
     if params.is_residual:
         return ResidualSampler(params, vocab_size, constraint)
     greedy = params.temp == 0  # greedy choices round like mlx-lm's
     return Sampler(params, vocab_size, normalised=greedy, constraint=constraint)
-
-
-_WIDE = 32  # tokens of a block: a row's best tokens are in the blocks with the best maxima
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +137,10 @@ class Draws:
         """Returns the draws of a request; None unless it uses residual sampling."""
         return cls(params.seed or 0, params.q_width, params.saguaro, cached) if params.is_residual else None
 
-    def score(self, asked: SamplingMetadata, logits: mx.array, forks: Sequence[int]) -> Step:
-        """Returns the step of one text, as `engine.steps.score`; its best tokens are draws."""
-        seeds = [stream(self.seed, Purpose.DRAFT, fork) for fork in forks]
-        return score([asked], logits, partial(DrawnStep, partial(draw, self, seeds, asked.positions)))
+    def make_step(self, metadata: SamplingMetadata, logits: mx.array, forks: Sequence[int]) -> Step:
+        """Returns the step of one text, as `engine.steps.make_step` does; its best tokens are draws."""
+        seeds = [derive_seed(self.seed, Purpose.DRAFT, fork) for fork in forks]
+        return make_step([metadata], logits, partial(DrawnStep, partial(draw_tokens, self, seeds, metadata.positions)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +156,12 @@ class DrawnStep(Step):
     """A `Step` whose best tokens are draws; `candidates` are still the likeliest tokens."""
 
     def __init__(
-        self, draw: Callable[[Any, Any], Drawn], scores: mx.array, finish: Callable[[Floats], Floats] | None
+        self, choose: Callable[[Any, Any], Drawn], scores: mx.array, finish: Callable[[Floats], Floats] | None
     ) -> None:
-        """`draw(xp, scores)`: see `draw` below."""
+        """`choose`: `draw_tokens` without its last two arguments, `xp` and `scores`."""
         on_cpu = mx.default_device().type == mx.cpu  # numpy is faster there, including the wait
         super().__init__(scores, finish or (np.asarray if on_cpu else None))
-        self._draw = draw
+        self._draw = choose
         self._drawn: Drawn | None = None
 
     def q(self, row: int) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Floats]:
@@ -181,12 +180,12 @@ class DrawnStep(Step):
         return self._drawn.chosen
 
 
-def draw(draws: Draws, seeds: Sequence[int], positions: Sequence[int], xp: Any, scores: Any) -> Drawn:
+def draw_tokens(draws: Draws, seeds: Sequence[int], positions: Sequence[int], xp: Any, scores: Any) -> Drawn:
     """Draws a token for each row of `scores` [R, V], float32 log p up to a constant. `xp`: numpy or mlx.core (lazy).
 
-    `seeds`: each row's, by its fork; `positions`: those of the drawn tokens.
+    `seeds`: one for each row, derived from its fork; `positions`: those of the drawn tokens.
     """
-    ids = _top(xp, scores, min(draws.width, scores.shape[1]))
+    ids = _top_tokens(xp, scores, min(draws.width, scores.shape[1]))
     weights = xp.take_along_axis(scores, ids, -1)
     if draws.saguaro < 1:
         least = xp.sort(weights, axis=-1)[:, -min(draws.cached, ids.shape[1])][:, None]
@@ -197,15 +196,15 @@ def draw(draws: Draws, seeds: Sequence[int], positions: Sequence[int], xp: Any, 
     return Drawn(chosen.astype(xp.int32), ids, shares / shares.sum(axis=-1, keepdims=True))
 
 
-def _top(xp: Any, scores: Any, count: int) -> Any:
+def _top_tokens(xp: Any, scores: Any, count: int) -> Any:
     """Returns the ids [R, count] of each row's best tokens, in any order."""
     if xp is np:
         return np.stack([best_tokens(row, count) for row in scores])
     rows, width = scores.shape
-    if count * _WIDE >= width or width % _WIDE:
+    if count * _BLOCK_TOKENS >= width or width % _BLOCK_TOKENS:
         return mx.argpartition(-scores, count - 1)[:, :count]
-    blocks = scores.reshape(rows, width // _WIDE, _WIDE)
+    blocks = scores.reshape(rows, width // _BLOCK_TOKENS, _BLOCK_TOKENS)
     best = mx.argpartition(-blocks.max(axis=-1), count - 1)[:, :count]
-    inside = mx.take_along_axis(blocks, best[:, :, None], 1).reshape(rows, count * _WIDE)
+    inside = mx.take_along_axis(blocks, best[:, :, None], 1).reshape(rows, count * _BLOCK_TOKENS)
     at = mx.argpartition(-inside, count - 1)[:, :count]
-    return mx.take_along_axis(best, at // _WIDE, -1) * _WIDE + at % _WIDE
+    return mx.take_along_axis(best, at // _BLOCK_TOKENS, -1) * _BLOCK_TOKENS + at % _BLOCK_TOKENS

@@ -34,13 +34,13 @@ import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 from outrider.engine.positions import Ints
-from outrider.grammar.constraint import Constraint, Words
+from outrider.grammar.constraint import Constraint, TokenBitmask
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
 _MASK64 = 2**64 - 1
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is log 2; the first has few bits, so e * high is exact
-_TWO_THIRDS = 0x3F2AAAAB  # the bits of 2/3 as a float32
+_TWO_THIRDS_BITS = 0x3F2AAAAB  # the bits of 2/3 as a float32
 # log(1 + f) / f on [-1/3, 1/3], highest power first; Chebyshev fit, relative error 3e-8.
 _LOG1P = (
     0.13748309016227722,
@@ -55,8 +55,18 @@ _LOG1P = (
 )
 
 
-LEAST, GREATEST = -2.9, 17.4
+MIN_NOISE, MAX_NOISE = -2.9, 17.4
 """The bounds of the noise."""
+
+History = mx.array | Sequence[int]
+"""The tokens before a row's own choice: a sequence of ints, or a 1-axis integer array that may be lazy."""
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+_ROUNDING_ERROR, _RELATIVE_ERROR = 1e-4, 2e-6  # bounds of the rounding errors of scores: absolute, and relative
+_PROBABILITY_SUM_ERROR = 2e-3  # the error of a sum of a vocabulary's probabilities in float32
+_NOISE_BLOCK_POSITIONS, _MAX_KEPT_NOISE = 8, 32  # positions whose noise is computed at a time (on the CPU: 1), and kept
+_PARTS = 64
 
 
 class Purpose(IntEnum):
@@ -67,7 +77,7 @@ class Purpose(IntEnum):
     RESAMPLE = 3
 
 
-def stream(seed: int, purpose: Purpose, part: int = 0) -> int:
+def derive_seed(seed: int, purpose: Purpose, part: int = 0) -> int:
     """Returns the seed of a request's noise for one purpose, and for a part of it (0 or more)."""
     return _mix64(_mix64(_mix64(seed + 0x8CB92BA72F3D8DD7) + purpose) + part)
 
@@ -77,24 +87,28 @@ def gumbel(xp: Any, seed: int, positions: Sequence[int], vocab_size: int) -> Any
 
     `xp`: numpy or mlx.core (lazy).
     """
-    first, second = map(xp.array, _keys(seed, positions))
-    return _gumbel(xp, integers(xp, xp.arange(vocab_size, dtype=xp.uint32), first, second))
+    first, second = map(xp.array, _noise_keys(seed, positions))
+    return _gumbel(xp, hash_tokens(xp, xp.arange(vocab_size, dtype=xp.uint32), first, second))
 
 
 def gumbel_at(xp: Any, seeds: Sequence[int], positions: Sequence[int], tokens: Any) -> Any:
     """Returns G for some tokens of each row: float32 [P, m] for P seeds and tokens [P, m]. `xp`: numpy or mlx.core."""
-    first, second = np.concatenate([_keys(*row) for row in zip(seeds, ([p] for p in positions), strict=True)], axis=1)
-    return _gumbel(xp, integers(xp, tokens.astype(xp.uint32), xp.array(first), xp.array(second)))
+    first, second = np.concatenate(
+        [_noise_keys(*row) for row in zip(seeds, ([p] for p in positions), strict=True)], axis=1
+    )
+    return _gumbel(xp, hash_tokens(xp, tokens.astype(xp.uint32), xp.array(first), xp.array(second)))
 
 
 def exponential_numpy(seed: int, positions: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Returns a standard exponential for each position, token 0's noise before its second logarithm: float32 [P]."""
-    first, second = _keys(seed, positions)
-    drawn: np.ndarray[Any, np.dtype[np.float32]] = _exponential(np, integers(np, np.zeros(1, np.uint32), first, second))
+    first, second = _noise_keys(seed, positions)
+    drawn: np.ndarray[Any, np.dtype[np.float32]] = _exponential(
+        np, hash_tokens(np, np.zeros(1, np.uint32), first, second)
+    )
     return drawn[:, 0]
 
 
-def integers(xp: Any, tokens: Any, first: Any, second: Any) -> Any:
+def hash_tokens(xp: Any, tokens: Any, first: Any, second: Any) -> Any:
     """Returns the 24-bit integers of the noise: uint32 [P, V] for tokens [V] and keys [P, 1]. `xp`: numpy or mlx.core.
 
     From here on numpy's arrays are written in place, which is a fifth faster than a new one for each step.
@@ -102,9 +116,9 @@ def integers(xp: Any, tokens: Any, first: Any, second: Any) -> Any:
     return _mix32(xp, _mix32(xp, tokens ^ first) + second) >> 8
 
 
-def _keys(seed: int, positions: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    stream = _mix64(seed + 0x9E3779B97F4A7C15)
-    keys = [_mix64(stream + _mix64(position + 0xD1B54A32D192ED03)) for position in positions]
+def _noise_keys(seed: int, positions: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    mixed = _mix64(seed + 0x9E3779B97F4A7C15)
+    keys = [_mix64(mixed + _mix64(position + 0xD1B54A32D192ED03)) for position in positions]
     first = np.array([key >> 32 for key in keys], dtype=np.uint32)
     second = np.array([key & 0xFFFFFFFF for key in keys], dtype=np.uint32)
     return first[:, None], second[:, None]
@@ -140,7 +154,7 @@ def _exponential(xp: Any, x: Any) -> Any:
 def _log(xp: Any, z: Any, minus_one: Any) -> Any:
     """Returns log z for normal float32 z > 0, by exactly rounded operations only. `minus_one`: z - 1, not rounded."""
     bits = z.view(xp.int32)
-    exponent = bits - _TWO_THIRDS
+    exponent = bits - _TWO_THIRDS_BITS
     exponent >>= 23
     f = (bits - (exponent << 23)).view(xp.float32)
     f -= 1.0
@@ -157,19 +171,10 @@ def _log(xp: Any, z: Any, minus_one: Any) -> Any:
     return e
 
 
-def masked(logits: mx.array, words: Words) -> mx.array:
+def mask_logits(logits: mx.array, words: TokenBitmask) -> mx.array:
     """Returns logits [R, V] with -inf where the bit in `words` [R, W] is 0, or `words` are too short. Lazy."""
     bits = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
     return mx.where(mx.array(bits.view(np.bool_)), logits, mx.array(-mx.inf, logits.dtype))
-
-
-History = mx.array | Sequence[int]
-"""The tokens before a row's own choice: a sequence of ints, or a 1-axis integer array that may be lazy."""
-
-Floats = np.ndarray[Any, np.dtype[np.float32]]
-_ROUNDING, _ULPS = 1e-4, 2e-6  # the rounding errors between logits and scores: absolute, and relative to their size
-_MASS = 2e-3  # the error of a sum of a vocabulary's probabilities in float32
-_BLOCK, _KEPT = 8, 32  # positions whose noise is computed at a time, except on the CPU, and kept
 
 
 class Sampler:
@@ -218,7 +223,7 @@ class Sampler:
         can be scored together."""
 
     @property
-    def noisy(self) -> bool:
+    def has_noise(self) -> bool:
         """True if `scores` include noise."""
         return self.params.temp > 0 and not self.params.is_residual
 
@@ -249,91 +254,100 @@ class Sampler:
             histories: committed text plus chain prefix of each row; used only if `needs_history`.
         """
         own = [SamplingMetadata(self, positions, histories)]
-        return scored(own, penalised(own, logits))
+        return compute_scores(own, apply_penalties(own, logits))
 
     def penalise(self, logits: mx.array, histories: Sequence[History] | None = None) -> mx.array:
-        """Returns `penalised` logits of this sampler's rows."""
-        return penalised([SamplingMetadata(self, (), histories)], logits)
+        """Applies penalties, bias and grammar to rows of logits of this sampler; see `apply_penalties`."""
+        return apply_penalties([SamplingMetadata(self, (), histories)], logits)
 
     def filtered(self, logits: mx.array) -> mx.array:
-        """Returns the scores without noise of logits [R, V] that `penalise` has returned. Lazy.
+        """Returns the scores, without noise, of logits [R, V] from `penalise`. Lazy.
 
         With a temperature they are in float32, and normalised before the filters. Excluded tokens are -inf.
         """
         if self._normalised:
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return _filter(logits, self.params)
+        return _apply_filters(logits, self.params)
 
-    def choose(self, penalised: Floats, positions: Sequence[int]) -> list[int] | None:
+    def choose(self, logits: Floats, positions: Sequence[int]) -> list[int] | None:
         """Returns the argmax of `scores` for each row of float32 logits [R, V] from `penalise`, by numpy alone.
 
         Noise is computed only for tokens that could be the best. Returns None if only the exact steps can decide:
         scores are not finite, two tokens are closer than rounding, or rounding decides whether a filter keeps a token.
         """
-        best = penalised.max(axis=-1, keepdims=True)
+        best = logits.max(axis=-1, keepdims=True)
         if not np.isfinite(best).all():
             return None
-        if not self.noisy and not self.filters:
-            return _only_bests(penalised, best)
-        chosen = [self._choice(row, position) for row, position in zip(penalised, positions, strict=True)]
+        if not self.has_noise and not self.filters:
+            return _unambiguous_argmax(logits, best)
+        chosen = [self._choose_row(row, position) for row, position in zip(logits, positions, strict=True)]
         return None if None in chosen else cast("list[int]", chosen)
 
-    def _choice(self, logits: Floats, position: int) -> int | None:
-        """Returns what `choose` does, for one row."""
+    def _choose_row(self, logits: Floats, position: int) -> int | None:
+        """Returns the choice of one row; None if only the exact steps can decide, as for `choose`."""
         scaled = logits * np.float32(1.0 / self.params.temp)
         best, low, high = scaled.argmax(), -math.inf, -math.inf
         if self.filters:
-            low, high = borders(logits, self.params, _ROUNDING + _ULPS * abs(float(logits[best])), _MASS)
+            low, high = filter_bounds(
+                logits,
+                self.params,
+                _ROUNDING_ERROR + _RELATIVE_ERROR * abs(float(logits[best])),
+                _PROBABILITY_SUM_ERROR,
+            )
         largest = abs(float(scaled[best]))
-        if self.noisy:
-            few, scores = self._contenders(scaled, best, low / self.params.temp - _ROUNDING - _ULPS * largest, position)
+        if self.has_noise:
+            few, scores = self._contenders(
+                scaled, best, low / self.params.temp - _ROUNDING_ERROR - _RELATIVE_ERROR * largest, position
+            )
         else:
             few = np.flatnonzero(scaled >= scaled[best])
             scores = scaled[few]
         scores = np.where(logits[few] < low, -np.inf, scores)
-        chosen = _only_bests(scores[None], scores.max(keepdims=True)[None], largest)
+        chosen = _unambiguous_argmax(scores[None], scores.max(keepdims=True)[None], largest)
         return int(few[chosen[0]]) if chosen is not None and not logits[few[chosen[0]]] <= high else None
 
     def _contenders(self, scaled: Floats, best: np.intp, floor: float, position: int) -> tuple[Ints, Floats]:
-        """Returns the tokens from `floor` on whose scores may be the best, or nearly so, and these scores.
+        """Returns the tokens with logits from `floor` on whose scores may be the best or nearly so, and their scores.
 
         They are compared with the likeliest token, `best`. A token that lacks d needs G >= d, so -log u <= exp(-d). As
         -log u >= 1 - u, comparing that first leaves a few tokens, and no logarithms of the others.
         """
-        tokens = np.flatnonzero(scaled >= max(float(scaled[best]) + LEAST - GREATEST, floor))
-        drawn = integers(np, tokens.astype(np.uint32), *_keys(self._noise_seed, [position]))[0]
+        tokens = np.flatnonzero(scaled >= max(float(scaled[best]) + MIN_NOISE - MAX_NOISE, floor))
+        drawn = hash_tokens(np, tokens.astype(np.uint32), *_noise_keys(self._noise_seed, [position]))[0]
         own = (int(drawn[np.searchsorted(tokens, best)]) + 0.5) * 2.0**-24
         score = float(scaled[best]) - math.log(-math.log(own))
-        score -= 2 * (_ROUNDING + _ULPS * (abs(score) + GREATEST))
+        score -= 2 * (_ROUNDING_ERROR + _RELATIVE_ERROR * (abs(score) + MAX_NOISE))
         left = ((2**24 - drawn).astype(np.float32) - 0.5) * 2.0**-24
         may = left <= np.exp(np.minimum(scaled[tokens] - score, 0))
         return tokens[may], scaled[tokens[may]] + _gumbel(np, drawn[may])
 
     def noise_at(self, position: int) -> Any:
-        """Returns the noise at a position, float32 [V]: on the CPU a numpy array. That of the latest ones is kept."""
+        """Returns the noise at a position, float32 [V]: on the CPU a numpy array. Keeps the latest noise."""
         if position not in self._noise:
-            count = 1 if self._xp is np else _BLOCK
+            count = 1 if self._xp is np else _NOISE_BLOCK_POSITIONS
             first = position // count * count
-            for old in sorted(self._noise)[: max(len(self._noise) + count - _KEPT, 0)]:
+            for old in sorted(self._noise)[: max(len(self._noise) + count - _MAX_KEPT_NOISE, 0)]:
                 del self._noise[old]
             block = range(first, first + count)
             self._noise.update(zip(block, gumbel(self._xp, self._noise_seed, block, self.vocab_size), strict=True))
         return self._noise[position]
 
 
-def _only_bests(scores: Floats, best: Floats, largest: float = 0.0) -> list[int] | None:
+def _unambiguous_argmax(scores: Floats, best: Floats, largest: float = 0.0) -> list[int] | None:
     """Returns the column of each row's best score; None if a second score of a row is equal up to rounding."""
-    near = best - (_ROUNDING + _ULPS * np.maximum(abs(best), largest))
+    near = best - (_ROUNDING_ERROR + _RELATIVE_ERROR * np.maximum(abs(best), largest))
     if (np.count_nonzero(scores >= near, axis=-1) > 1).any():
         return None
     return cast("list[int]", scores.argmax(axis=-1).tolist())
 
 
-def borders(logits: Floats, params: SamplingParams, error: float = 0.0, share: float = 0.0) -> tuple[float, float]:
-    """Returns two borders of the filters in a row of logits [V]: no token below the first passes, all above the second
-    do. Without errors the tokens from the first border on pass.
+def filter_bounds(
+    logits: Floats, params: SamplingParams, error: float = 0.0, share: float = 0.0
+) -> tuple[float, float]:
+    """Returns two bounds for the filters of a row of logits [V]: tokens below the first are all excluded, tokens above
+    the second are all kept. Without errors exactly the tokens from the first bound on are kept.
 
-    `error`: how wrong a logit may be, relative to others; `share`: how wrong a sum of probabilities may be besides.
+    `error`: the largest error of a logit, relative to others; `share`: the largest further error of a probability sum.
     """
     best = logits.max()
     low = high = float(best) + math.log(params.min_p) if params.min_p > 0 else -math.inf
@@ -356,9 +370,6 @@ def borders(logits: Floats, params: SamplingParams, error: float = 0.0, share: f
     return low - error, high + error
 
 
-_PARTS = 64
-
-
 def best_tokens(scores: Floats, count: int) -> Ints:
     """Returns the `count` best tokens of one row of scores [V], best first, lower tokens first if equal: [count].
 
@@ -376,7 +387,7 @@ def best_tokens(scores: Floats, count: int) -> Ints:
 
 
 def _best_two(scores: Floats) -> Ints:
-    """Does the same for two tokens, in a third of the time."""
+    """Returns the two best tokens as `best_tokens` does, in a third of the time."""
     best = int(scores.argmax())
     parts = ((0, scores[:best]), (best + 1, scores[best + 1 :]))
     others = [begin + int(part.argmax()) for begin, part in parts if len(part)]
@@ -392,33 +403,33 @@ class SamplingMetadata:
     histories: Sequence[History] | None = None
 
 
-def penalised(asked: Sequence[SamplingMetadata], logits: mx.array) -> mx.array:
+def apply_penalties(metadata: Sequence[SamplingMetadata], logits: mx.array) -> mx.array:
     """Returns logits [R, V] after penalties, bias and grammar, the first step of the scores.
 
-    The rows of all `asked` follow one another; their samplers are of one kind. With a temperature the result is in
+    The rows of all `metadata` follow one another; their samplers are of one kind. With a temperature the result is in
     float32. Lazy, except for the grammar.
     """
-    sampler, histories = asked[0].sampler, None
-    if sampler.needs_history and asked[0].histories is not None:
-        histories = [history for rows in asked for history in rows.histories or ()]
-    result, words = _penalise(logits, histories, sampler.params), _joint_words(asked)
-    return result if words is None else masked(result, words)
+    sampler, histories = metadata[0].sampler, None
+    if sampler.needs_history and metadata[0].histories is not None:
+        histories = [history for rows in metadata for history in rows.histories or ()]
+    result, words = _apply_processors(logits, histories, sampler.params), _allowed_words(metadata)
+    return result if words is None else mask_logits(result, words)
 
 
-def scored(asked: Sequence[SamplingMetadata], logits: mx.array) -> mx.array:
-    """Returns `Sampler.scores` of logits that `penalised` has returned. Lazy."""
-    sampler = asked[0].sampler
+def compute_scores(metadata: Sequence[SamplingMetadata], logits: mx.array) -> mx.array:
+    """Returns the scores (`Sampler.scores`) of logits from `apply_penalties`. Lazy."""
+    sampler = metadata[0].sampler
     scores = sampler.filtered(logits)
-    if not sampler.noisy:
+    if not sampler.has_noise:
         return scores
-    noise = sampler._xp.stack([own.sampler.noise_at(place) for own in asked for place in own.positions])
+    noise = sampler._xp.stack([own.sampler.noise_at(place) for own in metadata for place in own.positions])
     return scores + (noise if isinstance(noise, mx.array) else mx.array(noise))
 
 
-def _joint_words(asked: Sequence[SamplingMetadata]) -> Words | None:
+def _allowed_words(metadata: Sequence[SamplingMetadata]) -> TokenBitmask | None:
     """Returns what grammars of samplers of one kind allow after their histories, row by row; None: no grammar."""
     words = []
-    for rows in asked:
+    for rows in metadata:
         if rows.sampler.constraint is not None:
             if rows.histories is None:
                 raise InvalidRequest("a grammar needs the tokens before each row; got none")
@@ -426,10 +437,10 @@ def _joint_words(asked: Sequence[SamplingMetadata]) -> Words | None:
     return np.concatenate(words) if words else None
 
 
-def _penalise(logits: mx.array, histories: Sequence[History] | None, params: SamplingParams) -> mx.array:
+def _apply_processors(logits: mx.array, histories: Sequence[History] | None, params: SamplingParams) -> mx.array:
     if params.temp > 0:
         logits = logits.astype(mx.float32)
-    processors = _processors(params, logits.shape[-1])
+    processors = _make_processors(params, logits.shape[-1])
     if not processors:
         return logits
     if histories is None:
@@ -438,15 +449,15 @@ def _penalise(logits: mx.array, histories: Sequence[History] | None, params: Sam
         histories = [[]] * logits.shape[0]
     rows = []
     for row, history in enumerate(histories):
-        tokens = _tail(history, params, logits.shape[-1])
-        penalised = logits[row : row + 1]
+        tokens = _penalty_tokens(history, params, logits.shape[-1])
+        processed = logits[row : row + 1]
         for processor in processors:
-            penalised = processor(tokens, penalised)
-        rows.append(penalised)
+            processed = processor(tokens, processed)
+        rows.append(processed)
     return mx.concatenate(rows)
 
 
-def _processors(params: SamplingParams, vocab_size: int) -> list[Any]:
+def _make_processors(params: SamplingParams, vocab_size: int) -> list[Any]:
     bias = {token: value for token, value in params.logit_bias if token < vocab_size}
     if not bias and not params.has_penalties:
         return []
@@ -462,8 +473,8 @@ def _processors(params: SamplingParams, vocab_size: int) -> list[Any]:
     return processors
 
 
-def _tail(history: History, params: SamplingParams, vocab_size: int) -> mx.array:
-    """Returns the tokens that penalties look at; known ids beyond a narrower vocabulary are dropped."""
+def _penalty_tokens(history: History, params: SamplingParams, vocab_size: int) -> mx.array:
+    """Returns the latest tokens, which penalties depend on, without known ids beyond a narrower vocabulary."""
     if isinstance(history, mx.array):
         return history[-_reach(params) :]
     tail = list(history[-_reach(params) :])
@@ -476,7 +487,7 @@ def _reach(params: SamplingParams) -> int:
     return max(params.repetition_context_size, params.presence_context_size, params.frequency_context_size)
 
 
-def _filter(logprobs: mx.array, params: SamplingParams) -> mx.array:
+def _apply_filters(logprobs: mx.array, params: SamplingParams) -> mx.array:
     if params.temp == 0:
         return logprobs
     with _uncompiled():

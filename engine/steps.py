@@ -1,11 +1,11 @@
-"""The scores of one forward of a token tree, lazy, and the tokens that they choose.
+"""The scores of one forward of a token tree, computed lazily, and the tokens that they choose.
 
 On the CPU choices are read with numpy from MLX's memory: over 12 x 4,096 an argmax takes 5 us there and 40 us in MLX.
 On a GPU everything stays on the device.
 
-`filtered` applies the filters of `engine.sampling` by numpy: for top-p MLX sorts a whole vocabulary, 4 ms for 12 rows
-of 4,096, numpy 0.2 ms. The kept tokens are the same up to rounding at the border, where a drafter may differ because
-only the target's choice counts.
+`filter_logits` applies the filters of `engine.sampling` by numpy. For top-p of 12 rows of 4,096 that takes 0.2 ms; MLX
+sorts the whole vocabulary in 4 ms. The kept tokens are the same up to rounding at the bounds, where a drafter may
+differ because only the target's choice counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.sampling import Floats, SamplingMetadata, best_tokens, borders, penalised, scored
+from outrider.engine.sampling import (
+    Floats,
+    SamplingMetadata,
+    apply_penalties,
+    best_tokens,
+    compute_scores,
+    filter_bounds,
+)
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import Candidate
 
@@ -32,7 +39,7 @@ class Step:
         self._scores, self._finish = scores, finish
         self._chosen: mx.array | None = None
         self._best: list[int] | None = None
-        self._few: tuple[mx.array, mx.array] | None = None
+        self._top_scores: tuple[mx.array, mx.array] | None = None
         self._read: Floats | None = None
         self._on_cpu = mx.default_device().type == mx.cpu
 
@@ -58,7 +65,7 @@ class Step:
         """Returns each row's best token. Waits."""
         if self._best is None:
             if self._chosen is None and self._on_cpu:
-                self._best = cast(list[int], self._choose(np, self._host()).tolist())
+                self._best = cast(list[int], self._choose(np, self._host_scores()).tolist())
             else:
                 self._best = cast(list[int], self.chosen().tolist())
         return self._best
@@ -72,14 +79,14 @@ class Step:
             for tokens, values in top
         ]
 
-    def few(self, count: int) -> tuple[mx.array, mx.array]:
+    def top_scores(self, count: int) -> tuple[mx.array, mx.array]:
         """Returns tokens and scores of each row's `count` best, [R, count] in any order; lazy on a GPU."""
         count = min(count, self._scores.shape[1])
-        if self._few is None or self._few[0].shape[1] != count:
-            self._few = self._few_of(count)
-        return self._few
+        if self._top_scores is None or self._top_scores[0].shape[1] != count:
+            self._top_scores = self._compute_top_scores(count)
+        return self._top_scores
 
-    def _few_of(self, count: int) -> tuple[mx.array, mx.array]:
+    def _compute_top_scores(self, count: int) -> tuple[mx.array, mx.array]:
         if self._on_cpu:
             tokens, values = zip(*self._host_top(range(self._scores.shape[0]), count), strict=True)
             return mx.array(tokens, mx.int32), mx.array(values, mx.float32)
@@ -88,13 +95,13 @@ class Step:
 
     def row(self, row: int) -> mx.array:
         """Returns one row's scores, [V]."""
-        return self._scores[row] if self._finish is None else mx.array(self._host()[row])
+        return self._scores[row] if self._finish is None else mx.array(self._host_scores()[row])
 
     def _choose(self, xp: Any, scores: Any) -> Any:
         """Returns each row's best token, int [R]. `xp`: numpy or mlx.core."""
         return xp.argmax(scores, axis=-1).astype(xp.int32)
 
-    def _host(self) -> Floats:
+    def _host_scores(self) -> Floats:
         """Returns the scores, in MLX's own memory if possible; they must not be written to. Waits."""
         if self._read is None:
             scores = self._scores if self._scores.dtype == mx.float32 else self._scores.astype(mx.float32)
@@ -104,7 +111,7 @@ class Step:
         return self._read
 
     def _host_top(self, rows: Sequence[int], count: int) -> list[tuple[list[int], list[float]]]:
-        scores = self._host()
+        scores = self._host_scores()
         best = [(scores[row], best_tokens(scores[row], count)) for row in rows]
         return [(tokens.tolist(), row[tokens].tolist()) for row, tokens in best]
 
@@ -126,12 +133,12 @@ class Step:
 class CandidateStep(Step):
     """Scores [R, C] of a few tokens [R, C] of each row, in any order; all other tokens have none.
 
-    `odds` [R]: the probability that a row's choice is accepted if the tokens before it are, if the drafter estimates
-    that.
+    `odds` [R]: the probability that a row's choice is accepted if the tokens before it are; None if the drafter does
+    not estimate it.
     """
 
     def __init__(self, tokens: mx.array, scores: mx.array, size: int, odds: mx.array | None = None) -> None:
-        """`size`: of the vocabulary."""
+        """`size`: the size of the vocabulary."""
         super().__init__(scores)
         self._tokens, self._size, self.odds = tokens, size, odds
 
@@ -150,38 +157,40 @@ class CandidateStep(Step):
         return xp.take_along_axis(xp.array(self._tokens), best, axis=-1)[:, 0]
 
 
-Make = Callable[[mx.array, Callable[[Floats], Floats] | None], Step]
+StepFactory = Callable[[mx.array, Callable[[Floats], Floats] | None], Step]
 
 
-def score(asked: Sequence[SamplingMetadata], logits: mx.array, make: Make = Step, *, at_once: bool = False) -> Step:
-    """Returns the step of logits [R, V], the rows of all `asked` one after another. Lazy.
+def make_step(
+    metadata: Sequence[SamplingMetadata], logits: mx.array, make: StepFactory = Step, *, at_once: bool = False
+) -> Step:
+    """Returns the step of logits [R, V], the rows of all `metadata` one after another. Lazy.
 
     The samplers are of one kind (`Sampler.kind`). `at_once`: the logits are evaluated, so laziness gains nothing.
     """
-    sampler, logits = asked[0].sampler, penalised(asked, logits)
+    sampler, logits = metadata[0].sampler, apply_penalties(metadata, logits)
     by_host = sampler.filters or (at_once and sampler.params.temp > 0)
     if by_host and mx.default_device().type == mx.cpu:
-        return make(logits, partial(_finish, asked))
-    return make(scored(asked, logits), None)
+        return make(logits, partial(_finish, metadata))
+    return make(compute_scores(metadata, logits), None)
 
 
-def _finish(asked: Sequence[SamplingMetadata], penalised: Floats) -> Floats:
-    """Returns the scores of penalised logits, with a temperature, by numpy."""
-    sampler, end = asked[0].sampler, 0
+def _finish(metadata: Sequence[SamplingMetadata], logits: Floats) -> Floats:
+    """Returns the scores of logits from `apply_penalties`, with a temperature, by numpy."""
+    sampler, end = metadata[0].sampler, 0
     scores: Floats
     if sampler.filters:
-        scores = filtered(penalised, sampler.params)
+        scores = filter_logits(logits, sampler.params)
     else:
-        scores = penalised * np.float32(1.0 / sampler.params.temp)
-    for rows in asked if sampler.noisy else ():
+        scores = logits * np.float32(1.0 / sampler.params.temp)
+    for rows in metadata if sampler.has_noise else ():
         start, end = end, end + len(rows.positions)
         for row, position in zip(scores[start:end], rows.positions, strict=True):  # in place: a gather would copy
             row += np.array(rows.sampler.noise_at(position), copy=False)
     return scores
 
 
-def filtered(logits: Floats, params: SamplingParams) -> Floats:
+def filter_logits(logits: Floats, params: SamplingParams) -> Floats:
     """Filters logits [R, V] that are penalised and not normalised, and divides them by the temperature, above 0."""
-    lowest = np.array([borders(row, params)[0] for row in logits], np.float32)
+    lowest = np.array([filter_bounds(row, params)[0] for row in logits], np.float32)
     kept: Floats = np.where(logits < lowest[:, None], -np.inf, logits * np.float32(1.0 / params.temp))
     return kept

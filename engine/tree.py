@@ -23,12 +23,14 @@ from outrider.engine.kv_rows import KVRows, NewRows, ReadProgress
 from outrider.engine.prompt_cache import PromptCache, SavedPrefix
 from outrider.engine.residual import DrawnStep, Draws
 from outrider.engine.sampling import Sampler, SamplingMetadata
-from outrider.engine.steps import Step, score
+from outrider.engine.steps import Step, make_step
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
 
-_ROOM = 256  # the window's initial columns
+_INITIAL_WINDOW_COLUMNS = 256  # the window's initial columns
+NO_PARENT = -1  # the parent of a root that was read with the text
+_MAX_UNUSED_COLUMNS = 8  # unused columns that are not worth a gather
 
 
 class TreeLayout:
@@ -36,8 +38,8 @@ class TreeLayout:
 
     def __init__(self, prefix: int) -> None:
         self.prefix = self.end = prefix
-        self._seen = np.zeros((_ROOM, _ROOM), dtype=np.bool_)
-        self._positions = np.arange(prefix + _ROOM, dtype=np.int32)
+        self._seen = np.zeros((_INITIAL_WINDOW_COLUMNS, _INITIAL_WINDOW_COLUMNS), dtype=np.bool_)
+        self._positions = np.arange(prefix + _INITIAL_WINDOW_COLUMNS, dtype=np.int32)
 
     @property
     def positions(self) -> Ints:
@@ -92,10 +94,6 @@ class TreeLayout:
             self._positions = longer
 
 
-NOWHERE = -1  # the parent of a root that was read with the text
-_SLACK = 8  # unused columns that are not worth a gather
-
-
 @dataclass(slots=True)
 class _Node:
     """A fed token; row `row` of `step` has the scores of the next token. `token` is None until it is read.
@@ -119,7 +117,7 @@ class TreeInput:
     parents: Sequence[int]
     ids: Sequence[int | None]
     new: NewRows
-    asked: SamplingMetadata
+    metadata: SamplingMetadata
     forks: Sequence[int]
 
 
@@ -188,7 +186,7 @@ class Tree:
         return None
 
     def _is_stale(self, column: int) -> bool:
-        """Whether the token of a column would be fed with something else now."""
+        """Returns whether a column's token would be fed with other inputs now."""
         return False
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
@@ -207,7 +205,7 @@ class Tree:
                 begun.append(tree.begin(feed))
             kv_rows = [tree.kv_rows for tree in trees]
             logits = type(kv_rows[0]).forward(kv_rows, [growth.new for growth in begun])
-            steps = _scored(trees, begun, logits)
+            steps = _score_trees(trees, begun, logits)
         except Exception:
             for tree, growth in zip(trees, begun, strict=False):
                 tree._layout.end = growth.new.start  # frees the columns
@@ -215,12 +213,12 @@ class Tree:
         return [tree.end(growth, own) for tree, growth, own in zip(trees, begun, steps, strict=True)]
 
     def best(self, nodes: Sequence[int]) -> list[int]:
-        self._evaluated(nodes)
+        self._evaluate_steps(nodes)
         return [self._best(self._node(node)) for node in nodes]
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
         by_node: dict[int, list[Candidate]] = {}
-        for step in self._evaluated(nodes):
+        for step in self._evaluate_steps(nodes):
             own = [node for node in nodes if self._nodes[node].step is step]
             by_node.update(zip(own, step.candidates([self._nodes[n].row for n in own], count), strict=True))
         return [by_node[node] for node in nodes]
@@ -239,21 +237,21 @@ class Tree:
         self._read(tokens, more)
 
     def read_in_steps(self, tokens: Sequence[int], wanted: int = 1) -> Generator[TreeFeed, list[int], int]:
-        """Does the same as `read`, but yields the root's feed, and is sent its node; returns it."""
+        """The generator form of `read`: yields the root's feed, is sent the root's node, and returns it."""
         self.read(tokens[:-1], more=True)
-        (root,) = yield TreeFeed([NOWHERE], tokens[-1:], [wanted])
-        self._settle(root)
+        (root,) = yield TreeFeed([NO_PARENT], tokens[-1:], [wanted])
+        self._commit_node(root)
         return root
 
     def commit(self, path: Sequence[int]) -> None:
         for node in path:
             if self._node(node).parent != self.root:
                 raise InvalidRequest(f"node {node} can't be committed: it does not follow node {self.root}")
-            self._settle(node)
+            self._commit_node(node)
         if path:
             self._prune()
 
-    def lendable(self) -> list[int]:
+    def shareable_tokens(self) -> list[int]:
         """Returns the committed tokens in the prefix; see `PrefixSource`."""
         return [] if self.kv_rows.whole else self._committed[: self._layout.prefix]
 
@@ -276,12 +274,12 @@ class Tree:
         self._recent = []
 
     def _read(self, tokens: Sequence[int], more: bool, progress: ReadProgress = None) -> None:
-        """Feeds committed tokens after the columns, all of them committed; the last as the root, unless `more` come."""
+        """Feeds newly committed tokens; all present columns are committed. Unless `more` come, the last is the root."""
         self._committed += tokens
         self._recent, self._nodes = [], {}
-        self._read_on(not more, progress)
+        self._feed_remaining(not more, progress)
 
-    def _read_on(self, to_end: bool, progress: ReadProgress = None) -> None:
+    def _feed_remaining(self, to_end: bool, progress: ReadProgress = None) -> None:
         """Feeds the committed tokens that have no columns yet; with `to_end` the last one becomes the root."""
         total, start = len(self._committed), self._layout.prefix
         self.kv_rows.prefill(self._committed[: total - to_end], progress, total, start)
@@ -291,14 +289,14 @@ class Tree:
 
     def _feed_root(self) -> None:
         """Makes the last committed token, which was not fed, the root."""
-        self._settle(self.feed([NOWHERE], [self._committed.pop()])[0])
+        self._commit_node(self.feed([NO_PARENT], [self._committed.pop()])[0])
 
     def _node(self, node: int) -> _Node:
         if node not in self._nodes:
             raise InvalidRequest(f"node {node} is not in the tree; expected one that was fed and not dropped")
         return self._nodes[node]
 
-    def _evaluated(self, nodes: Sequence[int]) -> list[Step]:
+    def _evaluate_steps(self, nodes: Sequence[int]) -> list[Step]:
         """Returns the steps of these nodes; a chain of lazy ones is evaluated at once, not step by step."""
         steps = list({id(step): step for step in (self._node(node).step for node in nodes)}.values())
         unread = [step.pending for step in steps if not step.is_read]
@@ -320,10 +318,10 @@ class Tree:
         if any(token is None and parent >= first for parent, token in zip(feed.parents, feed.tokens, strict=True)):
             raise InvalidRequest("a token is None and its parent is fed in the same call; expected a token")
         above = [self._column_of(parent) for parent in feed.parents]
-        ids = [self._readily(parent, token) for parent, token in zip(feed.parents, feed.tokens, strict=True)]
+        ids = [self._known_token(parent, token) for parent, token in zip(feed.parents, feed.tokens, strict=True)]
         histories = self._histories(feed.parents, ids) if self._sampler.needs_history else None
         known = [token for token in ids if token is not None]
-        tokens = known if len(known) == len(ids) else self._lazily(feed.parents, ids)
+        tokens = known if len(known) == len(ids) else self._lazy_tokens(feed.parents, ids)
         self._layout.add(above)
         positions = self._layout.positions
         places = (positions[start:] + self._origin).tolist()
@@ -342,10 +340,10 @@ class Tree:
     def scored(self, begun: Sequence[TreeInput], logits: mx.array) -> Step:
         """Returns the step of these logits [R, V] of trees of this kind."""
         if self._draws is None:
-            return score([growth.asked for growth in begun], logits, at_once=not self.kv_rows.lazy)
-        return self._draws.score(begun[0].asked, logits, begun[0].forks)
+            return make_step([growth.metadata for growth in begun], logits, at_once=not self.kv_rows.lazy)
+        return self._draws.make_step(begun[0].metadata, logits, begun[0].forks)
 
-    def scored_rows(self, begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:
+    def score_rows(self, begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:
         """Returns the step of each token, and its row there, by these logits of trees of this kind."""
         step = self.scored(begun, logits)
         return [(step, row) for row in range(sum(len(growth.ids) for growth in begun))]
@@ -362,19 +360,19 @@ class Tree:
         return list(range(first, self.next_node))
 
     def _column_of(self, parent: int) -> int:
-        """Returns the column of a node, also of one being fed; for NOWHERE that of the last committed token."""
+        """Returns the column of a node, even before it has been fed; for NO_PARENT that of the last committed token."""
         if parent >= self.next_node:
             return self._layout.end + parent - self.next_node
-        return self._columns - 1 if parent == NOWHERE else self._node(parent).column
+        return self._columns - 1 if parent == NO_PARENT else self._node(parent).column
 
-    def _readily(self, parent: int, token: int | None) -> int | None:
+    def _known_token(self, parent: int, token: int | None) -> int | None:
         """Returns the token to feed, or None if it is not known without waiting."""
         if token is not None:
             return token
         node = self._node(parent)
         return self._best(node) if node.step.is_read or not self.kv_rows.lazy else None
 
-    def _lazily(self, parents: Sequence[int], ids: Sequence[int | None]) -> mx.array:
+    def _lazy_tokens(self, parents: Sequence[int], ids: Sequence[int | None]) -> mx.array:
         """Returns the tokens to feed, [R]; those not yet read stay on the device."""
         lazy = [self._nodes[parent] for parent, token in zip(parents, ids, strict=True) if token is None]
         steps = {id(node.step): node.step for node in lazy}
@@ -414,7 +412,7 @@ class Tree:
             node = self._nodes[node].parent
         return path[::-1]
 
-    def _settle(self, node: int) -> None:
+    def _commit_node(self, node: int) -> None:
         """Commits one node."""
         entry = self._nodes[node]
         self._committed.append(self._token(entry))
@@ -431,7 +429,7 @@ class Tree:
         self._nodes = dict(sorted(kept.items()))
         pending = [node for key, node in self._nodes.items() if key != self.root]
         dead = self._layout.end - self._layout.prefix - len(self._recent) - len(pending)
-        if dead <= _SLACK:
+        if dead <= _MAX_UNUSED_COLUMNS:
             return
         prefix = self._layout.prefix
         self.kv_rows.keep(prefix, self._layout.compact(self._recent, [node.column for node in pending]))
@@ -441,7 +439,7 @@ class Tree:
         self._recent = []
 
 
-def _scored(trees: Sequence[Tree], begun: Sequence[TreeInput], logits: mx.array) -> list[list[tuple[Step, int]]]:
+def _score_trees(trees: Sequence[Tree], begun: Sequence[TreeInput], logits: mx.array) -> list[list[tuple[Step, int]]]:
     """Returns the step of each tree's tokens, and their rows there. Trees of the same kind share a step."""
     ends = np.cumsum([len(growth.ids) for growth in begun]).tolist()
     begins = [0, *ends[:-1]]
@@ -452,6 +450,6 @@ def _scored(trees: Sequence[Tree], begun: Sequence[TreeInput], logits: mx.array)
     for members in groups.values():
         rows = [logits[begins[i] : ends[i]] for i in members] if len(groups) > 1 else [logits]
         joined = rows[0] if len(rows) == 1 else mx.concatenate(rows)
-        steps = iter(trees[members[0]].scored_rows([begun[i] for i in members], joined))
+        steps = iter(trees[members[0]].score_rows([begun[i] for i in members], joined))
         by_tree.update((i, list(islice(steps, len(begun[i].ids)))) for i in members)
     return [by_tree[index] for index in range(len(trees))]

@@ -1,9 +1,9 @@
 """One forward over several texts: each verifies a chain or a tree, takes a plain step or reads a piece of its prompt.
 
-`begin` starts it on the device, `BatchForward.verdicts` waits for it. If all texts take plain steps, the next forward
-may begin before this one is read, while its tokens are still on the device. A token is chosen by the same scores
-however it was fed, so a coupled text depends neither on its chains nor on other requests. `engine.residual` verifies
-chains that come with a q.
+`begin_forward` starts it on the device, `BatchForward.verdicts` waits for it. If all texts take plain steps, the next
+forward may begin before this one is read, while its tokens are still on the device. A token is chosen by the same
+scores however it was fed, so a coupled text depends neither on its chains nor on other requests. `engine.residual`
+verifies chains that come with a q.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.hidden_states import Takes
+from outrider.engine.hidden_states import HiddenStatesCallback
 from outrider.engine.kv_cache import CacheSlot, Feed, KVCache
 from outrider.engine.residual import ResidualSampler
-from outrider.engine.sampling import History, Sampler, SamplingMetadata, penalised, scored
+from outrider.engine.sampling import History, Sampler, SamplingMetadata, apply_penalties, compute_scores
 from outrider.protocol.errors import InvalidRequest, ModelFault, OutriderError
-from outrider.protocol.schema import NEVER, Logprobs
-from outrider.protocol.trees import SparseQ, depths, fault, line, lines, walk
+from outrider.protocol.schema import IMPOSSIBLE_LOGPROB, Logprobs
+from outrider.protocol.trees import SparseQ, accepted_path, chain_parents, node_depths, token_paths, tree_fault
 
-_MAX_REPLAY = 8  # committed tokens a model with recurrent state may feed again before its next chain
+_MAX_REPLAYED_TOKENS = 8  # committed tokens a model with recurrent state may feed again before its next chain
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutput:
     """`accepted` tokens of a chain or a tree are accepted; `bonus` is the target's own token after them.
 
-    `logprobs`: of all these tokens, if the request asked for them. `path`: the accepted nodes; None: the first ones.
+    `logprobs`: of all these tokens, if the request wants them. `path`: the accepted nodes; None: the first ones.
     """
 
     accepted: int
@@ -61,7 +61,7 @@ class VerifyInput:
     @property
     def tree_parents(self) -> tuple[int, ...]:
         """The parents of the tokens as a tree: those of a chain follow one another."""
-        return self.parents or line(len(self.chain))
+        return self.parents or chain_parents(len(self.chain))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class RowLogprobs:
             top = np.array(self._top)[rows].astype(np.int32)
             order = np.argsort(-np.take_along_axis(every, top, 1), axis=1, kind="stable")
             ids = np.concatenate([ids, np.take_along_axis(top, order, 1)], axis=1)
-        return Logprobs(ids, np.maximum(np.take_along_axis(every, ids, 1), np.float32(NEVER)))
+        return Logprobs(ids, np.maximum(np.take_along_axis(every, ids, 1), np.float32(IMPOSSIBLE_LOGPROB)))
 
 
 class BatchForward:
@@ -145,7 +145,7 @@ class BatchForward:
             mx.eval(self._kv_cache.state(), list(self._hidden))
             return []
         choices = self._read()
-        return [self._settled(index, ask, choices) for index, ask in enumerate(self.asks)]
+        return [self._commit_verdict(index, ask, choices) for index, ask in enumerate(self.asks)]
 
     def choose(self, after: BatchForward | None) -> None:
         """Starts the choice of every row's token. Slots with samplers of one kind are scored together.
@@ -155,15 +155,15 @@ class BatchForward:
         """
         if any(ask.slot.sampler.constraint is not None for ask in self.asks):
             mx.async_eval(self._logits)  # type: ignore[no-untyped-call]  # meanwhile grammars compute allowed tokens
-        self.chosen = self._choices(after)
+        self.chosen = self._choose_tokens(after)
         wanted = [array for rows in self._logprobs.values() for array in rows.pending]
         mx.async_eval(self.chosen, wanted, self._hidden)  # type: ignore[no-untyped-call]
 
-    def _choices(self, after: BatchForward | None) -> mx.array:
+    def _choose_tokens(self, after: BatchForward | None) -> mx.array:
         groups: dict[object, list[int]] = {}
         for index, ask in enumerate(self.asks):
             groups.setdefault(ask.slot.sampler.kind, []).append(index)
-        parts = [self._scored(members, after) for members in groups.values()]
+        parts = [self._choose_group(members, after) for members in groups.values()]
         if len(parts) == 1:
             return parts[0]
         order = [row for members in groups.values() for index in members for row in self._rows(index)]
@@ -173,45 +173,45 @@ class BatchForward:
     def _rows(self, index: int) -> range:
         return range(self._begins[index], self._begins[index + 1])
 
-    def _scored(self, members: Sequence[int], after: BatchForward | None) -> mx.array:
+    def _choose_group(self, members: Sequence[int], after: BatchForward | None) -> mx.array:
         rows = [row for index in members for row in self._rows(index)]
         whole = len(rows) == self._begins[-1]
         logits = self._logits if whole else mx.take(self._logits, mx.array(rows, mx.int32), axis=0)
-        asked = [self._asked(index, after) for index in members]
-        logits = penalised(asked, logits)
-        self._note(members, logits)
+        metadata = [self._metadata_of(index, after) for index in members]
+        logits = apply_penalties(metadata, logits)
+        self._prepare_logprobs(members, logits)
         if not self._kv_cache.is_lazy and logits.dtype == mx.float32:
-            chosen = _chosen_on_host(asked, logits)
+            chosen = _choose_on_host(metadata, logits)
             if chosen is not None:
                 return mx.array(chosen, mx.int32)
-        return _choices(scored(asked, logits))
+        return _argmax_tokens(compute_scores(metadata, logits))
 
-    def _asked(self, index: int, after: BatchForward | None) -> SamplingMetadata:
+    def _metadata_of(self, index: int, after: BatchForward | None) -> SamplingMetadata:
         ask = self.asks[index]
-        histories = _histories(ask, after) if ask.slot.sampler.needs_history else None
+        histories = _make_histories(ask, after) if ask.slot.sampler.needs_history else None
         return SamplingMetadata(ask.slot.sampler, self._positions_of(index), histories)
 
-    def _note(self, members: Sequence[int], logits: mx.array) -> None:
-        """Prepares the log-probabilities of requests that asked for them; `logits`: the members' rows."""
-        begin = 0
+    def _prepare_logprobs(self, members: Sequence[int], logits: mx.array) -> None:
+        """Prepares the log-probabilities of requests that want them; `logits`: the members' rows."""
+        start = 0
         for index in members:
-            end, count = begin + len(self._rows(index)), self.asks[index].slot.sampler.params.logprobs
+            end, count = start + len(self._rows(index)), self.asks[index].slot.sampler.params.logprobs
             if count is not None:
-                self._logprobs[index] = RowLogprobs(logits[begin:end], count)
-            begin = end
+                self._logprobs[index] = RowLogprobs(logits[start:end], count)
+            start = end
 
     def _positions_of(self, index: int) -> list[int]:
         first = self._positions[index]
-        return [first, *(first + 1 + depth for depth in depths(self.asks[index].tree_parents))]
+        return [first, *(first + 1 + depth for depth in node_depths(self.asks[index].tree_parents))]
 
-    def _settled(self, index: int, ask: VerifyInput, choices: Sequence[int]) -> VerifyOutput | OutriderError:
+    def _commit_verdict(self, index: int, ask: VerifyInput, choices: Sequence[int]) -> VerifyOutput | OutriderError:
         slot, chain = ask.slot, list(ask.chain)
         rows = self._rows(index)
         try:
             if chain and isinstance(slot.sampler, ResidualSampler):
-                verdict = self._by_residual(slot.sampler, ask, rows, self._asked(index, None))
+                verdict = self._verify_residual(slot.sampler, ask, rows, self._metadata_of(index, None))
             else:
-                verdict = _by_equality(slot.sampler, ask, choices[rows.start : rows.stop])
+                verdict = _verify_coupled(slot.sampler, ask, choices[rows.start : rows.stop])
             nodes = verdict.nodes
             own = [0, *(node + 1 for node in nodes)]  # the rows of the accepted nodes
             new = [*(chain[node] for node in nodes), verdict.bonus]
@@ -223,7 +223,7 @@ class BatchForward:
             slot.tokens += new
             if verdict.path is not None:
                 slot.sequence.keep(trunk, [trunk + node for node in verdict.path])
-            elif verdict.accepted < len(chain):  # else nothing is to be rolled back, and the next step may be under way
+            elif verdict.accepted < len(chain):  # else there is nothing to undo, and the next step may be under way
                 slot.sequence.roll_back(len(slot.tokens) - 1)
             hidden = self._hidden[index]
             if slot.listener is not None and hidden is not None:
@@ -236,33 +236,33 @@ class BatchForward:
             return error
         return verdict
 
-    def _by_residual(
-        self, sampler: ResidualSampler, ask: VerifyInput, rows: range, asked: SamplingMetadata
+    def _verify_residual(
+        self, sampler: ResidualSampler, ask: VerifyInput, rows: range, metadata: SamplingMetadata
     ) -> VerifyOutput:
         if ask.parents:
             raise InvalidRequest("this request uses residual sampling, which can't verify a tree; expected a chain")
         if ask.q is None:
             raise InvalidRequest("this request uses residual sampling, and its chain has no q; expected one with q")
-        log_p, places = sampler.log_p(self._logits[rows.start : rows.stop], asked.histories), asked.positions
+        log_p, places = sampler.log_p(self._logits[rows.start : rows.stop], metadata.histories), metadata.positions
         if not (log_p.max(axis=-1) > -np.inf).all():
             raise ModelFault("the target's logits are NaN or infinite; this request can't continue")
         k = sampler.accepted(log_p[:-1], places[:-1], ask.chain, ask.q)
         rejected = ask.q.part(k, k + 1) if k < len(ask.chain) else None
-        return VerifyOutput(k, sampler.instead(log_p[k], places[k], rejected))
+        return VerifyOutput(k, sampler.resample(log_p[k], places[k], rejected))
 
 
-def begin(
+def begin_forward(
     asks: Sequence[VerifyInput], readings: Sequence[PrefillChunk] = (), after: BatchForward | None = None
 ) -> BatchForward:
     """Starts one forward over these slots of one KV cache.
 
     Args:
-        after: a forward of plain steps that is not read yet; every ask is then a plain step after its own.
+        after: a forward of plain steps that is not read yet; every ask is then the plain step after the one there.
     """
     parts: list[VerifyInput | PrefillChunk] = [*asks, *readings]
     hidden: list[mx.array | None] = [None] * len(parts)
     takes = [partial(hidden.__setitem__, n) if p.slot.listener is not None else None for n, p in enumerate(parts)]
-    feeds = [_feed(part, own, after) for part, own in zip(parts, takes, strict=True)]
+    feeds = [_make_feed(part, own, after) for part, own in zip(parts, takes, strict=True)]
     positions = [ask.slot.fed + feed.count - len(ask.chain) for ask, feed in zip(asks, feeds, strict=False)]
     starts = [reading.slot.fed for reading in readings]
     kv_cache = parts[0].slot.kv_cache
@@ -278,15 +278,17 @@ def begin(
     return forward
 
 
-def _feed(part: VerifyInput | PrefillChunk, takes: Takes | None, after: BatchForward | None) -> Feed:
+def _make_feed(
+    part: VerifyInput | PrefillChunk, takes: HiddenStatesCallback | None, after: BatchForward | None
+) -> Feed:
     slot, sequence = part.slot, part.slot.sequence
     if isinstance(part, PrefillChunk):
-        if sequence.marks_freely:
+        if sequence.has_free_marks:
             sequence.mark()
         return Feed(sequence, slot.tokens[slot.fed : slot.fed + part.count], 0, True, takes)
-    if len(slot.unfed) > _MAX_REPLAY:
+    if len(slot.unfed) > _MAX_REPLAYED_TOKENS:
         slot.feed_all_but(1)
-    if part.chain or after is not None or sequence.marks_freely:
+    if part.chain or after is not None or sequence.has_free_marks:
         sequence.mark()
     if part.parents:
         _check_tree(part)
@@ -300,7 +302,7 @@ def _check_tree(ask: VerifyInput) -> None:
     """Raises InvalidRequest if the parents are invalid, or the target verifies chains only."""
     if not ask.slot.kv_cache.trees:
         raise InvalidRequest("this target can't verify a tree of drafts; expected a chain")
-    if why := fault(ask.chain, ask.parents):
+    if why := tree_fault(ask.chain, ask.parents):
         raise InvalidRequest(why)
 
 
@@ -319,43 +321,43 @@ def verify(
         ModelFault: the model's logits are NaN or infinite.
         InvalidRequest: the chain does not fit the slot's sampling rule, or the tree is invalid.
     """
-    (verdict,) = begin([VerifyInput(slot, tuple(chain), q, tuple(parents))]).verdicts()
+    (verdict,) = begin_forward([VerifyInput(slot, tuple(chain), q, tuple(parents))]).verdicts()
     if isinstance(verdict, OutriderError):
         raise verdict
     return verdict
 
 
-def _by_equality(sampler: Sampler, ask: VerifyInput, choices: Sequence[int]) -> VerifyOutput:
+def _verify_coupled(sampler: Sampler, ask: VerifyInput, choices: Sequence[int]) -> VerifyOutput:
     if ask.q is not None and ask.chain and sampler.params.temp > 0:
         raise InvalidRequest("this request uses coupled sampling, and its chain has a q; expected one without q")
     if min(choices) < 0:
         raise ModelFault("the target's logits are NaN or infinite; this request can't continue")
-    path = walk(ask.chain, ask.tree_parents, choices)
+    path = accepted_path(ask.chain, ask.tree_parents, choices)
     bonus = choices[path[-1] + 1 if path else 0]
     return VerifyOutput(len(path), bonus, path=None if path == tuple(range(len(path))) else path)
 
 
-def _chosen_on_host(asked: Sequence[SamplingMetadata], logits: mx.array) -> list[int] | None:
+def _choose_on_host(metadata: Sequence[SamplingMetadata], logits: mx.array) -> list[int] | None:
     """Chooses by numpy: on a CPU MLX's operations over a vocabulary take as long as model layers."""
-    rows, begin, tokens = np.array(logits, copy=False), 0, []
-    for own in asked:
-        end = begin + len(own.positions)
-        chosen = own.sampler.choose(rows[begin:end], own.positions)
+    rows, start, tokens = np.array(logits, copy=False), 0, []
+    for own in metadata:
+        end = start + len(own.positions)
+        chosen = own.sampler.choose(rows[start:end], own.positions)
         if chosen is None:
             return None
         tokens += chosen
-        begin = end
+        start = end
     return tokens
 
 
-def _choices(scores: mx.array) -> mx.array:
+def _argmax_tokens(scores: mx.array) -> mx.array:
     """Returns the best token of each row, [N]; -1 if its score is NaN or -inf."""
     best = mx.argmax(scores, axis=-1)
     score = mx.take_along_axis(scores, best[:, None], axis=-1)[:, 0]
     return mx.where(score > -mx.inf, best.astype(mx.int32), -1)
 
 
-def _histories(ask: VerifyInput, after: BatchForward | None) -> list[History]:
+def _make_histories(ask: VerifyInput, after: BatchForward | None) -> list[History]:
     """Returns the history of each row, for penalties and grammar: committed text and the chain before its choice."""
     reach = ask.slot.sampler.reach
     text = ask.slot.tokens[-reach:]
@@ -363,4 +365,4 @@ def _histories(ask: VerifyInput, after: BatchForward | None) -> list[History]:
         return [[*text, after.read_token_of(ask.slot)]]
     if after is not None:
         return [mx.concatenate([mx.array(text, mx.int32), after.token_of(ask.slot).astype(mx.int32)])]
-    return [[*text, *down][-reach:] for down in ((), *lines(ask.chain, ask.tree_parents))]
+    return [[*text, *down][-reach:] for down in ((), *token_paths(ask.chain, ask.tree_parents))]

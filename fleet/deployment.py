@@ -26,7 +26,7 @@ from ray.serve.request_router import PendingRequest, RunningReplica
 from ray.serve.schema import ApplicationStatusOverview
 
 from outrider.fleet.engine import AttachedEngine, EngineAddress, PlacedEngine
-from outrider.fleet.host import LABEL, RAY, Resources
+from outrider.fleet.host import RAY_NAMES, VERSION_LABEL, Resources
 from outrider.fleet.ingress import Ingress
 from outrider.fleet.membership import FleetHead, RayNode
 from outrider.fleet.plan import FleetPlan, Placed, check_fits, read_plan
@@ -35,6 +35,17 @@ from outrider.orchestrator.pairing.model_files import find_model
 from outrider.protocol import errors
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
 from outrider.protocol.messages import Stats
+
+MAX_ONGOING_REQUESTS = 10_000
+"""Requests per engine. Engines queue fairly themselves, so Serve should not queue."""
+
+HEAD_RESOURCE = "node:__internal_head__"
+MIN_SHARE = 0.001
+HEALTH_PERIOD_SECONDS = 2.0
+APP_NAME = "outrider"
+POLL_SECONDS = 0.5
+ANSWER_TIMEOUT_SECONDS = 10.0
+ENGINE_KINDS = ("placed", "attached")
 
 
 class SessionRouter(ConsistentHashRouter):  # type: ignore[misc]
@@ -50,24 +61,26 @@ class SessionRouter(ConsistentHashRouter):  # type: ignore[misc]
         return [random.sample(candidate_replicas, len(candidate_replicas))]
 
 
-MAX_ONGOING = 10_000
-"""Requests per engine. Engines queue fairly themselves, so Serve should not queue."""
-HEAD = "node:__internal_head__"
-LITTLE = 0.001
-HEALTH_SECONDS = 2.0
-ROUTING = RequestRouterConfig(request_router_class=SessionRouter)
+ROUTER_CONFIG = RequestRouterConfig(request_router_class=SessionRouter)
 
 
 def application(plan: FleetPlan) -> serve.Application:
     """Returns the whole fleet, with the ingress as its entry point."""
-    watched: dict[str, Any] = {"health_check_period_s": HEALTH_SECONDS, "graceful_shutdown_timeout_s": 5.0}
-    queueless = {"max_ongoing_requests": MAX_ONGOING, "request_router_config": ROUTING, **watched}
-    at_head = {"num_cpus": 0, "resources": {HEAD: LITTLE}}
+    health_options: dict[str, Any] = {
+        "health_check_period_s": HEALTH_PERIOD_SECONDS,
+        "graceful_shutdown_timeout_s": 5.0,
+    }
+    engine_options = {
+        "max_ongoing_requests": MAX_ONGOING_REQUESTS,
+        "request_router_config": ROUTER_CONFIG,
+        **health_options,
+    }
+    at_head = {"num_cpus": 0, "resources": {HEAD_RESOURCE: MIN_SHARE}}
     engines: list[serve.Application] = []
     many: list[int] = []
     if plan.placed is not None:
         placed: Any = serve.deployment(PlacedEngine, name="placed")
-        options = {**queueless, **_placing(plan.placed), "num_replicas": plan.placed.replicas}
+        options = {**engine_options, **_placement_options(plan.placed), "num_replicas": plan.placed.replicas}
         if (scale := plan.scale) is not None:
             del options["num_replicas"]
             options["autoscaling_config"] = AutoscalingConfig(
@@ -81,14 +94,14 @@ def application(plan: FleetPlan) -> serve.Application:
         many.append(plan.scale.max if plan.scale is not None else plan.placed.replicas)
     if plan.attached:
         attached: Any = serve.deployment(AttachedEngine, name="attached")
-        options = {**queueless, "num_replicas": len(plan.attached), "ray_actor_options": at_head}
+        options = {**engine_options, "num_replicas": len(plan.attached), "ray_actor_options": at_head}
         engines.append(attached.options(**options).bind(plan.attached, plan.engine.keys))
         many.append(len(plan.attached))
     ingress: Any = serve.deployment(Ingress, name="ingress")
     where: dict[str, Any] = {"ray_actor_options": at_head}
     if plan.ingress.count > 1:  # one per host, because they share a port
         where = {"ray_actor_options": {"num_cpus": 0}, "max_replicas_per_node": 1}
-    return ingress.options(num_replicas=plan.ingress.count, **where, **watched).bind(
+    return ingress.options(num_replicas=plan.ingress.count, **where, **health_options).bind(
         plan.ingress, plan.engine, engines, many
     )
 
@@ -98,33 +111,28 @@ def app(arguments: dict[str, str]) -> serve.Application:
     return application(read_plan(Path(arguments["plan"])))
 
 
-def run(plan: FleetPlan, name: str = "outrider") -> None:
+def deploy(plan: FleetPlan, name: str = "outrider") -> None:
     """Deploys the plan on the connected Ray. Returns once Ray Serve has accepted it."""
     serve.start(proxy_location="Disabled")
     target = serve.RunTarget(application(plan), name=name, route_prefix=None)
     serve.run_many([target], wait_for_applications_running=False)
 
 
-def _placing(placed: Placed) -> dict[str, Any]:
+def _placement_options(placed: Placed) -> dict[str, Any]:
     """Returns the resources of an engine, and a placement group if its drafter has its own host."""
-    own = placed.bundle().as_ray() or {"CPU": LITTLE}
+    own = placed.bundle().as_ray() or {"CPU": MIN_SHARE}
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     options: dict[str, Any] = {named[name]: many for name, many in own.items() if name in named}
     options["resources"] = {name: many for name, many in own.items() if name not in named}
     found: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0, **options}}
     if placed.drafter.on == "other-host":
-        bundles = [own, placed.drafter.needs.as_ray() or {"CPU": LITTLE}]
+        bundles = [own, placed.drafter.needs.as_ray() or {"CPU": MIN_SHARE}]
         found |= {"placement_group_bundles": bundles, "placement_group_strategy": "STRICT_SPREAD"}
     return found
 
 
-NAME = "outrider"
-LOOK_SECONDS = 0.5
-ANSWER_SECONDS = 10.0
-
-
 @contextmanager
-def connected(address: str) -> Iterator[None]:
+def connect_to_ray(address: str) -> Iterator[None]:
     """Connects this process to Ray. Raises OutriderError if the head does not answer or rejects it."""
     FleetHead(address)
     try:
@@ -153,8 +161,8 @@ def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: flo
     if plan.placed is not None:
         check_fits(plan.placed, [node.resources for node in head.nodes() if node.alive])
     head.store_models([name for name in (plan.engine.model, plan.engine.draft_model) if name and plan.placed])
-    with connected(address):
-        if NAME not in serve.status().applications:
+    with connect_to_ray(address):
+        if APP_NAME not in serve.status().applications:
             try:
                 HttpListener(http).close()
             except EndpointError:
@@ -163,45 +171,45 @@ def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: flo
                     " have the address; expected another ingress.port or ingress.host in the file"
                 ) from None
         show("deploying the fleet on Ray")
-        run(plan, NAME)
+        deploy(plan, APP_NAME)
         _wait_until_running(show, wait)
         return ingress_urls()
 
 
 def shut_down(address: str) -> None:
     """Shuts down the engines and the ingresses."""
-    with connected(address):
+    with connect_to_ray(address):
         serve.shutdown()
 
 
 def ingress_urls() -> list[str]:
     """Returns the ingresses' URLs."""
-    found = serve.get_deployment_handle("ingress", NAME).broadcast("url").results(timeout_s=ANSWER_SECONDS)
+    found = serve.get_deployment_handle("ingress", APP_NAME).broadcast("url").results(timeout_s=ANSWER_TIMEOUT_SECONDS)
     return sorted(set(map(str, found)))
 
 
 def _wait_until_running(show: Callable[[str], None], wait: float) -> None:
     until = time.monotonic() + wait
     while True:
-        found = serve.status().applications.get(NAME)
+        found = serve.status().applications.get(APP_NAME)
         if found is not None:
             if found.status == "RUNNING":
                 return
             if found.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 message = "\n".join([found.message, *(part.message for part in found.deployments.values())])
                 sentence = f"the fleet can't start: {first_line(message)}; expected another fleet.yaml"
-                raise sentence_in(message) or WorkerError(sentence)
-            show(progress(found))
+                raise find_error(message) or WorkerError(sentence)
+            show(describe_progress(found))
         if time.monotonic() > until:
-            how_far = progress(found) if found is not None else "nothing is"
+            how_far = describe_progress(found) if found is not None else "nothing is"
             raise WorkerError(
                 f"the fleet is not complete after {wait:g} s ({how_far}); it continues to start, and"
                 " `outrider fleet status` shows its progress"
             )
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
-def progress(found: ApplicationStatusOverview) -> str:
+def describe_progress(found: ApplicationStatusOverview) -> str:
     """Describes the state of each deployment."""
     parts = []
     for name, part in sorted(found.deployments.items()):
@@ -210,8 +218,8 @@ def progress(found: ApplicationStatusOverview) -> str:
     return ", ".join(parts) or "Ray is preparing"
 
 
-def sentence_in(message: str) -> OutriderError | None:
-    """Returns the last Outrider error in a message of Ray's."""
+def find_error(message: str) -> OutriderError | None:
+    """Returns the last Outrider error quoted in a message from Ray; None if there is none."""
     lines = re.findall(r"(?:outrider\.protocol\.errors\.|\()(\w+)(?:: |\()(.*)", message)
     for name, sentence in reversed(lines):
         kind = getattr(errors, name, None)
@@ -223,9 +231,6 @@ def sentence_in(message: str) -> OutriderError | None:
 def first_line(message: str) -> str:
     """Returns the first line of a message."""
     return next((line.strip() for line in message.splitlines() if line.strip()), "no message")[:300]
-
-
-KINDS = ("placed", "attached")
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,37 +279,37 @@ class Overview:
     ingresses: tuple[str, ...] = ()
 
 
-def look(address: str) -> Overview:
+def get_overview(address: str) -> Overview:
     """Returns the state of the fleet with this head. Raises OutriderError if the head does not answer."""
-    hosts = tuple(sorted(map(_host, FleetHead(address).nodes()), key=lambda row: row.name))
-    with connected(address):
-        found = serve.status().applications.get(NAME)
+    hosts = tuple(sorted(map(_host_row, FleetHead(address).nodes()), key=lambda row: row.name))
+    with connect_to_ray(address):
+        found = serve.status().applications.get(APP_NAME)
         if found is None:
             return Overview(hosts)
         engines: list[EngineRow] = []
-        for kind in (kind for kind in KINDS if kind in found.deployments):
+        for kind in (kind for kind in ENGINE_KINDS if kind in found.deployments):
             with suppress(RayError, RayServeException, TimeoutError):  # those that answer
-                handle = serve.get_deployment_handle(kind, NAME)
-                reports = handle.broadcast("report").results(timeout_s=ANSWER_SECONDS)
-                engines += [_engine(kind, place, stats) for place, stats in reports]
+                handle = serve.get_deployment_handle(kind, APP_NAME)
+                reports = handle.broadcast("report").results(timeout_s=ANSWER_TIMEOUT_SECONDS)
+                engines += [_engine_row(kind, place, stats) for place, stats in reports]
         ingresses: list[str] = []
         with suppress(RayError, RayServeException, TimeoutError):
             ingresses = ingress_urls()
         parts = []
         for name, part in sorted(found.deployments.items()):
             there, wanted = part.replica_states.get("RUNNING", 0), sum(part.replica_states.values())
-            why = sentence_in(part.message) or first_line(part.message) if part.message else ""
+            why = find_error(part.message) or first_line(part.message) if part.message else ""
             parts.append(PartRow(name, str(part.status.value).lower(), there, wanted, str(why)))
         return Overview(hosts, str(found.status.value), tuple(engines), tuple(parts), tuple(ingresses))
 
 
-def _host(node: RayNode) -> HostRow:
-    metal, ane, cuda, cpu, memory = (node.resources.get(name, 0) for name in RAY.values())
+def _host_row(node: RayNode) -> HostRow:
+    metal, ane, cuda, cpu, memory = (node.resources.get(name, 0) for name in RAY_NAMES.values())
     offers = Resources(metal, ane, cuda, cpu, int(memory))
-    return HostRow(node.name, "there" if node.alive else "gone", str(offers), node.labels.get(LABEL, ""))
+    return HostRow(node.name, "there" if node.alive else "gone", str(offers), node.labels.get(VERSION_LABEL, ""))
 
 
-def _engine(kind: str, place: EngineAddress, stats: Stats) -> EngineRow:
+def _engine_row(kind: str, place: EngineAddress, stats: Stats) -> EngineRow:
     drafters = [f"{worker.name} {worker.state}" for worker in stats.workers if worker.role == "draft"]
     counts = stats.active, stats.queued, stats.finished, stats.failed, stats.generated
     return EngineRow(kind, place.endpoint, *counts, ", ".join(drafters) or "none")

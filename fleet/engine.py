@@ -33,17 +33,44 @@ from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.spawn import Sweeper, child_environment, python
-from outrider.orchestrator.settings import ServeSettings, Settings, flags
-from outrider.protocol.endpoints import connect, keys_to
+from outrider.orchestrator.settings import ServeSettings, Settings, to_flags
+from outrider.protocol.endpoints import connect, find_client_keys
 from outrider.protocol.errors import EndpointError, ModelError, ServerBusy, WorkerError
 from outrider.protocol.keys import CLIENT, DRAFTER, AllowedKey, Keyring, parse_key
 from outrider.protocol.messages import Stats, WorkerStats
 from outrider.protocol.socket_files import PrivateDirectory
 
+log = logging.getLogger(__name__)
+
+
+NAMESPACE = "serve"
+"""The namespace of Ray Serve's actors. Their runtime contexts report another one."""
+
+DRAFTER_BUNDLE = 1
+"""The drafter's index in the placement group; the engine is 0."""
+
+RESTART_DELAY_SECONDS = 1.0
+
+DRAFTER_SETTINGS = (
+    "model", "draft_model", "draft_backend", "draft_prefill", "fan_out", "threads", "cpu_kernels", "log_level",
+    "log_format",
+)  # fmt: skip
+"""The engine settings that its drafter needs."""
+
+HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS = 300, 900
+POLL_SECONDS = 0.5
+CONNECTED, DISCONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
+
+HEALTH_TIMEOUT_SECONDS = 4.0
+"""Timeout of a health check. After three failures Serve replaces the engine."""
+
+ENGINE_GONE_CODE = 3
+"""The actor's exit code when its engine has ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """An engine's client `endpoint`, and its server's public `key`; empty if the server needs none, or a known one.
+    """An engine's client `endpoint`, and its server's public `key`; empty if the server needs none or it is trusted.
 
     `own`: an endpoint for the same `host` (a Ray node) without keys; empty if there is none.
     """
@@ -54,10 +81,6 @@ class EngineAddress:
     host: str = ""
 
 
-NAMESPACE = "serve"
-"""The namespace of Ray Serve's actors. Their runtime contexts report another one."""
-
-
 @dataclass(frozen=True, slots=True)
 class IngressKey:
     """Identifies an ingress: its public key and its actor's name."""
@@ -65,8 +88,8 @@ class IngressKey:
     key: str
     actor: str
 
-    def is_there(self) -> bool:
-        """Whether the actor is alive. Asks Ray, which may take a while."""
+    def is_alive(self) -> bool:
+        """Returns whether the actor is alive. Asks Ray, which may take a while."""
         try:
             ray.get_actor(self.actor, NAMESPACE)
         except ValueError:
@@ -81,7 +104,7 @@ class ActorKeyring:
         self._directory = PrivateDirectory()
         self._sweeper = Sweeper(self._directory.path, None)
         self._ring = Keyring(self._directory.path / "keys")
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
         self.folder = self._ring.folder
         self.key = self._ring.make().public
 
@@ -91,25 +114,13 @@ class ActorKeyring:
         Raises:
             KeyFault: it is not a key.
         """
-        with self._changing:
+        with self._lock:
             self._ring.allow(AllowedKey(role, parse_key(key), f"{role}-{key}"))
 
     def shut(self, key: str) -> None:
         """Stops accepting the key."""
-        with self._changing:
+        with self._lock:
             self._ring.revoke(key)
-
-
-BUNDLE = 1
-"""The drafter's index in the placement group; the engine is 0."""
-AGAIN_SECONDS = 1.0
-DRAFTER_SETTINGS = (
-    "model", "draft_model", "draft_backend", "draft_prefill", "fan_out", "threads", "cpu_kernels", "log_level",
-    "log_format",
-)  # fmt: skip
-"""The engine settings that its drafter needs."""
-
-log = logging.getLogger(__name__)
 
 
 class DrafterActor:
@@ -126,7 +137,7 @@ class DrafterActor:
         """Drafts for the server at `endpoint` until the worker ends; returns its exit code."""
         theirs, lifeline = os.pipe()
         join = ["worker", "draft", "--connect", endpoint, "--server-key", server_key, "--parent-fd", str(theirs)]
-        join += ["--keys", str(self._keyring.folder), *flags(settings)]
+        join += ["--keys", str(self._keyring.folder), *to_flags(settings)]
         process = subprocess.Popen(
             python("-m", "outrider", *join), stdin=subprocess.DEVNULL, env=child_environment(), pass_fds=(theirs,)
         )
@@ -140,7 +151,7 @@ class DrafterActor:
 def keep_drafter(settings: ServeSettings, endpoint: str, keyring: ActorKeyring) -> None:
     """Keeps one drafter for an engine, and places a new one when it is lost. Never returns."""
     settings = ServeSettings(**{name: getattr(settings, name) for name in DRAFTER_SETTINGS})
-    there = PlacementGroupSchedulingStrategy(get_current_placement_group(), BUNDLE)
+    there = PlacementGroupSchedulingStrategy(get_current_placement_group(), DRAFTER_BUNDLE)
     while True:
         drafter: Any = ray.remote(DrafterActor).options(num_cpus=0, scheduling_strategy=there).remote()
         key = ""
@@ -154,12 +165,7 @@ def keep_drafter(settings: ServeSettings, endpoint: str, keyring: ActorKeyring) 
         if key:
             keyring.shut(key)
         ray.kill(drafter)
-        time.sleep(AGAIN_SECONDS)
-
-
-ASK_MS, SILENT_MS = 300, 900
-LOOK_SECONDS = 0.5
-CONNECTED, DISCONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
+        time.sleep(RESTART_DELAY_SECONDS)
 
 
 def wait_until_ready(endpoint: str, keys: Path | None) -> None:
@@ -171,7 +177,7 @@ def wait_until_ready(endpoint: str, keys: Path | None) -> None:
     """
     client = Client(endpoint, timeout=1.0, keys=keys)
     while not any(worker.role == "target" and worker.state == "ready" for worker in _workers(client)):
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def wait_until_gone(endpoint: str, keys: Path | None) -> None:
@@ -182,11 +188,11 @@ def wait_until_gone(endpoint: str, keys: Path | None) -> None:
     context: zmq.Context[Any] = zmq.Context.instance()
     with context.socket(zmq.DEALER) as socket:
         socket.linger = 0
-        socket.heartbeat_ivl, socket.heartbeat_timeout = ASK_MS, SILENT_MS
+        socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
         monitor = socket.get_monitor_socket(CONNECTED | DISCONNECTED)
         try:
-            connect(socket, endpoint, keys_to(endpoint, folder=keys))
-            if monitor.poll(SILENT_MS):
+            connect(socket, endpoint, find_client_keys(endpoint, folder=keys))
+            if monitor.poll(HEARTBEAT_TIMEOUT_MS):
                 while recv_monitor_message(monitor)["event"] != DISCONNECTED:
                     pass
         finally:
@@ -202,7 +208,7 @@ def _workers(client: Client) -> tuple[WorkerStats, ...]:
         return ()
 
 
-def _weights(endpoint: str, keys: Path | None) -> str:
+def _weights_fingerprint(endpoint: str, keys: Path | None) -> str:
     """Returns the fingerprint of the target's weights and number format; empty without an answer."""
     workers = _workers(Client(endpoint, timeout=1.0, keys=keys))
     return next((one.fingerprint for one in workers if one.role == "target"), "")
@@ -213,9 +219,9 @@ def check_same_weights(endpoint: str, before: Sequence[str], keys: Path | None) 
 
     Its texts would be another model's, and failover could not continue them.
     """
-    ours = _weights(endpoint, keys)
+    ours = _weights_fingerprint(endpoint, keys)
     for other in before:
-        theirs = _weights(other, keys)
+        theirs = _weights_fingerprint(other, keys)
         if ours and theirs and ours != theirs:
             raise ModelError(
                 f"the engine at {endpoint} has other weights, or another number format, than the one at {other};"
@@ -223,18 +229,12 @@ def check_same_weights(endpoint: str, before: Sequence[str], keys: Path | None) 
             )
 
 
-HEALTH_SECONDS = 4.0
-"""Timeout of a health check. After three failures Serve replaces the engine."""
-GONE = 3
-"""The actor's exit code when its engine has ended."""
-
-
-def end_after(wait: Callable[[], object], message: str) -> None:
-    """Ends this actor's process when `wait` returns, whose result is in the logged message."""
+def exit_after(wait: Callable[[], object], message: str) -> None:
+    """Ends this actor's process when `wait` returns, and logs `message` with its result."""
 
     def watch() -> None:
         log.error("%s", message.format(wait()))
-        os._exit(GONE)
+        os._exit(ENGINE_GONE_CODE)
 
     threading.Thread(target=watch, daemon=True, name="engine").start()
 
@@ -244,7 +244,7 @@ class EngineActor:
 
     def __init__(self, place: EngineAddress, keyring: ActorKeyring | None, keys: Path | None = None) -> None:
         self._place, self._keyring = place, keyring
-        self._client = AsyncClient(place.own or place.endpoint, HEALTH_SECONDS, keys=keys)
+        self._client = AsyncClient(place.own or place.endpoint, HEALTH_TIMEOUT_SECONDS, keys=keys)
         self._gone = defaultdict[IngressKey, asyncio.Event](asyncio.Event)
 
     async def lease(self, ingress_key: IngressKey) -> AsyncIterator[EngineAddress]:
@@ -266,7 +266,7 @@ class EngineActor:
     async def check_health(self) -> None:
         """Called by Serve. Also removes leases of ingresses that were killed, which Ray does not report."""
         for ingress_key in list(self._gone):
-            if not await asyncio.to_thread(ingress_key.is_there):
+            if not await asyncio.to_thread(ingress_key.is_alive):
                 self._gone.pop(ingress_key).set()
                 if self._keyring is not None:
                     self._keyring.shut(ingress_key.key)
@@ -283,13 +283,17 @@ class PlacedEngine(EngineActor):
 
     def __init__(self, settings: ServeSettings, placed: Placed) -> None:
         keyring, ours = ActorKeyring(), ray.util.get_node_ip_address()
-        elsewhere = placed.drafter.on == "other-host"
-        reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=keyring.folder, pin_cores=False)
-        if elsewhere:
-            reached = replace(reached, workers_endpoint=f"tcp://{ours}:0", draft_backend="ngram", draft_model=None)
-        self._cluster = LocalCluster(**cast("Settings", asdict(reached)))
-        end_after(self._cluster.wait, "the engine's server ended with code {}; it is replaced")
-        if elsewhere:
+        drafts_elsewhere = placed.drafter.on == "other-host"
+        cluster_settings = replace(
+            settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=keyring.folder, pin_cores=False
+        )
+        if drafts_elsewhere:
+            cluster_settings = replace(
+                cluster_settings, workers_endpoint=f"tcp://{ours}:0", draft_backend="ngram", draft_model=None
+            )
+        self._cluster = LocalCluster(**cast("Settings", asdict(cluster_settings)))
+        exit_after(self._cluster.wait, "the engine's server ended with code {}; it is replaced")
+        if drafts_elsewhere:
             drafting = (settings, self._cluster.joining_endpoint, keyring)
             threading.Thread(target=keep_drafter, args=drafting, daemon=True, name="drafting").start()
         host = ray.get_runtime_context().get_node_id()
@@ -310,5 +314,7 @@ class AttachedEngine(EngineActor):
         endpoint = endpoints[own]
         wait_until_ready(endpoint, keys)
         check_same_weights(endpoint, endpoints[:own], keys)
-        end_after(partial(wait_until_gone, endpoint, keys), f"the engine at {endpoint} is lost; waiting for its return")
+        exit_after(
+            partial(wait_until_gone, endpoint, keys), f"the engine at {endpoint} is lost; waiting for its return"
+        )
         super().__init__(EngineAddress(endpoint), None, keys)

@@ -13,26 +13,26 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
-MISSED_SECONDS = 3.0
+LOST_ENGINE_SECONDS = 3.0
 
 
 class EngineSelector:
-    """Kinds are numbered; `many` is the approximate number of engines of each."""
+    """Chooses a kind by its number. `engine_counts`: the approximate number of engines of each kind."""
 
-    def __init__(self, many: Sequence[int], now: Callable[[], float] = time.monotonic) -> None:
-        self._many = many
+    def __init__(self, engine_counts: Sequence[int], now: Callable[[], float] = time.monotonic) -> None:
+        self._engine_counts = engine_counts
         self._now = now
-        self._under_way = [0] * len(many)
-        self._lost: list[dict[Hashable, float]] = [{} for _ in many]
+        self._under_way = [0] * len(engine_counts)
+        self._lost: list[dict[Hashable, float]] = [{} for _ in engine_counts]
 
     def choose(self, session: str) -> int:
         """Returns the kind for a text. Every ingress chooses the same for a session, while that kind has engines."""
-        there = [self._there(kind) for kind in range(len(self._many))]
+        there = [self._available_engines(kind) for kind in range(len(self._engine_counts))]
         if not any(there):
-            there = list(self._many)
+            there = list(self._engine_counts)
         if session:
-            kind = _by_name(session, self._many)
-            return kind if there[kind] else _by_name(session, there)
+            kind = _choose_by_hash(session, self._engine_counts)
+            return kind if there[kind] else _choose_by_hash(session, there)
         kinds = [kind for kind, many in enumerate(there) if many]
         return min(kinds, key=lambda kind: self._under_way[kind] / there[kind])
 
@@ -45,23 +45,23 @@ class EngineSelector:
         finally:
             self._under_way[kind] -= 1
 
-    def lost(self, kind: int, engine: Hashable) -> None:
+    def mark_lost(self, kind: int, engine: Hashable) -> None:
         """Records that an engine is lost."""
         self._lost[kind][engine] = self._now()
 
-    def silent(self, kind: int) -> None:
+    def mark_silent(self, kind: int) -> None:
         """Records that no engine of this kind answered: all of them are lost."""
-        self._lost[kind] |= dict.fromkeys(range(self._many[kind]), self._now())
+        self._lost[kind] |= dict.fromkeys(range(self._engine_counts[kind]), self._now())
 
-    def _there(self, kind: int) -> int:
+    def _available_engines(self, kind: int) -> int:
         """Returns how many engines of a kind are available."""
-        since = self._now() - MISSED_SECONDS
+        since = self._now() - LOST_ENGINE_SECONDS
         self._lost[kind] = {engine: at for engine, at in self._lost[kind].items() if at > since}
-        return max(self._many[kind] - len(self._lost[kind]), 0)
+        return max(self._engine_counts[kind] - len(self._lost[kind]), 0)
 
 
-def _by_name(session: str, many: Sequence[int]) -> int:
+def _choose_by_hash(session: str, engine_counts: Sequence[int]) -> int:
     """Chooses a kind by hash, in proportion to its engines."""
-    ends = list(accumulate(many))
+    ends = list(accumulate(engine_counts))
     at = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8]) % ends[-1]
     return bisect(ends, at)

@@ -31,17 +31,35 @@ from outrider.orchestrator.machine.spawn import child_environment
 from outrider.protocol import keys, values
 from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import EndpointError, InvalidRequest, KeyFault
-from outrider.protocol.version import PACKAGE_VERSION, install
+from outrider.protocol.version import PACKAGE_VERSION, install_command
 
-MOST = 1_000_000
-ONE_A_HOST = ("metal", "ane")
+MAX_AMOUNT = 1_000_000
+MAC_RESOURCES = ("metal", "ane")
 """A Mac has one of each, which several engines may share."""
-RAY = {"metal": "metal", "ane": "ane", "cuda": "GPU", "cpu": "CPU", "memory": "memory"}
-"""Our names and Ray's."""
+RAY_NAMES = {"metal": "metal", "ane": "ane", "cuda": "GPU", "cpu": "CPU", "memory": "memory"}
+"""Ray's names of our resources."""
+
+DEFAULT_PORT = 6379
+STARTED_MESSAGE = "Ray runtime started."
+START_TIMEOUT_SECONDS = 180.0
+STOP_TIMEOUT_SECONDS = 30.0
+
+NO_DASHBOARD_FLAG = "--include-dashboard=false"
+"""Used when a head restarts: with the dashboard, the raylet's agents start too late, and the raylet ends after 15 s."""
+
+RAY_PORTS = range(10_001, 20_000)
+"""Ports of Ray's client server and workers."""
+
+VERSION_LABEL = "outrider"
+"""The node label with the host's Outrider version."""
+
+TOKEN_FILE = "token"
+TOKEN_BYTES = 32
+_OTHER_USERS = stat.S_IRWXG | stat.S_IRWXO
 
 
-def _memory(name: str, value: object) -> int:
-    return 0 if value == 0 else values.size(name, value)
+def _check_memory(name: str, value: object) -> int:
+    return 0 if value == 0 else values.check_size(name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +70,11 @@ class Resources:
         InvalidRequest: a value is out of range, or no host has this combination.
     """
 
-    metal: float = values.number_field(0, 0, 1)
-    ane: float = values.number_field(0, 0, 1)
-    cuda: float = values.number_field(0, 0, MOST)
-    cpu: float = values.number_field(0, 0, MOST)
-    memory: int = values.checked(0, _memory)
+    metal: float = values.float_field(0, 0, 1)
+    ane: float = values.float_field(0, 0, 1)
+    cuda: float = values.float_field(0, 0, MAX_AMOUNT)
+    cpu: float = values.float_field(0, 0, MAX_AMOUNT)
+    memory: int = values.checked_field(0, _check_memory)
 
     def __post_init__(self) -> None:
         values.check_fields(self)
@@ -67,7 +85,7 @@ class Resources:
 
     def as_ray(self) -> dict[str, float]:
         """Returns the non-zero resources by Ray's names, as in a bundle."""
-        return {RAY[name]: many for name, many in asdict(self).items() if many}
+        return {RAY_NAMES[name]: many for name, many in asdict(self).items() if many}
 
     def __str__(self) -> str:
         some = [(name, many) for name, many in asdict(self).items() if many]
@@ -85,19 +103,7 @@ def host_resources() -> Resources:
 
 def undetected_resources(host: Resources) -> dict[str, float]:
     """Returns the resources that Ray does not detect: `metal` and `ane`, which are our names."""
-    return {name: many for name, many in host.as_ray().items() if name in ONE_A_HOST}
-
-
-PORT = 6379
-STARTED = "Ray runtime started."
-START_SECONDS = 180.0
-STOP_SECONDS = 30.0
-WITHOUT_DASHBOARD = "--include-dashboard=false"
-"""Used when a head restarts: with the dashboard, the raylet's agents start too late, and the raylet ends after 15 s."""
-RAYS_OWN_PORTS = range(10_001, 20_000)
-"""Ports of Ray's client server and workers."""
-LABEL = "outrider"
-"""The node label with the host's Outrider version."""
+    return {name: many for name, many in host.as_ray().items() if name in MAC_RESOURCES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,7 @@ class HostProcess:
     began: float
 
     def process(self) -> psutil.Process | None:
-        """Returns None if it has ended."""
+        """Returns the process; None if it has ended."""
         with suppress(psutil.Error):
             process = psutil.Process(self.pid)
             if process.create_time() == self.began and process.status() != psutil.STATUS_ZOMBIE:
@@ -133,7 +139,7 @@ class FleetHost:
         return found if found is not None and found.process() is not None else None
 
     def was_head_of(self, address: str) -> bool:
-        """Whether this host was the head of a fleet at `address` that crashed and was not shut down."""
+        """Returns whether this host was the head of a fleet at `address` that crashed and was not shut down."""
         found = self._saved()
         return found is not None and found.head and found.address == address and self._storage.is_dir()
 
@@ -143,7 +149,7 @@ class FleetHost:
         except (OSError, ValueError, TypeError):
             return None
 
-    def require_none(self) -> None:
+    def require_not_running(self) -> None:
         """Raises InvalidRequest if a fleet process runs here."""
         here = self.running()
         if here is not None:
@@ -165,7 +171,7 @@ class FleetHost:
         return {**child_environment(), **ours}
 
     def start_head(self, ip: str, port: int, offers: Resources, token: Path) -> HostProcess:
-        """Starts Ray as the head of a new fleet, or of the one it was the head of.
+        """Starts Ray as the head of a new fleet, or of the fleet whose head it was before a crash.
 
         Raises:
             OutriderError: it can't be started; the message has the reason.
@@ -175,17 +181,20 @@ class FleetHost:
             self.forget()
         self._storage.mkdir(mode=0o700, parents=True, exist_ok=True)
         where = ["--head", f"--node-ip-address={ip}", f"--port={port}", "--disable-usage-stats"]
-        dashboard = WITHOUT_DASHBOARD if again else "--dashboard-host=127.0.0.1"
+        dashboard = NO_DASHBOARD_FLAG if again else "--dashboard-host=127.0.0.1"
         return self._start(True, f"{ip}:{port}", [*where, dashboard], offers, token)
 
     def start_member(self, address: str, ip: str | None, offers: Resources, token: Path) -> HostProcess:
-        """Starts Ray as a member of the fleet at `address`. Raises as `start_head`."""
+        """Starts Ray as a member of the fleet at `address`. Raises the same errors as `start_head`."""
         where = [f"--address={address}", *([f"--node-ip-address={ip}"] if ip is not None else [])]
         return self._start(False, address, where, offers, token)
 
     def _start(self, head: bool, address: str, where: list[str], offers: Resources, token: Path) -> HostProcess:
         line = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where]
-        line += [f"--resources={json.dumps(undetected_resources(offers))}", f"--labels={LABEL}={PACKAGE_VERSION}"]
+        line += [
+            f"--resources={json.dumps(undetected_resources(offers))}",
+            f"--labels={VERSION_LABEL}={PACKAGE_VERSION}",
+        ]
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 line,
@@ -199,7 +208,7 @@ class FleetHost:
         try:
             self._wait_until_started(process)
         except BaseException:
-            end(running)
+            end_process(running)
             raise
         self.keep(running)
         return running
@@ -209,15 +218,15 @@ class FleetHost:
         self._file.write_text(json.dumps(asdict(running)), encoding="utf-8")
 
     def _wait_until_started(self, process: subprocess.Popen[bytes]) -> None:
-        until = time.monotonic() + START_SECONDS
-        while STARTED not in self._log_text():
+        until = time.monotonic() + START_TIMEOUT_SECONDS
+        while STARTED_MESSAGE not in self._log_text():
             if process.poll() is not None:
                 lines = [line.strip() for line in self._log_text().splitlines() if line.strip(" -")]
                 errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
                 last = (errors or lines or ["its log is empty"])[-1][:300]
                 raise EndpointError(f"Ray ended instead of starting: {last} (all of it: {self.log})")
             if time.monotonic() > until:
-                raise EndpointError(f"Ray has not started in {START_SECONDS:g} s; see {self.log}")
+                raise EndpointError(f"Ray has not started in {START_TIMEOUT_SECONDS:g} s; see {self.log}")
             time.sleep(0.1)
 
     def _log_text(self) -> str:
@@ -229,7 +238,7 @@ class FleetHost:
         shutil.rmtree(self._storage, ignore_errors=True)
 
 
-def end(running: HostProcess, show: Callable[[str], None] = lambda _: None) -> None:
+def end_process(running: HostProcess, show: Callable[[str], None] = lambda _: None) -> None:
     """Ends a process that was started here, and its children."""
     process = running.process()
     if process is None:
@@ -237,17 +246,17 @@ def end(running: HostProcess, show: Callable[[str], None] = lambda _: None) -> N
     family = [process, *process.children(recursive=True)]
     show(f"ending Ray here (process {running.pid} and {len(family) - 1} of its own)")
     process.terminate()
-    _, left = psutil.wait_procs(family, STOP_SECONDS)
+    _, left = psutil.wait_procs(family, STOP_TIMEOUT_SECONDS)
     for one in left:
         with suppress(psutil.Error):  # ended meanwhile
             one.kill()
-    psutil.wait_procs(left, STOP_SECONDS)
+    psutil.wait_procs(left, STOP_TIMEOUT_SECONDS)
 
 
 def require_ray() -> None:
     """Raises InvalidRequest if Ray is not installed."""
     if find_spec("ray") is None:
-        raise InvalidRequest(f"a fleet needs Ray, which is not installed; run {install('fleet')}")
+        raise InvalidRequest(f"a fleet needs Ray, which is not installed; run {install_command('fleet')}")
 
 
 def require_free(ip: str, port: int) -> None:
@@ -268,26 +277,21 @@ def require_free(ip: str, port: int) -> None:
 
 def check_port(port: int) -> None:
     """Raises InvalidRequest for a port that Ray uses itself."""
-    if not 1 <= port <= 65535 or port in RAYS_OWN_PORTS:
+    if not 1 <= port <= 65535 or port in RAY_PORTS:
         raise InvalidRequest(f"port is {port}; expected 1 to 65535 except 10001 to 19999, which Ray's workers use")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT is reachable only from this host."""
+    """Returns whether HOST:PORT is reachable only from this host."""
     try:
         return ipaddress.ip_address(address.rpartition(":")[0]).is_loopback
     except ValueError:
         return False
 
 
-def enter(environment: Mapping[str, str]) -> None:
+def set_ray_environment(environment: Mapping[str, str]) -> None:
     """Sets Ray's environment variables; call it before importing Ray."""
     os.environ.update({name: value for name, value in environment.items() if name.startswith("RAY_")})
-
-
-TOKEN = "token"
-BYTES = 32
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def default_folder() -> Path:
@@ -297,11 +301,11 @@ def default_folder() -> Path:
 
 def create_token(folder: Path) -> Path:
     """Returns the token's file, and creates it if needed. Raises KeyFault if that fails, or others can read it."""
-    file = folder / TOKEN
+    file = folder / TOKEN_FILE
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not file.exists():
-            replace_file(file, secrets.token_hex(BYTES), 0o600)
+            replace_file(file, secrets.token_hex(TOKEN_BYTES), 0o600)
     except OSError as error:
         raise KeyFault(f"{file} can't be written ({error.strerror}); expected a folder of your own") from None
     return read_token(folder)
@@ -309,7 +313,7 @@ def create_token(folder: Path) -> Path:
 
 def read_token(folder: Path) -> Path:
     """Returns the token's file. Raises KeyFault if there is none, or others can read it."""
-    file = folder / TOKEN
+    file = folder / TOKEN_FILE
     try:
         mode = file.stat().st_mode
         empty = not file.read_text(encoding="ascii").strip()
@@ -317,7 +321,7 @@ def read_token(folder: Path) -> Path:
         raise KeyFault(f"{file} does not exist; expected a copy of the head's token") from None
     except (OSError, UnicodeDecodeError) as error:
         raise KeyFault(f"{file} can't be read ({error}); expected a copy of the head's token") from None
-    if mode & _OTHERS:
+    if mode & _OTHER_USERS:
         raise KeyFault(
             f"{file} can be read by other users (mode {stat.S_IMODE(mode):o}); close it with `chmod"
             f" 600 {file}`, and make a new"

@@ -28,35 +28,39 @@ from starlette.responses import PlainTextResponse, Response
 from outrider.fleet import plan
 from outrider.fleet.engine import ActorKeyring, EngineAddress, IngressKey
 from outrider.fleet.engine_selector import EngineSelector
-from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncClient, Grown
+from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncClient, ChunkHandler
 from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError, ServerStopped
 from outrider.protocol.messages import Stats
-from outrider.protocol.stats import by_name
-from outrider.server.__main__ import DRAIN_SECONDS, config
-from outrider.server.app import application
-from outrider.server.model.served import load_served
+from outrider.protocol.stats import add_tallies
+from outrider.server.__main__ import DRAIN_SECONDS, uvicorn_config
+from outrider.server.app import build_app
+from outrider.server.model.served import load_served_model
 
-WAIT_SECONDS = 2.0
+LEASE_TIMEOUT_SECONDS = 2.0
 """Timeout of a lease."""
-SILENT_SECONDS = 2.0
-"""Timeout of an engine that Ray considers alive."""
-MOST_KNOWN = 1024
-SESSION = "x-session-id"
-NO_ENGINE = "no engine of the fleet answers; try again later (`outrider fleet status` shows why)"
+ENGINE_TIMEOUT_SECONDS = 2.0
+"""Timeout for an answer from an engine that Ray considers alive."""
+MAX_CLIENTS = 1024
+SESSION_HEADER = "x-session-id"
+NO_ENGINE_MESSAGE = "no engine of the fleet answers; try again later (`outrider fleet status` shows why)"
 
 
 class EngineLeases:
-    """Completes the ingress's texts on engines of all kinds, each a deployment of Ray Serve with about `many` engines.
+    """Completes the ingress's texts on engines. Each kind is a Ray Serve deployment of about `engine_counts` engines.
 
     `keys`: the folder of keys for attached engines.
     """
 
     def __init__(
-        self, ingress: plan.IngressPlan, kinds: Sequence[DeploymentHandle[Any]], many: Sequence[int], keys: Path | None
+        self,
+        ingress: plan.IngressPlan,
+        kinds: Sequence[DeploymentHandle[Any]],
+        engine_counts: Sequence[int],
+        keys: Path | None,
     ) -> None:
         self._ingress = ingress
         self._kinds = kinds
@@ -65,11 +69,11 @@ class EngineLeases:
         here = ray.get_runtime_context()
         self._ingress_key = IngressKey(self._keyring.key, here.get_actor_name() or "")
         self._host = here.get_node_id()
-        self._client_of = lru_cache(MOST_KNOWN)(self._connect_to)
-        self._turns = EngineSelector(many)
+        self._client_for = lru_cache(MAX_CLIENTS)(self._connect_to)
+        self._selector = EngineSelector(engine_counts)
 
     def client(self, request: Request) -> LeasedClient:
-        session = request.headers.get(SESSION, "") if self._ingress.sessions else ""
+        session = request.headers.get(SESSION_HEADER, "") if self._ingress.sessions else ""
         return LeasedClient(self, session, self._ingress.tries)
 
     async def stats(self) -> Stats:
@@ -77,33 +81,35 @@ class EngineLeases:
         places: list[EngineAddress] = []
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
-                places += await kind.broadcast("place", self._ingress_key).results_async(timeout_s=WAIT_SECONDS)
-        answers = await asyncio.gather(*(self._client_of(place).stats() for place in places), return_exceptions=True)
+                places += await kind.broadcast("place", self._ingress_key).results_async(
+                    timeout_s=LEASE_TIMEOUT_SECONDS
+                )
+        answers = await asyncio.gather(*(self._client_for(place).stats() for place in places), return_exceptions=True)
         found = []
         for number, stats in enumerate(answers):
             if isinstance(stats, Stats):  # worker names become unique across engines
                 workers = tuple(structs.replace(one, name=f"{number}/{one.name}") for one in stats.workers)
                 found.append(structs.replace(stats, workers=workers))
         if not found:
-            raise EndpointError(NO_ENGINE)
-        return reduce(_sum, found)
+            raise EndpointError(NO_ENGINE_MESSAGE)
+        return reduce(_add_stats, found)
 
     async def complete(self, session: str, ask: Callable[[AsyncClient], Coroutine[Any, Any, None]]) -> None:
         """Leases the engine that Serve chooses, the same for a `session` where possible, and awaits `ask` with its
         client.
 
         Raises:
-            EndpointError: there is none.
-            ServerStopped: it ends before `ask` does.
+            EndpointError: no engine answers.
+            ServerStopped: the engine ends before `ask` does.
         """
-        kind = self._turns.choose(session)
+        kind = self._selector.choose(session)
         response = self._kinds[kind].options(stream=True, session_id=session).lease.remote(self._ingress_key)
         gone: asyncio.Task[None] | None = None
         try:
-            with self._turns.under_way(kind):
+            with self._selector.under_way(kind):
                 place = await self._first_address(response, kind)
-                gone = asyncio.create_task(_until_gone(response))
-                task = asyncio.create_task(ask(self._client_of(place)))
+                gone = asyncio.create_task(_wait_until_gone(response))
+                task = asyncio.create_task(ask(self._client_for(place)))
                 try:
                     await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
                     if not task.done():
@@ -114,7 +120,7 @@ class EngineLeases:
                     await asyncio.wait((task,))
         except (EndpointError, ServerStopped):
             if gone is not None:
-                self._turns.lost(kind, place)
+                self._selector.mark_lost(kind, place)
             raise
         finally:
             response.cancel()
@@ -122,26 +128,26 @@ class EngineLeases:
                 gone.cancel()
 
     def connect(self) -> None:
-        """Has Serve resolve the engines, which the first request would wait for otherwise."""
+        """Makes Serve resolve the engines now, so that the first request need not wait for it."""
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
-                kind.broadcast("place", self._ingress_key).results(timeout_s=WAIT_SECONDS)
+                kind.broadcast("place", self._ingress_key).results(timeout_s=LEASE_TIMEOUT_SECONDS)
 
     def _connect_to(self, place: EngineAddress) -> AsyncClient:
         where = EngineAddress(place.own) if place.own and place.host == self._host else place
         keys = self._keyring.folder if where.key else self._keys
-        return AsyncClient(where.endpoint, SILENT_SECONDS, server_key=where.key or None, keys=keys)
+        return AsyncClient(where.endpoint, ENGINE_TIMEOUT_SECONDS, server_key=where.key or None, keys=keys)
 
     async def _first_address(self, response: Any, kind: int) -> EngineAddress:
         try:
-            async with asyncio.timeout(WAIT_SECONDS):
+            async with asyncio.timeout(LEASE_TIMEOUT_SECONDS):
                 place: EngineAddress = await anext(response)
                 return place
         except TimeoutError:
-            self._turns.silent(kind)
-            raise EndpointError(NO_ENGINE) from None
+            self._selector.mark_silent(kind)
+            raise EndpointError(NO_ENGINE_MESSAGE) from None
         except (RayError, RayServeException):
-            raise EndpointError(NO_ENGINE) from None
+            raise EndpointError(NO_ENGINE_MESSAGE) from None
 
 
 class LeasedClient(AsyncBaseClient):
@@ -157,24 +163,24 @@ class LeasedClient(AsyncBaseClient):
         self._session = session
         self._tried = Counter[str]()
 
-    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
+    async def run_once(self, dialogue: Dialogue, on_chunk: ChunkHandler) -> None:
         tried = self._tried[dialogue.request]
         self._tried[dialogue.request] += 1
         session = f"{self._session} {dialogue.request} {tried}" if tried else self._session
-        await self._engines.complete(session, lambda client: client.once(dialogue, grown))
+        await self._engines.complete(session, lambda client: client.run_once(dialogue, on_chunk))
 
 
-async def _until_gone(response: Any) -> None:
+async def _wait_until_gone(response: Any) -> None:
     with suppress(RayError, RayServeException):
         async for _ in response:
             pass
 
 
-def _sum(left: Stats, right: Stats) -> Stats:
+def _add_stats(left: Stats, right: Stats) -> Stats:
     """Adds all fields, except those that describe the answer itself."""
     names = set(Stats.__struct_fields__) - {"request", "version", "known", "endings"}
     sums: dict[str, Any] = {name: getattr(left, name) + getattr(right, name) for name in names}
-    return structs.replace(left, endings=by_name(left.endings, right.endings), **sums)
+    return structs.replace(left, endings=add_tallies(left.endings, right.endings), **sums)
 
 
 class Ingress:
@@ -184,14 +190,18 @@ class Ingress:
     """None if the constructor failed."""
 
     def __init__(
-        self, ingress: plan.IngressPlan, engine: ServeSettings, handles: list[DeploymentHandle[Any]], many: list[int]
+        self,
+        ingress: plan.IngressPlan,
+        engine: ServeSettings,
+        handles: list[DeploymentHandle[Any]],
+        engine_counts: list[int],
     ) -> None:
         files = find_model(engine.model or default_model()[0], weights=False)
-        model = load_served(files.name, files.folder, ingress.http.model_names, ingress.http.tool_fallback)
-        self._engines = EngineLeases(ingress, handles, many, engine.keys)
-        app = application(model, self._engines, ingress.http)
+        model = load_served_model(files.name, files.folder, ingress.http.model_names, ingress.http.tool_fallback)
+        self._engines = EngineLeases(ingress, handles, engine_counts, engine.keys)
+        app = build_app(model, self._engines, ingress.http)
         self._listener = HttpListener(ingress.http)
-        self._server = server = uvicorn.Server(config(app, ingress.http))
+        self._server = server = uvicorn.Server(uvicorn_config(app, ingress.http))
         self._thread = threading.Thread(target=self._serve, args=(server,), daemon=True, name="http")
         self._thread.start()
 

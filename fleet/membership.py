@@ -17,17 +17,17 @@ from ray._common.usage.usage_lib import get_cluster_metadata
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError, RpcError
 
-from outrider.fleet.host import LABEL
+from outrider.fleet.host import VERSION_LABEL
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.protocol.errors import EndpointError, KeyFault, ModelError, VersionMismatch
 from outrider.protocol.version import PACKAGE_VERSION
 
-REACH_SECONDS = 5.0
-EXPECTED = "expected the address that `outrider fleet head` printed there"
-ALIVE = 0
+CONNECT_TIMEOUT_SECONDS = 5.0
+EXPECTED_ADDRESS = "expected the address that `outrider fleet head` printed there"
+ALIVE_STATE = 0
 """Ray's state of a live node."""
-ROOM = b"outrider"
-MODELS = b"models"
+KV_NAMESPACE = b"outrider"
+MODELS_KEY = b"models"
 """The key under which the head stores the fleet's models, one per line."""
 
 
@@ -59,12 +59,14 @@ class FleetHead:
                 f"the head at {address} refuses this host's token; expected a copy of the head's own token file"
             ) from None
         except RpcError:
-            raise EndpointError(f"no fleet's head answers at {address}; {EXPECTED}") from None
+            raise EndpointError(f"no fleet's head answers at {address}; {EXPECTED_ADDRESS}") from None
 
     def check_versions(self) -> None:
         """Raises VersionMismatch if this host's versions differ from the head's, as far as these are known."""
         metadata = get_cluster_metadata(self._gcs) or {}
-        outrider = next((node.labels[LABEL] for node in self.nodes() if node.alive and LABEL in node.labels), "")
+        outrider = next(
+            (node.labels[VERSION_LABEL] for node in self.nodes() if node.alive and VERSION_LABEL in node.labels), ""
+        )
         for name, there, here in (
             ("Ray", metadata.get("ray_version"), ray.__version__),
             ("Python", metadata.get("python_version"), platform.python_version()),
@@ -79,17 +81,18 @@ class FleetHead:
         """Returns all current and former hosts."""
         found = self._gcs.get_all_node_info().values()
         return [
-            RayNode(one.node_name, one.state == ALIVE, dict(one.resources_total), dict(one.labels)) for one in found
+            RayNode(one.node_name, one.state == ALIVE_STATE, dict(one.resources_total), dict(one.labels))
+            for one in found
         ]
 
     def models(self) -> list[str]:
         """Returns the models whose files hosts need; empty if no fleet runs, or it runs the embedded pair."""
-        found = self._gcs.internal_kv_get(MODELS, ROOM) or b""
+        found = self._gcs.internal_kv_get(MODELS_KEY, KV_NAMESPACE) or b""
         return found.decode().splitlines()
 
     def store_models(self, names: list[str]) -> None:
         """Stores the models that joining hosts need."""
-        self._gcs.internal_kv_put(MODELS, "\n".join(names).encode(), True, ROOM)
+        self._gcs.internal_kv_put(MODELS_KEY, "\n".join(names).encode(), True, KV_NAMESPACE)
 
 
 def check_models(names: list[str]) -> None:
@@ -121,7 +124,7 @@ def _check_reachable(address: str) -> None:
             f"{address!r} is not the address of a head; expected HOST:PORT, as `outrider fleet head` prints it"
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_SECONDS).close()
     except OSError as error:
         why = error.strerror or str(error) or "it does not answer"
-        raise EndpointError(f"no fleet's head is at {address} ({why}); {EXPECTED}") from None
+        raise EndpointError(f"no fleet's head is at {address} ({why}); {EXPECTED_ADDRESS}") from None

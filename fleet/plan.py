@@ -3,7 +3,7 @@
 A record raises InvalidRequest if a value is out of range, or two contradict; the message names the key and the remedy.
 
 YAML 1.2 rules apply: `on`, `off`, `yes` and `no` are strings, and duplicate keys are errors. Every error names the file
-and the key. Nothing here asks Ray or another host.
+and the key. Nothing here contacts Ray or another host.
 """
 
 from __future__ import annotations
@@ -19,27 +19,44 @@ from typing import Any, TypeVar
 import yaml
 
 from outrider.fleet.host import Resources
-from outrider.orchestrator.cli.flags import keys_beside
+from outrider.orchestrator.cli.flags import read_api_keys
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import values
-from outrider.protocol.endpoints import reachable
+from outrider.protocol.endpoints import parse_reachable
 from outrider.protocol.errors import EndpointError, InvalidRequest
 
-PLACES = ("same-host", "other-host", "none")
-MOST_ENGINES = 10_000
-MOST_INGRESSES = 100
-MOST_TRIES = 100
-A_DAY = 86_400.0
+DRAFTER_PLACES = ("same-host", "other-host", "none")
+MAX_ENGINES = 10_000
+MAX_INGRESSES = 100
+MAX_TRIES = 100
+DAY_SECONDS = 86_400.0
+
+Offers = Mapping[str, float]
+"""A host's resources by Ray's names."""
+
+REMEDY = "run `outrider fleet join` on a host that does, or lower the needs"
+TOP_KEYS = ("model", "draft_model", "engine", "placed", "attached", "ingress", "scale")
+
+RESERVED_SETTINGS = ("model", "draft_model", "endpoint", "workers_endpoint", "advertise", "await_target", "keyed")
+"""Server settings that the fleet sets itself, or that have another place in the file."""
+
+ENGINE_KEYS = tuple(field.name for field in fields(ServeSettings) if field.name not in RESERVED_SETTINGS)
+HTTP_KEYS = ("host", "port", "api_keys", "cors_origins", "model_names", "max_body_mb", "request_timeout",
+        "max_streams_per_key")  # fmt: skip
+INGRESS_KEYS = ("count", "sessions", "tries", "api_key_file", *HTTP_KEYS)
+LIST_KEYS = ("api_keys", "cors_origins", "model_names")
+
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterPlan:
-    """Who drafts for each placed engine. `on`: same-host, a worker beside the engine; other-host, one on a host that
+    """What drafts for each placed engine. `on`: same-host, a worker on its host; other-host, one on another host that
     offers `needs`; none, only n-grams.
     """
 
-    on: str = values.checked("same-host", partial(values.word, words=PLACES))
+    on: str = values.checked_field("same-host", partial(values.check_choice, words=DRAFTER_PLACES))
     needs: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:
@@ -50,17 +67,17 @@ class DrafterPlan:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Between `min` and `max` engines, so that each has about `requests_per_engine` in progress.
+    """Scales between `min` and `max` engines, so that each has about `requests_per_engine` in progress.
 
     Load is averaged over 30 s. An engine is added after `upscale_delay_s` seconds of too much load, and removed after
     `downscale_delay_s` of too little.
     """
 
-    min: int = values.whole_field(1, 1, MOST_ENGINES)
-    max: int = values.whole_field(1, 1, MOST_ENGINES)
-    requests_per_engine: float = values.number_field(4, 0.1, 1024)
-    upscale_delay_s: float = values.number_field(30, 0, A_DAY)
-    downscale_delay_s: float = values.number_field(600, 0, A_DAY)
+    min: int = values.int_field(1, 1, MAX_ENGINES)
+    max: int = values.int_field(1, 1, MAX_ENGINES)
+    requests_per_engine: float = values.float_field(4, 0.1, 1024)
+    upscale_delay_s: float = values.float_field(30, 0, DAY_SECONDS)
+    downscale_delay_s: float = values.float_field(600, 0, DAY_SECONDS)
 
     def __post_init__(self) -> None:
         values.check_fields(self)
@@ -72,7 +89,7 @@ class Scale:
 class Placed:
     """Engines that Ray starts: `replicas`, each on a host that offers `needs`, and their drafters."""
 
-    replicas: int = values.whole_field(1, 1, MOST_ENGINES)
+    replicas: int = values.int_field(1, 1, MAX_ENGINES)
     needs: Resources = field(default_factory=Resources)
     drafter: DrafterPlan = field(default_factory=DrafterPlan)
 
@@ -98,9 +115,9 @@ class IngressPlan:
     `sessions`: requests with the same `x-session-id` go to the same engine. `tries`: engines tried for a text.
     """
 
-    count: int = values.whole_field(1, 1, MOST_INGRESSES)
-    sessions: bool = values.checked(True, values.flag)
-    tries: int = values.whole_field(5, 1, MOST_TRIES)
+    count: int = values.int_field(1, 1, MAX_INGRESSES)
+    sessions: bool = values.checked_field(True, values.check_bool)
+    tries: int = values.int_field(5, 1, MAX_TRIES)
     http: HttpSettings = field(default_factory=HttpSettings)
 
     def __post_init__(self) -> None:
@@ -131,7 +148,7 @@ class FleetPlan:
             raise InvalidRequest("scale adds placed engines, but there is no placed; expected both, or no scale")
         for one in self.attached:
             try:
-                reachable(one)
+                parse_reachable(one)
             except EndpointError as error:
                 raise InvalidRequest(f"attached: {error}") from None
         twice = [one for one, times in Counter(self.attached).items() if times > 1]
@@ -149,43 +166,26 @@ class FleetPlan:
             raise InvalidRequest("placed.drafter has nothing to draft with; expected draft_model beside model")
 
 
-Offers = Mapping[str, float]
-"""A host's resources by Ray's names."""
-BETTER = "run `outrider fleet join` on a host that does, or lower the needs"
-
-
 def check_fits(placed: Placed, hosts: Sequence[Offers]) -> None:
     """Raises InvalidRequest if no host can run even one engine. Ray would wait for such a host forever. Resources in
     use count as available."""
     engine, drafter = placed.bundle(), placed.drafter
-    engines = _with(engine, hosts)
+    engines = _matching_hosts(engine, hosts)
     if not engines:
-        raise InvalidRequest(f"placed needs {engine}, but no host of the fleet offers that; {BETTER}")
+        raise InvalidRequest(f"placed needs {engine}, but no host of the fleet offers that; {REMEDY}")
     if drafter.on != "other-host":
         return
-    drafters = _with(drafter.needs, hosts)
+    drafters = _matching_hosts(drafter.needs, hosts)
     if not drafters or engines == drafters == engines[:1]:
         raise InvalidRequest(
-            f"placed.drafter on other-host needs {drafter.needs}, but no host except the engine's offers that; {BETTER}"
+            f"placed.drafter on other-host needs {drafter.needs}, but no host except the engine's offers that; {REMEDY}"
         )
 
 
-def _with(needs: Resources, hosts: Sequence[Offers]) -> list[int]:
+def _matching_hosts(needs: Resources, hosts: Sequence[Offers]) -> list[int]:
     """Returns the hosts that offer `needs`."""
     asked = needs.as_ray()
     return [n for n, offers in enumerate(hosts) if all(offers.get(name, 0) >= many for name, many in asked.items())]
-
-
-TOP = ("model", "draft_model", "engine", "placed", "attached", "ingress", "scale")
-RESERVED = ("model", "draft_model", "endpoint", "workers_endpoint", "advertise", "await_target", "keyed")
-"""Server settings that the fleet sets itself, or that stand elsewhere in the file."""
-ENGINE = tuple(field.name for field in fields(ServeSettings) if field.name not in RESERVED)
-HTTP = ("host", "port", "api_keys", "cors_origins", "model_names", "max_body_mb", "request_timeout",
-        "max_streams_per_key")  # fmt: skip
-INGRESS = ("count", "sessions", "tries", "api_key_file", *HTTP)
-LISTS = ("api_keys", "cors_origins", "model_names")
-
-Record = TypeVar("Record")
 
 
 def read_plan(path: Path) -> FleetPlan:
@@ -202,54 +202,54 @@ def read_plan(path: Path) -> FleetPlan:
         why = " ".join(str(error).split())
         raise InvalidRequest(f"{path} is not YAML: {why}; expected a fleet.yaml (docs/fleet.md)") from None
     try:
-        return plan_of(found)
+        return parse_plan(found)
     except InvalidRequest as error:
         raise InvalidRequest(f"{path}: {error}") from None
 
 
-def plan_of(found: object) -> FleetPlan:
+def parse_plan(found: object) -> FleetPlan:
     """Converts parsed YAML. Raises InvalidRequest."""
-    given = _section("the fleet", found, TOP)
-    placed = _read("placed", Placed, given["placed"]) if "placed" in given else None
+    given = _section_keys("the fleet", found, TOP_KEYS)
+    placed = _read_section("placed", Placed, given["placed"]) if "placed" in given else None
     if "scale" in given and isinstance(given.get("placed"), Mapping) and "replicas" in given["placed"]:
         raise InvalidRequest("scale replaces placed.replicas, but both are given; expected one of them")
-    scale = _read("scale", Scale, given["scale"]) if "scale" in given else None
-    attached = _words("attached", given["attached"]) if given.get("attached") is not None else ()
-    return FleetPlan(_engine(given, placed), placed, attached, _ingress(given.get("ingress")), scale)
+    scale = _read_section("scale", Scale, given["scale"]) if "scale" in given else None
+    attached = _check_strings("attached", given["attached"]) if given.get("attached") is not None else ()
+    return FleetPlan(_engine_settings(given, placed), placed, attached, _ingress_plan(given.get("ingress")), scale)
 
 
-def _engine(given: Mapping[str, Any], placed: Placed | None) -> ServeSettings:
+def _engine_settings(given: Mapping[str, Any], placed: Placed | None) -> ServeSettings:
     """Returns the engines' settings, model names included."""
     settings = {name: given[name] for name in ("model", "draft_model") if given.get(name) is not None}
-    settings |= _section("engine", given.get("engine"), ENGINE)
+    settings |= _section_keys("engine", given.get("engine"), ENGINE_KEYS)
     drafts = placed is None or placed.drafter.on != "none" or "draft_model" in settings
     if drafts or settings.get("draft_backend", "mlx") != "mlx":
-        return _record("engine", ServeSettings, settings)
-    return _record("engine, whose placed.drafter is none", ServeSettings, {**settings, "draft_backend": "none"})
+        return _make_record("engine", ServeSettings, settings)
+    return _make_record("engine, whose placed.drafter is none", ServeSettings, {**settings, "draft_backend": "none"})
 
 
-_INNER: dict[str, type[Any]] = {"needs": Resources, "drafter": DrafterPlan}
+_SUBSECTIONS: dict[str, type[Any]] = {"needs": Resources, "drafter": DrafterPlan}
 """The keys of a section that hold a section themselves."""
 
 
-def _read(name: str, kind: type[Record], found: object) -> Record:
-    """Reads a section whose keys are the fields of `kind`; a drafter's may also be its place alone."""
+def _read_section(name: str, kind: type[Record], found: object) -> Record:
+    """Reads a section whose keys are the fields of `kind`; a drafter may also be given as its `on` alone."""
     if kind is DrafterPlan and isinstance(found, str):
         found = {"on": found}
-    given = _section(name, found, tuple(field.name for field in fields(kind)))  # type: ignore[arg-type]
-    inner = {key: _read(f"{name}.{key}", _INNER[key], given[key]) for key in _INNER if key in given}
-    return _record(name, kind, given | inner)
+    given = _section_keys(name, found, tuple(field.name for field in fields(kind)))  # type: ignore[arg-type]
+    inner = {key: _read_section(f"{name}.{key}", _SUBSECTIONS[key], given[key]) for key in _SUBSECTIONS if key in given}
+    return _make_record(name, kind, given | inner)
 
 
-def _ingress(found: object) -> IngressPlan:
-    given = _section("ingress", found, INGRESS)
-    http = {name: given.pop(name) for name in HTTP if name in given}
-    http |= {name: _words(f"ingress.{name}", http[name]) for name in LISTS if name in http}
+def _ingress_plan(found: object) -> IngressPlan:
+    given = _section_keys("ingress", found, INGRESS_KEYS)
+    http = {name: given.pop(name) for name in HTTP_KEYS if name in given}
+    http |= {name: _check_strings(f"ingress.{name}", http[name]) for name in LIST_KEYS if name in http}
     file = given.pop("api_key_file", None)
-    path = values.path("ingress.api_key_file", file).expanduser() if file is not None else None
-    http["api_keys"] = (*http.get("api_keys", ()), *keys_beside(path))
+    path = values.check_path("ingress.api_key_file", file).expanduser() if file is not None else None
+    http["api_keys"] = (*http.get("api_keys", ()), *read_api_keys(path))
     try:
-        return _record("ingress", IngressPlan, {**given, "http": _record("ingress", HttpSettings, http)})
+        return _make_record("ingress", IngressPlan, {**given, "http": _make_record("ingress", HttpSettings, http)})
     except InvalidRequest as error:
         if http["api_keys"] or "API key" not in str(error):
             raise
@@ -259,13 +259,13 @@ def _ingress(found: object) -> IngressPlan:
         ) from None
 
 
-def _words(name: str, found: object) -> tuple[str, ...]:
+def _check_strings(name: str, found: object) -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise InvalidRequest(f"{name} is {found!r}; expected a list of strings, with quotes around numbers")
     return tuple(found)
 
 
-def _section(name: str, found: object, known: tuple[str, ...]) -> dict[str, Any]:
+def _section_keys(name: str, found: object, known: tuple[str, ...]) -> dict[str, Any]:
     """Returns a section's keys; empty if it is missing. Unknown keys are errors."""
     if found is None:
         return {}
@@ -275,13 +275,13 @@ def _section(name: str, found: object, known: tuple[str, ...]) -> dict[str, Any]
         if key not in known:
             close = get_close_matches(str(key), known, n=1)
             why = f"did you mean {close[0]}?" if close else f"expected {', '.join(known)}"
-            if key in RESERVED:
+            if key in RESERVED_SETTINGS:
                 why = "the fleet sets it itself, or another part of the file does; omit it"
             raise InvalidRequest(f"{name} has the key {key!r}; {why}")
     return dict(found)
 
 
-def _record(name: str, made: type[Record], given: Mapping[str, Any]) -> Record:
+def _make_record(name: str, made: type[Record], given: Mapping[str, Any]) -> Record:
     """Creates a record; errors are prefixed with `name`."""
     try:
         return made(**given)

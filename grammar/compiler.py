@@ -1,8 +1,8 @@
-"""Compiles grammars to matchers of llguidance, over a model's tokens. Knows grammars; knows nothing of requests.
+"""Compiles grammars to llguidance matchers over a model's tokens. This module knows grammars, not requests.
 
-`check` tries whether a grammar can be compiled at all. It needs no tokenizer, only a `Vocabulary` with its marks:
-tokens such as <think> that no bytes match in a grammar. By llguidance's rule, marks are added tokens that are special
-or look like a tag.
+`check_grammar` tests whether a grammar can be compiled. It needs no tokenizer, only a `Vocabulary` with its marks:
+tokens such as <think>, which a grammar can't match by their bytes. By llguidance's rule, marks are added tokens that
+are special or look like a tag.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from outrider.grammar.constraint import ByGrammar, Constraint, NoEndYet
+from outrider.grammar.constraint import Constraint, GrammarConstraint, MinTokensConstraint
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import Grammar, SamplingParams
 
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
 
-TOKENIZER = "tokenizer.json"
-KEPT = 32
-# At most one space between two tokens of JSON, because weak models fill their budget with white space. Without a
-# pattern the library forces the tokens of everything that is certain, in only one spelling.
-SPACE: JsonCompileOptions = {"whitespace_pattern": " "}
-_OWN_SPACE = {"whitespace_pattern", "whitespace_flexible", "item_separator", "key_separator"}
+TOKENIZER_FILE = "tokenizer.json"
+MAX_CACHED_GRAMMARS = 32
+# Allows at most one space between JSON tokens, because weak models fill their budget with white space. Without a
+# pattern, the library forces all text that is certain, and allows only one tokenization of it.
+JSON_WHITESPACE: JsonCompileOptions = {"whitespace_pattern": " "}
+_WHITESPACE_KEYS = {"whitespace_pattern", "whitespace_flexible", "item_separator", "key_separator"}
 # A fifth of the library's default, because a short grammar such as a{1000}{1000} must not take a second.
-LIMITS = LLParserLimits(initial_lexer_fuel=200_000, verbose_errors=False)
+PARSER_LIMITS = LLParserLimits(initial_lexer_fuel=200_000, verbose_errors=False)
+MAX_CACHED_CHECKS = 128
 
 
-class Compiler:
+class GrammarCompiler:
     """Compiles grammars over the tokens of the model in `folder`. Its tokenizer is read when it is first needed."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -45,16 +46,16 @@ class Compiler:
         self._compiled: dict[tuple[Grammar, tuple[int, ...]], LLMatcher] = {}
 
     def constraint_for(self, sampling: SamplingParams, ends: Iterable[int], start: int) -> Constraint | None:
-        """Returns a request's constraint from token number `start` on; `ends` end the text. None: no constraint.
+        """Returns a request's constraint from token number `start` on, or None. `ends` are the end tokens.
 
         Raises:
             InvalidRequest, ModelError: as `constraint`.
         """
         by_grammar = self.constraint(sampling.grammar, ends, start)
-        return NoEndYet(by_grammar, ends, start, sampling.min_tokens) if sampling.min_tokens else by_grammar
+        return MinTokensConstraint(by_grammar, ends, start, sampling.min_tokens) if sampling.min_tokens else by_grammar
 
     def constraint(self, grammar: Grammar | None, ends: Iterable[int], start: int) -> Constraint | None:
-        """Returns the constraint of `grammar` from token number `start` on; `ends` end the text. None for None.
+        """Returns the constraint of `grammar` from token number `start` on; None without one. `ends`: the end tokens.
 
         Raises:
             InvalidRequest: the grammar can't be compiled.
@@ -63,18 +64,18 @@ class Compiler:
         if grammar is None:
             return None
         key = grammar, tuple(sorted(ends))
-        tokenizer = self._tokenizer(key[1])
+        tokenizer = self._load_tokenizer(key[1])
         matcher = self._compiled.pop(key, None)
         if matcher is None or _is_spent(matcher):
-            matcher = compiled(grammar, tokenizer)
+            matcher = compile_grammar(grammar, tokenizer)
         self._compiled[key] = matcher  # the newest comes last
-        if len(self._compiled) > KEPT:
+        if len(self._compiled) > MAX_CACHED_GRAMMARS:
             del self._compiled[next(iter(self._compiled))]
-        return ByGrammar(matcher, tokenizer, start)
+        return GrammarConstraint(matcher, tokenizer, start)
 
-    def _tokenizer(self, ends: tuple[int, ...]) -> LLTokenizer:
+    def _load_tokenizer(self, ends: tuple[int, ...]) -> LLTokenizer:
         if ends not in self._tokenizers:
-            path = (self._folder or Path()) / TOKENIZER
+            path = (self._folder or Path()) / TOKENIZER_FILE
             try:
                 self._tokenizers[ends] = LLTokenizer(path.read_text(encoding="utf-8"), eos_token=list(ends))
             except (OSError, ValueError) as error:
@@ -84,11 +85,11 @@ class Compiler:
         return self._tokenizers[ends]
 
 
-def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     """Compiles a grammar. Raises InvalidRequest if it can't be compiled."""
     try:
-        matcher = LLMatcher(tokenizer, _described(grammar), log_level=0, limits=LIMITS)
-    except Exception as error:  # the converter of GBNF raises no narrower class
+        matcher = LLMatcher(tokenizer, _to_llguidance(grammar), log_level=0, limits=PARSER_LIMITS)
+    except Exception as error:  # the GBNF converter raises plain Exception
         raise InvalidRequest(f"the {grammar.name} can't be used: {error}") from None
     if matcher.is_error():
         raise InvalidRequest(f"the {grammar.name} can't be used: {matcher.get_error().strip()}")
@@ -96,7 +97,7 @@ def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _is_spent(matcher: LLMatcher) -> bool:
-    """Returns whether a copy has reached the library's limits; then all copies fail, because they share state."""
+    """Returns whether the matcher has reached the library's limits. All copies then fail, because they share state."""
     copy = matcher.deep_copy()
     copy.compute_bitmask()
     return bool(copy.is_error())
@@ -106,12 +107,12 @@ def as_part(grammar: Grammar, name: str) -> dict[str, Any]:
     """Returns a schema, a grammar or a regular expression as part `name` of an "llguidance" grammar."""
     if grammar.kind == "grammar":
         return {"name": name, "lark_grammar": any_to_lark(grammar.text)}
-    (part,) = json.loads(_described(grammar))["grammars"]
+    (part,) = json.loads(_to_llguidance(grammar))["grammars"]
     return {**part, "name": name}
 
 
-def _space(schema: str) -> JsonCompileOptions | None:
-    """Returns the options for white space: `SPACE`, or None if the schema's `x-guidance` sets them."""
+def _whitespace_options(schema: str) -> JsonCompileOptions | None:
+    """Returns the options for white space: `JSON_WHITESPACE`, or None if the schema's `x-guidance` sets them."""
     try:
         parsed = json.loads(schema)
     except ValueError:
@@ -119,14 +120,14 @@ def _space(schema: str) -> JsonCompileOptions | None:
     if not isinstance(parsed, dict):
         return None
     own = parsed.get("x-guidance", {})
-    return SPACE if isinstance(own, dict) and _OWN_SPACE.isdisjoint(own) else None
+    return JSON_WHITESPACE if isinstance(own, dict) and _WHITESPACE_KEYS.isdisjoint(own) else None
 
 
-def _described(grammar: Grammar) -> str:
-    """Converts the grammar to the library's own language. GBNF's converter raises no narrower class than Exception."""
+def _to_llguidance(grammar: Grammar) -> str:
+    """Converts the grammar to llguidance's own format. The GBNF converter raises plain Exception on errors."""
     match grammar.kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text, _space(grammar.text))
+            return LLMatcher.grammar_from_json_schema(grammar.text, _whitespace_options(grammar.text))
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "llguidance":
@@ -142,7 +143,7 @@ class Vocabulary:
     marks: tuple[tuple[int, str], ...] = ()
 
 
-def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+def get_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     """Returns the vocabulary of a tokenizer."""
     added = tokenizer.get_added_tokens_decoder()
     marks = tuple((token, entry.content) for token, entry in sorted(added.items()) if _is_mark(entry))
@@ -153,20 +154,19 @@ def _is_mark(token: AddedToken) -> bool:
     return bool(token.content) and (token.special or (token.content.startswith("<") and token.content.endswith(">")))
 
 
-CHECKS_KEPT = 128
-NO_MARKS = Vocabulary()
+EMPTY_VOCABULARY = Vocabulary()
 
 
-@lru_cache(CHECKS_KEPT)
-def check(grammar: Grammar, vocabulary: Vocabulary = NO_MARKS) -> None:
-    """Checks that a text can begin with this grammar and be rolled back, as drafts are.
+@lru_cache(MAX_CACHED_CHECKS)
+def check_grammar(grammar: Grammar, vocabulary: Vocabulary = EMPTY_VOCABULARY) -> None:
+    """Checks that a text can begin with this grammar and can be rolled back, which drafts require.
 
     Raises:
         InvalidRequest: the grammar can't be compiled or followed; the message has the library's reason.
     """
-    tokenizer = _tokenizer(vocabulary)
-    matcher = compiled(grammar, tokenizer)
-    constraint = ByGrammar(matcher, tokenizer, 0)
+    tokenizer = _create_byte_tokenizer(vocabulary)
+    matcher = compile_grammar(grammar, tokenizer)
+    constraint = GrammarConstraint(matcher, tokenizer, 0)
     constraint.allowed([()])
     constraint.check(())
     if not _can_roll_back(matcher):
@@ -182,8 +182,8 @@ def _can_roll_back(matcher: LLMatcher) -> bool:
     return bool(copy.rollback(1))
 
 
-class _Bytes:
-    """A tokenizer of marks at their own ids, and of single bytes at other ids. The last token ends the text."""
+class _ByteTokenizer:
+    """A tokenizer whose tokens are the marks, at their own ids, and single bytes. The last token ends the text."""
 
     bos_token_id = None
 
@@ -204,5 +204,5 @@ class _Bytes:
 
 
 @lru_cache(4)
-def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Bytes(vocabulary)))
+def _create_byte_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_ByteTokenizer(vocabulary)))

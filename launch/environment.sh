@@ -81,11 +81,11 @@ install_all() {
 # For programs that run MLX in their own process; the orchestrator does it for the workers of a cluster.
 preload_openblas() {
     local library
-    library="$("$python" -P -c 'from outrider.orchestrator.machine.system import openblas; print(openblas() or "")')"
+    library="$("$python" -P -c 'from outrider.orchestrator.machine.system import find_openblas; print(find_openblas() or "")')"
     if [ -n "$library" ]; then export LD_PRELOAD="$library${LD_PRELOAD:+:$LD_PRELOAD}"; fi
 }
 
-has_openblas() { "$python" -P -c 'from outrider.orchestrator.machine.system import notes; raise SystemExit(bool(notes()))'; }
+has_openblas() { "$python" -P -c 'from outrider.orchestrator.machine.system import blas_notes; raise SystemExit(bool(blas_notes()))'; }
 
 # MLX's CPU wheel on Linux carries the reference BLAS; the workers preload OpenBLAS if the system has one.
 find_openblas() {
@@ -96,7 +96,7 @@ find_openblas() {
         : >"$tried"
         if install_openblas >/dev/null 2>&1 && has_openblas; then return; fi
     fi
-    "$python" -P -c 'import sys; from outrider.orchestrator.machine.system import MISSING; print("outrider:", MISSING, file=sys.stderr)'
+    "$python" -P -c 'import sys; from outrider.orchestrator.machine.system import NO_OPENBLAS_NOTE; print("outrider:", NO_OPENBLAS_NOTE, file=sys.stderr)'
 }
 
 install_openblas() {

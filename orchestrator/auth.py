@@ -1,9 +1,9 @@
 """Decides which peers may connect, and which client a request comes from.
 
-`CurveAuth` is the allow-list of the server's keyring, read again when it changes, without the keys refused since.
-ZeroMQ calls it at each handshake, on a thread of its own. Knows keys and endpoints' roles; knows nothing of messages.
+`CurveAuth` admits the keys on the allow-list of the server's keyring, which it reads again when it changes, except for
+those that were refused since. ZeroMQ calls it at each handshake, on a thread of its own. Knows nothing of messages.
 
-`client_key` is the common prefix of the routing ids of one client, which has a socket for each request.
+`new_client_id` returns the common prefix of the routing ids of one client, which has a socket for each request.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from outrider.protocol.keys import CLIENT, DRAFTER, PREFILL, AllowedKey, Keyring
 log = logging.getLogger(__name__)
 
 # The roles that an endpoint admits: all workers of other machines share one endpoint.
-_ADMITTED = {CLIENT: (CLIENT,), DRAFTER: (DRAFTER, PREFILL)}
+_ADMITTED_ROLES = {CLIENT: (CLIENT,), DRAFTER: (DRAFTER, PREFILL)}
+CLIENT_ID_BYTES = 9
 
 
 class CurveAuth:
-    """Decides for all sockets of `context` that are bound with `keys`, from creation to `close`.
+    """Authenticates peers of all sockets of `context` that are bound with `keys`, from creation to `close`.
 
     Raises:
         KeyFault: the server has no key, or the keyring can't be used.
@@ -38,13 +39,13 @@ class CurveAuth:
         self.own = keyring.own()
         self._keyring = keyring
         self._lock = threading.Lock()
-        self._seen: tuple[int, ...] | None = None
+        self._file_state: tuple[int, ...] | None = None
         self._refused: dict[str, str] = {}
         self._allowed: tuple[AllowedKey, ...] = ()
-        self._read()
+        self._reload_allow_list()
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
-        for role in _ADMITTED:
+        for role in _ADMITTED_ROLES:
             self._authenticator.configure_curve_callback(role, self)
 
     def keys(self, role: str) -> ServerKeys:
@@ -52,7 +53,7 @@ class CurveAuth:
         return ServerKeys(self.own, role)
 
     def refuse(self, key: str, why: str) -> None:
-        """Refuses a key while this server runs; open connections stay. May be called on any thread."""
+        """Refuses a key until this server ends; open connections stay open. May be called on any thread."""
         with self._lock:
             self._refused[key] = why
         log.warning("the key %s is now refused: %s", key, why)
@@ -61,17 +62,17 @@ class CurveAuth:
         """Whether `key` is admitted as `role` now. May be called on any thread."""
         with self._lock:
             try:
-                self._read()
+                self._reload_allow_list()
             except KeyFault as fault:
                 log.error("no client is accepted: %s", fault)
-                self._seen, self._allowed = None, ()
+                self._file_state, self._allowed = None, ()
             is_listed = any((allowed.role, allowed.key) == (role, key) for allowed in self._allowed)
             return is_listed and key not in self._refused
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a key is admitted, in the form that ZeroMQ's authentication calls."""
+        """Returns whether a key is admitted; called by ZeroMQ's authentication at each handshake."""
         shown = from_zmq(key)
-        admitted = any(self.is_allowed(role, shown) for role in _ADMITTED[domain])
+        admitted = any(self.is_allowed(role, shown) for role in _ADMITTED_ROLES[domain])
         log.info("the key %s is %s as %s", shown, "accepted" if admitted else "refused", domain)
         return admitted
 
@@ -79,24 +80,24 @@ class CurveAuth:
         """Admits no more keys."""
         self._authenticator.stop()
 
-    def _read(self) -> None:
-        """Reads the allow-list if it has changed, or if that is not known."""
+    def _reload_allow_list(self) -> None:
+        """Reads the allow-list again if its file has changed or can't be examined."""
         state = None
         with suppress(OSError):
             stat = os.stat(self._keyring.allowed_file)
             state = stat.st_mtime_ns, stat.st_ino, stat.st_size, stat.st_mode
-        if state != self._seen or state is None:
-            self._allowed, self._seen = self._keyring.allowed(), state
+        if state != self._file_state or state is None:
+            self._allowed, self._file_state = self._keyring.allowed(), state
 
 
-def curve_auth_for(settings: ServeSettings, context: zmq.Context[Any]) -> CurveAuth | None:
-    """Returns the authentication of a server's endpoints; None: none of them requires keys.
+def create_curve_auth(settings: ServeSettings, context: zmq.Context[Any]) -> CurveAuth | None:
+    """Returns the authentication of a server's endpoints, or None if none of them requires keys.
 
     Raises:
-        KeyFault: one does, and the server has no key, or the keyring can't be used.
+        KeyFault: an endpoint requires keys, and the server has none, or the keyring can't be used.
     """
     endpoints = [endpoint for endpoint in (settings.endpoint, settings.workers_endpoint) if endpoint is not None]
-    keyed = [endpoint for endpoint in endpoints if settings.asks_for_keys(endpoint)]
+    keyed = [endpoint for endpoint in endpoints if settings.requires_keys(endpoint)]
     if not keyed:
         return None
     try:
@@ -105,14 +106,11 @@ def curve_auth_for(settings: ServeSettings, context: zmq.Context[Any]) -> CurveA
         raise KeyFault(f"{keyed[0]} can't be served without keys: {fault}") from None
 
 
-CLIENT_KEY_BYTES = 9
-
-
-def client_key() -> bytes:
+def new_client_id() -> bytes:
     """Returns a prefix for the routing ids of one client, so that the server queues by client and not by request."""
-    return b"c" + os.urandom(CLIENT_KEY_BYTES - 1)  # a routing id must not begin with a zero byte
+    return b"c" + os.urandom(CLIENT_ID_BYTES - 1)  # a routing id must not begin with a zero byte
 
 
-def client_of(routing_id: bytes) -> bytes:
+def client_id_of(routing_id: bytes) -> bytes:
     """Returns the client of a routing id."""
-    return routing_id[:CLIENT_KEY_BYTES]
+    return routing_id[:CLIENT_ID_BYTES]

@@ -19,33 +19,33 @@ from outrider.protocol.endpoints import Tcp, is_local
 from outrider.protocol.errors import InvalidRequest
 
 HTTP = "HTTP"
-MOST_SECONDS = 86_400
-COLLECTORS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+MAX_WAIT_SECONDS = 86_400
+COLLECTOR_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
-def _host(name: str, value: object) -> str:
-    host = values.text(name, value)
+def _check_host(name: str, value: object) -> str:
+    host = values.check_text(name, value)
     if not host.strip():
         raise InvalidRequest(f"{name} is empty; expected an address such as 127.0.0.1, or a name")
     return host
 
 
-def _api_keys(name: str, value: object) -> tuple[str, ...]:
-    keys = values.texts(name, value)
+def _check_api_keys(name: str, value: object) -> tuple[str, ...]:
+    keys = values.check_texts(name, value)
     if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise InvalidRequest("an API key is empty, or has spaces or non-ASCII characters; expected one ASCII word")
     return keys
 
 
-def _model_names(name: str, value: object) -> tuple[str, ...]:
-    names = values.texts(name, value)
+def _check_model_names(name: str, value: object) -> tuple[str, ...]:
+    names = values.check_texts(name, value)
     if not all(name.strip() for name in names):
         raise InvalidRequest("a served model's name is empty; expected a name for requests to use")
     return names
 
 
-def _origins(name: str, value: object) -> tuple[str, ...]:
-    origins = values.texts(name, value)
+def _check_origins(name: str, value: object) -> tuple[str, ...]:
+    origins = values.check_texts(name, value)
     for origin in origins:
         parts = urlsplit(origin)
         if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
@@ -53,11 +53,11 @@ def _origins(name: str, value: object) -> tuple[str, ...]:
     return origins
 
 
-def _collector(name: str, value: object) -> str:
-    url = values.text(name, value)
+def _check_collector(name: str, value: object) -> str:
+    url = values.check_text(name, value)
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
         raise InvalidRequest(f"{name} is {url!r}; expected a collector's URL such as http://127.0.0.1:4318")
-    version.require("otel", name)
+    version.require_extra("otel", name)
     return url
 
 
@@ -65,39 +65,39 @@ def _collector(name: str, value: object) -> str:
 class HttpSettings:
     """The address, access and limits of the HTTP server; every field is a flag of `outrider serve`, with its help here.
 
-    - `api_keys`: a request must have one of them; an empty tuple, for loopback only, requires none. `model_names`: its
-      id first; empty: its own name. `cors_origins`: pages of these origins may send requests from a browser.
+    - `api_keys`: a request must have one of them; empty: none is required, on loopback only. `model_names`: the model's
+      id first; empty: its own name. `cors_origins`: web pages of these origins may send requests.
     - `request_timeout`: seconds after which an answer ends with an error. `otlp_endpoint`: the URL of a collector for
-      the spans of traced requests. None: never, none, or by the environment (OTEL_...).
+      the spans of traced requests; None: by the environment (OTEL_...), if it names one.
 
     Raises:
         InvalidRequest: a value is out of range, or two exclude each other; the message says what is allowed.
     """
 
     host: str = setting(
-        "127.0.0.1", _host, HTTP, "ADDRESS",
+        "127.0.0.1", _check_host, HTTP, "ADDRESS",
         help="address to listen on; one that other machines reach needs --api-key",
     )  # fmt: skip
     port: int = count(8080, 0, 65535, HTTP, "PORT", help="port to listen on; 0: any free port")
     api_keys: tuple[str, ...] = setting(
-        (), _api_keys, HTTP, "KEY", flag="api-key",
+        (), _check_api_keys, HTTP, "KEY", flag="api-key",
         help="require this key from clients; repeatable (default: OUTRIDER_API_KEY in the environment, else none)",
     )  # fmt: skip
     model_names: tuple[str, ...] = setting(
-        (), _model_names, HTTP, "NAME", flag="served-model-name",
+        (), _check_model_names, HTTP, "NAME", flag="served-model-name",
         help="a name of the model in requests; repeatable (default: its id or folder)",
     )  # fmt: skip
     cors_origins: tuple[str, ...] = setting(
-        (), _origins, HTTP, "ORIGIN", flag="cors-origin",
+        (), _check_origins, HTTP, "ORIGIN", flag="cors-origin",
         help="allow requests from web pages of this origin, or * for all; repeatable",
     )  # fmt: skip
     tls_cert: str | None = setting(
-        None, values.text, HTTP, "FILE", help="certificate (PEM), to serve HTTPS with --tls-key (default: HTTP)"
+        None, values.check_text, HTTP, "FILE", help="certificate (PEM), to serve HTTPS with --tls-key (default: HTTP)"
     )
-    tls_key: str | None = setting(None, values.text, HTTP, "FILE", help="private key (PEM) of --tls-cert")
+    tls_key: str | None = setting(None, values.check_text, HTTP, "FILE", help="private key (PEM) of --tls-cert")
     max_body_mb: int = count(32, 1, 4096, HTTP, "MB", help="largest accepted request")
     request_timeout: int | None = count(
-        None, 1, MOST_SECONDS, HTTP, "SECONDS", help="cancel answers that take longer (default: no limit)"
+        None, 1, MAX_WAIT_SECONDS, HTTP, "SECONDS", help="cancel answers that take longer (default: no limit)"
     )
     max_streams_per_key: int | None = count(
         None, 1, 1_000_000, HTTP,
@@ -108,7 +108,7 @@ class HttpSettings:
         help="refuse tools for a model whose chat template has none, instead of describing them in the system prompt",
     )  # fmt: skip
     otlp_endpoint: str | None = setting(
-        None, _collector, HTTP, "URL",
+        None, _check_collector, HTTP, "URL",
         help="send traces there, like http://127.0.0.1:4318 (default: OTEL_... in the environment)",
     )  # fmt: skip
 
@@ -134,11 +134,11 @@ class HttpSettings:
         return "https" if self.tls_cert is not None else "http"
 
 
-def tracing_wanted(settings: HttpSettings, environment: Mapping[str, str]) -> bool:
+def is_tracing_enabled(settings: HttpSettings, environment: Mapping[str, str]) -> bool:
     """Whether spans are exported, by the settings or by OpenTelemetry's environment variables."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
         return False
-    return settings.otlp_endpoint is not None or any(environment.get(name) for name in COLLECTORS)
+    return settings.otlp_endpoint is not None or any(environment.get(name) for name in COLLECTOR_VARIABLES)
 
 
 def _check_certificate(cert: str, key: str) -> None:
@@ -156,7 +156,7 @@ def _check_certificate(cert: str, key: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HttpOrder:
-    """The order to the HTTP process, a line of JSON: its settings, the orchestrator's endpoint, the model, the socket.
+    """What the HTTP process reads from stdin: its settings, the orchestrator's endpoint, the model, its socket.
 
     `log_fd`: the descriptor of the orchestrator's log.
     """

@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 from msgspec import structs
 
-from outrider.orchestrator.auth import CurveAuth, curve_auth_for
+from outrider.orchestrator.auth import CurveAuth, create_curve_auth
 from outrider.orchestrator.core.loop import Core
 from outrider.orchestrator.events import (
     Announcement,
@@ -30,10 +30,10 @@ from outrider.orchestrator.events import (
     ModelVocabulary,
     Quit,
     ServerReady,
+    ShutdownFailure,
     ThreadQueues,
     ToCore,
     ToFront,
-    Unfinished,
 )
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.loop import Front
@@ -41,19 +41,19 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import lan, system
 from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.machine.spawn import Sweeper
-from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, read_pair
+from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, load_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.sockets import ClientSocket
-from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, as_error, kind_of
+from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, error_kind, make_error
 from outrider.protocol.keys import CLIENT
 from outrider.protocol.process import trim_memory
 from outrider.protocol.socket_files import PrivateDirectory
 
-STATUS_SECONDS = 1.0
-DRAIN_LOOK_SECONDS = 0.05
-THREAD_END_SECONDS = 15.0
+STATUS_INTERVAL_SECONDS = 1.0
+DRAIN_POLL_SECONDS = 0.05
+JOIN_TIMEOUT_SECONDS = 15.0
 # The interpreter's switch interval: the core must not wait 5 ms (the default) while the front makes text.
-SWITCH_SECONDS = 0.0002
+SWITCH_INTERVAL_SECONDS = 0.0002
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ Event = Announcement | signal.Signals
 @dataclass(frozen=True, slots=True)
 class ServerThreads:
     """The threads of a running server, and its HTTP process, if it has one. `orders` is the queue to the front, `ready`
-    what is announced once the front is ready, besides its notes."""
+    the announcement for the moment when the front is ready, which adds notes."""
 
     front: Front
     orders: Mailbox[FrontOrder]
@@ -75,12 +75,12 @@ class ServerThreads:
 
 def run(
     settings: ServeSettings,
-    tell: Callable[[Announcement], None],
+    on_announcement: Callable[[Announcement], None],
     status: Callable[[Front], None] | None = None,
     http: HttpSettings | None = None,
     drain_timeout: int = 0,
-) -> Unfinished | None:
-    """Serves until a signal. Calls `tell` with the stages of the start, and `status` once a second.
+) -> ShutdownFailure | None:
+    """Serves until a signal ends it. Calls `on_announcement` with the stages of the start, and `status` once a second.
 
     `http`: also serves HTTP, by a process of its own. `drain_timeout`: seconds that SIGTERM waits for running and
     queued requests; new ones are refused meanwhile, and another signal ends the wait.
@@ -90,36 +90,36 @@ def run(
     Raises:
         OutriderError: the cluster can't start or can't continue; everything that it started is ended.
     """
-    files = system.raise_limit()
+    files = system.raise_file_limit()
     pair = choose_pair(settings)
-    system.place(0, "orchestrator", pair.settings)
+    system.assign_core(0, "orchestrator", pair.settings)
     events: SimpleQueue[Event] = SimpleQueue()
-    sys.setswitchinterval(SWITCH_SECONDS)
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     with ExitStack() as stack:
         stack.enter_context(_end_on_signals(events))
-        stack.enter_context(_notice_crashes(events))
+        stack.enter_context(_report_crashes(events))
         listener = stack.enter_context(closing(HttpListener(http))) if http is not None else None
         directory = stack.enter_context(PrivateDirectory())
-        server = stack.enter_context(_threads(pair, directory, events, files * 3 // 4, listener))
-        if _watch(events, server, tell, status) == signal.SIGTERM:
+        server = stack.enter_context(_run_threads(pair, directory, events, files * 3 // 4, listener))
+        if _announce_until_signal(events, server, on_announcement, status) == signal.SIGTERM:
             _drain(events, server, drain_timeout)
     while not events.empty():
         event = events.get()
-        if isinstance(event, Failure) and event.kind != WorkerError.__name__:  # those have been answered already
-            return Unfinished(event.kind, event.message)
+        if isinstance(event, Failure) and event.kind != WorkerError.__name__:  # clients have been told already
+            return ShutdownFailure(event.kind, event.message)
     return None
 
 
-def _watch(
+def _announce_until_signal(
     events: SimpleQueue[Event],
     server: ServerThreads,
-    tell: Callable[[Announcement], None],
+    on_announcement: Callable[[Announcement], None],
     status: Callable[[Front], None] | None,
 ) -> signal.Signals:
-    """Announces what happens until a signal to end the server; returns that."""
+    """Announces events until a signal to end the server arrives, and returns the signal."""
     while True:
         try:
-            event = events.get(timeout=STATUS_SECONDS)
+            event = events.get(timeout=STATUS_INTERVAL_SECONDS)
         except Empty:
             if server.http is not None:
                 server.http.check()
@@ -130,31 +130,31 @@ def _watch(
             case signal.Signals():
                 return event
             case Failure():
-                raise as_error(event.kind, event.message)
+                raise make_error(event.kind, event.message)
             case ServerReady(notes=notes):
-                trim_memory()  # 40 MiB that only reading the tokenizer's file needed
-                tell(structs.replace(server.ready, notes=(*notes, *system.notes())))
+                trim_memory()  # 40 MiB that were needed only to read the tokenizer's file
+                on_announcement(structs.replace(server.ready, notes=(*notes, *system.blas_notes())))
             case _:
-                tell(event)
+                on_announcement(event)
 
 
 def _drain(events: SimpleQueue[Event], server: ServerThreads, seconds: int) -> None:
-    """Waits until all requests have ended, the time is over, or another signal comes."""
+    """Waits until all requests have ended, the time is up, or another signal arrives."""
     if server.http is not None:
         server.http.drain()
     server.orders.put(FrontOrder.DRAIN)
-    until = time.monotonic() + seconds
-    while server.front.busy and (left := until - time.monotonic()) > 0:
+    deadline = time.monotonic() + seconds
+    while server.front.busy and (left := deadline - time.monotonic()) > 0:
         with suppress(Empty):
-            event = events.get(timeout=min(left, DRAIN_LOOK_SECONDS))
+            event = events.get(timeout=min(left, DRAIN_POLL_SECONDS))
             if isinstance(event, signal.Signals):
                 return
             if isinstance(event, Failure):
-                raise as_error(event.kind, event.message)
+                raise make_error(event.kind, event.message)
 
 
 @contextmanager
-def _threads(
+def _run_threads(
     pair: ChosenPair,
     directory: PrivateDirectory,
     events: SimpleQueue[Event],
@@ -165,47 +165,49 @@ def _threads(
     settings = pair.settings
     context: zmq.Context[Any] = zmq.Context()
     with ExitStack() as stack:
-        auth = curve_auth_for(settings, context)
+        auth = create_curve_auth(settings, context)
         key = auth.own.public if auth is not None else ""
         if auth is not None:
             stack.callback(auth.close)
-        clients = _clients(context, settings, directory, connections, auth)
+        clients = _open_client_socket(context, settings, directory, connections, auth)
         stack.callback(clients.close)
         stack.callback(Sweeper(directory.path, clients.endpoints[-1].bound.lock).dismiss)
         http = None
         if listener is not None:
-            http = listener.serve(clients.own, pair.target, directory.path, settings.log_level, settings.log_format)
+            http = listener.serve(
+                clients.own_endpoint, pair.target, directory.path, settings.log_level, settings.log_format
+            )
             stack.callback(http.close)
         queues = ThreadQueues(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[FrontOrder](context))
         core = Core(settings, context, queues.core, queues.events, directory.path, auth)
-        threads = [_start(core.run, "core")]
+        threads = [_start_thread(core.run, "core")]
         try:
             if settings.advertise:
                 stack.enter_context(closing(lan.announce(core.pool.joining_endpoint, key)))
-            admission = Admission(pair, read_pair(pair))
-            queues.core.put(ModelVocabulary(pair.target.name, admission.of_tokenizer))
+            admission = Admission(pair, load_pair(pair))
+            queues.core.put(ModelVocabulary(pair.target.name, admission.tokenizer_fingerprint))
             front = Front(pair, admission, clients, queues, core.stats, events.put)
-            threads.insert(0, _start(front.run, "front"))
+            threads.insert(0, _start_thread(front.run, "front"))
             ready = ServerReady(
                 clients.endpoint,
                 core.pool.endpoint,
                 http=listener.url if listener is not None else "",
                 joining=core.pool.joining_endpoint,
                 key=key,
-                own=clients.own,
+                own=clients.own_endpoint,
             )
             yield ServerThreads(front, queues.orders, http, ready)
         finally:
             queues.orders.put(FrontOrder.END)
-            threads[0].join(THREAD_END_SECONDS if len(threads) == 2 else 0)
+            threads[0].join(JOIN_TIMEOUT_SECONDS if len(threads) == 2 else 0)
             queues.core.put(Quit())
-            threads[-1].join(THREAD_END_SECONDS)
+            threads[-1].join(JOIN_TIMEOUT_SECONDS)
     if not any(thread.is_alive() for thread in threads):
         queues.close()
         context.term()
 
 
-def _clients(
+def _open_client_socket(
     context: zmq.Context[Any],
     settings: ServeSettings,
     directory: PrivateDirectory,
@@ -214,7 +216,7 @@ def _clients(
 ) -> ClientSocket:
     """Returns the clients' socket. If keys are required, the server's own processes get an endpoint without them."""
     private = directory.endpoint("clients")
-    if auth is None or settings.endpoint is None or not settings.asks_for_keys(settings.endpoint):
+    if auth is None or settings.endpoint is None or not settings.requires_keys(settings.endpoint):
         return ClientSocket(context, settings.endpoint or private, connections)
     clients = ClientSocket(context, private, connections // 2)
     try:
@@ -225,7 +227,7 @@ def _clients(
     return clients
 
 
-def _start(body: Callable[[], None], name: str) -> threading.Thread:
+def _start_thread(body: Callable[[], None], name: str) -> threading.Thread:
     thread = threading.Thread(target=body, name=name, daemon=True)
     thread.start()
     return thread
@@ -237,29 +239,29 @@ def _end_on_signals(events: SimpleQueue[Event]) -> Iterator[None]:
         # A SimpleQueue may be put to from a signal handler.
         events.put(signal.Signals(number))
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def _notice_crashes(events: SimpleQueue[Event]) -> Iterator[None]:
+def _report_crashes(events: SimpleQueue[Event]) -> Iterator[None]:
     """Shuts the server down when a thread ends with an exception."""
 
     def notice(crash: threading.ExceptHookArgs) -> None:
         error = crash.exc_value
         name = crash.thread.name if crash.thread is not None else "a"
         if isinstance(error, OutriderError):
-            events.put(Failure(kind_of(error), str(error)))
+            events.put(Failure(error_kind(error), str(error)))
             return
         log.error("the %s thread failed", name, exc_info=error)
         events.put(Failure("OutriderError", f"the {name} thread failed ({error!r}); see the log above"))
 
-    before, threading.excepthook = threading.excepthook, notice
+    previous, threading.excepthook = threading.excepthook, notice
     try:
         yield
     finally:
-        threading.excepthook = before
+        threading.excepthook = previous

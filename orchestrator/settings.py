@@ -15,27 +15,29 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from outrider.protocol import process, values
-from outrider.protocol.endpoints import is_local, parse
+from outrider.protocol.endpoints import is_local, parse_endpoint
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.heads import AHEAD, HEADS, OF_TARGET
-from outrider.protocol.worker_link import KERNELS, WORKER_MODULES
+from outrider.protocol.heads import HEAD_KINDS, TARGET_HEADS, WORKER_HEADS
+from outrider.protocol.worker_link import CPU_KERNEL_CHOICES, WORKER_MODULES_VARIABLE
 
 MODES = ("auto", "ar", "sd", "ssd")
-DRAFT_BACKENDS = ("mlx", "coreml", *HEADS, "auto", "ngram", "none")
-# Backends that can draw from their distribution, for residual sampling; n-grams and none need no note about it.
-DRAWING_BACKENDS = ("mlx", "coreml", "ngram", "none")
+DRAFT_BACKENDS = ("mlx", "coreml", *HEAD_KINDS, "auto", "ngram", "none")
+# Backends that can sample from their distribution, for residual sampling; n-grams and none need no note about that.
+SAMPLING_BACKENDS = ("mlx", "coreml", "ngram", "none")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-DRAFT_TOKENS = 4
-BRANCHES = 16
-NAMED = ("tiny", "smollm2", "gemma3-270m")
-"""The models with short names (`pairing.model_files`), which may come with a draft model."""
+DEFAULT_DRAFT_TOKENS = 4
+DEFAULT_BRANCHES = 16
+NAMED_MODELS = ("tiny", "smollm2", "gemma3-270m")
+"""The short names of models (`pairing.model_files`), which may come with a draft model."""
 MAX_DRAFTERS = 8
 MAX_DRAFT_TOKENS = 32
-MAX_BRANCHES_ASKED = 256
+MAX_REQUESTED_BRANCHES = 256
 NO_SSD_COLOCATED = (
     "mode ssd needs a drafter that works while the target verifies; with colocate, or heads alone, both take turns in"
     " one process; expected mode sd, ar or auto, or a drafter in a process of its own"
 )
+SPECULATION, MODELS, DRAFTING, WORKERS = "speculation", "models", "drafting", "workers"
+MEMORY, LOGS, ENDPOINTS = "requests and memory", "keys, logs and traces", "endpoints"
 
 
 def setting(default: Any, check: values.Check, group: str, metavar: str, *, help: str, **more: Any) -> Any:
@@ -43,35 +45,33 @@ def setting(default: Any, check: values.Check, group: str, metavar: str, *, help
 
     `more`: `type`, argparse's type of its value, and `flag`, the flag's name (default: the field's).
     """
-    return values.checked(default, check, group=group, metavar=metavar, help=with_default(help, default), **more)
+    return values.checked_field(
+        default, check, group=group, metavar=metavar, help=help_with_default(help, default), **more
+    )
 
 
-def with_default(help: str, default: object) -> str:
+def help_with_default(help: str, default: object) -> str:
     """Returns the help of a flag with its default, unless that is stated or the flag is a switch."""
     if isinstance(default, bool) or "(default: " in help:
         return help
     return f"{help} (default: {'none' if default in (None, ()) else default})"
 
 
-def _word(default: str, words: tuple[str, ...], group: str, metavar: str = "", *, help: str) -> Any:
-    return setting(default, partial(values.word, words=words), group, metavar or "|".join(words), help=help)
+def _enum(default: str, words: tuple[str, ...], group: str, metavar: str = "", *, help: str) -> Any:
+    return setting(default, partial(values.check_choice, words=words), group, metavar or "|".join(words), help=help)
 
 
 def count(default: int | None, low: int, high: int, group: str, metavar: str = "N", *, help: str) -> Any:
-    return setting(default, partial(values.whole, low=low, high=high), group, metavar, help=help, type=int)
+    return setting(default, partial(values.check_int, low=low, high=high), group, metavar, help=help, type=int)
 
 
 def switch(default: bool, group: str, *, help: str) -> Any:
     """Returns a field with the flag, --NAME or --no-NAME, for the opposite of the default, described by `help`."""
-    return setting(default, values.flag, group, "", help=help, type=bool)
+    return setting(default, values.check_bool, group, "", help=help, type=bool)
 
 
 def _path(group: str, metavar: str = "FILE", *, help: str) -> Any:
-    return setting(None, values.path, group, metavar, help=help, type=Path)
-
-
-SPECULATION, MODELS, DRAFTING, WORKERS = "speculation", "models", "drafting", "workers"
-MEMORY, LOGS, ENDPOINTS = "requests and memory", "keys, logs and traces", "endpoints"
+    return setting(None, values.check_path, group, metavar, help=help, type=Path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,63 +79,63 @@ class ServeSettings:
     """The settings of one cluster; every field is a flag of the command line by the same name, with its help here.
 
     - Both models None: the default pair (docs/models.md). `num_draft_tokens` and `branches` None: in `auto` the values
-      of `outrider tune`, else `DRAFT_TOKENS`, and `BRANCHES` for each drafter.
+      of `outrider tune`, else `DEFAULT_DRAFT_TOKENS`, and `DEFAULT_BRANCHES` for each drafter.
     - `draft_backend` mtp: the head in the model's own folder, unless `draft_model` names another; auto: by the files of
       `draft_model`. `head`: a kind, such as "mtp", means the model's own, or one that comes with the embedded target. A
       head that can't be used is left out. `head_in` draft-worker: the target sends it the features that it reads.
-    - `pin_cores`: turn it off if another cluster runs on the machine. `worker_timeout`: after a fifth of it a silent
-      drafter is not waited for. `prompt_cache`: keeps ended texts while running ones leave room.
+    - `pin_cores`: turn it off if another cluster runs on the machine. `worker_timeout`: a drafter
+      that is silent for a fifth of it is not waited for. `prompt_cache`: keeps ended texts if running ones leave room.
     - `keyed`: endpoints for other machines always require keys. `await_target`: the target may have several ranks.
 
     Raises:
         InvalidRequest: a value is out of range, or two exclude each other; the message says what is allowed.
     """
 
-    mode: str = _word("auto", MODES, SPECULATION, help="how tokens are generated")
+    mode: str = _enum("auto", MODES, SPECULATION, help="how tokens are generated")
     num_draft_tokens: int | None = count(
         None, 1, MAX_DRAFT_TOKENS, SPECULATION, "K",
-        help=f"draft tokens a round (default: {DRAFT_TOKENS}); n-gram chains may be longer",
+        help=f"draft tokens a round (default: {DEFAULT_DRAFT_TOKENS}); n-gram chains may be longer",
     )  # fmt: skip
     branches: int | None = count(
-        None, 1, MAX_BRANCHES_ASKED, SPECULATION, "B",
-        help=f"outcomes to prepare for in a round (default: {BRANCHES})",
+        None, 1, MAX_REQUESTED_BRANCHES, SPECULATION, "B",
+        help=f"outcomes to prepare for in a round (default: {DEFAULT_BRANCHES})",
     )  # fmt: skip
     model: str | None = setting(
-        None, values.text, MODELS, "ID|PATH",
+        None, values.check_text, MODELS, "ID|PATH",
         help="target: a name of `outrider pairs`, a Hugging Face id, a folder or a GGUF file (default: smollm2)",
     )  # fmt: skip
     draft_model: str | None = setting(
-        None, values.text, MODELS, "ID|PATH",
+        None, values.check_text, MODELS, "ID|PATH",
         help="a small model of the same family (default: the one that comes with --model, if any)",
     )  # fmt: skip
     gguf_keep_precision: bool = switch(
         False, MODELS,
         help="convert GGUF tensors in formats that MLX lacks to half precision, instead of quantizing them again",
     )  # fmt: skip
-    draft_backend: str = _word("mlx", DRAFT_BACKENDS, MODELS, "NAME", help=f"the drafter: {', '.join(DRAFT_BACKENDS)}")
+    draft_backend: str = _enum("mlx", DRAFT_BACKENDS, MODELS, "NAME", help=f"the drafter: {', '.join(DRAFT_BACKENDS)}")
     head: tuple[str, ...] = setting(
-        (), values.texts, MODELS, "ID|PATH",
+        (), values.check_texts, MODELS, "ID|PATH",
         help="a head that also drafts, in the target's process; mtp or early-exit: the model's own; repeatable",
     )  # fmt: skip
-    head_in: str = _word("target", ("target", "draft-worker"), MODELS, help="the process that a head drafts in")
+    head_in: str = _enum("target", ("target", "draft-worker"), MODELS, help="the process that a head drafts in")
     drafters: int = count(1, 1, MAX_DRAFTERS, DRAFTING, help="draft processes, which share the outcomes")
     draft_prefill: str = setting(
-        "auto", values.text, DRAFTING, "auto|mlx|coreml|PACKAGE",
+        "auto", values.check_text, DRAFTING, "auto|mlx|coreml|PACKAGE",
         help="the backend that reads the prompts of an mlx drafter",
     )  # fmt: skip
-    draft_device: str = _word(
+    draft_device: str = _enum(
         "auto", ("auto", "cpu"), DRAFTING, help="the device of draft workers on MLX; auto: the target's"
     )
     colocate: bool = switch(False, DRAFTING, help="draft in the target's process")
-    fan_out: str = _word("best-first", ("best-first", "geometric", "uniform"), DRAFTING, help="how outcomes are chosen")
-    branch_depth: str = _word("auto", ("auto", "full"), DRAFTING, help="full: wait until branches are K tokens deep")
+    fan_out: str = _enum("best-first", ("best-first", "geometric", "uniform"), DRAFTING, help="how outcomes are chosen")
+    branch_depth: str = _enum("auto", ("auto", "full"), DRAFTING, help="full: wait until branches are K tokens deep")
     ngrams: bool = switch(True, DRAFTING, help="do not draft by copying from the text (n-grams)")
     trees: bool = switch(
         False, DRAFTING, help="verify drafts of several drafters as one tree, if that pays and the target can"
     )
     threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products")
-    cpu_kernels: str = _word(
-        "auto", KERNELS, WORKERS,
+    cpu_kernels: str = _enum(
+        "auto", CPU_KERNEL_CHOICES, WORKERS,
         help="the kernels on a CPU; auto: ONNX Runtime, or MLX for models that it does not support",
     )  # fmt: skip
     pin_cores: bool = switch(True, WORKERS, help="let target and drafter run on any core, on a machine that has two")
@@ -145,7 +145,7 @@ class ServeSettings:
         None, 1, 2**31 - 1, WORKERS, "TOKENS",
         help="the shortest prompt for prefill workers (default: as measured by tune, else 512)",
     )  # fmt: skip
-    prefill_backend: str = _word("mlx", ("mlx", "coreml"), WORKERS, help="backend of prefill workers")
+    prefill_backend: str = _enum("mlx", ("mlx", "coreml"), WORKERS, help="backend of prefill workers")
     await_target: bool = switch(False, WORKERS, help="start no target; one joins by `outrider worker target`")
     worker_timeout: int = count(
         10, 1, 86_400, WORKERS, "SECONDS", help="seconds of silence before a worker is considered dead"
@@ -155,21 +155,23 @@ class ServeSettings:
     )
     max_waiting: int = count(256, 0, 1_000_000, MEMORY, help="requests that may wait; more are refused")
     kv_memory: int | None = setting(
-        None, values.size, MEMORY, "SIZE",
+        None, values.check_size, MEMORY, "SIZE",
         help="memory for keys and values in all workers, such as 2GB (default: half of what the weights leave)",
     )  # fmt: skip
     prompt_cache: bool = switch(True, MEMORY, help="read every prompt in full")
     memory: bool = switch(True, MEMORY, help="mode auto does not use what it learned before, and saves nothing")
     keys: Path | None = _path(LOGS, "FOLDER", help="the folder of your keys (default: ~/.config/outrider/keys)")  # noqa: RUF009
     trace: Path | None = _path(LOGS, help="write a timeline for chrome://tracing or Perfetto")  # noqa: RUF009
-    log_level: str = _word("warning", LOG_LEVELS, LOGS, help="the lowest level that is logged")
-    log_format: str = _word("text", process.FORMATS, LOGS, help="json: an object a line on stderr, from every process")
+    log_level: str = _enum("warning", LOG_LEVELS, LOGS, help="the lowest level that is logged")
+    log_format: str = _enum(
+        "text", process.LOG_FORMATS, LOGS, help="json: an object a line on stderr, from every process"
+    )
     endpoint: str | None = setting(
-        None, values.text, ENDPOINTS, "ENDPOINT",
+        None, values.check_text, ENDPOINTS, "ENDPOINT",
         help="the endpoint for Python clients, ipc://PATH or tcp://HOST:PORT (default: a new socket)",
     )  # fmt: skip
     workers_endpoint: str | None = setting(
-        None, values.text, ENDPOINTS, "ENDPOINT",
+        None, values.check_text, ENDPOINTS, "ENDPOINT",
         help="the endpoint for drafters of other machines, tcp://HOST:PORT, see docs/security.md",
     )  # fmt: skip
     advertise: bool = switch(False, ENDPOINTS, help="announce the workers' endpoint on the local network")
@@ -177,34 +179,34 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         values.check_fields(self)
-        if self.drafts_by_head and self.head_in == "target":
-            values.keep(self, "colocate", True)
-        for conflict in self._conflicts():
+        if self.drafts_with_head and self.head_in == "target":
+            values.set_field(self, "colocate", True)
+        for conflict in self._find_conflicts():
             raise InvalidRequest(conflict)
 
     @property
     def depth(self) -> int:
         """K, if neither the request nor a tuning sets it."""
-        return DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
+        return DEFAULT_DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
 
     @property
     def breadth(self) -> int:
         """B, if neither the request nor a tuning sets it."""
-        return BRANCHES if self.branches is None else self.branches
+        return DEFAULT_BRANCHES if self.branches is None else self.branches
 
     @property
     def full_depth(self) -> bool:
         """Whether rounds wait until their branches are complete, which makes them reproducible."""
         return self.branch_depth == "full"
 
-    def asks_for_keys(self, endpoint: str) -> bool:
+    def requires_keys(self, endpoint: str) -> bool:
         """Whether peers at this endpoint need a key. Raises EndpointError if it is not an endpoint."""
-        return self.keyed or not is_local(parse(endpoint))
+        return self.keyed or not is_local(parse_endpoint(endpoint))
 
     @property
-    def drafts_by_head(self) -> bool:
+    def drafts_with_head(self) -> bool:
         """Whether the drafter is a head, which reads the target's hidden states."""
-        return self.draft_backend in HEADS
+        return self.draft_backend in HEAD_KINDS
 
     @property
     def has_draft_worker(self) -> bool:
@@ -215,14 +217,19 @@ class ServeSettings:
     def can_colocate(self) -> bool:
         """Whether the draft model of this draft worker could draft in the target's process instead.
 
-        Another implementation of the target (`WORKER_MODULES`) need not be able to.
+        Another implementation of the target (`WORKER_MODULES_VARIABLE`) need not be able to.
         """
         on_target = self.draft_device == "auto" and self.draft_prefill in ("auto", "mlx")
-        return self.draft_backend == "mlx" and on_target and self.drafters == 1 and WORKER_MODULES not in os.environ
+        return (
+            self.draft_backend == "mlx"
+            and on_target
+            and self.drafters == 1
+            and WORKER_MODULES_VARIABLE not in os.environ
+        )
 
     @property
     def can_work_ahead(self) -> bool:
-        """Whether a drafter, or n-grams in its place, may draft while the target verifies."""
+        """Whether a drafter, or n-grams instead, may draft while the target verifies."""
         return not self.colocate and not (self.head and self.draft_backend == "none")
 
     @property
@@ -231,18 +238,18 @@ class ServeSettings:
         return self.has_draft_worker or self.colocate
 
     @property
-    def _has_no_draft(self) -> bool:
-        """Whether there can be no draft model: none is named, and only named and default models come with one."""
-        return self.model is not None and self.model not in NAMED and self.draft_model is None
+    def _lacks_draft_model(self) -> bool:
+        """Whether there is no draft model: none is given, and only named and default targets come with one."""
+        return self.model is not None and self.model not in NAMED_MODELS and self.draft_model is None
 
-    def _conflicts(self) -> Iterator[str]:
+    def _find_conflicts(self) -> Iterator[str]:
         """Yields a sentence for each pair of settings that exclude each other."""
         if self.drafters > 1 and not self.has_draft_worker:
             why = "colocate drafts" if self.colocate else f"draft_backend {self.draft_backend} works"
             yield f"drafters is {self.drafters}, and {why} in the target's process; expected 1, or a draft model"
-        yield from self._conflicts_of_heads()
+        yield from self._find_head_conflicts()
         if self.colocate:
-            yield from self._conflicts_with_colocate()
+            yield from self._find_colocate_conflicts()
         if self.draft_model is not None and not self.needs_draft_model:
             yield (
                 f"draft_backend {self.draft_backend} runs no draft model; leave out draft_model {self.draft_model!r},"
@@ -263,22 +270,22 @@ class ServeSettings:
         if self.mode == "ssd" and not self.can_work_ahead:
             yield NO_SSD_COLOCATED
 
-    def _conflicts_of_heads(self) -> Iterator[str]:
-        if self.head_in != "target" and self.draft_backend not in (*AHEAD, "auto"):
+    def _find_head_conflicts(self) -> Iterator[str]:
+        if self.head_in != "target" and self.draft_backend not in (*WORKER_HEADS, "auto"):
             yield (
                 f"head_in {self.head_in} is for heads that can work ahead, and draft_backend {self.draft_backend} is"
-                f" not one; expected one of {', '.join(AHEAD)}, or no head_in"
+                f" not one; expected one of {', '.join(WORKER_HEADS)}, or no head_in"
             )
         if self.head_in != "target" and self.colocate:
             yield "colocate drafts in the target's process; leave out colocate or head_in"
-        if self.drafts_by_head and self.draft_backend not in OF_TARGET and self._has_no_draft:
+        if self.drafts_with_head and self.draft_backend not in TARGET_HEADS and self._lacks_draft_model:
             yield (
                 f"draft_backend {self.draft_backend} has no head to draft with; expected draft_model to name one made"
                 " for this model"
             )
 
-    def _conflicts_with_colocate(self) -> Iterator[str]:
-        if self.draft_backend not in ("mlx", "auto", *HEADS):
+    def _find_colocate_conflicts(self) -> Iterator[str]:
+        if self.draft_backend not in ("mlx", "auto", *HEAD_KINDS):
             yield (
                 f"colocate drafts with MLX in the target's process and can't use draft_backend {self.draft_backend};"
                 " leave out one of the two"
@@ -290,7 +297,7 @@ class ServeSettings:
                 f"draft_prefill {self.draft_prefill} is for draft workers, which colocate does not start; leave out"
                 " one of them"
             )
-        if self._has_no_draft and self.draft_backend not in OF_TARGET:
+        if self._lacks_draft_model and self.draft_backend not in TARGET_HEADS:
             yield "colocate needs draft_model with model, or neither of them"
 
 
@@ -338,8 +345,8 @@ class Settings(TypedDict, total=False):
     keyed: bool
 
 
-def described(separator: str) -> str:
-    """Returns a list of the settings for a docstring: each name, its default if it is a flag, and its help."""
+def describe_settings(separator: str) -> str:
+    """Returns a list of the settings for a docstring: each name, the default of a switch, and the help."""
     lines = []
     for field in dataclasses.fields(ServeSettings):
         switch = f" {field.default}; {not field.default}" if isinstance(field.default, bool) else ""
@@ -347,7 +354,7 @@ def described(separator: str) -> str:
     return separator.join(lines)
 
 
-def flags(settings: ServeSettings) -> list[str]:
+def to_flags(settings: ServeSettings) -> list[str]:
     """Returns the settings as command-line flags, without defaults."""
     line = []
     for field in dataclasses.fields(settings):

@@ -1,12 +1,11 @@
 """The orchestrator's ROUTER sockets, with limits on the messages of a peer and the connections of an endpoint.
 
-`RateLimiter` limits the messages of each peer of a socket per second, with a reserve for bursts. Messages over it are
-dropped before they are decoded, so a flood takes no time from other peers. Knows peers and sizes; knows nothing of
-messages.
+`RateLimiter` limits the messages per second of each peer of a socket, with a reserve for bursts. Messages beyond the
+limit are dropped before they are decoded, so a flood takes no time from other peers. Knows nothing of messages.
 
 `RouterSocket` limits the connections of each endpoint; ZeroMQ would accept connections until no file descriptor is
 left, and then end the process. A full unix socket stops listening, and new connections wait in the system's queue. A
-port can't stop listening, so excess connections to it are closed, and may try again.
+port can't stop listening, so excess connections to it are closed, and the clients may try again.
 
 `ClientSocket` is the clients' socket. Invalid frames are counted and, if their request can be read, answered. Knows
 routing ids; knows nothing of requests.
@@ -23,28 +22,33 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from outrider.orchestrator.auth import client_of
+from outrider.orchestrator.auth import client_id_of
 from outrider.protocol import clock
 from outrider.protocol.clock import SECOND_NS
-from outrider.protocol.codec import decode, encode, request_of
-from outrider.protocol.endpoints import Bound, bind
-from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, ServerBusy, kind_of
-from outrider.protocol.keys import ServerKeys, key_shown
+from outrider.protocol.codec import decode, encode, read_request_id
+from outrider.protocol.endpoints import BoundSocket, bind
+from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, ServerBusy, error_kind
+from outrider.protocol.keys import ServerKeys, sender_key
 from outrider.protocol.messages import Failed, Message
 
 log = logging.getLogger(__name__)
 
-BYTES = 16 * 1024
-"""A message counts as one more for each of these bytes."""
-MOST_PEERS = 64
-"""With fewer peers idle ones are not dropped."""
+BYTES_PER_MESSAGE = 16 * 1024
+"""A message costs 1, plus 1 for each block of this size."""
+MIN_PEERS_TO_FORGET = 64
+"""Idle peers are forgotten only if at least this many are known."""
+
+CROWDED_RATIO = 0.875
+MAX_SEND_QUEUE, MAX_RECEIVE_QUEUE = 20_000, 256  # messages of each connection
+MAX_CONNECTIONS = 1024
+FLUSH_MS = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
     """A rate of messages per second, with a `reserve` of messages for bursts."""
 
-    a_second: float
+    per_second: float
     reserve: float
 
 
@@ -54,54 +58,51 @@ class RateLimiter:
     def __init__(self, rate: Rate) -> None:
         self._rate = rate
         self._full_ns: dict[bytes, int] = {}  # when each peer's reserve will be full
-        self._over: set[bytes] = set()
-        self._most = MOST_PEERS
+        self._over_limit: set[bytes] = set()
+        self._forget_at = MIN_PEERS_TO_FORGET
 
     def allow(self, peer: bytes, frames: Iterable[bytes | memoryview], now_ns: int) -> bool:
-        """Whether the peer may send this much now."""
+        """Returns whether the peer may send this message now; if so, its cost is taken from the reserve."""
         full_ns = self._full_ns.get(peer, now_ns)
         if full_ns <= now_ns:
             full_ns = now_ns
-            self._over.discard(peer)
+            self._over_limit.discard(peer)
             self._forget_idle(now_ns)
-        cost, reserve = 1 + sum(map(len, frames)) / BYTES, self._rate.reserve
-        # A message larger than the reserve passes if the reserve is full: sizes have a limit of their own.
-        if reserve - (full_ns - now_ns) / SECOND_NS * self._rate.a_second < min(cost, reserve):
+        cost, reserve = 1 + sum(map(len, frames)) / BYTES_PER_MESSAGE, self._rate.reserve
+        # A message larger than the reserve passes if the reserve is full, since there is a separate limit on size.
+        if reserve - (full_ns - now_ns) / SECOND_NS * self._rate.per_second < min(cost, reserve):
             return False
-        self._full_ns[peer] = full_ns + int(cost / self._rate.a_second * SECOND_NS)
+        self._full_ns[peer] = full_ns + int(cost / self._rate.per_second * SECOND_NS)
         return True
 
-    def is_first(self, peer: bytes) -> bool:
-        """Whether this refusal, the one to report, is the peer's first since its reserve was full."""
-        is_first = peer not in self._over
-        self._over.add(peer)
+    def is_first_refusal(self, peer: bytes) -> bool:
+        """Records a refusal; returns whether it is the peer's first since its reserve was full, the one to report."""
+        is_first = peer not in self._over_limit
+        self._over_limit.add(peer)
         return is_first
 
     def _forget_idle(self, now_ns: int) -> None:
-        """Drops peers whose reserve is full. Checks them only when their number has doubled."""
-        if len(self._full_ns) >= self._most:
+        """Forgets peers whose reserve is full. Looks for them only when the number of peers has doubled."""
+        if len(self._full_ns) >= self._forget_at:
             self._full_ns = {peer: full_ns for peer, full_ns in self._full_ns.items() if full_ns > now_ns}
-            self._over &= self._full_ns.keys()
-            self._most = max(2 * len(self._full_ns), MOST_PEERS)
-
-
-CROWDED = 0.875
+            self._over_limit &= self._full_ns.keys()
+            self._forget_at = max(2 * len(self._full_ns), MIN_PEERS_TO_FORGET)
 
 
 @dataclass(slots=True)
 class LimitedEndpoint:
-    """An endpoint for at most `most` connections: those `inside`, as file descriptors that ZeroMQ reports."""
+    """An endpoint with a limit of connections. `open_fds`: the file descriptors of those that are open."""
 
-    bound: Bound
-    most: int
-    inside: set[int] = field(default_factory=set)
+    bound: BoundSocket
+    max_connections: int
+    open_fds: set[int] = field(default_factory=set)
 
 
 class RouterSocket:
-    """A ROUTER whose endpoints have limits of connections; `socket` and `monitor` are what to poll. Used by one thread.
+    """A ROUTER whose endpoints limit their connections; poll its `socket` and `monitor`. Used by one thread.
 
-    Call `watch` whenever `monitor` is readable. `most`: connections. `unsent`, `unread`: the most messages queued for a
-    peer, and for this process.
+    Call `update_connections` whenever `monitor` is readable. `limit`: connections. `send_hwm`, `recv_hwm`: messages
+    that may be queued for a peer, and for this process.
 
     Raises:
         EndpointError: the endpoint can't be served.
@@ -109,21 +110,21 @@ class RouterSocket:
 
     linger_ms = 0
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, most: int, unsent: int, unread: int) -> None:
+    def __init__(self, context: zmq.Context[Any], endpoint: str, limit: int, send_hwm: int, recv_hwm: int) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.SNDHWM, unsent)
-        self.socket.setsockopt(zmq.RCVHWM, unread)
+        self.socket.setsockopt(zmq.SNDHWM, send_hwm)
+        self.socket.setsockopt(zmq.RCVHWM, recv_hwm)
         self.endpoints: list[LimitedEndpoint] = []
         self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
-            self.open(endpoint, most)
+            self.open(endpoint, limit)
         except EndpointError:
             self.close()
             raise
 
-    def open(self, endpoint: str, most: int, keys: ServerKeys | None = None) -> Bound:
-        """Serves one more endpoint with a limit of its own, so that a full one leaves room at another.
+    def open(self, endpoint: str, limit: int, keys: ServerKeys | None = None) -> BoundSocket:
+        """Serves one more endpoint, with its own limit: a full endpoint doesn't block another.
 
         Endpoints without keys come first; see `bind`.
 
@@ -131,11 +132,11 @@ class RouterSocket:
             EndpointError: it can't be served.
         """
         bound = bind(self.socket, endpoint, keys)
-        self.endpoints.append(LimitedEndpoint(bound, most))
+        self.endpoints.append(LimitedEndpoint(bound, limit))
         return bound
 
-    def arrived(self) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
-        """Yields the sender's routing id, which also holds its key (`key_shown`), and frames; never blocks."""
+    def receive_waiting(self) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
+        """Yields the routing id of each message's sender, with its key (`sender_key`), and the frames; never blocks."""
         while True:
             try:
                 first = self.socket.recv(zmq.NOBLOCK, copy=False)
@@ -144,24 +145,24 @@ class RouterSocket:
             yield first, self.socket.recv_multipart()
 
     @property
-    def crowded(self) -> bool:
+    def is_nearly_full(self) -> bool:
         """Whether an endpoint is nearly full: new work must be refused while there is still room to answer."""
-        return any(len(endpoint.inside) >= CROWDED * endpoint.most for endpoint in self.endpoints)
+        return any(len(endpoint.open_fds) >= CROWDED_RATIO * endpoint.max_connections for endpoint in self.endpoints)
 
-    def watch(self) -> None:
-        """Counts connections that were opened and closed; stops or resumes listening."""
+    def update_connections(self) -> None:
+        """Handles events of connections that were opened or closed; stops or resumes listening."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                endpoint = self._at(event["endpoint"].decode())
-                endpoint.inside.add(event["value"])
-                if len(endpoint.inside) > endpoint.most:
-                    endpoint.bound.hang_up(event["value"])  # from a port, which can't stop listening
+                endpoint = self._endpoint_at(event["endpoint"].decode())
+                endpoint.open_fds.add(event["value"])
+                if len(endpoint.open_fds) > endpoint.max_connections:
+                    endpoint.bound.hang_up(event["value"])  # it came through a port, which can't stop listening
             else:
                 for endpoint in self.endpoints:
-                    endpoint.inside.discard(event["value"])
+                    endpoint.open_fds.discard(event["value"])
         for endpoint in self.endpoints:
-            if len(endpoint.inside) >= endpoint.most:
+            if len(endpoint.open_fds) >= endpoint.max_connections:
                 endpoint.bound.stop_listening()
             else:
                 endpoint.bound.listen()
@@ -175,16 +176,13 @@ class RouterSocket:
             endpoint.bound.close(self.linger_ms)
         self.socket.close(self.linger_ms)
 
-    def _at(self, address: str) -> LimitedEndpoint:
-        """Returns the endpoint at an address; ZeroMQ may spell that of one, the last, differently."""
+    def _endpoint_at(self, address: str) -> LimitedEndpoint:
+        """Returns the endpoint at an address; by default the last, whose address ZeroMQ may spell differently."""
         return next((end for end in self.endpoints if end.bound.endpoint == address), self.endpoints[-1])
 
 
-SEND_QUEUE, RECEIVE_QUEUE = 20_000, 256  # messages of each connection
-CLIENTS = Rate(2_000, 5_000)
-TOO_MUCH = f"this client sends more than {CLIENTS.a_second:,.0f} messages a second; retry more slowly"
-MOST = 1024
-FLUSH_MS = 500
+CLIENT_RATE = Rate(2_000, 5_000)
+TOO_MANY_MESSAGES = f"this client sends more than {CLIENT_RATE.per_second:,.0f} messages a second; retry more slowly"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +203,10 @@ class ClientSocket(RouterSocket):
 
     linger_ms = FLUSH_MS
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, most: int = MOST) -> None:
-        super().__init__(context, endpoint, most, SEND_QUEUE, RECEIVE_QUEUE)
+    def __init__(self, context: zmq.Context[Any], endpoint: str, limit: int = MAX_CONNECTIONS) -> None:
+        super().__init__(context, endpoint, limit, MAX_SEND_QUEUE, MAX_RECEIVE_QUEUE)
         self.rejected = 0
-        self._rate_limiter = RateLimiter(CLIENTS)
+        self._rate_limiter = RateLimiter(CLIENT_RATE)
 
     @property
     def endpoint(self) -> str:
@@ -216,22 +214,24 @@ class ClientSocket(RouterSocket):
         return self.endpoints[-1].bound.endpoint
 
     @property
-    def own(self) -> str:
+    def own_endpoint(self) -> str:
         """The endpoint for this server's other processes."""
         return self.endpoints[0].bound.endpoint
 
-    def receive(self, most: int) -> Iterator[ClientMessage]:
-        """Yields up to `most` waiting messages."""
-        for first, frames in islice(self.arrived(), most):
+    def receive(self, limit: int) -> Iterator[ClientMessage]:
+        """Yields up to `limit` waiting messages."""
+        for first, frames in islice(self.receive_waiting(), limit):
             sender = first.bytes
-            client = client_of(sender)
+            client = client_id_of(sender)
             if not self._rate_limiter.allow(client, frames, clock.now()):
-                if self._rate_limiter.is_first(client):
-                    log.warning("a client sends too many messages: refusing more than %.0f a second", CLIENTS.a_second)
-                self._reject(sender, frames, ServerBusy(TOO_MUCH))
+                if self._rate_limiter.is_first_refusal(client):
+                    log.warning(
+                        "a client sends too many messages: refusing more than %.0f a second", CLIENT_RATE.per_second
+                    )
+                self._reject(sender, frames, ServerBusy(TOO_MANY_MESSAGES))
                 continue
             try:
-                yield ClientMessage(sender, decode(frames), key_shown(first))
+                yield ClientMessage(sender, decode(frames), sender_key(first))
             except ProtocolError as error:
                 self._reject(sender, frames, error)
 
@@ -246,7 +246,7 @@ class ClientSocket(RouterSocket):
 
     def _reject(self, sender: bytes, frames: list[bytes], error: OutriderError) -> None:
         self.rejected += 1
-        request = request_of(frames)
+        request = read_request_id(frames)
         log.info("rejected a message: %s", error)
         if request is not None:
-            self.send(sender, Failed(request, kind_of(error), str(error)))
+            self.send(sender, Failed(request, error_kind(error), str(error)))

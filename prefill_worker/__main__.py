@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from outrider.engine.models_only import models_only
 from outrider.protocol import process, worker_link
-from outrider.protocol.digest import digest
+from outrider.protocol.digest import model_digest
 from outrider.protocol.messages import Hello, Loading
 from outrider.protocol.worker_link import WorkerLink
 
@@ -21,8 +21,8 @@ BACKENDS = ("coreml", "mlx")
 
 def main() -> int:
     options = _parser().parse_args()
-    process.set_up(options.log_level, options.log_format, options.name, options.log_fd)
-    return worker_link.run(options, lambda link: _load(options, link))
+    process.configure_logging(options.log_level, options.log_format, options.name, options.log_fd)
+    return worker_link.run_worker(options, lambda link: _load(options, link))
 
 
 def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, PrefillWorker]:
@@ -44,7 +44,7 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, Prefill
         weight_bytes=reader.weight_bytes,
         note=reader.note,
         kv=reader.prompt_cache.cost,
-        files=digest(Path(options.model)),
+        files=model_digest(Path(options.model)),
         number_format=reader.number_format,
     )
     return hello, PrefillWorker(link, reader)

@@ -14,23 +14,23 @@ from collections.abc import Callable, Generator, Sequence
 import mlx.core as mx
 
 from outrider.drafters.coreml.drafter import PackageReader
-from outrider.drafters.coreml.selection import reader_for
+from outrider.drafters.coreml.selection import load_prompt_reader
 from outrider.engine.flat import FlatSequence
-from outrider.engine.kv_cache import PREFILL, Feed, FlatKVCache, KVLayout
+from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS, Feed, FlatKVCache, KVLayout
 from outrider.engine.kv_rows import ReadingFault
-from outrider.engine.load_checks import open_kv_cache, sequence_cost
-from outrider.engine.loading import LoadedModel, load, outline
+from outrider.engine.load_checks import measure_sequence_cost, open_kv_cache
+from outrider.engine.loading import LoadedModel, load, load_lazily
 from outrider.engine.prompt_cache import PromptCache
-from outrider.protocol.errors import CannotDraft, OutriderError, named_errors
+from outrider.protocol.errors import CannotDraft, OutriderError, wrap_model_errors
 from outrider.protocol.messages import Close, KvMemory, Prefill, PromptKv, Shutdown
 from outrider.protocol.stats import CacheUse, KvCost
 from outrider.protocol.worker_link import Link, WorkerLoop
 
-MAX_PIECE = 2**22
+MAX_PIECE_BYTES = 2**22
 """The most bytes of a message: the orchestrator forwards each between two rounds of other requests."""
 
-Report = Callable[[str], None]
-"""A function that takes the stages of a start."""
+StageCallback = Callable[[str], None]
+"""A function that is called with each stage of the start."""
 Pieces = Generator[list[PromptKv]]
 """The keys and values of a prompt, packed by `engine.kv_cache.KVLayout`: a list after each forward."""
 
@@ -57,7 +57,7 @@ class PrefillWorker(WorkerLoop[Pieces]):
             case Close():
                 self._close(message.request)
             case KvMemory():
-                self._reader.prompt_cache.allow(message.limit if message.prompt_cache else 0)
+                self._reader.prompt_cache.set_limit(message.limit if message.prompt_cache else 0)
                 self._report()
             case Shutdown():
                 return False
@@ -105,44 +105,44 @@ class MlxReader:
         self.number_format = model.number_format
         self._kv_cache = kv_cache
         self._layout = KVLayout.of(model.model)
-        self.prompt_cache = PromptCache(sequence_cost(kv_cache))
+        self.prompt_cache = PromptCache(measure_sequence_cost(kv_cache))
 
     @classmethod
-    def load(cls, model: str, report: Report) -> MlxReader:
+    def load(cls, model: str, report: StageCallback) -> MlxReader:
         """Loads the model. Raises ModelError if there is no such model."""
         return cls(load(model, progress=report))
 
-    def read(self, asked: Prefill) -> Pieces:
-        """Reads all tokens but the last; yields after each forward its pieces from the start that is `asked` for.
+    def read(self, task: Prefill) -> Pieces:
+        """Reads all tokens but the last; yields after each forward the pieces that it completes, from `task.start` on.
 
         If it is closed early, what was read may stay in the prompt cache. Raises OutriderError if reading fails.
         """
-        tokens: list[int] = asked.tokens.tolist()
-        sequence, sent, total = self._kv_cache.open(), asked.start, len(tokens) - 1
+        tokens: list[int] = task.tokens.tolist()
+        sequence, sent, total = self._kv_cache.open(), task.start, len(tokens) - 1
         try:
             known = self.prompt_cache.find(tokens)
             if known is not None:
                 self._kv_cache.adopt(sequence, known)
             while True:
-                yield self._pieces(asked, sequence, sent)
+                yield self._pieces(task, sequence, sent)
                 sent = max(sent, sequence.length)
                 if sequence.length >= total:
                     return
-                with named_errors("the prefill worker's forward"):
-                    piece = tokens[sequence.length : min(sequence.length + PREFILL, total)]
+                with wrap_model_errors("the prefill worker's forward"):
+                    piece = tokens[sequence.length : min(sequence.length + PREFILL_CHUNK_TOKENS, total)]
                     self._kv_cache.forward([Feed(sequence, piece, 0, True)])
                     mx.eval(self._kv_cache.state())
                     mx.clear_cache()
         finally:
             self._close(sequence, tokens[: sequence.length])
 
-    def _pieces(self, asked: Prefill, sequence: FlatSequence, start: int) -> list[PromptKv]:
-        """Returns the columns from `start` on, in pieces of at most `MAX_PIECE` bytes."""
-        pieces, step = [], max(MAX_PIECE // max(self._layout.bytes_per_token, 1), 1)
+    def _pieces(self, task: Prefill, sequence: FlatSequence, start: int) -> list[PromptKv]:
+        """Returns the columns from `start` on, in pieces of at most `MAX_PIECE_BYTES` bytes."""
+        pieces, step = [], max(MAX_PIECE_BYTES // max(self._layout.bytes_per_token, 1), 1)
         for first in range(start, sequence.length, step):
             end = min(first + step, sequence.length)
             data = self._layout.pack(self._kv_cache.segment(sequence, first, end))
-            pieces.append(PromptKv(asked.request, asked.epoch, first, end - first, data))
+            pieces.append(PromptKv(task.request, task.epoch, first, end - first, data))
         return pieces
 
     def _close(self, sequence: FlatSequence, read: Sequence[int]) -> None:
@@ -157,37 +157,40 @@ class CoreMLReader:
     number_format = ""
 
     def __init__(self, package: PackageReader, layout: KVLayout) -> None:
-        made = package.package
-        self.vocab_size, self.context_length = made.layout.architecture.vocab_size, made.layout.context
-        self.parameters, self.weight_bytes = made.manifest.parameters, made.weight_bytes
+        core_ml_package = package.package
+        self.vocab_size, self.context_length = (
+            core_ml_package.layout.architecture.vocab_size,
+            core_ml_package.layout.context,
+        )
+        self.parameters, self.weight_bytes = core_ml_package.manifest.parameters, core_ml_package.weight_bytes
         self.note = package.note
         self.prompt_cache = PromptCache(KvCost())  # caches nothing
         self._package, self._layout = package, layout
 
     @classmethod
-    def load(cls, model: str, report: Report) -> CoreMLReader:
+    def load(cls, model: str, report: StageCallback) -> CoreMLReader:
         """Loads the package; the first time, converts the model.
 
         Raises:
             ModelError: the model can't be converted.
             CannotDraft: this machine can't run the package.
         """
-        package = reader_for(model, "coreml", report)
+        package = load_prompt_reader(model, "coreml", report)
         if package is None:
             raise CannotDraft("this machine can't run the target's Core ML package; use --prefill-backend mlx")
-        return cls(package, KVLayout.of(outline(model).model))
+        return cls(package, KVLayout.of(load_lazily(model).model))
 
-    def read(self, asked: Prefill) -> Pieces:
+    def read(self, task: Prefill) -> Pieces:
         """The same as `MlxReader.read`."""
-        tokens: list[int] = asked.tokens.tolist()
+        tokens: list[int] = task.tokens.tolist()
         total, done = len(tokens) - 1, 0
         taken = self._package.readable(total)
         for read in self._package.read(tokens[:taken]):
-            first, end = max(asked.start, done), done + read[0][0].shape[2]
+            first, end = max(task.start, done), done + read[0][0].shape[2]
             pieces, skip = [], first - done
             if first < end:
                 data = self._layout.pack(tuple((keys[:, :, skip:], values[:, :, skip:]) for keys, values in read))
-                pieces.append(PromptKv(asked.request, asked.epoch, first, end - first, data))
+                pieces.append(PromptKv(task.request, task.epoch, first, end - first, data))
             yield pieces
             done = end
         if done < total:

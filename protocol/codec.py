@@ -1,8 +1,8 @@
 """Converts messages to ZeroMQ frames and back: by msgpack, and checked by msgspec with the types of their fields
 (`protocol.schema`).
 
-Frame 0, the header, is msgpack: [protocol version, message], the message a map of its class's name ("type") and of the
-fields that differ from their defaults. A numpy array is [dtype, shape] in the header; its little-endian bytes, last
+Frame 0, the header, is msgpack: [protocol version, message]. The message is a map with its class's name ("type") and
+the fields that differ from their defaults. A numpy array is [dtype, shape] in the header; its little-endian bytes, last
 axis fastest, follow in a separate frame, in the order of the arrays in the header. Messages that are sent together
 follow one another. Received frames are checked completely: see `decode`.
 """
@@ -21,12 +21,12 @@ import numpy as np
 
 from outrider.protocol.errors import InvalidRequest, ProtocolError, RefusedRequest, VersionMismatch
 from outrider.protocol.messages import Message, clients, rounds, workers
-from outrider.protocol.schema import MAX_AXIS, MAX_FRAME, Array, RequestId
+from outrider.protocol.schema import MAX_AXIS_LENGTH, MAX_FRAME_BYTES, Array, RequestId
 from outrider.protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
 
 Buffer: TypeAlias = bytes | memoryview
-FEW = 64
-LONGEST_REASON = 200
+SMALL_ARRAY_ITEMS = 64
+MAX_REASON_CHARACTERS = 200
 
 
 MESSAGES: dict[str, type[Message]] = {
@@ -38,8 +38,9 @@ MESSAGES: dict[str, type[Message]] = {
 """Every message, by its name in the header."""
 
 for _cls in MESSAGES.values():
-    # msgspec describes a class when it first reads one; another thread that reads one meanwhile crashes the process.
+    # msgspec inspects a class on its first use; another thread that uses it at the same time crashes the process.
     msgspec.msgpack.Decoder(_cls)
+_DECODE_ERRORS = (ValueError, RecursionError)  # msgpack's errors and msgspec's are ValueErrors
 
 
 def _write_array(frames: list[Buffer], value: object) -> tuple[str, tuple[int, ...]]:
@@ -51,21 +52,21 @@ def _write_array(frames: list[Buffer], value: object) -> tuple[str, tuple[int, .
 
 
 def _read_array(unread: Iterator[Buffer], kind: Any, entry: Any) -> np.ndarray[Any, Any]:
-    """Returns an array, a read-only view of the next frame. Raises ValueError; the decoder adds the place."""
+    """Returns an array, a read-only view of the next frame. Raises ValueError, to which msgspec adds the field."""
     array: Array = kind.__args__[1]
     match entry:
         case [array.dtype, [*size]] if len(size) == array.axes and all(
-            type(n) is int and 0 <= n <= MAX_AXIS for n in size
+            type(n) is int and 0 <= n <= MAX_AXIS_LENGTH for n in size
         ):
-            raw, wire = next(unread, None), _wire(array.dtype)
+            raw, wire = next(unread, None), _wire_dtype(array.dtype)
         case _:
-            raise ValueError(f"Expected an array of {array.dtype}, {array.axes} axes of at most {MAX_AXIS:,}")
+            raise ValueError(f"Expected an array of {array.dtype}, {array.axes} axes of at most {MAX_AXIS_LENGTH:,}")
     if raw is None:
         raise ValueError("Expected the array's bytes in a separate frame")
     if len(raw) != math.prod(size) * wire.itemsize:
         raise ValueError(f"Expected {math.prod(size) * wire.itemsize} bytes for the size {size}, got {len(raw)}")
     items: np.ndarray[Any, Any] = np.ndarray(size, wire, raw)
-    if array.low is not None and items.size and _least(items) < array.low:
+    if array.low is not None and items.size and _min_item(items) < array.low:
         raise ValueError(f"Expected no number under {array.low}, got {items.min()}")
     if items.dtype.kind == "f" and not np.isfinite(items).all():
         raise ValueError("Expected finite numbers")
@@ -73,16 +74,13 @@ def _read_array(unread: Iterator[Buffer], kind: Any, entry: Any) -> np.ndarray[A
 
 
 @cache
-def _wire(dtype: str) -> np.dtype[Any]:
+def _wire_dtype(dtype: str) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
 
 
-def _least(items: np.ndarray[Any, Any]) -> Any:
+def _min_item(items: np.ndarray[Any, Any]) -> Any:
     """Returns the least item; for a few tokens numpy's `min` would cost more than all other checks together."""
-    return min(items.tolist()) if items.ndim == 1 and items.size <= FEW else items.min()
-
-
-_UNREADABLE = (ValueError, RecursionError)  # msgpack's errors and msgspec's are ValueErrors
+    return min(items.tolist()) if items.ndim == 1 and items.size <= SMALL_ARRAY_ITEMS else items.min()
 
 
 def encode(message: Message) -> list[Buffer]:
@@ -98,9 +96,9 @@ def encode(message: Message) -> list[Buffer]:
         frames[0] = msgpack.packb((PROTOCOL_VERSION, entries))
     except (UnicodeEncodeError, OverflowError) as error:
         raise ProtocolError(f"{name} can't be encoded ({error}); expected Unicode text and numbers in range") from None
-    if longest := max((len(frame) for frame in frames if len(frame) > MAX_FRAME), default=0):
-        raise ProtocolError(f"{name} has a frame of {longest:,} bytes; expected at most {MAX_FRAME:,}")
-    _checked(entries, iter(frames[1:]))  # what a receiver would refuse is refused here
+    if longest := max((len(frame) for frame in frames if len(frame) > MAX_FRAME_BYTES), default=0):
+        raise ProtocolError(f"{name} has a frame of {longest:,} bytes; expected at most {MAX_FRAME_BYTES:,}")
+    _parse_message(entries, iter(frames[1:]))  # what a receiver would refuse is refused here
     return frames
 
 
@@ -117,10 +115,10 @@ def decode(frames: Sequence[Buffer]) -> Message:
             or missing field, a field of a wrong type, a value out of range, a sequence or array of a wrong size, or a
             number that is not finite.
         RefusedRequest: (a ProtocolError and an InvalidRequest) a well-formed message has sampling parameters out of
-            range; the message is that of SamplingParams. Use `request_of` to answer the sender.
+            range; the message is that of SamplingParams. Use `read_request_id` to answer the sender.
     """
     rest = iter(frames)
-    message = _first(rest)
+    message = _read_first(rest)
     if extra := len(list(rest)):
         name = type(message).__name__
         raise ProtocolError(f"{name} has {extra} frames too many; expected one for each array that is not nil")
@@ -130,27 +128,27 @@ def decode(frames: Sequence[Buffer]) -> Message:
 def decode_all(frames: Sequence[Buffer]) -> list[Message]:
     """Returns the messages in `frames`, at least one; raises as `decode` does if any of them is invalid."""
     rest = iter(frames)
-    return [_first(rest), *(_checked(_entries(header), rest) for header in rest)]
+    return [_read_first(rest), *(_parse_message(_read_header(header), rest) for header in rest)]
 
 
-def request_of(frames: Sequence[Buffer]) -> str | None:
-    """Returns the request of a refused message, to answer its sender; None if it can't be read."""
+def read_request_id(frames: Sequence[Buffer]) -> str | None:
+    """Returns the request id in a refused message, to answer its sender; None if it can't be read."""
     try:
         _, message = msgpack.unpackb(frames[0])
         return msgspec.convert(message["request"], RequestId)
-    except (*_UNREADABLE, LookupError, TypeError):
+    except (*_DECODE_ERRORS, LookupError, TypeError):
         return None
 
 
-def _first(rest: Iterator[Buffer]) -> Message:
+def _read_first(rest: Iterator[Buffer]) -> Message:
     header = next(rest, None)
     if header is None:
         raise ProtocolError("the message has no frames; expected a header and a frame for each array")
-    return _checked(_entries(header), rest)
+    return _parse_message(_read_header(header), rest)
 
 
-def _checked(entries: Any, rest: Iterator[Buffer]) -> Message:
-    """Returns the message with these fields by name; its arrays are taken from `rest`."""
+def _parse_message(entries: Any, rest: Iterator[Buffer]) -> Message:
+    """Converts fields by name to a message, and checks them; its arrays are taken from `rest`."""
     name = entries.get("type") if isinstance(entries, dict) else ""
     cls = MESSAGES.get(name) if isinstance(name, str) else None
     if cls is None:
@@ -161,18 +159,18 @@ def _checked(entries: Any, rest: Iterator[Buffer]) -> Message:
         return msgspec.convert(entries, cls, dec_hook=partial(_read_array, rest))
     except InvalidRequest as error:
         raise RefusedRequest(str(error)) from None
-    except _UNREADABLE as error:
-        reason, _, place = _reason(error).partition(" - at `$")
+    except _DECODE_ERRORS as error:
+        reason, _, place = _short_reason(error).partition(" - at `$")
         raise ProtocolError(f"{cls.__name__}{place[:-1]} is invalid: {reason}") from None
 
 
-def _entries(header: Buffer) -> Any:
-    """Returns the fields of the message with this header, which may be invalid."""
+def _read_header(header: Buffer) -> Any:
+    """Returns the fields of the message from its header; they are not checked yet."""
     try:
         found = msgpack.unpackb(header)
-    except _UNREADABLE as error:
+    except _DECODE_ERRORS as error:
         raise ProtocolError(
-            f"the header is invalid: {_reason(error)}; expected [version, message] in msgpack"
+            f"the header is invalid: {_short_reason(error)}; expected [version, message] in msgpack"
         ) from None
     version = found[0] if isinstance(found, list) and found else None
     if type(version) is not int or (version == PROTOCOL_VERSION and len(found) != 2):
@@ -185,6 +183,6 @@ def _entries(header: Buffer) -> Any:
     return found[1]
 
 
-def _reason(error: Exception) -> str:
+def _short_reason(error: Exception) -> str:
     reason = " ".join(str(error).split()) or type(error).__name__
-    return reason[:1].lower() + reason[1:LONGEST_REASON]
+    return reason[:1].lower() + reason[1:MAX_REASON_CHARACTERS]

@@ -1,7 +1,7 @@
 """A digest that identifies the model in a folder, hashes of files, and files that are replaced as a whole.
 
-The digest covers the whole config.json, and each tensor's name, format, shape and first bytes, in which other weights
-differ, too; it does not read all weights. Knows files; knows nothing of models.
+The digest covers the whole config.json, and each tensor's name, format, shape and first bytes. Other weights differ in
+these, too, so the rest is not read. Knows files; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import BinaryIO
 
 from outrider.protocol.errors import ModelError
 
-_EACH = 1024  # bytes of a tensor
-_DIGITS = 16
+_SAMPLED_BYTES = 1024  # of each tensor
+_DIGEST_DIGITS = 16
+CACHE_VARIABLE = "OUTRIDER_CACHE"
 
 
-def digest(folder: Path) -> str:
+def model_digest(folder: Path) -> str:
     """Returns "abc..-def.." for a model's folder: digests of its config.json, and of its weights if it has any.
 
     Raises:
@@ -33,10 +34,10 @@ def digest(folder: Path) -> str:
     for path in files:
         try:
             with path.open("rb") as file:
-                _add(weights, file)
+                _update_digest(weights, file)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ModelError(f"{path} is not a safetensors file ({error!r}): download the model again") from error
-    return f"{config.hexdigest()[:_DIGITS]}-{weights.hexdigest()[:_DIGITS] if files else ''}"
+    return f"{config.hexdigest()[:_DIGEST_DIGITS]}-{weights.hexdigest()[:_DIGEST_DIGITS] if files else ''}"
 
 
 def file_hash(path: Path) -> str:
@@ -45,8 +46,8 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fits(ours: str, theirs: str) -> bool:
-    """Returns whether two digests can be of the same model; if one has no weights, by the config.json only."""
+def digests_match(ours: str, theirs: str) -> bool:
+    """Returns whether two digests can be of the same model. If one has no weights, only config.json is compared."""
     config, _, weights = ours.partition("-")
     other_config, _, other_weights = theirs.partition("-")
     return config == other_config and (weights == other_weights or not (weights and other_weights))
@@ -65,7 +66,7 @@ def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
         part.replace(path)
 
 
-def _add(weights: hashlib._Hash, file: BinaryIO) -> None:
+def _update_digest(weights: hashlib._Hash, file: BinaryIO) -> None:
     size = int.from_bytes(file.read(8), "little")
     header = file.read(size)
     weights.update(header)
@@ -73,15 +74,12 @@ def _add(weights: hashlib._Hash, file: BinaryIO) -> None:
         if name != "__metadata__":
             begin, end = tensor["data_offsets"]
             file.seek(8 + size + begin)
-            weights.update(file.read(min(end - begin, _EACH)))
-
-
-CACHE = "OUTRIDER_CACHE"
+            weights.update(file.read(min(end - begin, _SAMPLED_BYTES)))
 
 
 def cache_folder() -> Path:
     """Returns `$OUTRIDER_CACHE`, or `outrider` in the user's cache folder; it need not exist."""
-    named = os.environ.get(CACHE)
+    named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named).expanduser().absolute()
     try:

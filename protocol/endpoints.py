@@ -4,11 +4,11 @@ Owns the syntax of an endpoint, the right to serve it, and the rule that connect
 would truncate a port to 16 bits, take an ipc path from a live server, replace any file there, and connect unencrypted;
 `bind` and `connect` refuse with an error of one sentence.
 
-`prepare`: the options of a socket whose peer is on another machine, since that link can break silently. Both ends send
+`set_remote_options`: socket options for a peer on another machine, since that link can break silently. Both ends send
 ZeroMQ heartbeats and close a connection that does not answer them. The connecting end then reconnects, a few times a
-second, so a healed link works again at once. TCP alone would take as long again as the link was cut.
+second, so a healed link works again at once. TCP alone would need as long again as the link was down.
 
-`probe`: connects once, so that a peer that finds no server, or is refused, gets an error instead of waiting.
+`probe` connects once, so that a peer that finds no server, or is refused, gets an error instead of waiting.
 """
 
 from __future__ import annotations
@@ -28,17 +28,28 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from outrider.protocol.errors import EndpointError, KeyFault, OutriderError
-from outrider.protocol.keys import ClientKeys, Keyring, ServerKeys, parse_key, raw
-from outrider.protocol.schema import MAX_FRAME
-from outrider.protocol.socket_files import MAX_PATH, SocketLock
+from outrider.protocol.keys import ClientKeys, Keyring, ServerKeys, key_bytes, parse_key
+from outrider.protocol.schema import MAX_FRAME_BYTES
+from outrider.protocol.socket_files import MAX_PATH_BYTES, SocketLock
 
 Socket: TypeAlias = zmq.Socket[Any]
 
-HANDSHAKE_MS = 10_000
+HANDSHAKE_TIMEOUT_MS = 10_000
 """Connections that do not complete ZeroMQ's handshake within this time are closed."""
 BACKLOG = 128
 """Connections that the system queues until they are accepted."""
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,253})")
+HEARTBEAT_INTERVAL_MS = 500
+
+HEARTBEAT_TIMEOUT_MS = 2000
+"""TCP repeats a lost packet after about 200 ms, then after 400: a working link is never silent for so long."""
+
+CONNECT_TIMEOUT_MS = 1000
+RECONNECT_INTERVAL_MS, MAX_RECONNECT_INTERVAL_MS = 100, 400
+PROBE_TIMEOUT_SECONDS = 3.0
+LOCAL_TIMEOUT_SECONDS = 0.2
+_NO_SERVER_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ENOTSOCK, errno.EACCES)
+_HANDSHAKE_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +76,7 @@ class Tcp:
 Endpoint: TypeAlias = Ipc | Tcp
 
 
-def parse(text: str) -> Endpoint:
+def parse_endpoint(text: str) -> Endpoint:
     """Parses an endpoint; a relative ipc path starts in the current directory.
 
     Raises:
@@ -91,9 +102,10 @@ def _parse_ipc(text: str, path: str) -> Ipc:
         )
     path = os.path.abspath(path)
     length = len(os.fsencode(path))
-    if length > MAX_PATH:
+    if length > MAX_PATH_BYTES:
         raise EndpointError(
-            f"the socket path {path} has {length} bytes; this system allows {MAX_PATH}: choose a shorter directory"
+            f"the socket path {path} has {length} bytes; this system allows {MAX_PATH_BYTES}:"
+            " choose a shorter directory"
         )
     return Ipc(path)
 
@@ -111,14 +123,14 @@ def _parse_tcp(text: str, rest: str) -> Tcp:
     return Tcp(host, int(port))
 
 
-def _family(where: Endpoint) -> sockets.AddressFamily:
+def _address_family(where: Endpoint) -> sockets.AddressFamily:
     if isinstance(where, Ipc):
         return sockets.AF_UNIX
     return sockets.AF_INET6 if ":" in where.host else sockets.AF_INET
 
 
 def is_local(where: Endpoint) -> bool:
-    """Returns whether only this machine can reach it; names other than localhost count as another machine's."""
+    """Returns whether only this machine can reach the endpoint; names other than localhost count as remote."""
     if isinstance(where, Ipc) or where.host == "localhost":
         return True
     try:
@@ -127,9 +139,9 @@ def is_local(where: Endpoint) -> bool:
         return False
 
 
-def reachable(endpoint: str) -> Endpoint:
-    """Parses an endpoint to connect to. Raises EndpointError also for an endpoint that can only be served."""
-    where = parse(endpoint)
+def parse_reachable(endpoint: str) -> Endpoint:
+    """Parses an endpoint to connect to. Raises EndpointError if it is malformed, or can only be listened on."""
+    where = parse_endpoint(endpoint)
     if isinstance(where, Tcp) and (where.host == "*" or where.port == 0):
         raise EndpointError(
             f"{endpoint} is an address to listen on, not to connect to; expected the server's host and port"
@@ -137,7 +149,7 @@ def reachable(endpoint: str) -> Endpoint:
     return where
 
 
-def keys_to(
+def find_client_keys(
     endpoint: str, server_key: str | None = None, folder: str | os.PathLike[str] | None = None
 ) -> ClientKeys | None:
     """Returns the keys for a connection to `endpoint`; None if it is on this machine and has no trusted key.
@@ -148,7 +160,7 @@ def keys_to(
         KeyFault: a key is missing or can't be used.
         EndpointError: the endpoint is malformed.
     """
-    where, keyring = reachable(endpoint), Keyring(Path(folder) if folder is not None else None)
+    where, keyring = parse_reachable(endpoint), Keyring(Path(folder) if folder is not None else None)
     host = where.host if isinstance(where, Tcp) else endpoint
     known = parse_key(server_key) if server_key is not None else None
     if known is None and isinstance(where, Tcp):
@@ -170,23 +182,23 @@ def connect(socket: Socket, endpoint: str, keys: ClientKeys | None = None) -> No
     Raises:
         EndpointError: the endpoint can't be reached, or it is on another machine and there are no `keys`.
     """
-    where = reachable(endpoint)
+    where = parse_reachable(endpoint)
     if keys is None and not is_local(where):
         raise EndpointError(f"{endpoint} is on another machine; expected the keys of both sides (`outrider keys`)")
-    _prepare(socket, where)
+    _set_common_options(socket, where)
     if keys is not None:
-        socket.curve_publickey, socket.curve_secretkey = raw(keys.own.public), raw(keys.own.secret)
-        socket.curve_serverkey = raw(keys.server)
+        socket.curve_publickey, socket.curve_secretkey = key_bytes(keys.own.public), key_bytes(keys.own.secret)
+        socket.curve_serverkey = key_bytes(keys.server)
     try:
         socket.connect(str(where))
     except zmq.ZMQError as error:
-        raise _refused(where, error) from None
+        raise _endpoint_error(where, error) from None
 
 
-class Bound:
+class BoundSocket:
     """A socket that serves an endpoint; `close` closes it and leaves no file.
 
-    ZeroMQ gets a copy of our listening socket: with its own it would remove whatever is at the path when it closes.
+    ZeroMQ gets a copy of our listening socket. A socket of its own would remove any file at the path when it closes.
     """
 
     def __init__(self, socket: Socket, where: Endpoint, listener: sockets.socket, lock: SocketLock | None) -> None:
@@ -209,7 +221,7 @@ class Bound:
             self.lock.shut()
 
     def hang_up(self, descriptor: int) -> None:
-        """Closes a connection to this port, unless its descriptor is another file's by now."""
+        """Closes a connection to this port, unless its descriptor now belongs to another file."""
         with suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as connection:
             if self.lock is None and connection.getsockname()[1:2] == self._listener.getsockname()[1:2]:
                 connection.shutdown(sockets.SHUT_RDWR)
@@ -222,7 +234,7 @@ class Bound:
             self.lock.release()
 
 
-def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound:
+def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> BoundSocket:
     """Serves `endpoint` with `socket`; `Bound.endpoint` has the chosen port instead of 0.
 
     With `keys` the socket admits the keys that its context's authentication allows; without an authentication it admits
@@ -233,47 +245,49 @@ def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound
             could reach it and there are no `keys`. The socket stays open and unbound, and a process that serves the
             endpoint is not disturbed.
     """
-    where = parse(endpoint)
+    where = parse_endpoint(endpoint)
     if keys is None and not is_local(where):
         raise EndpointError(
             f"{endpoint} is reachable from other machines and would accept connections without a key; expected keys"
             " (`outrider keys make`), or an endpoint of this machine such as tcp://127.0.0.1:0"
         )
     if keys is not None:
-        socket.curve_server, socket.curve_secretkey = True, raw(keys.own.secret)
+        socket.curve_server, socket.curve_secretkey = True, key_bytes(keys.own.secret)
         socket.zap_domain = keys.domain.encode()
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it a context without an authentication admits every key
-    with ExitStack() as undone:
+    with ExitStack() as cleanup:
         lock = SocketLock(where.path) if isinstance(where, Ipc) else None
         if lock is not None:
-            undone.callback(lock.release)
-        _prepare(socket, where)
+            cleanup.callback(lock.release)
+        _set_common_options(socket, where)
         try:
             if isinstance(where, Tcp):
                 address = "" if where.host == "*" else where.host, where.port
-                listener = undone.enter_context(sockets.create_server(address, family=_family(where), backlog=BACKLOG))
+                listener = cleanup.enter_context(
+                    sockets.create_server(address, family=_address_family(where), backlog=BACKLOG)
+                )
                 where = Tcp(where.host, listener.getsockname()[1])
             else:
-                listener = undone.enter_context(sockets.socket(sockets.AF_UNIX))
+                listener = cleanup.enter_context(sockets.socket(sockets.AF_UNIX))
             listener.setblocking(False)
             if lock is not None:
                 lock.bind(listener)
                 listener.listen(BACKLOG)
-            bound = Bound(socket, where, listener, lock)
+            bound = BoundSocket(socket, where, listener, lock)
         except (OSError, zmq.ZMQError) as error:
-            raise _refused(where, error) from None
-        undone.pop_all()
+            raise _endpoint_error(where, error) from None
+        cleanup.pop_all()
     return bound
 
 
-def _prepare(socket: Socket, where: Endpoint) -> None:
-    socket.maxmsgsize = MAX_FRAME
-    socket.handshake_ivl = min(socket.handshake_ivl, HANDSHAKE_MS)  # that of `prepare` is shorter
+def _set_common_options(socket: Socket, where: Endpoint) -> None:
+    socket.maxmsgsize = MAX_FRAME_BYTES
+    socket.handshake_ivl = min(socket.handshake_ivl, HANDSHAKE_TIMEOUT_MS)  # that of `set_remote_options` is shorter
     if isinstance(where, Tcp) and ":" in where.host:
         socket.ipv6 = True
 
 
-def _refused(where: Endpoint, error: OSError | zmq.ZMQError) -> EndpointError:
+def _endpoint_error(where: Endpoint, error: OSError | zmq.ZMQError) -> EndpointError:
     reasons = {
         errno.EADDRINUSE: "the port is in use; stop the program that uses it, or choose another port (0: any free one)",
         errno.EACCES: "no permission; choose a port from 1024 up, or a directory you may write to",
@@ -285,31 +299,20 @@ def _refused(where: Endpoint, error: OSError | zmq.ZMQError) -> EndpointError:
     return EndpointError(f"{where} can't be used: {reason or error.strerror}")
 
 
-ASK_MS = 500
-GIVE_UP_MS = 2000
-"""TCP repeats a lost packet after about 200 ms, then after 400: a working link is never silent for so long."""
-CONNECT_MS = 1000
-AGAIN_MS, AGAIN_MOST_MS = 100, 400
-
-
-def prepare(socket: zmq.Socket[Any]) -> None:
-    """Sets the options of a socket for other machines; call it before `bind` or `connect`."""
-    socket.heartbeat_ivl = ASK_MS
-    socket.heartbeat_timeout = socket.heartbeat_ttl = GIVE_UP_MS
-    socket.connect_timeout = CONNECT_MS
-    socket.handshake_ivl = GIVE_UP_MS
-    socket.reconnect_ivl = AGAIN_MS
-    socket.reconnect_ivl_max = AGAIN_MOST_MS
+def set_remote_options(socket: zmq.Socket[Any]) -> None:
+    """Sets the options of a socket whose peer is on another machine; call it before `bind` or `connect`."""
+    socket.heartbeat_ivl = HEARTBEAT_INTERVAL_MS
+    socket.heartbeat_timeout = socket.heartbeat_ttl = HEARTBEAT_TIMEOUT_MS
+    socket.connect_timeout = CONNECT_TIMEOUT_MS
+    socket.handshake_ivl = HEARTBEAT_TIMEOUT_MS
+    socket.reconnect_ivl = RECONNECT_INTERVAL_MS
+    socket.reconnect_ivl_max = MAX_RECONNECT_INTERVAL_MS
     if socket.type == zmq.ROUTER:
         # A peer may reconnect before its old connection is closed here; without this its new one would be refused.
         socket.router_handover = True
 
 
-SECONDS = 3.0
-AT_ONCE_SECONDS = 0.2
-_NOBODY = (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ENOTSOCK, errno.EACCES)
-_ENDS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_ENDS |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_HANDSHAKE_EVENTS |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 def require_server(endpoint: str) -> None:
@@ -318,29 +321,29 @@ def require_server(endpoint: str) -> None:
     Raises:
         EndpointError: no server is there. On another machine, only: its host can't be found.
     """
-    where = parse(endpoint)
+    where = parse_endpoint(endpoint)
     if isinstance(where, Tcp):
-        _find(where.host)
+        _resolve_host(where.host)
     if not is_local(where):
         return
-    with sockets.socket(_family(where)) as probe:
-        probe.settimeout(AT_ONCE_SECONDS)
+    with sockets.socket(_address_family(where)) as probe:
+        probe.settimeout(LOCAL_TIMEOUT_SECONDS)
         refusal = probe.connect_ex(where.path if isinstance(where, Ipc) else (where.host, where.port))
-    if refusal in _NOBODY:
+    if refusal in _NO_SERVER_ERRNOS:
         why = os.strerror(refusal)
         raise EndpointError(f"no server at {where} ({why}); expected an endpoint that `outrider serve` prints")
 
 
 @lru_cache
-def _find(host: str) -> None:
-    """Looks up the host's address; cached once it was found."""
+def _resolve_host(host: str) -> None:
+    """Checks that the host's address can be found; a success is cached."""
     try:
         sockets.getaddrinfo(host, None)
     except (OSError, UnicodeError) as error:
         raise EndpointError(f"the host {host} can't be found ({error}); check the name, or use its address") from None
 
 
-def probe(endpoint: str, keys: ClientKeys | None, seconds: float = SECONDS) -> None:
+def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT_SECONDS) -> None:
     """Returns when a server at `endpoint` has admitted `keys`.
 
     Raises:
@@ -350,7 +353,7 @@ def probe(endpoint: str, keys: ClientKeys | None, seconds: float = SECONDS) -> N
     context: zmq.Context[Any] = zmq.Context.instance()
     with context.socket(zmq.DEALER) as socket:
         socket.linger = 0
-        monitor = socket.get_monitor_socket(_ENDS)
+        monitor = socket.get_monitor_socket(_HANDSHAKE_EVENTS)
         try:
             connect(socket, endpoint, keys)
             if not monitor.poll(int(1000 * seconds)):
@@ -360,10 +363,10 @@ def probe(endpoint: str, keys: ClientKeys | None, seconds: float = SECONDS) -> N
             socket.disable_monitor()
             monitor.close(linger=0)
     if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-        raise _no_server(endpoint, keys, event == zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        raise _handshake_error(endpoint, keys, event == zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 
 
-def _no_server(endpoint: str, keys: ClientKeys | None, known: bool) -> OutriderError:
+def _handshake_error(endpoint: str, keys: ClientKeys | None, known: bool) -> OutriderError:
     if keys is None:
         return KeyFault(f"{endpoint} requires keys; expected --server-key with the key that the server prints")
     if known:

@@ -2,7 +2,7 @@
 
 `ModelFault`: a failure in a model's code, which ends only its request.
 
-`kind_of` and `as_error`: over a socket or a pipe an error is sent as a class name and a sentence.
+`error_kind` and `make_error`: over a socket or a pipe an error is sent as a class name and a sentence.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
 
 
 class OutriderError(Exception):
@@ -88,19 +90,16 @@ class RefusedRequest(InvalidRequest, ProtocolError):
     """A well-formed message has a value out of range. It is dropped like an invalid message, but answered."""
 
 
-log = logging.getLogger(__name__)
-
-
 class ModelFault(ModelError):
     """A model's code failed during a computation, or returned NaN or infinity."""
 
 
 @contextmanager
-def named_errors(doing: str, level: int = logging.WARNING) -> Iterator[None]:
+def wrap_model_errors(doing: str, level: int = logging.WARNING) -> Iterator[None]:
     """Turns every error but Outrider's own into a ModelFault: "`doing` failed: TypeError: ...", and logs its traceback.
 
     Models are third-party code, one class for each model type, and may raise anything. `level`: the level of the log
-    line; less than a warning where a failure is expected.
+    line; lower than warning where a failure is expected.
     """
     try:
         yield
@@ -116,13 +115,13 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def kind_of(error: OutriderError) -> str:
+def error_kind(error: OutriderError) -> str:
     """Returns the name of the error's class, or of its nearest base in this module, for a message."""
     named = (cls for cls in type(error).__mro__ if globals().get(cls.__name__) is cls)
     return next(named, OutriderError).__name__
 
 
-def as_error(kind: str, message: str) -> OutriderError:
+def make_error(kind: str, message: str) -> OutriderError:
     """Returns an error of the class `kind`; a kind that this version doesn't have becomes an OutriderError."""
     cls = globals().get(kind)
     if isinstance(cls, type) and issubclass(cls, OutriderError):

@@ -9,20 +9,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-HEADS = ("dflash", "eagle3", "mtp", "redrafter", "early-exit")
-OF_TARGET = ("mtp", "early-exit")
+HEAD_KINDS = ("dflash", "eagle3", "mtp", "redrafter", "early-exit")
+TARGET_HEADS = ("mtp", "early-exit")
 """Heads that may be part of a target's own repository; the others have repositories of their own."""
-AHEAD = ("dflash", "eagle3", "mtp", "redrafter")
-"""Heads that can draft in a process of their own, ahead of the target's rows."""
-_WORDS = {"eagle3": ("eagle3", "peagle"), "dflash": ("dflash", "dspark")}
+WORKER_HEADS = ("dflash", "eagle3", "mtp", "redrafter")
+"""Heads that can draft in their own process, before the target's rows arrive."""
+_ARCHITECTURE_WORDS = {"eagle3": ("eagle3", "peagle"), "dflash": ("dflash", "dspark")}
 """Parts of an architecture's name that show the kind of head."""
 DRAFT_MODEL = "draft"
 """The draft model's name among drafters, in its own process or in the target's."""
 NGRAM = "ngram"
-"""The name of drafts copied from the text."""
-JOINT = "+"
-"""Joins the names of two drafters whose drafts are verified as one tree: draft workers, and one in the target."""
-_SAME = ("hidden_size", "num_hidden_layers", "vocab_size")
+"""The name of the drafter that copies n-grams of the text."""
+JOINT_SEPARATOR = "+"
+"""Joins the names of two drafters whose drafts are verified as one tree: the draft workers and one in the target."""
+_SHARED_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
 def head_kind(config: Mapping[str, Any], target: Mapping[str, Any] | None = None) -> str | None:
@@ -31,33 +31,33 @@ def head_kind(config: Mapping[str, Any], target: Mapping[str, Any] | None = None
     `target`: the target's config.json; its original repository may have its own head (mtp).
     """
     named = [str(config.get("speculators_model_type", "")), *map(str, config.get("architectures") or ())]
-    for kind, words in _WORDS.items():
+    for kind, words in _ARCHITECTURE_WORDS.items():
         if any(word in name.lower() for name in named for word in words):
             return kind
     if "recurrent_drafting" in str(config.get("model_type", "")):
         return "redrafter"
     if config.get("model_type") == "early_exit_adapter":
         return "early-exit"
-    own, its = _text(config), _text(target or {})
-    counts = [own.get(key) or 0 for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers")]
-    return "mtp" if any(counts) and all(own.get(key) == its.get(key) for key in _SAME) else None
+    ours, theirs = _text_config(config), _text_config(target or {})
+    counts = [ours.get(key) or 0 for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers")]
+    return "mtp" if any(counts) and all(ours.get(key) == theirs.get(key) for key in _SHARED_SIZES) else None
 
 
-def in_process_head(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the prefixes of the tensors of a model's own head in its original repository, by its config.json.
+def head_tensor_prefixes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the name prefixes of the tensors of a model's own head in its original repository, by its config.json.
 
-    DeepSeek's and GLM's heads are a layer after the last one.
+    The heads of DeepSeek and GLM are stored as one more layer after the last.
     """
-    count = _text(config).get("num_hidden_layers")
+    count = _text_config(config).get("num_hidden_layers")
     return ("mtp.", "model.mtp_layers.", *([f"model.layers.{count}."] if count else []))
 
 
 def is_joint(drafter: str) -> bool:
     """Returns whether this names two drafters of one tree."""
-    return JOINT in drafter
+    return JOINT_SEPARATOR in drafter
 
 
-def names_of(kinds: Iterable[str]) -> tuple[str, ...]:
+def unique_names(kinds: Iterable[str]) -> tuple[str, ...]:
     """Returns the names of drafters of these kinds, in this order; the second of a kind gets "-2", and so on."""
     seen: Counter[str] = Counter()
     names = []
@@ -67,5 +67,5 @@ def names_of(kinds: Iterable[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("text_config") or config

@@ -23,6 +23,8 @@ from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import KeyFault
 
 KEY_BYTES = 32
+CLIENT, DRAFTER, PREFILL = ROLES = ("client", "drafter", "prefill")
+_OTHER_USERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +53,16 @@ class ClientKeys:
 
 def make_pair() -> KeyPair:
     """Creates a new key pair."""
-    return pair_of(from_zmq(zmq.curve_keypair()[1]))
+    return derive_pair(from_zmq(zmq.curve_keypair()[1]))
 
 
-def pair_of(secret: str) -> KeyPair:
+def derive_pair(secret: str) -> KeyPair:
     """Returns the pair of a secret key."""
-    return KeyPair(from_zmq(zmq.curve_public(z85.encode(raw(secret)))), secret)
+    return KeyPair(from_zmq(zmq.curve_public(z85.encode(key_bytes(secret)))), secret)
 
 
 def parse_key(text: str) -> str:
-    """Returns the key in its usual form. Raises KeyFault if `text` is no key."""
+    """Returns the key in its canonical form. Raises KeyFault if `text` is not a key."""
     try:
         bare = base64.b64decode(text.strip(), validate=True)
     except (binascii.Error, ValueError):
@@ -72,7 +74,7 @@ def parse_key(text: str) -> str:
     return base64.b64encode(bare).decode()
 
 
-def raw(key: str) -> bytes:
+def key_bytes(key: str) -> bytes:
     """Returns a key's bytes, for ZeroMQ."""
     return base64.b64decode(key)
 
@@ -82,16 +84,12 @@ def from_zmq(key: bytes) -> str:
     return base64.b64encode(z85.decode(key)).decode()
 
 
-def key_shown(frame: zmq.Frame) -> str:
-    """Returns the key of a message's sender; "" if the endpoint requires none."""
+def sender_key(frame: zmq.Frame) -> str:
+    """Returns the public key of a message's sender; "" if the endpoint requires none."""
     try:
         return from_zmq(str(frame.get("User-Id")).encode())
     except zmq.ZMQError:
         return ""
-
-
-CLIENT, DRAFTER, PREFILL = ROLES = ("client", "drafter", "prefill")
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +154,7 @@ class Keyring:
         if len(lines) != 1:
             raise KeyFault(f"{self._secret} has {len(lines)} lines; expected one secret key")
         try:
-            return pair_of(parse_key(lines[0]))
+            return derive_pair(parse_key(lines[0]))
         except KeyFault:  # its message would show the line, which may be a secret
             raise KeyFault(f"{self._secret} holds no key; expected a file of `outrider keys make`") from None
 
@@ -196,7 +194,7 @@ class Keyring:
         return tuple(servers)
 
     def trust(self, server: KnownServer) -> None:
-        """Saves the key of the server at a place, in place of an earlier one."""
+        """Saves the key of a server; replaces an earlier key for the same place."""
         others = [str(other) for other in self.servers() if other.place != server.place]
         self._write(self._servers, [*others, str(server)])
 
@@ -223,7 +221,7 @@ class Keyring:
         status = path.stat()
         if status.st_uid != os.geteuid():
             raise KeyFault(f"{path} belongs to another user; expected a file of your own (--keys sets the folder)")
-        if status.st_mode & _OTHERS:
+        if status.st_mode & _OTHER_USERS:
             raise KeyFault(
                 f"{path} can be read by other users (mode {stat.S_IMODE(status.st_mode):o}); run `chmod {mode} {path}`,"
                 " and create a new key if it may have been read"

@@ -1,11 +1,11 @@
-"""Sets up a process: its log, signal handlers that raise, and the return of its free memory.
+"""What every process needs: a log, signal handlers that may raise, and the release of free memory to the system.
 
 Logs are lines of text or JSON objects, one per line, by the standard library's logging. A line about a request has its
 id in a field, from `extra` or from the current context. A process that a server started writes to the server's log;
 warnings also go to its own stderr, whose last lines the server reports if the process is lost.
 
-`outside_finalizers`: Python calls a signal handler between any two steps of the main thread, also while a finalizer
-runs. An exception raised there is printed as "Exception ignored in ... __del__" and lost, and the signal with it.
+`run_outside_finalizers`: Python may call a signal handler between any two steps of the main thread, even in a
+finalizer. An exception raised there is printed as "Exception ignored in ... __del__" and lost, and the signal with it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import FrameType, TracebackType
 
-FORMATS = ("text", "json")
-FIELDS = ("request", "round", "client_request", "method", "path", "status", "ms", "caller")
-"""The fields that a log line may have, by `extra`. `request`: this process's id of the request; `client_request`: the
+LOG_FORMATS = ("text", "json")
+LOG_FIELDS = ("request", "round", "client_request", "method", "path", "status", "ms", "caller")
+"""The fields that `extra` may add to a log line. `request`: this process's id of the request; `client_request`: the
 client's id."""
 
 current_request: ContextVar[str | None] = ContextVar("current_request", default=None)
 """The request in progress in this context; log lines without a request of their own get it."""
 
 log = logging.getLogger(__name__)
+RETRY_SECONDS = 0.005
+_FINALIZER = "__del__"
+
+Handler = Callable[[int, FrameType | None], object]
 
 
-def set_up(level: str, form: str, process: str, shared_fd: int | None = None) -> None:
+def configure_logging(level: str, form: str, process: str, shared_fd: int | None = None) -> None:
     """Sets up logging, once. `process`: this process's name; `shared_fd`: the log of the server that started it."""
     own = logging.StreamHandler()
     handlers: list[logging.Handler] = [own]
@@ -44,7 +48,7 @@ def set_up(level: str, form: str, process: str, shared_fd: int | None = None) ->
     if form == "json":
         handlers[-1].setFormatter(JsonFormatter(process))
         logging.captureWarnings(True)
-        sys.excepthook = _uncaught
+        sys.excepthook = _log_uncaught
     logging.basicConfig(level=level.upper(), handlers=handlers)
 
 
@@ -65,14 +69,14 @@ class JsonFormatter(logging.Formatter):
             "process": self._process,
             "pid": record.process,
             "request": current_request.get(),
-            **{name: getattr(record, name) for name in FIELDS if hasattr(record, name)},
+            **{name: getattr(record, name) for name in LOG_FIELDS if hasattr(record, name)},
             "exception": self.formatException(record.exc_info) if record.exc_info else None,
         }
         return json.dumps({name: value for name, value in fields.items() if value is not None}, default=str)
 
 
-def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Logs the exception that ends the process as one line."""
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Logs the uncaught exception that ends the process, as one line."""
     log.critical("ended by %s: %s", kind.__name__, error, exc_info=(kind, error, trace))
 
 
@@ -83,25 +87,20 @@ def trim_memory() -> None:
         trim(0)
 
 
-AGAIN_SECONDS = 0.005
-_FINALIZER = "__del__"
-Handler = Callable[[int, FrameType | None], object]
-
-
-def outside_finalizers(handler: Handler) -> Handler:
+def run_outside_finalizers(handler: Handler) -> Handler:
     """Returns a handler that calls `handler`; if a finalizer is running, it tries again later, by SIGALRM."""
 
     def call(number: int, frame: FrameType | None) -> None:
-        if _finalizes(frame):
+        if _in_finalizer(frame):
             signal.signal(signal.SIGALRM, lambda _, later: call(number, later))
-            signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+            signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)
         else:
             handler(number, frame)
 
     return call
 
 
-def _finalizes(frame: FrameType | None) -> bool:
+def _in_finalizer(frame: FrameType | None) -> bool:
     while frame is not None:
         if frame.f_code.co_name == _FINALIZER:
             return True

@@ -19,8 +19,21 @@ from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.schema import Many, one_of
 
-KINDS = ("json_schema", "grammar", "regex", "llguidance")
-MAX_GRAMMAR = 2**16
+GRAMMAR_KINDS = ("json_schema", "grammar", "regex", "llguidance")
+MAX_GRAMMAR_CHARACTERS = 2**16
+MAX_COUNT, MAX_SEED = 2**31 - 1, 2**63 - 1
+MIN_TEMPERATURE = 1e-3
+MAX_LOGPROBS = 20
+SAMPLING_RULES = ("coupled", "residual")
+
+PRESETS: Mapping[str, Mapping[str, float]] = {
+    "greedy": {"temp": 0.0},
+    "balanced": {"temp": 0.7, "top_p": 0.95},
+    "creative": {"temp": 1.0, "min_p": 0.05},
+}
+"""Named settings: no variety, some variety, much variety."""
+
+MAX_LOGIT_BIAS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +49,18 @@ class Grammar:
         InvalidRequest: an unknown kind, an empty text, more than 65,536 characters, or invalid JSON.
     """
 
-    kind: Annotated[str, one_of(*KINDS)]
-    text: Annotated[str, Meta(max_length=MAX_GRAMMAR)]
+    kind: Annotated[str, one_of(*GRAMMAR_KINDS)]
+    text: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARACTERS)]
 
     def __post_init__(self) -> None:
-        values.keep(self, "kind", values.word("grammar kind", self.kind, KINDS))
+        values.set_field(self, "kind", values.check_choice("grammar kind", self.kind, GRAMMAR_KINDS))
         if not isinstance(self.text, str) or not self.text.strip():
             raise InvalidRequest(f"the {self.name} is empty; expected a description of what may be generated")
-        if len(self.text) > MAX_GRAMMAR:
-            raise InvalidRequest(f"the {self.name} has {len(self.text)} characters; expected at most {MAX_GRAMMAR}")
-        values.keep(self, "text", values.plain(self.text))
+        if len(self.text) > MAX_GRAMMAR_CHARACTERS:
+            raise InvalidRequest(
+                f"the {self.name} has {len(self.text)} characters; expected at most {MAX_GRAMMAR_CHARACTERS}"
+            )
+        values.set_field(self, "text", values.plain_str(self.text))
         if self.kind in ("json_schema", "llguidance"):
             try:
                 json.loads(self.text)
@@ -75,26 +90,13 @@ class Grammar:
         return cls.json_schema({"type": "object"})
 
 
-def _as_grammar(name: str, given: object) -> Grammar:
+def _check_grammar(name: str, given: object) -> Grammar:
     """Converts a dict of a grammar's fields to a Grammar. Raises InvalidRequest if `given` is neither."""
     if isinstance(given, Grammar):
         return given
     if isinstance(given, Mapping) and set(given) == {"kind", "text"}:
         return Grammar(**given)
     raise InvalidRequest(f"{name} is {given!r}; expected a Grammar, such as Grammar.json_schema({{...}})")
-
-
-MAX_COUNT, MAX_SEED = 2**31 - 1, 2**63 - 1
-LEAST_TEMP = 1e-3
-MOST_LOGPROBS = 20
-RULES = ("coupled", "residual")
-PRESETS: Mapping[str, Mapping[str, float]] = {
-    "greedy": {"temp": 0.0},
-    "balanced": {"temp": 0.7, "top_p": 0.95},
-    "creative": {"temp": 1.0, "min_p": 0.05},
-}
-"""Named settings: no variety, some variety, much variety."""
-MOST_BIAS = 1e6
 
 
 class SamplingFields(TypedDict, total=False):
@@ -124,7 +126,7 @@ class SamplingFields(TypedDict, total=False):
     logprobs: int | None
 
 
-def _bias(name: str, given: object) -> tuple[tuple[int, float], ...]:
+def _check_bias(name: str, given: object) -> tuple[tuple[int, float], ...]:
     pairs = given.items() if isinstance(given, Mapping) else given
     try:
         entries = [(token, bias) for token, bias in cast("Iterable[Any]", pairs)]
@@ -134,31 +136,31 @@ def _bias(name: str, given: object) -> tuple[tuple[int, float], ...]:
         ) from None
     return tuple(
         (
-            values.whole(f"{name} token", token, 0, 2**31 - 1),
-            values.number(f"{name} value", bias, -MOST_BIAS, MOST_BIAS),
+            values.check_int(f"{name} token", token, 0, 2**31 - 1),
+            values.check_float(f"{name} value", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS),
         )
         for token, bias in entries
     )
 
 
-def _stops(name: str, given: object) -> tuple[str, ...]:
+def _check_stops(name: str, given: object) -> tuple[str, ...]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, Sequence) or any(not isinstance(text, str) or not text for text in texts):
         raise InvalidRequest(f"{name} is {given!r}; expected a text or a list of texts that are not empty")
-    return tuple(values.plain(text) for text in texts)
+    return tuple(values.plain_str(text) for text in texts)
 
 
-def _rule(name: str, given: object) -> str:
-    if not isinstance(given, str) or given not in RULES:
-        raise InvalidRequest(f"sampling {name} is {given!r}; expected {' or '.join(RULES)}")
-    return values.plain(given)
+def _check_rule(name: str, given: object) -> str:
+    if not isinstance(given, str) or given not in SAMPLING_RULES:
+        raise InvalidRequest(f"sampling {name} is {given!r}; expected {' or '.join(SAMPLING_RULES)}")
+    return values.plain_str(given)
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class SamplingParams:
     """How tokens are chosen and when generation ends.
 
-    `temperature` is another name of `temp`. 0 is greedy. Below `LEAST_TEMP` it becomes 0, because float32 cannot hold a
+    `temperature` is an alias of `temp`. 0 is greedy. Below `MIN_TEMPERATURE` it becomes 0, because float32 can't hold a
     score of logit / `temp` together with the noise that decides between near equals. `top_p` 1, `min_p` 0, `top_k` 0,
     penalties of 0 and `repetition_penalty` 1 are off. With `seed` None a seed is drawn and reported. Penalties look at
     the last `*_context_size` tokens, prompt included.
@@ -186,39 +188,39 @@ class SamplingParams:
         InvalidRequest: a value is out of range; the message names the field, the value and what is allowed.
     """
 
-    max_tokens: int = values.whole_field(256, 1, MAX_COUNT)
-    temp: float = values.number_field(0.0, 0.0, 100.0)
-    top_p: float = values.number_field(1.0, 0.0, 1.0)
-    min_p: float = values.number_field(0.0, 0.0, 1.0)
-    top_k: int = values.whole_field(0, 0, MAX_COUNT)
-    repetition_penalty: float = values.number_field(1.0, 0.01, 100.0)
-    repetition_context_size: int = values.whole_field(20, 1, MAX_COUNT)
-    presence_penalty: float = values.number_field(0.0, -100.0, 100.0)
-    presence_context_size: int = values.whole_field(20, 1, MAX_COUNT)
-    frequency_penalty: float = values.number_field(0.0, -100.0, 100.0)
-    frequency_context_size: int = values.whole_field(20, 1, MAX_COUNT)
-    logit_bias: Many[tuple[int, float]] = values.checked((), _bias)
-    seed: int | None = values.whole_field(None, 0, MAX_SEED)
-    stop: Many[str] = values.checked((), _stops)
-    ignore_eos: bool = values.checked(False, values.flag)
-    rule: str = values.checked("coupled", _rule)
-    saguaro: float = values.number_field(1.0, 0.01, 1.0)
-    q_width: int = values.whole_field(100, 1, 1024)
-    grammar: Grammar | None = values.checked(None, _as_grammar)
-    logprobs: int | None = values.whole_field(None, 0, MOST_LOGPROBS)
-    min_tokens: int = values.whole_field(0, 0, MAX_COUNT)
+    max_tokens: int = values.int_field(256, 1, MAX_COUNT)
+    temp: float = values.float_field(0.0, 0.0, 100.0)
+    top_p: float = values.float_field(1.0, 0.0, 1.0)
+    min_p: float = values.float_field(0.0, 0.0, 1.0)
+    top_k: int = values.int_field(0, 0, MAX_COUNT)
+    repetition_penalty: float = values.float_field(1.0, 0.01, 100.0)
+    repetition_context_size: int = values.int_field(20, 1, MAX_COUNT)
+    presence_penalty: float = values.float_field(0.0, -100.0, 100.0)
+    presence_context_size: int = values.int_field(20, 1, MAX_COUNT)
+    frequency_penalty: float = values.float_field(0.0, -100.0, 100.0)
+    frequency_context_size: int = values.int_field(20, 1, MAX_COUNT)
+    logit_bias: Many[tuple[int, float]] = values.checked_field((), _check_bias)
+    seed: int | None = values.int_field(None, 0, MAX_SEED)
+    stop: Many[str] = values.checked_field((), _check_stops)
+    ignore_eos: bool = values.checked_field(False, values.check_bool)
+    rule: str = values.checked_field("coupled", _check_rule)
+    saguaro: float = values.float_field(1.0, 0.01, 1.0)
+    q_width: int = values.int_field(100, 1, 1024)
+    grammar: Grammar | None = values.checked_field(None, _check_grammar)
+    logprobs: int | None = values.int_field(None, 0, MAX_LOGPROBS)
+    min_tokens: int = values.int_field(0, 0, MAX_COUNT)
 
     def __init__(self, **fields: Unpack[SamplingFields]) -> None:
-        given = _by_field_name(fields)
+        given = _resolve_aliases(fields)
         for field in dataclasses.fields(self):
-            values.keep(self, field.name, given.get(field.name, field.default))
+            values.set_field(self, field.name, given.get(field.name, field.default))
         self.__post_init__()
 
     def __post_init__(self) -> None:
         """Checks the fields. The codec, which sets them itself, calls it, too."""
         values.check_fields(self)
-        if self.temp < LEAST_TEMP:
-            values.keep(self, "temp", 0.0)
+        if self.temp < MIN_TEMPERATURE:
+            values.set_field(self, "temp", 0.0)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens is {self.min_tokens}; expected at most max_tokens, which is {self.max_tokens}"
@@ -232,7 +234,7 @@ class SamplingParams:
 
     def changed(self, **fields: Unpack[SamplingFields]) -> SamplingParams:
         """Returns a copy with other values for these fields."""
-        return dataclasses.replace(self, **_by_field_name(fields))
+        return dataclasses.replace(self, **_resolve_aliases(fields))
 
     __repr__ = values.short_repr
 
@@ -243,12 +245,12 @@ class SamplingParams:
 
     @property
     def is_residual(self) -> bool:
-        """True when chains are verified by rejection sampling. At temperature 0 both rules are equality."""
+        """True when chains are verified by rejection sampling. At temperature 0 both rules test for equality."""
         return self.rule == "residual" and self.temp > 0
 
     @property
     def has_penalties(self) -> bool:
-        """True when the choice of a token depends on the tokens before it other than through the model."""
+        """True when a token's choice depends on earlier tokens in ways other than through the model."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @classmethod
@@ -267,7 +269,7 @@ class SamplingParams:
         return cls(**PRESETS["creative"]).changed(**changes)  # type: ignore[arg-type]
 
 
-def _by_field_name(given: Mapping[str, Any]) -> dict[str, Any]:
+def _resolve_aliases(given: Mapping[str, Any]) -> dict[str, Any]:
     """Replaces `temperature` by the name of its field, `temp`.
 
     Raises:
@@ -276,7 +278,7 @@ def _by_field_name(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     known = SamplingFields.__annotations__
     if not given.keys() <= known.keys():
-        raise values.unknown_keyword("SamplingParams", given, known)
+        raise values.unknown_keyword_error("SamplingParams", given, known)
     if "temperature" not in given:
         return dict(given)
     if "temp" in given:

@@ -19,6 +19,72 @@ import numpy as np
 from msgspec import Meta, Struct
 
 T = TypeVar("T")
+MAX_TOKENS = 2**24
+
+MAX_FRAME_BYTES = 2**26
+"""Bytes of a frame: `MAX_TOKENS` tokens. A peer that announces more is disconnected before memory is allocated."""
+
+# Usually a chain and its bonus token; more if a drafter was left out for a while.
+MAX_COMMIT_TOKENS = 4096
+
+MAX_CHAIN = 64
+MAX_ALTERNATIVES = 16
+MAX_BRANCHES = 1024
+MAX_ITEMS = 2**16
+MAX_CHARACTERS = 2**26
+MAX_AXIS_LENGTH = 2**24
+
+Real = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+"""A finite float; an int is accepted as the float of the same value."""
+
+Many = Annotated[tuple[T, ...], Meta(max_length=MAX_ITEMS)]
+
+Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+Serial = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+Nanoseconds = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+Depth = Annotated[int, Meta(ge=0, le=MAX_CHAIN)]
+"""The number of tokens of a chain, bounded to bound a worker's work."""
+
+Breadth = Annotated[int, Meta(ge=0, le=MAX_BRANCHES)]
+"""The number of branches."""
+
+RequestId = Annotated[str, Meta(max_length=64)]
+
+Name = Annotated[str, Meta(max_length=4096)]
+
+ClientName = Annotated[str, Meta(max_length=64)]
+
+Text = Annotated[str, Meta(max_length=MAX_CHARACTERS)]
+
+Chain = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN)]
+
+ChainOdds = Annotated[tuple[Annotated[float, Meta(ge=0.0, le=1.0)], ...], Meta(max_length=MAX_CHAIN)]
+"""The probability that each token of a chain is accepted if those before it are; (): not known."""
+
+Node = Annotated[int, Meta(ge=-1, le=MAX_CHAIN - 1)]
+"""A token of a tree or a chain by its index; -1: the text before them."""
+
+Parents = Annotated[tuple[Node, ...], Meta(max_length=MAX_CHAIN)]
+"""The parents of a tree (`protocol.trees`): the node that each token follows, or -1; (): the tokens are a chain."""
+
+Path = Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_CHAIN - 1)], ...], Meta(max_length=MAX_CHAIN)]
+"""Nodes of a tree, from the text down."""
+
+CommitTokens = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN + 1)]
+"""A commit: the accepted tokens of a chain, then the bonus token."""
+
+Committed = Annotated[tuple[Token, ...], Meta(max_length=MAX_COMMIT_TOKENS)]
+
+ChunkTokens = Many[Token]
+"""The tokens of a chunk, in the header: a client that just woke up needs as long for an array as for all the rest."""
+
+IMPOSSIBLE_LOGPROB = float(np.finfo(np.float32).min)
+"""The log-probability of an impossible token."""
 
 
 class Record(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -41,71 +107,30 @@ class Origin(IntEnum):
     COPIED = 3
     """The text itself: what followed the same n-gram before."""
     HEAD = 4
-    """A head that reads the target, in its process, just in time."""
+    """A head that reads the target's hidden states, in the target's process, just in time."""
     GUESSED = 5
     """An alternative to a chain's token, which its drafter ranked next best."""
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A numpy array of this dtype and number of axes, sent as a raw frame; `low`: the least allowed item."""
+    """A numpy array of this dtype and number of axes, sent as a raw frame; `low`: the smallest allowed item."""
 
     dtype: str
     axes: int
     low: int | None = None
 
 
-def _sent_as(array: Array) -> Any:
+def _array_type(array: Array) -> Any:
     """Returns the type of a field with such an array, for the codec and for `msgspec.inspect`."""
     return Annotated[np.ndarray[Any, array], Meta(extra={"array": array})]  # type: ignore[valid-type]
 
 
 def one_of(*words: str) -> Meta:
-    """Returns the constraint of a text that is one of these words."""
+    """Returns a constraint: the text must be one of these words."""
     return Meta(pattern=rf"^({'|'.join(words)})\Z")
 
 
-MAX_TOKENS = 2**24
-MAX_FRAME = 2**26
-"""Bytes of a frame: `MAX_TOKENS` tokens. A peer that announces more is disconnected before memory is allocated."""
-# Usually a chain and its bonus token; more if a drafter was left out for a while.
-MAX_COMMIT = 4096
-MAX_CHAIN = 64
-MAX_BESIDE = 16
-MAX_BRANCHES = 1024
-MAX_ITEMS = 2**16
-MAX_CHARACTERS = 2**26
-MAX_AXIS = 2**24
-
-Real = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-"""A finite float; an int is accepted as the float of the same value."""
-Many = Annotated[tuple[T, ...], Meta(max_length=MAX_ITEMS)]
-Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Serial = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Nanoseconds = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Depth = Annotated[int, Meta(ge=0, le=MAX_CHAIN)]
-"""The number of tokens of a chain, bounded to bound a worker's work."""
-Breadth = Annotated[int, Meta(ge=0, le=MAX_BRANCHES)]
-"""The number of branches."""
-RequestId = Annotated[str, Meta(max_length=64)]
-Name = Annotated[str, Meta(max_length=4096)]
-ClientName = Annotated[str, Meta(max_length=64)]
-Text = Annotated[str, Meta(max_length=MAX_CHARACTERS)]
-Chain = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN)]
-ChainOdds = Annotated[tuple[Annotated[float, Meta(ge=0.0, le=1.0)], ...], Meta(max_length=MAX_CHAIN)]
-"""The probability that each token of a chain is accepted if those before it are; (): not known."""
-Node = Annotated[int, Meta(ge=-1, le=MAX_CHAIN - 1)]
-"""A token of a tree or a chain by its index; -1: the text before them."""
-Parents = Annotated[tuple[Node, ...], Meta(max_length=MAX_CHAIN)]
-"""The parents of a tree (`protocol.trees`): the node that each token follows, or -1; (): the tokens are a chain."""
-Path = Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_CHAIN - 1)], ...], Meta(max_length=MAX_CHAIN)]
-"""Nodes of a tree, from the text down."""
-Final = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN + 1)]
-"""A commit: the accepted tokens of a chain, then the bonus token."""
-Committed = Annotated[tuple[Token, ...], Meta(max_length=MAX_COMMIT)]
-ChunkTokens = Many[Token]
-"""The tokens of a chunk, in the header: to a client that was asleep, an array costs as much as the rest."""
 Origins = Many[Annotated[int, Meta(ge=int(min(Origin)), le=int(max(Origin)))]]
 """The `Origin` of each token."""
 Mode = Annotated[str, one_of("auto", "ar", "sd", "ssd")]
@@ -119,16 +144,12 @@ if TYPE_CHECKING:
     Halves: TypeAlias = np.ndarray[Any, np.dtype[np.float16]]
     Probabilities: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 else:
-    Tokens = _sent_as(Array("int32", 1, low=0))
-    Ids = _sent_as(Array("int32", 2, low=0))
-    Bytes = _sent_as(Array("uint8", 1))
-    Floats = _sent_as(Array("float32", 2))
-    Halves = _sent_as(Array("float16", 2))
-    Probabilities = _sent_as(Array("float32", 2, low=0))
-
-
-NEVER = float(np.finfo(np.float32).min)
-"""The log-probability of an impossible token."""
+    Tokens = _array_type(Array("int32", 1, low=0))
+    Ids = _array_type(Array("int32", 2, low=0))
+    Bytes = _array_type(Array("uint8", 1))
+    Floats = _array_type(Array("float32", 2))
+    Halves = _array_type(Array("float16", 2))
+    Probabilities = _array_type(Array("float32", 2, low=0))
 
 
 class Logprobs(Record, frozen=True, eq=False):
@@ -149,6 +170,6 @@ class Logprobs(Record, frozen=True, eq=False):
         return Logprobs(self.ids[start:end], self.values[start:end])
 
 
-def joined(parts: Sequence[Logprobs]) -> Logprobs:
+def concat_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
     """Concatenates rows that have the same number of columns."""
     return Logprobs(np.concatenate([p.ids for p in parts]), np.concatenate([p.values for p in parts]))

@@ -22,9 +22,15 @@ import zmq
 
 from outrider.protocol.errors import EndpointError
 
-_NEW = ".new"
-MAX_PATH = (zmq.IPC_PATH_MAX_LEN or 103) - len(_NEW)
-"""The most bytes of an endpoint's path: 103 on Linux, 99 on macOS. A second socket beside it has a longer name."""
+_NEW_SUFFIX = ".new"
+MAX_PATH_BYTES = (zmq.IPC_PATH_MAX_LEN or 103) - len(_NEW_SUFFIX)
+"""The maximum length of an endpoint's path: 103 bytes on Linux, 99 on macOS. The path in `shut` is longer."""
+
+MAX_NAME_CHARACTERS = 28
+"""The maximum length of a socket's name in the directory."""
+
+_PREFIX = "outrider-run-"
+_UNLOCKED_PREFIX = ".outrider-run-"  # until it is locked, so that no other process removes it as abandoned
 
 
 class SocketLock:
@@ -41,11 +47,11 @@ class SocketLock:
         self._lock = f"{path}.lock"
         self.token = f"{os.getpid()}-{os.urandom(8).hex()}"
         self.inode: int | None = None
-        self._aside = f"{path}.inside"
-        self._shut: socket.socket | None = None
+        self._moved_path = f"{path}.inside"
+        self._placeholder: socket.socket | None = None
         descriptor = self._acquire()
         self._descriptor: int | None = descriptor
-        problem = _occupied(path)
+        problem = _path_problem(path)
         if problem:
             self._unlock()
             raise EndpointError(problem)
@@ -60,29 +66,29 @@ class SocketLock:
         self.inode = _inode(self.path)
 
     def shut(self) -> None:
-        """Puts a socket at the path that accepts no connections; open ones stay. A second call does nothing.
+        """Replaces the socket by one that accepts no connections; existing ones stay. A second call does nothing.
 
-        There is a socket at the path at every moment: to a client that found none, no server would be running.
+        The path always has a socket: a client that found none would conclude that no server runs.
         """
-        if self._shut is None and self.inode is not None:
-            new = self.path + _NEW
-            for left in (new, self._aside):  # by a killed server
+        if self._placeholder is None and self.inode is not None:
+            new = self.path + _NEW_SUFFIX
+            for left in (new, self._moved_path):  # may be left by a killed server
                 _remove(left)
-            self._shut = socket.socket(socket.AF_UNIX)
-            self._shut.bind(new)
-            self._shut.listen()
+            self._placeholder = socket.socket(socket.AF_UNIX)
+            self._placeholder.bind(new)
+            self._placeholder.listen()
             try:
-                os.link(self.path, self._aside)
+                os.link(self.path, self._moved_path)
             except OSError:  # a file system without links
-                os.rename(self.path, self._aside)
+                os.rename(self.path, self._moved_path)
             os.rename(new, self.path)
 
     def open(self) -> None:
         """Restores the socket of `bind`; waiting connections are closed, and ZeroMQ connects again."""
-        if self._shut is not None:
-            os.rename(self._aside, self.path)
-            self._shut.close()
-            self._shut = None
+        if self._placeholder is not None:
+            os.rename(self._moved_path, self.path)
+            self._placeholder.close()
+            self._placeholder = None
 
     def release(self) -> None:
         """Releases the path. A second call does nothing."""
@@ -104,10 +110,10 @@ class SocketLock:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(descriptor)
-                raise EndpointError(_served(self.path)) from None
-            if _is_at(descriptor, self._lock):
+                raise EndpointError(_served_message(self.path)) from None
+            if _is_file_at(descriptor, self._lock):
                 return descriptor
-            os.close(descriptor)  # its holder removed the file between our open and our lock: lock the new file
+            os.close(descriptor)  # its last holder removed the file between our open and our lock: try again
 
     def _unlock(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
@@ -116,8 +122,8 @@ class SocketLock:
             os.close(descriptor)
 
 
-def _occupied(path: str) -> str | None:
-    """Returns why the path can't be bound although its lock is free; None if it is free or a dead server's."""
+def _path_problem(path: str) -> str | None:
+    """Returns why the path can't be bound although its lock is free; None if it is free or left by a dead server."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -132,14 +138,14 @@ def _occupied(path: str) -> str | None:
             return None
         except OSError as error:
             return f"{path} is another program's socket ({error.strerror or error}); choose another path"
-    return _served(path)
+    return _served_message(path)
 
 
-def _served(path: str) -> str:
+def _served_message(path: str) -> str:
     return f"ipc://{path} is already served by a running process; connect to it or choose another path"
 
 
-def _is_at(descriptor: int, path: str) -> bool:
+def _is_file_at(descriptor: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -158,12 +164,6 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-MAX_NAME = 28
-"""The most characters of a socket's name in the directory."""
-_PREFIX = "outrider-run-"
-_UNLOCKED = ".outrider-run-"  # its name until it is locked, so that no other process removes it as abandoned
-
-
 class PrivateDirectory:
     """A directory of mode 0700 in the temporary folder, or in /tmp if that folder's path is long (macOS).
 
@@ -174,10 +174,10 @@ class PrivateDirectory:
     """
 
     def __init__(self) -> None:
-        root = _root()
-        _sweep(root)
+        root = _choose_root()
+        _remove_abandoned(root)
         try:
-            unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=root))
+            unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX, dir=root))
         except OSError as error:
             raise EndpointError(
                 f"can't create a directory for sockets in {root}: {error.strerror}; free some space, or"
@@ -185,11 +185,11 @@ class PrivateDirectory:
             ) from None
         self._descriptor: int | None = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        self.path = unlocked.rename(root / (_PREFIX + unlocked.name.removeprefix(_UNLOCKED)))
+        self.path = unlocked.rename(root / (_PREFIX + unlocked.name.removeprefix(_UNLOCKED_PREFIX)))
 
     def endpoint(self, name: str) -> str:
-        """Returns an ipc endpoint in the directory. ValueError for a name that is longer than MAX_NAME or not plain."""
-        if not name.isascii() or not name.isidentifier() or len(name) > MAX_NAME:
+        """Returns an ipc endpoint in the directory. Raises ValueError if the name is too long or not plain."""
+        if not name.isascii() or not name.isidentifier() or len(name) > MAX_NAME_CHARACTERS:
             raise ValueError(f"{name!r} is not a socket name; expected letters, digits and _")
         return f"ipc://{self.path / name}"
 
@@ -207,16 +207,16 @@ class PrivateDirectory:
         self.close()
 
 
-def _root() -> Path:
+def _choose_root() -> Path:
     try:
         root = Path(tempfile.gettempdir()).absolute()
     except OSError:  # no folder is writable for files; a directory can perhaps still be created
         return Path("/tmp")
-    longest = root / (_PREFIX + "x" * 8) / ("x" * MAX_NAME)
-    return root if len(os.fsencode(longest)) <= MAX_PATH else Path("/tmp")
+    longest = root / (_PREFIX + "x" * 8) / ("x" * MAX_NAME_CHARACTERS)
+    return root if len(os.fsencode(longest)) <= MAX_PATH_BYTES else Path("/tmp")
 
 
-def _sweep(root: Path) -> None:
+def _remove_abandoned(root: Path) -> None:
     """Removes the directories of processes that have ended, whose locks are free."""
     for left in root.glob(_PREFIX + "*"):
         try:
@@ -225,14 +225,14 @@ def _sweep(root: Path) -> None:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _empty(left)
+            _remove_directory(left)
         except OSError:  # a live process holds the lock, or the directory has files of others
             continue
         finally:
             os.close(descriptor)
 
 
-def _empty(left: Path) -> None:
+def _remove_directory(left: Path) -> None:
     """Removes the sockets, locks and logs in a directory, then the directory; raises OSError if it has other files."""
     for entry in left.iterdir():
         if entry.is_socket() or entry.suffix in (".lock", ".log"):

@@ -43,7 +43,7 @@ class KvUse(Record, frozen=True):
 
 class CacheUse(Record, frozen=True):
     """A worker's prompt cache: `entries` texts in `bytes`. Of `lookups` texts that started, `hits` found a prefix in it
-    or in a running text; `tokens_saved` in all were not read again."""
+    or in a running text, which saved reading `tokens_saved` tokens in all."""
 
     entries: Count = 0
     bytes: Serial = 0
@@ -59,15 +59,15 @@ class Tally(Record, frozen=True):
     count: Serial
 
 
-def by_name(left: tuple[Tally, ...], right: tuple[Tally, ...]) -> tuple[Tally, ...]:
-    """Adds the counts of each name."""
+def add_tallies(left: tuple[Tally, ...], right: tuple[Tally, ...]) -> tuple[Tally, ...]:
+    """Adds two lists of counts, name by name."""
     counts: Counter[str] = Counter()
     for tally in (*left, *right):
         counts[tally.name] += tally.count
     return tuple(Tally(name, count) for name, count in sorted(counts.items()))
 
 
-def each(*rows: Sequence[int]) -> tuple[int, ...]:
+def add_rows(*rows: Sequence[int]) -> tuple[int, ...]:
     """Adds rows item by item; missing items count as 0."""
     return tuple(map(sum, zip_longest(*rows, fillvalue=0)))
 
@@ -82,7 +82,7 @@ class Durations(Record, frozen=True):
 
     def __add__(self, other: Durations) -> Durations:
         """Adds durations counted by the same bounds; one side may have counted none."""
-        counts = each(self.counts, other.counts)
+        counts = add_rows(self.counts, other.counts)
         return Durations(self.bounds or other.bounds, counts, self.seconds + other.seconds)
 
 

@@ -23,6 +23,9 @@ from outrider.protocol.schema import Ids, Probabilities, Record
 ROOT = -1
 """The parent of nodes that follow the text itself."""
 
+# How far the sum of a row of float32 probabilities may be from 1.
+SUM_TOLERANCE = 1e-3
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
@@ -40,12 +43,12 @@ class DraftTree:
         return is_chain(self.parents)
 
 
-def common(left: Sequence[int], right: Sequence[int]) -> int:
+def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
     """Returns the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
-def line(count: int) -> tuple[int, ...]:
+def chain_parents(count: int) -> tuple[int, ...]:
     """Returns the parents of a chain."""
     return tuple(range(ROOT, count - 1))
 
@@ -54,7 +57,7 @@ def is_chain(parents: Sequence[int]) -> bool:
     return all(parent == node - 1 for node, parent in enumerate(parents))
 
 
-def depths(parents: Sequence[int]) -> list[int]:
+def node_depths(parents: Sequence[int]) -> list[int]:
     """Returns the depth of each node: the number of nodes between the text and it."""
     result: list[int] = []
     for parent in parents:
@@ -62,7 +65,7 @@ def depths(parents: Sequence[int]) -> list[int]:
     return result
 
 
-def lines(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
+def token_paths(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
     """Returns the tokens from the text down to each node, including its own."""
     result: list[list[int]] = []
     for token, parent in zip(tokens, parents, strict=True):
@@ -70,7 +73,7 @@ def lines(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
     return result
 
 
-def walk(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> tuple[int, ...]:
+def accepted_path(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> tuple[int, ...]:
     """Returns the accepted nodes, from the text down. `choices`: the target's token after the text and each node."""
     path: list[int] = []
     at = ROOT
@@ -81,7 +84,7 @@ def walk(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) 
     return tuple(path)
 
 
-def spine(parents: Sequence[int]) -> list[int]:
+def first_branch(parents: Sequence[int]) -> list[int]:
     """Returns the first branch from the text down: the first child, its first child, and so on."""
     path: list[int] = []
     at = ROOT
@@ -93,7 +96,7 @@ def spine(parents: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class United:
+class TreeUnion:
     """The union of two trees; `places[i]`: the index of the second tree's node i, or None if it was left out."""
 
     tokens: tuple[int, ...]
@@ -101,12 +104,12 @@ class United:
     places: tuple[int | None, ...]
 
 
-def united(first: DraftTree, other: DraftTree, most: int) -> United:
-    """Returns all nodes of the first tree, then the other's new ones, at most `most`. Both may be plain chains."""
-    tokens, parents = list(first.tokens), list(first.parents or line(len(first.tokens)))
+def merge_trees(first: DraftTree, other: DraftTree, most: int) -> TreeUnion:
+    """Returns all nodes of the first tree, then the other's new ones, up to `most` in all. Either may be a chain."""
+    tokens, parents = list(first.tokens), list(first.parents or chain_parents(len(first.tokens)))
     known = {(parent, token): node for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))}
     places: list[int | None] = []
-    for token, above in zip(other.tokens, other.parents or line(len(other.tokens)), strict=True):
+    for token, above in zip(other.tokens, other.parents or chain_parents(len(other.tokens)), strict=True):
         parent = ROOT if above == ROOT else places[above]
         node = known.get((parent, token)) if parent is not None else None
         if node is None and parent is not None and len(tokens) < most:
@@ -114,10 +117,10 @@ def united(first: DraftTree, other: DraftTree, most: int) -> United:
             tokens.append(token)
             parents.append(parent)
         places.append(node)
-    return United(tuple(tokens), tuple(parents), tuple(places))
+    return TreeUnion(tuple(tokens), tuple(parents), tuple(places))
 
 
-def fault(tokens: Sequence[int], parents: Sequence[int]) -> str:
+def tree_fault(tokens: Sequence[int], parents: Sequence[int]) -> str:
     """Returns what is wrong with a tree, or ""."""
     if not parents:
         return ""
@@ -131,10 +134,6 @@ def fault(tokens: Sequence[int], parents: Sequence[int]) -> str:
             return f"token {token} follows node {parent} of a tree twice; expected siblings that differ"
         known.add((parent, token))
     return ""
-
-
-# How far the sum of a row of float32 probabilities may be from 1.
-TOLERANCE = 1e-3
 
 
 class SparseQ(Record, frozen=True, eq=False):
@@ -169,7 +168,7 @@ class SparseQ(Record, frozen=True, eq=False):
         if self.ids.shape != self.probs.shape or len(self) != len(tokens):
             return False
         sums = self.probs.sum(axis=1)
-        return bool((np.abs(sums - 1.0) < TOLERANCE).all() and (self.of(tokens) > 0).all())
+        return bool((np.abs(sums - 1.0) < SUM_TOLERANCE).all() and (self.of(tokens) > 0).all())
 
 
 def one_hot(tokens: Sequence[int]) -> SparseQ:

@@ -2,7 +2,7 @@
 
 Each function returns the plain value, or raises InvalidRequest with the name, the value and what was expected.
 
-`checked`, `whole_field` and `number_field`: fields of frozen dataclasses, with such a check. `check_fields` applies the
+`checked_field`, `int_field`, `float_field`: fields of frozen dataclasses, with such a check. `check_fields` applies the
 checks when a record is created.
 """
 
@@ -27,91 +27,93 @@ _INTEGERS = (int, np.integer)
 _NUMBERS = (*_INTEGERS, float, np.floating)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = re.compile(rf"(\d{{1,18}}(?:\.\d{{1,9}})?) ?({'|'.join(sorted(_UNITS, key=len, reverse=True))})", re.IGNORECASE)
+_SIZE_PATTERN = re.compile(
+    rf"(\d{{1,18}}(?:\.\d{{1,9}})?) ?({'|'.join(sorted(_UNITS, key=len, reverse=True))})", re.IGNORECASE
+)
 
 
-def whole(name: str, value: object, low: int, high: int) -> int:
+def check_int(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, _INTEGERS) or not low <= int(value) <= high:
-        raise InvalidRequest(f"{name} is {_shown(value)}; expected a whole number from {low} to {high}")
+        raise InvalidRequest(f"{name} is {_plain_repr(value)}; expected a whole number from {low} to {high}")
     return int(value)
 
 
-def size(name: str, value: object) -> int:
+def check_size(name: str, value: object) -> int:
     """Checks a number of bytes, or text like 2GB, 512MB or 1.5GiB."""
     if isinstance(value, str):
-        written = _SIZE.fullmatch(value)
+        written = _SIZE_PATTERN.fullmatch(value)
         if written is None:
             raise InvalidRequest(f"{name} is {value!r}; expected a number of bytes, or a size like 2GB or 512MiB")
         value = int(float(written[1]) * _UNITS[written[2].upper()])
-    return whole(name, value, 1, 2**62)
+    return check_int(name, value, 1, 2**62)
 
 
-def number(name: str, value: Any, low: float, high: float) -> float:
+def check_float(name: str, value: Any, low: float, high: float) -> float:
     # A large int would overflow `float`, so it is compared as it is; NaN is in no range.
     if isinstance(value, bool) or not isinstance(value, _NUMBERS) or not low <= value <= high:
-        raise InvalidRequest(f"{name} is {_shown(value)}; expected a number from {low:g} to {high:g}")
+        raise InvalidRequest(f"{name} is {_plain_repr(value)}; expected a number from {low:g} to {high:g}")
     return float(value)
 
 
-def flag(name: str, value: object) -> bool:
+def check_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool | np.bool_):
-        raise InvalidRequest(f"{name} is {_shown(value)}; expected True or False")
+        raise InvalidRequest(f"{name} is {_plain_repr(value)}; expected True or False")
     return bool(value)
 
 
-def word(name: str, value: object, words: tuple[str, ...]) -> str:
+def check_choice(name: str, value: object, words: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in words:
-        raise InvalidRequest(f"{name} is {_shown(value)}; expected one of {', '.join(words)}")
-    return plain(value)
+        raise InvalidRequest(f"{name} is {_plain_repr(value)}; expected one of {', '.join(words)}")
+    return plain_str(value)
 
 
-def text(name: str, value: object) -> str:
+def check_text(name: str, value: object) -> str:
     """Checks text, or a path, which is converted to text."""
     if not isinstance(value, str | os.PathLike):
-        raise InvalidRequest(f"{name} is {_shown(value)}; expected text")
-    return plain(str(os.fspath(value)))
+        raise InvalidRequest(f"{name} is {_plain_repr(value)}; expected text")
+    return plain_str(str(os.fspath(value)))
 
 
-def texts(name: str, value: object) -> tuple[str, ...]:
+def check_texts(name: str, value: object) -> tuple[str, ...]:
     """Checks one text or several."""
     if isinstance(value, list | tuple):
-        return tuple(text(name, item) for item in value)
-    return (text(name, value),)
+        return tuple(check_text(name, item) for item in value)
+    return (check_text(name, value),)
 
 
-def path(name: str, value: object) -> Path:
+def check_path(name: str, value: object) -> Path:
     if not isinstance(value, str | os.PathLike):
-        raise InvalidRequest(f"{name} is {_shown(value)}; expected a path")
+        raise InvalidRequest(f"{name} is {_plain_repr(value)}; expected a path")
     return Path(value)
 
 
-def checked(default: Any, check: Check, **metadata: Any) -> Any:
+def checked_field(default: Any, check: Check, **metadata: Any) -> Any:
     """Returns a dataclass's field with a check; None is allowed if it is the default."""
     return dataclasses.field(default=default, metadata={"check": check, **metadata})
 
 
-def whole_field(default: int | None, low: int, high: int) -> Any:
-    return checked(default, partial(whole, low=low, high=high))
+def int_field(default: int | None, low: int, high: int) -> Any:
+    return checked_field(default, partial(check_int, low=low, high=high))
 
 
-def number_field(default: float, low: float, high: float) -> Any:
-    return checked(default, partial(number, low=low, high=high))
+def float_field(default: float, low: float, high: float) -> Any:
+    return checked_field(default, partial(check_float, low=low, high=high))
 
 
 def check_fields(record: Any) -> None:
-    """Replaces the values of a new frozen record by those that the checks of its fields return."""
+    """Runs the checks of a new frozen record's fields, and stores the values that they return."""
     for field in dataclasses.fields(record):
         value, check = getattr(record, field.name), field.metadata.get("check")
         if check is not None and (value is not None or field.default is not None):
-            keep(record, field.name, check(field.name, value))
+            set_field(record, field.name, check(field.name, value))
 
 
-def keep(record: object, name: str, value: object) -> None:
-    """Sets a field of a frozen record while it is created."""
+def set_field(record: object, name: str, value: object) -> None:
+    """Sets a field of a frozen record during its creation."""
     object.__setattr__(record, name, value)
 
 
-def unknown_keyword(function: str, given: Iterable[str], known: Iterable[str]) -> TypeError:
+def unknown_keyword_error(function: str, given: Iterable[str], known: Iterable[str]) -> TypeError:
     """Returns Python's error for an unknown keyword of a function, with a suggestion."""
     names = sorted(known)
     wrong = next(name for name in given if name not in names)
@@ -130,11 +132,11 @@ def short_repr(record: Any) -> str:
     return f"{type(record).__name__}({', '.join(fields)})"
 
 
-def plain(value: str) -> str:
+def plain_str(value: str) -> str:
     """Converts text of a subclass of `str`, such as numpy's or an enum's, to a plain `str`."""
     return str.__str__(value)
 
 
-def _shown(value: object) -> str:
+def _plain_repr(value: object) -> str:
     """Returns the repr of a value; of a numpy number as a plain number."""
     return repr(value.item() if isinstance(value, np.generic) else value)

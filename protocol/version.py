@@ -19,7 +19,7 @@ except PackageNotFoundError:  # run from a source tree that was never installed
     PACKAGE_VERSION = "0+source"
 
 
-EXTRAS = {
+EXTRA_MODULES = {
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
     "otel": ("opentelemetry",),
     "bench": ("matplotlib",),
@@ -29,26 +29,26 @@ EXTRAS = {
 """The modules that show whether an extra is installed."""
 
 
-def missing(extra: str) -> list[str]:
+def missing_modules(extra: str) -> list[str]:
     """Returns the modules of an extra that are not installed."""
-    return [module for module in EXTRAS[extra] if find_spec(module) is None]
+    return [module for module in EXTRA_MODULES[extra] if find_spec(module) is None]
 
 
-def install(extra: str) -> str:
-    """Returns how to install an extra; this version is on no package index yet."""
+def install_command(extra: str) -> str:
+    """Returns the command that installs an extra from a checkout; this version is on no package index yet."""
     return f"pip install '.[{extra}]' in a checkout (docs/install.md)"
 
 
-def require(extra: str, what: str, otherwise: str = "") -> None:
+def require_extra(extra: str, what: str, otherwise: str = "") -> None:
     """Checks that an extra is installed.
 
     Raises:
         InvalidRequest: `what` needs the extra; the message says how to install it, or to use `otherwise`.
     """
-    lacking = missing(extra)
+    lacking = missing_modules(extra)
     if lacking:
         verb = "is" if len(lacking) == 1 else "are"
         instead = f", or {otherwise}" if otherwise else ""
         raise InvalidRequest(
-            f"{what} needs {' and '.join(lacking)}, which {verb} not installed; run {install(extra)}{instead}"
+            f"{what} needs {' and '.join(lacking)}, which {verb} not installed; run {install_command(extra)}{instead}"
         )

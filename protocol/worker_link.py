@@ -4,8 +4,8 @@
 socket. The heartbeat thread answers Ping with a counter that the busy thread moves, so an answer shows progress. A
 process is identified by its incarnation; the orchestrator assigns its name. Knows nothing of models.
 
-`WorkerLoop`: the loop of a worker process, and its requests. `add_flags` and `run`: the flags of all workers, and how
-they serve one orchestrator after another.
+`WorkerLoop`: the loop of a worker process, and its requests. `add_flags` and `run_worker`: the flags of all workers,
+and how they serve one orchestrator after another.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import zmq
 
 from outrider.protocol import clock, endpoints, process
-from outrider.protocol.clock import FORGET_NS
+from outrider.protocol.clock import IDLE_REQUEST_TIMEOUT_NS
 from outrider.protocol.codec import decode, decode_all, encode, encode_all
-from outrider.protocol.endpoints import Tcp, connect, keys_to, parse, probe
+from outrider.protocol.endpoints import Tcp, connect, find_client_keys, parse_endpoint, probe
 from outrider.protocol.errors import (
     CannotDraft,
     EndpointError,
@@ -57,21 +57,35 @@ from outrider.protocol.messages import (
     Verify,
     Welcome,
 )
-from outrider.protocol.process import outside_finalizers
+from outrider.protocol.process import run_outside_finalizers
 from outrider.protocol.stats import CacheUse
 
 INCARNATION_BITS = 63
 IDLE_POLL_MS = 200
-GRACE_SECONDS = 5.0
-LONGEST_MS = 10**9
-SEND_MS = 2000
-# How often a worker that was started by hand polls for the answer to its HELLO: for ten seconds, or for ten minutes if
-# it was in a cluster before. It then repeats HELLO every `HELLO_POLLS`, since the server may be a new one.
-WELCOME_POLLS, WELCOME_BACK_POLLS, HELLO_POLLS = 50, 3000, 10
-# Such a worker considers the orchestrator lost after this many waits without a ping, and this many overdue pings.
-SILENT_WAITS, SILENT_PINGS = 50, 40
+EXIT_GRACE_SECONDS = 5.0
+MAX_EXPECTED_MS = 10**9
+SEND_TIMEOUT_MS = 2000
+# How many times a worker that was started by hand polls for the answer to its HELLO: ten seconds, or ten minutes if it
+# was in a cluster before. Then it also repeats HELLO after every `POLLS_PER_HELLO` polls: the server may be a new one.
+MAX_WELCOME_POLLS, MAX_REJOIN_POLLS, POLLS_PER_HELLO = 50, 3000, 10
+# It considers the orchestrator lost after this many waits without a ping, or this many ping intervals if longer.
+MAX_SILENT_WAITS, MAX_OVERDUE_PINGS = 50, 40
 
 log = logging.getLogger(__name__)
+
+CPU_KERNELS_VARIABLE = "OUTRIDER_CPU_KERNELS"
+"""The environment variable that sets what computes a worker's forwards on a CPU, one of `CPU_KERNEL_CHOICES`."""
+
+CPU_KERNEL_CHOICES = ("auto", "mlx")
+
+WORKER_MODULES_VARIABLE = "OUTRIDER_WORKER_MODULES"
+"""The environment variable that replaces a worker's implementation: a JSON object from its role (target, draft,
+prefill) to a list of a module and its first arguments; the worker's usual arguments follow them."""
+
+DRAFTER_CORE_VARIABLE = "OUTRIDER_DRAFTER_CORE"
+"""The environment variable with the number of the drafters' core, for a target that may use it while they are idle."""
+
+Request = TypeVar("Request")
 
 
 def routing_id(incarnation: int) -> bytes:
@@ -79,7 +93,7 @@ def routing_id(incarnation: int) -> bytes:
     return f"{incarnation:x}".encode()
 
 
-def heartbeat_of(hot: bytes) -> bytes:
+def heartbeat_id(hot: bytes) -> bytes:
     """Returns the routing id of the heartbeat socket for a hot socket's id."""
     return hot + b"/heartbeat"
 
@@ -112,12 +126,12 @@ class WorkerLink:
         self._socket = self._connect(endpoint, routing_id(self.incarnation))
         self._socket.setsockopt(zmq.RCVTIMEO, IDLE_POLL_MS)
         if keys is not None:
-            self._socket.setsockopt(zmq.SNDTIMEO, SEND_MS)  # if the key is refused, sending would block forever
+            self._socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)  # if the key is refused, sending would block forever
         self._endpoint = endpoint
         self._by_hand = parent_fd is None
-        self._entered = False
+        self._has_joined = False
         self._pings = self._pings_known = self._waits = 0
-        self._patience = SILENT_WAITS
+        self._max_waits = MAX_SILENT_WAITS
         _end_on_signals(self._by_hand)
         if parent_fd is not None:
             end_with_parent(parent_fd)
@@ -139,9 +153,9 @@ class WorkerLink:
             KeyFault: its key is no longer admitted.
         """
         self._arrived.clear()
-        polls, most = 0, WELCOME_BACK_POLLS if self._entered else WELCOME_POLLS
-        while not (self._by_hand and polls >= most):
-            if polls == 0 or (self._entered and polls % HELLO_POLLS == 0):
+        polls, max_polls = 0, MAX_REJOIN_POLLS if self._has_joined else MAX_WELCOME_POLLS
+        while not (self._by_hand and polls >= max_polls):
+            if polls == 0 or (self._has_joined and polls % POLLS_PER_HELLO == 0):
                 self._probe()
                 self.send(hello)
             polls += 1
@@ -151,7 +165,7 @@ class WorkerLink:
                 self._fetch(wait=True, entering=True)
             match self._arrived.popleft() if self._arrived else None:
                 case Welcome(name=name, ping_ms=ping_ms):
-                    self._patience = max(SILENT_WAITS, SILENT_PINGS * ping_ms // IDLE_POLL_MS)
+                    self._max_waits = max(MAX_SILENT_WAITS, MAX_OVERDUE_PINGS * ping_ms // IDLE_POLL_MS)
                     self._on_welcome(name)
                     return
                 case Shutdown(reason=""):
@@ -162,15 +176,15 @@ class WorkerLink:
 
     def _probe(self) -> None:
         """Checks that this worker's key, if it needs one, is still admitted. Raises KeyFault if it is not."""
-        if self._keys is not None and self._entered:
+        if self._keys is not None and self._has_joined:
             with suppress(EndpointError):  # a server may still start
                 probe(self._endpoint, self._keys)
 
     def _on_welcome(self, name: str) -> None:
         self.name, self._waits = name, 0
         log.info("%s has joined the cluster", name)
-        if not self._entered:
-            self._entered = True
+        if not self._has_joined:
+            self._has_joined = True
             threading.Thread(target=self._answer_pings, daemon=True, name="heartbeat").start()
 
     def failed(self, error: OutriderError) -> int:
@@ -180,8 +194,8 @@ class WorkerLink:
         return error.exit_code
 
     def expect(self, milliseconds: float) -> None:
-        """Sets how long the next piece of work should take at most; 0: not known."""
-        self._expected_ms = min(math.ceil(milliseconds), LONGEST_MS)
+        """Sets the longest time that the next piece of work should take; 0: not known."""
+        self._expected_ms = min(math.ceil(milliseconds), MAX_EXPECTED_MS)
 
     def send(self, *messages: Message) -> None:
         """Sends messages together, in this order."""
@@ -228,7 +242,7 @@ class WorkerLink:
         if self._pings != self._pings_known:
             self._pings_known, self._waits = self._pings, 0
         self._waits += 1
-        if self._waits >= self._patience:
+        if self._waits >= self._max_waits:
             self._waits = 0
             raise OrchestratorGone(f"the cluster at {self._endpoint} no longer answers")
 
@@ -255,13 +269,13 @@ class WorkerLink:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, identity)
         socket.setsockopt(zmq.LINGER, 500)
-        if isinstance(parse(endpoint), Tcp):
-            endpoints.prepare(socket)
+        if isinstance(parse_endpoint(endpoint), Tcp):
+            endpoints.set_remote_options(socket)
         connect(socket, endpoint, self._keys)
         return socket
 
     def _answer_pings(self) -> None:
-        socket = self._connect(self._endpoint, heartbeat_of(routing_id(self.incarnation)))
+        socket = self._connect(self._endpoint, heartbeat_id(routing_id(self.incarnation)))
         while True:
             try:
                 message = decode(socket.recv_multipart())
@@ -282,32 +296,22 @@ def _end_on_signals(by_hand: bool) -> None:
     def end(_signum: int, _frame: FrameType | None) -> None:
         sys.exit(0)
 
-    signal.signal(signal.SIGINT, outside_finalizers(end) if by_hand else signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, outside_finalizers(end))
+    signal.signal(signal.SIGINT, run_outside_finalizers(end) if by_hand else signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, run_outside_finalizers(end))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # `outrider worker` blocked it until here
 
 
 def end_with_parent(fd: int) -> None:
     """Ends this process when the orchestrator's end of the pipe closes, for whatever reason."""
-    threading.Thread(target=_wait_for_end, args=(fd,), daemon=True, name="parent").start()
+    threading.Thread(target=_exit_with_parent, args=(fd,), daemon=True, name="parent").start()
 
 
-def _wait_for_end(fd: int) -> None:
+def _exit_with_parent(fd: int) -> None:
     while os.read(fd, 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(GRACE_SECONDS)
+    time.sleep(EXIT_GRACE_SECONDS)
     os._exit(1)
-
-
-CPU_KERNELS = "OUTRIDER_CPU_KERNELS"
-"""The environment variable that sets what computes a worker's forwards on a CPU, one of `KERNELS`."""
-KERNELS = ("auto", "mlx")
-WORKER_MODULES = "OUTRIDER_WORKER_MODULES"
-"""The environment variable that sets another implementation of a worker: a JSON object from its role (target, draft,
-prefill) to a list of a module and its first arguments, which the worker's usual ones follow."""
-DRAFTER_CORE = "OUTRIDER_DRAFTER_CORE"
-"""The environment variable with the number of the drafters' core, for a target that may use it while they rest."""
 
 
 class Link(Protocol):
@@ -323,11 +327,8 @@ class Link(Protocol):
     def expect(self, milliseconds: float) -> None: ...
 
 
-Request = TypeVar("Request")
-
-
 class WorkerLoop(ABC, Generic[Request]):
-    """A worker's loop: its requests by their ids, and what all workers do with them."""
+    """A worker's loop: its requests by their ids, and the handling that all workers share."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -349,7 +350,7 @@ class WorkerLoop(ABC, Generic[Request]):
         """Closes all requests, since their orchestrator is lost; their state stays in the prompt cache."""
         for request in list(self._running):
             self._close(request)
-        self._reported_use = CacheUse()  # the next orchestrator knows of none
+        self._reported_use = CacheUse()  # the next orchestrator has no report yet
 
     @property
     @abstractmethod
@@ -368,14 +369,14 @@ class WorkerLoop(ABC, Generic[Request]):
             self._report()
 
     def _fail(self, request: str | None, error: OutriderError, number: int | None = None) -> None:
-        """Ends the request, in round `number`, not the worker."""
+        """Ends the request, in round `number`; the worker continues."""
         log.warning("request %s failed: %s", request, error, extra={"request": request, "round": number})
         self._close(request or "", spoilt=True)
         self._link.send(Fault(self._link.name, request, str(error)))
 
-    def _forget_silent(self, waits_since_ns: Callable[[Request], float]) -> None:
+    def _close_silent(self, waits_since_ns: Callable[[Request], float]) -> None:
         """Closes requests that have waited for a message for a long time, because their CLOSE must have been lost."""
-        since_ns = clock.now() - FORGET_NS
+        since_ns = clock.now() - IDLE_REQUEST_TIMEOUT_NS
         for request, running in list(self._running.items()):
             if waits_since_ns(running) < since_ns:
                 log.warning("closing request %s: no message for a long time", request, extra={"request": request})
@@ -389,7 +390,7 @@ class WorkerLoop(ABC, Generic[Request]):
             self._link.send(CacheReport(use))
 
     def _drop_stale(self, message: Open | Verify | Commit) -> None:
-        """Counts a message about an earlier round, which is dropped."""
+        """Counts and logs a message about an earlier round, which the caller drops."""
         self._stale += 1
         about = {"request": message.request, "round": message.round}
         kind = type(message).__name__
@@ -408,14 +409,14 @@ def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> N
     else:
         parser.set_defaults(keys=None, server_key=None)
     parser.add_argument("--log-level", default="warning")
-    parser.add_argument("--log-format", choices=process.FORMATS, default="text")
+    parser.add_argument("--log-format", choices=process.LOG_FORMATS, default="text")
     parser.add_argument("--log-fd", type=int, default=None, help="the log file of the server that started it")
 
 
-def run(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, WorkerLoop[Any]]]) -> int:
+def run_worker(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, WorkerLoop[Any]]]) -> int:
     """Loads the worker and serves; errors are reported to the orchestrator. Returns the exit code."""
     try:
-        keys = keys_to(options.endpoint, options.server_key, options.keys)
+        keys = find_client_keys(options.endpoint, options.server_key, options.keys)
     except KeyFault as fault:
         log.error("%s", fault)
         return fault.exit_code

@@ -18,21 +18,21 @@ from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.endpoints import chat, completions, messages, page, responses, status
 from outrider.server.endpoints.json_route import extend_openapi
 from outrider.server.metrics import Metrics
-from outrider.server.middleware import CLIENT_CLOSED_REQUEST, VERSION, AccessLog, AuthMiddleware
+from outrider.server.middleware import API_PREFIX, CLIENT_CLOSED_REQUEST, AccessLogMiddleware, AuthMiddleware
 from outrider.server.model.served import ServedModel
-from outrider.server.problems import problem_of
+from outrider.server.problems import to_problem
 from outrider.server.server_context import CompletionBackend, ServerContext
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import Tracing
 
-COMPRESSED_BYTES = 16_384
+MIN_COMPRESSED_BYTES = 16_384
 """Responses of at least this many bytes are compressed. Event streams never are."""
 
 log = logging.getLogger(__name__)
 
 
-def application(
+def build_app(
     model: ServedModel, backend: CompletionBackend, settings: HttpSettings, tracing: Tracing | None = None
 ) -> FastAPI:
     """Returns the application that serves `model`. `backend` completes its texts."""
@@ -47,19 +47,19 @@ def application(
     metrics = Metrics(model.id, model.context_length)
     app.state.context = ServerContext(model, backend, metrics, settings)
     for router in (chat.router, completions.router, responses.router, status.models_router):
-        app.include_router(router, prefix=VERSION)
+        app.include_router(router, prefix=API_PREFIX)
         app.include_router(router, include_in_schema=False)  # for base URLs without /v1
-    app.include_router(messages.router, prefix=VERSION)
+    app.include_router(messages.router, prefix=API_PREFIX)
     for router in (status.text_router, status.router, page.router):
         app.include_router(router)
     app.mount("/page", page.files)
     extend_openapi(app, model.names, (chat.ChatChunk,))
     for kind in (OutriderError, HTTPException, Exception):
-        app.add_exception_handler(kind, _problem)
-    app.add_exception_handler(ClientDisconnect, _disconnected)
-    app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=5)
+        app.add_exception_handler(kind, _handle_error)
+    app.add_exception_handler(ClientDisconnect, _handle_disconnect)
+    app.add_middleware(GZipMiddleware, minimum_size=MIN_COMPRESSED_BYTES, compresslevel=5)
     app.add_middleware(AuthMiddleware, settings=settings)
-    app.add_middleware(AccessLog, metrics=metrics, tracing=tracing)
+    app.add_middleware(AccessLogMiddleware, metrics=metrics, tracing=tracing)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -71,12 +71,12 @@ def application(
     return app
 
 
-async def _problem(request: Request, error: Exception) -> Response:
-    problem = problem_of(error)
+async def _handle_error(request: Request, error: Exception) -> Response:
+    problem = to_problem(error)
     if problem.status >= 500:
         log.warning("%s %s: %s", request.method, request.url.path, problem.message)
     return problem.response(request.scope)
 
 
-async def _disconnected(_request: Request, _error: Exception) -> Response:
+async def _handle_disconnect(_request: Request, _error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)

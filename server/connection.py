@@ -1,8 +1,8 @@
 """uvicorn's HTTP/1.1 connection with limits and direct writes of streamed chunks.
 
 `Connection` adds time limits for headers and slow readers and a limit on open connections, all of which uvicorn lacks.
-`chunk_writer` writes streamed text to the transport, past ASGI layers and h11, which would take 0.06 ms of CPU more
-for each chunk.
+`chunk_writer` writes streamed text directly to the transport, bypassing the ASGI layers and h11, which would cost
+another 0.06 ms of CPU time per chunk.
 """
 
 from __future__ import annotations
@@ -19,16 +19,24 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from outrider.server.middleware import fresh_id
 from outrider.server.problems import Problem, is_anthropic
 
-_NAME = "outrider.cycle"
+log = logging.getLogger(__name__)
+
+
+_CYCLE_EXTENSION = "outrider.cycle"
+HEADER_TIMEOUT_SECONDS = 20.0
+READER_TIMEOUT_SECONDS = 120.0
+
+FILES_PER_CONNECTION = 4
+"""Connections may use a quarter of the process's limit on open files; their requests need the rest."""
 
 
 def chunk_writer(scope: Scope, send: Send) -> Callable[[bytes], Awaitable[None]]:
     """Returns a function that writes a chunk of a response, and waits while the write buffer is full.
 
-    On an HTTP/1.1 connection of this server it writes to the transport, elsewhere by `send`, which starts and ends the
-    response in any case.
+    On this server's HTTP/1.1 connections it writes to the transport, elsewhere with `send`. `send` starts and ends the
+    response in either case.
     """
-    cycle: RequestResponseCycle | None = scope.get("extensions", {}).get(_NAME)
+    cycle: RequestResponseCycle | None = scope.get("extensions", {}).get(_CYCLE_EXTENSION)
 
     async def write(data: bytes) -> None:
         if not data:  # an empty chunk would end the response
@@ -44,24 +52,16 @@ def chunk_writer(scope: Scope, send: Send) -> Callable[[bytes], Awaitable[None]]
     return write
 
 
-HEADER_SECONDS = 20.0
-READER_SECONDS = 120.0
-SHARE = 4
-"""Connections may use a quarter of the process's file limit; their requests need the rest."""
-
-log = logging.getLogger(__name__)
-
-
 def max_connections() -> int:
     """Returns the limit on open connections."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SHARE
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_PER_CONNECTION
 
 
 class Connection(H11Protocol):
-    """Adds time limits for headers and readers, and JSON errors, to uvicorn's connection."""
+    """Adds time limits for headers and slow readers, and JSON errors, to uvicorn's connection."""
 
-    _waiting: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
+    _header_timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -69,17 +69,17 @@ class Connection(H11Protocol):
         if len(self.connections) > most:
             self._reject(Problem(f"{most} connections are open, the maximum; try again later", status=503))
         else:
-            self._await_headers()
+            self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
         super().data_received(data)
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._await_headers()
-        elif self._waiting is not None:  # the headers have arrived
-            self._waiting.cancel()
-            self._waiting = None
+            self._start_header_timer()
+        elif self._header_timer is not None:  # the headers have arrived
+            self._header_timer.cancel()
+            self._header_timer = None
 
     def handle_events(self) -> None:
         """Adds each new HTTP/1.1 request's cycle to its scope, for `chunk_writer`; HTTP/1.0 has no chunks."""
@@ -87,17 +87,17 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.cycle is not before and self.cycle.scope["http_version"] == "1.1":
             extensions: dict[str, object] = self.cycle.scope.setdefault("extensions", {})  # type: ignore[assignment]
-            extensions[_NAME] = self.cycle
+            extensions[_CYCLE_EXTENSION] = self.cycle
 
     def pause_writing(self) -> None:
-        """Starts the time limit for a reader: the system's send buffer is full."""
+        """Starts the reader's time limit, because the system's send buffer is full."""
         super().pause_writing()
-        self._unread = self.loop.call_later(READER_SECONDS, self._give_up)
+        self._reader_timer = self.loop.call_later(READER_TIMEOUT_SECONDS, self._abort_slow_reader)
 
     def resume_writing(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -105,7 +105,7 @@ class Connection(H11Protocol):
         self.transport.abort()  # even with unsent data
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._waiting, self._unread):
+        for timer in (self._header_timer, self._reader_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
@@ -136,10 +136,10 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _await_headers(self) -> None:
-        if self._waiting is None:
-            self._waiting = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+    def _start_header_timer(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_TIMEOUT_SECONDS, self.transport.close)
 
-    def _give_up(self) -> None:
-        log.warning("a client read nothing for %g s; closing its response", READER_SECONDS)
+    def _abort_slow_reader(self) -> None:
+        log.warning("a client read nothing for %g s; closing its response", READER_TIMEOUT_SECONDS)
         self.transport.abort()

@@ -1,9 +1,9 @@
-"""Converts requests of every API to the model's terms: messages, tools, output format, sampling parameters.
+"""Converts the requests of all APIs to common types: messages, tools, output format, sampling parameters.
 
-Messages and tools become what chat templates take. `toolbox` selects the tools that an answer may call; the model sees
-only these.
+Messages and tools take the form that chat templates expect. `select_tools` selects the tools that an answer may
+call; the model sees only these.
 
-A request's sampling parameters become one record, and its output format the grammar that constrains a whole answer.
+Sampling parameters become one record, and the output format becomes the grammar that constrains the whole answer.
 Omitted values come from the model's generation_config.json, or else are Outrider's defaults. The grammar allows
 thinking, if the model has it, and then the format or tool calls.
 """
@@ -20,21 +20,30 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from outrider.grammar.compiler import as_part, check
+from outrider.grammar.compiler import as_part, check_grammar
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import MAX_SEED, Grammar, SamplingParams
-from outrider.server.model.call_grammar import Rules, arguments_of, calls, one_of
+from outrider.server.model.call_grammar import Rules, arguments_of, one_of, write_calls
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import ToolFormat
 from outrider.server.problems import Refused
 from outrider.server.schemas import ContentPart, Generation, Sampling
 
+RANDOM_SEED_RANGE = 2**32
+_CONVERTED_FIELDS = {"max_tokens", "stop", "logprobs", "grammar", "logit_bias"}
 
-def text_of(content: str | Sequence[ContentPart] | None, where: str, readable: Collection[str] = ("text",)) -> str:
-    """Returns a message's content, whose parts are concatenated.
+_COPIED_FIELDS = {one.name for one in dataclasses.fields(SamplingParams)} - _CONVERTED_FIELDS
+"""Fields of SamplingParams that a request may have under the same names."""
+
+_LINE_BREAKS = r"/\n{0,2}/"
+_ANY_TOKENS = "<[*]>*"
+
+
+def join_text(content: str | Sequence[ContentPart] | None, where: str, readable: Collection[str] = ("text",)) -> str:
+    """Returns a message's content as one text, with its parts concatenated.
 
     Raises:
-        Refused: a part is an image or anything else but text.
+        Refused: a part is not text, but for example an image.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -44,9 +53,9 @@ def text_of(content: str | Sequence[ContentPart] | None, where: str, readable: C
     return "".join(part.text or "" for part in content)
 
 
-def past_call(name: str, arguments: str | dict[str, Any], own_id: str | None) -> dict[str, Any]:
+def past_tool_call(name: str, arguments: str | dict[str, Any], own_id: str | None) -> dict[str, Any]:
     """Returns an earlier tool call. JSON arguments become an object, which templates expect."""
-    function = {"name": name, "arguments": parsed_arguments(arguments)}
+    function = {"name": name, "arguments": parse_arguments(arguments)}
     return {"type": "function", "id": own_id or "", "function": function}
 
 
@@ -65,8 +74,8 @@ def tool_result(content: str, own_id: str, name: str | None) -> dict[str, Any]:
     return {"role": "tool", "content": content, "tool_call_id": own_id, **({"name": name} if name else {})}
 
 
-def parsed_arguments(arguments: str | dict[str, Any]) -> Any:
-    """Returns the value that JSON arguments stand for; invalid ones are returned as they are."""
+def parse_arguments(arguments: str | dict[str, Any]) -> Any:
+    """Parses JSON arguments. Invalid ones are returned unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -77,7 +86,7 @@ def parsed_arguments(arguments: str | dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ToolSelection:
-    """`tool_choice`. `names` limits the tools, None: all. `one`: at most one call."""
+    """A parsed `tool_choice`. `names`: the tools that may be called, None: all. `one`: at most one call."""
 
     kind: Literal["auto", "none", "required"] = "auto"
     names: tuple[str, ...] | None = None
@@ -90,7 +99,7 @@ def function(name: str, description: str | None, parameters: dict[str, Any] | No
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}
 
 
-def toolbox(
+def select_tools(
     model: ServedModel, tools: Sequence[dict[str, Any]], choice: ToolSelection, strict: Iterable[str] = ()
 ) -> Toolbox:
     """Returns the tools that may be called. `strict`: the names of strict ones.
@@ -115,23 +124,17 @@ def toolbox(
     return Toolbox(tuple(allowed), choice.kind == "required", choice.one, held, model.tools_as_text)
 
 
-SEEDS = 2**32
-_CONVERTED = {"max_tokens", "stop", "logprobs", "grammar", "logit_bias"}
-_FIELDS = {one.name for one in dataclasses.fields(SamplingParams)} - _CONVERTED
-"""Fields of SamplingParams that a request may have under the same names."""
-
-
-def seed_of(seed: int, index: int) -> int:
-    """Derives a choice's seed from the request's seed, which choice 0 has, and the choice's index."""
+def derive_seed(seed: int, index: int) -> int:
+    """Derives a choice's seed from the request's seed and the choice's index. Choice 0 has the request's seed."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & MAX_SEED
 
 
-def sampling_params(
+def to_sampling_params(
     model: ServedModel,
-    asked: Generation,
+    payload: Generation,
     max_tokens: int,
     stop: str | Sequence[str] | None,
     grammar: Grammar | None = None,
@@ -142,33 +145,33 @@ def sampling_params(
     Raises:
         InvalidRequest: a value is out of range.
     """
-    fields: dict[str, Any] = {**model.defaults, **asked.model_dump(include=_FIELDS, exclude_none=True)}
-    if asked.temperature is not None:
-        fields["temp"] = asked.temperature
+    fields: dict[str, Any] = {**model.defaults, **payload.model_dump(include=_COPIED_FIELDS, exclude_none=True)}
+    if payload.temperature is not None:
+        fields["temp"] = payload.temperature
     if fields.get("top_k") == -1:
         fields["top_k"] = 0
-    fields.setdefault("seed", secrets.randbelow(SEEDS))
+    fields.setdefault("seed", secrets.randbelow(RANDOM_SEED_RANGE))
     fields |= {"max_tokens": max_tokens, "grammar": grammar, "logprobs": logprobs}
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if isinstance(asked, Sampling):
-        fields["logit_bias"] = _bias(asked.logit_bias)
+    if isinstance(payload, Sampling):
+        fields["logit_bias"] = _parse_logit_bias(payload.logit_bias)
     return SamplingParams(**fields)
 
 
-def _bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
+def _parse_logit_bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
     wrong = ", ".join(repr(key[:40]) for key in given or {} if not (key.isascii() and key.isdigit()))
     if wrong:
         raise Refused(f"logit_bias: {wrong[:200]} is not a token id; expected whole numbers as strings", "logit_bias")
     return tuple((int(token), bias) for token, bias in (given or {}).items())
 
 
-def include_usage_of(asked: Sampling) -> bool:
-    """Raises Refused for stream_options without a stream."""
-    if asked.stream_options is None:
+def should_include_usage(payload: Sampling) -> bool:
+    """Returns whether the stream ends with usage. Raises Refused for stream_options without a stream."""
+    if payload.stream_options is None:
         return False
-    if not asked.stream:
+    if not payload.stream:
         raise Refused("stream_options needs stream: true", "stream_options")
-    return bool(asked.stream_options.include_usage)
+    return bool(payload.stream_options.include_usage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,19 +184,19 @@ class OutputFormat:
     loose: bool = False
 
 
-def output_format_of(asked: Sampling) -> OutputFormat | None:
+def get_output_format(payload: Sampling) -> OutputFormat | None:
     """Returns the format of a chat or text completion.
 
     Raises:
         Refused: there are several, or one is invalid.
     """
     fields = ("grammar", "guided_json", "guided_regex", "guided_grammar", "guided_choice", "json_schema")
-    given = {name: getattr(asked, name) for name in fields}
-    if asked.structured_outputs is not None:
-        nested = asked.structured_outputs.model_dump(by_alias=True)
+    given = {name: getattr(payload, name) for name in fields}
+    if payload.structured_outputs is not None:
+        nested = payload.structured_outputs.model_dump(by_alias=True)
         given |= {f"structured_outputs.{name}": value for name, value in nested.items()}
-    forms = [_form(name, value) for name, value in given.items() if value not in (None, False)]
-    if (form := parse_output_format(asked.response_format, "response_format", may_be_loose=True)) is not None:
+    forms = [_parse_format_field(name, value) for name, value in given.items() if value not in (None, False)]
+    if (form := parse_output_format(payload.response_format, "response_format", may_be_loose=True)) is not None:
         forms.insert(0, form)
     if len(forms) > 1:
         names = " and ".join(form.param for form in forms)
@@ -217,20 +220,19 @@ def parse_output_format(given: object, name: str, may_be_loose: bool = False) ->
     inner = given.get("json_schema")
     schema = (inner if isinstance(inner, Mapping) else given).get("schema")
     if kind == "json_object":
-        return _form(name, schema if schema is not None else {"type": "object"})
+        return _parse_format_field(name, schema if schema is not None else {"type": "object"})
     if kind != "json_schema":
         raise Refused(f"{name}: {str(kind)[:40]!r} is not supported; expected text, json_object or json_schema", name)
     if schema is None:
         raise Refused(f"{name}: the schema is missing; expected a JSON schema as 'schema'", name)
     strict = inner if isinstance(inner, Mapping) else given
     loose = may_be_loose and isinstance(schema, Mapping) and strict.get("strict") is not True
-    return replace(_form(name, schema), loose=loose)
+    return replace(_parse_format_field(name, schema), loose=loose)
 
 
-def _form(name: str, given: Any) -> OutputFormat:
-    """Returns the format that the field `name` sets, whose last word is the kind: grammar, regex, choice, or a
-    schema."""
-    with _refusing(f"{name}:", name):
+def _parse_format_field(name: str, given: Any) -> OutputFormat:
+    """Returns the format that the field `name` sets. Its last word is the kind: grammar, regex, choice or schema."""
+    with _refuse_invalid(f"{name}:", name):
         match re.split(r"[._]", name)[-1]:
             case "grammar" | "regex" as kind:
                 return OutputFormat(Grammar(kind, given), name)
@@ -244,19 +246,15 @@ def _form(name: str, given: Any) -> OutputFormat:
 
 
 @contextmanager
-def _refusing(subject: str, param: str) -> Iterator[None]:
-    """Turns InvalidRequest into Refused, whose sentence begins with `subject`."""
+def _refuse_invalid(subject: str, param: str) -> Iterator[None]:
+    """Converts InvalidRequest to Refused, whose message begins with `subject`."""
     try:
         yield
     except InvalidRequest as error:
         raise Refused(f"{subject} {error}", param) from None
 
 
-_BREAKS = r"/\n{0,2}/"
-_ANYTHING = "<[*]>*"
-
-
-def answer_grammar(
+def build_answer_grammar(
     model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, form: OutputFormat | None
 ) -> Grammar | None:
     """Returns the grammar of an answer to `prompt`; None if nothing constrains it.
@@ -267,24 +265,24 @@ def answer_grammar(
     if form is None and not box.binds:
         return None
     rules = Rules(model.vocabulary)
-    body = _calls(rules, model, box, form) if box.tools else None
+    body = _calls_rule(rules, model, box, form) if box.tools else None
     if body is None and (form is None or prompt.thoughts is Thoughts.NONE):
         return form.grammar if form is not None else None
-    answer = {"name": "answer", "lark_grammar": rules.text(f"{_thoughts(rules, model, prompt)} {body or '@form'}")}
+    answer = {"name": "answer", "lark_grammar": rules.text(f"{_thinking_rule(rules, model, prompt)} {body or '@form'}")}
     inner = [as_part(form.grammar, "form")] if form is not None else []
     param = form.param if form is not None else "tools"
-    with _refusing(f"{param}:", param):
+    with _refuse_invalid(f"{param}:", param):
         grammar = Grammar("llguidance", json.dumps({"grammars": [answer, *inner]}, ensure_ascii=False))
-        check(grammar, model.vocabulary)
+        check_grammar(grammar, model.vocabulary)
     return grammar
 
 
 def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> OutputFormat | None:
-    """Returns a format that can be enforced, `loose` only if its grammar omits part of the schema. Raises Refused."""
+    """Returns a format that can be enforced. It is `loose` if its grammar omits part of the schema. Raises Refused."""
     if form is None:
         return None
     try:
-        check(form.grammar, model.vocabulary)
+        check_grammar(form.grammar, model.vocabulary)
         return replace(form, loose=False)
     except InvalidRequest as error:
         if form.loose:
@@ -292,48 +290,48 @@ def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> Outp
             schema["x-guidance"] = {**schema.get("x-guidance", {}), "lenient": True}
             lenient = Grammar.json_schema(schema)  # without what the library does not support
             with suppress(InvalidRequest):
-                check(lenient, model.vocabulary)
+                check_grammar(lenient, model.vocabulary)
                 return replace(form, grammar=lenient)
         raise Refused(f"{form.param}: {error}", form.param) from None
 
 
-def _calls(rules: Rules, model: ServedModel, box: Toolbox, form: OutputFormat | None) -> str | None:
-    """Returns what may follow thinking if there are tools. None: anything, or only the format."""
+def _calls_rule(rules: Rules, model: ServedModel, box: Toolbox, form: OutputFormat | None) -> str | None:
+    """Returns the rule of what may follow thinking if there are tools. None: anything, or only the format."""
     written = model.tools
     if written is None or not (box.binds or form is not None):
         return None
     for function in (tool["function"] for tool in box.tools):
-        with _refusing(f"tools: of {function['name'][:80]}", "tools"):
-            check(Grammar.json_schema(arguments_of(function, function["name"] in box.strict)), model.vocabulary)
-    inner = calls(rules, written.style, box.tools, box.strict, box.one) if written.style is not None else None
+        with _refuse_invalid(f"tools: of {function['name'][:80]}", "tools"):
+            check_grammar(Grammar.json_schema(arguments_of(function, function["name"] in box.strict)), model.vocabulary)
+    inner = write_calls(rules, written.style, box.tools, box.strict, box.one) if written.style is not None else None
     if box.must:
-        return _only_calls(rules, written, inner, box)
+        return _require_calls(rules, written, inner, box)
     if form is not None:
-        return one_of([_only_calls(rules, written, inner, box), "@form"])
+        return one_of([_require_calls(rules, written, inner, box), "@form"])
     marks = (written.tags.start, *((model.thinking.start,) if model.thinking is not None else ()))
-    return _text_and_calls(rules, written, inner, rules.free(*marks), box) if inner is not None else None
+    return _allow_text_and_calls(rules, written, inner, rules.text_without(*marks), box) if inner is not None else None
 
 
-def _only_calls(rules: Rules, written: ToolFormat, inner: str | None, box: Toolbox) -> str:
-    """Allows tool calls only. If their schemas can't be expressed, allows what begins like a call."""
+def _require_calls(rules: Rules, written: ToolFormat, inner: str | None, box: Toolbox) -> str:
+    """Allows tool calls only. If their schemas can't be expressed, allows anything that begins like one."""
     start = rules.literal(written.tags.start)
     if inner is None:
-        return f"{start} {_ANYTHING}"
+        return f"{start} {_ANY_TOKENS}"
     call = rules.rule(f"{start} {inner} {rules.literal(written.tags.end)}")
     one_pair = written.style is not None and written.style.block is not None  # of tags, around all calls
-    return call if box.one or one_pair else f"{call} ({_BREAKS} {call})*"
+    return call if box.one or one_pair else f"{call} ({_LINE_BREAKS} {call})*"
 
 
-def _text_and_calls(rules: Rules, written: ToolFormat, inner: str, words: str, box: Toolbox) -> str:
+def _allow_text_and_calls(rules: Rules, written: ToolFormat, inner: str, words: str, box: Toolbox) -> str:
     """Allows text in which every start tag begins a valid call."""
-    call = rules.rule(f"{rules.before(words, written.tags.start)} {inner} {rules.literal(written.tags.end)}")
+    call = rules.rule(f"{rules.followed_by(words, written.tags.start)} {inner} {rules.literal(written.tags.end)}")
     return one_of([call, words]) if box.one else f"{call}* {words}"
 
 
-def _thoughts(rules: Rules, model: ServedModel, prompt: TokenizedPrompt) -> str:
+def _thinking_rule(rules: Rules, model: ServedModel, prompt: TokenizedPrompt) -> str:
     if model.thinking is None or prompt.thoughts is Thoughts.NONE:
         return ""
     start, end = model.thinking.start, model.thinking.end
-    words, others = rules.free(end), rules.marks_but(end, model.codec.eos)
-    rest = f"{f'({words} {others})*' if others else ''} {rules.before(words, end)} {_BREAKS}"
+    words, others = rules.text_without(end), rules.special_tokens_except(end, model.codec.eos)
+    rest = f"{f'({words} {others})*' if others else ''} {rules.followed_by(words, end)} {_LINE_BREAKS}"
     return rest if prompt.thoughts is Thoughts.BEGUN else f"({rules.literal(start)} {rest})?"

@@ -27,13 +27,26 @@ if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import RequestSpan
 
 
-REASONS = ("eos", "stop", "length", "cancelled")
-STATES = ("starting", "ready", "refused", "frozen", "restarting", "lost")
-KINDS = tuple(name for name, kind in vars(errors).items() if isinstance(kind, type))
+FINISH_REASONS = ("eos", "stop", "length", "cancelled")
+WORKER_STATES = ("starting", "ready", "refused", "frozen", "restarting", "lost")
+ERROR_KINDS = tuple(name for name, kind in vars(errors).items() if isinstance(kind, type))
 _PREFIX = "outrider:"
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Values = float | Mapping[Any, float]
 """A value, or values by the tuples of their labels."""
+
+_TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0,
+)  # fmt: skip
+_ITL_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+_E2E_BUCKETS = (
+    0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0,
+)  # fmt: skip
+_DEFAULT_CONTEXT_LENGTH = 1 << 20
 
 
 class OrchestratorMetrics(Collector):
@@ -51,13 +64,13 @@ class OrchestratorMetrics(Collector):
         yield from process_metrics(stats)
         yield GaugeMetricFamily(f"{_PREFIX}up", "Whether the orchestrator answers", value=float(stats is not None))
         if stats is not None:
-            yield from self._now(stats)
-            yield from self._counts(stats)
-            yield from self._speculation(stats)
+            yield from self._collect_state(stats)
+            yield from self._collect_counters(stats)
+            yield from self._collect_speculation(stats)
             yield self._durations("round", "From a request's verify to its next", stats.round_seconds)
             yield self._durations("verify", "The target's forwards", stats.verify_seconds)
 
-    def _now(self, stats: Stats) -> Iterator[Metric]:
+    def _collect_state(self, stats: Stats) -> Iterator[Metric]:
         kv, workers, gauge, counter = stats.kv, stats.workers, self._gauge, self._counter
         limit = max(kv.limit, 1)
         yield gauge("build_info", "Always 1; the label is the release", {(stats.version,): 1}, "version")
@@ -69,7 +82,7 @@ class OrchestratorMetrics(Collector):
         yield gauge("kv_cache_limit_bytes", "KV memory of all workers", kv.limit)
         peak = stats.totals.peak_bytes
         yield gauge("peak_memory_bytes", "The most MLX held in all workers during a request", peak)
-        states = {(w.name, w.role, state): w.state == state for w in workers for state in STATES}
+        states = {(w.name, w.role, state): w.state == state for w in workers for state in WORKER_STATES}
         yield gauge("worker_state", "Whether the worker is in this state", states, "worker", "role", "state")
         again = {(worker.name, worker.role): worker.restarts for worker in workers}
         yield counter("worker_restarts", "Restarts of the worker", again, "worker", "role")
@@ -80,11 +93,11 @@ class OrchestratorMetrics(Collector):
         held = {(worker.name,): worker.cache.bytes for worker in workers}
         yield gauge("prompt_cache_bytes", "Prompt cache of the worker", held, "worker")
 
-    def _counts(self, stats: Stats) -> Iterator[Metric]:
+    def _collect_counters(self, stats: Stats) -> Iterator[Metric]:
         totals, counter, endings = stats.totals, self._counter, {one.name: one.count for one in stats.endings}
-        ended = {(reason,): endings.get(reason, 0) for reason in REASONS}
+        ended = {(reason,): endings.get(reason, 0) for reason in FINISH_REASONS}
         yield counter("request_success", "Completed requests by finish reason", ended, "finished_reason")
-        failed = {(kind,): endings.get(kind, 0) for kind in KINDS}
+        failed = {(kind,): endings.get(kind, 0) for kind in ERROR_KINDS}
         yield counter("request_failure", "Requests that were refused or failed, by error", failed, "error")
         yield counter("prompt_tokens", "Prompt tokens read, of requests that ended", totals.prompt_n)
         asked = totals.prompt_n + totals.cache_n
@@ -98,7 +111,7 @@ class OrchestratorMetrics(Collector):
         yield counter("dropped_branches", dropped, stats.dropped_branches)
         yield counter("rejected_frames", "Invalid frames", stats.rejected_frames)
 
-    def _speculation(self, stats: Stats) -> Iterator[Metric]:
+    def _collect_speculation(self, stats: Stats) -> Iterator[Metric]:
         totals, counter = stats.totals, self._counter
         yield counter("rounds", "Verifies, plain steps included", totals.rounds)
         yield counter("spec_decode_num_drafts", "Verifies that carried a chain", totals.draft_rounds)
@@ -157,20 +170,6 @@ def process_metrics(stats: Stats | None) -> Iterator[Metric]:
     yield from (cpu, memory, files)
 
 
-_SECONDS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-    160.0, 640.0,
-)  # fmt: skip
-_GAPS = (
-    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
-)  # fmt: skip
-_WHOLE = (
-    0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
-    120.0, 240.0, 480.0, 960.0,
-)  # fmt: skip
-_MOST_TOKENS = 1 << 20
-
-
 class Metrics:
     """The metrics of one server. `model` is the label `model_name`; `context` is the context length, if known."""
 
@@ -186,18 +185,18 @@ class Metrics:
         self.running = Gauge(
             "outrider:http_choices_running", "Choices in progress", ("model_name",), registry=self.registry
         ).labels(model)
-        self.first = self._histogram("time_to_first_token_seconds", "Time to first token of a choice", _SECONDS)
-        doc = "Between tokens; those that come together evenly"
-        self.gaps = self._histogram("inter_token_latency_seconds", doc, _GAPS)
-        self.whole = self._histogram("e2e_request_latency_seconds", "Duration of a choice", _WHOLE)
-        self.queue = self._histogram("request_queue_time_seconds", "Time in the queue", _WHOLE)
-        self.prefill = self._histogram("request_prefill_time_seconds", "From the turn to the first token", _WHOLE)
-        self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last", _WHOLE)
-        most = context or _MOST_TOKENS
+        self.ttft = self._histogram("time_to_first_token_seconds", "Time to first token of a choice", _TTFT_BUCKETS)
+        doc = "Time between tokens; tokens that arrive together share it equally"
+        self.inter_token = self._histogram("inter_token_latency_seconds", doc, _ITL_BUCKETS)
+        self.total = self._histogram("e2e_request_latency_seconds", "Duration of a choice", _E2E_BUCKETS)
+        self.queue = self._histogram("request_queue_time_seconds", "Time in the queue", _E2E_BUCKETS)
+        self.prefill = self._histogram("request_prefill_time_seconds", "From the turn to the first token", _E2E_BUCKETS)
+        self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last", _E2E_BUCKETS)
+        most = context or _DEFAULT_CONTEXT_LENGTH
         steps = (float(digit * 10**power) for power in range(len(str(most))) for digit in (1, 2, 5))
         tokens = tuple(step for step in steps if step <= most)
         self.prompt = self._histogram("request_prompt_tokens", "A choice's prompt, remembered tokens included", tokens)
-        self.made = self._histogram("request_generation_tokens", "Tokens of a choice", tokens)
+        self.generated = self._histogram("request_generation_tokens", "Tokens of a choice", tokens)
 
     def count_response(self, path: str, status: int) -> None:
         """Counts a response. `path` is the route's template."""
@@ -214,42 +213,42 @@ class Metrics:
 
 
 class ChoiceTimer:
-    """Times a choice from creation on, also for the trace of its request. Only choices that complete are recorded."""
+    """Times a choice from its creation on, for metrics and the request's trace. Only complete choices are recorded."""
 
     def __init__(
         self, metrics: Metrics, span: RequestSpan | None, is_chat: bool, index: int, sampling: SamplingParams
     ) -> None:
         self._metrics = metrics
-        self._span = span.choice(is_chat, index, sampling) if span is not None else None
+        self._span = span.start_choice(is_chat, index, sampling) if span is not None else None
         self._began = self._last = time.monotonic()
         self._tokens = 0
         metrics.running.inc()
 
-    def grown(self, tokens: int) -> None:
+    def record_tokens(self, tokens: int) -> None:
         """Records that `tokens` arrived."""
         now = time.monotonic()
         if not self._tokens:
-            self._metrics.first.observe(now - self._began)
+            self._metrics.ttft.observe(now - self._began)
             if self._span is not None:
-                self._span.first()
+                self._span.record_first_token()
         elif tokens:
             for _ in range(tokens):
-                self._metrics.gaps.observe((now - self._last) / tokens)
+                self._metrics.inter_token.observe((now - self._last) / tokens)
         self._last = now
         self._tokens += tokens
 
-    def ended(self, result: GenerationResult | None, error: Exception | None = None) -> None:
+    def finish(self, result: GenerationResult | None, error: Exception | None = None) -> None:
         """Records the end. `result` is None if the choice did not complete."""
         metrics = self._metrics
         if self._span is not None:
-            self._span.ended(result, error)
+            self._span.end(result, error)
         metrics.running.dec()
         if result is None:
             return
         times = result.timings
-        metrics.whole.observe(time.monotonic() - self._began)
+        metrics.total.observe(time.monotonic() - self._began)
         metrics.queue.observe(times.queue_ms / 1000)
         metrics.prefill.observe(times.prompt_ms / 1000)
         metrics.decode.observe(times.predicted_ms / 1000)
         metrics.prompt.observe(result.prompt_tokens)
-        metrics.made.observe(len(result.token_ids))
+        metrics.generated.observe(len(result.token_ids))

@@ -1,7 +1,7 @@
-"""What every request passes: its id, access control, and the record of its end.
+"""The middleware of every request: its id, access control, and the record of its end.
 
-`AccessLog` is outside of `AuthMiddleware`, so rejected requests are recorded too. It feeds the metrics, the access log
-and the trace span. None of them contains a key, a query string or a body.
+`AccessLogMiddleware` wraps `AuthMiddleware`, so rejected requests are recorded too. It feeds the metrics, the access
+log and the trace span. None of them contains a key, a query string or a body.
 """
 
 from __future__ import annotations
@@ -28,17 +28,23 @@ if TYPE_CHECKING:  # OpenTelemetry is optional
 
 CLIENT_CLOSED_REQUEST = 499
 """The status recorded when the client disconnects before the response starts."""
-UNKNOWN = "other"
-VERSION = "/v1"
+UNKNOWN_ROUTE = "other"
+API_PREFIX = "/v1"
 """The prefix of most paths; they also work without it."""
-LONGEST_PATH = 200
-_ID = re.compile(r"[\x21-\x7e]{1,128}")
+MAX_PATH_LENGTH = 200
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 log = logging.getLogger(__name__)
+PUBLIC_PATHS = frozenset({"/health", "/ready", "/"})
+
+METRICS_PATH = "/metrics"
+"""Also public on loopback; it contains no prompts or answers."""
+
+PAGE_PATH = "/page/"
 
 
-class AccessLog:
-    """Assigns an id to each request and records its end."""
+class AccessLogMiddleware:
+    """Assigns an id to each request and records how it ended."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None) -> None:
         self._app = app
@@ -48,10 +54,10 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _ID.fullmatch(given) else fresh_id()
+        request_id = given if _REQUEST_ID.fullmatch(given) else fresh_id()
         scope.setdefault("state", {})["request_id"] = request_id
         current_request.set(request_id)
-        span = scope["state"]["span"] = self._tracing.request(scope) if self._tracing is not None else None
+        span = scope["state"]["span"] = self._tracing.start_request(scope) if self._tracing is not None else None
         began, status = time.monotonic(), CLIENT_CLOSED_REQUEST
 
         async def answer(message: Message) -> None:
@@ -59,7 +65,7 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 status, named = message["status"], request_id.encode()
                 message["headers"] = [*message["headers"], (b"x-request-id", named), (b"request-id", named)]
-                self._metrics.count_response(route_of(scope), status)
+                self._metrics.count_response(get_route(scope), status)
             await send(message)
 
         try:
@@ -67,16 +73,16 @@ class AccessLog:
         except Exception:
             if status == CLIENT_CLOSED_REQUEST:  # no response has started; an outer layer sends it
                 status = 500
-                self._metrics.count_response(route_of(scope), status)
+                self._metrics.count_response(get_route(scope), status)
             raise
         finally:
             if span is not None:
-                span.ended(route_of(scope), status)
+                span.end(get_route(scope), status)
             if log.isEnabledFor(logging.INFO):
                 ms = 1000 * (time.monotonic() - began)
-                path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:LONGEST_PATH]
+                path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:MAX_PATH_LENGTH]
                 fields = {"method": scope["method"], "path": path, "status": status, "ms": round(ms, 1)}
-                if (key := key_of(scope)) is not None:  # a salted hash, stable while this process runs
+                if (key := get_api_key(scope)) is not None:  # a salted hash, stable while this process runs
                     fields["caller"] = hashlib.blake2b(key.encode(), key=self._salt, digest_size=6).hexdigest()
                 log.info("%s %s %d in %.1f ms", scope["method"], path, status, ms, extra=fields)
 
@@ -86,20 +92,14 @@ def fresh_id() -> str:
     return f"req_{secrets.token_hex(12)}"
 
 
-def route_of(scope: Scope) -> str:
+def get_route(scope: Scope) -> str:
     """Returns the route's path template, the metrics label. FastAPI may report it without the router's prefix."""
-    path = str(getattr(scope.get("route"), "path", UNKNOWN))
-    is_below = path.startswith("/") and scope["path"].startswith(f"{VERSION}/")
-    return VERSION + path if is_below and not path.startswith(f"{VERSION}/") else path
+    path = str(getattr(scope.get("route"), "path", UNKNOWN_ROUTE))
+    is_below = path.startswith("/") and scope["path"].startswith(f"{API_PREFIX}/")
+    return API_PREFIX + path if is_below and not path.startswith(f"{API_PREFIX}/") else path
 
 
-PUBLIC = frozenset({"/health", "/ready", "/"})
-METRICS = "/metrics"
-"""Also public on loopback; it contains no texts."""
-PAGE = "/page/"
-
-
-def key_of(scope: Scope) -> str | None:
+def get_api_key(scope: Scope) -> str | None:
     """Returns the API key of a request, from `authorization` or `x-api-key`."""
     headers = Headers(scope=scope)
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
@@ -112,7 +112,7 @@ class AuthMiddleware:
     def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
         self._app = app
         self._keys = tuple(key.encode() for key in settings.api_keys)
-        self._public = PUBLIC | {METRICS} if settings.is_loopback else PUBLIC
+        self._public = PUBLIC_PATHS | {METRICS_PATH} if settings.is_loopback else PUBLIC_PATHS
         self._hosts = {"localhost", settings.host.lower()} if settings.is_loopback and not settings.api_keys else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,23 +121,23 @@ class AuthMiddleware:
         except Refused as refused:
             await refused.response(scope)(scope, receive, send)
             return
-        await self._app(scope, receive, _without_body(scope, send) if scope["method"] == "HEAD" else send)
+        await self._app(scope, receive, _convert_head_to_get(scope, send) if scope["method"] == "HEAD" else send)
 
     def _authorize(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if self._hosts is not None and not _is_ours(headers.get("host", ""), self._hosts):
+        if self._hosts is not None and not _is_known_host(headers.get("host", ""), self._hosts):
             raise Refused("the Host header names another machine; ask for localhost or an address", status=403)
-        given = (key_of(scope) or "").encode(errors="replace")
+        given = (get_api_key(scope) or "").encode(errors="replace")
         # Every key is compared, so that the time does not depend on which one matches.
         known = [hmac.compare_digest(given, key) for key in self._keys]
-        is_public = scope["path"] in self._public or scope["path"].startswith(PAGE) or scope["method"] == "OPTIONS"
+        is_public = scope["path"] in self._public or scope["path"].startswith(PAGE_PATH) or scope["method"] == "OPTIONS"
         if self._keys and not any(known) and not is_public:
             raise Refused(
                 "no valid API key; expected one as a bearer token or as x-api-key", status=401, code="invalid_api_key"
             )
 
 
-def _without_body(scope: Scope, send: Send) -> Send:
+def _convert_head_to_get(scope: Scope, send: Send) -> Send:
     """Turns HEAD into GET for the application, and drops the response's body."""
     scope["method"] = "GET"
 
@@ -148,7 +148,7 @@ def _without_body(scope: Scope, send: Send) -> Send:
     return begin
 
 
-def _is_ours(host: str, hosts: set[str]) -> bool:
+def _is_known_host(host: str, hosts: set[str]) -> bool:
     """Protects against DNS rebinding: only known names and IP addresses are accepted."""
     name = host.rpartition(":")[0] if host.count(":") == 1 or "]:" in host else host
     name = name.strip("[]").lower()

@@ -19,11 +19,11 @@ from outrider.protocol.errors import (
     UnknownDrafter,
     WorkerError,
 )
-from outrider.server.schemas import AnthropicError, AnthropicProblem, ErrorDetails, OpenAIError, OpenAIProblem
+from outrider.server.schemas import AnthropicError, AnthropicErrorBody, ErrorDetails, OpenAIError, OpenAIErrorBody
 
 RETRY_SECONDS = 1
-_OPENAI = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_ANTHROPIC = {
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -59,14 +59,14 @@ class Problem(OutriderError):
         """Returns the JSON body in one API's format."""
         shape: BaseModel
         if anthropic:
-            kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
             details = ErrorDetails(error_code=self.details) if self.details is not None else None
             wrong = AnthropicError(type=kind, message=self.message, details=details)
-            shape = AnthropicProblem(error=wrong, request_id=request_id)
+            shape = AnthropicErrorBody(error=wrong, request_id=request_id)
         else:
-            kind = _OPENAI.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+            kind = _OPENAI_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
             error = OpenAIError(message=self.message, type=kind, param=self.param, code=self.code)
-            shape = OpenAIProblem(error=error, request_id=request_id)
+            shape = OpenAIErrorBody(error=error, request_id=request_id)
         return shape.model_dump_json().encode()
 
     def response(self, scope: Scope) -> Response:
@@ -89,7 +89,7 @@ class Refused(Problem):
     """A request that is rejected before any work is done."""
 
 
-def problem_of(error: Exception) -> Problem:
+def to_problem(error: Exception) -> Problem:
     """Converts an exception. Unexpected ones become a generic message."""
     match error:
         case Problem():

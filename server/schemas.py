@@ -1,4 +1,4 @@
-"""What the requests and responses of all APIs share: bounds of numbers, sampling fields, speculation, usage, errors.
+"""Schemas that the APIs share: bounds of numbers, sampling fields, speculation, usage, errors.
 
 Numbers have the bounds of `SamplingParams`, so that the OpenAPI document has them too. Fields without effect on the
 answer are listed, accepted and ignored; `endpoints/json_route.py` handles unknown ones.
@@ -12,22 +12,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from outrider.orchestrator.http_settings import MOST_SECONDS
-from outrider.orchestrator.settings import MAX_BRANCHES_ASKED, MAX_DRAFT_TOKENS
+from outrider.orchestrator.http_settings import MAX_WAIT_SECONDS
+from outrider.orchestrator.settings import MAX_DRAFT_TOKENS, MAX_REQUESTED_BRANCHES
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Span
-from outrider.protocol.sampling import MAX_COUNT, MAX_SEED, MOST_BIAS, SamplingParams
-
-
-def _within(name: str) -> Any:
-    allowed = SamplingParams.__dataclass_fields__[name].metadata["check"].keywords
-    return Field(ge=allowed["low"], le=allowed["high"])
-
-
-MaxTokens = Annotated[int, _within("max_tokens")]
-Penalty = Annotated[float, _within("presence_penalty")]
-ContextSize = Annotated[int, _within("repetition_context_size")]
-
+from outrider.protocol.sampling import MAX_COUNT, MAX_LOGIT_BIAS, MAX_SEED, SamplingParams
 
 MAX_CHOICES = 128
 MAX_STOPS = 32
@@ -37,14 +26,30 @@ MAX_TOKENS = 2**20
 MAX_BIASES = 10_000
 MAX_FIELDS = 1000
 
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+
+JsonObject = dict[str, Any]
+
+Timings = dict[str, Any]
+"""Statistics of a request, with llama.cpp's names; docs/server.md explains each."""
+
+
+def _sampling_bounds(name: str) -> Any:
+    allowed = SamplingParams.__dataclass_fields__[name].metadata["check"].keywords
+    return Field(ge=allowed["low"], le=allowed["high"])
+
+
+MaxTokens = Annotated[int, _sampling_bounds("max_tokens")]
+Penalty = Annotated[float, _sampling_bounds("presence_penalty")]
+ContextSize = Annotated[int, _sampling_bounds("repetition_context_size")]
+
 
 def bounded(most: int = MAX_MESSAGES, least: int = 0) -> Any:
-    """Limits a list's length. Validation stops at the first invalid item, because a large body has room for a
-    million."""
+    """Limits a list's length. Validation stops at the first error: a large body can have a million of them."""
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
-class StrictShape(BaseModel):
+class StrictSchema(BaseModel):
     """A request, or a part of one, in which an unknown field might change the meaning."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -52,7 +57,7 @@ class StrictShape(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_field_count(cls, given: Any) -> Any:
-        """Each unknown field is reported, so their number is limited first."""
+        """Limits the number of fields first, because each unknown one is reported."""
         return check_field_count(given, MAX_FIELDS)
 
 
@@ -64,7 +69,7 @@ def check_field_count(given: Any, most: int) -> Any:
     return given
 
 
-class ApiRequest(StrictShape):
+class ApiRequest(StrictSchema):
     """A whole request. Unknown fields are in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -72,13 +77,13 @@ class ApiRequest(StrictShape):
     model: str | None = None
 
 
-class LooseShape(BaseModel):
+class LooseSchema(BaseModel):
     """A part of a request in which unknown fields have no effect, such as a message."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
-class ContentPart(LooseShape):
+class ContentPart(LooseSchema):
     """A part of a message's content. Only text can be read; images, audio and files are rejected."""
 
     type: str
@@ -105,49 +110,47 @@ def unsupported(reason: str, details: str | None = None) -> Any:
     return AfterValidator(check)
 
 
-def absent() -> Any:
-    """The default of a response field that is omitted if empty."""
+def omit_if_none() -> Any:
+    """Returns the default of a response field that is omitted if it is None."""
     return Field(default=None, exclude_if=lambda value: value is None)
 
 
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], bounded(MAX_STOPS)]
 LogitBias = Annotated[
-    dict[str, Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]],
+    dict[str, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]],
     Field(max_length=MAX_BIASES),
     BeforeValidator(lambda given: check_field_count(given, MAX_BIASES)),
 ]
-Object = dict[str, Any]
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], bounded(1000, least=1)]
-"""Texts of which the answer is one."""
+"""The possible texts of an answer."""
 
 
-class Speculation(StrictShape):
+class Speculation(StrictSchema):
     """Outrider's extension: how to speculate. The text is the same in every mode."""
 
     mode: Literal["auto", "ar", "sd", "ssd"] = "auto"
     num_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
-    branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES_ASKED)] | None = None
+    branches: Annotated[int, Field(ge=1, le=MAX_REQUESTED_BRANCHES)] | None = None
     drafter: str = Field(default="", max_length=64, description="draft, ngram, or a head's name; empty: any")
 
 
-class Watched(Speculation):
+class ReportedSpeculation(Speculation):
     """`origins`: return where each token came from. `rounds`: return each round's timing."""
 
     origins: bool = False
     rounds: bool = False
 
 
-class StreamOptions(LooseShape):
+class StreamOptions(LooseSchema):
     """`include_usage`: add a last event with the usage of all choices."""
 
     include_usage: bool | None = None
 
 
-class StructuredOutputs(StrictShape):
+class StructuredOutputs(StrictSchema):
     """vLLM's structured outputs; one field at most."""
 
-    json_: Annotated[Object | str | None, Field(alias="json")] = None
+    json_: Annotated[JsonObject | str | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -157,13 +160,13 @@ class StructuredOutputs(StrictShape):
 class Generation(ApiRequest):
     """Common fields of all APIs that generate."""
 
-    temperature: Annotated[float, _within("temp")] | None = None
-    top_p: Annotated[float, _within("top_p")] | None = None
+    temperature: Annotated[float, _sampling_bounds("temp")] | None = None
+    top_p: Annotated[float, _sampling_bounds("top_p")] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT, description="0 and -1 are off")] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     speculation: Speculation | None = None
     timeout: (
-        Annotated[float, Field(gt=0, le=MOST_SECONDS, description="seconds until the request is cancelled")] | None
+        Annotated[float, Field(gt=0, le=MAX_WAIT_SECONDS, description="seconds until the request is cancelled")] | None
     ) = None
     stream: bool | None = None
     # Ignored: they have no effect on the answer.
@@ -174,11 +177,11 @@ class Generation(ApiRequest):
 class OpenAIGeneration(Generation):
     """Common fields of OpenAI's APIs, and additional fields of llama.cpp, vLLM and mlx-lm."""
 
-    min_p: Annotated[float, _within("min_p")] | None = None
+    min_p: Annotated[float, _sampling_bounds("min_p")] | None = None
     stop: Stop | Stops | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
+    repetition_penalty: Annotated[float, _sampling_bounds("repetition_penalty")] | None = None
     ignore_eos: bool | None = None
     # Ignored as well.
     user: Any = None
@@ -193,27 +196,27 @@ class Sampling(OpenAIGeneration):
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: MaxTokens | None = None
-    min_tokens: Annotated[int, _within("min_tokens")] | None = None
+    min_tokens: Annotated[int, _sampling_bounds("min_tokens")] | None = None
     logit_bias: LogitBias | None = None
     presence_context_size: ContextSize | None = None
     frequency_context_size: ContextSize | None = None
     repetition_context_size: ContextSize | None = None
-    speculation: Watched | None = None
+    speculation: ReportedSpeculation | None = None
     stream_options: StreamOptions | None = None
-    response_format: Object | None = Field(None, description="text, json_object or json_schema")
+    response_format: JsonObject | None = Field(None, description="text, json_object or json_schema")
     grammar: str | None = Field(None, description="GBNF, or Lark's notation")
-    guided_json: Object | str | None = None
+    guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: Choices | None = None
-    json_schema: Object | str | None = Field(None, description="llama.cpp's name for a schema")
+    json_schema: JsonObject | str | None = Field(None, description="llama.cpp's name for a schema")
     structured_outputs: StructuredOutputs | None = None
     # Ignored as well.
     cache_prompt: Any = None
     prediction: Any = None
 
 
-class LikelyToken(ApiResponse):
+class TopLogprob(ApiResponse):
     """A token's text and bytes, and the natural logarithm of its probability."""
 
     token: str
@@ -221,14 +224,14 @@ class LikelyToken(ApiResponse):
     bytes: list[int]
 
 
-class SpelledToken(LikelyToken):
-    """A generated token, and the likeliest at its position."""
+class ChatTokenLogprob(TopLogprob):
+    """A generated token, and the likeliest tokens at its position."""
 
-    top_logprobs: list[LikelyToken]
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(ApiResponse):
-    content: list[SpelledToken]
+    content: list[ChatTokenLogprob]
     refusal: None = None
 
 
@@ -247,7 +250,7 @@ class Usage(ApiResponse):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens | None = absent()
+    completion_tokens_details: ReasoningTokens | None = omit_if_none()
 
 
 class Outrider(ApiResponse):
@@ -256,10 +259,6 @@ class Outrider(ApiResponse):
     seed: int
     mode: str
     notes: list[str]
-
-
-Timings = dict[str, Any]
-"""Statistics of a request, with llama.cpp's names; docs/server.md explains each."""
 
 
 class TokenOrigin(ApiResponse):
@@ -306,11 +305,11 @@ class Round(ApiResponse):
     drafting: list[Drafting]
 
 
-class Speculated(ApiResponse):
+class SpeculationReport(ApiResponse):
     """`origins`: one for each token. `rounds`: those that ended since the last event."""
 
-    origins: list[TokenOrigin] | None = absent()
-    rounds: list[Round] | None = absent()
+    origins: list[TokenOrigin] | None = omit_if_none()
+    rounds: list[Round] | None = omit_if_none()
 
 
 class CompletionBase(ApiResponse):
@@ -322,9 +321,9 @@ class CompletionBase(ApiResponse):
     model: str
     system_fingerprint: str
     choices: Sequence[ApiResponse]
-    usage: Usage | None = absent()
-    timings: Timings | None = absent()
-    outrider: Outrider | None = absent()
+    usage: Usage | None = omit_if_none()
+    timings: Timings | None = omit_if_none()
+    outrider: Outrider | None = omit_if_none()
 
 
 class OpenAIError(ApiResponse):
@@ -334,11 +333,11 @@ class OpenAIError(ApiResponse):
     code: str | None
 
 
-class OpenAIProblem(ApiResponse):
+class OpenAIErrorBody(ApiResponse):
     """An error in OpenAI's format."""
 
     error: OpenAIError
-    request_id: str | None = absent()
+    request_id: str | None = omit_if_none()
 
 
 class ErrorDetails(ApiResponse):
@@ -350,10 +349,10 @@ class ErrorDetails(ApiResponse):
 class AnthropicError(ApiResponse):
     type: str
     message: str
-    details: ErrorDetails | None = absent()
+    details: ErrorDetails | None = omit_if_none()
 
 
-class AnthropicProblem(ApiResponse):
+class AnthropicErrorBody(ApiResponse):
     """An error in Anthropic's format."""
 
     type: Literal["error"] = "error"

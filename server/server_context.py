@@ -1,4 +1,4 @@
-"""What endpoints share: the model, the backend, metrics, and running requests until they end or the client leaves.
+"""The state that endpoints share, and how they run requests until these end or the client disconnects.
 
 A caller is identified by API key, or by address if it sends none.
 """
@@ -19,23 +19,23 @@ from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncClie
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.messages import Stats
 from outrider.server.answers.formatter import AnswerFormatter
-from outrider.server.answers.run import EventStream, RequestRun, while_connected
+from outrider.server.answers.run import EventStream, RequestRun, run_while_connected
 from outrider.server.metrics import ChoiceTimer, Metrics
-from outrider.server.middleware import key_of
+from outrider.server.middleware import get_api_key
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.problems import Refused
 
 MAX_CLIENTS = 1024
-TIMEOUT_SECONDS = 10.0
+ORCHESTRATOR_TIMEOUT_SECONDS = 10.0
 
 
-def caller_of(request: Request) -> str:
-    """Returns the caller's API key, or else its address."""
-    return key_of(request.scope) or (request.client.host if request.client is not None else "")
+def identify_caller(request: Request) -> str:
+    """Returns the caller's API key, or its address if it sends none."""
+    return get_api_key(request.scope) or (request.client.host if request.client is not None else "")
 
 
 class CompletionBackend(Protocol):
-    """What completes texts: one orchestrator, or a fleet."""
+    """A backend that completes texts: one orchestrator, or a fleet."""
 
     def client(self, request: Request) -> AsyncBaseClient:
         """Returns the client to use for `request`."""
@@ -45,22 +45,22 @@ class CompletionBackend(Protocol):
 
 
 class CallerClients:
-    """Keeps one orchestrator client per caller, because the orchestrator schedules fairly by client. The least recently
+    """Keeps one orchestrator client per caller, because the orchestrator is fair between clients. The least recently
     used is dropped."""
 
     def __init__(self, endpoint: str) -> None:
-        self._client_of = lru_cache(MAX_CLIENTS)(lambda caller: AsyncClient(endpoint, TIMEOUT_SECONDS))
-        self._stats_client = AsyncClient(endpoint, TIMEOUT_SECONDS)
+        self._client_of = lru_cache(MAX_CLIENTS)(lambda caller: AsyncClient(endpoint, ORCHESTRATOR_TIMEOUT_SECONDS))
+        self._stats_client = AsyncClient(endpoint, ORCHESTRATOR_TIMEOUT_SECONDS)
 
     def client(self, request: Request) -> AsyncClient:
-        return self._client_of(caller_of(request))
+        return self._client_of(identify_caller(request))
 
     async def stats(self) -> Stats:
         return await self._stats_client.stats()
 
 
 class ServerContext:
-    """One per application, in `app.state.context`."""
+    """The state of one application, in `app.state.context`."""
 
     def __init__(
         self, model: ServedModel, backend: CompletionBackend, metrics: Metrics, settings: HttpSettings
@@ -82,8 +82,8 @@ class ServerContext:
             )
 
     async def count_tokens(self, talk: TemplateInput) -> int:
-        """Counts the tokens of a conversation. Raises as `ServedModel.prompt`."""
-        return len((await asyncio.to_thread(self.model.prompt, talk)).tokens)
+        """Counts the tokens of a conversation. Raises like `ServedModel.tokenize_conversation`."""
+        return len((await asyncio.to_thread(self.model.tokenize_conversation, talk)).tokens)
 
     async def respond(self, request: Request, formatter: AnswerFormatter, stream: bool | None) -> Response:
         """Generates the answers, and returns the response or the stream.
@@ -95,7 +95,7 @@ class ServerContext:
         """
         if self.draining:
             raise Refused("the server is shutting down; retry after it restarts", status=503)
-        caller, most = caller_of(request), self.settings.max_streams_per_key
+        caller, most = identify_caller(request), self.settings.max_streams_per_key
         if most is not None and self._running[caller] >= most:
             raise Refused(
                 f"{most} of your requests are running, the maximum (--max-streams-per-key); try again later",
@@ -111,10 +111,10 @@ class ServerContext:
         if stream:
             return EventStream(run, formatter)
         try:
-            await while_connected(run.finish(), request.receive)
+            await run_while_connected(run.finish(), request.receive)
         finally:
             await run.close()
-        return as_json(formatter.whole())
+        return json_response(formatter.format_response())
 
     def _release(self, caller: str) -> None:
         self._running[caller] -= 1
@@ -122,14 +122,14 @@ class ServerContext:
             del self._running[caller]
 
 
-async def _server_context(request: Request) -> ServerContext:
+async def _get_context(request: Request) -> ServerContext:
     context: ServerContext = request.app.state.context
     return context
 
 
-TheServer = Annotated[ServerContext, Depends(_server_context)]
+ContextDependency = Annotated[ServerContext, Depends(_get_context)]
 
 
-def as_json(shape: BaseModel) -> Response:
+def json_response(shape: BaseModel) -> Response:
     """Returns a non-streamed response."""
     return Response(shape.model_dump_json(), media_type="application/json")

@@ -25,12 +25,12 @@ from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.version import PACKAGE_VERSION
 
-PROTOCOL = "http/protobuf"
-PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-FINISH = {"eos": "stop"}
-LONGEST_PATH = 200
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
-SPECULATION = (
+OTLP_PROTOCOL = "http/protobuf"
+OTLP_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+FINISH_REASONS = {"eos": "stop"}
+MAX_PATH_LENGTH = 200
+SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
+SPECULATION_FIELDS = (
     *("rounds", "draft_rounds", "draft_n", "draft_n_accepted", "ngram_chains", "verify_ms"),
     *("cache_hits", "cache_misses", "cache_late", "missed_then_plain", "missed_then_copied", "missed_then_drafted"),
 )
@@ -38,18 +38,17 @@ SPECULATION = (
 log = logging.getLogger(__name__)
 
 
-def exporting(endpoint: str | None) -> SpanProcessor:
-    """Returns an exporter to the collector at `endpoint`. None, and all other options, are read from OTEL_
-    variables."""
-    protocol = next((value for name in PROTOCOLS if (value := os.environ.get(name))), PROTOCOL)
-    if protocol != PROTOCOL:
-        log.warning("spans are exported by OTLP as %s, and not as %s", PROTOCOL, protocol)
+def create_exporter(endpoint: str | None) -> SpanProcessor:
+    """Returns an exporter to the collector at `endpoint`, by default the one in OTEL_ variables, with their options."""
+    protocol = next((value for name in OTLP_PROTOCOL_VARIABLES if (value := os.environ.get(name))), OTLP_PROTOCOL)
+    if protocol != OTLP_PROTOCOL:
+        log.warning("spans are exported by OTLP as %s, and not as %s", OTLP_PROTOCOL, protocol)
     target = None if endpoint is None else f"{endpoint.rstrip('/')}/v1/traces"
     return BatchSpanProcessor(OTLPSpanExporter(endpoint=target))
 
 
 class Tracing:
-    """One per server. `processor` receives finished spans; `close` flushes it."""
+    """The server's tracer. `processor` receives finished spans; `close` flushes it."""
 
     def __init__(self, model: str, processor: SpanProcessor) -> None:
         named = Resource.create({SERVICE_NAME: "outrider", SERVICE_VERSION: PACKAGE_VERSION})
@@ -58,7 +57,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("outrider", PACKAGE_VERSION)
         self._model = model
 
-    def request(self, scope: Scope) -> RequestSpan | None:
+    def start_request(self, scope: Scope) -> RequestSpan | None:
         """Starts a request's span. Returns None without a valid `traceparent`."""
         headers = Headers(scope=scope)
         parents = headers.getlist("traceparent")
@@ -69,7 +68,7 @@ class Tracing:
         if not get_current_span(context).get_span_context().is_valid:
             return None
         fields = {"http.request.method": scope["method"], "url.scheme": scope["scheme"]}
-        fields |= {"url.path": scope["path"][:LONGEST_PATH], "outrider.request_id": scope["state"]["request_id"]}
+        fields |= {"url.path": scope["path"][:MAX_PATH_LENGTH], "outrider.request_id": scope["state"]["request_id"]}
         span = self._tracer.start_span(str(scope["method"]), context, SpanKind.SERVER, fields)
         return RequestSpan(self._tracer, span, str(scope["method"]), self._model)
 
@@ -83,24 +82,24 @@ class RequestSpan:
     def __init__(self, tracer: Tracer, span: Span, method: str, model: str) -> None:
         self._tracer, self._span, self._method, self._model = tracer, span, method, model
 
-    def choice(self, is_chat: bool, index: int, sampling: SamplingParams) -> ChoiceSpan:
+    def start_choice(self, is_chat: bool, index: int, sampling: SamplingParams) -> ChoiceSpan:
         """Starts a choice's span."""
         operation = "chat" if is_chat else "text_completion"
         fields: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "outrider",
             "gen_ai.request.model": self._model,
-            **{f"gen_ai.request.{name}": getattr(sampling, name) for name in SAMPLING},
+            **{f"gen_ai.request.{name}": getattr(sampling, name) for name in SAMPLING_FIELDS},
             "gen_ai.request.seed": sampling.seed or 0,
             "gen_ai.request.stop_sequences": sampling.stop,
             "outrider.choice": index,
         }
-        inside = set_span_in_context(self._span)
+        parent_context = set_span_in_context(self._span)
         return ChoiceSpan(
-            self._tracer, self._tracer.start_span(f"{operation} {self._model}", inside, attributes=fields)
+            self._tracer, self._tracer.start_span(f"{operation} {self._model}", parent_context, attributes=fields)
         )
 
-    def ended(self, route: str, status: int) -> None:
+    def end(self, route: str, status: int) -> None:
         """Ends the span; `route` is the path template."""
         self._span.update_name(f"{self._method} {route}")
         self._span.set_attributes({"http.route": route, "http.response.status_code": status})
@@ -117,12 +116,12 @@ class ChoiceSpan:
         self._tracer, self._span = tracer, span
         self._began_ns = time.time_ns()
 
-    def first(self) -> None:
+    def record_first_token(self) -> None:
         """Records the first token."""
         self._span.add_event("first_token")
 
-    def ended(self, result: GenerationResult | None, error: Exception | None) -> None:
-        """Ends the span. Without a result and an error the choice was cancelled."""
+    def end(self, result: GenerationResult | None, error: Exception | None) -> None:
+        """Ends the span. Without a result or an error, the choice was cancelled."""
         if result is not None:
             self._record(result)
         elif error is not None:
@@ -137,20 +136,20 @@ class ChoiceSpan:
         self._span.set_attributes(
             {
                 "gen_ai.response.model": result.model,
-                "gen_ai.response.finish_reasons": (FINISH.get(result.finish_reason, result.finish_reason),),
+                "gen_ai.response.finish_reasons": (FINISH_REASONS.get(result.finish_reason, result.finish_reason),),
                 "gen_ai.usage.input_tokens": result.prompt_tokens,
                 "gen_ai.usage.output_tokens": len(result.token_ids),
                 "gen_ai.usage.cache_read.input_tokens": times.cache_n,
                 "outrider.mode": result.mode,
             }
         )
-        at_ns = self._part("queue", self._began_ns, times.queue_ms, {})
-        at_ns = self._part("prefill", at_ns, times.prompt_ms, {"outrider.prompt_n": times.prompt_n})
+        at_ns = self._add_phase("queue", self._began_ns, times.queue_ms, {})
+        at_ns = self._add_phase("prefill", at_ns, times.prompt_ms, {"outrider.prompt_n": times.prompt_n})
         fields = {f"outrider.draft_n_accepted_from.{tally.name}": tally.count for tally in times.draft_n_accepted_from}
-        fields |= {f"outrider.{name}": getattr(times, name) for name in SPECULATION}
-        self._part("decode", at_ns, times.predicted_ms, fields)
+        fields |= {f"outrider.{name}": getattr(times, name) for name in SPECULATION_FIELDS}
+        self._add_phase("decode", at_ns, times.predicted_ms, fields)
 
-    def _part(self, name: str, began_ns: int, milliseconds: float, fields: dict[str, Any]) -> int:
+    def _add_phase(self, name: str, began_ns: int, milliseconds: float, fields: dict[str, Any]) -> int:
         """Adds a child span, and returns its end."""
         ended_ns = began_ns + int(milliseconds * MILLISECOND_NS)
         span = self._tracer.start_span(name, set_span_in_context(self._span), attributes=fields, start_time=began_ns)

@@ -18,13 +18,13 @@ from msgspec.structs import replace
 
 from outrider.engine.models_only import models_only
 from outrider.protocol import worker_link
-from outrider.protocol.digest import digest
+from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import CannotDraft, OutriderError
-from outrider.protocol.heads import DRAFT_MODEL, HEADS
+from outrider.protocol.heads import DRAFT_MODEL, HEAD_KINDS
 from outrider.protocol.messages import Hello, Loading
-from outrider.protocol.process import set_up
+from outrider.protocol.process import configure_logging
 from outrider.protocol.worker_link import WorkerLink, end_with_parent
-from outrider.target_worker.rank_link import RANK, LocalRanks
+from outrider.target_worker.rank_link import RANK_VARIABLE, LocalRanks
 
 if TYPE_CHECKING:
     from outrider.engine.loading import LoadedModel
@@ -42,7 +42,7 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     link.send(Loading("target", "importing MLX"))
     models_only()
     from outrider.engine import memory
-    from outrider.engine.load_checks import abilities
+    from outrider.engine.load_checks import probe_abilities
     from outrider.engine.loading import load
     from outrider.target_worker import in_process_drafters
     from outrider.target_worker.in_process_drafters import InProcessDrafters
@@ -53,8 +53,8 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
 
     model = leader.load(options.model, report) if leader is not None else load(options.model, progress=report)
     report("checking the model")
-    found = abilities(model)
-    kv_cache = leader.texts(model) if leader is not None else None
+    found = probe_abilities(model)
+    kv_cache = leader.open_shared_kv_cache(model) if leader is not None else None
     loaded = in_process_drafters.load(options.own if found.chains else (), model, report, leader is None)
     found = replace(found, drafters=loaded.infos, left_out=loaded.left_out)
     notes = [f"drafting in this process with {info.model}" for info in loaded.infos]
@@ -76,11 +76,11 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
         vocab_size=model.vocab_size,
         context_length=model.context_length,
         parameters=model.parameters,
-        weight_bytes=model.weight_bytes * (leader.here if leader is not None else 1),
+        weight_bytes=model.weight_bytes * (leader.ranks_here if leader is not None else 1),
         note="; ".join(filter(None, notes)),
         abilities=replace(found, takes_kv=worker.takes_kv, trees=found.chains and worker.verifies_trees),
         kv=worker.kv,
-        files=digest(model.folder) if model.folder is not None else "",
+        files=model_digest(model.folder) if model.folder is not None else "",
         number_format=model.number_format,
         features=features,
     )
@@ -88,7 +88,7 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
 
 
 def _publisher(
-    head: tuple[str, str] | None, model: LoadedModel, progress: Callable[[str], None], alone: bool
+    head: tuple[str, str] | None, model: LoadedModel, progress: Callable[[str], None], unsharded: bool
 ) -> tuple[FeaturePublisher | None, str, str]:
     """Returns the publisher of the features that a draft worker's `head` reads, given by its kind and folder, their
     source, and a note. There is no publisher without a head, or for one that can't be used."""
@@ -99,20 +99,20 @@ def _publisher(
 
     kind, folder = head
     try:
-        drafter = heads.load(kind, folder, model, progress, alone)
+        drafter = heads.load(kind, folder, model, progress, unsharded)
     except CannotDraft as error:
         return None, "", str(error)
-    features = heads.features_of(drafter.head, Path(folder), model.folder or Path())
+    features = heads.feature_source(drafter.head, Path(folder), model.folder or Path())
     return FeaturePublisher(drafter.head), features, drafter.note
 
 
 def main(load: Load = load_worker) -> int:
     """Runs a target that `load` loads. Returns the exit code."""
     options = _parser().parse_args()
-    process = f"{options.name} rank {os.environ.get(RANK, '')}".strip() if options.shard else options.name
-    set_up(options.log_level, options.log_format, process, options.log_fd)
+    process = f"{options.name} rank {os.environ.get(RANK_VARIABLE, '')}".strip() if options.shard else options.name
+    configure_logging(options.log_level, options.log_format, process, options.log_fd)
     if options.shards == 1 and not options.shard:
-        return worker_link.run(options, lambda link: load(options, None, link))
+        return worker_link.run_worker(options, lambda link: load(options, None, link))
     try:
         return _as_rank(options, load)
     except OutriderError as error:
@@ -139,14 +139,14 @@ def _as_rank(options: argparse.Namespace, load: Load) -> int:
             return follow(ranks, options.model)
         leader = RankLeader(ranks, local)
         stack.callback(leader.close)
-        return worker_link.run(options, lambda link: load(options, leader, link))
+        return worker_link.run_worker(options, lambda link: load(options, leader, link))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="target_worker", description=__doc__)
     worker_link.add_flags(parser, "target-0", far=False)
     parser.add_argument("--model", required=True)
-    drafts = f"draft in this process with a model ({DRAFT_MODEL}) or a head ({', '.join(HEADS)}); repeatable"
+    drafts = f"draft in this process with a model ({DRAFT_MODEL}) or a head ({', '.join(HEAD_KINDS)}); repeatable"
     parser.add_argument("--own", nargs=2, action="append", default=[], metavar=("KIND", "PATH"), help=drafts)
     features = "publish the features that this head reads in the draft worker"
     parser.add_argument("--tell", nargs=2, metavar=("KIND", "PATH"), help=features)

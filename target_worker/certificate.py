@@ -26,37 +26,38 @@ import numpy as np
 from outrider.engine.kv_cache import CacheSlot, SeparateKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.sampling import Floats, Sampler, borders
-from outrider.grammar.compiler import Compiler
+from outrider.engine.sampling import Floats, Sampler, filter_bounds
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
 
 # The tolerated error of a difference of two logits: at least this, or one step of the format for each of the two.
-LEAST = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 1.5e-1}
-SCORE_ROUNDING = 1e-5  # of scores in float32 that include noise up to 16; in logits it counts T times
-SUM_ROUNDING = 1e-5  # of the sum of probabilities for top-p
+MIN_TOLERANCE = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 1.5e-1}
+SCORE_ROUNDING_ERROR = 1e-5  # of scores in float32 that include noise up to 16; in logits it counts T times
+SUM_ROUNDING_ERROR = 1e-5  # of the sum of probabilities for top-p
+TOKENS_PER_PROGRESS = 16
 
 
 def judge(logits: mx.array, tokens: Sequence[int], sampler: Sampler, token: int) -> Difference | None:
-    """Returns how `token` differs from what `sampler` chooses after `tokens` by `logits` [1, V]; None if it is that."""
+    """Returns how `token` differs from what `sampler` chooses after `tokens` by `logits` [1, V], or None."""
     history = [tokens] if sampler.needs_history else None
-    scores, own = sampler.scores(logits, [len(tokens)], history), _row(logits)
-    expected = int(_row(scores).argmax())
+    scores, own = sampler.scores(logits, [len(tokens)], history), _only_row(logits)
+    expected = int(_only_row(scores).argmax())
     if expected == token:
         return None
     params = sampler.params
-    stretched = max(params.repetition_penalty, 1 / params.repetition_penalty)  # a penalty may scale a difference by it
-    tolerance = stretched * _tolerance(own, logits.dtype, token, expected) + SCORE_ROUNDING * params.temp
-    reach = stretched * _tolerance(own, logits.dtype, token, expected, int(own.argmax()))
-    warped = _row(sampler.penalise(logits.astype(mx.float32), history))
-    noise = np.array(sampler.noise_at(len(tokens))) if sampler.noisy else np.zeros_like(warped)
-    worth = warped + params.temp * noise
+    penalty_factor = max(params.repetition_penalty, 1 / params.repetition_penalty)  # may scale a difference
+    tolerance = penalty_factor * _tolerance(own, logits.dtype, token, expected) + SCORE_ROUNDING_ERROR * params.temp
+    reach = penalty_factor * _tolerance(own, logits.dtype, token, expected, int(own.argmax()))
+    warped = _only_row(sampler.penalise(logits.astype(mx.float32), history))
+    noise = np.array(sampler.noise_at(len(tokens))) if sampler.has_noise else np.zeros_like(warped)
+    noisy_scores = warped + params.temp * noise
     # The score to beat: the best of the tokens that pass the filters wherever rounding puts their borders.
-    low, high = borders(warped, params, reach, SUM_ROUNDING) if sampler.filters else (-math.inf, -math.inf)
-    surely = warped > high
-    surely[np.argmax(warped)] = True
-    margin = max(0.0, float(worth[surely].max() - worth[token])) if warped[token] >= low else math.inf
+    low, high = filter_bounds(warped, params, reach, SUM_ROUNDING_ERROR) if sampler.filters else (-math.inf, -math.inf)
+    certain = warped > high
+    certain[np.argmax(warped)] = True
+    margin = max(0.0, float(noisy_scores[certain].max() - noisy_scores[token])) if warped[token] >= low else math.inf
     return Difference(len(tokens), token, expected, margin if math.isfinite(margin) else None, tolerance)
 
 
@@ -68,15 +69,12 @@ def _tolerance(logits: Floats, dtype: mx.Dtype, *tokens: int) -> float:
     """Returns how much rounding to this format may change the difference of the logits of any two of these tokens."""
     largest = max(abs(float(logits[token])) for token in tokens)
     step = float(mx.finfo(dtype).eps) * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
-    return max(LEAST.get(dtype, LEAST[mx.float32]), 2 * step)
+    return max(MIN_TOLERANCE.get(dtype, MIN_TOLERANCE[mx.float32]), 2 * step)
 
 
-def _row(rows: mx.array) -> Floats:
-    """Returns the only one of these rows, [V]."""
+def _only_row(rows: mx.array) -> Floats:
+    """Returns the only row, [V]."""
     return np.array(rows.astype(mx.float32))[0]  # type: ignore[no-any-return]
-
-
-PROGRESS_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
         raise InvalidRequest(
             "residual sampling can't be replayed: its text may differ each time; expected coupled sampling"
         )
-    constraint = Compiler(model.folder).constraint_for(claim.sampling, claim.ends, len(claim.tokens))
+    constraint = GrammarCompiler(model.folder).constraint_for(claim.sampling, claim.ends, len(claim.tokens))
     kv_cache = SeparateKVCache(model.model) if model.cpu is None else open_kv_cache(model)  # the target's own kernels
     slot = CacheSlot(model, kv_cache, claim.tokens, claim.sampling, constraint)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
@@ -113,14 +111,14 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
         if difference is not None:
             (ties if is_tie(difference) else mismatches).append(difference)
         slot.tokens.append(token)
-        if progress is not None and done % PROGRESS_EVERY == 0:
+        if progress is not None and done % TOKENS_PER_PROGRESS == 0:
             progress(done, len(claim.generated))
     identical = len(claim.generated) - len(ties) - len(mismatches)
     return Report(len(claim.generated), identical, tuple(ties), tuple(mismatches), model.context_length)
 
 
 def _read_claim(text: str) -> Claim:
-    """Parses a claim. Raises InvalidRequest if the text is none."""
+    """Parses a claim. Raises InvalidRequest if the text is not one."""
     try:
         return msgspec.json.decode(text, type=Claim)
     except msgspec.MsgspecError as error:

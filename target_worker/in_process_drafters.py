@@ -1,5 +1,5 @@
-"""The drafters in the target's process. They draft in turn with the verify, so they need no messages, and none works
-ahead.
+"""The drafters in the target's process. They draft in turn with the verify, so they need no messages and do
+not work ahead.
 
 A drafter is a draft model (`InProcessModel`), a head that reads the target's hidden states (`HeadDrafter`), or an early
 exit of the target (`ExitDrafter`). `InProcessDrafters` holds them by name and opens a session in each for each request;
@@ -17,26 +17,28 @@ from typing import Any
 import mlx.core as mx
 
 from outrider.drafters.drafter import Drafter, DrafterFault
-from outrider.drafters.fan_out import POLICIES, Calibration
+from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, Continuation
 from outrider.drafters.heads import load as heads
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.early_exit import ExitDrafter
 from outrider.drafters.mlx import MlxDrafter
-from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, begin, check_known
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, check_in_vocabulary, start_drafting
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
-from outrider.engine.kv_cache import CacheSlot, KVCache, Listener
+from outrider.engine.kv_cache import CacheSlot, HiddenStatesListener, KVCache
 from outrider.engine.kv_rows import ReadProgress
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import OutriderError, named_errors
-from outrider.protocol.heads import DRAFT_MODEL, names_of
+from outrider.protocol.errors import OutriderError, wrap_model_errors
+from outrider.protocol.heads import DRAFT_MODEL, unique_names
 from outrider.protocol.messages import workers
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 
 log = logging.getLogger(__name__)
+
+CostMeasure = Callable[[HeadDrafter, LoadedModel], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +75,31 @@ class ModelDraftSession:
         self._drafter, self._batcher = model.drafter, model.batcher
         self._work: WorkAhead | None = None
         # No outcomes are prepared, so there are no tokens whose weight Saguaro's factor could lower.
-        even = replace(sampling, saguaro=1.0) if sampling.is_residual else sampling
-        policy, calibration = POLICIES["uniform"], model.calibration
+        unscaled = replace(sampling, saguaro=1.0) if sampling.is_residual else sampling
+        policy, calibration = FAN_OUT_POLICIES["uniform"], model.calibration
         try:
-            self._work = begin(
-                self._drafter, tokens, even, (), policy, calibration, progress=progress, constraint=constraint
+            self._work = start_drafting(
+                self._drafter, tokens, unscaled, (), policy, calibration, progress=progress, constraint=constraint
             )
         except DrafterFault as error:
             log.warning("%s", error)
 
-    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> DraftTurn:
+    def turn(self, tokens: Sequence[int], depth: int, threshold: float = 1.0) -> DraftTurn:
         """Prepares a draft of `depth` tokens after the committed `tokens`, which extend those of the call before.
 
-        With `least` below 1 also of alternatives: tokens that are accepted with a greater probability than `least`.
+        With `threshold` below 1 the draft has alternatives, too: tokens accepted with a probability above `threshold`.
         Nothing is drafted once the text is longer than the draft model's context.
         """
         work, new = self._work, tokens[self._work.committed_len :] if self._work is not None else ()
         try:
-            check_known(self._drafter, new)
+            check_in_vocabulary(self._drafter, new)
         except DrafterFault as error:
             log.warning("%s", error)
             work = None
         if work is None or len(tokens) >= self._drafter.context_length:
             self.close(spoilt=False)
             return DraftTurn(self._batcher, None, depth)
-        work.commit(new, BranchTask(None, depth, min_prob=least))
+        work.commit(new, BranchTask(None, depth, min_prob=threshold))
         return DraftTurn(self._batcher, work, depth)
 
     def close(self, spoilt: bool) -> None:
@@ -118,9 +120,9 @@ class HeadDraftSession:
     drafter: HeadDrafter
     draft: HeadDraft
 
-    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> DraftTurn:
+    def turn(self, tokens: Sequence[int], depth: int, threshold: float = 1.0) -> DraftTurn:
         """See `ModelDraftSession.turn`."""
-        return DraftTurn(self.drafter, self.draft.after(tokens, least), depth)
+        return DraftTurn(self.drafter, self.draft.set_text(tokens, threshold), depth)
 
     def close(self, spoilt: bool) -> None:
         """See `ModelDraftSession.close`."""
@@ -166,11 +168,11 @@ class InProcessDrafters:
         return sum((cache.cost for cache in self._caches), KvCost())
 
     @property
-    def reads(self) -> bool:
+    def reads_hidden_states(self) -> bool:
         """True if one of them reads the target's hidden states."""
         return bool(self._heads)
 
-    def read(self, model: LoadedModel, kv_cache: KVCache, other: HiddenStateReader | None = None) -> None:
+    def attach_heads(self, model: LoadedModel, kv_cache: KVCache, other: HiddenStateReader | None = None) -> None:
         """Connects the heads, and an `other` reader after them, to the hidden states of this KV cache."""
         for proposer in self._drafters.values():
             if isinstance(proposer, ExitDrafter):
@@ -180,42 +182,42 @@ class InProcessDrafters:
         if self._heads or other is not None:
             kv_cache.tap_hidden_states(HiddenStates(model.model, self._readers.points, self._readers.fuse))
 
-    def sessions_of(
+    def make_session_openers(
         self,
         slot: CacheSlot,
         sampling: SamplingParams,
         progress: ReadProgress,
         constraint: Callable[[], Constraint | None],
-        other: Listener | None = None,
+        other: HiddenStatesListener | None = None,
     ) -> dict[str, Callable[[], DraftSession]]:
         """Returns functions that open a request's session in each drafter. Heads get features from the first token on.
 
         `constraint` creates a constraint for each drafter, since it has a position in the text. `other` listens for the
         other reader.
         """
-        drafts = {name: head.follow(sampling, constraint()) for name, head in self._heads.items()}
+        drafts = {name: head.open_draft(sampling, constraint()) for name, head in self._heads.items()}
         listeners = [draft.add_features for draft in drafts.values()] + ([other] if other is not None else [])
         if listeners:
             slot.listener = self._listener(listeners)
         if drafts:
-            slot.begins_at = partial(_begins_at, slot, list(drafts.values()))
+            slot.usable_cached_tokens = partial(_usable_prefix_length, slot, list(drafts.values()))
         sessions: dict[str, Callable[[], DraftSession]] = {}
         for name, proposer in self._drafters.items():
             if isinstance(proposer, InProcessModel):
                 sessions[name] = partial(ModelDraftSession, proposer, slot.tokens, sampling, progress, constraint())
                 continue
             if isinstance(proposer, ExitDrafter):
-                drafts[name] = proposer.follow_text(slot.sequence, sampling, constraint())
+                drafts[name] = proposer.open_exit_draft(slot.sequence, sampling, constraint())
             sessions[name] = partial(HeadDraftSession, proposer, drafts[name])
         return sessions
 
-    def allow(self, limit: int, context: int, whole: KvCost) -> int:
+    def divide_memory(self, limit: int, context: int, whole: KvCost) -> int:
         """Gives the drafters' prompt caches their shares of `limit` bytes, by their part in `whole`, a text's cost;
         returns the rest."""
         left = limit
         for cache in self._caches:
             share = limit * cache.cost.of(context) // max(whole.of(context), 1)
-            cache.allow(share)
+            cache.set_limit(share)
             left -= share
         return left
 
@@ -223,15 +225,15 @@ class InProcessDrafters:
     def _caches(self) -> list[PromptCache]:
         return [proposer.prompt_cache for proposer in self._drafters.values()]
 
-    def _listener(self, listeners: Sequence[Listener]) -> Listener:
+    def _listener(self, listeners: Sequence[HiddenStatesListener]) -> HiddenStatesListener:
         def on_features(position: int, features: mx.array) -> None:
-            for listener, own in zip(listeners, self._readers.apart(features), strict=False):
+            for listener, own in zip(listeners, self._readers.split(features), strict=False):
                 listener(position, own)
 
         return on_features
 
 
-def _begins_at(slot: CacheSlot, drafts: Sequence[HeadDraft], length: int) -> int:
+def _usable_prefix_length(slot: CacheSlot, drafts: Sequence[HeadDraft], length: int) -> int:
     """Returns how many of `length` cached tokens the target may use, so that no head lacks a feature."""
     for _ in range(2):  # twice, so that the first head gets the length that later ones have shortened
         for draft in drafts:
@@ -249,46 +251,43 @@ class LoadedDrafters:
     doubts: tuple[str, ...] = ()
 
 
-Cost = Callable[[HeadDrafter, LoadedModel], float | None]
-
-
 def load(
     wanted: Sequence[tuple[str, str]],
     model: LoadedModel,
     progress: Callable[[str], None],
-    alone: bool,
-    cost: Cost = heads.step_cost,
+    unsharded: bool,
+    cost: CostMeasure = heads.measure_step_cost,
 ) -> LoadedDrafters:
-    """Loads drafters, each a kind (`DRAFT_MODEL` or one of `protocol.heads.HEADS`) with the folder of its files.
+    """Loads drafters, each a kind (`DRAFT_MODEL` or one of `protocol.heads.HEAD_KINDS`) with the folder of its files.
 
-    `alone`: the whole model is in this process (see `drafters.heads.load`); `cost` then measures a head.
+    `unsharded`: the whole model is in this process (see `drafters.heads.load`); `cost` then measures a head.
     """
     drafters: dict[str, InProcessProposer] = {}
     infos, left_out, doubts = [], [], []
-    for name, (kind, path) in zip(names_of(kind for kind, _ in wanted), wanted, strict=True):
+    for name, (kind, path) in zip(unique_names(kind for kind, _ in wanted), wanted, strict=True):
         try:
             if kind == DRAFT_MODEL:
                 drafter: InProcessProposer = InProcessModel(MlxDrafter.load(path, progress))
             else:
-                drafter = heads.load(kind, path, model, progress, alone)
+                drafter = heads.load(kind, path, model, progress, unsharded)
         except OutriderError as error:
             left_out.append(f"drafter {name} is not used: {error}")
             continue
         drafters[name] = drafter
         doubts += [drafter.note] if drafter.note else []
         agreement = -1.0 if drafter.agreement is None else drafter.agreement
-        weight = _weight(drafter, model, cost if alone else None)
+        weight = _relative_cost(drafter, model, cost if unsharded else None)
         is_head = isinstance(drafter, HeadDrafter)
         infos.append(workers.InProcessDrafter(name, path, is_head, agreement, weight))
     return LoadedDrafters(drafters, tuple(infos), tuple(left_out), tuple(doubts))
 
 
-def _weight(drafter: InProcessProposer, model: LoadedModel, cost: Cost | None) -> float:
-    """Returns the measured `cost` of a head, or the share of its weights."""
+def _relative_cost(drafter: InProcessProposer, model: LoadedModel, cost: CostMeasure | None) -> float:
+    """Returns the measured `cost` of a head, or else its weight bytes relative to the model's."""
     measured = None
     if cost is not None and isinstance(drafter, HeadDrafter) and not isinstance(drafter, ExitDrafter):
         try:
-            with named_errors("measuring the head"):
+            with wrap_model_errors("measuring the head"):
                 measured = cost(drafter, model)
         except OutriderError as error:
             log.warning("%s; its cost is estimated by its weights", error)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from outrider.engine.forward_cost import FADE, ForwardCost
-from outrider.engine.kv_cache import PREFILL
-from outrider.engine.verify import BatchForward, PrefillChunk, VerifyInput, VerifyOutput, begin
+from outrider.engine.forward_cost import DECAY, ForwardCost
+from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS
+from outrider.engine.verify import BatchForward, PrefillChunk, VerifyInput, VerifyOutput, begin_forward
 from outrider.protocol import clock
-from outrider.protocol.errors import OutriderError, named_errors
+from outrider.protocol.errors import OutriderError, wrap_model_errors
 from outrider.protocol.messages import Span
 from outrider.target_worker.target_request import TargetRequest, draft_together
 
@@ -23,9 +23,9 @@ from outrider.target_worker.target_request import TargetRequest, draft_together
 READING_SHARE = 0.5
 # The same if chains are verified: a request that is late for a forward then waits for two of them.
 READING_SHARE_WITH_CHAINS = 0.25
-SMALLEST_PIECE = 8
+MIN_CHUNK_TOKENS = 8
 # A piece is at most this many times the last one, because the cost of a token is measured on few forwards.
-GROWTH = 2
+MAX_CHUNK_GROWTH = 2
 
 
 class ChunkedPrefill:
@@ -39,18 +39,18 @@ class ChunkedPrefill:
     def observe(self, members: int, own: int, rows: int, milliseconds: float) -> None:
         """Records a forward over `rows`, of which `own` belong to `members` decoding requests."""
         self.cost.add(rows, milliseconds)
-        self._members = FADE * self._members + members
-        self._rows = FADE * self._rows + members * own
+        self._members = DECAY * self._members + members
+        self._rows = DECAY * self._rows + members * own
 
     def budget(self, readers: int, decoding: int, rows: int) -> int:
         """Returns how many prompt tokens a forward may read for `readers`, next to `rows` of decoding requests."""
         if not self.cost.seen:
-            return SMALLEST_PIECE
+            return MIN_CHUNK_TOKENS
         fixed, each = self.cost.line
         share = readers * (READING_SHARE_WITH_CHAINS if rows > decoding else READING_SHARE)
         usual = max(self._rows / self._members if self._members else 0.0, decoding)  # as seen by a decoding request
         fits = usual - max(rows, decoding) + share * (fixed + each * usual) / each
-        return int(min(max(min(fits, GROWTH * self.last), SMALLEST_PIECE), PREFILL))
+        return int(min(max(min(fits, MAX_CHUNK_GROWTH * self.last), MIN_CHUNK_TOKENS), PREFILL_CHUNK_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class VerifyResult:
 class InFlightForward:
     """A forward under way. `members`: the requests of its asks, in order; `readers` read a piece of their prompts.
 
-    `fed`: the tokens of each text that had been fed before, members first. `begun_ns` 0: it began after another one.
+    `fed`: how many tokens of each text had been fed before, members first. `begun_ns` 0: it began after another one.
     """
 
     forward: BatchForward
@@ -92,17 +92,17 @@ class ModelRunner:
 
     def expected_ms(self, running: Collection[TargetRequest]) -> float:
         """Returns how long the next forward should take at most; 0: not known yet."""
-        reads = any(request.reads for request in running)
-        return self._chunked_prefill.cost(self._rows + (PREFILL if reads else 0))
+        reads = any(request.can_read for request in running)
+        return self._chunked_prefill.cost(self._rows + (PREFILL_CHUNK_TOKENS if reads else 0))
 
-    def makes(self, running: TargetRequest) -> bool:
+    def is_verifying(self, running: TargetRequest) -> bool:
         """Returns whether a round of this request is under way."""
         return self._flight is not None and any(member is running for member in self._flight.members)
 
     def advance(self, running: Collection[TargetRequest]) -> tuple[list[VerifyResult], list[TargetRequest]]:
         """Begins or ends one forward. Returns its results, and the requests that read a piece of their prompt."""
         failed: list[VerifyResult] = []
-        flight = self._flight or self._begun(running, failed)
+        flight = self._flight or self._begin_next(running, failed)
         if flight is None:
             return failed, []
         alone = self._flight is None
@@ -113,47 +113,47 @@ class ModelRunner:
         settled = failed + self._settle(flight, running)
         return settled, list(flight.readers)
 
-    def _begun(self, running: Collection[TargetRequest], failed: list[VerifyResult]) -> InFlightForward | None:
+    def _begin_next(self, running: Collection[TargetRequest], failed: list[VerifyResult]) -> InFlightForward | None:
         """Begins a forward over all requests with something to feed; appends failed requests to `failed`."""
         pairs, started_ns = [], clock.now()
-        draft_together([request for request in running if request.drafts])
+        draft_together([request for request in running if request.needs_draft])
         for request in running:
-            if not request.has_next or request.drafts:  # a VERIFY that arrived while other drafters read has no draft
+            if not request.has_next or request.needs_draft:  # its VERIFY arrived while others drafted
                 continue
             try:
-                pairs.append((request, request.next_ask()))
+                pairs.append((request, request.next_input()))
             except OutriderError as error:
                 failed.append(VerifyResult(request, error, Span(started_ns, clock.now()), 0))
         # A request may have been closed while a drafter read another's text.
-        members = [request for request, _ in pairs if not request.over]
-        asks = [ask for request, ask in pairs if not request.over]
-        readings = self._readings(running, _rows(asks))
+        members = [request for request, _ in pairs if not request.is_closed]
+        asks = [ask for request, ask in pairs if not request.is_closed]
+        readings = self._plan_chunks(running, _count_rows(asks))
         if not asks and not readings:
             return None
         parts: list[tuple[TargetRequest, VerifyInput | PrefillChunk]] = [*zip(members, asks, strict=True), *readings]
         fed = [request.slot.fed for request, _ in parts]
-        flight = _flight(members, asks, readings, clock.now())
+        flight = _launch(members, asks, readings, clock.now())
         if isinstance(flight, InFlightForward):
             return flight
         if len(parts) == 1:
             failed.append(VerifyResult(parts[0][0], flight, Span(started_ns, clock.now()), 0))
             return None
         for (request, part), length in zip(parts, fed, strict=True):
-            verdict = _alone(part, length)
+            verdict = _run_alone(part, length)
             if verdict is not None:
-                rows = _rows([part]) if isinstance(part, VerifyInput) else 0
+                rows = _count_rows([part]) if isinstance(part, VerifyInput) else 0
                 failed.append(VerifyResult(request, verdict, Span(started_ns, clock.now()), rows))
         return None
 
-    def _readings(self, running: Collection[TargetRequest], rows: int) -> list[tuple[TargetRequest, PrefillChunk]]:
+    def _plan_chunks(self, running: Collection[TargetRequest], rows: int) -> list[tuple[TargetRequest, PrefillChunk]]:
         """Returns the next pieces of prompts, next to `rows` of other requests, first come first served.
 
         With more prompts than decoding requests, prompts come first: the sooner all decode together, the fewer forwards
         there are. A decoding request counts even if its VERIFY is on the way, because it would wait for the piece, too.
         """
-        readers = [request for request in running if request.reads and not request.over]
-        decoding = sum(not request.unread and not request.over for request in running)
-        room, chunks = PREFILL, []
+        readers = [request for request in running if request.can_read and not request.is_closed]
+        decoding = sum(not request.unread and not request.is_closed for request in running)
+        room, chunks = PREFILL_CHUNK_TOKENS, []
         if len(readers) <= decoding:
             room = self._chunked_prefill.budget(len(readers), decoding, rows)
         for request in readers:
@@ -167,15 +167,15 @@ class ModelRunner:
     def _followers(self, flight: InFlightForward, running: Collection[TargetRequest]) -> list[TargetRequest]:
         """Returns the members of a plain forward that continue plainly, if no other request has tokens to feed."""
         members = {id(member) for member in flight.members}
-        others = any((r.has_next or r.reads) and id(r) not in members and not r.over for r in running)
-        if others or not all(member.slot.sequence.marks_freely for member in flight.members):
+        others = any((r.has_next or r.can_read) and id(r) not in members and not r.is_closed for r in running)
+        if others or not all(member.slot.sequence.has_free_marks for member in flight.members):
             return []
         return [member for member in flight.members if member.decodes_plainly]
 
     def verdicts(self, flight: InFlightForward) -> list[VerifyOutput | OutriderError]:
         """Waits until the forward has ended, and returns the verdict on each of its asks, or the error of all."""
         try:
-            with named_errors("the target's forward"):
+            with wrap_model_errors("the target's forward"):
                 return flight.forward.verdicts()
         except OutriderError as error:
             return [error] * len(flight.forward.asks)
@@ -184,17 +184,17 @@ class ModelRunner:
         forward = flight.forward
         begun_ns = flight.begun_ns or self._ended_ns
         followers = self._followers(flight, running) if forward.is_plain else []
-        after = _flight(followers, [VerifyInput(m.slot) for m in followers], [], 0, forward) if followers else None
+        after = _launch(followers, [VerifyInput(m.slot) for m in followers], [], 0, forward) if followers else None
         verdicts = self.verdicts(flight)
         if any(isinstance(verdict, OutriderError) for verdict in (*verdicts, after)):
-            verdicts = _again(flight, verdicts)
+            verdicts = _retry_failed(flight, verdicts)
             for follower in followers:  # their next steps failed, or began after one that failed, so they are repeated
                 follower.slot.sequence.roll_back(len(follower.slot.tokens) - 1)
         elif isinstance(after, InFlightForward):
             self._flight = after
         self._ended_ns = clock.now()
         work = Span(begun_ns, self._ended_ns)
-        self._rows = _rows(forward.asks)
+        self._rows = _count_rows(forward.asks)
         took_ms = (self._ended_ns - begun_ns) / clock.MILLISECOND_NS
         self._chunked_prefill.observe(len(forward.asks), self._rows, forward.rows, took_ms)
         return [
@@ -203,7 +203,7 @@ class ModelRunner:
         ]
 
 
-def _flight(
+def _launch(
     members: Sequence[TargetRequest],
     asks: Sequence[VerifyInput],
     readings: Sequence[tuple[TargetRequest, PrefillChunk]],
@@ -214,40 +214,40 @@ def _flight(
     readers = tuple(reader for reader, _ in readings)
     fed = tuple(request.slot.fed for request in (*members, *readers))
     try:
-        with named_errors("the target's forward"):
-            forward = begin(asks, [reading for _, reading in readings], after)
+        with wrap_model_errors("the target's forward"):
+            forward = begin_forward(asks, [reading for _, reading in readings], after)
     except OutriderError as error:
         return error
     return InFlightForward(forward, tuple(members), readers, fed, begun_ns)
 
 
-def _again(
+def _retry_failed(
     flight: InFlightForward, verdicts: Sequence[VerifyOutput | OutriderError]
 ) -> list[VerifyOutput | OutriderError]:
     """Repeats each failed request in a forward of its own, because another request may have caused the failure."""
     if len(flight.members) + len(flight.readers) == 1:
         return list(verdicts)
     return [
-        (_alone(ask, fed) or verdict) if isinstance(verdict, OutriderError) and not member.over else verdict
+        (_run_alone(ask, fed) or verdict) if isinstance(verdict, OutriderError) and not member.is_closed else verdict
         for member, ask, fed, verdict in zip(flight.members, flight.forward.asks, flight.fed, verdicts, strict=False)
     ]
 
 
-def _alone(part: VerifyInput | PrefillChunk, fed: int) -> VerifyOutput | OutriderError | None:
+def _run_alone(part: VerifyInput | PrefillChunk, fed: int) -> VerifyOutput | OutriderError | None:
     """Returns the verdict of a forward over one text only, of which `fed` tokens had been fed before, or its error.
 
     None: it has read a piece of a prompt.
     """
     try:
-        with named_errors("the target's forward"):
+        with wrap_model_errors("the target's forward"):
             part.slot.sequence.roll_back(fed)
             if isinstance(part, VerifyInput):
-                return begin([part]).verdicts()[0]
-            begin([], [part])
+                return begin_forward([part]).verdicts()[0]
+            begin_forward([], [part])
     except OutriderError as error:
         return error
     return None
 
 
-def _rows(asks: Iterable[VerifyInput]) -> int:
+def _count_rows(asks: Iterable[VerifyInput]) -> int:
     return sum(len(ask.chain) + 1 for ask in asks)

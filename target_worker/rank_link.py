@@ -1,9 +1,9 @@
-"""The processes of the ranks of one target: how they find each other, and their common end.
+"""The processes of the ranks of one target: how they find each other, and how they end together.
 
 `LocalRanks`: further ranks on this machine, processes that rank 0 starts and that end with it. They form MLX's ring
 over loopback, and find each other by a file of addresses. Other ranks are started by mlx.launch.
 
-`RankLink`: a rank's connections. A rank that waits in a collective receives nothing, not even that another rank has
+`RankLink`: a rank's connections. A rank that waits in a collective is not even told that another rank has
 died, so a second thread watches a connection to rank 0 and ends the process with it. Knows nothing of messages, and
 does not import MLX, because a process starts its ranks first.
 """
@@ -30,11 +30,11 @@ from outrider.protocol.errors import WorkerError
 if TYPE_CHECKING:
     from outrider.engine.ranks import Ranks
 
-RANK, HOSTS = "MLX_RANK", "MLX_HOSTFILE"
-END_SECONDS = 5.0
+RANK_VARIABLE, HOSTFILE_VARIABLE = "MLX_RANK", "MLX_HOSTFILE"
+EXIT_TIMEOUT_SECONDS = 5.0
 # A lost host is noticed after 2 s of silence and four probes of a second each.
-IDLE = getattr(socket, "TCP_KEEPIDLE", 0x10)  # macOS has another name for it
-KEPT_ALIVE = {IDLE: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 4}
+KEEPIDLE_OPTION = getattr(socket, "TCP_KEEPIDLE", 0x10)  # macOS has another name for it
+KEEPALIVE_OPTIONS = {KEEPIDLE_OPTION: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 4}
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +52,13 @@ class LocalRanks:
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-ranks-")
         hosts = Path(self._folder.name, "hosts.json")
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]), encoding="utf-8")
-        os.environ.update({HOSTS: str(hosts), RANK: "0"})
+        os.environ.update({HOSTFILE_VARIABLE: str(hosts), RANK_VARIABLE: "0"})
         self._processes: list[subprocess.Popen[bytes]] = []
         command = [sys.executable, "-P", "-m", "outrider.target_worker", *arguments, "--parent-fd", str(theirs)]
         pipes = [theirs, *inherited]
         try:
             for rank in range(1, size):
-                environment = {**os.environ, RANK: str(rank)}
+                environment = {**os.environ, RANK_VARIABLE: str(rank)}
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=pipes)
                 self._processes.append(process)
         except OSError as error:
@@ -69,12 +69,12 @@ class LocalRanks:
         for rank, process in enumerate(self._processes, start=1):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True, name=f"rank {rank}").start()
 
-    def met(self) -> None:
+    def remove_hostfile(self) -> None:
         """Removes the file of addresses, once all ranks have found each other."""
         self._folder.cleanup()
 
     def kill(self) -> None:
-        """Ends the ranks at once, also suspended ones."""
+        """Ends the ranks at once, including suspended ones."""
         for process in self._processes:
             process.kill()
         self._folder.cleanup()
@@ -87,7 +87,7 @@ class LocalRanks:
         """Waits until the ranks end, and kills those that don't."""
         for process in self._processes:
             try:
-                process.wait(END_SECONDS)
+                process.wait(EXIT_TIMEOUT_SECONDS)
             except subprocess.TimeoutExpired:
                 break
         self.kill()
@@ -116,7 +116,7 @@ def own_address() -> str:
         if name in os.environ:
             return os.environ[name].partition(":")[0]
     with suppress(OSError, ValueError, LookupError):
-        with open(os.environ[HOSTS], encoding="utf-8") as file:
+        with open(os.environ[HOSTFILE_VARIABLE], encoding="utf-8") as file:
             first = json.load(file)[0]
         return str(first if isinstance(first, str) else first[0]).rpartition(":")[0]
     return socket.gethostbyname(socket.gethostname())
@@ -125,10 +125,10 @@ def own_address() -> str:
 class RankLink:
     """A rank's side: a socket for messages, and connections that close when another rank ends.
 
-    `when_lost` is called before this process ends because another rank has ended.
+    `on_lost` is called before this process ends because another rank has ended.
     """
 
-    def __init__(self, kind: int, ranks: Ranks, when_lost: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, kind: int, ranks: Ranks, on_lost: Callable[[], None] = lambda: None) -> None:
         self.ranks = ranks
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -136,14 +136,14 @@ class RankLink:
         key, self._socket.curve_secretkey = zmq.curve_keypair()
         self._key, self._socket.curve_publickey = key.decode(), key
         self._lifelines: list[socket.socket] = []
-        self._ending, self._when_lost = False, when_lost
+        self._ending, self._when_lost = False, on_lost
 
-    def end(self) -> None:
+    def expect_end(self) -> None:
         """Allows other ranks to end from now on."""
         self._ending = True
 
     def close(self) -> None:
-        self.end()
+        self.expect_end()
         self._socket.close()
         for lifeline in self._lifelines:
             with suppress(OSError):
@@ -152,7 +152,7 @@ class RankLink:
     def _watch(self, lifeline: socket.socket) -> None:
         """Ends this process when the connection closes, whatever its main thread waits for."""
         lifeline.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEPT_ALIVE.items():
+        for option, value in KEEPALIVE_OPTIONS.items():
             lifeline.setsockopt(socket.IPPROTO_TCP, option, value)
         self._lifelines.append(lifeline)
         threading.Thread(target=self._wait_for_end, args=(lifeline,), daemon=True, name="rank").start()
@@ -161,9 +161,9 @@ class RankLink:
         with lifeline, suppress(OSError):
             lifeline.recv(1)
         if not self._ending:
-            self._lose()
+            self._exit_after_loss()
 
-    def _lose(self) -> None:
+    def _exit_after_loss(self) -> None:
         log.error("rank %d of %d lost another rank; all ranks end", self.ranks.rank, self.ranks.size)
         self._when_lost()
         os._exit(WorkerError.exit_code)

@@ -1,7 +1,7 @@
 """The ranks of a sharded target: rank 0 leads and serves, the others run every forward that it runs.
 
 Rank 0 (`RankLeader`) sends its address through the collective, so that the launcher need not know it. From then on the
-ranks exchange messages by ZeroMQ. Another rank (`follow`) loads and checks the model like rank 0, and then does what
+ranks exchange messages by ZeroMQ. Another rank (`follow`) loads and checks the model like rank 0, and then runs what
 rank 0 sends. It knows nothing of requests, of how tokens are chosen, or of the orchestrator.
 """
 
@@ -24,11 +24,11 @@ from msgspec.structs import replace
 
 from outrider.engine import memory
 from outrider.engine.kv_cache import KVCache
-from outrider.engine.load_checks import abilities, open_kv_cache
-from outrider.engine.loading import LoadedModel, find, load
+from outrider.engine.load_checks import open_kv_cache, probe_abilities
+from outrider.engine.loading import LoadedModel, find_model_folder, load
 from outrider.engine.ranks import MirroredKVCache, RankFollower, Ranks
 from outrider.protocol.codec import decode_all, encode_all
-from outrider.protocol.digest import digest
+from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import OutriderError, WorkerError
 from outrider.protocol.messages import (
     Fault,
@@ -47,19 +47,19 @@ from outrider.target_worker.rank_link import LocalRanks, RankLink, own_address
 
 log = logging.getLogger(__name__)
 
-CLEAR_EVERY = 256  # forwards
-ANSWER_MS = 10_000
-FAREWELL_MS = 5_000
-STRANGER_SECONDS = 5.0
+FORWARDS_PER_CACHE_CLEAR = 256
+ANSWER_TIMEOUT_MS = 10_000
+SHUTDOWN_TIMEOUT_MS = 5_000
+AUTH_TIMEOUT_SECONDS = 5.0
 
 
 class RankLeader(RankLink):
-    """Rank 0 of `ranks`; `local`: the ranks that it started itself. `here`: the number of ranks on this machine."""
+    """Rank 0 of `ranks`; `local`: the ranks that it started itself. `ranks_here`: the number on this machine."""
 
     def __init__(self, ranks: Ranks, local: LocalRanks | None = None) -> None:
         """Waits until all ranks have joined the collective. Raises WorkerError if no socket can be opened."""
         super().__init__(zmq.ROUTER, ranks, local.kill if local is not None else lambda: None)
-        self._local, self.here = local, 1
+        self._local, self.ranks_here = local, 1
         self._secret, address = secrets.token_bytes(16), own_address()
         self._socket.curve_server = True
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -75,32 +75,32 @@ class RankLeader(RankLink):
         invitation = [address, port, self._listener.getsockname()[1], self._key, self._secret.hex()]
         ranks.broadcast(json.dumps(invitation).encode())
         if local is not None:
-            local.met()
+            local.remove_hostfile()
 
     @property
     def note(self) -> str:
-        return f"{self.ranks.size} ranks, {self.here} on this machine"
+        return f"{self.ranks.size} ranks, {self.ranks_here} on this machine"
 
     def load(self, model: str, report: Callable[[str], None]) -> LoadedModel:
         """Loads this rank's part. Raises OutriderError if a rank can't load its part, or differs from rank 0."""
-        folder = find(model)
+        folder = find_model_folder(model)
         report(f"waiting for {self.ranks.size - 1} more ranks")
-        self._hello = _hello(self.ranks, folder)
+        self._hello = _make_hello(self.ranks, folder)
         self.admit(self._hello)
         return load(folder, progress=report, ranks=self.ranks)
 
-    def texts(self, model: LoadedModel) -> KVCache:
+    def open_shared_kv_cache(self, model: LoadedModel) -> KVCache:
         """Opens a KV cache that all ranks share. Raises WorkerError if the ranks measured different abilities."""
         own = open_kv_cache(model)
-        self.compare(replace(self._hello, found=_found(model, own)))
-        return MirroredKVCache(own, self.ranks, self.broadcast, self.here)
+        self.receive_hellos(replace(self._hello, found=_describe_abilities(model, own)))
+        return MirroredKVCache(own, self.ranks, self.broadcast, self.ranks_here)
 
     def admit(self, own: RankHello) -> None:
-        """Waits until all ranks are there and as `own`; then they may load the model. Sets `here`."""
-        self.here += sum(other.host == own.host for other in self.compare(own))
+        """Waits until all ranks have joined and match `own`, then lets them load the model. Sets `ranks_here`."""
+        self.ranks_here += sum(other.host == own.host for other in self.receive_hellos(own))
         self.broadcast(Welcome("rank"))
 
-    def compare(self, own: RankHello) -> list[RankHello]:
+    def receive_hellos(self, own: RankHello) -> list[RankHello]:
         """Waits for each other rank's hello, and returns them.
 
         Raises:
@@ -122,30 +122,30 @@ class RankLeader(RankLink):
         """Sends messages to all ranks, in this order."""
         frames = encode_all(messages)
         for rank in range(1, self.ranks.size):
-            self._socket.send_multipart([name_of(rank), *frames])
+            self._socket.send_multipart([routing_id(rank), *frames])
 
-    def assure(self) -> None:
+    def check_ranks(self) -> None:
         """Returns when all ranks have handled all messages; ends all ranks if one is lost.
 
         The loss of another rank may fail a forward on rank 0, and is then no request's fault.
         """
         self.broadcast(Ping(0))
-        if not self._answered(Pong, ANSWER_MS):
-            self._lose()
+        if not self._wait_for_answers(Pong, ANSWER_TIMEOUT_MS):
+            self._exit_after_loss()
 
     def close(self) -> None:
-        """Ends the other ranks in order, and waits a while for their answers."""
-        self.end()
+        """Shuts the other ranks down, and waits a while for their answers."""
+        self.expect_end()
         if self._local is not None:
             self._local.expect_end()
         with suppress(zmq.ZMQError):
             self.broadcast(Shutdown())
-            self._answered(Shutdown, FAREWELL_MS)
+            self._wait_for_answers(Shutdown, SHUTDOWN_TIMEOUT_MS)
         super().close()
         if self._local is not None:
             self._local.close()
 
-    def _answered(self, kind: type[Message], wait_ms: int) -> bool:
+    def _wait_for_answers(self, kind: type[Message], wait_ms: int) -> bool:
         """Waits until each rank has sent such a message; returns False if no message comes for `wait_ms`."""
         left = self.ranks.size - 1
         while left:
@@ -160,14 +160,14 @@ class RankLeader(RankLink):
         with self._listener, suppress(OSError):
             while left:
                 lifeline, _ = self._listener.accept()
-                if self._knows(lifeline):
+                if self._is_authentic(lifeline):
                     self._watch(lifeline)
                     left -= 1
                 else:
                     lifeline.close()
 
-    def _knows(self, lifeline: socket.socket) -> bool:
-        lifeline.settimeout(STRANGER_SECONDS)
+    def _is_authentic(self, lifeline: socket.socket) -> bool:
+        lifeline.settimeout(AUTH_TIMEOUT_SECONDS)
         try:
             received = lifeline.recv(len(self._secret), socket.MSG_WAITALL)
         except OSError:
@@ -198,7 +198,7 @@ class RankMember(RankLink):
         """Waits until all ranks have joined the collective. Raises WorkerError if rank 0 can't be reached."""
         super().__init__(zmq.DEALER, ranks)
         address, port, door, key, secret = json.loads(ranks.broadcast(b""))
-        self._socket.setsockopt(zmq.IDENTITY, name_of(ranks.rank))
+        self._socket.setsockopt(zmq.IDENTITY, routing_id(ranks.rank))
         self._socket.curve_serverkey = key.encode()
         self._socket.connect(f"tcp://{address}:{port}")
         try:
@@ -224,8 +224,8 @@ class RankMember(RankLink):
         return decode_all(self._socket.recv_multipart())
 
     def close(self) -> None:
-        """Ends this rank in order."""
-        self.end()
+        """Shuts this rank down."""
+        self.expect_end()
         if not self._socket.closed:
             self.send(Shutdown())
         super().close()
@@ -233,14 +233,14 @@ class RankMember(RankLink):
     def failed(self, error: OutriderError) -> int:
         """Sends rank 0 the error, and waits a while so that it can report it. Returns the exit code."""
         log.error("%s", error)
-        self.end()
-        self.send(Fault(name_of(self.ranks.rank).decode(), None, str(error)))
-        self._socket.poll(FAREWELL_MS)
+        self.expect_end()
+        self.send(Fault(routing_id(self.ranks.rank).decode(), None, str(error)))
+        self._socket.poll(SHUTDOWN_TIMEOUT_MS)
         self.close()
         return error.exit_code
 
 
-def name_of(rank: int) -> bytes:
+def routing_id(rank: int) -> bytes:
     """Returns a rank's routing id."""
     return str(rank).encode()
 
@@ -248,15 +248,15 @@ def name_of(rank: int) -> bytes:
 def follow(ranks: Ranks, model: str) -> int:
     """Follows rank 0 until it ends; returns the exit code."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process at once, even in a collective
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends in order, and this rank with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 shuts down, and this rank with it
     member = RankMember(ranks)
     try:
-        folder = find(model)
-        hello = _hello(ranks, folder)
+        folder = find_model_folder(model)
+        hello = _make_hello(ranks, folder)
         member.enter(hello)
         loaded = load(folder, ranks=ranks)
         kv_cache = open_kv_cache(loaded)
-        member.send(replace(hello, found=_found(loaded, kv_cache)))
+        member.send(replace(hello, found=_describe_abilities(loaded, kv_cache)))
     except OutriderError as error:
         return member.failed(error)
     _serve(member, loaded, kv_cache)
@@ -264,16 +264,17 @@ def follow(ranks: Ranks, model: str) -> int:
     return 0
 
 
-def _hello(ranks: Ranks, folder: Path) -> RankHello:
+def _make_hello(ranks: Ranks, folder: Path) -> RankHello:
     """Returns what must be equal on all ranks, before any loads."""
     runs = f"outrider {PACKAGE_VERSION}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
-    return RankHello(ranks.rank, ranks.size, socket.gethostname(), runs, digest(folder))
+    return RankHello(ranks.rank, ranks.size, socket.gethostname(), runs, model_digest(folder))
 
 
-def _found(model: LoadedModel, kv_cache: KVCache) -> str:
+def _describe_abilities(model: LoadedModel, kv_cache: KVCache) -> str:
     """Returns what must be equal on all ranks once they have loaded and checked the model."""
     sizes = model.vocab_size, model.context_length, model.parameters, model.weight_bytes
-    return f"{sizes}, {abilities(model)}, texts {'share a forward' if kv_cache.together else 'have separate forwards'}"
+    forwards = "share a forward" if kv_cache.together else "have separate forwards"
+    return f"{sizes}, {probe_abilities(model)}, texts {forwards}"
 
 
 def _serve(member: RankMember, model: LoadedModel, kv_cache: KVCache) -> None:
@@ -284,7 +285,7 @@ def _serve(member: RankMember, model: LoadedModel, kv_cache: KVCache) -> None:
                 case TextForward():
                     follower.forward(message)
                     forwards += 1
-                    if forwards % CLEAR_EVERY == 0:
+                    if forwards % FORWARDS_PER_CACHE_CLEAR == 0:
                         mx.clear_cache()
                 case TextChange():
                     follower.change(message)

@@ -1,6 +1,6 @@
 """A request on the target: its slot, its latest outcomes, and what it verifies next.
 
-`next_ask` returns that, whether it comes from a VERIFY, a prepared branch, plain decoding or an in-process drafter.
+`next_input` returns this, whether it comes from a VERIFY, a prepared branch, plain decoding or an in-process drafter.
 
 `FeaturePublisher` computes features for a head in another process in the target's forward, and a request's
 `FeatureListener` collects them, to be sent with its outcomes. A prompt's features are sent piece by piece, while the
@@ -23,7 +23,7 @@ from outrider.drafters.heads.head import Head
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.verify import VerifyInput, VerifyOutput
 from outrider.protocol import clock
-from outrider.protocol.errors import InvalidRequest, OutriderError, named_errors
+from outrider.protocol.errors import InvalidRequest, OutriderError, wrap_model_errors
 from outrider.protocol.messages import (
     Autonomous,
     Coupled,
@@ -40,15 +40,16 @@ from outrider.protocol.messages import (
     Verify,
 )
 from outrider.protocol.schema import MAX_CHAIN
-from outrider.protocol.trees import DraftTree, SparseQ, one_hot, united
+from outrider.protocol.trees import DraftTree, SparseQ, merge_trees, one_hot
 from outrider.target_worker.in_process_drafters import DraftSession, DraftTurn, propose
 
 log = logging.getLogger(__name__)
 
-TOO_LARGE = (
+FEATURES_TOO_LARGE_NOTE = (
     "the head stops drafting for this text, because its features exceed half precision (65,504), in which they are"
     " sent; use --head-in target for this pair"
 )
+MAX_KEPT_OUTCOMES = 2  # the orchestrator may be one round behind if the target continues by itself
 
 
 class FeaturePublisher:
@@ -83,13 +84,10 @@ class FeatureListener:
         features = [(position, np.array(rows)) for position, rows in self._features]
         self._features = []
         if not all(np.isfinite(rows).all() for _, rows in features):
-            self.fault = TOO_LARGE
+            self.fault = FEATURES_TOO_LARGE_NOTE
             log.warning("%s", self.fault, extra={"request": self._request})
             return []
         return [Features(self._request, self._epoch, position, rows) for position, rows in features]
-
-
-ANSWERS_KEPT = 2  # the orchestrator may be one round behind if the target continues by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +98,9 @@ class AwaitedPrefix:
     tokens: int
 
     @property
-    def is_there(self) -> bool:
+    def is_ready(self) -> bool:
         """True if the reader has read them, or never will."""
-        return self.reader.over or not self.reader.unread or self.reader.slot.fed >= self.tokens
+        return self.reader.is_closed or not self.reader.unread or self.reader.slot.fed >= self.tokens
 
 
 @dataclass(slots=True)
@@ -112,8 +110,8 @@ class TargetRequest:
     `asked`: the VERIFY to handle next; `next_proposal`: the prepared tokens that it continues with. `autonomous`: it
     decodes by itself until HALT. `draft`: what an in-process drafter drafts in each round, or in the requested one,
     as long as `max_tokens` leaves room; None: nothing. `drafters` open each in-process drafter's session, which reads
-    the text when it is first needed. `ended`: it reached an end token or `max_tokens` while autonomous; `over`: it was
-    closed. `awaits`: another request that reads the beginning of its prompt; `cached`: the prompt's tokens that were
+    the text when it is first needed. `ended`: it reached an end token or `max_tokens` while autonomous.
+    `awaits`: another request that reads the beginning of its prompt; `cached`: the prompt's tokens that were
     not read. `offered`: it waits for a prefill worker, which may read it. `listener` gets the features for heads in
     other processes.
     """
@@ -121,7 +119,7 @@ class TargetRequest:
     slot: CacheSlot
     opened: Open
     drafters: Mapping[str, Callable[[], DraftSession]] = field(default_factory=dict)
-    answers: deque[Outcome] = field(default_factory=lambda: deque(maxlen=ANSWERS_KEPT))
+    answers: deque[Outcome] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_OUTCOMES))
     asked: Verify | None = None
     prepared: Prepare | None = None
     next_proposal: Coupled | None = None
@@ -131,7 +129,7 @@ class TargetRequest:
     opened_ns: int = 0
     halting: bool = False
     ended: bool = False
-    over: bool = False
+    is_closed: bool = False
     awaits: AwaitedPrefix | None = None
     cached: int = 0
     offered: bool = False
@@ -163,20 +161,20 @@ class TargetRequest:
         return 0 if self.answers else len(self.slot.unfed) - 1
 
     @property
-    def reads(self) -> bool:
+    def can_read(self) -> bool:
         """True if a piece of its prompt can be read now."""
         return self.unread > 0 and self.awaits is None and not self.offered
 
     @property
     def decodes_plainly(self) -> bool:
         """True if another plain step follows the one under way."""
-        return self.autonomous and not (self.draft or self.halting or self.over) and self.max_tokens > 1
+        return self.autonomous and not (self.draft or self.halting or self.is_closed) and self.max_tokens > 1
 
     @property
     def has_next(self) -> bool:
         """True if its next round can begin."""
         next_proposal = self.next_proposal is not None or (self.autonomous and self.max_tokens > 0)
-        return not self.over and not self.unread and (self.asked is not None or next_proposal)
+        return not self.is_closed and not self.unread and (self.asked is not None or next_proposal)
 
     @property
     def waits_since_ns(self) -> float:
@@ -185,17 +183,17 @@ class TargetRequest:
             return math.inf
         return self.answers[-1].work.ended_ns
 
-    def next_ask(self) -> VerifyInput:
+    def next_input(self) -> VerifyInput:
         """Returns what it verifies in its next round. An in-process drafter has drafted before (`draft_together`)."""
         asked = self.asked
         if self.draft and (self.autonomous or asked is not None):
-            proposed, _ = self._own_proposal()
+            proposed, _ = self._in_process_proposal()
             if asked is not None and asked.chain and self.takes_trees:
-                both = united(proposed.tree, DraftTree(asked.chain, asked.parents), MAX_CHAIN)
+                both = merge_trees(proposed.tree, DraftTree(asked.chain, asked.parents), MAX_CHAIN)
                 return VerifyInput(self.slot, both.tokens, parents=both.parents)
             return VerifyInput(self.slot, proposed.chain, proposed.q, proposed.parents)
         if asked is not None:
-            return VerifyInput(self.slot, asked.chain, _drawn_from(asked), asked.parents)
+            return VerifyInput(self.slot, asked.chain, _draft_distribution(asked), asked.parents)
         own = self.next_proposal or Coupled()
         return VerifyInput(self.slot, own.chain, parents=own.parents)
 
@@ -216,13 +214,13 @@ class TargetRequest:
         del self.slot.tokens[-verdict.accepted - 1 :]
         self.slot.sequence.roll_back(len(self.slot.tokens) - 1)
 
-    def settled(self, verdict: VerifyOutput, work: Span, rows: int, peak: int) -> Outcome:
+    def make_outcome(self, verdict: VerifyOutput, work: Span, rows: int, peak: int) -> Outcome:
         """Returns the outcome of its round, with the chain that it continues with."""
         number, base_len = self.round + 1, len(self.slot.tokens) - verdict.accepted - 1
         committed = tuple(self.slot.tokens[base_len:])
         proposed = None
         if self._proposed is not None:
-            draft, span = self._own_proposal()
+            draft, span = self._in_process_proposal()
             proposed = InProcessDraft(draft.chain, span, draft.parents)
         self.asked = self._proposed = None
         if not self.answers:  # includes the prompt's reading
@@ -232,7 +230,7 @@ class TargetRequest:
             self.autonomous, self.ended = False, True
         if self.halting:
             self.autonomous = self.halting = False
-        self.next_proposal = self._prepared_for(number, committed)
+        self.next_proposal = self._find_prepared(number, committed)
         idle = work.started_ns - self.answers[-1].work.ended_ns if self.answers else 0
         outcome = Outcome(
             request=self.request,
@@ -255,18 +253,18 @@ class TargetRequest:
 
     def close(self, spoilt: bool) -> None:
         """Ends the request; its in-process drafters may cache their state unless it is `spoilt`."""
-        self.over = True
+        self.is_closed = True
         for session in self._drafting.values():
             session.close(spoilt)
 
-    def _prepared_for(self, number: int, committed: tuple[int, ...]) -> Coupled | None:
+    def _find_prepared(self, number: int, committed: tuple[int, ...]) -> Coupled | None:
         prepared = self.prepared
         if prepared is None or (prepared.epoch, prepared.round) != (self.epoch, number):
             return None
         return prepared.proposal(committed)
 
     @property
-    def drafts(self) -> bool:
+    def needs_draft(self) -> bool:
         """True if its in-process drafter has to draft for its next round."""
         wanted = self.draft is not None and (self.autonomous or self.asked is not None)
         return self.has_next and wanted and self._proposed is None
@@ -278,14 +276,14 @@ class TargetRequest:
             raise InvalidRequest(f"this target has no in-process drafter {self.drafter!r}; expected {known}")
         if self.drafter not in self._drafting:
             self._drafting[self.drafter] = self.drafters[self.drafter]()
-        least = self.draft.min_prob if self.takes_trees else 1.0
+        threshold = self.draft.min_prob if self.takes_trees else 1.0
         depth = min(self.draft.depth, self.max_tokens - 1)
-        return self._drafting[self.drafter].turn(self.slot.tokens, depth, least)
+        return self._drafting[self.drafter].turn(self.slot.tokens, depth, threshold)
 
-    def proposed(self, draft: Continuation | OutriderError, span: Span) -> None:
-        """Sets the draft, or the error that `next_ask` raises.
+    def set_proposal(self, draft: Continuation | OutriderError, span: Span) -> None:
+        """Sets the draft, or the error that `next_input` raises.
 
-        Of a tree only the first branch is kept if the target verifies only chains.
+        If the target verifies only chains, only the first branch of a tree is kept.
         """
         if isinstance(draft, Continuation) and draft.parents and not self.takes_trees:
             draft = Continuation(draft.line)
@@ -296,7 +294,7 @@ class TargetRequest:
         """True if it verifies trees: the target can, and verification is by equality."""
         return self.slot.kv_cache.trees and not self.slot.sampler.params.is_residual
 
-    def _own_proposal(self) -> tuple[Continuation, Span]:
+    def _in_process_proposal(self) -> tuple[Continuation, Span]:
         if self._proposed is None:
             raise InvalidRequest("nothing was drafted for this round; expected the in-process drafter's turn before")
         draft, span = self._proposed
@@ -312,33 +310,33 @@ def draft_together(requests: Sequence[TargetRequest]) -> None:
     for request in requests:
         by_drafter[request.drafter].append(request)
     for own in by_drafter.values():  # a request may have been closed while another's text was read
-        _draft_by_one([request for request in own if not request.over])
+        _draft_with_one_drafter([request for request in own if not request.is_closed])
 
 
-def _draft_by_one(requests: Sequence[TargetRequest]) -> None:
+def _draft_with_one_drafter(requests: Sequence[TargetRequest]) -> None:
     started_ns = clock.now()
     turns: list[tuple[TargetRequest, DraftTurn]] = []
     for request in requests:
         try:
-            with named_errors("the target's own drafter"):
+            with wrap_model_errors("the target's own drafter"):
                 turns.append((request, request.turn()))
         except OutriderError as error:
-            request.proposed(error, Span(started_ns, clock.now()))
+            request.set_proposal(error, Span(started_ns, clock.now()))
     # A request may have been closed while a drafter read another's text.
-    turns = [(request, turn) for request, turn in turns if not request.over]
+    turns = [(request, turn) for request, turn in turns if not request.is_closed]
     drafts = propose([turn for _, turn in turns])
     span = Span(started_ns, clock.now())
     for (request, _), draft in zip(turns, drafts, strict=True):
-        request.proposed(draft, span)
+        request.set_proposal(draft, span)
 
 
-def opening(message: Open) -> Verify:
-    """Returns the verify of an empty chain that OPEN stands for."""
+def first_verify(message: Open) -> Verify:
+    """Returns the VERIFY of an empty chain that OPEN implies."""
     return Verify(request=message.request, epoch=message.epoch, round=message.round, base_len=len(message.tokens))
 
 
-def _drawn_from(message: Verify) -> SparseQ | None:
-    """Returns what the chain's tokens were drawn from; None: it is verified by equality."""
+def _draft_distribution(message: Verify) -> SparseQ | None:
+    """Returns the distributions that the chain was drawn from; None: it is verified by equality."""
     match message.proposal:
         case OneHot(chain=chain):
             return one_hot(chain)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from outrider.engine.kv_cache import CacheSlot
-from outrider.engine.verify import VerifyInput, VerifyOutput, begin
+from outrider.engine.verify import VerifyInput, VerifyOutput, begin_forward
 from outrider.protocol.errors import OutriderError
 
 
 def run_ahead(slot: CacheSlot, steps: int) -> list[int]:
     """The tokens of so many steps; none is begun that nobody reads."""
-    under_way, tokens = begin([VerifyInput(slot)]), []
+    under_way, tokens = begin_forward([VerifyInput(slot)]), []
     for left in range(steps - 1, -1, -1):
-        following = begin([VerifyInput(slot)], after=under_way) if left and slot.sequence.marks_freely else None
+        following = (
+            begin_forward([VerifyInput(slot)], after=under_way) if left and slot.sequence.has_free_marks else None
+        )
         (verdict,) = under_way.verdicts()
         tokens.append(said(verdict).bonus)
         if left:
-            under_way = following or begin([VerifyInput(slot)])
+            under_way = following or begin_forward([VerifyInput(slot)])
     return tokens
 
 

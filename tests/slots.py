@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.engine.kv_cache import CacheSlot, KVCache, SeparateKVCache
-from outrider.engine.load_checks import abilities
+from outrider.engine.load_checks import probe_abilities
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import SamplingParams
 
@@ -20,7 +20,7 @@ def open_slots(
 
     Without a KV cache each text has its own forwards, by MLX.
     """
-    held = kv_cache or SeparateKVCache(model.model, abilities(model).own_caches)
+    held = kv_cache or SeparateKVCache(model.model, probe_abilities(model).own_caches)
     slots = [CacheSlot(model, held, prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
     for slot in slots:
         slot.feed_all_but(1)

@@ -17,7 +17,7 @@ from outrider.orchestrator.settings import ServeSettings
 
 # Larger than any cache.
 STREAMED_FLOATS = 64 << 20
-SIDE = 2048
+MATRIX_SIZE = 2048
 
 
 class Contention(HelperProcess):
@@ -27,7 +27,7 @@ class Contention(HelperProcess):
         self._core = system.core_of("target", settings)
         self._on_gpu = sys.platform == "darwin"
         super().__init__("tools.contention", "gpu" if self._on_gpu else "cpu")
-        system.pin(self.pid, self._core)
+        system.pin_to_core(self.pid, self._core)
 
     def describe(self) -> str:
         if self._on_gpu:
@@ -37,29 +37,29 @@ class Contention(HelperProcess):
 
 
 def main() -> int:
-    turn = _multiplying() if sys.argv[1:] == ["gpu"] else _streaming()
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    turn = _make_multiplying_turn() if sys.argv[1:] == ["gpu"] else _make_streaming_turn()
+    threading.Thread(target=_exit_with_stdin, daemon=True).start()
     turn()
     say_ready()
     while True:
         turn()
 
 
-def _streaming() -> Callable[[], None]:
+def _make_streaming_turn() -> Callable[[], None]:
     import numpy as np
 
     source, sink = np.ones(STREAMED_FLOATS, np.float32), np.empty(STREAMED_FLOATS, np.float32)
     return lambda: np.copyto(sink, source)
 
 
-def _multiplying() -> Callable[[], None]:
+def _make_multiplying_turn() -> Callable[[], None]:
     import mlx.core as mx
 
-    matrix = mx.random.normal((SIDE, SIDE))
+    matrix = mx.random.normal((MATRIX_SIZE, MATRIX_SIZE))
     return lambda: mx.eval(matrix @ matrix)
 
 
-def _end_with_stdin() -> None:
+def _exit_with_stdin() -> None:
     """Ends the process when its parent closes the pipe."""
     sys.stdin.buffer.read()
     os._exit(0)

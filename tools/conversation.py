@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.kv_cache import CacheSlot
-from outrider.engine.load_checks import open_kv_cache, sequence_cost
+from outrider.engine.load_checks import measure_sequence_cost, open_kv_cache
 from outrider.engine.loading import load
 from outrider.engine.prompt_cache import PromptCache
 from outrider.orchestrator.cli import run_as_program
@@ -26,17 +26,17 @@ from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_T
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import words
 
-NEW = 48
-ROOM = 1 << 30
+NEW_TOKENS = 48
+CACHE_BYTES = 1 << 30
 SAMPLING = SamplingParams()
 
 Turn = Callable[[Sequence[int]], float]
 
 
-def drafts(path: str) -> Turn:
+def make_drafter_turn(path: str) -> Turn:
     """Returns a function that reads a text with the drafter, keeps it in the prompt cache, and returns the seconds."""
     drafter = MlxDrafter.load(path, lambda stage: None)
-    drafter.prompt_cache.allow(ROOM)
+    drafter.prompt_cache.set_limit(CACHE_BYTES)
 
     def turn(tokens: Sequence[int]) -> float:
         begun = time.perf_counter()
@@ -49,11 +49,11 @@ def drafts(path: str) -> Turn:
     return turn
 
 
-def targets(path: str) -> Turn:
+def make_target_turn(path: str) -> Turn:
     """Returns the same function for the target."""
     model = load(path)
     kv_cache = open_kv_cache(model)
-    cache = PromptCache(sequence_cost(kv_cache), ROOM)
+    cache = PromptCache(measure_sequence_cost(kv_cache), CACHE_BYTES)
 
     def turn(tokens: Sequence[int]) -> float:
         begun = time.perf_counter()
@@ -77,13 +77,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     everything = words()
-    for name, turn in (("target", targets(str(EMBEDDED_TARGET))), ("drafter", drafts(str(EMBEDDED_DRAFT)))):
+    for name, turn in (
+        ("target", make_target_turn(str(EMBEDDED_TARGET))),
+        ("drafter", make_drafter_turn(str(EMBEDDED_DRAFT))),
+    ):
         first, second = [], []
         for number in range(options.turns + 1):
             # A different first token, so that each conversation begins with a cold cache.
             text = [number + 5, *everything[: options.tokens - 1]]
             first.append(turn(text))
-            second.append(turn([*text, *everything[-NEW:]]))
+            second.append(turn([*text, *everything[-NEW_TOKENS:]]))
         cold, warm = median(first[1:]), median(second[1:])
         print(f"{name}: first turn {1000 * cold:.1f} ms, second {1000 * warm:.1f} ms, ratio {warm / cold:.3f}")
     return 0

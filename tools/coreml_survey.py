@@ -23,19 +23,19 @@ from outrider.drafters.coreml import trial
 from outrider.drafters.coreml.layout import Mode
 from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.selection import Packages
-from outrider.drafters.coreml.trial import Tried
+from outrider.drafters.coreml.trial import TrialResult
 from outrider.engine.loading import load as load_model
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.protocol.errors import OutriderError
 
 COLUMNS = ("mode", "weights", "units", "good", "agreement", "distance", "compile s", "load s", "q1 ms", "q8 ms",
            "q16 ms", "q32 ms", "prefill64 ms", "engine share q1", "why not")  # fmt: skip
-_ON_A_MAC = (("CPU_AND_NE", ("fp16", "int8")), ("CPU_ONLY", ("fp16", "int8")), ("CPU_AND_GPU", ("fp16", "int4")))
-_ELSEWHERE = (("CPU_ONLY", ("fp16", "int8", "int4")),)
+_MAC_UNITS = (("CPU_AND_NE", ("fp16", "int8")), ("CPU_ONLY", ("fp16", "int8")), ("CPU_AND_GPU", ("fp16", "int4")))
+_OTHER_UNITS = (("CPU_ONLY", ("fp16", "int8", "int4")),)
 _DECODE_STEPS = 60
 
 
-def cells(row: Tried) -> tuple[str, ...]:
+def row_cells(row: TrialResult) -> tuple[str, ...]:
     """Returns the cells of a table row."""
     head = (row.options.mode.value, row.options.weights, row.units, "NO" if row.reason else "yes")
     if row.trial is None:
@@ -47,16 +47,16 @@ def cells(row: Tried) -> tuple[str, ...]:
     return (*head, f"{found.agreement:.3f}", f"{found.distance:.4f}", *seconds, *times, share, row.reason)
 
 
-def survey(packages: Packages, predictions: int) -> Iterator[Tried]:
+def run_survey(packages: Packages, predictions: int) -> Iterator[TrialResult]:
     """Converts the draft for each mode and weight kind, and tries each package on its compute units."""
     for mode in Mode:
-        for units, kinds in _ON_A_MAC if sys.platform == "darwin" else _ELSEWHERE:
+        for units, kinds in _MAC_UNITS if sys.platform == "darwin" else _OTHER_UNITS:
             for weights in kinds:
                 form = replace(packages.variants[0], mode=mode, weights=weights)
-                yield trial.try_out(packages.get(form), units, predictions)
+                yield trial.run_trial(packages.get(form), units, predictions)
 
 
-def slowdown(target: str, package: Package, units: str) -> str:
+def measure_slowdown(target: str, package: Package, units: str) -> str:
     """Returns a sentence that compares the target's decoding alone and while `package` drafts on `units`."""
     loaded = load_model(target)
 
@@ -74,7 +74,7 @@ def slowdown(target: str, package: Package, units: str) -> str:
     alone = decode()
     with tempfile.TemporaryDirectory() as directory:
         result = str(Path(directory) / "trial.json")
-        command = trial.command(package, units, "--predictions", str(10**6), "--result", result)
+        command = trial.trial_command(package, units, "--predictions", str(10**6), "--result", result)
         silent = subprocess.DEVNULL
         drafting = subprocess.Popen(command, stdout=silent, stderr=silent)
         try:
@@ -99,22 +99,21 @@ def main() -> int:
     options = parser.parse_args()
     try:
         packages = Packages(find_model(options.model).folder)
-        _row(COLUMNS)
-        _row(["---"] * len(COLUMNS))
-        for tried in survey(packages, options.predictions):
-            _row(cells(tried))
+        _print_row(COLUMNS)
+        _print_row(["---"] * len(COLUMNS))
+        for tried in run_survey(packages, options.predictions):
+            _print_row(row_cells(tried))
         if options.target:
             units = "CPU_AND_NE" if sys.platform == "darwin" else "CPU_ONLY"
-            sys.stdout.write(
-                f"\n{slowdown(str(find_model(options.target).folder), packages.get(packages.variants[0]), units)}\n"
-            )
+            folder = str(find_model(options.target).folder)
+            sys.stdout.write(f"\n{measure_slowdown(folder, packages.get(packages.variants[0]), units)}\n")
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     return 0
 
 
-def _row(cells: tuple[str, ...] | list[str]) -> None:
+def _print_row(cells: tuple[str, ...] | list[str]) -> None:
     sys.stdout.write(f"| {' | '.join(cells)} |\n")
     sys.stdout.flush()
 

@@ -17,7 +17,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from outrider.bench.commands.files import numbers
+from outrider.bench.commands.files import parse_numbers
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
@@ -78,9 +78,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if (why := namespace.why_not()) is not None:
         raise WorkerError(f"two hosts can't be made here: {why}")
-    lengths = numbers("seconds", options.seconds, float)
-    count = values.whole("cuts", options.cuts, 1, 100_000)
-    texts = values.whole("texts", options.texts, AT_ONCE, 10_000)
+    lengths = parse_numbers("seconds", options.seconds, float)
+    count = values.check_int("cuts", options.cuts, 1, 100_000)
+    texts = values.check_int("texts", options.texts, AT_ONCE, 10_000)
     screen, rng, failed = Screen(), random.Random(options.seed), ""
     with TwoHosts(options.seed) as hosts:
         hosts.shape(options.rtt_ms, options.loss)

@@ -28,7 +28,7 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.protocol.errors import EndpointError, InvalidRequest
 
 SCRAPES = 8
-START_SECONDS = 30.0
+START_TIMEOUT_SECONDS = 30.0
 CONFIG = """global: {{scrape_interval: 1s}}
 scrape_configs: [{{job_name: outrider, static_configs: [{{targets: ["{target}"]}}]}}]
 """
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         for _ in range(SCRAPES):
             _send_requests(options.url)
             time.sleep(1.0)
-        results = [(query.panel, _result(base, query.promql)) for query in queries(dashboard, model)]
+        results = [(query.panel, _run_query(base, query.promql)) for query in queries(dashboard, model)]
     for panel, result in results:
         print(f"{panel:32} {result}")
     bad = [panel for panel, text in results if not text[:1].isdigit() or text.startswith("0 ") or "NaN" in text]
@@ -90,7 +90,7 @@ def _send_requests(url: str) -> None:
             answer.read()
 
 
-def _result(base: str, promql: str) -> str:
+def _run_query(base: str, promql: str) -> str:
     """Returns the number of series and the first one's value, or Prometheus' error."""
     try:
         series = _get(f"{base}/api/v1/query?{urlencode({'query': promql}, quote_via=quote)}")["data"]["result"]
@@ -108,7 +108,7 @@ def _prometheus(program: str, folder: Path, target: str) -> Iterator[str]:
     line = [program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     process = subprocess.Popen([*line, f"--web.listen-address={address}", "--log.level=error"])
     try:
-        until = time.monotonic() + START_SECONDS
+        until = time.monotonic() + START_TIMEOUT_SECONDS
         while time.monotonic() < until and process.poll() is None:
             with suppress(OSError), urlopen(f"http://{address}/-/ready"):
                 break

@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 
-from outrider.bench.commands.files import modes_of
+from outrider.bench.commands.files import parse_modes
 from outrider.bench.comparison.runs import Reply
-from outrider.bench.prompts import TINY, load
+from outrider.bench.prompts import TINY_FOLDER, load_prompts
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
@@ -30,29 +30,29 @@ from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import default_codec
 from tests.harness.requests import TimedRequest, send, send_all
 
-EQUAL, PROMPT_TOKENS, TOKENS = 16, 64, 96
-DECODING, DECODED, LONG_PROMPT = 8, 224, 900
+EQUAL_REQUESTS, PROMPT_TOKENS, EQUAL_TOKENS = 16, 64, 96
+DECODING_REQUESTS, DECODING_TOKENS, NEWCOMER_TOKENS = 8, 224, 900
 # The newcomer arrives when the decoding requests have this many tokens each, on average.
-SETTLED = 24
-MOST_SLOWER, MOST_GAP = 1.3, 3.0
+SETTLED_TOKENS = 24
+MAX_SLOWEST_RATIO, MAX_GAP_RATIO = 1.3, 3.0
 
 Text = tuple[int, ...]
 
 
-def slowest(client: Client, mode: str, text: Text, sampling: SamplingParams) -> float:
+def measure_slowest_ratio(client: Client, mode: str, text: Text, sampling: SamplingParams) -> float:
     """Returns the slowest time of equal requests over the median."""
     first, prompt = sampling.seed or 0, text[:PROMPT_TOKENS]
-    samplings = [replace(sampling, max_tokens=TOKENS, seed=first + n) for n in range(EQUAL)]
+    samplings = [replace(sampling, max_tokens=EQUAL_TOKENS, seed=first + n) for n in range(EQUAL_REQUESTS)]
     requests = [TimedRequest(prompt, sampling, mode) for sampling in samplings]
     times = [reply.ended - reply.sent for reply in send_all(client, requests)]
     return max(times) / statistics.median(times)
 
 
-def longest_gap(client: Client, mode: str, text: Text, sampling: SamplingParams) -> float:
+def measure_gap_ratio(client: Client, mode: str, text: Text, sampling: SamplingParams) -> float:
     """Returns the longest gap of decoding requests while a newcomer's prompt is read, over their median gap."""
-    long = replace(sampling, max_tokens=DECODED)
+    long = replace(sampling, max_tokens=DECODING_TOKENS)
     settled = threading.Semaphore(0)
-    with ThreadPoolExecutor(DECODING + 1) as threads:
+    with ThreadPoolExecutor(DECODING_REQUESTS + 1) as threads:
         decoding = [
             threads.submit(
                 send,
@@ -60,15 +60,15 @@ def longest_gap(client: Client, mode: str, text: Text, sampling: SamplingParams)
                 TimedRequest(text[n * PROMPT_TOKENS : (n + 1) * PROMPT_TOKENS], replace(long, seed=n), mode),
                 lambda arrival: settled.release(arrival.tokens),
             )
-            for n in range(DECODING)
+            for n in range(DECODING_REQUESTS)
         ]
-        for _ in range(SETTLED * DECODING):
+        for _ in range(SETTLED_TOKENS * DECODING_REQUESTS):
             settled.acquire()
-        newcomer = send(client, TimedRequest(text[-LONG_PROMPT:], replace(sampling, max_tokens=2), mode))
-    return stall([future.result() for future in decoding], newcomer)
+        newcomer = send(client, TimedRequest(text[-NEWCOMER_TOKENS:], replace(sampling, max_tokens=2), mode))
+    return gap_ratio([future.result() for future in decoding], newcomer)
 
 
-def stall(decoding: Sequence[Reply], newcomer: Reply) -> float:
+def gap_ratio(decoding: Sequence[Reply], newcomer: Reply) -> float:
     """Returns the longest gap that overlaps the reading of the newcomer's prompt, over the median of all gaps."""
     begun, read = newcomer.sent, newcomer.arrivals[0].at
     overlapping = [
@@ -89,20 +89,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    modes = modes_of(options.modes)
-    rounds = values.whole("rounds", options.rounds, 1, 1000)
+    modes = parse_modes(options.modes)
+    rounds = values.check_int("rounds", options.rounds, 1, 1000)
     sampling = SamplingParams(temp=options.temp, ignore_eos=True, seed=0)
     codec = default_codec()
-    text = codec.encode("\n".join(load(TINY, ["code"])["code"]))
+    text = codec.encode("\n".join(load_prompts(TINY_FOLDER, ["code"])["code"]))
     trials: dict[str, tuple[Callable[[Client, str, Text, SamplingParams], float], float]] = {
-        f"equal requests, {EQUAL}: slowest over median": (slowest, MOST_SLOWER),
-        f"newcomer of {LONG_PROMPT} tokens, {DECODING} decoding: longest gap over median": (longest_gap, MOST_GAP),
+        f"equal requests, {EQUAL_REQUESTS}: slowest over median": (measure_slowest_ratio, MAX_SLOWEST_RATIO),
+        f"newcomer of {NEWCOMER_TOKENS} tokens, {DECODING_REQUESTS} decoding: longest gap over median": (
+            measure_gap_ratio,
+            MAX_GAP_RATIO,
+        ),
     }
     screen, missed = Screen(), False
     # No prompt cache, so that the newcomer of the second round is read, too.
     with LocalCluster(
         progress=screen.show,
-        max_active=EQUAL,
+        max_active=EQUAL_REQUESTS,
         prompt_cache=False,
         memory=False,
         prefill_workers=options.prefill_workers,

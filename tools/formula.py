@@ -22,9 +22,9 @@ from functools import partial
 from itertools import pairwise, product
 
 from outrider.bench.commands import files
-from outrider.bench.commands.files import numbers
-from outrider.bench.comparison.runs import Summary, mode_runner, run_interleaved, summary
-from outrider.bench.timing import REQUEST, WARM_UP, Latency, Text, Workbench, medians, workbench
+from outrider.bench.commands.files import parse_numbers
+from outrider.bench.comparison.runs import Summary, mode_runner, run_interleaved, summarize
+from outrider.bench.timing import REQUEST_ID, WARM_UP_ROUNDS, KnownText, Latency, Workbench, median_latency, workbench
 from outrider.orchestrator.cli import flags, run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -38,9 +38,9 @@ from outrider.protocol.sampling import SamplingParams
 from tools.contention import Contention
 
 # Rounds of each kind in a sample.
-ROUNDS = 2
+ROUNDS_PER_SAMPLE = 2
 # Row counts to time beyond K+1, because n-grams may extend a chain.
-MORE_ROWS = (12, 16)
+EXTRA_ROW_COUNTS = (12, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,34 +86,34 @@ class Stopwatch:
             WorkerError: a worker was lost.
         """
         bench, endless = self._bench, replace(sampling, max_tokens=1 << 20)
-        rows = [*range(1, self._depths[-1] + 2), *(more for more in MORE_ROWS if more > self._depths[-1] + 1)]
-        needed = max((WARM_UP + ROUNDS) * (self._depths[-1] + 1), rows[-1]) + 2
+        rows = [*range(1, self._depths[-1] + 2), *(more for more in EXTRA_ROW_COUNTS if more > self._depths[-1] + 1)]
+        needed = max((WARM_UP_ROUNDS + ROUNDS_PER_SAMPLE) * (self._depths[-1] + 1), rows[-1]) + 2
         length = max(sampling.max_tokens, 2 * needed)
         text, spans = bench.text(prompt, length, endless)
         self._steps += [(after.ended_ns - before.ended_ns) / 1e6 for before, after in pairwise(spans)]
         known = (len(prompt) + length // 2, text)
-        self._verify += verifies(bench, known, endless, rows * ROUNDS)
+        self._verify += time_verifies(bench, known, endless, rows * ROUNDS_PER_SAMPLE)
         for depth in self._depths:
-            for chain_ms, between_ms in turns(bench, known, endless, depth):
+            for chain_ms, between_ms in time_chains(bench, known, endless, depth):
                 self._chain.append((depth, chain_ms))
                 self._between.append(between_ms)
             work = partial(bench.work_ahead, depth=depth, branches=self._branches)
-            ahead = bench.rounds(known, endless, depth, ROUNDS, work, target=False)
+            ahead = bench.rounds(known, endless, depth, ROUNDS_PER_SAMPLE, work, target=False)
             self._ahead += [(depth, span.milliseconds) for span in ahead]
 
     def read(self) -> IsolatedTimes:
         """Returns the medians of all samples, of which at least one is needed."""
         return IsolatedTimes(
             statistics.median(self._steps),
-            medians(self._verify),
-            medians(self._chain),
-            medians(self._ahead),
+            median_latency(self._verify),
+            median_latency(self._chain),
+            median_latency(self._ahead),
             statistics.median(self._between),
         )
 
 
-def verifies(
-    bench: Workbench, known: Text, sampling: SamplingParams, rows: Iterable[int]
+def time_verifies(
+    bench: Workbench, known: KnownText, sampling: SamplingParams, rows: Iterable[int]
 ) -> Iterator[tuple[int, float]]:
     """Yields rows and milliseconds of verifies with these row counts, one after another. At the text's end, the request
     starts again after the prompt."""
@@ -131,7 +131,9 @@ def verifies(
     bench.close()
 
 
-def turns(bench: Workbench, known: Text, sampling: SamplingParams, depth: int) -> Iterator[tuple[float, float]]:
+def time_chains(
+    bench: Workbench, known: KnownText, sampling: SamplingParams, depth: int
+) -> Iterator[tuple[float, float]]:
     """Alternates a chain on request with a verify of the same length. A drafter that has waited is slower.
 
     Yields the milliseconds of each chain from request to answer, and of the target's wait beyond it.
@@ -139,22 +141,22 @@ def turns(bench: Workbench, known: Text, sampling: SamplingParams, depth: int) -
     start, text = known
     bench.open(text[:start], sampling, target=True, drafter=True)
     sent, at = start, start + 1
-    for number in range(1, WARM_UP + ROUNDS + 1):
+    for number in range(1, WARM_UP_ROUNDS + ROUNDS_PER_SAMPLE + 1):
         if at + depth >= len(text):
             break
         asked_ns = clock.now()
-        bench.send_drafters(Commit(REQUEST, 0, number, at, tuple(text[sent:at]), None, depth, 0))
+        bench.send_drafters(Commit(REQUEST_ID, 0, number, at, tuple(text[sent:at]), None, depth, 0))
         bench.wait(Drafted)
         chain_ms = (clock.now() - asked_ns) / 1e6
         outcome = bench.verify(number, at, text[at : at + depth])
-        if number > WARM_UP:
+        if number > WARM_UP_ROUNDS:
             yield chain_ms, max(outcome.idle_ns / 1e6 - chain_ms, 0.0)
         sent, at = at, at + outcome.accepted + 1
     bench.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class RunnerResult:
     """The runs of a runner: their summary, and two counts that only the formula needs.
 
     `rows[M]` counts verifies of M tokens. `asked` counts rounds that waited for a chain on request.
@@ -175,12 +177,12 @@ class Measured:
         return 1000 * self.found.tokens / self.found.decode_ms
 
 
-def measured(timings: Sequence[Timings]) -> Measured:
-    found = summary(timings)
+def summarize_timings(timings: Sequence[Timings]) -> RunnerResult:
+    found = summarize(timings)
     longest = [*found.drafted, 0]
     chains = [longer - shorter for longer, shorter in pairwise(longest)]
     rows = (0, max(found.rounds - sum(chains), 0), *chains)
-    return Measured(found, rows, sum(t.draft_waits for t in timings))
+    return RunnerResult(found, rows, sum(t.draft_waits for t in timings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,16 +206,16 @@ class FormulaComparison:
         return self.measured / self.predicted
 
 
-def compare_plain(run: Measured, alone: IsolatedTimes) -> FormulaComparison:
+def compare_plain(run: RunnerResult, alone: IsolatedTimes) -> FormulaComparison:
     """Compares plain decoding: steps one after another, without waits."""
     step_ms = run.found.decode_ms / run.found.rounds
     return FormulaComparison(run.rate, 1000 * ar_rate(alone.costs()), step_ms, alone.step_ms, 0.0, 0.0)
 
 
-def compare_speculative(run: Measured, alone: IsolatedTimes, depth: int, works_ahead: bool) -> FormulaComparison:
+def compare_speculative(run: RunnerResult, alone: IsolatedTimes, depth: int, works_ahead: bool) -> FormulaComparison:
     """Compares SD with this K, or SSD (`works_ahead`), with theorem 7 for the run's mix of rounds."""
     costs = alone.costs(run.found.turnaround_ms)
-    kinds = kinds_of(run, depth, works_ahead)
+    kinds = round_kinds(run, depth, works_ahead)
     verify_alone_ms = sum(kind.share * alone.verify_ms(round(kind.rows)) for kind in kinds)
     predicted = mixed_rate(costs, kinds)
     return FormulaComparison(
@@ -226,7 +228,7 @@ def compare_speculative(run: Measured, alone: IsolatedTimes, depth: int, works_a
     )
 
 
-def kinds_of(run: Measured, depth: int, works_ahead: bool) -> list[RoundKind]:
+def round_kinds(run: RunnerResult, depth: int, works_ahead: bool) -> list[RoundKind]:
     """Returns the run's rounds by verified rows. A chain on request counts with the mean length; a chain from the cache
     was drafted during the previous verify. Chains longer than K are n-grams, which cost nothing."""
     chains = sum(run.rows[2:])
@@ -242,7 +244,7 @@ def kinds_of(run: Measured, depth: int, works_ahead: bool) -> list[RoundKind]:
     return [kind for kind in kinds if kind.share > 0]
 
 
-def ceiling(costs: Costs, depth: int) -> float:
+def speedup_bound(costs: Costs, depth: int) -> float:
     """1 + T_SD: the upper bound of the speedup of SSD over SD with the same drafter and K."""
     return 1.0 + costs.chain_ms(depth) / costs.verify_ms(depth + 1)
 
@@ -256,7 +258,7 @@ def describe(alone: IsolatedTimes, depths: Sequence[int], branches: int) -> list
         f" times {rows}"
     ]
     for depth in depths:
-        ahead, bound = costs.tree_ms(depth) / alone.verify_ms(depth + 1), ceiling(costs, depth)
+        ahead, bound = costs.tree_ms(depth) / alone.verify_ms(depth + 1), speedup_bound(costs, depth)
         lines.append(
             f"in isolation, K = {depth}, B = {branches}: work ahead {alone.ahead_ms(depth):.2f} ms, T_p ="
             f" {ahead:.2f}; a chain {alone.chain_ms(depth):.2f} ms, T_SD = {bound - 1:.2f}; upper bound of SSD over SD:"
@@ -265,7 +267,7 @@ def describe(alone: IsolatedTimes, depths: Sequence[int], branches: int) -> list
     return lines
 
 
-def line(name: str, run: Measured, comparison: FormulaComparison) -> str:
+def format_comparison(name: str, run: RunnerResult, comparison: FormulaComparison) -> str:
     """Returns a runner's line: its round, and its rate as measured and as predicted."""
     slower = comparison.verify_ms / comparison.verify_alone_ms
     between = f" + between {comparison.between_ms:.2f} (predicted {comparison.between_alone_ms:.2f})"
@@ -285,23 +287,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help=length)
     parser.add_argument("--contended", action="store_true", help="keep the target's device busy with another process")
     flags.add_request_flags(parser, ("mode", "num_draft_tokens", "drafter"))
-    flags.add_cluster_flags(parser, (*flags.OF_MANY_REQUESTS, "colocate", "memory", "trace"))
+    flags.add_cluster_flags(parser, (*flags.MULTI_REQUEST_SETTINGS, "colocate", "memory", "trace"))
 
 
 def run(options: argparse.Namespace) -> int:
     given, screen = flags.settings_of(options), Screen()
     pair = choose_pair(ServeSettings(**given))
     settings = pair.settings
-    if settings.drafts_by_head or not settings.has_draft_worker:
+    if settings.drafts_with_head or not settings.has_draft_worker:
         raise InvalidRequest(f"the formula describes draft workers; draft_backend {settings.draft_backend} has none")
-    depths = [check_setting("num_draft_tokens", depth) for depth in numbers("depths", options.depths, int)]
-    length = values.whole("max_tokens", options.max_tokens, 2, 1 << 20)
-    count = values.whole("prompts", options.prompts, 1, 1000)
+    depths = [check_setting("num_draft_tokens", depth) for depth in parse_numbers("depths", options.depths, int)]
+    length = values.check_int("max_tokens", options.max_tokens, 2, 1 << 20)
+    count = values.check_int("prompts", options.prompts, 1, 1000)
     samplings = [
         SamplingParams(max_tokens=length, temp=temp, seed=0, ignore_eos=True)
-        for temp in numbers("temps", options.temps, float)
+        for temp in parse_numbers("temps", options.temps, float)
     ]
-    classes = files.of_classes(argparse.Namespace(classes=options.classes, suite=None), pair, ())
+    classes = files.load_prompt_tokens(argparse.Namespace(classes=options.classes, suite=None), pair, ())
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(progress=screen.show, **{**given, "memory": False}))
         bench, client = stack.enter_context(workbench(settings, screen.show)), cluster.client()
@@ -322,13 +324,13 @@ def run(options: argparse.Namespace) -> int:
             screen.clear()
             print("\n".join([f"{kind}, T = {sampling.temp:g}", *describe(alone, depths, settings.breadth)]))
             for name, (mode, depth) in arms.items():
-                told = measured(timings[name])
+                result = summarize_timings(timings[name])
                 comparison = (
-                    compare_plain(told, alone)
+                    compare_plain(result, alone)
                     if depth is None
-                    else compare_speculative(told, alone, depth, works_ahead=mode == "ssd")
+                    else compare_speculative(result, alone, depth, works_ahead=mode == "ssd")
                 )
-                print(line(name, told, comparison), flush=True)
+                print(format_comparison(name, result, comparison), flush=True)
             print(flush=True)
     return 0
 

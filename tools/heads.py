@@ -28,8 +28,8 @@ from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import default_codec, mixed
 
-DRAFT = "draft model"
-_BEGINNING = 600  # characters of a held-out file
+DRAFT_NAME = "draft model"
+_BEGINNING_CHARACTERS = 600  # characters of a held-out file
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +47,19 @@ class HeadResult:
     @property
     def by_position(self) -> list[float]:
         """The share of chains whose tokens were accepted up to each position, of the chains that reach it."""
-        accepted = _sums([t.accepted_by_position for t in self.rounds])
-        drafted = _sums([t.drafted_by_position for t in self.rounds])
+        accepted = _sum_columns([t.accepted_by_position for t in self.rounds])
+        drafted = _sum_columns([t.drafted_by_position for t in self.rounds])
         return [held / tried for held, tried in zip(accepted, drafted, strict=False) if tried]
 
 
-def _sums(counts: Sequence[Sequence[int]]) -> list[int]:
+def _sum_columns(counts: Sequence[Sequence[int]]) -> list[int]:
     """Returns the sum of each column."""
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
 def measure(head: Path | None, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> list[HeadResult]:
     """Returns a head's results by temperature. None: the embedded draft model."""
-    name = DRAFT if head is None else head.name
+    name = DRAFT_NAME if head is None else head.name
     results = []
     with LocalCluster(
         model=str(EMBEDDED_TARGET),
@@ -81,7 +81,7 @@ def measure(head: Path | None, prompts: Sequence[Sequence[int]], options: argpar
     return results
 
 
-def held_out(head: Path, count: int) -> list[str]:
+def read_held_out(head: Path, count: int) -> list[str]:
     """Returns the beginnings of up to `count` library files that the head was not trained on; none without a record."""
     record = head / "training.json"
     if not record.is_file():
@@ -89,10 +89,10 @@ def held_out(head: Path, count: int) -> list[str]:
     library = Path(sysconfig.get_path("stdlib"))
     files = [library / name for name in json.loads(record.read_text(encoding="utf-8"))["held_out"]]
     texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
-    return [text[:_BEGINNING] for text in texts if len(text) > _BEGINNING][:count]
+    return [text[:_BEGINNING_CHARACTERS] for text in texts if len(text) > _BEGINNING_CHARACTERS][:count]
 
 
-def table(results: Sequence[HeadResult]) -> list[str]:
+def format_table(results: Sequence[HeadResult]) -> list[str]:
     lines = ["T     drafter          tokens per verify, 95 % by prompts   accepted up to each position"]
     for result in sorted(results, key=lambda result: result.temp):
         shares = "  ".join(f"{share:.3f}" for share in result.by_position)
@@ -103,13 +103,13 @@ def table(results: Sequence[HeadResult]) -> list[str]:
 def draw(results: Sequence[HeadResult], path: Path) -> None:
     """Draws how far chains are accepted, with a panel per temperature."""
     temps = sorted({result.temp for result in results})
-    figure = picture.figure(4.2 * len(temps), 3.4)
+    figure = picture.create_figure(4.2 * len(temps), 3.4)
     for number, temp in enumerate(temps):
         axes = figure.add_subplot(1, len(temps), number + 1)
         for result in (result for result in results if result.temp == temp):
             positions = range(1, len(result.by_position) + 1)
             style, label = (
-                "--" if result.name == DRAFT else "-",
+                "--" if result.name == DRAFT_NAME else "-",
                 f"{result.name} ({result.per_verify.value:.2f} per verify)",
             )
             axes.plot(positions, result.by_position, style, marker="o", label=label)
@@ -130,12 +130,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     options.screen = Screen()
-    texts = [prompt.text for prompt in mixed(options.prompts)] + held_out(options.heads[0], options.prompts)
+    texts = [prompt.text for prompt in mixed(options.prompts)] + read_held_out(options.heads[0], options.prompts)
     prompts = [default_codec().encode(text) for text in texts]
     results = [result for head in (None, *options.heads) for result in measure(head, prompts, options)]
     options.screen.clear()
     print(f"K = {options.depth}, {len(prompts)} prompts x {options.tokens} tokens")
-    print("\n".join(table(results)))
+    print("\n".join(format_table(results)))
     if options.picture:
         draw(results, options.picture)
     return 0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ACCEPTANCES = (0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 # A draft step of one row, in target steps of one token.
-STEPS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45, 0.7)
+DRAFT_STEPS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45, 0.7)
 # Round-trip times of the link, in target steps of one token.
 ROUND_TRIPS = (0.0, 0.1, 0.5)
 BATCHES = (1, 8)
@@ -33,7 +33,7 @@ DEPTHS = (1, 2, 3, 5, 8)
 BRANCHES = 16
 TOKENS = 1500
 # Limits of the colours; a cell beyond them still shows its number.
-LEAST, MOST = 0.7, 1.9
+MIN_COLOUR_GAIN, MAX_COLOUR_GAIN = 0.7, 1.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,15 @@ class Panel:
     """Whether AR is better than SD, by row and column."""
 
 
-def panel(profile: Profile, batch: int, round_trip: float) -> Panel:
-    cells = [[_cell(profile, batch, round_trip, rate, step) for step in STEPS] for rate in ACCEPTANCES]
+def compute_panel(profile: Profile, batch: int, round_trip: float) -> Panel:
+    cells = [[_compute_cell(profile, batch, round_trip, rate, step) for step in DRAFT_STEPS] for rate in ACCEPTANCES]
     gains = tuple(tuple(ssd / max(ar, sd) for ar, sd, ssd in row) for row in cells)
     return Panel(batch, round_trip, gains, tuple(tuple(ar > sd for ar, sd, _ in row) for row in cells))
 
 
-def _cell(profile: Profile, batch: int, round_trip: float, rate: float, step: float) -> tuple[float, float, float]:
+def _compute_cell(
+    profile: Profile, batch: int, round_trip: float, rate: float, step: float
+) -> tuple[float, float, float]:
     """Returns the tokens per second of AR, SD and SSD."""
     token_ms = profile.target(1)
     scale = step * token_ms / profile.draft(1)
@@ -72,7 +74,7 @@ def _cell(profile: Profile, batch: int, round_trip: float, rate: float, step: fl
 
 
 def draw(panels: Sequence[Panel], profile: Profile, path: Path) -> None:
-    figure = picture.figure(5.2 * len(ROUND_TRIPS), 4.6 * len(BATCHES) + 0.8)
+    figure = picture.create_figure(5.2 * len(ROUND_TRIPS), 4.6 * len(BATCHES) + 0.8)
     grid = figure.subplots(len(BATCHES), len(ROUND_TRIPS), sharex=True, sharey=True, squeeze=False)
     for axes, found in zip(grid.flat, panels, strict=True):
         image = _draw_panel(axes, found)
@@ -92,7 +94,7 @@ def draw(panels: Sequence[Panel], profile: Profile, path: Path) -> None:
 def _draw_panel(axes: Axes, found: Panel):  # type: ignore[no-untyped-def]  # matplotlib's image
     from matplotlib.colors import TwoSlopeNorm
 
-    norm = TwoSlopeNorm(1.0, LEAST, MOST)
+    norm = TwoSlopeNorm(1.0, MIN_COLOUR_GAIN, MAX_COLOUR_GAIN)
     image = axes.imshow(found.gains, origin="lower", aspect="auto", cmap="RdBu", norm=norm)
     for row, gains in enumerate(found.gains):
         for column, gain in enumerate(gains):
@@ -100,7 +102,7 @@ def _draw_panel(axes: Axes, found: Panel):  # type: ignore[no-untyped-def]  # ma
             axes.text(column, row, f"{gain:.2f}", ha="center", va="center", fontsize=7, color="w" if dark else "k")
     if any(map(any, found.plain)) and not all(map(all, found.plain)):
         axes.contour([[float(cell) for cell in row] for row in found.plain], [0.5], colors="k", linestyles="--")
-    axes.set_xticks(range(len(STEPS)), [f"{step:g}" for step in STEPS], fontsize=8)
+    axes.set_xticks(range(len(DRAFT_STEPS)), [f"{step:g}" for step in DRAFT_STEPS], fontsize=8)
     axes.set_yticks(range(len(ACCEPTANCES)), [f"{rate:.2f}" for rate in ACCEPTANCES], fontsize=8)
     link = f"round trip {found.round_trip:g} target tokens" if found.round_trip else "no link latency"
     axes.set_title(f"batch {found.batch}, {link}", fontsize=10, loc="left")
@@ -114,7 +116,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     profile = Profile.read(options.profile)
-    draw([panel(profile, batch, trip) for batch in BATCHES for trip in ROUND_TRIPS], profile, options.out)
+    draw([compute_panel(profile, batch, trip) for batch in BATCHES for trip in ROUND_TRIPS], profile, options.out)
     print(options.out)
     return 0
 

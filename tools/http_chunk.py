@@ -23,31 +23,31 @@ import numpy as np
 from outrider.bench.comparison.runs import bootstrap
 from outrider.bench.helper import HelperProcess
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.pairing.model_files import PACKAGE
+from outrider.orchestrator.pairing.model_files import PACKAGE_FOLDER
 from outrider.protocol import values
 from tools.versions import require_checkout
 
-SIDE = "tools.http_chunk_side"
-WARM_UP = 5
-WEIGHTS = (4096, 4096)
+SIDE_MODULE = "tools.http_chunk_side"
+WARM_UP_TEXTS = 5
+WEIGHTS_SHAPE = (4096, 4096)
 """64 MiB, larger than any cache."""
 
 Costs = list[tuple[float, int]]
 """CPU milliseconds and chunks of each text."""
 
 
-def stream() -> None:
+def stream_weights() -> None:
     """Reads all weights repeatedly until the process is killed."""
-    weights, row = np.ones(WEIGHTS, np.float32), np.ones(WEIGHTS[1], np.float32)
+    weights, row = np.ones(WEIGHTS_SHAPE, np.float32), np.ones(WEIGHTS_SHAPE[1], np.float32)
     while True:
         weights @ row
 
 
 @contextmanager
-def load(count: int) -> Iterator[None]:
+def run_load(count: int) -> Iterator[None]:
     """Runs `count` processes that keep a core and its caches busy."""
     context = get_context("spawn")
-    processes = [context.Process(target=stream, daemon=True) for _ in range(count)]
+    processes = [context.Process(target=stream_weights, daemon=True) for _ in range(count)]
     for process in processes:
         process.start()
     try:
@@ -58,22 +58,24 @@ def load(count: int) -> Iterator[None]:
             process.join()
 
 
-def side(folder: Path, more: Mapping[str, str]) -> HelperProcess:
+def start_side(folder: Path, more: Mapping[str, str]) -> HelperProcess:
     """Starts the HTTP process of a checkout, with `more` in its environment."""
     own = {"PYTHONPATH": str(folder.resolve()), "OPENBLAS_NUM_THREADS": "1"}
-    return HelperProcess(SIDE, environment={**os.environ, **own, **more})
+    return HelperProcess(SIDE_MODULE, environment={**os.environ, **own, **more})
 
 
-def per_chunk(texts: Sequence[tuple[float, int]]) -> float:
+def ms_per_chunk(texts: Sequence[tuple[float, int]]) -> float:
     return sum(ms for ms, _ in texts) / sum(chunks for _, chunks in texts)
 
 
 def report(name: str, sides: Mapping[str, Costs]) -> Iterator[str]:
     for side_name, texts in sides.items():
-        yield f"{name}, {side_name}: {bootstrap(texts, per_chunk)} ms of CPU per chunk"
+        yield f"{name}, {side_name}: {bootstrap(texts, ms_per_chunk)} ms of CPU per chunk"
     if len(sides) == 2:
         pairs = list(zip(*sides.values(), strict=True))
-        ratio = bootstrap(pairs, lambda drawn: per_chunk([a for a, _ in drawn]) / per_chunk([b for _, b in drawn]))
+        ratio = bootstrap(
+            pairs, lambda drawn: ms_per_chunk([a for a, _ in drawn]) / ms_per_chunk([b for _, b in drawn])
+        )
         yield f"{name}, {' / '.join(sides)}: {ratio}"
 
 
@@ -89,23 +91,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    texts = values.whole("texts", options.texts, 1, 10_000)
+    texts = values.check_int("texts", options.texts, 1, 10_000)
     pace = {"tokens": options.tokens, "gap_ms": options.gap_ms}
     more = dict(variable.partition("=")[::2] for variable in options.more)
-    sides = {"this": (PACKAGE.parent, more)}
+    sides = {"this": (PACKAGE_FOLDER.parent, more)}
     if options.against is not None or more:
-        other = options.against or PACKAGE.parent
+        other = options.against or PACKAGE_FOLDER.parent
         require_checkout(other)
         sides["the other"] = (other, {})
     with ExitStack() as stack:
-        helpers = {name: stack.enter_context(side(*settings)) for name, settings in sides.items()}
-        stack.enter_context(load(options.load))
+        helpers = {name: stack.enter_context(start_side(*settings)) for name, settings in sides.items()}
+        stack.enter_context(run_load(options.load))
         for chunks in (options.chunks, 1):
             costs: dict[str, Costs] = {name: [] for name in helpers}
-            for number in range(texts + WARM_UP):
+            for number in range(texts + WARM_UP_TEXTS):
                 for name in sorted(helpers, reverse=bool(number % 2)):
                     cost = helpers[name].ask({**pace, "chunks": chunks})
-                    if number >= WARM_UP:
+                    if number >= WARM_UP_TEXTS:
                         costs[name].append((cost["cpu_ms"], cost["chunks"]))
             print(*report(f"{chunks} chunks", costs), sep="\n", flush=True)
     return 0

@@ -47,7 +47,7 @@ def orchestrate(socket: zmq.Socket[bytes], pace: dict[str, float]) -> None:
         send(messages.Done(name, "length", messages.Timings(turnaround_ms=(1.0,) * int(pace["chunks"]))))
 
 
-def clock_of(process: int) -> int:
+def cpu_clock_id(process: int) -> int:
     """Returns the id of a process's CPU clock (see clock_getcpuclockid(3))."""
     return ~process << 3 | 2
 
@@ -60,7 +60,7 @@ def main() -> None:
         socket.bind(endpoint := f"ipc://{folder}/clients")
         Thread(target=orchestrate, args=(socket, pace), daemon=True).start()
         process = listener.serve(endpoint, find_model(str(EMBEDDED_TARGET)), Path(folder), "warning")
-        reader, clock = EventReader(listener.url), clock_of(process.pid)
+        reader, clock = EventReader(listener.url), cpu_clock_id(process.pid)
         say_ready()
         for line in sys.stdin:
             pace.update(json.loads(line))

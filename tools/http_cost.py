@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from outrider.bench.commands.files import modes_of
+from outrider.bench.commands.files import parse_modes
 from outrider.bench.comparison.runs import Interval, Timed, bootstrap, ratio, run_interleaved, total_rate
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
@@ -32,12 +32,12 @@ from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import mixed_tokens
 from tests.harness.requests import TimedRequest, send
 from tools.web.reading import EventReader, StreamTimes
-from tools.web.site import Site, site
+from tools.web.site import Site, run_site
 
-# Limits: ratios of tokens per second (one stream, several), milliseconds later, and CPU milliseconds per chunk.
-ONE_LIMIT, SEVERAL_LIMIT, FIRST_MS_LIMIT, CPU_MS_LIMIT = 0.92, 0.95, 5.0, 0.5
+# Limits: ratios of tokens per second (one stream, several), milliseconds of delay, and CPU milliseconds per chunk.
+MIN_ONE_STREAM_RATIO, MIN_STREAMS_RATIO, MAX_FIRST_TEXT_DELAY_MS, MAX_CPU_MS_PER_CHUNK = 0.92, 0.95, 5.0, 0.5
 HTTP, CLIENT = "http", "client"
-WARM_UP = 2
+WARM_UP_PROMPTS = 2
 
 Text = tuple[int, ...]
 Ask = Callable[[Text, SamplingParams], StreamTimes]
@@ -45,7 +45,7 @@ Ask = Callable[[Text, SamplingParams], StreamTimes]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The streams of a prompt, or of the prompts of a round, one way; `cpu_s`: of the server's process."""
+    """The streams of one prompt, or of a round's prompts, sent one way; `cpu_s`: CPU time of the server's process."""
 
     streams: tuple[StreamTimes, ...]
     cpu_s: float
@@ -66,7 +66,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A value, its limit, and whether the value keeps it."""
+    """A value, its limit, and whether the value is within it."""
 
     name: str
     value: Interval
@@ -93,12 +93,12 @@ class Sender:
         return Turn(streams, self.site.cpu_s - before)
 
 
-def by_client(client: Client, mode: str, prompt: Text, sampling: SamplingParams) -> StreamTimes:
+def ask_client(client: Client, mode: str, prompt: Text, sampling: SamplingParams) -> StreamTimes:
     r = send(client, TimedRequest(prompt, sampling, mode))
     return StreamTimes(r.sent, r.arrivals[0].at, r.ended, len(r.arrivals), len(r.token_ids), r.text)
 
 
-def by_http(reader: EventReader, mode: str, prompt: Text, sampling: SamplingParams) -> StreamTimes:
+def ask_http(reader: EventReader, mode: str, prompt: Text, sampling: SamplingParams) -> StreamTimes:
     return reader.ask({
         "prompt": list(prompt),
         "max_tokens": sampling.max_tokens,
@@ -109,7 +109,7 @@ def by_http(reader: EventReader, mode: str, prompt: Text, sampling: SamplingPara
     })  # fmt: skip
 
 
-def require_same(found: dict[str, list[Turn]]) -> None:
+def require_equal_texts(found: dict[str, list[Turn]]) -> None:
     """Checks that both ways gave the same texts.
 
     Raises:
@@ -120,27 +120,33 @@ def require_same(found: dict[str, list[Turn]]) -> None:
         raise WorkerError("texts differ between HTTP and the Python client; expected the same for the same seed")
 
 
-def compared(found: dict[str, list[Turn]]) -> Interval:
+def rate_ratio(found: dict[str, list[Turn]]) -> Interval:
     """Returns the tokens per second of HTTP over those of the client."""
     return ratio([turn.timed for turn in found[HTTP]], [turn.timed for turn in found[CLIENT]])
 
 
-def later_ms(found: dict[str, list[Turn]]) -> Interval:
+def first_text_delay_ms(found: dict[str, list[Turn]]) -> Interval:
     """Returns the median of how much later the first text arrives by HTTP."""
     waits = [http.first_ms - client.first_ms for http, client in zip(found[HTTP], found[CLIENT], strict=True)]
     return bootstrap(waits, lambda drawn: sorted(drawn)[len(drawn) // 2])
 
 
-def cpu_ms(found: dict[str, list[Turn]]) -> Interval:
+def cpu_ms_per_chunk(found: dict[str, list[Turn]]) -> Interval:
     """Returns the server's CPU milliseconds per chunk, from whole requests divided by their chunks."""
     return bootstrap(
         found[HTTP], lambda drawn: 1000 * sum(turn.cpu_s for turn in drawn) / sum(turn.chunks for turn in drawn)
     )
 
 
-def results(mode: str, one: dict[str, list[Turn]], several: dict[str, list[Turn]], streams: int) -> list[Result]:
+def check_limits(mode: str, one: dict[str, list[Turn]], several: dict[str, list[Turn]], streams: int) -> list[Result]:
     """Returns all values for `one` stream and for `several`."""
-    rate, total, later, cpu, cpu_several = compared(one), compared(several), later_ms(one), cpu_ms(one), cpu_ms(several)
+    rate, total, later, cpu, cpu_several = (
+        rate_ratio(one),
+        rate_ratio(several),
+        first_text_delay_ms(one),
+        cpu_ms_per_chunk(one),
+        cpu_ms_per_chunk(several),
+    )
     first, all_ = f"{mode}, one stream", f"{mode}, {streams} streams"
 
     def least(name: str, value: Interval, limit: float) -> Result:
@@ -150,16 +156,16 @@ def results(mode: str, one: dict[str, list[Turn]], several: dict[str, list[Turn]
         return Result(name, value, " ms", f"<= {limit}", value.value <= limit)
 
     return [
-        least(f"{first}: tokens/s, HTTP / client", rate, ONE_LIMIT),
-        most_ms(f"{first}: first text later by", later, FIRST_MS_LIMIT),
-        most_ms(f"{first}: CPU per chunk", cpu, CPU_MS_LIMIT),
-        least(f"{all_}: total tokens/s, HTTP / client", total, SEVERAL_LIMIT),
-        most_ms(f"{all_}: CPU per chunk", cpu_several, CPU_MS_LIMIT),
+        least(f"{first}: tokens/s, HTTP / client", rate, MIN_ONE_STREAM_RATIO),
+        most_ms(f"{first}: first text later by", later, MAX_FIRST_TEXT_DELAY_MS),
+        most_ms(f"{first}: CPU per chunk", cpu, MAX_CPU_MS_PER_CHUNK),
+        least(f"{all_}: total tokens/s, HTTP / client", total, MIN_STREAMS_RATIO),
+        most_ms(f"{all_}: CPU per chunk", cpu_several, MAX_CPU_MS_PER_CHUNK),
     ]
 
 
-def absolute(name: str, found: dict[str, list[Turn]]) -> str:
-    """Returns both ways in absolute numbers."""
+def format_rates(name: str, found: dict[str, list[Turn]]) -> str:
+    """Returns a line with the rates of both ways."""
     rates = ", ".join(f"{sender} {total_rate([turn.timed for turn in turns]):.1f}" for sender, turns in found.items())
     tokens = sum(turn.timed.tokens for turn in found[HTTP]) / sum(turn.chunks for turn in found[HTTP])
     return f"{name}: tokens/s {rates}; {tokens:.2f} tokens per chunk"
@@ -175,10 +181,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    modes = modes_of(options.modes)
-    streams = values.whole("streams", options.streams, 2, 64)
-    rounds = values.whole("rounds", options.rounds, 1, 1000)
-    length = values.whole("tokens", options.tokens, 2, 600)
+    modes = parse_modes(options.modes)
+    streams = values.check_int("streams", options.streams, 2, 64)
+    rounds = values.check_int("rounds", options.rounds, 1, 1000)
+    length = values.check_int("tokens", options.tokens, 2, 600)
     prompts = mixed_tokens(options.prompts)
     singles = [[prompt] for prompt in prompts]
     together = [[prompts[(number + n) % len(prompts)] for n in range(streams)] for number in range(rounds)]
@@ -187,22 +193,24 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         start = LocalCluster(progress=screen.show, max_active=streams, prompt_cache=False, memory=False)
         cluster = stack.enter_context(start)
-        server = stack.enter_context(site(cluster, find_model(str(EMBEDDED_TARGET))))
+        server = stack.enter_context(run_site(cluster, find_model(str(EMBEDDED_TARGET))))
         readers, client = [EventReader(server.url) for _ in range(streams)], cluster.client()
         threads = stack.enter_context(ThreadPoolExecutor(streams))
         for mode in modes:
             senders = {
-                HTTP: Sender([partial(by_http, reader, mode) for reader in readers], server, threads),
-                CLIENT: Sender([partial(by_client, client, mode)] * streams, server, threads),
+                HTTP: Sender([partial(ask_http, reader, mode) for reader in readers], server, threads),
+                CLIENT: Sender([partial(ask_client, client, mode)] * streams, server, threads),
             }
-            run_interleaved(senders, singles[:WARM_UP], sampling, screen.show)
+            run_interleaved(senders, singles[:WARM_UP_PROMPTS], sampling, screen.show)
             one = run_interleaved(senders, singles, sampling, screen.show)
             several = run_interleaved(senders, together, sampling, screen.show, seeds=streams)
-            require_same(one)
-            require_same(several)
+            require_equal_texts(one)
+            require_equal_texts(several)
             screen.clear()
-            print(absolute(f"{mode}, one stream", one), absolute(f"{mode}, {streams} streams", several), sep="\n")
-            for result in results(mode, one, several, streams):
+            print(
+                format_rates(f"{mode}, one stream", one), format_rates(f"{mode}, {streams} streams", several), sep="\n"
+            )
+            for result in check_limits(mode, one, several, streams):
                 print(result, flush=True)
                 missed |= not result.holds
     return int(missed)

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from outrider.bench.commands.files import modes_of, numbers
+from outrider.bench.commands.files import parse_modes, parse_numbers
 from outrider.bench.comparison.runs import run_interleaved
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
@@ -29,10 +29,10 @@ from outrider.protocol import values
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import mixed
-from tools.web.generator import TimedAnswer, generate, poisson, require_locust
-from tools.web.latency import LatencyRow, draw, row, table, timed
-from tools.web.peer import as_float32, mlx_lm_server
-from tools.web.site import site
+from tools.web.generator import TimedAnswer, poisson_times, require_locust, send_requests
+from tools.web.latency import LatencyRow, draw, make_row, table, time_streams
+from tools.web.peer import copy_as_float32, mlx_lm_server
+from tools.web.site import run_site
 
 CAPACITY_REQUESTS, PROMPTS = 32, 60
 PEER, PEER_DRAFT = "mlx-lm", "mlx-lm, draft"
@@ -56,7 +56,7 @@ class Server:
     mark: int
 
     def run(self, block: Block, _sampling: SamplingParams) -> list[TimedAnswer]:
-        return generate(self.url, block.times, self.bodies(block.begin, len(block.times)))
+        return send_requests(self.url, block.times, self.bodies(block.begin, len(block.times)))
 
     def bodies(self, begin: int, count: int) -> list[dict[str, Any]]:
         """Returns requests with different beginnings, so that no prompt is in a prompt cache."""
@@ -68,43 +68,43 @@ class Server:
 
 
 @contextmanager
-def servers(
+def run_servers(
     modes: Sequence[str], peers: bool, body: dict[str, Any], tell: Callable[[str], None]
 ) -> Iterator[list[Server]]:
     """Runs Outrider, as a server for each mode, and mlx_lm.server, if `peers`."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         cluster = stack.enter_context(LocalCluster(progress=tell, memory=False))
-        ours = stack.enter_context(site(cluster, find_model(str(EMBEDDED_TARGET))))
+        ours = stack.enter_context(run_site(cluster, find_model(str(EMBEDDED_TARGET))))
         running = [Server(mode, ours.url, {**body, "speculation": {"mode": mode}}, n) for n, mode in enumerate(modes)]
         if peers:
             tell("starting mlx_lm.server")
-            model, draft = (as_float32(path, folder / path.name) for path in (EMBEDDED_TARGET, EMBEDDED_DRAFT))
+            model, draft = (copy_as_float32(path, folder / path.name) for path in (EMBEDDED_TARGET, EMBEDDED_DRAFT))
             for name, peer_draft in ((PEER, None), (PEER_DRAFT, draft)):
                 url = stack.enter_context(mlx_lm_server(model, peer_draft, folder / f"{name}.log"))
                 running.append(Server(name, url, body, len(running)))
         yield running
 
 
-def capacity(server: Server, tell: Callable[[str], None]) -> float:
+def measure_capacity(server: Server, tell: Callable[[str], None]) -> float:
     """Returns the requests per second when many wait.
 
     Raises:
         WorkerError: a request failed.
     """
     tell(f"capacity: {server.name}")
-    answers = generate(server.url, [0.0] * CAPACITY_REQUESTS, server.bodies(10**6, CAPACITY_REQUESTS))
+    answers = send_requests(server.url, [0.0] * CAPACITY_REQUESTS, server.bodies(10**6, CAPACITY_REQUESTS))
     streams = [answer.stream for answer in answers if answer.stream is not None]
     if len(streams) < len(answers):
         raise WorkerError(f"{server.name}: {next(answer.error for answer in answers if answer.error)}")
-    return len(streams) / timed(streams).seconds
+    return len(streams) / time_streams(streams).seconds
 
 
-def blocks(rate: float, count: int, each: int, share: float) -> list[Block]:
+def make_blocks(rate: float, count: int, each: int, share: float) -> list[Block]:
     """Returns `count` requests at `rate` per second, `each` in a block. Their numbers differ between loads."""
     first = round(1000 * share) * 1000
     return [
-        Block(first + begin, poisson(min(each, count - begin), rate, f"{share} {begin}"))
+        Block(first + begin, poisson_times(min(each, count - begin), rate, f"{share} {begin}"))
         for begin in range(0, count, each)
     ]
 
@@ -123,20 +123,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     require_locust()
-    count = values.whole("requests", options.requests, 2, 100_000)
-    each = values.whole("each", options.each, 2, count)
-    length = values.whole("tokens", options.tokens, 2, 600)
-    modes, shares = modes_of(options.modes), numbers("shares", options.shares, float)
+    count = values.check_int("requests", options.requests, 2, 100_000)
+    each = values.check_int("each", options.each, 2, count)
+    length = values.check_int("tokens", options.tokens, 2, 600)
+    modes, shares = parse_modes(options.modes), parse_numbers("shares", options.shares, float)
     screen, rows = Screen(), list[LatencyRow]()
     body = {"max_tokens": length, "temperature": options.temp}
-    with servers(modes, not options.no_peers, body, screen.show) as running:
-        rate = options.rate or max(capacity(server, screen.show) for server in running if server.name in modes)
+    with run_servers(modes, not options.no_peers, body, screen.show) as running:
+        rate = options.rate or max(measure_capacity(server, screen.show) for server in running if server.name in modes)
         screen.clear()
         print(f"capacity: {rate:.2f} requests per second of {length} tokens each", flush=True)
         for share in shares:
             runners = {server.name: server.run for server in running}
-            found = run_interleaved(runners, blocks(share * rate, count, each, share), SamplingParams(), screen.show)
-            rows += [row(name, share, answers) for name, answers in found.items()]
+            found = run_interleaved(
+                runners, make_blocks(share * rate, count, each, share), SamplingParams(), screen.show
+            )
+            rows += [make_row(name, share, answers) for name, answers in found.items()]
             screen.clear()
             print(f"\n{share:g} of it, {count} requests per server\n\n{table(rows[-len(running) :])}", flush=True)
     for result in rows:

@@ -46,19 +46,19 @@ class Message:
     text: str
 
 
-def messages() -> list[Message]:
+def find_messages() -> list[Message]:
     """Returns all messages in the order of the source."""
     found: list[Message] = []
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if not any(parent.is_symlink() for parent in path.parents):  # `outrider/` has links to the other folders
-                found += _of_module(path)
-    return found + sorted(_of_page(ROOT / "server" / "page" / "index.html"))
+                found += _find_in_module(path)
+    return found + sorted(_find_in_page(ROOT / "server" / "page" / "index.html"))
 
 
-def page() -> str:
+def render_page() -> str:
     """Returns the page."""
-    found, lines = messages(), [HEAD]
+    found, lines = find_messages(), [HEAD]
     for kind in KINDS:
         lines.append(f"\n## {kind.capitalize()}\n")
         last = ""
@@ -70,24 +70,24 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _of_module(path: Path) -> Iterator[Message]:
+def _find_in_module(path: Path) -> Iterator[Message]:
     tree = ast.parse(path.read_text())
     name = str(path.relative_to(ROOT))
-    yield from sorted({Message(name, line, kind, text) for line, kind, text in _walk(tree, "other")})
+    yield from sorted({Message(name, line, kind, text) for line, kind, text in _find_literals(tree, "other")})
 
 
-def _walk(node: ast.AST, kind: str) -> Iterator[tuple[int, str, str]]:
+def _find_literals(node: ast.AST, kind: str) -> Iterator[tuple[int, str, str]]:
     if isinstance(node, ast.Constant | ast.JoinedStr):
-        text = _text(node)
+        text = _literal_text(node)
         if SENTENCE.search(text):
             yield node.lineno, kind, " ".join(text.split())
         return
     for child in ast.iter_child_nodes(node):
         if not (isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)):  # a docstring
-            yield from _walk(child, _kind(child, kind))
+            yield from _find_literals(child, _message_kind(child, kind))
 
 
-def _kind(node: ast.AST, outer: str) -> str:
+def _message_kind(node: ast.AST, outer: str) -> str:
     match node:
         case ast.Raise():
             return "errors"
@@ -102,7 +102,7 @@ def _kind(node: ast.AST, outer: str) -> str:
     return outer
 
 
-def _text(node: ast.Constant | ast.JoinedStr) -> str:
+def _literal_text(node: ast.Constant | ast.JoinedStr) -> str:
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     return "".join(
@@ -112,7 +112,7 @@ def _text(node: ast.Constant | ast.JoinedStr) -> str:
     )
 
 
-class _Words(HTMLParser):
+class _TextCollector(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[int, str]] = []
@@ -122,8 +122,8 @@ class _Words(HTMLParser):
             self.found.append((self.getpos()[0], " ".join(data.split())))
 
 
-def _of_page(path: Path) -> Iterator[Message]:
-    reader = _Words()
+def _find_in_page(path: Path) -> Iterator[Message]:
+    reader = _TextCollector()
     reader.feed(path.read_text())
     for line, text in reader.found:
         yield Message(str(path.relative_to(ROOT)), line, "other", text)
@@ -135,9 +135,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.write is None:
-        print(page(), end="")
+        print(render_page(), end="")
     else:
-        options.write.write_text(page())
+        options.write.write_text(render_page())
     return 0
 
 

@@ -29,12 +29,18 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 from outrider.engine.kv_cache import SeparateKVCache
-from outrider.engine.load_checks import abilities, open_form, open_kv_cache, tree_agrees, tree_form
+from outrider.engine.load_checks import (
+    find_tree_form,
+    open_kv_cache,
+    open_unchecked_tree,
+    probe_abilities,
+    tree_logits_match,
+)
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.verify import verify
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.protocol.errors import OutriderError, named_errors
+from outrider.protocol.errors import OutriderError, wrap_model_errors
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.model_configs import WINDOW, config_of, model_types
 from tests.harness.tiny_models import write_model, write_tokenizer
@@ -42,9 +48,9 @@ from tests.slots import open_slots
 
 SPECULATES, COPIES, DECODES, REFUSED = "speculates", "speculates, by copies", "decodes only", "refused"
 NOT_BUILT, WRONG, FAILED = "not tried", "WRONG TEXT", "FAILED"
-FORMS = {"JointKVRows": "tree", "DenseKVRows": "tree", "RecurrentKVRows": "rows"}
-_PROMPT, _LENGTH, _CHAIN = 2 * WINDOW, 3 * WINDOW, 5
-_BEGIN = "<!-- python -m tools.model_types --write docs/models.md -->"
+TREE_FORMS = {"JointKVRows": "tree", "DenseKVRows": "tree", "RecurrentKVRows": "rows"}
+_PROMPT_TOKENS, _NEW_TOKENS, _CHAIN_TOKENS = 2 * WINDOW, 3 * WINDOW, 5
+_TABLE_MARKER = "<!-- python -m tools.model_types --write docs/models.md -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,76 +69,78 @@ class ModelTypeRow:
         return f"| `{self.name}` | {embeddings} | {self.target} | {self.draft} | {self.why} |"
 
 
-def examine(name: str, tied: bool) -> ModelTypeRow:
+def try_model_type(name: str, tied: bool) -> ModelTypeRow:
     """Tries one type in this process. Returns a row for every error, too."""
     try:
-        with named_errors("the trial"):
-            return _examine(name, tied)
+        with wrap_model_errors("the trial"):
+            return _try_model_type(name, tied)
     except OutriderError as error:
-        return ModelTypeRow(name, tied, FAILED, why=_short(error))
+        return ModelTypeRow(name, tied, FAILED, why=_shorten_error(error))
 
 
-def _examine(name: str, tied: bool) -> ModelTypeRow:
+def _try_model_type(name: str, tied: bool) -> ModelTypeRow:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with named_errors("building"):
+            with wrap_model_errors("building"):
                 path = write_model(Path(folder), config_of(name, tied))
         except SystemExit:
             return ModelTypeRow(name, tied, NOT_BUILT, why="mlx-lm needs a library that is not installed")
         except OutriderError as error:
-            return ModelTypeRow(name, tied, NOT_BUILT, why=_short(error))
+            return ModelTypeRow(name, tied, NOT_BUILT, why=_shorten_error(error))
         try:
             model = load(path, progress=lambda _: None)
-            able = abilities(model)
+            able = probe_abilities(model)
         except OutriderError as error:
-            return ModelTypeRow(name, tied, REFUSED, why=_short(error))
-        how = SPECULATES if SeparateKVCache(model.model, able.own_caches).open().marks_freely else COPIES
-        target, why = how if able.chains else DECODES, [_reason(able.why)]
-        if not _writes_as_mlx_lm(model, able.chains):
+            return ModelTypeRow(name, tied, REFUSED, why=_shorten_error(error))
+        how = SPECULATES if SeparateKVCache(model.model, able.own_caches).open().has_free_marks else COPIES
+        target, why = how if able.chains else DECODES, [_text_in_brackets(able.why)]
+        if not _matches_mlx_lm(model, able.chains):
             target = WRONG
         try:
-            form = tree_form(model)
-            draft = FORMS[form.__name__]
-            with named_errors("a tree past the window"):
-                if not tree_agrees(model, lambda tokens: open_form(model, form, tokens), _PROMPT):
+            form = find_tree_form(model)
+            draft = TREE_FORMS[form.__name__]
+            with wrap_model_errors("a tree past the window"):
+                if not tree_logits_match(
+                    model, lambda tokens: open_unchecked_tree(model, form, tokens), _PROMPT_TOKENS
+                ):
                     draft = f"{draft}, inexact past a window"
         except OutriderError as error:
-            draft, why = "no", [*why, "draft: " + _reason(str(error))]
+            draft, why = "no", [*why, "draft: " + _text_in_brackets(str(error))]
         return ModelTypeRow(name, tied, target, draft, "; ".join(filter(None, why)))
 
 
-def _writes_as_mlx_lm(model: LoadedModel, chains: bool) -> bool:
+def _matches_mlx_lm(model: LoadedModel, chains: bool) -> bool:
     """Whether greedy texts, token by token and by partly accepted chains, equal mlx-lm's."""
-    prompt = [(31 * i + 7) % 250 + 2 for i in range(_PROMPT)]
-    truth = [int(token) for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=_LENGTH)]
-    params = SamplingParams(max_tokens=_LENGTH)
+    prompt = [(31 * i + 7) % 250 + 2 for i in range(_PROMPT_TOKENS)]
+    truth = [int(token) for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=_NEW_TOKENS)]
+    params = SamplingParams(max_tokens=_NEW_TOKENS)
     held = open_kv_cache(model)
     slot = open_slots(model, [prompt], [params], kv_cache=held)[0]
-    texts = [[verify(slot).bonus for _ in range(_LENGTH)]]
+    texts = [[verify(slot).bonus for _ in range(_NEW_TOKENS)]]
     if chains:
         slot, draws = open_slots(model, [prompt], [params], kv_cache=held)[0], random.Random(model.model_type)
-        while len(slot.tokens) - _PROMPT < _LENGTH - _CHAIN:
-            done, right = len(slot.tokens) - _PROMPT, draws.randint(0, _CHAIN)
-            coming = truth[done : done + _CHAIN]
+        while len(slot.tokens) - _PROMPT_TOKENS < _NEW_TOKENS - _CHAIN_TOKENS:
+            done, right = len(slot.tokens) - _PROMPT_TOKENS, draws.randint(0, _CHAIN_TOKENS)
+            coming = truth[done : done + _CHAIN_TOKENS]
             verify(slot, [token if i < right else (token + 1) % 258 for i, token in enumerate(coming)])
-        texts.append(slot.tokens[_PROMPT:])
+        texts.append(slot.tokens[_PROMPT_TOKENS:])
     return all(text == truth[: len(text)] for text in texts)
 
 
-def walk(names: Sequence[str]) -> Iterator[ModelTypeRow]:
+def try_model_types(names: Sequence[str]) -> Iterator[ModelTypeRow]:
     """Yields rows of all these types, tied and untied, from a process that is replaced if a type ends it."""
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(1, context, initializer=_quiet)
+    pool = ProcessPoolExecutor(1, context, initializer=_silence_logs)
     for name, tied in product(names, (True, False)):
         try:
-            yield pool.submit(examine, name, tied).result()
+            yield pool.submit(try_model_type, name, tied).result()
         except BrokenProcessPool:
             yield ModelTypeRow(name, tied, REFUSED, why="its code ends the process")
-            pool = ProcessPoolExecutor(1, context, initializer=_quiet)
+            pool = ProcessPoolExecutor(1, context, initializer=_silence_logs)
     pool.shutdown()
 
 
-def merged(rows: Sequence[ModelTypeRow]) -> list[ModelTypeRow]:
+def merge_rows(rows: Sequence[ModelTypeRow]) -> list[ModelTypeRow]:
     """Merges the two rows of each type that is the same tied and untied."""
     either = [replace(row, tied=None) for row in rows]
     return [
@@ -142,29 +150,29 @@ def merged(rows: Sequence[ModelTypeRow]) -> list[ModelTypeRow]:
     ]
 
 
-def _quiet() -> None:
+def _silence_logs() -> None:
     logging.disable(logging.ERROR)
     mx.disable_compile()  # compiling each type's kernels would take most of the time
 
 
-def _short(error: OutriderError) -> str:
+def _shorten_error(error: OutriderError) -> str:
     """Shortens an error for a cell of the table: without paths and advice."""
     said = str(error).partition(" can't be loaded as ")
     return (said[2].partition(": ")[2] or said[0]).partition("; ")[0].replace("|", "/").strip(": ")[:160]
 
 
-def _reason(sentence: str) -> str:
+def _text_in_brackets(sentence: str) -> str:
     """Returns the text in brackets in a sentence."""
     return sentence.partition("(")[2].rpartition(")")[0].replace("|", "/")[:160]
 
 
-def page(head: str, rows: Sequence[ModelTypeRow]) -> str:
+def render_page(head: str, rows: Sequence[ModelTypeRow]) -> str:
     """Returns the page: the text of `head` up to the table, and a new table."""
     counts = Counter(row.target for row in rows)
     drafts = Counter(row.draft for row in rows)
     types, tried = len({row.name for row in rows}), len(rows) - counts[NOT_BUILT]
     built = f"{types} types, each with tied and untied embeddings; of these {len(rows)} models {tried} could be built"
-    return f"""{head.partition(_BEGIN)[0]}{_BEGIN}
+    return f"""{head.partition(_TABLE_MARKER)[0]}{_TABLE_MARKER}
 
 mlx-lm {version("mlx-lm")}, MLX {version("mlx")} on a CPU: {built}.
 As targets {counts[SPECULATES] + counts[COPIES]} speculate ({counts[COPIES]} of them by copies), \
@@ -174,10 +182,10 @@ As drafts {drafts["tree"]} grow a tree in one row, {drafts["rows"]} in rows, {dr
 
 | type | embeddings | target | draft | why |
 |---|---|---|---|---|
-""" + "".join(f"{row.line}\n" for row in merged(rows))
+""" + "".join(f"{row.line}\n" for row in merge_rows(rows))
 
 
-def serve(name: str) -> str:
+def try_in_cluster(name: str) -> str:
     """Runs a cluster with this type as target and draft. Returns a sentence with its answers, or its refusal."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(Path(folder), config_of(name))
@@ -186,7 +194,7 @@ def serve(name: str) -> str:
             with LocalCluster(model=str(path), draft_model=str(path), memory=False) as cluster:
                 client, texts = cluster.client(), {}
                 for mode in ("ar", "sd", "ssd", "auto"):
-                    sampling = SamplingParams(max_tokens=_LENGTH, ignore_eos=True)
+                    sampling = SamplingParams(max_tokens=_NEW_TOKENS, ignore_eos=True)
                     texts[mode] = client.generate("the quick brown fox jumps", sampling=sampling, mode=mode)
                 same = len({result.token_ids for result in texts.values()}) == 1
                 ran = ", ".join(f"{mode} as {result.mode}" for mode, result in texts.items())
@@ -206,14 +214,14 @@ def run(options: argparse.Namespace) -> int:
     names = options.types or model_types()
     if options.serve:
         for name in names:
-            print(serve(name), flush=True)
+            print(try_in_cluster(name), flush=True)
         return 0
     rows = []
-    for row in walk(names):
+    for row in try_model_types(names):
         rows.append(row)
         print(row.line, flush=True)
     if options.write:
-        options.write.write_text(page(options.write.read_text(), rows))
+        options.write.write_text(render_page(options.write.read_text(), rows))
     return int(any(row.target in (WRONG, FAILED) for row in rows))
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from outrider.bench.comparison.runs import PromptRunner, Run, mode_runner, ratio, run_interleaved, summary, total_rate
+from outrider.bench.comparison.runs import PromptRunner, Run, mode_runner, ratio, run_interleaved, summarize, total_rate
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
@@ -31,16 +31,16 @@ from outrider.protocol.sampling import SamplingParams
 from tests.harness.two_hosts import namespace
 from tests.harness.two_hosts.drafter import NAME, drafter, far_cluster
 from tests.harness.two_hosts.hosts import Carried, TwoHosts
-from tools.simulation.environment import simulated
-from tools.simulation.profile import NOT_KEPT, PROFILES
-from tools.simulation.script import starts, write_script
-from tools.simulation.stand_in import write
+from tools.simulation.environment import simulated_machine
+from tools.simulation.profile import PROFILES, TIMES_NOT_KEPT
+from tools.simulation.script import random_prompts, write_script
+from tools.simulation.stand_in import write_stand_in
 
 PROFILE = PROFILES / "verify-40ms.json"
 LINKS = "0.2:0,0.2:0.01,2:0,2:0.01,20:0,20:0.01"
 # Tokens of the script beyond the last requested one, because a chain may reach beyond it.
 SPARE_TOKENS = 64
-MOST_REPEATS = 100
+MAX_REPEATS = 100
 NEAR, FAR = "near", NAME
 COLUMNS = (
     "tok/s near", "tok/s far", "far / near [95 %]", "hit rate near", "far", "tokens per round near", "far",
@@ -49,7 +49,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LinkShape:
     """A link's round-trip time in milliseconds, and the share of packets that it loses each way."""
 
     rtt_ms: float
@@ -77,7 +77,7 @@ class RepeatingRunner:
                 self.check()
                 return run
             except WorkerError as error:
-                if NOT_KEPT not in str(error) or self.repeats == MOST_REPEATS:
+                if TIMES_NOT_KEPT not in str(error) or self.repeats == MAX_REPEATS:
                     raise
                 self.repeats += 1
 
@@ -96,18 +96,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if (why := namespace.why_not()) is not None:
         raise WorkerError(f"two hosts can't be made here: {why}")
-    shapes = [_shape(text) for text in options.links.split(",")]
-    count, length = (values.whole(name, getattr(options, name), 1, 1 << 16) for name in ("prompts", "max_tokens"))
-    prompts = starts(count + 1)
+    shapes = [_parse_shape(text) for text in options.links.split(",")]
+    count, length = (values.check_int(name, getattr(options, name), 1, 1 << 16) for name in ("prompts", "max_tokens"))
+    prompts = random_prompts(count + 1)
     with tempfile.TemporaryDirectory(prefix="outrider-") as text:
         folder, screen = Path(text), Screen()
-        write(folder)
+        write_stand_in(folder)
         screen.show("generating the target's texts")
         # with the seeds of `run_interleaved`
         drawn = SamplingParams(max_tokens=length + SPARE_TOKENS, temp=1.0, ignore_eos=True)
         write_script(folder / "script.json", folder, prompts, [replace(drawn, seed=n) for n in range(len(prompts))])
         with TwoHosts() as hosts, ExitStack() as stack:
-            check = stack.enter_context(simulated(options.profile, folder / "script.json"))
+            check = stack.enter_context(simulated_machine(options.profile, folder / "script.json"))
             machine = Settings(model=folder, mode="ssd", memory=False)
             models = ["--model", str(folder), "--draft-model", str(folder)]
             near = stack.enter_context(_near_cluster(hosts, models, **machine))
@@ -124,17 +124,17 @@ def run(options: argparse.Namespace) -> int:
                 sampling = SamplingParams(max_tokens=length, temp=1.0, ignore_eos=True)
                 runs = run_interleaved(runners, prompts, sampling, screen.show)
                 screen.clear()
-                _print(shape, runs, hosts.carried() - before)
+                _print_row(shape, runs, hosts.carried() - before)
             print(f"runs repeated because this machine was busy: {sum(runner.repeats for runner in runners.values())}")
     return 0
 
 
-def _shape(text: str) -> Shape:
+def _parse_shape(text: str) -> LinkShape:
     try:
         rtt_ms, loss = map(float, text.split(":"))
     except ValueError:
         raise InvalidRequest(f"{text!r} is not a link; expected milliseconds and loss, like 2:0.01") from None
-    return Shape(values.number("milliseconds", rtt_ms, 0, 10_000), values.number("loss", loss, 0, 1))
+    return LinkShape(values.check_float("milliseconds", rtt_ms, 0, 10_000), values.check_float("loss", loss, 0, 1))
 
 
 @contextmanager
@@ -149,10 +149,10 @@ def _near_cluster(hosts: TwoHosts, options: Sequence[str], **settings: Unpack[Se
             yield client
 
 
-def _print(shape: Shape, runs: dict[str, list[Run]], carried: Carried) -> None:
+def _print_row(shape: LinkShape, runs: dict[str, list[Run]], carried: Carried) -> None:
     """Prints a line of the table, without the first prompt, which warms up the estimates."""
     near, far = runs[NEAR][1:], runs[FAR][1:]
-    sums = [summary([run.timings for run in found if run.timings]) for found in (near, far)]
+    sums = [summarize([run.timings for run in found if run.timings]) for found in (near, far)]
     rounds = sum(run.timings.rounds for run in runs[FAR] if run.timings)
     if [run.tokens for run in near] != [run.tokens for run in far]:
         raise WorkerError("texts differ between the near and the far drafter; expected equal texts for the same seed")

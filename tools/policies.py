@@ -14,7 +14,7 @@ from tools.simulation.profile import Profile
 from tools.simulation.published import Published
 from tools.simulation.simulator import Policy, Result, Simulator
 
-TOKENS = 30_000
+RESULT_TOKENS = 30_000
 SEARCH_TOKENS = 6_000
 DEPTHS = range(1, 13)
 BRANCHES = (4, 6, 8, 10, 12, 15, 16, 20, 24, 28, 32, 40, 48)
@@ -24,7 +24,7 @@ STEPS = (("best-first", {"fan_out": "best-first"}), ("filled misses", {"filled":
 
 def table(profile: Profile, published: Published | None) -> str:
     """Returns a Markdown table: AR, SD at the published and its best K, the paper's policy, and ours step by step."""
-    fastest_sd = best_sd(profile)
+    fastest_sd = find_best_sd(profile)
     sd = Policy("sd", published.sd_depth) if published else fastest_sd
     depth, branches = (published.ssd_depth, published.branches) if published else (fastest_sd.depth, 10)
     policy = Policy("ssd", depth, branches, "geometric", anytime=False, filled=False, hoping=False)
@@ -33,20 +33,20 @@ def table(profile: Profile, published: Published | None) -> str:
     for name, change in STEPS:
         policy = replace(policy, **change)
         rows.append((f"+ {name}", policy))
-    policy = best_ssd(profile, policy)
+    policy = find_best_ssd(profile, policy)
     rows.append((f"+ best K={policy.depth} B={policy.branches}", policy))
-    results = [(name, Simulator(profile, policy).run(TOKENS)) for name, policy in rows]
+    results = [(name, Simulator(profile, policy).run(RESULT_TOKENS)) for name, policy in rows]
     sd_rate, best_rate = results[1][1].tokens_per_second, results[2][1].tokens_per_second
     titles = "| | tok/s | / SD | / best SD | hit rate | tokens per round | round ms |"
     lines = [profile.name, "", titles, f"|{'---|' * 7}"]
     return "\n".join([*lines, *(_line(name, result, sd_rate, best_rate) for name, result in results)])
 
 
-def best_sd(profile: Profile) -> Policy:
+def find_best_sd(profile: Profile) -> Policy:
     return max((Policy("sd", depth) for depth in DEPTHS), key=lambda policy: _rate(profile, policy))
 
 
-def best_ssd(profile: Profile, like: Policy) -> Policy:
+def find_best_ssd(profile: Profile, like: Policy) -> Policy:
     """Returns the policy `like` with its best K and B."""
     found = (replace(like, depth=depth, branches=branches) for depth in DEPTHS for branches in BRANCHES)
     return max(found, key=lambda policy: _rate(profile, policy))

@@ -1,4 +1,4 @@
-"""Measures what each constant of `auto` is worth, in arithmetic: neither the machine nor its load matters.
+"""Measures the effect of each constant of `auto` by arithmetic, so neither the machine nor its load matters.
 
     python -m tools.policy_constants                      # all of `PolicyConstants`, as a Markdown table
     python -m tools.policy_constants --only fade,optimism
@@ -7,8 +7,8 @@
 A scene is a machine, kinds of text and a sequence of requests (`SCENES`). Its result is the time of the best fixed arm
 over the time of `auto`, the best arm being chosen for each kind of text and number of requests with knowledge of both.
 The table has, for each constant and other values of it, the change of the mean and of the worst scene in points
-(hundredths); negative: the constant is worth something. A change of plan changes the luck of all later rounds, so a
-change of the mean within two errors means nothing. Rounds are those of `tools.simulation.auto_rounds`.
+(hundredths); negative: the present value is better. A change of plan changes the luck of all later rounds, so a change
+of the mean within two errors is not significant. Rounds are those of `tools.simulation.auto_rounds`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from outrider.protocol import values
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import InProcessDrafter
 from tests.harness.settings import round_settings
-from tools.simulation.auto_rounds import WORKER, Kind, Machine, Server, Text
+from tools.simulation.auto_rounds import DRAFT_WORKER, Machine, Server, Text, TextKind
 from tools.simulation.profile import PROFILES, Profile
 
 DEPTH, BRANCHES = 4, 16
 MODULES = (acceptance, estimates, forecasts, policy, planner)
 
 
-def profile(name: str) -> Profile:
+def read_profile(name: str) -> Profile:
     return Profile.read(PROFILES / f"{name}.json")
 
 
@@ -53,38 +53,41 @@ TWO_CORES = Machine(
     ),
     all_cores=0.76,
 )  # fmt: skip
-DISTURBED = replace(TWO_CORES, noise=0.2, outlier=40)
-HEADS = Machine(
+DISTURBED_TWO_CORES = replace(TWO_CORES, noise=0.2, outlier=40)
+HEADS_MACHINE = Machine(
     Profile(
         "heads", ("none",), Latency(((1, 10.2), (16, 21.0))), Latency(((1, 1.9), (16, 3.0))), 0.1, (0.6,),
         (0.5, 0.2, 0.1),
     ),
     own_ms={"eagle3": 1.0, "mtp": 1.0},
 )  # fmt: skip
-HEADLESS = replace(HEADS, own_ms={})
-DEAR_HEADS = replace(HEADS, own_ms={"eagle3": 4.0, "mtp": 4.0})
+HEADLESS_MACHINE = replace(HEADS_MACHINE, own_ms={})
+SLOW_HEADS_MACHINE = replace(HEADS_MACHINE, own_ms={"eagle3": 4.0, "mtp": 4.0})
 
 
-def kinds(free: float, code: float, editing: float) -> tuple[Kind, ...]:
+def make_kinds(free: float, code: float, editing: float) -> tuple[TextKind, ...]:
     return (
-        Kind("free", {WORKER: free}, 0.05),
-        Kind("code", {WORKER: code}, 0.25, looks_code=True),
-        Kind("editing", {WORKER: editing}, 0.7, 30.0),
+        TextKind("free", {DRAFT_WORKER: free}, 0.05),
+        TextKind("code", {DRAFT_WORKER: code}, 0.25, looks_code=True),
+        TextKind("editing", {DRAFT_WORKER: editing}, 0.7, 30.0),
     )
 
 
-REAL = kinds(0.42, 0.57, 0.5)
-SHARP = kinds(0.75, 0.85, 0.8)
-ANSWERS = (
-    Kind("free", {WORKER: 0.42}, 0.05),
-    Kind("extraction", {WORKER: 0.5}, 0.4, 6.0, shows=False),
-    Kind("editing", {WORKER: 0.3}, 0.7, 12.0, shows=False),
+REAL_TEXTS = make_kinds(0.42, 0.57, 0.5)
+SHARP_DRAFT_TEXTS = make_kinds(0.75, 0.85, 0.8)
+COPYING_TEXTS = (
+    TextKind("free", {DRAFT_WORKER: 0.42}, 0.05),
+    TextKind("extraction", {DRAFT_WORKER: 0.5}, 0.4, 6.0, shows=False),
+    TextKind("editing", {DRAFT_WORKER: 0.3}, 0.7, 12.0, shows=False),
 )
-USELESS = (Kind("free", {WORKER: 0.05}, 0.02), Kind("code", {WORKER: 0.1}, 0.05, looks_code=True))
-BY_HEADS = (
-    Kind("free", {WORKER: 0.55, "eagle3": 0.35, "mtp": 0.8}, 0.05),
-    Kind("code", {WORKER: 0.6, "eagle3": 0.85, "mtp": 0.45}, 0.3, looks_code=True),
-    Kind("editing", {WORKER: 0.6, "eagle3": 0.5, "mtp": 0.5}, 0.8, 30.0),
+USELESS_DRAFT_TEXTS = (
+    TextKind("free", {DRAFT_WORKER: 0.05}, 0.02),
+    TextKind("code", {DRAFT_WORKER: 0.1}, 0.05, looks_code=True),
+)
+HEAD_TEXTS = (
+    TextKind("free", {DRAFT_WORKER: 0.55, "eagle3": 0.35, "mtp": 0.8}, 0.05),
+    TextKind("code", {DRAFT_WORKER: 0.6, "eagle3": 0.85, "mtp": 0.45}, 0.3, looks_code=True),
+    TextKind("editing", {DRAFT_WORKER: 0.6, "eagle3": 0.5, "mtp": 0.5}, 0.8, 30.0),
 )
 
 
@@ -94,12 +97,12 @@ class Scene:
 
     `tuned`: its tuning ("": none, right or wrong); "memory": it learned from other costs before. `work`: how many times
     as long the drafter's work takes in the first and in the second half. `misleads`: half of the prompts look like
-    code, whatever they are.
+    code, independent of their kind.
     """
 
     name: str
     machine: Machine
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TextKind, ...]
     crowds: tuple[int, ...] = (1,) * 14
     tokens: int = 96
     tuned: str = ""
@@ -114,36 +117,36 @@ class Scene:
         )
 
 
-MIXED = (4, 1, 8, 2, 4, 1, 8)
+MIXED_CROWDS = (4, 1, 8, 2, 4, 1, 8)
 SCENES = (
-    Scene("two cores", TWO_CORES, REAL),
-    Scene("two cores, long texts", TWO_CORES, REAL, (1,) * 4, 400),
-    Scene("two cores, disturbed", DISTURBED, REAL),
-    Scene("two cores, useless draft", TWO_CORES, USELESS),
-    Scene("two cores, useless draft, disturbed", DISTURBED, USELESS),
-    Scene("two cores, tuned", TWO_CORES, REAL, tuned="right"),
-    Scene("two cores, tuned wrongly", TWO_CORES, REAL, tuned="wrong"),
-    Scene("two cores, useless draft, tuned wrongly", TWO_CORES, USELESS, tuned="wrong"),
-    Scene("two cores, other memory", TWO_CORES, REAL, tuned="memory"),
-    Scene("two cores, drafter slows", TWO_CORES, REAL, (1,) * 16, work=(1.0, 5.0)),
-    Scene("two cores, drafter slow at first", TWO_CORES, REAL, (1,) * 16, work=(5.0, 1.0)),
-    Scene("two cores, answers copy", TWO_CORES, ANSWERS, (1,) * 24),
-    Scene("two cores, answers copy, disturbed", DISTURBED, ANSWERS, (1,) * 24),
-    Scene("two cores, crowds", TWO_CORES, REAL, MIXED),
-    Scene("two cores, crowds, disturbed", DISTURBED, REAL, MIXED),
-    Scene("two cores, useless draft, long life", TWO_CORES, USELESS, (1,) * 12, 500),
-    Scene("four at once, drafter slow at first", HEADLESS, SHARP, (4,) * 8, work=(12.0, 1.0)),
-    Scene("eight at once, nearly a tie", HEADLESS, kinds(0.42, 0.47, 0.42), (8,) * 5),
-    Scene("sharp draft, crowds", Machine(profile("verify-40ms")), SHARP, MIXED),
-    Scene("H100", Machine(profile("h100-llama-70b")), SHARP, (1,) * 10, 128),
-    Scene("H100, four at once", Machine(profile("h100-qwen3-32b")), SHARP, (4,) * 5),
-    Scene("Mac, one GPU", Machine(profile("mac-8b-gpu")), SHARP),
-    Scene("Mac, ANE drafter", Machine(profile("mac-ane-gpu")), kinds(0.6, 0.75, 0.7), tuned="right"),
-    Scene("two Macs", Machine(profile("two-macs-ethernet")), SHARP),
-    Scene("heads", HEADS, BY_HEADS, (1,) * 18),
-    Scene("dear heads", DEAR_HEADS, BY_HEADS, (1,) * 18),
-    Scene("heads, misleading prompts", HEADS, BY_HEADS, (1,) * 40, misleads=True),
-    Scene("heads, tuned wrongly", HEADS, BY_HEADS, (1,) * 18, tuned="wrong"),
+    Scene("two cores", TWO_CORES, REAL_TEXTS),
+    Scene("two cores, long texts", TWO_CORES, REAL_TEXTS, (1,) * 4, 400),
+    Scene("two cores, disturbed", DISTURBED_TWO_CORES, REAL_TEXTS),
+    Scene("two cores, useless draft", TWO_CORES, USELESS_DRAFT_TEXTS),
+    Scene("two cores, useless draft, disturbed", DISTURBED_TWO_CORES, USELESS_DRAFT_TEXTS),
+    Scene("two cores, tuned", TWO_CORES, REAL_TEXTS, tuned="right"),
+    Scene("two cores, tuned wrongly", TWO_CORES, REAL_TEXTS, tuned="wrong"),
+    Scene("two cores, useless draft, tuned wrongly", TWO_CORES, USELESS_DRAFT_TEXTS, tuned="wrong"),
+    Scene("two cores, other memory", TWO_CORES, REAL_TEXTS, tuned="memory"),
+    Scene("two cores, drafter slows", TWO_CORES, REAL_TEXTS, (1,) * 16, work=(1.0, 5.0)),
+    Scene("two cores, drafter slow at first", TWO_CORES, REAL_TEXTS, (1,) * 16, work=(5.0, 1.0)),
+    Scene("two cores, answers copy", TWO_CORES, COPYING_TEXTS, (1,) * 24),
+    Scene("two cores, answers copy, disturbed", DISTURBED_TWO_CORES, COPYING_TEXTS, (1,) * 24),
+    Scene("two cores, crowds", TWO_CORES, REAL_TEXTS, MIXED_CROWDS),
+    Scene("two cores, crowds, disturbed", DISTURBED_TWO_CORES, REAL_TEXTS, MIXED_CROWDS),
+    Scene("two cores, useless draft, long life", TWO_CORES, USELESS_DRAFT_TEXTS, (1,) * 12, 500),
+    Scene("four at once, drafter slow at first", HEADLESS_MACHINE, SHARP_DRAFT_TEXTS, (4,) * 8, work=(12.0, 1.0)),
+    Scene("eight at once, nearly a tie", HEADLESS_MACHINE, make_kinds(0.42, 0.47, 0.42), (8,) * 5),
+    Scene("sharp draft, crowds", Machine(read_profile("verify-40ms")), SHARP_DRAFT_TEXTS, MIXED_CROWDS),
+    Scene("H100", Machine(read_profile("h100-llama-70b")), SHARP_DRAFT_TEXTS, (1,) * 10, 128),
+    Scene("H100, four at once", Machine(read_profile("h100-qwen3-32b")), SHARP_DRAFT_TEXTS, (4,) * 5),
+    Scene("Mac, one GPU", Machine(read_profile("mac-8b-gpu")), SHARP_DRAFT_TEXTS),
+    Scene("Mac, ANE drafter", Machine(read_profile("mac-ane-gpu")), make_kinds(0.6, 0.75, 0.7), tuned="right"),
+    Scene("two Macs", Machine(read_profile("two-macs-ethernet")), SHARP_DRAFT_TEXTS),
+    Scene("heads", HEADS_MACHINE, HEAD_TEXTS, (1,) * 18),
+    Scene("dear heads", SLOW_HEADS_MACHINE, HEAD_TEXTS, (1,) * 18),
+    Scene("heads, misleading prompts", HEADS_MACHINE, HEAD_TEXTS, (1,) * 40, misleads=True),
+    Scene("heads, tuned wrongly", HEADS_MACHINE, HEAD_TEXTS, (1,) * 18, tuned="wrong"),
 )  # fmt: skip
 
 Group = tuple[str, int, bool]
@@ -151,7 +154,7 @@ Group = tuple[str, int, bool]
 
 
 @dataclass(slots=True)
-class Played:
+class SceneResult:
     """The milliseconds of a scene by group, and the rounds by plan."""
 
     spent: defaultdict[Group, float] = field(default_factory=lambda: defaultdict(float))
@@ -159,14 +162,14 @@ class Played:
     learned: tuple[Tuning, ...] = ()
 
 
-def play(
+def play_scene(
     scene: Scene, seed: int, plan: Arm | None = None, tunings: Sequence[Tuning] = (), memory: Sequence[Tuning] = ()
-) -> Played:
+) -> SceneResult:
     """Plays a scene under the policy or a fixed plan."""
     luck = random.Random(seed)
     found = planner.Planner(round_settings(DEPTH, BRANCHES), tunings, memory, own=lambda: scene.own)
     server = Server(scene.machine, found, random.Random(seed + 1), plan)
-    played = Played(plans=server.plans)
+    played = SceneResult(plans=server.plans)
     for number, at_once in enumerate(scene.crowds):
         second = number >= len(scene.crowds) / 2
         server.slower = scene.work[second]
@@ -193,30 +196,30 @@ def fixed_plans(scene: Scene) -> Iterator[Arm]:
 
 
 @dataclass(frozen=True, slots=True)
-class Standard:
-    """The best fixed arms of a scene: their milliseconds by group, and what a tuning says."""
+class BestArms:
+    """The best fixed arms of a scene: their milliseconds by group, and the tunings and memory to start with."""
 
     best: Mapping[Group, float]
     tunings: tuple[Tuning, ...]
     memory: tuple[Tuning, ...]
 
 
-def standard(scene: Scene, seed: int) -> Standard:
-    played = {plan: play(scene, seed, plan).spent for plan in fixed_plans(scene)}
+def find_best_arms(scene: Scene, seed: int) -> BestArms:
+    played = {plan: play_scene(scene, seed, plan).spent for plan in fixed_plans(scene)}
     best = {group: min(spent[group] for spent in played.values()) for group in next(iter(played.values()))}
     rates = {plan: 1000 / sum(spent.values()) for plan, spent in played.items()}
     tunings: tuple[Tuning, ...] = ()
     memory: tuple[Tuning, ...] = ()
     if scene.tuned in ("right", "wrong"):
-        tunings = (_tuning(scene, rates, scene.tuned == "wrong"),)
+        tunings = (_make_tuning(scene, rates, scene.tuned == "wrong"),)
     elif scene.tuned == "memory":
-        before = replace(scene, tuned="", machine=replace(scene.machine, all_cores=1.4), kinds=SHARP)
-        memory = play(before, seed + 7).learned
-    return Standard(best, tunings, memory)
+        before = replace(scene, tuned="", machine=replace(scene.machine, all_cores=1.4), kinds=SHARP_DRAFT_TEXTS)
+        memory = play_scene(before, seed + 7).learned
+    return BestArms(best, tunings, memory)
 
 
-def _tuning(scene: Scene, rates: Mapping[Arm, float], wrong: bool) -> Tuning:
-    """Returns tune's record: rates that err by 10 %, or those of the worst arms as the best, and half the costs."""
+def _make_tuning(scene: Scene, rates: Mapping[Arm, float], wrong: bool) -> Tuning:
+    """Returns a record of tune: rates off by 10 %, or, if `wrong`, the worst arms as the best and half the costs."""
     machine, tokens = scene.machine.profile, 1000.0 * scene.tokens * sum(scene.crowds) / 1000
     by_mode: dict[str, tuple[float, Arm]] = {}
     for plan, rate in rates.items():
@@ -242,82 +245,82 @@ def _tuning(scene: Scene, rates: Mapping[Arm, float], wrong: bool) -> Tuning:
 
 # --- constants --------------------------------------------------------------------------------------------------------
 
-Task = tuple[PolicyConstants, int, int, Standard]
+Task = tuple[PolicyConstants, int, int, BestArms]
 
 
-def use(changed: PolicyConstants) -> None:
+def use_constants(changed: PolicyConstants) -> None:
     """Replaces the constants in this process."""
     for module in MODULES:
         module.POLICY = changed  # type: ignore[attr-defined]
 
 
-def result(task: Task) -> tuple[float, Counter[Arm]]:
+def measure_scene(task: Task) -> tuple[float, Counter[Arm]]:
     """Returns the share of the best arms' rate that `auto` reaches, and its plans."""
     changed, scene, seed, known = task
-    use(changed)
-    played = play(SCENES[scene], seed, None, known.tunings, known.memory)
+    use_constants(changed)
+    played = play_scene(SCENES[scene], seed, None, known.tunings, known.memory)
     return sum(known.best.values()) / sum(played.spent.values()), played.plans
 
 
-def _standard(place: tuple[int, int]) -> Standard:
-    return standard(SCENES[place[0]], place[1])
+def _find_best_arms(place: tuple[int, int]) -> BestArms:
+    return find_best_arms(SCENES[place[0]], place[1])
 
 
 def variants(name: str) -> Iterator[tuple[str, PolicyConstants]]:
-    """Yields other values of a constant, as text and in place."""
+    """Yields a description of each other value of a constant, and all constants with that value."""
     value = getattr(POLICY, name)
     doubled = (value // 2, value * 2) if isinstance(value, int) else (value / 2, value * 2)
-    for other in NEUTRAL.get(name, doubled):
+    for other in OTHER_VALUES.get(name, doubled):
         yield f"{name}: {value:g} -> {other:g}", replace(POLICY, **{name: other})
 
 
-# Constants of fixed modes and of several draft workers, which no scene has: the test that holds each.
-HELD_BY_TESTS: Mapping[str, str] = {
-    "silent_rounds": "tests/orchestrator/test_drafters.py",
-    "judged_tokens": "tests/orchestrator/test_drafters.py",
-    "least_use": "tests/orchestrator/test_drafters.py",
+# The test of each constant of fixed modes and of several draft workers, which no scene has.
+TESTED_CONSTANTS: Mapping[str, str] = {
+    "max_silent_rounds": "tests/orchestrator/test_drafters.py",
+    "min_judged_tokens": "tests/orchestrator/test_drafters.py",
+    "min_accepted_share": "tests/orchestrator/test_drafters.py",
     "latency_smoothing": "tests/orchestrator/test_drafter_latency.py",
     "drafter_trial_rounds": "tests/orchestrator/test_draft_pool.py",
-    "breadth_rounds": "tests/bench/test_simulator.py",
+    "breadth_interval_rounds": "tests/bench/test_simulator.py",
 }
 
-# What a constant is replaced by where half and twice of it say less: mostly the value at which it does nothing.
-NEUTRAL: Mapping[str, Sequence[float]] = {
+# Other values for constants where half and twice the value say less: mostly the value that disables the constant.
+OTHER_VALUES: Mapping[str, Sequence[float]] = {
     "fade": (1.0,),
     "copy_fade": (0.99,),
     "prior_rate": (0.5, 0.85),
     "optimism": (1.0,),
     "repeated_share": (math.inf,),
-    "repeat_least": (1,),
-    "kind_doubt": (math.inf,),
-    "prior_spread": (1e-3,),
+    "min_repeat_pairs": (1,),
+    "kind_switch_logprob": (math.inf,),
+    "cost_per_row_weight": (1e-3,),
     "cost_per_row": (0.0,),
     "near": (1.0,),
     "episode_fade": (1.0,),
-    "belief_ms": (1e-6, 1000.0),
-    "held_up": (math.inf,),
-    "known_rounds": (0,),
-    "longest_wait": (1,),
+    "prior_weight_ms": (1e-6, 1000.0),
+    "max_stall_factor": (math.inf,),
+    "min_known_rounds": (0,),
+    "max_wait_factor": (1,),
     "stay_margin": (1.0,),
-    "half_forgotten": (math.inf,),
+    "error_half_life_episodes": (math.inf,),
     "promising": (0.0,),
     "unlikely": (1, 8),
     "patience": (6, 10**6),
 }
 
 
-class Measure:
+class SceneMeasurer:
     """Measures all scenes in parallel, each as the mean of the same seeds."""
 
     def __init__(self, pool: ProcessPoolExecutor, seeds: Sequence[int]) -> None:
         self._pool, self._seeds = pool, len(seeds)
         self._places = [(scene, seed) for scene in range(len(SCENES)) for seed in seeds]
-        self._known = list(pool.map(_standard, self._places))
+        self._known = list(pool.map(_find_best_arms, self._places))
 
     def __call__(self, changed: PolicyConstants) -> tuple[list[float], list[Counter[Arm]]]:
         """Returns the result of each scene with these constants, and the plans of its rounds."""
         tasks = [(changed, *place, known) for place, known in zip(self._places, self._known, strict=True)]
-        found = list(self._pool.map(result, tasks))
+        found = list(self._pool.map(measure_scene, tasks))
         by_scene = [found[at : at + self._seeds] for at in range(0, len(found), self._seeds)]
         return [fmean(rate for rate, _ in runs) for runs in by_scene], [
             sum((p for _, p in r), Counter()) for r in by_scene
@@ -332,24 +335,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    seeds = [1000 * (1 + seed) for seed in range(values.whole("seeds", options.seeds, 1, 100))]
+    seeds = [1000 * (1 + seed) for seed in range(values.check_int("seeds", options.seeds, 1, 100))]
     with ProcessPoolExecutor(options.processes) as pool:
-        measure = Measure(pool, seeds)
+        measure = SceneMeasurer(pool, seeds)
         base, plans = measure(POLICY)
         print("| scene | share of the best arms' rate | plans |\n|---|---|---|")
         for scene, rate, used in zip(SCENES, base, plans, strict=True):
-            print(f"| {scene.name} | {rate:.3f} | {_most_used(used)} |")
+            print(f"| {scene.name} | {rate:.3f} | {_format_plans(used)} |")
         print(f"| mean | {fmean(base):.3f} | |\n", flush=True)
         if not options.scenes:
-            _print_changes(measure, base, options.only.split(",") if options.only else _names())
+            _print_changes(measure, base, options.only.split(",") if options.only else _constant_names())
     return 0
 
 
-def _names() -> list[str]:
+def _constant_names() -> list[str]:
     return [field.name for field in fields(PolicyConstants)]
 
 
-def _most_used(plans: Counter[Arm]) -> str:
+def _format_plans(plans: Counter[Arm]) -> str:
     """Returns the most used plans with their share of the rounds, as "mode drafter K/B"."""
     return ", ".join(
         f"{plan.mode}{' ' * bool(plan.drafter)}{plan.drafter} {plan.depth}/{plan.branches} {count / plans.total():.0%}"
@@ -357,11 +360,11 @@ def _most_used(plans: Counter[Arm]) -> str:
     )
 
 
-def _print_changes(measure: Measure, base: Sequence[float], names: Sequence[str]) -> None:
+def _print_changes(measure: SceneMeasurer, base: Sequence[float], names: Sequence[str]) -> None:
     print("| constant: value -> other | mean +- error | worst scene | lost most | won most |\n|---|---|---|---|---|")
     for name in names:
-        if name in HELD_BY_TESTS:
-            print(f"| {name}: {getattr(POLICY, name):g} | no scene | | {HELD_BY_TESTS[name]} | |", flush=True)
+        if name in TESTED_CONSTANTS:
+            print(f"| {name}: {getattr(POLICY, name):g} | no scene | | {TESTED_CONSTANTS[name]} | |", flush=True)
             continue
         for text, changed in variants(name):
             rates, _ = measure(changed)

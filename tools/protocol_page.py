@@ -12,18 +12,18 @@ import msgspec
 import numpy as np
 from msgspec import inspect as types
 
-from outrider.protocol.clock import ASK_AGAIN_NS, FORGET_NS, MILLISECOND_NS
+from outrider.protocol.clock import IDLE_REQUEST_TIMEOUT_NS, MILLISECOND_NS, OUTCOME_TIMEOUT_NS
 from outrider.protocol.codec import MESSAGES, encode
 from outrider.protocol.messages import Close, Features, Message, RankHello, TextChange, TextForward
-from outrider.protocol.schema import MAX_AXIS, MAX_CHARACTERS, MAX_FRAME, MAX_ITEMS, Array, Record
+from outrider.protocol.schema import MAX_AXIS_LENGTH, MAX_CHARACTERS, MAX_FRAME_BYTES, MAX_ITEMS, Array, Record
 from outrider.protocol.version import PROTOCOL_VERSION
 
-PAGE = Path("docs/protocol.md")
-RANKS = (RankHello, TextChange, TextForward)
+PAGE_PATH = Path("docs/protocol.md")
+RANK_MESSAGES = (RankHello, TextChange, TextForward)
 SECOND_NS = 1000 * MILLISECOND_NS
 
 
-def _header(message: Message) -> str:
+def _header_json(message: Message) -> str:
     return json.dumps(msgspec.msgpack.decode(encode(message)[0]))
 
 
@@ -49,18 +49,18 @@ message is refused as a whole.
 - **Arrays** take one frame each, in the order of the header. The array's field holds `[dtype, shape]` in the header;
   the frame holds its items, little-endian, last axis fastest. An array field that is nil has no frame.
 
-Written as JSON, `Close("r1")` is the single frame `{_header(Close("r1"))}`. A `Features` with
+Written as JSON, `Close("r1")` is the single frame `{_header_json(Close("r1"))}`. A `Features` with
 a row of two numbers is a frame of 4 bytes after
-`{_header(Features("r1", 1, 7, np.zeros((1, 2), np.float16)))}`.
+`{_header_json(Features("r1", 1, 7, np.zeros((1, 2), np.float16)))}`.
 
 Whole numbers are never booleans, numbers are finite, and sizes are limited: {MAX_ITEMS:,} items and {MAX_CHARACTERS:,}
-characters where the field states no smaller limit, {MAX_FRAME // 2**20} MiB a frame. `encode` enforces this for the
-sender and `decode` for the receiver. A violation raises `ProtocolError`, one sentence with the field's place and what
-was expected. The receiver drops and counts the message and continues.
+characters where the field states no smaller limit, {MAX_FRAME_BYTES // 2**20} MiB a frame. `encode` enforces this
+for the sender and `decode` for the receiver. A violation raises `ProtocolError`, one sentence with the field's place
+and what was expected. The receiver drops and counts the message and continues.
 
 A well-formed message whose `SamplingParams` are out of range raises `RefusedRequest` instead, which is also an
 `InvalidRequest`, with the text that the Python API uses. The orchestrator answers a client's refused message with
-`Failed` when `request_of` can read the request's id from it.
+`Failed` when `read_request_id` can read the request's id from it.
 
 ## Versions
 
@@ -88,15 +88,15 @@ fill sends `Resync`, and the orchestrator answers with `Open` and the committed 
 their connection. The protocol needs less: messages of a request may be lost, late, duplicated or out of order, and the
 request still ends with the same text as long as some messages arrive.
 
-- *No outcome arrives.* After {ASK_AGAIN_NS // SECOND_NS} s without a sign of progress from the target, the orchestrator
-  sends `Verify` of the current round again, also where that round began with `Open`, and `Halt` if that was sent. The
-  target answers with the outcome it kept, and sends nothing while it reads or verifies. If it does not know the
-  request, or is further ahead than it remembers, it sends `Resync`, and a new epoch begins.
+- *No outcome arrives.* After {OUTCOME_TIMEOUT_NS // SECOND_NS} s without a sign of progress from the target, the
+  orchestrator sends `Verify` of the current round again, also where that round began with `Open`, and `Halt` if that
+  was sent. The target answers with the outcome it kept, and sends nothing while it reads or verifies. If it does not
+  know the request, or is further ahead than it remembers, it sends `Resync`, and a new epoch begins.
 - *No message of a drafter arrives.* Waits for drafters are bounded; then the target continues alone. The drafter
   detects what it missed from `base_len` of the next `Commit`.
-- *No `Close` arrives.* A worker closes a request that it has heard nothing of for {FORGET_NS // SECOND_NS} s, and that
-  has no work left, when another request is opened. If the request was not over, the worker answers the next message
-  about it with `Resync`.
+- *No `Close` arrives.* A worker closes a request that it has heard nothing of for
+  {IDLE_REQUEST_TIMEOUT_NS // SECOND_NS} s, and that has no work left, when another request is opened. If the request
+  was not over, the worker answers the next message about it with `Resync`.
 - *A `PromptKv` is lost*, or the prefill worker: the target reads on by itself where it finds a gap, or at the first
   `Verify`.
 - Losing `Prepare`, `Halt`, `Prefilled`, `CacheReport` or `KvMemory` costs time or memory, never a text.
@@ -119,24 +119,24 @@ names both versions. Only its header is read.
 """
 
 
-def page() -> str:
+def render_page() -> str:
     """Returns the whole page."""
     parts = [HEAD]
     for title, group in (
-        ("Between the orchestrator and its workers", {**_messages_of("workers"), **_messages_of("rounds")}),
-        ("Between the ranks of one target", {cls.__name__: cls for cls in RANKS}),
-        ("Between a client and the orchestrator", _messages_of("clients")),
+        ("Between the orchestrator and its workers", {**_messages_in("workers"), **_messages_in("rounds")}),
+        ("Between the ranks of one target", {cls.__name__: cls for cls in RANK_MESSAGES}),
+        ("Between a client and the orchestrator", _messages_in("clients")),
         ("Records inside messages", _records()),
     ):
         parts.append(f"## {title}\n")
-        parts.extend(_section(name, cls) for name, cls in group.items())
+        parts.extend(_render_section(name, cls) for name, cls in group.items())
     return "\n".join(parts)
 
 
-def _messages_of(file: str) -> dict[str, type]:
+def _messages_in(file: str) -> dict[str, type]:
     """Returns the messages of one file of protocol/messages/."""
     ours = {name: cls for name, cls in MESSAGES.items() if cls.__module__.endswith(f".{file}")}
-    return {name: cls for name, cls in ours.items() if cls not in RANKS}
+    return {name: cls for name, cls in ours.items() if cls not in RANK_MESSAGES}
 
 
 def _records() -> dict[str, type]:
@@ -168,23 +168,23 @@ def _fields(cls: type) -> tuple[types.Field, ...]:
     return info.fields if isinstance(info, types.StructType | types.DataclassType) else ()
 
 
-def _section(name: str, cls: type) -> str:
+def _render_section(name: str, cls: type) -> str:
     lines = [f"### {name}\n", inspect.cleandoc(cls.__doc__ or ""), ""]
     if found := _fields(cls):
         lines += ["| field | may be | default |", "|---|---|---|"]
         for field in found:
             shown = f"{type(field.default).__name__}()" if isinstance(field.default, Record) else repr(field.default)
             default = "" if field.required else f"`{shown}`"
-            lines.append(f"| `{field.name}` | {_linked(words(field.type))} | {default} |")
+            lines.append(f"| `{field.name}` | {_add_links(describe_type(field.type))} | {default} |")
         lines += [""]
     return "\n".join(lines)
 
 
-def words(shape: types.Type) -> str:
+def describe_type(shape: types.Type) -> str:
     """Describes a value of this type."""
     match shape:
         case types.IntType(ge=int(low), le=int(high)):
-            return f"a whole number from {_power(low)} to {_power(high)}"
+            return f"a whole number from {_format_limit(low)} to {_format_limit(high)}"
         case types.IntType():
             return "a whole number"
         case types.FloatType(ge=0.0, le=1.0):
@@ -199,33 +199,33 @@ def words(shape: types.Type) -> str:
             return "text" if limit is None else f"text of at most {limit:,} characters"
         case types.Metadata(extra={"array": Array(dtype, axes, least)}):
             sign = "" if least is None else f", none under {least}"
-            return f"an array of {dtype}, {axes} {'axis' if axes == 1 else 'axes'} of at most {MAX_AXIS:,}{sign}"
+            return f"an array of {dtype}, {axes} {'axis' if axes == 1 else 'axes'} of at most {MAX_AXIS_LENGTH:,}{sign}"
         case types.VarTupleType(item_type=item, max_length=limit):
-            return f"at most {limit:,} of: {words(item)}"
+            return f"at most {limit:,} of: {describe_type(item)}"
         case types.TupleType(item_types=items):
-            return f"({'; '.join(map(words, items))})"
+            return f"({'; '.join(map(describe_type, items))})"
         case types.UnionType(types=(inner, types.NoneType())):
-            return f"nil, or {words(inner)}"
+            return f"nil, or {describe_type(inner)}"
         case types.UnionType(types=variants):
-            return ", ".join(map(words, variants[:-1])) + f" or {words(variants[-1])}"
+            return ", ".join(map(describe_type, variants[:-1])) + f" or {describe_type(variants[-1])}"
         case types.StructType(cls=cls) | types.DataclassType(cls=cls):
             return f"{'an' if cls.__name__[0] in 'AEIO' else 'a'} {cls.__name__}"
     raise TypeError(f"{shape} is no type of a field")
 
 
-def _power(value: int) -> str:
+def _format_limit(value: int) -> str:
     """Formats 2147483647 as 2^31-1."""
     return next((f"2^{bits}-1" for bits in (31, 63) if value == 2**bits - 1), f"{value:,}")
 
 
-def _linked(words: str) -> str:
+def _add_links(words: str) -> str:
     """Adds links to the names of records, the only words with a capital letter after an article."""
     return re.sub(r"\ban? ([A-Z]\w+)", lambda match: f"[{match[1]}](#{match[1].lower()})", words)
 
 
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
-    path.write_text(page(), encoding="utf-8")
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE_PATH
+    path.write_text(render_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,19 +19,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outrider.bench.comparison.runs import Interval, Run, mode_runner, ratio, summary, total_rate
+from outrider.bench.comparison.runs import Interval, Run, mode_runner, ratio, summarize, total_rate
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values
 from outrider.protocol.sampling import SamplingParams
-from tools.policies import best_sd, best_ssd
-from tools.simulation.environment import simulated
+from tools.policies import find_best_sd, find_best_ssd
+from tools.simulation.environment import simulated_machine
 from tools.simulation.profile import Profile
 from tools.simulation.published import Published
-from tools.simulation.script import starts, write_script
+from tools.simulation.script import random_prompts, write_script
 from tools.simulation.simulator import Policy, Simulator
-from tools.simulation.stand_in import write
+from tools.simulation.stand_in import write_stand_in
 
 # Tokens of the script beyond the last requested one, because a chain may reach beyond it.
 SPARE_TOKENS = 64
@@ -82,7 +82,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    prompts, tokens = (values.whole(name, getattr(options, name), 1, 1 << 20) for name in ("prompts", "max_tokens"))
+    prompts, tokens = (values.check_int(name, getattr(options, name), 1, 1 << 20) for name in ("prompts", "max_tokens"))
     rows = {str(path): simulate(path, prompts, tokens) for path in options.profiles}
     if options.out is not None:
         record = {path: [asdict(row) for row in found] for path, found in rows.items()}
@@ -99,23 +99,23 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[SimulatedRow]:
     profile, published = Profile.read(path), Published.read(path)
     contestants = _contestants(profile, published)
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
-        write(Path(folder))
-        texts = starts(prompts + 1)
+        write_stand_in(Path(folder))
+        texts = random_prompts(prompts + 1)
         script = Path(folder) / "script.json"
         longest = SamplingParams(max_tokens=max(max_tokens, WARM_UP_TOKENS) + SPARE_TOKENS, ignore_eos=True)
         write_script(script, Path(folder), texts, [longest] * len(texts))
         runs: dict[str, list[Run]] = {}
         for cluster in dict.fromkeys(contestant.cluster for contestant in contestants):
             chosen = [contestant for contestant in contestants if contestant.cluster == cluster]
-            with simulated(path, script) as check, _cluster(folder, *cluster) as client:
+            with simulated_machine(path, script) as check, _start_cluster(folder, *cluster) as client:
                 for contestant in chosen:
                     print(f"{profile.name}: {contestant.name}", file=sys.stderr, flush=True)
-                    runs[contestant.name] = _run(client, contestant, texts, max_tokens)
+                    runs[contestant.name] = _run_contestant(client, contestant, texts, max_tokens)
                     check()
-    everything = summary([run.timings for found in runs.values() for run in found if run.timings])
+    everything = summarize([run.timings for found in runs.values() for run in found if run.timings])
     hop_ms = (everything.turnaround_ms or 0.0) / 2
-    rows = [_row(profile, published, contestant, runs, hop_ms) for contestant in contestants]
-    _print(profile, published, rows)
+    rows = [_make_row(profile, published, contestant, runs, hop_ms) for contestant in contestants]
+    _print_table(profile, published, rows)
     return rows
 
 
@@ -124,10 +124,10 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[SimulatedRow]:
 
 def _contestants(profile: Profile, published: Published | None) -> list[Contestant]:
     """Returns AR, SD at the published and its best K, SSD by the paper's policy, and then ours step by step."""
-    best_depth = best_sd(profile).depth
+    best_depth = find_best_sd(profile).depth
     sd_depth = published.sd_depth if published else best_depth
     depth, branches = (published.ssd_depth, published.branches) if published else (best_depth, 10)
-    ours = best_ssd(profile, Policy("ssd"))
+    ours = find_best_ssd(profile, Policy("ssd"))
     baselines = [Contestant("ar", Policy("ar"), "ar"), Contestant(f"sd K={sd_depth}", Policy("sd", sd_depth), "sd")]
     if best_depth != sd_depth:
         baselines.append(Contestant(f"sd K={best_depth}", Policy("sd", best_depth), "sd"))
@@ -150,7 +150,7 @@ def _predict(profile: Profile, policy: Policy, hop_ms: float = 0.0) -> float:
 
 
 @contextmanager
-def _cluster(model: str, fan_out: str, anytime: bool) -> Iterator[Client]:
+def _start_cluster(model: str, fan_out: str, anytime: bool) -> Iterator[Client]:
     with LocalCluster(
         memory=False,
         model=model,
@@ -162,7 +162,9 @@ def _cluster(model: str, fan_out: str, anytime: bool) -> Iterator[Client]:
         yield cluster.client()
 
 
-def _run(client: Client, contestant: Contestant, starts: Sequence[Sequence[int]], max_tokens: int) -> list[Run]:
+def _run_contestant(
+    client: Client, contestant: Contestant, starts: Sequence[Sequence[int]], max_tokens: int
+) -> list[Run]:
     """Returns the runs of all prompts but the first, which warms up the estimates."""
     policy = contestant.policy
     runner = mode_runner(client, contestant.mode, policy.depth, policy.branches)
@@ -179,7 +181,7 @@ def _run(client: Client, contestant: Contestant, starts: Sequence[Sequence[int]]
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def _row(
+def _make_row(
     profile: Profile,
     published: Published | None,
     contestant: Contestant,
@@ -188,14 +190,14 @@ def _row(
 ) -> SimulatedRow:
     own_runs, is_predictable = runs[contestant.name], contestant.mode != "auto"
     sd = next(others for name, others in runs.items() if name.startswith("sd"))
-    sums = summary([run.timings for run in own_runs if run.timings])
+    sums = summarize([run.timings for run in own_runs if run.timings])
     timed = [run.timed for run in own_runs]
     return SimulatedRow(
         contestant.name,
         total_rate(timed),
         _predict(profile, contestant.policy, hop_ms=hop_ms) if is_predictable else None,
         _predict(profile, contestant.policy) if is_predictable else None,
-        _published(published, contestant),
+        _published_rate(published, contestant),
         sums.hit_rate or 0.0,
         sums.tokens / sums.rounds,
         sums.idle_ms / sums.rounds,
@@ -205,7 +207,7 @@ def _row(
     )
 
 
-def _published(published: Published | None, contestant: Contestant) -> float | None:
+def _published_rate(published: Published | None, contestant: Contestant) -> float | None:
     if published is None or contestant.mode == "auto":
         return None
     depth, policy = {"ar": 0, "sd": published.sd_depth, "ssd": published.ssd_depth}[contestant.mode], contestant.policy
@@ -216,11 +218,14 @@ def _published(published: Published | None, contestant: Contestant) -> float | N
     return published.sd if contestant.mode == "sd" else published.ssd
 
 
-def _print(profile: Profile, published: Published | None, rows: Sequence[SimulatedRow]) -> None:
+def _print_table(profile: Profile, published: Published | None, rows: Sequence[SimulatedRow]) -> None:
     print(f"\n{profile.name}")
-    print(f"  target {_curve(profile.target.points)} ms by rows, draft {_curve(profile.draft.points)} ms by rows,")
-    print(f"  link {profile.link_ms} ms one way, acceptance {_list(profile.acceptance)},")
-    print(f"  bonus ranks {_list(profile.bonus_ranks[:4])}, ...")
+    print(
+        f"  target {_format_curve(profile.target.points)} ms by rows,"
+        f" draft {_format_curve(profile.draft.points)} ms by rows,"
+    )
+    print(f"  link {profile.link_ms} ms one way, acceptance {_format_shares(profile.acceptance)},")
+    print(f"  bonus ranks {_format_shares(profile.bonus_ranks[:4])}, ...")
     if p := published:
         print(f"  published: AR {p.ar}, SD {p.sd}, SSD {p.ssd}: SSD/SD {p.ssd / p.sd:.2f}")
     print(f"\n| | {' | '.join(COLUMNS)} |\n{'|---' * (len(COLUMNS) + 1)}|")
@@ -239,11 +244,11 @@ def _print(profile: Profile, published: Published | None, rows: Sequence[Simulat
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def _list(shares: Iterable[float]) -> str:
+def _format_shares(shares: Iterable[float]) -> str:
     return ", ".join(f"{share:g}" for share in shares)
 
 
-def _curve(points: Iterable[tuple[int, float]]) -> str:
+def _format_curve(points: Iterable[tuple[int, float]]) -> str:
     return ", ".join(f"{rows}: {ms:g}" for rows, ms in points)
 
 

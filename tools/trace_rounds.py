@@ -24,7 +24,7 @@ class Bar:
     args: dict[str, Any]
 
 
-def read(path: Path) -> list[Bar]:
+def read_bars(path: Path) -> list[Bar]:
     """Returns the work in a trace file by start time.
 
     Raises:
@@ -67,7 +67,7 @@ class TracedRound:
 
 
 @dataclass(frozen=True, slots=True)
-class _Verified:
+class _TracedVerify:
     """A verify in the trace; `name` is the source of its chain."""
 
     name: str
@@ -82,16 +82,16 @@ def read_rounds(trace: Path, texts: Sequence[tuple[Sequence[int], Sequence[int]]
     Raises:
         InvalidRequest: the trace does not fit the texts.
     """
-    requests = list(_requests(read(trace)))
+    requests = list(_split_requests(read_bars(trace)))
     if len(requests) != len(texts):
         raise InvalidRequest(f"{trace} has {len(requests)} requests; expected {len(texts)}")
-    return [_rounds(verified, *text) for verified, text in zip(requests, texts, strict=True)]
+    return [_build_rounds(verified, *text) for verified, text in zip(requests, texts, strict=True)]
 
 
-def _requests(bars: Sequence[Bar]) -> Iterator[list[_Verified]]:
+def _split_requests(bars: Sequence[Bar]) -> Iterator[list[_TracedVerify]]:
     """Yields the verifies of each request, OPEN's first."""
     sent: dict[int, tuple[str, tuple[int, ...]]] = {}
-    current: list[_Verified] = []
+    current: list[_TracedVerify] = []
     for bar in sorted(bars, key=lambda bar: bar.start + bar.length):
         if bar.track == "orchestrator" and "tokens" in bar.args:
             sent[bar.round] = (bar.name, tuple(bar.args["tokens"]))
@@ -100,12 +100,14 @@ def _requests(bars: Sequence[Bar]) -> Iterator[list[_Verified]]:
                 if current:
                     yield current
                 current, sent = [], {}
-            current.append(_Verified(*sent.get(bar.round, ("start", ())), bar.args["accepted"]))
+            current.append(_TracedVerify(*sent.get(bar.round, ("start", ())), bar.args["accepted"]))
     if current:
         yield current
 
 
-def _rounds(verified: Sequence[_Verified], prompt: Sequence[int], generated: Sequence[int]) -> list[TracedRound]:
+def _build_rounds(
+    verified: Sequence[_TracedVerify], prompt: Sequence[int], generated: Sequence[int]
+) -> list[TracedRound]:
     text, base_len, found = [*prompt, *generated], len(prompt), []
     for this, following in pairwise(verified):
         if base_len + this.accepted >= len(text):

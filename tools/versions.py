@@ -19,21 +19,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.bench.commands.files import modes_of, numbers
+from outrider.bench.commands.files import parse_modes, parse_numbers
 from outrider.bench.comparison.runs import PromptRunner, Run, Timed, ratio, run_interleaved, total_rate
 from outrider.bench.helper import HelperProcess
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
-from outrider.orchestrator.pairing.model_files import PACKAGE
+from outrider.orchestrator.pairing.model_files import PACKAGE_FOLDER
 from outrider.protocol import values
-from outrider.protocol.digest import CACHE, cache_folder
+from outrider.protocol.digest import CACHE_VARIABLE, cache_folder
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import mixed_tokens
 
-SIDE = Path(__file__).with_name("version_side.py")
+SIDE_PROGRAM = Path(__file__).with_name("version_side.py")
 THIS, OTHER = "this", "the other"
-WARM_UP = 2
+WARM_UP_PROMPTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ def require_checkout(folder: Path) -> None:
 
 
 @contextmanager
-def cluster_of(folder: Path) -> Iterator[HelperProcess]:
+def run_cluster(folder: Path) -> Iterator[HelperProcess]:
     """Runs a cluster of a checkout whose cache folder has models only, so that it has no estimates of earlier runs."""
     with tempfile.TemporaryDirectory() as fresh:
         for models in cache_folder().glob("*/"):
             Path(fresh, models.name).symlink_to(models)
-        own = {"PYTHONPATH": str(folder.resolve()), "XDG_CACHE_HOME": fresh, CACHE: fresh}
-        with HelperProcess(str(SIDE), environment={**os.environ, **own}) as helper:
+        own = {"PYTHONPATH": str(folder.resolve()), "XDG_CACHE_HOME": fresh, CACHE_VARIABLE: fresh}
+        with HelperProcess(str(SIDE_PROGRAM), environment={**os.environ, **own}) as helper:
             yield helper
 
 
@@ -93,19 +93,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     require_checkout(options.against)
-    modes = modes_of(options.modes)
-    temps = numbers("temps", options.temps, float)
-    length = values.whole("tokens", options.tokens, 2, 600)
+    modes = parse_modes(options.modes)
+    temps = parse_numbers("temps", options.temps, float)
+    length = values.check_int("tokens", options.tokens, 2, 600)
     screen, missed = Screen(), False
     prompts = mixed_tokens(options.prompts)
     screen.show("starting both clusters")
-    with cluster_of(PACKAGE.parent) as now, cluster_of(options.against) as before:
+    with run_cluster(PACKAGE_FOLDER.parent) as now, run_cluster(options.against) as before:
         runners: dict[str, PromptRunner] = {
             f"{mode}, {name}": Side(helper, mode) for mode in modes for name, helper in ((THIS, now), (OTHER, before))
         }
         for temp in temps:
             sampling = SamplingParams(max_tokens=length, temp=temp, ignore_eos=True)
-            run_interleaved(runners, prompts[:WARM_UP], sampling, lambda step: screen.show(f"warming up: {step}"))
+            run_interleaved(
+                runners, prompts[:WARM_UP_PROMPTS], sampling, lambda step: screen.show(f"warming up: {step}")
+            )
             runs = run_interleaved(runners, prompts, sampling, screen.show)
             screen.clear()
             for mode in modes:

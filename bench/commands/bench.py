@@ -17,32 +17,32 @@ from typing import Any
 from msgspec import structs, to_builtins
 
 from outrider.bench.commands import files
-from outrider.bench.commands.files import modes_of, numbers
-from outrider.bench.commands.footprint import LENGTH, Footprint, footprint_lines, measure_footprint
+from outrider.bench.commands.files import parse_modes, parse_numbers
+from outrider.bench.commands.footprint import MEMORY_TEXT_TOKENS, Footprint, footprint_lines, measure_footprint
 from outrider.bench.comparison import report
 from outrider.bench.comparison.peers import (
     LLAMA_CPP,
     MLX_LM,
     ChosenPeers,
     PeerProcess,
-    best_mlx_lm,
-    choose,
+    choose_mlx_lm_batch,
+    choose_peers,
     llama_cpp,
     mlx_lm,
 )
 from outrider.bench.comparison.runners import (
     BASELINE,
-    BOTH_CORES,
-    FEWEST_TRIAL_PROMPTS,
+    BOTH_CORES_SUFFIX,
+    MIN_TRIAL_PROMPTS,
     TRIAL_PROMPTS,
     RunnerFamilies,
     main_table_runs,
     second_table_runs,
 )
-from outrider.bench.comparison.runs import SEEDS, BatchRunner, Run, mode_batch, run_interleaved
-from outrider.bench.prompts import CLASSES
+from outrider.bench.comparison.runs import SEED_STRIDE, BatchRunner, Run, mode_batch_runner, run_interleaved
+from outrider.bench.prompts import TINY_CLASSES
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.flags import writable_folder
+from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
@@ -55,18 +55,18 @@ COMMON = (
     "--prompts", "--classes", "--temps", "--depths", "--max-tokens", "--suite", "--peers", "--out", "--concurrency",
     "--rounds", "--model", "--draft-model", "--branches",
 )  # fmt: skip
-UNUSED = (*flags.OF_MANY_REQUESTS, "colocate", "ngrams", "memory", "trace")
+UNUSED = (*flags.MULTI_REQUEST_SETTINGS, "colocate", "ngrams", "memory", "trace")
 """Bench itself runs SD colocated, and with and without n-grams; several clusters can't share a trace."""
 
-PROMPTS, SUITE_PROMPTS = 24, 6
-DEPTHS, SUITE_DEPTHS = "2,3,4", "1,2,3"
+DEFAULT_PROMPTS, DEFAULT_SUITE_PROMPTS = 24, 6
+DEFAULT_DEPTHS, DEFAULT_SUITE_DEPTHS = "2,3,4", "1,2,3"
 SUITE_TRIAL_PROMPTS = 1
 
-WIDEST = 256
-SINGLE_REQUEST_ONLY = ("depths", "prompts", "both_cores")
+MAX_CONCURRENCY = 256
+SINGLE_REQUEST_FLAGS = ("depths", "prompts", "both_cores")
 TRIAL_ROUNDS = 2
 # All engines read the same prompts, so no engine may cache them or load estimates of an earlier run.
-OWN_SETTINGS = {"prompt_cache": False, "memory": False}
+COMPARISON_SETTINGS = {"prompt_cache": False, "memory": False}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -119,17 +119,17 @@ class BenchPlan:
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     pair = choose_pair(ServeSettings(**flags.settings_of(options)))
-    if pair.settings.drafts_by_head:
+    if pair.settings.drafts_with_head:
         raise InvalidRequest("bench does not support heads yet; use another draft_backend")
-    values.whole("max_tokens", options.max_tokens, 2, 1 << 20)
-    temps = numbers("temps", options.temps, float)
+    values.check_int("max_tokens", options.max_tokens, 2, 1 << 20)
+    temps = parse_numbers("temps", options.temps, float)
     samplings = [SamplingParams(max_tokens=options.max_tokens, temp=temp, ignore_eos=True) for temp in temps]
     if options.concurrency is not None:
         return _run_concurrent(options, pair, samplings)
     for name in ("modes", "rounds", "each"):
         if getattr(options, name) is not None:
             raise InvalidRequest(f"{name} is only used with concurrency")
-    plan, out = _plan(options, pair, samplings), writable_folder(options.out, "choose another --out")
+    plan, out = _make_plan(options, pair, samplings), ensure_writable(options.out, "choose another --out")
     screen, settings, given = Screen(), pair.settings, flags.settings_of(options)
     sections: list[report.Section] = []
     ratios: dict[str, list[report.Ratio]] = {}
@@ -141,17 +141,17 @@ def run(options: argparse.Namespace) -> int:
         for group, sampling in product(plan.groups, plan.samplings):
             best = families.best(group.trials, sampling, lambda message: screen.show(f"trial, {message}"))
             runs = run_interleaved(best, group.prompts, sampling, screen.show)
-            found = _sections(plan, group, sampling.temp, runs, settings.threads, families.weight_bytes)
+            found = _make_sections(plan, group, sampling.temp, runs, settings.threads, families.weight_bytes)
             at = f"T={sampling.temp:g}" if plan.suite else f"{group.name} T={sampling.temp:g}"
-            raw[at] = {name: list(map(_plain, group.classes, of_name)) for name, of_name in runs.items()}
+            raw[at] = {name: list(map(_run_to_dict, group.classes, of_name)) for name, of_name in runs.items()}
             sections += found
             screen.clear()
             for section in found:
-                print(report.table(section) + "\n", flush=True)
+                print(report.format_section(section) + "\n", flush=True)
             if plan.suite:
-                ratios[at] = report.ratios(runs, group.classes, settings.threads)
-                print(f"ratios, {at}\n\n{report.ratio_table(ratios[at])}\n", flush=True)
-    used = _footprint(pair, plan, given, screen) if plan.suite else None
+                ratios[at] = report.compare_families(runs, group.classes, settings.threads)
+                print(f"ratios, {at}\n\n{report.format_ratios(ratios[at])}\n", flush=True)
+    used = _measure_footprint(pair, plan, given, screen) if plan.suite else None
     for line in (*(footprint_lines(used) if used else ()), *plan.peers.left_out):
         print(line)
     title = f"outrider bench: K chosen per family, B = {settings.breadth}"
@@ -164,11 +164,11 @@ def run(options: argparse.Namespace) -> int:
         "runs": raw,
     }
     name = "suite" if plan.suite else "bench"
-    files.write(out, name, title, settings, results, lambda: report.draw(sections, title))
+    files.write_results(out, name, title, settings, results, lambda: report.draw(sections, title))
     return 0
 
 
-def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[SamplingParams]) -> BenchPlan:
+def _make_plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[SamplingParams]) -> BenchPlan:
     """Returns the plan that the flags describe.
 
     Raises:
@@ -177,11 +177,11 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Samplin
     suite = options.suite is not None
     if suite and options.both_cores:
         raise InvalidRequest("both-cores can't be combined with suite")
-    given = numbers("depths", options.depths or (SUITE_DEPTHS if suite else DEPTHS), int)
+    given = parse_numbers("depths", options.depths or (DEFAULT_SUITE_DEPTHS if suite else DEFAULT_DEPTHS), int)
     depths = [check_setting("num_draft_tokens", depth) for depth in given]
-    peers = choose(options.peers, options.model, options.draft_model)
-    found = files.of_classes(options, pair, ("code",))
-    usual, kept = (SUITE_PROMPTS, SUITE_TRIAL_PROMPTS) if suite else (PROMPTS, FEWEST_TRIAL_PROMPTS)
+    peers = choose_peers(options.peers, options.model, options.draft_model)
+    found = files.load_prompt_tokens(options, pair, ("code",))
+    usual, kept = (DEFAULT_SUITE_PROMPTS, SUITE_TRIAL_PROMPTS) if suite else (DEFAULT_PROMPTS, MIN_TRIAL_PROMPTS)
     count = usual if options.prompts is None else options.prompts
     for kind, prompts in found.items():
         most = len(prompts) - kept
@@ -191,8 +191,10 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Samplin
                 " them must be left to choose the settings"
             )
     if suite:
-        in_turn = files.in_turn([prompts[:count] for prompts in found.values()])
-        groups = [PromptGroup(report.ALL, in_turn, [*found] * count, [prompts[-1] for prompts in found.values()])]
+        in_turn = files.interleave([prompts[:count] for prompts in found.values()])
+        groups = [
+            PromptGroup(report.ALL_CLASSES, in_turn, [*found] * count, [prompts[-1] for prompts in found.values()])
+        ]
         samplings = [replace(sampling, ignore_eos=False) for sampling in samplings]
     else:
         groups = [
@@ -202,7 +204,7 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Samplin
     return BenchPlan(groups, samplings, depths, peers, suite, options.both_cores)
 
 
-def _sections(
+def _make_sections(
     plan: BenchPlan,
     group: PromptGroup,
     temp: float,
@@ -213,18 +215,20 @@ def _sections(
     """Returns the tables of one group at one temperature."""
     here = f"{threads} BLAS thread{'s' * (threads > 1)} per worker"
     main = runs if plan.suite else main_table_runs(runs)
-    found = [report.section(group.name, temp, here, main, BASELINE, weight_bytes)]
+    found = [report.make_section(group.name, temp, here, main, BASELINE, weight_bytes)]
     for kind in dict.fromkeys(group.classes) if plan.suite else ():
-        found.append(report.section(kind, temp, here, report.of_class(runs, group.classes, kind), BASELINE))
+        found.append(report.make_section(kind, temp, here, report.filter_by_class(runs, group.classes, kind), BASELINE))
     if plan.both_cores:
-        there = f"{BOTH_CORES[2:]}: {2 * threads} BLAS threads, not pinned; others as above"
-        found.append(report.section(group.name, temp, there, second_table_runs(runs), BASELINE + BOTH_CORES))
+        there = f"{BOTH_CORES_SUFFIX[2:]}: {2 * threads} BLAS threads, not pinned; others as above"
+        found.append(
+            report.make_section(group.name, temp, there, second_table_runs(runs), BASELINE + BOTH_CORES_SUFFIX)
+        )
     return found
 
 
-def _footprint(pair: ChosenPair, plan: BenchPlan, given: dict[str, Any], screen: Screen) -> Footprint | None:
-    """Returns None if the model's context is shorter than LENGTH."""
-    if (pair.target.context_length or LENGTH) < LENGTH:
+def _measure_footprint(pair: ChosenPair, plan: BenchPlan, given: dict[str, Any], screen: Screen) -> Footprint | None:
+    """Measures the footprint. Returns None if the model's context is shorter than `MEMORY_TEXT_TOKENS`."""
+    if (pair.target.context_length or MEMORY_TEXT_TOKENS) < MEMORY_TEXT_TOKENS:
         return None
     words = [token for group in plan.groups for prompt in group.prompts for token in prompt]
     try:
@@ -233,7 +237,7 @@ def _footprint(pair: ChosenPair, plan: BenchPlan, given: dict[str, Any], screen:
         screen.clear()
 
 
-def _plain(kind: str, run: Run) -> dict[str, Any]:
+def _run_to_dict(kind: str, run: Run) -> dict[str, Any]:
     return {
         "class": kind,
         "tokens": run.timed.tokens,
@@ -244,55 +248,58 @@ def _plain(kind: str, run: Run) -> dict[str, Any]:
 
 def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> int:
     """Compares concurrent requests with AR, SD, SSD, auto and other engines: `--concurrency`."""
-    for name in SINGLE_REQUEST_ONLY:
+    for name in SINGLE_REQUEST_FLAGS:
         if getattr(options, name) not in (None, False):
             raise InvalidRequest(f"{name.replace('_', '-')} can't be combined with concurrency")
-    widths = [values.whole("concurrency", n, 1, WIDEST) for n in numbers("concurrency", options.concurrency, int)]
-    modes = modes_of("ar,sd,ssd,auto" if options.modes is None else options.modes)
-    count = values.whole("rounds", 5 if options.rounds is None else options.rounds, 2, 1000)
-    each = values.whole("each", 1 if options.each is None else options.each, 1, 100)
-    settings, peers = pair.settings, choose(options.peers, options.model, options.draft_model)
-    prompts = files.in_turn(list(files.of_classes(options, pair, CLASSES).values()))
-    out, screen = writable_folder(options.out, "choose another --out"), Screen()
+    widths = [
+        values.check_int("concurrency", n, 1, MAX_CONCURRENCY)
+        for n in parse_numbers("concurrency", options.concurrency, int)
+    ]
+    modes = parse_modes("ar,sd,ssd,auto" if options.modes is None else options.modes)
+    count = values.check_int("rounds", 5 if options.rounds is None else options.rounds, 2, 1000)
+    each = values.check_int("each", 1 if options.each is None else options.each, 1, 100)
+    settings, peers = pair.settings, choose_peers(options.peers, options.model, options.draft_model)
+    prompts = files.interleave(list(files.load_prompt_tokens(options, pair, TINY_CLASSES).values()))
+    out, screen = ensure_writable(options.out, "choose another --out"), Screen()
     sections: list[report.ConcurrentSection] = []
     raw: dict[str, Any] = {}
     with ExitStack() as stack:
-        started = {**OWN_SETTINGS, "max_active": max(widths), **flags.settings_of(options)}
+        started = {**COMPARISON_SETTINGS, "max_active": max(widths), **flags.settings_of(options)}
         client = stack.enter_context(LocalCluster(progress=screen.show, **started)).client()
         one_mlx_lm = stack.enter_context(mlx_lm(settings)) if peers.mlx_lm else None
         both_cores, slots = replace(settings, threads=2 * settings.threads), dict[int, PeerProcess]()
         for sampling, width in product((replace(s, seed=0) for s in samplings), widths):
             turns = cycle(prompts)
             first, *rounds = [list(islice(turns, width * each)) for _ in range(count + 1)]
-            runners: dict[str, BatchRunner] = {mode: mode_batch(client, mode, width) for mode in modes}
+            runners: dict[str, BatchRunner] = {mode: mode_batch_runner(client, mode, width) for mode in modes}
             if peers.gguf is not None:  # a slot for each request, and the threads of our target and drafter together
                 if width not in slots:
                     slots[width] = stack.enter_context(llama_cpp(both_cores, peers.gguf, slots=width))
                 runners[LLAMA_CPP] = slots[width].run_batch
             if one_mlx_lm is not None:
                 screen.show(f"{width} requests: choosing mlx-lm's prefill batch size")
-                runners[MLX_LM] = best_mlx_lm(one_mlx_lm, width, [first] * TRIAL_ROUNDS, sampling)
+                runners[MLX_LM] = choose_mlx_lm_batch(one_mlx_lm, width, [first] * TRIAL_ROUNDS, sampling)
 
             def show(message: str, width: int = width) -> None:
                 screen.show(f"{width} requests, {message}")
 
-            run_interleaved(runners, [first], sampling, show, seeds=SEEDS)  # warms up
-            found = run_interleaved(runners, rounds, sampling, show, seeds=SEEDS)
-            sections.append(report.concurrent_section(width, sampling.temp, found))
+            run_interleaved(runners, [first], sampling, show, seeds=SEED_STRIDE)  # warms up
+            found = run_interleaved(runners, rounds, sampling, show, seeds=SEED_STRIDE)
+            sections.append(report.make_concurrent_section(width, sampling.temp, found))
             raw[f"{width} at once T={sampling.temp:g}"] = {
-                name: _plain_rounds(rounds) for name, rounds in found.items()
+                name: _rounds_to_dicts(rounds) for name, rounds in found.items()
             }
             screen.clear()
-            print(report.concurrent_table(sections[-1]) + "\n", flush=True)
+            print(report.format_concurrent_section(sections[-1]) + "\n", flush=True)
     title = f"outrider bench: concurrent requests, {options.max_tokens} tokens each"
     results = {"sections": [asdict(found) for found in sections], "rounds": raw}
-    files.write(out, "concurrency", title, settings, results, lambda: report.draw_concurrent(sections, title))
+    files.write_results(out, "concurrency", title, settings, results, lambda: report.draw_concurrent(sections, title))
     for note in peers.left_out:
         print(note)
     return 0
 
 
-def _plain_rounds(rounds: report.Rounds) -> list[list[dict[str, Any]]]:
+def _rounds_to_dicts(rounds: report.Rounds) -> list[list[dict[str, Any]]]:
     """Returns rounds as JSON values; times are in seconds on the clock of `Reply.sent`."""
     return [
         [{"sent": reply.sent, "arrivals": [list(asdict(a).values()) for a in reply.arrivals]} for reply in replies]

@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHTS, Mode, Options
+from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHT_FORMATS, Mode, Options
 from outrider.orchestrator.cli.terminal import say
 from outrider.orchestrator.pairing.model_files import find_model
 
-_BAR = 30
+_BAR_WIDTH = 30
 
 
 def run(options: argparse.Namespace) -> int:
@@ -21,7 +21,11 @@ def run(options: argparse.Namespace) -> int:
     from outrider.drafters.coreml.converter import convert  # deferred: imports MLX and coremltools
 
     manifest = convert(
-        find_model(options.model).folder, options.out, wanted, None if options.quiet else _bar, options.mlx_out
+        find_model(options.model).folder,
+        options.out,
+        wanted,
+        None if options.quiet else _show_progress,
+        options.mlx_out,
     )
     size = sum(file.stat().st_size for file in options.out.rglob("*") if file.is_file())
     result = {
@@ -42,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     cache = "the owner of the keys and values (default: %(default)s)"
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default=Mode.STATELESS.value, help=cache)
     numbers = "the format of the weights (default: %(default)s)"
-    parser.add_argument("--weights", choices=WEIGHTS, default="fp16", help=numbers)
+    parser.add_argument("--weights", choices=WEIGHT_FORMATS, default="fp16", help=numbers)
     positions = "positions the package can draft at (default: %(default)s)"
     parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, metavar="N", help=positions)
     twin = "also write an mlx-lm checkpoint with the same numbers (default: none)"
@@ -50,10 +54,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
-def _bar(stage: str, done: int, total: int) -> None:
+def _show_progress(stage: str, done: int, total: int) -> None:
     """Draws a progress bar on a terminal, and writes a line for each stage anywhere else."""
-    filled = _BAR * done // max(total, 1)
-    line = f"{stage:16} [{'#' * filled}{' ' * (_BAR - filled)}] {done}/{total}"
+    filled = _BAR_WIDTH * done // max(total, 1)
+    line = f"{stage:16} [{'#' * filled}{' ' * (_BAR_WIDTH - filled)}] {done}/{total}"
     if sys.stderr.isatty():
         say(f"\r\033[K{line}", end="\n" if done == total else "")
     elif done == total:

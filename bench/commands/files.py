@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.bench import picture
-from outrider.bench.prompts import SUITE, TINY, load
+from outrider.bench.prompts import SUITE_FOLDER, TINY_FOLDER, load_prompts
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.pairing.tokenizer import load_codec, load_text
@@ -25,10 +25,14 @@ from outrider.protocol.errors import InvalidRequest
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MEASURED = ("mlx", "mlx-lm", "onnxruntime", "pyzmq", "numpy", "xllamacpp")
+REPORTED_LIBRARIES = ("mlx", "mlx-lm", "onnxruntime", "pyzmq", "numpy", "xllamacpp")
+
+Tokens = tuple[int, ...]
+
+N = TypeVar("N", int, float)
 
 
-def write(
+def write_results(
     out: Path, name: str, title: str, settings: ServeSettings, results: Mapping[str, Any], draw: Callable[[], Figure]
 ) -> None:
     """Writes `name`.json with a description of the machine, and `name`.png if Matplotlib is installed; prints their
@@ -39,7 +43,7 @@ def write(
     """
     paths = [out / f"{name}.json"]
     try:
-        paths[0].write_text(json.dumps({"machine": machine(settings), **results}, indent=1))
+        paths[0].write_text(json.dumps({"machine": describe_machine(settings), **results}, indent=1))
     except OSError as error:
         raise InvalidRequest(f"the results can't be written to {out}: {error.strerror}") from error
     if picture.write(out / f"{name}.png", draw):
@@ -47,7 +51,7 @@ def write(
     print(f"{title}\nwritten: {', '.join(map(str, paths))}")
 
 
-def machine(settings: ServeSettings) -> dict[str, Any]:
+def describe_machine(settings: ServeSettings) -> dict[str, Any]:
     """Describes this machine. Kernels differ by the vector instructions of the CPU."""
     processor: dict[str, Any] = {"name": platform.processor(), "cores": os.cpu_count()}
     with suppress(OSError):
@@ -56,7 +60,7 @@ def machine(settings: ServeSettings) -> dict[str, Any]:
         processor["name"] = fields.get("model name", processor["name"])
         processor["vectors"] = [one for one in fields.get("flags", "").split() if one.startswith(("avx", "amx"))]
     versions = {}
-    for name in MEASURED:
+    for name in REPORTED_LIBRARIES:
         with suppress(PackageNotFoundError):  # not installed
             versions[name] = version(name)
     return {
@@ -64,13 +68,10 @@ def machine(settings: ServeSettings) -> dict[str, Any]:
         "python": platform.python_version(),
         "processor": processor,
         "versions": versions,
-        "blas": system.notes(),
+        "blas": system.blas_notes(),
         "threads": settings.threads,
         "branches": settings.breadth,
     }
-
-
-Tokens = tuple[int, ...]
 
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
@@ -80,10 +81,10 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
         "run chat prompts of all classes, and compare with llama.cpp on the same GGUF file; DIR: a folder of your own"
         " prompts, one CLASS.txt per class, prompts separated by lines with one %% (default: Outrider's prompts)"
     )
-    group.add_argument("--suite", nargs="?", type=Path, const=SUITE, metavar="DIR", help=folder)
+    group.add_argument("--suite", nargs="?", type=Path, const=SUITE_FOLDER, metavar="DIR", help=folder)
 
 
-def of_classes(options: argparse.Namespace, pair: ChosenPair, usual: Sequence[str]) -> dict[str, list[Tokens]]:
+def load_prompt_tokens(options: argparse.Namespace, pair: ChosenPair, usual: Sequence[str]) -> dict[str, list[Tokens]]:
     """Returns prompts as tokens, by class. Prompts of the suite pass the chat template. `usual`: the default classes.
 
     Raises:
@@ -92,22 +93,19 @@ def of_classes(options: argparse.Namespace, pair: ChosenPair, usual: Sequence[st
     kinds = None if options.classes is None else options.classes.split(",")
     if options.suite is not None:
         text = load_text(pair.target)
-        found = load(options.suite, kinds)
+        found = load_prompts(options.suite, kinds)
         return {kind: [text.tokens(prompt) for prompt in prompts] for kind, prompts in found.items()}
     codec = load_codec(pair.target)
-    found = load(TINY, kinds or usual)
+    found = load_prompts(TINY_FOLDER, kinds or usual)
     return {kind: list(map(codec.encode, prompts)) for kind, prompts in found.items()}
 
 
-def in_turn(classes: Sequence[Sequence[Tokens]]) -> list[Tokens]:
+def interleave(classes: Sequence[Sequence[Tokens]]) -> list[Tokens]:
     """Returns the prompts of all classes, interleaved: one of each class in turn."""
     return [tokens for tokens in chain.from_iterable(zip_longest(*classes)) if tokens is not None]
 
 
-N = TypeVar("N", int, float)
-
-
-def numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
+def parse_numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
     """Parses comma-separated numbers, without duplicates.
 
     Raises:
@@ -119,10 +117,10 @@ def numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
         raise InvalidRequest(f"{name} is {text!r}; expected comma-separated numbers, like 2,3,4") from None
 
 
-def modes_of(text: str) -> list[str]:
+def parse_modes(text: str) -> list[str]:
     """Parses comma-separated modes, without duplicates.
 
     Raises:
         InvalidRequest: one is unknown.
     """
-    return [values.word("modes", mode, MODES) for mode in dict.fromkeys(text.split(","))]
+    return [values.check_choice("modes", mode, MODES) for mode in dict.fromkeys(text.split(","))]

@@ -18,26 +18,26 @@ from typing import Any
 import psutil
 
 from outrider.bench.comparison.peers import ChosenPeers, llama_cpp
-from outrider.bench.comparison.runners import llama_name
-from outrider.bench.comparison.runs import SEEDS, BatchRunner, Texts, mode_batch, run_interleaved
+from outrider.bench.comparison.runners import llama_cpp_name
+from outrider.bench.comparison.runs import SEED_STRIDE, BatchRunner, Texts, mode_batch_runner, run_interleaved
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.sampling import SamplingParams
 
-OURS = "auto"
-REQUESTS, LENGTH, MADE = 4, 2048, 128
-"""Memory is measured with REQUESTS concurrent requests of LENGTH tokens each, of which MADE are generated."""
-PROMPT, ROUNDS = 1024, 6
-SHORT, STARTS = 64, 3
-SAMPLING_S = 0.2
+OUTRIDER_MODE = "auto"
+MEMORY_REQUESTS, MEMORY_TEXT_TOKENS, MEMORY_NEW_TOKENS = 4, 2048, 128
+"""The concurrent requests with which memory is measured, the tokens of each, and how many of them are generated."""
+LATENCY_PROMPT_TOKENS, LATENCY_ROUNDS = 1024, 6
+SHORT_PROMPT_TOKENS, START_REPEATS = 64, 3
+SAMPLING_SECONDS = 0.2
 MEBIBYTE = 1 << 20
-TWO = SamplingParams(max_tokens=2, ignore_eos=True)
+TWO_TOKENS = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """Memory and latencies. By engine name: `memory`, the peak of all processes in bytes; `first_ms`, the median time
-    to first token of a prompt of PROMPT tokens.
+    to first token of a long prompt.
 
     Of Outrider only, medians: `start_s`, from launch to ready with files in the page cache; `answers_ms`, the time to
     first token of the first and second short request after a start.
@@ -63,33 +63,45 @@ def measure_footprint(
     """
     given = {"progress": tell, **given, "memory": False}
     starts = []
-    for _ in range(STARTS):
+    for _ in range(START_REPEATS):
         begun = time.perf_counter()
         with LocalCluster(**given) as cluster:
             ready = time.perf_counter() - begun
-            short = _prompts(words, 2, SHORT)
-            starts.append((ready, *(mode_batch(cluster.client(), OURS, 1)([p], TWO)[0].first_ms for p in short)))
+            short = _cut_prompts(words, 2, SHORT_PROMPT_TOKENS)
+            starts.append(
+                (
+                    ready,
+                    *(
+                        mode_batch_runner(cluster.client(), OUTRIDER_MODE, 1)([p], TWO_TOKENS)[0].first_ms
+                        for p in short
+                    ),
+                )
+            )
     start_s, first, second = map(statistics.median, zip(*starts, strict=True))
 
-    tell(f"memory of {REQUESTS} concurrent requests")
-    texts = _prompts(words, REQUESTS, LENGTH - MADE)
-    sampling = SamplingParams(max_tokens=MADE, ignore_eos=True, seed=0)
-    with LocalCluster(**{"max_active": REQUESTS, **given}) as cluster:
-        ours = mode_batch(cluster.client(), OURS, REQUESTS)
-        memory = {OURS: peak(cluster.pid, lambda: ours(texts, sampling))}
+    tell(f"memory of {MEMORY_REQUESTS} concurrent requests")
+    texts = _cut_prompts(words, MEMORY_REQUESTS, MEMORY_TEXT_TOKENS - MEMORY_NEW_TOKENS)
+    sampling = SamplingParams(max_tokens=MEMORY_NEW_TOKENS, ignore_eos=True, seed=0)
+    with LocalCluster(**{"max_active": MEMORY_REQUESTS, **given}) as cluster:
+        ours = mode_batch_runner(cluster.client(), OUTRIDER_MODE, MEMORY_REQUESTS)
+        memory = {OUTRIDER_MODE: peak_memory(cluster.pid, lambda: ours(texts, sampling))}
     if peers.gguf is not None:
-        with llama_cpp(settings, peers.gguf, slots=REQUESTS) as process:
-            memory[llama_name(settings.threads)] = peak(process.pid, lambda: process.run_batch(texts, sampling))
+        with llama_cpp(settings, peers.gguf, slots=MEMORY_REQUESTS) as process:
+            memory[llama_cpp_name(settings.threads)] = peak_memory(
+                process.pid, lambda: process.run_batch(texts, sampling)
+            )
 
     with ExitStack() as stack:
         client = stack.enter_context(LocalCluster(**given)).client()
-        runners: dict[str, BatchRunner] = {OURS: mode_batch(client, OURS, 1)}
+        runners: dict[str, BatchRunner] = {OUTRIDER_MODE: mode_batch_runner(client, OUTRIDER_MODE, 1)}
         if peers.gguf is not None:
             for threads in (settings.threads, 2 * settings.threads):
                 process = stack.enter_context(llama_cpp(replace(settings, threads=threads), peers.gguf))
-                runners[llama_name(threads)] = process.run_batch
-        prompts: list[Texts] = [[prompt] for prompt in _prompts(words, ROUNDS + 1, PROMPT)]
-        runs = run_interleaved(runners, prompts, TWO, lambda message: tell(f"first token, {message}"), seeds=SEEDS)
+                runners[llama_cpp_name(threads)] = process.run_batch
+        prompts: list[Texts] = [[prompt] for prompt in _cut_prompts(words, LATENCY_ROUNDS + 1, LATENCY_PROMPT_TOKENS)]
+        runs = run_interleaved(
+            runners, prompts, TWO_TOKENS, lambda message: tell(f"first token, {message}"), seeds=SEED_STRIDE
+        )
     first_ms = {name: statistics.median(round_[0].first_ms for round_ in of[1:]) for name, of in runs.items()}
     return Footprint(memory, first_ms, start_s, (first, second))
 
@@ -98,8 +110,8 @@ def footprint_lines(found: Footprint) -> list[str]:
     memory = ", ".join(f"{name} {size / MEBIBYTE:.0f} MiB" for name, size in found.memory.items())
     first = ", ".join(f"{name} {ms:.0f} ms" for name, ms in found.first_ms.items())
     return [
-        f"- memory of all processes, {REQUESTS} concurrent requests of {LENGTH} tokens: {memory}",
-        f"- time to first token of a prompt of {PROMPT} tokens: {first}",
+        f"- memory of all processes, {MEMORY_REQUESTS} concurrent requests of {MEMORY_TEXT_TOKENS} tokens: {memory}",
+        f"- time to first token of a prompt of {LATENCY_PROMPT_TOKENS} tokens: {first}",
         f"- start-up {found.start_s:.1f} s; time to first token of the first request after it"
         f" {found.answers_ms[0]:.0f} ms, of the second {found.answers_ms[1]:.0f} ms",
     ]
@@ -117,12 +129,12 @@ def total_memory(pid: int) -> int:
     return total
 
 
-def peak(pid: int, work: Callable[[], object]) -> int:
+def peak_memory(pid: int, work: Callable[[], object]) -> int:
     """Returns the peak memory of a process and its descendants while `work` runs."""
     samples, done = [total_memory(pid)], threading.Event()
 
     def sample() -> None:
-        while not done.wait(SAMPLING_S):
+        while not done.wait(SAMPLING_SECONDS):
             samples.append(total_memory(pid))
 
     sampler = threading.Thread(target=sample)
@@ -136,7 +148,7 @@ def peak(pid: int, work: Callable[[], object]) -> int:
     return max(samples)
 
 
-def _prompts(words: Sequence[int], count: int, length: int) -> list[tuple[int, ...]]:
+def _cut_prompts(words: Sequence[int], count: int, length: int) -> list[tuple[int, ...]]:
     """Returns prompts that begin at different positions of `words`, so that none is in the prompt cache."""
     step = max(len(words) // count, 1)
     return [tuple(islice(cycle(words), at, at + length)) for at in range(0, count * step, step)]

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from outrider.bench import picture
-from outrider.bench.rounds import breakdown, draw, table
-from outrider.bench.timing import WARM_UP, workbench
+from outrider.bench.rounds import compute_breakdown, draw_rounds, format_breakdown
+from outrider.bench.timing import WARM_UP_ROUNDS, workbench
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.flags import writable_folder
+from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.generate import read_prompt
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -24,6 +24,20 @@ from outrider.protocol.messages import RoundRecord
 from outrider.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1 << 20, ignore_eos=True)
+DEFAULT_PROMPT = "def read_lines(path):\n"
+
+# The picture starts here, after the warm-up of a request.
+FIRST_DRAWN_ROUND = 8
+
+PICTURE_TOKENS = 400
+PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
+COMMON = (
+    "--prompt", "--rounds", "--out", "--temp", "--num-draft-tokens", "--branches", "--model", "--draft-model",
+    "--draft-backend", "--threads",
+)  # fmt: skip
+
+UNUSED = (*flags.MULTI_REQUEST_SETTINGS, "colocate", "head", "head_in", "memory", "prompt_cache", "trace")
+"""Overlap times a draft worker on one text, and sets --trace itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +64,9 @@ class Overlap:
         return (self.verify + self.ahead) / self.both
 
 
-PROMPT = "def read_lines(path):\n"
-# The picture starts here, after the warm-up of a request.
-FIRST_ROUND = 8
-PICTURE_TOKENS = 400
-PICTURES = (".png", ".pdf", ".svg")
-
-
-COMMON = (
-    "--prompt", "--rounds", "--out", "--temp", "--num-draft-tokens", "--branches", "--model", "--draft-model",
-    "--draft-backend", "--threads",
-)  # fmt: skip
-UNUSED = (*flags.OF_MANY_REQUESTS, "colocate", "head", "head_in", "memory", "prompt_cache", "trace")
-"""Overlap times a draft worker on one text, and sets --trace itself."""
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     start = "text to continue; - reads it from stdin (default: the first line of a function)"
-    parser.add_argument("--prompt", "-p", default=PROMPT, metavar="PROMPT", help=start)
+    parser.add_argument("--prompt", "-p", default=DEFAULT_PROMPT, metavar="PROMPT", help=start)
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="rounds of each kind (default: 40)")
     where = "picture to write, or a folder for rounds.png; the trace goes to the same folder (default: out)"
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="FILE|DIR", help=where)
@@ -83,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest(f"rounds is {options.rounds}; expected a whole number from 1 to 1000")
     pair = choose_pair(ServeSettings(**flags.settings_of(options)))
     settings = pair.settings
-    if settings.drafts_by_head:
+    if settings.drafts_with_head:
         raise InvalidRequest(
             f"overlap times a drafter that runs in parallel with the target, but a head ({settings.draft_backend}) and"
             " the target take turns; expected a draft model; `outrider generate --trace FILE` records a head's rounds"
@@ -91,16 +90,16 @@ def run(options: argparse.Namespace) -> int:
     if not settings.has_draft_worker:
         raise InvalidRequest(f"overlap needs a draft model; draft_backend {settings.draft_backend} has none")
     prompt, out = read_prompt(options.prompt), options.out
-    drawn = out if out.suffix.lower() in PICTURES and not out.is_dir() else out / "rounds.png"
-    writable_folder(drawn.parent, "choose another --out")
+    drawn = out if out.suffix.lower() in PICTURE_SUFFIXES and not out.is_dir() else out / "rounds.png"
+    ensure_writable(drawn.parent, "choose another --out")
     trace, screen = drawn.with_suffix(".json"), Screen()
     measured = _measure(pair, prompt, options.rounds, screen)
-    records = _real_rounds(options, prompt, trace, screen)
+    records = _run_ssd_rounds(options, prompt, trace, screen)
     screen.clear()
-    print(_table(measured))
-    print(table(breakdown(records, FIRST_ROUND)))
+    print(_format_table(measured))
+    print(format_breakdown(compute_breakdown(records, FIRST_DRAWN_ROUND)))
     title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
-    if picture.write(drawn, lambda: draw(records, title, FIRST_ROUND, 10)):
+    if picture.write(drawn, lambda: draw_rounds(records, title, FIRST_DRAWN_ROUND, 10)):
         print(f"ten rounds: {drawn}")
     print(f"trace:      {trace} (open it at ui.perfetto.dev)")
     return 0
@@ -116,7 +115,7 @@ def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Over
     with workbench(pair.settings, screen.show) as bench:
         screen.show("timing rounds")
         tokens = load_codec(pair.target).encode(prompt)
-        text, _ = bench.text(tokens, (WARM_UP + rounds) * (depth + 1) + 1, GREEDY)
+        text, _ = bench.text(tokens, (WARM_UP_ROUNDS + rounds) * (depth + 1) + 1, GREEDY)
         timed = partial(bench.rounds, (len(tokens), text), GREEDY, depth, rounds)
         verify = timed(lambda at: bench.verify(at.number, at.base_len, at.chain).work, drafter=False)
         ahead = timed(lambda at: bench.work_ahead(at, depth, branches), target=False)
@@ -126,7 +125,7 @@ def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Over
     return Overlap(rounds, depth, branches, *medians)
 
 
-def _real_rounds(options: argparse.Namespace, prompt: str, trace: Path, screen: Screen) -> list[RoundRecord]:
+def _run_ssd_rounds(options: argparse.Namespace, prompt: str, trace: Path, screen: Screen) -> list[RoundRecord]:
     """Generates with SSD and --trace."""
     chosen = {**flags.settings_of(options), "trace": trace}
     with LocalCluster(progress=screen.show, **chosen) as cluster:
@@ -136,7 +135,7 @@ def _real_rounds(options: argparse.Namespace, prompt: str, trace: Path, screen: 
         return [record for chunk in stream for record in chunk.rounds or ()]
 
 
-def _table(o: Overlap) -> str:
+def _format_table(o: Overlap) -> str:
     scale = "1: the shorter is fully hidden; 0: no overlap"
     if o.efficiency > 1:
         scale += ". Above 1: other load or a changing clock rate slowed the times alone; measure again"

@@ -13,48 +13,72 @@ from typing import Any
 import numpy as np
 import psutil
 
-from outrider.bench.comparison.arms import PLAIN, ArmCosts, MeasuredArm, arms_of, measure
+from outrider.bench.comparison.arms import PLAIN_ARM, ArmCosts, MeasuredArm, list_arms, measure_arms
 from outrider.bench.comparison.runs import mode_runner, run_interleaved, total_rate
 from outrider.bench.timing import Latency
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.flags import writable_folder
+from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.machine import spawn, system
-from outrider.orchestrator.machine.spawn import program
+from outrider.orchestrator.machine.spawn import worker_module
 from outrider.orchestrator.pairing.model_files import ModelFiles, in_process_drafters
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.digest import CACHE
+from outrider.protocol.digest import CACHE_VARIABLE
 from outrider.protocol.errors import InvalidRequest, WorkerError
-from outrider.protocol.heads import names_of
+from outrider.protocol.heads import unique_names
 from outrider.protocol.sampling import SamplingParams
 
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
-ROUNDS = 5
-NEVER = 2**31 - 1
-PREFILL_SHARE = 0.95  # of the target's time, from which a prefill worker pays
+PREFILL_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+PREFILL_ROUNDS = 5
+NEVER_PREFILL = 2**31 - 1
+MAX_PREFILL_TIME_RATIO = 0.95  # a prefill worker pays if it takes less than this share of the target's time
+PROMPTS = (
+    "def read_lines(path):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "import json\n\ndef load_settings(path):\n",
+    "# Sorts a list of numbers.\ndef quicksort(values):\n",
+)
+BUSY_EXIT_CODE = 1
+
+# The lowest speedup that justifies another process.
+MIN_SPEEDUP = 1.03
+
+# Used if the model's configuration lacks them.
+DEFAULT_CONTEXT_LENGTH, DEFAULT_VOCAB_SIZE = 2048, 256
+
+COMMON = (
+    "--temp", "--measure", "--model", "--draft-model", "--draft-backend", "--head", "--threads", "--prefill-workers",
+    "--log-level",
+)  # fmt: skip
+
+UNUSED = (
+    *flags.MULTI_REQUEST_SETTINGS, "colocate", "head_in", "ngrams", "trees", "branch_depth", "prompt_cache", "memory",
+    "trace",
+)  # fmt: skip
+"""Tune measures draft workers and heads on single requests without n-grams."""
 
 
 def measure_prefill(settings: dict[str, Any], target: ModelFiles, show: Callable[[str], None]) -> tuple[int, str]:
     """Times random prompts in a cluster without a prefill worker, and in one with a prefill worker.
 
-    Returns the shortest length from which on the worker is always faster, `NEVER` if there is none, and a sentence.
+    Returns the shortest length from which on the worker is always faster (or `NEVER_PREFILL`), and a sentence.
 
     Raises:
         OutriderError: a cluster does not start.
     """
-    context, vocab_size = target.context_length or USUAL_CONTEXT, target.vocab_size or USUAL_VOCABULARY
-    lengths = tuple(length for length in LENGTHS if length < context) or (context - 1,)
+    context, vocab_size = target.context_length or DEFAULT_CONTEXT_LENGTH, target.vocab_size or DEFAULT_VOCAB_SIZE
+    lengths = tuple(length for length in PREFILL_LENGTHS if length < context) or (context - 1,)
     alone = {**settings, "prompt_cache": False, "draft_backend": "none", "draft_model": None, "mode": "ar"}
     first = SamplingParams(max_tokens=1, ignore_eos=True)
 
     def median_ms(client: Client, length: int) -> float:
         rng = np.random.default_rng(length)
-        prompts = [rng.integers(0, vocab_size, length).tolist() for _ in range(ROUNDS + 1)]
+        prompts = [rng.integers(0, vocab_size, length).tolist() for _ in range(PREFILL_ROUNDS + 1)]
         _, *times = [client.generate(tokens, first).timings.prompt_ms for tokens in prompts]  # the first one warms up
         return statistics.median(times)
 
@@ -63,38 +87,14 @@ def measure_prefill(settings: dict[str, Any], target: ModelFiles, show: Callable
         show(f"tune: prefill by {'a prefill worker' if workers else 'the target'}")
         with LocalCluster(progress=show, **{**alone, "prefill_workers": workers, "prefill_from": 1}) as cluster:
             times.append([median_ms(cluster.client(), length) for length in lengths])
-    rows, least = list(zip(lengths, *times, strict=True)), NEVER
+    rows, least = list(zip(lengths, *times, strict=True)), NEVER_PREFILL
     for length, own, worker in reversed(rows):
-        if worker >= PREFILL_SHARE * own:
+        if worker >= MAX_PREFILL_TIME_RATIO * own:
             break
         least = length
-    verdict = "never" if least == NEVER else f"for prompts of at least {least} tokens"
+    verdict = "never" if least == NEVER_PREFILL else f"for prompts of at least {least} tokens"
     medians = "  ".join(f"{length}: {worker:.0f}, target {own:.0f} ms" for length, own, worker in rows)
     return least, f"a prefill worker pays: {verdict} ({medians})"
-
-
-PROMPTS = (
-    "def read_lines(path):\n",
-    "class Stack:\n    def __init__(self):\n",
-    "import json\n\ndef load_settings(path):\n",
-    "# Sorts a list of numbers.\ndef quicksort(values):\n",
-)
-BUSY = 1
-# The least speedup that pays for another process.
-WORTH_IT = 1.03
-# Used if the model's configuration lacks them.
-USUAL_CONTEXT, USUAL_VOCABULARY = 2048, 256
-
-
-COMMON = (
-    "--temp", "--measure", "--model", "--draft-model", "--draft-backend", "--head", "--threads", "--prefill-workers",
-    "--log-level",
-)  # fmt: skip
-UNUSED = (
-    *flags.OF_MANY_REQUESTS, "colocate", "head_in", "ngrams", "trees", "branch_depth", "prompt_cache", "memory",
-    "trace",
-)  # fmt: skip
-"""Tune measures draft workers and heads on single requests without n-grams."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -111,15 +111,15 @@ def run(options: argparse.Namespace) -> int:
     pair = choose_pair(settings)
     if not pair.settings.needs_draft_model:
         raise InvalidRequest(f"tune needs a draft model; draft_backend {pair.settings.draft_backend} has none")
-    SamplingParams(temp=options.temp)  # before anything starts
-    path = tuning.path_for(pair.settings)
-    writable_folder(path.parent, f"set {CACHE} to a writable folder")
+    SamplingParams(temp=options.temp)  # checks the temperature before anything starts
+    path = tuning.tuning_path(pair.settings)
+    ensure_writable(path.parent, f"set {CACHE_VARIABLE} to a writable folder")
     screen = Screen()
     try:
-        found, waited = _measured(options, pair, screen)
-        lines = _description(pair.settings, found)
+        found, waited = _measure_arms(options, pair, screen)
+        lines = _describe_costs(pair.settings, found)
         if options.measure:
-            lines += _in_one_process(options, pair, screen)
+            lines += _compare_placements(options, pair, screen)
         given = flags.settings_of(options)
         prefill = measure_prefill(given, pair.target, screen.show) if settings.prefill_workers else None
     except KeyboardInterrupt:
@@ -136,75 +136,75 @@ def run(options: argparse.Namespace) -> int:
     if doubts := found.doubts(waited):
         why = f"this machine was busy: {' and '.join(doubts)}"
         say(f"outrider tune: nothing was saved, because {why}; run it again on an idle machine")
-        return BUSY
+        return BUSY_EXIT_CODE
     tuning.save(record, path)
     print(f"saved for --mode auto at {'T = 0' if options.temp == 0 else 'any T above 0'}: {path}")
     return 0
 
 
-def _measured(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[ArmCosts, float]:
+def _measure_arms(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[ArmCosts, float]:
     """Returns the measured arms, and the share of time that the target waited for a CPU: 0 if the cores can't suffice.
 
     Raises:
         WorkerError: there are only heads, and none drafts anything.
     """
     settings = pair.settings
-    heads = names_of(kind for kind, _ in in_process_drafters(settings))
+    heads = unique_names(kind for kind, _ in in_process_drafters(settings))
     sampling = SamplingParams(temp=options.temp, seed=7, ignore_eos=True)
     chosen = {**flags.settings_of(options), "ngrams": False, "memory": False}
     with LocalCluster(progress=screen.show, **chosen) as cluster:
-        ran, waited = _scheduled()
-        arms = arms_of(settings.has_draft_worker, heads)
+        ran, waited = _target_cpu_times()
+        arms = list_arms(settings.has_draft_worker, heads)
         texts = list(map(load_codec(pair.target).encode, PROMPTS))
-        found = measure(cluster.client(), arms, texts, sampling, lambda step: screen.show(f"tune: {step}"))
-        ran, waited = (now - before for now, before in zip(_scheduled(), (ran, waited), strict=True))
+        found = measure_arms(cluster.client(), arms, texts, sampling, lambda step: screen.show(f"tune: {step}"))
+        ran, waited = (now - before for now, before in zip(_target_cpu_times(), (ran, waited), strict=True))
     if len(found.bests()) == 1:
         raise WorkerError("no head drafts anything for this target; `outrider doctor` shows the reason")
     wanted = settings.threads * (settings.shards + settings.drafters)
-    return found, waited / max(ran + waited, 1) if len(system.GIVEN) >= wanted else 0.0
+    return found, waited / max(ran + waited, 1) if len(system.USABLE_CORES) >= wanted else 0.0
 
 
-def _scheduled() -> tuple[int, int]:
+def _target_cpu_times() -> tuple[int, int]:
     """Returns the nanoseconds that the target's threads ran and waited for a CPU; 0 on systems that do not count
     them."""
     children = psutil.Process().children(recursive=True)
-    pids = [child.pid for child in children if program("target")[0] in child.cmdline()]
+    pids = [child.pid for child in children if worker_module("target")[0] in child.cmdline()]
     tasks = [path.read_text().split() for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
     return sum(int(ran) for ran, _, _ in tasks), sum(int(waited) for _, waited, _ in tasks)
 
 
-def _description(settings: ServeSettings, found: ArmCosts) -> list[str]:
+def _describe_costs(settings: ServeSettings, found: ArmCosts) -> list[str]:
     one = found.verify_ms(1)
     lines = [
         f"one token of plain decoding  {found.step_ms:.2f} ms",
-        f"verify of M tokens, alone    {one:.2f} ms times  {_points(found.verify_ms, one)}",
+        f"verify of M tokens, alone    {one:.2f} ms times  {_format_points(found.verify_ms, one)}",
     ]
     if settings.has_draft_worker:
-        chains = f"{_points(found.chain_ms)} ms by length, including the link"
+        chains = f"{_format_points(found.chain_ms)} ms by length, including the link"
         lines += [
             f"chain after a verify         {chains}; link {found.link_ms:.2f} ms",
-            f"next token of all branches   {_points(found.tree_ms)} ms by number of branches",
+            f"next token of all branches   {_format_points(found.tree_ms)} ms by number of branches",
             f"turnaround of a hit          {found.turnaround_ms:.2f} ms",
         ]
     if settings.has_draft_worker and settings.draft_backend == "mlx":
-        lines += filter(None, [spawn.measured(str(settings.draft_model))])
-    lines += ["", "measured in real rounds:", *(_line(found, best) for best in found.bests())]
-    return [*lines, *_verdict(found), *_other_devices(settings)]
+        lines += filter(None, [spawn.measure_prompt_reading(str(settings.draft_model))])
+    lines += ["", "measured in real rounds:", *(_format_arm(found, best) for best in found.bests())]
+    return [*lines, *_recommend(found), *_suggest_devices(settings)]
 
 
-def _points(curve: Latency, unit: float = 1.0) -> str:
+def _format_points(curve: Latency, unit: float = 1.0) -> str:
     return "  ".join(f"{at}: {ms / unit:.2f}" for at, ms in curve.points)
 
 
-def _line(found: ArmCosts, best: MeasuredArm) -> str:
+def _format_arm(found: ArmCosts, best: MeasuredArm) -> str:
     """Returns a line with an arm's K and B, its rate, and what limits it."""
     arm = best.arm
     sizes = " ".join(f"{name}={size}" for name, size in (("K", arm.depth), ("B", arm.branches)) if size)
     name = " with ".join(filter(None, (arm.mode, arm.drafter)))
-    return f"  {name:4} {sizes:9} {best.rate:7.1f} tok/s   {_limit(found, best)}"
+    return f"  {name:4} {sizes:9} {best.rate:7.1f} tok/s   {_describe_limit(found, best)}"
 
 
-def _limit(found: ArmCosts, best: MeasuredArm) -> str:
+def _describe_limit(found: ArmCosts, best: MeasuredArm) -> str:
     arm, tokens = best.arm, f"{best.tokens_per_round:.2f} tokens per round"
     if arm.mode == "ar":
         return f"one token per forward of {best.verify_ms:.1f} ms"
@@ -222,12 +222,12 @@ def _limit(found: ArmCosts, best: MeasuredArm) -> str:
     )
 
 
-def _verdict(found: ArmCosts) -> list[str]:
+def _recommend(found: ArmCosts) -> list[str]:
     best, *others = found.bests()
-    chosen = best.arm if best.rate > WORTH_IT * found.arms[PLAIN].rate else PLAIN
-    if chosen == PLAIN:
-        other = next(one for one in (best, *others) if one.arm != PLAIN)
-        why = f"{other.arm.mode} reaches {other.rate:.1f} tok/s, {_limit(found, other)}"
+    chosen = best.arm if best.rate > MIN_SPEEDUP * found.arms[PLAIN_ARM].rate else PLAIN_ARM
+    if chosen == PLAIN_ARM:
+        other = next(one for one in (best, *others) if one.arm != PLAIN_ARM)
+        why = f"{other.arm.mode} reaches {other.rate:.1f} tok/s, {_describe_limit(found, other)}"
         return [f"speculation does not pay: {why}. Recommended: --mode ar"]
     if chosen.drafter and found.of("sd"):  # a head beside a draft worker
         return ["recommended: --mode auto"]
@@ -239,7 +239,7 @@ def _verdict(found: ArmCosts) -> list[str]:
     return [f"upper bound of SSD over SD at K = {chosen.depth}: {bound:.2f}x", recommended + branches]
 
 
-def _other_devices(settings: ServeSettings) -> list[str]:
+def _suggest_devices(settings: ServeSettings) -> list[str]:
     """Suggests other devices for the drafter on a Mac."""
     if sys.platform != "darwin" or settings.draft_backend != "mlx" or settings.draft_device != "auto":
         return []
@@ -250,13 +250,13 @@ def _other_devices(settings: ServeSettings) -> list[str]:
     ]
 
 
-def _in_one_process(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> list[str]:
+def _compare_placements(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> list[str]:
     """Compares `auto` with a core for each model and with both models in one process on all these cores.
 
     Only where both run on the same CPU: a small target can gain more from a second core than from a drafter on it.
     """
     threads = 2 * pair.settings.threads
-    if not pair.settings.can_colocate or sys.platform == "darwin" or len(system.GIVEN) < threads:
+    if not pair.settings.can_colocate or sys.platform == "darwin" or len(system.USABLE_CORES) < threads:
         return []
     given = {**flags.settings_of(options), "memory": False}
     sampling = SamplingParams(max_tokens=160, temp=options.temp, ignore_eos=True)

@@ -11,34 +11,37 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.bench.comparison.runs import Summary, summary
-from outrider.bench.timing import Latency, medians
+from outrider.bench.comparison.runs import Summary, summarize
+from outrider.bench.timing import Latency, median_latency
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.core.policy.forecasts import Arm
-from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning
+from outrider.orchestrator.core.policy.tuning import TunedArm, TunedDrafter, Tuning
 from outrider.protocol import clock
 from outrider.protocol.messages import RoundRecord, Timings
 from outrider.protocol.sampling import SamplingParams
 
-PLAIN = Arm("ar")
+PLAIN_ARM = Arm("ar")
 DEPTHS, BRANCHES = (1, 2, 4, 6), (4, 8, 16)
-WIDE = 15
+WIDE_DEPTH = 15
 """The K of a further arm of SD, which shows the cost of a verify of many tokens."""
 # Approximate duration once the workers run, and the tokens of a run.
-SECONDS = 50.0
-FEWEST_TOKENS, MOST_TOKENS = 16, 160
+BUDGET_SECONDS = 50.0
+MIN_TOKENS, MAX_TOKENS = 16, 160
 # The turnaround if no hit was measured: one message in each direction.
-USUAL_TURNAROUND_MS = 0.3
-# Limits that an idle machine keeps by far: one token takes about the same time by verify and by plain decoding, and a
-# verify is not faster with more tokens, nor while the drafter works. WAITED: the share of time without a CPU.
-MOST_UNEQUAL, MOST_FOR_ONE_TOKEN, LEAST_SLOWDOWN, WAITED = 2.0, 1.5, 0.75, 0.2
+DEFAULT_TURNAROUND_MS = 0.3
+# Limits that an idle machine is far from: one token takes about the same time by verify and by plain decoding, and a
+# verify is not faster with more tokens, nor while the drafter works. The last: the share of time without a CPU.
+MAX_STEP_RATIO, MAX_ONE_TOKEN_RATIO, MIN_SLOWDOWN, MAX_WAIT_RATIO = 2.0, 1.5, 0.75, 0.2
+
+_Run = tuple[Timings, Sequence[RoundRecord]]
+"""One text with one arm."""
 
 
-def arms_of(has_worker: bool, heads: Sequence[str]) -> list[Arm]:
+def list_arms(has_worker: bool, heads: Sequence[str]) -> list[Arm]:
     """Returns the arms to measure, plain decoding first: SD and SSD of the draft worker, and SD with each head."""
-    worker = [Arm("sd", depth) for depth in (*DEPTHS, WIDE)]
+    worker = [Arm("sd", depth) for depth in (*DEPTHS, WIDE_DEPTH)]
     worker += [Arm("ssd", depth, branches) for branches in BRANCHES for depth in DEPTHS]
-    return [PLAIN, *(worker if has_worker else ()), *(Arm("sd", k, drafter=name) for name in heads for k in DEPTHS)]
+    return [PLAIN_ARM, *(worker if has_worker else ()), *(Arm("sd", k, drafter=name) for name in heads for k in DEPTHS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class MeasuredArm:
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """How often a chain token was accepted if all before it were, by position."""
+        """By position, how often a chain token was accepted if all tokens before it were."""
         reached = [*self.summary.drafted[:1], *self.summary.accepted[:-1]]
         return tuple(held / all_ for held, all_ in zip(self.summary.accepted, reached, strict=True) if all_)
 
@@ -77,42 +80,38 @@ class MeasuredArm:
         return sum(work.work.milliseconds for work in chains) / max(sum(work.depth for work in chains), 1)
 
 
-_Run = tuple[Timings, Sequence[RoundRecord]]
-"""One text with one arm."""
-
-
-def measure(
+def measure_arms(
     client: Client,
     arms: Sequence[Arm],
     texts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     tell: Callable[[str], None],
 ) -> ArmCosts:
-    """Runs the `arms`, plain decoding first, in turn, a text at a time, for about `SECONDS`.
+    """Runs the `arms`, plain decoding first, in turn, a text at a time, for about `BUDGET_SECONDS`.
 
-    A slow machine generates shorter texts; if even those take too long, the faster half of the arms goes on, while
-    there is time.
+    A slow machine generates shorter texts; if even those take too long, only the faster half of the arms continues,
+    while there is time.
     """
     begun_ns, runs, left = clock.now(), defaultdict[Arm, list[_Run]](list), list(arms)
-    for arm in (arms[-1], PLAIN):  # warms up
-        plain, _ = _run(client, arm, texts[0], replace(sampling, max_tokens=FEWEST_TOKENS))
-    affordable = int(plain.predicted_per_second * SECONDS / (len(arms) * len(texts)))
-    sampling = replace(sampling, max_tokens=min(max(affordable, FEWEST_TOKENS), MOST_TOKENS))
+    for arm in (arms[-1], PLAIN_ARM):  # warms up
+        plain, _ = _run_arm(client, arm, texts[0], replace(sampling, max_tokens=MIN_TOKENS))
+    affordable = int(plain.predicted_per_second * BUDGET_SECONDS / (len(arms) * len(texts)))
+    sampling = replace(sampling, max_tokens=min(max(affordable, MIN_TOKENS), MAX_TOKENS))
     for number, text in enumerate(texts, 1):
         for arm in left:
-            name = "plain decoding" if arm == PLAIN else arm.drafter or f"{arm.mode}, B = {arm.branches}"
+            name = "plain decoding" if arm == PLAIN_ARM else arm.drafter or f"{arm.mode}, B = {arm.branches}"
             tell(f"{name}, K = {arm.depth}, text {number} of {len(texts)}")
-            runs[arm].append(_run(client, arm, text, sampling))
+            runs[arm].append(_run_arm(client, arm, text, sampling))
         spent_s = (clock.now() - begun_ns) / 1e9
-        if spent_s > SECONDS:
+        if spent_s > BUDGET_SECONDS:
             break
-        if spent_s * len(texts) > SECONDS * number:
-            rates = {arm: _measured(arm, runs[arm]).rate for arm in left[1:]}
-            left = [PLAIN, *sorted(rates, key=lambda arm: -rates[arm])[: -(-len(rates) // 2)]]
-    return ArmCosts({arm: _measured(arm, found) for arm, found in runs.items()})
+        if spent_s * len(texts) > BUDGET_SECONDS * number:
+            rates = {arm: _summarize_arm(arm, runs[arm]).rate for arm in left[1:]}
+            left = [PLAIN_ARM, *sorted(rates, key=lambda arm: -rates[arm])[: -(-len(rates) // 2)]]
+    return ArmCosts({arm: _summarize_arm(arm, found) for arm, found in runs.items()})
 
 
-def _run(client: Client, arm: Arm, text: Sequence[int], sampling: SamplingParams) -> _Run:
+def _run_arm(client: Client, arm: Arm, text: Sequence[int], sampling: SamplingParams) -> _Run:
     stream = client.stream(
         text, sampling, rounds=True, mode=arm.mode, num_draft_tokens=arm.depth or None,
         branches=arm.branches or None, drafter=arm.drafter, chat_template=False,
@@ -121,9 +120,9 @@ def _run(client: Client, arm: Arm, text: Sequence[int], sampling: SamplingParams
     return stream.result.timings, rounds[1:]
 
 
-def _measured(arm: Arm, runs: Sequence[_Run]) -> MeasuredArm:
+def _summarize_arm(arm: Arm, runs: Sequence[_Run]) -> MeasuredArm:
     rounds = tuple(record for _, of_run in runs for record in of_run)
-    return MeasuredArm(arm, len(runs), summary([timings for timings, _ in runs]), rounds)
+    return MeasuredArm(arm, len(runs), summarize([timings for timings, _ in runs]), rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +134,12 @@ class ArmCosts:
     @property
     def step_ms(self) -> float:
         """A token of plain decoding."""
-        return 1000 / self.arms[PLAIN].rate
+        return 1000 / self.arms[PLAIN_ARM].rate
 
     @property
     def verify_ms(self) -> Latency:
         """A verify alone, by its rows. The few chains that the text's end cut short are left out."""
-        return medians(
+        return median_latency(
             (record.drafted + 1, record.verify.milliseconds)
             for found in self.arms.values()
             if found.arm.mode != "ssd"
@@ -151,14 +150,14 @@ class ArmCosts:
     @property
     def chain_ms(self) -> Latency:
         """A chain on request by its length, from the outcome to the next verify."""
-        return medians((len_, wait_ms) for len_, wait_ms, _ in self._requests())
+        return median_latency((len_, wait_ms) for len_, wait_ms, _ in self._chain_requests())
 
     @property
     def link_ms(self) -> float:
-        """The part of `chain_ms` that the drafter does not work; 0 without a draft worker."""
-        return statistics.median([wait_ms - work_ms for _, wait_ms, work_ms in self._requests()] or [0.0])
+        """The part of `chain_ms` in which the drafter does not work; 0 without a draft worker."""
+        return statistics.median([wait_ms - work_ms for _, wait_ms, work_ms in self._chain_requests()] or [0.0])
 
-    def _requests(self) -> Iterator[tuple[int, float, float]]:
+    def _chain_requests(self) -> Iterator[tuple[int, float, float]]:
         """Yields the length of each chain on request in SD, and its milliseconds in all and of drafting."""
         for found in self.of("sd"):
             for record in found.rounds:
@@ -169,7 +168,7 @@ class ArmCosts:
     @property
     def tree_ms(self) -> Latency:
         """One more token for all branches, by their number."""
-        return medians(
+        return median_latency(
             (found.arm.branches, work.work.milliseconds)
             for found in self.of("ssd")
             for record in found.rounds
@@ -182,7 +181,7 @@ class ArmCosts:
         """The target's wait between two verifies on a hit; 0 without a draft worker."""
         found = [arm.summary.turnaround_ms for arm in self.of("ssd")]
         hits = [turnaround_ms for turnaround_ms in found if turnaround_ms is not None]
-        return statistics.median(hits or [USUAL_TURNAROUND_MS]) if found else 0.0
+        return statistics.median(hits or [DEFAULT_TURNAROUND_MS]) if found else 0.0
 
     def of(self, mode: str, drafter: str = "") -> list[MeasuredArm]:
         """Returns the arms of a mode, those of most texts first, the fastest of these first."""
@@ -192,7 +191,7 @@ class ArmCosts:
     def bests(self) -> list[MeasuredArm]:
         """Returns each mode and head at its best K and B, the fastest first; heads that draft nothing are omitted."""
         kinds = dict.fromkeys((arm.mode, arm.drafter) for arm in self.arms)
-        bests = [self.of(*kind)[0] for kind in kinds if not kind[1] or self._deepest(kind[1]).acceptance]
+        bests = [self.of(*kind)[0] for kind in kinds if not kind[1] or self._deepest_arm(kind[1]).acceptance]
         return sorted(bests, key=lambda best: -best.rate)
 
     def slowdown(self, found: MeasuredArm) -> float:
@@ -201,10 +200,10 @@ class ArmCosts:
         return statistics.median(record.verify.milliseconds / alone(record.drafted + 1) for record in found.rounds)
 
     def record(self, temp: float) -> Tuning:
-        """Returns what a server starts from."""
+        """Returns the record that a server starts from."""
         bests = self.bests()
         heads = [self.known(best.arm.drafter) for best in bests if best.arm.drafter]
-        ssd, sd = self.of("ssd"), self._deepest("" if self.of("sd") else heads[0].name)
+        ssd, sd = self.of("ssd"), self._deepest_arm("" if self.of("sd") else heads[0].name)
         return Tuning(
             step_ms=self.step_ms,
             verify_ms=self.verify_ms.points,
@@ -223,11 +222,11 @@ class ArmCosts:
             own=tuple(heads),
         )
 
-    def known(self, head: str) -> InProcessKnown:
+    def known(self, head: str) -> TunedDrafter:
         """Returns what a server needs to know about a head."""
-        return InProcessKnown(head, self.of("sd", head)[0].step_ms, self._deepest(head).acceptance)
+        return TunedDrafter(head, self.of("sd", head)[0].step_ms, self._deepest_arm(head).acceptance)
 
-    def _deepest(self, drafter: str) -> MeasuredArm:
+    def _deepest_arm(self, drafter: str) -> MeasuredArm:
         """Returns SD's arm with the longest chains, which show the acceptance by position."""
         return self.arms[Arm("sd", max(DEPTHS), drafter=drafter)]
 
@@ -239,13 +238,13 @@ class ArmCosts:
         one, plain = self.verify_ms(1), self.step_ms
         larger, cheapest = min(self.verify_ms.points[1:], key=lambda point: point[1])
         found = []
-        if waited > WAITED:
+        if waited > MAX_WAIT_RATIO:
             found.append(f"the target waited for a CPU for {waited:.0%} of its time")
-        if max(one, plain) > MOST_UNEQUAL * min(one, plain):
+        if max(one, plain) > MAX_STEP_RATIO * min(one, plain):
             found.append(f"a verify of one token took {one:.1f} ms and a token of plain decoding {plain:.1f} ms")
-        if one > MOST_FOR_ONE_TOKEN * cheapest:
+        if one > MAX_ONE_TOKEN_RATIO * cheapest:
             found.append(f"a verify of one token took {one:.1f} ms and one of {larger} tokens {cheapest:.1f} ms")
         least = min(map(self.slowdown, self.of("ssd")), default=1.0)
-        if least < LEAST_SLOWDOWN:
+        if least < MIN_SLOWDOWN:
             found.append(f"a verify took {least:.2f} times as long while the drafter worked as alone")
         return found

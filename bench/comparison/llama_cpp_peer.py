@@ -14,11 +14,11 @@ from typing import Any
 
 import xllamacpp
 
-from outrider.bench.helper import answer_all
+from outrider.bench.helper import serve_requests
 from outrider.orchestrator.cli import run_as_program
 
-KINDS = "COMMON_SPECULATIVE_TYPE_"
-CONTEXT = 2560
+TYPE_PREFIX = "COMMON_SPECULATIVE_TYPE_"
+SLOT_CONTEXT_TOKENS = 2560
 """Tokens per slot: the longest prompt with its generated text."""
 
 
@@ -31,16 +31,18 @@ class LlamaCpp:
     ) -> None:  # fmt: skip
         given = xllamacpp.CommonParams()
         given.model.path = model
-        given.n_parallel, given.n_ctx = slots, CONTEXT * slots
+        given.n_parallel, given.n_ctx = slots, SLOT_CONTEXT_TOKENS * slots
         given.cpuparams.n_threads = given.cpuparams_batch.n_threads = threads
         given.verbosity, given.warmup, given.cache_prompt, given.cache_ram_mib = 0, True, False, 0
         if kind:
-            _speculate(given, kind, settings, draft_model, threads)
+            _enable_speculation(given, kind, settings, draft_model, threads)
         self._server = xllamacpp.Server(given)
         self._slots = slots
 
     def run(self, tokens: list[int], max_tokens: int, temp: float, seed: int, ignore_eos: bool) -> dict[str, Any]:
-        timings = self._server.handle_completions(_request(tokens, max_tokens, temp, seed, ignore_eos))["timings"]
+        timings = self._server.handle_completions(_completion_request(tokens, max_tokens, temp, seed, ignore_eos))[
+            "timings"
+        ]
         return {"tokens": [], "count": timings["predicted_n"], "decode_seconds": timings["predicted_ms"] / 1000}
 
     def batch(self, batch: list[list[int]], max_tokens: int, temp: float, seed: int) -> dict[str, Any]:
@@ -59,7 +61,7 @@ class LlamaCpp:
                     count += new
                 return False  # go on
 
-            request = _request(tokens, max_tokens, temp, seed + number, True)
+            request = _completion_request(tokens, max_tokens, temp, seed + number, True)
             self._server.handle_completions({**request, "stream": True, "timings_per_token": True}, on_chunk)
             return {"sent": sent, "arrivals": arrivals}
 
@@ -67,7 +69,7 @@ class LlamaCpp:
             return {"replies": list(threads.map(ask, range(len(batch)), batch))}
 
 
-def _request(tokens: list[int], max_tokens: int, temp: float, seed: int, ignore_eos: bool) -> dict[str, Any]:
+def _completion_request(tokens: list[int], max_tokens: int, temp: float, seed: int, ignore_eos: bool) -> dict[str, Any]:
     """Returns a request that samples by temperature only, as ours do, and uses no prompt cache."""
     return {
         "prompt": tokens,
@@ -81,10 +83,10 @@ def _request(tokens: list[int], max_tokens: int, temp: float, seed: int, ignore_
     }
 
 
-def _speculate(given: Any, kind: str, settings: Mapping[str, Any], draft: str | None, threads: int) -> None:
+def _enable_speculation(given: Any, kind: str, settings: Mapping[str, Any], draft: str | None, threads: int) -> None:
     """Enables `kind`, such as ngram-simple, with its parameters; draft-simple uses the draft model."""
     name = kind.upper().replace("-", "_")
-    given.speculative.types = [getattr(xllamacpp.common_speculative_type, KINDS + name)]
+    given.speculative.types = [getattr(xllamacpp.common_speculative_type, TYPE_PREFIX + name)]
     part = {"NGRAM_CACHE": "draft", "DRAFT_SIMPLE": "draft"}.get(name, name.lower())
     parameters = getattr(given.speculative, part)
     for field, value in settings.items():
@@ -99,7 +101,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    return answer_all(LlamaCpp(**options.given))
+    return serve_requests(LlamaCpp(**options.given))
 
 
 if __name__ == "__main__":

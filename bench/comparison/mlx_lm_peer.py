@@ -16,7 +16,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load_tokenizer
 
-from outrider.bench.helper import answer_all
+from outrider.bench.helper import serve_requests
 from outrider.engine.loading import load
 from outrider.orchestrator.cli import run_as_program
 
@@ -73,7 +73,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    return answer_all(MlxLm(**options.given))
+    return serve_requests(MlxLm(**options.given))
 
 
 if __name__ == "__main__":

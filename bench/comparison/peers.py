@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.comparison.runs import (
-    SEEDS,
+    SEED_STRIDE,
     Arrival,
     BatchRunner,
     Reply,
@@ -25,21 +25,24 @@ from outrider.bench.comparison.runs import (
     Texts,
     Timed,
     run_interleaved,
-    timed,
+    time_replies,
     total_rate,
 )
 from outrider.bench.helper import HelperProcess
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.model_files import default_model, is_gguf
-from outrider.orchestrator.pairing.pulled import PULLED, pull
+from outrider.orchestrator.pairing.pulled import PULLED_MODELS, pull
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.version import install
+from outrider.protocol.version import install_command
 
 MLX_LM, LLAMA_CPP = "mlx-lm", "llama.cpp"
 PEERS = {MLX_LM: "mlx_lm", LLAMA_CPP: "xllamacpp"}
 """Peers by name, with the module that each needs."""
+
+# Prompts per forward to try with mlx-lm; its default is 8.
+PREFILL_BATCH_SIZES = (1, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +61,12 @@ SPECULATIONS = (
     LlamaSpeculation("ngram-simple", {"size_n": 3, "size_m": 4}),
     LlamaSpeculation("ngram-simple", {"size_n": 12, "size_m": 48}),  # llama.cpp's defaults
     LlamaSpeculation("ngram-map-k", {"size_n": 4, "size_m": 8}),
-    LlamaSpeculation("ngram-map-k4v", {"size_n": 8, "size_m": 8, "min_hits": 2}),  # what its documentation shows
+    LlamaSpeculation("ngram-map-k4v", {"size_n": 8, "size_m": 8, "min_hits": 2}),  # as in its documentation
     LlamaSpeculation("ngram-mod", {"n_match": 8, "n_min": 2, "n_max": 16}),
     LlamaSpeculation("ngram-cache", {"n_max": 4}),
 )
 """Settings of llama.cpp's lookup to try; the best of the trial is measured."""
-WITH_DRAFT = tuple(LlamaSpeculation("draft-simple", {"n_max": most}) for most in (2, 3, 5))
+DRAFT_SPECULATIONS = tuple(LlamaSpeculation("draft-simple", {"n_max": most}) for most in (2, 3, 5))
 
 
 class PeerProcess(HelperProcess):
@@ -71,7 +74,7 @@ class PeerProcess(HelperProcess):
 
     def __init__(self, module: str, settings: ServeSettings, /, **given: Any) -> None:
         super().__init__(f"outrider.bench.comparison.{module}", json.dumps(given), threads=settings.threads)
-        system.place(self.pid, "target", settings)
+        system.assign_core(self.pid, "target", settings)
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams, **extra: Any) -> Run:
         """Continues a prompt. `extra`: more fields of the request, for mlx-lm the number of draft tokens."""
@@ -115,19 +118,17 @@ def llama_cpp(
     )
 
 
-# Prompts per forward to try with mlx-lm; its default is 8.
-PEER_READS = (1, 4, 8)
-
-
-def best_mlx_lm(process: PeerProcess, slots: int, rounds: Sequence[Texts], sampling: SamplingParams) -> BatchRunner:
+def choose_mlx_lm_batch(
+    process: PeerProcess, slots: int, rounds: Sequence[Texts], sampling: SamplingParams
+) -> BatchRunner:
     """Returns mlx-lm's `BatchGenerator` with the prefill batch size that is fastest in a trial."""
     candidates: dict[str, BatchRunner] = {
         f"prefill batch {reads}": partial(process.run_batch, slots=slots, reads=reads)
-        for reads in PEER_READS
+        for reads in PREFILL_BATCH_SIZES
         if reads <= slots
     }
-    trial = run_interleaved(candidates, rounds, sampling, lambda _: None, seeds=SEEDS)
-    return candidates[max(trial, key=lambda name: total_rate(list(map(timed, trial[name]))))]
+    trial = run_interleaved(candidates, rounds, sampling, lambda _: None, seeds=SEED_STRIDE)
+    return candidates[max(trial, key=lambda name: total_rate(list(map(time_replies, trial[name]))))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class ChosenPeers:
     left_out: tuple[str, ...] = ()
 
 
-def choose(wanted: str | None, model: str | None, draft: str | None) -> ChosenPeers:
+def choose_peers(wanted: str | None, model: str | None, draft: str | None) -> ChosenPeers:
     """Returns the peers to run. `wanted`: comma-separated names, "none", or None for all available ones. `model` and
     `draft`: the names that the user gave.
 
@@ -154,11 +155,11 @@ def choose(wanted: str | None, model: str | None, draft: str | None) -> ChosenPe
     if unknown := [name for name in names if name not in PEERS]:
         raise InvalidRequest(f"peers is {unknown[0]!r}; expected none, or comma-separated names of {', '.join(PEERS)}")
     name = model or default_model()[0]
-    file = pull(PULLED[name]) if name in PULLED else Path(name).expanduser()
+    file = pull(PULLED_MODELS[name]) if name in PULLED_MODELS else Path(name).expanduser()
     has_gguf, why = is_gguf(file), dict[str, str]()
     for name in names:
         if find_spec(PEERS[name]) is None:
-            why[name] = f"{name} is left out: {PEERS[name]} is not installed; run {install('bench')}"
+            why[name] = f"{name} is left out: {PEERS[name]} is not installed; run {install_command('bench')}"
         elif name == LLAMA_CPP and not has_gguf:
             why[name] = f"{name} is left out: it reads GGUF files; expected --model FILE.gguf"
     if wanted is not None and why:

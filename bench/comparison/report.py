@@ -26,8 +26,8 @@ from outrider.bench.comparison.runs import (
     nested_bootstrap,
     ratio,
     repeated_share,
-    summary,
-    timed,
+    summarize,
+    time_replies,
     total_rate,
 )
 
@@ -36,8 +36,30 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GIGA = 1e9
-# The fewest outcomes from which a share is computed.
-FEWEST = 5
+# The minimum number of outcomes from which a share is computed.
+MIN_OUTCOMES = 5
+ALL_CLASSES = "all"
+OUR_COLOUR = "#2a9d4e"
+OTHER_COLOUR = "#5c9fd4"
+PANEL_COLUMNS = 2
+TITLE_WIDTH = 64
+
+Rounds = Sequence[Sequence[Reply]]
+
+FIXED_MODES = ("ar", "sd", "ssd")
+RUNNER_COLOURS = {
+    "ar": "#5c9fd4",
+    "sd": "#e09f3e",
+    "ssd": "#2a9d4e",
+    "auto": "#12552b",
+    "mlx-lm": "#d1495b",
+    "llama.cpp": "#8d6cc9",
+}
+PANELS: dict[str, Callable[[ConcurrentRow], Interval | Percentiles]] = {
+    "total tokens per second": lambda row: row.rate,
+    "first token, ms (p50; dotted p99)": lambda row: row.first_ms,
+    "per token, ms (p50; dotted p99)": lambda row: row.token_ms,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +78,7 @@ class RunnerRow:
 class Section:
     """One class of prompts at one temperature; ratios are to `baseline`. `repeated`: the share of repeated 4-grams.
 
-    `conditions` describe cores and threads; `notes` are lines under the table.
+    `conditions` describe cores and threads; the notes are lines under the table.
     """
 
     kind: str
@@ -69,7 +91,7 @@ class Section:
     notes: tuple[str, ...] = ()
 
 
-def section(
+def make_section(
     kind: str,
     temp: float,
     conditions: str,
@@ -80,19 +102,19 @@ def section(
     """Summarizes runs, fastest first. `weight_bytes`: what the target reads in one forward; None: without notes."""
     rows, lines = [], list[str]()
     for name, of_name in runs.items():
-        found = summary([run.timings for run in of_name if run.timings is not None])
+        found = summarize([run.timings for run in of_name if run.timings is not None])
         against = ratio([run.timed for run in of_name], [run.timed for run in runs[baseline]])
         median = statistics.median(run.timed.rate for run in of_name)
         rows.append(RunnerRow(name, median, against, found.acceptance, found.tokens_per_round, found.hit_rate))
-        lines += notes(name, found, weight_bytes) if weight_bytes is not None and found.rounds else []
+        lines += describe_rounds(name, found, weight_bytes) if weight_bytes is not None and found.rounds else []
     repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[baseline])
     ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
     return Section(kind, temp, conditions, len(runs[baseline]), baseline, repeated, ordered, tuple(lines))
 
 
-def notes(name: str, found: Summary, weight_bytes: int) -> list[str]:
-    """Returns how a runner's round divides, and its shares by position. `weight_bytes`: what the target reads in one
-    forward."""
+def describe_rounds(name: str, found: Summary, weight_bytes: int) -> list[str]:
+    """Returns lines with the parts of a runner's round, and its shares by position. `weight_bytes`: what the target
+    reads in one forward."""
     whole_ms, verify_ms, idle_ms = (total / found.rounds for total in (found.decode_ms, found.verify_ms, found.idle_ms))
     hits = "" if found.hit_rate is None else f", hit rate {found.hit_rate:.0%}"
     lines = [
@@ -101,19 +123,19 @@ def notes(name: str, found: Summary, weight_bytes: int) -> list[str]:
         f" the verifies read {1000 * weight_bytes / verify_ms / GIGA:.1f} GB/s of target weights"
     ]
     for what, shares in (
-        ("acceptance by position", _shares(found.accepted, found.drafted, 1)),
-        ("hit rate by accepted tokens", _shares(found.hits, found.looked_up, 0)),
+        ("acceptance by position", _format_shares(found.accepted, found.drafted, 1)),
+        ("hit rate by accepted tokens", _format_shares(found.hits, found.looked_up, 0)),
     ):
         lines += [f"- {what}, {name}: {shares}"] if shares else []
     return lines
 
 
-def _shares(parts: Sequence[int], wholes: Sequence[int], first: int) -> str:
+def _format_shares(parts: Sequence[int], wholes: Sequence[int], first: int) -> str:
     pairs = enumerate(zip(parts, wholes, strict=False), first)
-    return "  ".join(f"{at}: {part / whole:.2f} of {whole}" for at, (part, whole) in pairs if whole >= FEWEST)
+    return "  ".join(f"{at}: {part / whole:.2f} of {whole}" for at, (part, whole) in pairs if whole >= MIN_OUTCOMES)
 
 
-def table(found: Section) -> str:
+def format_section(found: Section) -> str:
     """Returns a Markdown table with a title line and notes."""
     head = f"{found.kind}, T = {found.temp:g}: {found.prompts} prompts, {found.repeated:.0%} of 4-grams repeated"
     titles = [
@@ -135,19 +157,16 @@ def table(found: Section) -> str:
         )
         for row in found.rows
     ]
-    lines = [f"{head}; {found.conditions}", "", _markdown(titles, rows)]
+    lines = [f"{head}; {found.conditions}", "", _format_markdown(titles, rows)]
     return "\n".join([*lines, *(["", *found.notes] if found.notes else [])])
 
 
-def _markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _format_markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *rows))
 
 
 def _format(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +179,7 @@ class Ratio:
     value: Interval
 
 
-def ratios(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], threads: int) -> list[Ratio]:
+def compare_families(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], threads: int) -> list[Ratio]:
     """Returns ratios of the best runner of a family to the best of others, for all classes together and for each class,
     if there are runners on both sides. `classes`: the class of each prompt. `threads`: of each of our workers."""
     same, twice = (f", {n} thread{'s' * (n > 1)}" for n in (threads, 2 * threads))
@@ -175,67 +194,64 @@ def ratios(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], threads: i
         (f"{ONE_PROCESS} over auto", ONE_PROCESS, ["auto"], ""),
         (f"auto over the best of {MLX_LM}", "auto", [MLX_LM], ""),
     ):
-        ours = [runner for runner in runs if _is_of(runner, family)]
-        theirs = [one for one in runs if one.endswith(cores) and any(_is_of(one, other) for other in others)]
-        for kind in (ALL, *dict.fromkeys(classes)) if ours and theirs else ():
-            of_kind = {one: [run.timed for run in found] for one, found in of_class(runs, classes, kind).items()}
+        ours = [runner for runner in runs if _is_in_family(runner, family)]
+        theirs = [one for one in runs if one.endswith(cores) and any(_is_in_family(one, other) for other in others)]
+        for kind in (ALL_CLASSES, *dict.fromkeys(classes)) if ours and theirs else ():
+            of_kind = {one: [run.timed for run in found] for one, found in filter_by_class(runs, classes, kind).items()}
             best, against = (max(names, key=lambda one: total_rate(of_kind[one])) for names in (ours, theirs))
             ratios.append(Ratio(name, kind, against, ratio(of_kind[best], of_kind[against])))
     return ratios
 
 
-def of_class(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], kind: str) -> dict[str, list[Run]]:
-    """Returns the runs of one class of prompts, or of `ALL`. `classes`: the class of each prompt."""
+def filter_by_class(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], kind: str) -> dict[str, list[Run]]:
+    """Returns the runs of one class of prompts, or of `ALL_CLASSES`. `classes`: the class of each prompt."""
     return {
-        name: [run for run, run_kind in zip(of_name, classes, strict=True) if kind in (ALL, run_kind)]
+        name: [run for run, run_kind in zip(of_name, classes, strict=True) if kind in (ALL_CLASSES, run_kind)]
         for name, of_name in runs.items()
     }
 
 
-def ratio_table(found: Sequence[Ratio]) -> str:
+def format_ratios(found: Sequence[Ratio]) -> str:
     """Returns a Markdown table: a line per ratio, a column per class, and the runner compared with."""
     kinds = list(dict.fromkeys(r.kind for r in found))
     rows = []
     for name in dict.fromkeys(r.name for r in found):
         of_name = {r.kind: r for r in found if r.name == name}
-        cells = [str(of_name[ALL].value), *(f"{of_name[kind].value.value:.2f}" for kind in kinds if kind != ALL)]
-        rows.append([name, *cells, of_name[ALL].against])
-    return _markdown(["", *kinds, "compared with"], rows)
+        cells = [
+            str(of_name[ALL_CLASSES].value),
+            *(f"{of_name[kind].value.value:.2f}" for kind in kinds if kind != ALL_CLASSES),
+        ]
+        rows.append([name, *cells, of_name[ALL_CLASSES].against])
+    return _format_markdown(["", *kinds, "compared with"], rows)
 
 
-def _is_of(name: str, family: str) -> bool:
+def _is_in_family(name: str, family: str) -> bool:
     """Whether a runner is of the family, its name's first word: "sd n-gram K=3" is of "sd"."""
     return name == family or name.startswith((f"{family} ", f"{family},"))
 
 
-OURS = "#2a9d4e"
-OTHERS = "#5c9fd4"
-COLUMNS = 2
-TITLE_WIDTH = 64
-
-
 def draw(sections: Sequence[Section], title: str) -> Figure:
     """Draws horizontal bars of ratios to the baseline with their intervals, one panel per table."""
-    columns = min(COLUMNS, len(sections))
+    columns = min(PANEL_COLUMNS, len(sections))
     lines = -(-len(sections) // columns)
     longest = max(len(found.rows) for found in sections)
-    figure = picture.figure(6.4 * columns, lines * (1.4 + 0.34 * longest) + 0.4)
+    figure = picture.create_figure(6.4 * columns, lines * (1.4 + 0.34 * longest) + 0.4)
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True).flat
     for axes, found in zip(panels, sections, strict=False):
-        _panel(axes, found)
+        _draw_panel(axes, found)
     for axes in list(panels)[len(sections) :]:
         axes.set_visible(False)
     figure.suptitle(title, fontsize=10)
     return figure
 
 
-def _panel(axes: Axes, found: Section) -> None:
+def _draw_panel(axes: Axes, found: Section) -> None:
     values = [row.against.value for row in found.rows]
     errors = [
         [row.against.value - row.against.low for row in found.rows],
         [row.against.high - row.against.value for row in found.rows],
     ]
-    colours = [OURS if row.name.startswith(("ssd", "auto")) else OTHERS for row in found.rows]
+    colours = [OUR_COLOUR if row.name.startswith(("ssd", "auto")) else OTHER_COLOUR for row in found.rows]
     axes.barh(range(len(values)), values, xerr=errors, color=colours, capsize=3, height=0.72)
     for at, row in enumerate(found.rows):
         axes.text(0.02, at, f"{row.against.value:.2f}", va="center", color="white", fontsize=8)
@@ -247,10 +263,6 @@ def _panel(axes: Axes, found: Section) -> None:
     axes.set_xlabel(f"relative to {found.baseline}", fontsize=8)
     axes.tick_params(labelbottom=True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-Rounds = Sequence[Sequence[Reply]]
-SPECULATION = ("ar", "sd", "ssd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,27 +308,27 @@ class ConcurrentSection:
         return next(row for row in self.rows if row.name == name)
 
 
-def concurrent_section(width: int, temp: float, found: Mapping[str, Rounds]) -> ConcurrentSection:
+def make_concurrent_section(width: int, temp: float, found: Mapping[str, Rounds]) -> ConcurrentSection:
     """Summarizes runs, in the given order."""
-    times = {name: [timed(replies) for replies in rounds] for name, rounds in found.items()}
+    times = {name: [time_replies(replies) for replies in rounds] for name, rounds in found.items()}
     peer = LLAMA_CPP if LLAMA_CPP in times else MLX_LM
     rows = tuple(
         ConcurrentRow(
             name,
             bootstrap(times[name], total_rate),
             ratio(times[name], times[peer]) if peer in times and name != peer else None,
-            _latency([[[reply.first_ms] for reply in replies] for replies in rounds]),
-            _latency([[reply.token_ms for reply in replies] for replies in rounds]),
+            _estimate_percentiles([[[reply.first_ms] for reply in replies] for replies in rounds]),
+            _estimate_percentiles([[reply.token_ms for reply in replies] for replies in rounds]),
         )
         for name, rounds in found.items()
     )
-    modes = [name for name in SPECULATION if name in times]
+    modes = [name for name in FIXED_MODES if name in times]
     best = max(modes, key=lambda name: total_rate(times[name])) if modes and "auto" in times else None
     auto = ratio(times["auto"], times[best]) if best is not None else None
     return ConcurrentSection(width, temp, len(next(iter(times.values()))), rows, peer, best, auto)
 
 
-def _latency(rounds: Sequence[Sequence[Sequence[float]]]) -> Percentiles:
+def _estimate_percentiles(rounds: Sequence[Sequence[Sequence[float]]]) -> Percentiles:
     """`rounds`: milliseconds by round and request."""
 
     def at(share: int) -> Interval:
@@ -325,7 +337,7 @@ def _latency(rounds: Sequence[Sequence[Sequence[float]]]) -> Percentiles:
     return Percentiles(at(50), at(99))
 
 
-def concurrent_table(found: ConcurrentSection) -> str:
+def format_concurrent_section(found: ConcurrentSection) -> str:
     """Returns a Markdown table with a title line."""
     titles = ["", "total tok/s [95 %]", f"relative to {found.peer}"]
     titles += ["first token, ms p50 / p99", "per token, ms p50 / p99"]
@@ -334,43 +346,28 @@ def concurrent_table(found: ConcurrentSection) -> str:
         for row in found.rows
     ]
     head = f"{found.width} concurrent requests, T = {found.temp:g}, {found.rounds} rounds"
-    lines = [head, "", _markdown(titles, rows)]
+    lines = [head, "", _format_markdown(titles, rows)]
     if found.auto_over_best is not None:
         lines += ["", f"- auto over {found.best}, the best fixed mode: {found.auto_over_best}"]
     return "\n".join(lines)
 
 
-COLOURS = {
-    "ar": "#5c9fd4",
-    "sd": "#e09f3e",
-    "ssd": "#2a9d4e",
-    "auto": "#12552b",
-    "mlx-lm": "#d1495b",
-    "llama.cpp": "#8d6cc9",
-}
-PANELS: dict[str, Callable[[ConcurrentRow], Interval | Percentiles]] = {
-    "total tokens per second": lambda row: row.rate,
-    "first token, ms (p50; dotted p99)": lambda row: row.first_ms,
-    "per token, ms (p50; dotted p99)": lambda row: row.token_ms,
-}
-
-
 def draw_concurrent(sections: Sequence[ConcurrentSection], title: str) -> Figure:
     """Draws rates and latencies over concurrency, with a line of panels per temperature."""
     temps = list(dict.fromkeys(found.temp for found in sections))
-    figure = picture.figure(5.2 * len(PANELS), 3.9 * len(temps) + 0.5)
+    figure = picture.create_figure(5.2 * len(PANELS), 3.9 * len(temps) + 0.5)
     grid = figure.subplots(len(temps), len(PANELS), squeeze=False)
     for temp, panels in zip(temps, grid, strict=True):
         chosen = [found for found in sections if found.temp == temp]
         for axes, (name, of) in zip(panels, PANELS.items(), strict=True):
-            _concurrent_panel(axes, chosen, of)
+            _draw_concurrent_panel(axes, chosen, of)
             axes.set_title(f"{name}, T = {temp:g}", fontsize=10, loc="left")
     grid[0][0].legend(frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
     return figure
 
 
-def _concurrent_panel(
+def _draw_concurrent_panel(
     axes: Axes, sections: Sequence[ConcurrentSection], of: Callable[[ConcurrentRow], Interval | Percentiles]
 ) -> None:
     from matplotlib.ticker import LogLocator
@@ -382,7 +379,7 @@ def _concurrent_panel(
         values = [number.p50 if isinstance(number, Percentiles) else number for number in numbers]
         tails = [number.p99.value for number in numbers if isinstance(number, Percentiles)]
         errors = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
-        colour = COLOURS.get(name)
+        colour = RUNNER_COLOURS.get(name)
         axes.errorbar(
             widths, [v.value for v in values], yerr=errors, label=name, color=colour, marker="o", markersize=4,
             capsize=3,

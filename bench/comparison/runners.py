@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.comparison.peers import (
+    DRAFT_SPECULATIONS,
     LLAMA_CPP,
     MLX_LM,
     SPECULATIONS,
-    WITH_DRAFT,
     ChosenPeers,
     llama_cpp,
     mlx_lm,
@@ -39,10 +39,10 @@ from outrider.protocol.sampling import SamplingParams
 
 BASELINE = "ar"
 # Suffix of a runner that uses both cores.
-BOTH_CORES = ", both cores"
+BOTH_CORES_SUFFIX = ", both cores"
 # Prompts of the trial, and the fewest for a class with few prompts.
 TRIAL_PROMPTS = 4
-FEWEST_TRIAL_PROMPTS = 2
+MIN_TRIAL_PROMPTS = 2
 
 Tell = Callable[[str], None]
 
@@ -73,20 +73,20 @@ class RunnerFamilies:
     ) -> None:
         self.families: list[dict[str, PromptRunner]] = []
         self._stack, self._settings, self._depths, self._tell = stack, settings, depths, tell
-        self._add_ours("", given)
+        self._add_modes("", given)
         if peers.mlx_lm:
             self._add_mlx_lm("", settings)
         if peers.gguf is not None:
             self._add_llama_cpp(peers.gguf, peers.draft)
-        # SSD uses one core per worker; here the other runners get as many.
+        # SSD uses one core per worker, so two; here the other runners get two as well.
         threads = 2 * settings.threads
         if one_process and settings.can_colocate:
-            client = self._cluster({**given, "colocate": True, "threads": threads})
+            client = self._start_cluster({**given, "colocate": True, "threads": threads})
             self.families.append({ONE_PROCESS: mode_runner(client, "auto")})
         if both_cores:
-            self._add_ours(BOTH_CORES, {**given, "threads": threads}, plain=True)
+            self._add_modes(BOTH_CORES_SUFFIX, {**given, "threads": threads}, plain=True)
             if peers.mlx_lm:
-                self._add_mlx_lm(BOTH_CORES, replace(settings, threads=threads))
+                self._add_mlx_lm(BOTH_CORES_SUFFIX, replace(settings, threads=threads))
 
     def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> dict[str, PromptRunner]:
         """Returns the best of each family in a trial on prompts that are not measured later, because the best of many
@@ -96,20 +96,20 @@ class RunnerFamilies:
         rates = {name: total_rate([run.timed for run in runs]) for name, runs in trial.items()}
         return {name: runners[name] for name in (max(family, key=rates.__getitem__) for family in self.families)}
 
-    def _add_ours(self, suffix: str, given: dict[str, Any], plain: bool = False) -> None:
+    def _add_modes(self, suffix: str, given: dict[str, Any], plain: bool = False) -> None:
         """Adds AR, SD with every draft source and, unless `plain`, SSD and auto.
 
         Without a draft model, n-grams are the only source, and SSD is omitted.
         """
         depths, drafts = self._depths, self._settings.draft_backend != "ngram"
         without_drafter = {k: v for k, v in given.items() if k not in ("draft_model", "draft_backend")}
-        client = ngrams = self._cluster(given)
+        client = ngrams = self._start_cluster(given)
         clients = {"n-gram": client}
-        self.weight_bytes = _target(client).weight_bytes
+        self.weight_bytes = _target_stats(client).weight_bytes
         self.families.append({BASELINE + suffix: mode_runner(client, "ar")})
         if drafts:
-            ngrams = self._cluster({**without_drafter, "draft_backend": "ngram", "ngrams": True})
-            model = self._cluster({**given, "ngrams": False})
+            ngrams = self._start_cluster({**without_drafter, "draft_backend": "ngram", "ngrams": True})
+            model = self._start_cluster({**given, "ngrams": False})
             self.families.append({f"sd model K={k}{suffix}": mode_runner(model, "sd", k) for k in depths})
             clients = {"n-gram": ngrams, "both": client}
         self.families.append(
@@ -119,7 +119,7 @@ class RunnerFamilies:
             return
         self._pin(ngrams)
         if self._settings.can_colocate:
-            together = self._cluster({**given, "colocate": True})
+            together = self._start_cluster({**given, "colocate": True})
             self._pin(together)
             self.families.append({f"sd {COLOCATED} K={k}": mode_runner(together, "sd", k) for k in depths})
         if drafts:
@@ -139,22 +139,22 @@ class RunnerFamilies:
         twice = replace(self._settings, threads=2 * self._settings.threads)
         for settings in (self._settings, twice):
             process = self._stack.enter_context(llama_cpp(settings, gguf))
-            self.families.append({llama_name(settings.threads): process.run})
+            self.families.append({llama_cpp_name(settings.threads): process.run})
         self.families.append({})
-        for speculation in (*SPECULATIONS, *(WITH_DRAFT if draft is not None else ())):
+        for speculation in (*SPECULATIONS, *(DRAFT_SPECULATIONS if draft is not None else ())):
             self._tell(f"{LLAMA_CPP} {speculation.name}")
             process = self._stack.enter_context(llama_cpp(twice, gguf, speculation=speculation, draft=draft))
-            self.families[-1][llama_name(twice.threads, speculation.name)] = process.run
+            self.families[-1][llama_cpp_name(twice.threads, speculation.name)] = process.run
 
-    def _cluster(self, given: dict[str, Any]) -> Client:
+    def _start_cluster(self, given: dict[str, Any]) -> Client:
         return self._stack.enter_context(LocalCluster(progress=self._tell, **{"memory": False, **given})).client()
 
     def _pin(self, client: Client) -> None:
-        """Pins a target without a drafter, which would not be pinned: all targets use the same core here."""
-        pin_process(_target(client).pid, system.core_of("target", self._settings))
+        """Pins a target without a drafter, which its cluster does not pin, to the core that all other targets use."""
+        pin_process(_target_stats(client).pid, system.core_of("target", self._settings))
 
 
-def _target(client: Client) -> WorkerStats:
+def _target_stats(client: Client) -> WorkerStats:
     return next(worker for worker in client.stats().workers if worker.role == "target")
 
 
@@ -162,20 +162,22 @@ def pin_process(pid: int, core: int | None) -> None:
     """Pins all threads of a running process."""
     threads = Path(f"/proc/{pid}/task")
     for thread in threads.iterdir() if core is not None and threads.is_dir() else ():
-        system.pin(int(thread.name), core)
+        system.pin_to_core(int(thread.name), core)
 
 
-def llama_name(threads: int, speculation: str = "") -> str:
+def llama_cpp_name(threads: int, speculation: str = "") -> str:
     suffix = f" {speculation}" if speculation else ""
     return f"{LLAMA_CPP}{suffix}, {threads} thread{'s' * (threads > 1)}"
 
 
 def main_table_runs(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
-    return {name: found for name, found in runs.items() if not name.endswith(BOTH_CORES)}
+    return {name: found for name, found in runs.items() if not name.endswith(BOTH_CORES_SUFFIX)}
 
 
 def second_table_runs(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
     """Returns the runs with both cores, including those of SSD and auto, which always use both."""
     return {
-        name: found for name, found in runs.items() if name.endswith(BOTH_CORES) or name.startswith(("ssd", "auto"))
+        name: found
+        for name, found in runs.items()
+        if name.endswith(BOTH_CORES_SUFFIX) or name.startswith(("ssd", "auto"))
     }

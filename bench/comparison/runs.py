@@ -18,13 +18,26 @@ from typing import TypeAlias, TypeVar
 from outrider.orchestrator.client.client import Client
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.stats import each
+from outrider.protocol.stats import add_rows
 
 V = TypeVar("V")
 
 RESAMPLES = 2000
 NESTED_RESAMPLES = 300
-SEED = 0
+BOOTSTRAP_SEED = 0
+T = TypeVar("T")
+R = TypeVar("R")
+
+# Part of the name of a runner with the draft model in the target's process.
+COLOCATED = "colocated"
+
+# `auto` with both models in one process, on both cores.
+ONE_PROCESS = f"{COLOCATED} auto, both cores"
+
+# The distance of the seeds of two rounds: more than the requests of a round, each of which has its own seed.
+SEED_STRIDE = 1000
+
+Texts = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +85,7 @@ def ratio(ours: Sequence[Timed], theirs: Sequence[Timed]) -> Interval:
 
 def bootstrap(values: Sequence[V], estimate: Callable[[Sequence[V]], float]) -> Interval:
     """Returns the estimate on all values, with an interval from resampling them."""
-    draw = random.Random(SEED)
+    draw = random.Random(BOOTSTRAP_SEED)
     return _interval(estimate(values), [estimate(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)])
 
 
@@ -80,7 +93,7 @@ def nested_bootstrap(
     rounds: Sequence[Sequence[Sequence[float]]], estimate: Callable[[Sequence[float]], float]
 ) -> Interval:
     """Like `bootstrap` over the numbers of all requests of all rounds; resamples rounds, and requests in each round."""
-    draw = random.Random(SEED)
+    draw = random.Random(BOOTSTRAP_SEED)
 
     def resampled() -> list[float]:
         requests = [r for chosen in draw.choices(rounds, k=len(rounds)) for r in draw.choices(chosen, k=len(chosen))]
@@ -99,15 +112,6 @@ def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
     """Returns the share of n-grams that occurred before in the same text; near 1, the text loops."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return (len(grams) - len(set(grams))) / len(grams) if grams else 0.0
-
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-# Part of the name of a runner with the draft model in the target's process.
-COLOCATED = "colocated"
-# `auto` with both models in one process, on both cores.
-ONE_PROCESS = f"{COLOCATED} auto, both cores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,7 @@ class Summary:
         return sum(self.hits) / sum(self.looked_up) if sum(self.looked_up) else None
 
 
-def summary(timings: Sequence[Timings]) -> Summary:
+def summarize(timings: Sequence[Timings]) -> Summary:
     turnarounds = [ms for t in timings for ms in t.turnaround_ms]
     return Summary(
         tokens=sum(t.predicted_n - 1 for t in timings),
@@ -160,10 +164,10 @@ def summary(timings: Sequence[Timings]) -> Summary:
         decode_ms=sum(t.predicted_ms for t in timings),
         verify_ms=sum(t.verify_ms for t in timings),
         idle_ms=sum(t.idle_ms for t in timings),
-        drafted=each(*(t.drafted_by_position for t in timings)),
-        accepted=each(*(t.accepted_by_position for t in timings)),
-        looked_up=each(*(t.looked_up_by_accepted for t in timings)),
-        hits=each(*(t.hits_by_accepted for t in timings)),
+        drafted=add_rows(*(t.drafted_by_position for t in timings)),
+        accepted=add_rows(*(t.accepted_by_position for t in timings)),
+        looked_up=add_rows(*(t.looked_up_by_accepted for t in timings)),
+        hits=add_rows(*(t.hits_by_accepted for t in timings)),
         turnaround_ms=statistics.median(turnarounds) if turnarounds else None,
     )
 
@@ -241,21 +245,17 @@ class Reply:
         return [gap / count for gap, count in zip(self.gaps_ms, counts, strict=True) for _ in range(count)]
 
 
-def timed(replies: Sequence[Reply]) -> Timed:
+def time_replies(replies: Sequence[Reply]) -> Timed:
     """Returns all tokens of concurrent requests, and the seconds from the first sending to the last end."""
     tokens = sum(arrival.tokens for reply in replies for arrival in reply.arrivals)
     return Timed(tokens, max(reply.ended for reply in replies) - min(reply.sent for reply in replies))
 
 
-# Seeds between two rounds: more than the requests of a round, which have a seed each.
-SEEDS = 1000
-
-Texts = Sequence[tuple[int, ...]]
 BatchRunner: TypeAlias = Callable[[Texts, SamplingParams], list[Reply]]
 """Completes all prompts, as many at once as it has slots."""
 
 
-def mode_batch(client: Client, mode: str, slots: int) -> BatchRunner:
+def mode_batch_runner(client: Client, mode: str, slots: int) -> BatchRunner:
     """Returns a runner of one of our modes. Request n uses the sampling's seed plus n."""
 
     def send(text: tuple[int, ...], sampling: SamplingParams) -> Reply:

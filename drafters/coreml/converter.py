@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 
 from outrider.drafters.coreml import package
 from outrider.drafters.coreml.layout import DecoderArchitecture, Mode, Options, PackageFunction, PackageLayout
-from outrider.drafters.coreml.package import Manifest, coremltools
+from outrider.drafters.coreml.package import Manifest, import_coremltools
 from outrider.drafters.coreml.weights import (
     EMBEDDING,
-    GROUP,
+    GROUP_SIZE,
     HEAD,
     NORM,
     Checkpoint,
@@ -44,22 +44,28 @@ from outrider.drafters.coreml.weights import (
     Weights,
     to_mlx,
 )
-from outrider.protocol.digest import digest
+from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.version import PACKAGE_VERSION
 
-_FLOOR = 2.0**-10  # below this a row is scaled by this instead, so that eps / max**2 stays in float16
+_MIN_ROW_SCALE = 2.0**-10  # rows with a smaller maximum are scaled by this instead, so that eps / max**2 fits float16
+
+Progress = Callable[[str, int, int], None]
+"""Called with the stage, and its steps done and in total; each stage begins with 0 steps done."""
+
+_BYTES_PER_WEIGHT = {"fp16": 2.0, "fp32": 4.0, "int8": 1.0, "int4": 0.53}
+_SPARE_DISK_BYTES = 1 << 20
 
 
 class _GraphBuilder:
     """Builds one coremltools Function of the decoder in `layout`, with its `weights`.
 
-    `_past` and `_new`: the keys "k" and values "v" of each layer, (1, kv_heads, slots or rows, head_dim), as they were
-    before the call and of the call's rows.
+    `_past` and `_new` hold the keys "k" and values "v" of each layer, (1, kv_heads, slots or rows, head_dim): the cache
+    before the call, and the call's rows.
     """
 
     def __init__(self, layout: PackageLayout, weights: Weights, function: PackageFunction) -> None:
-        self._mil = coremltools(".converters.mil.mil")
+        self._mil = import_coremltools(".converters.mil.mil")
         self._mb = self._mil.Builder
         self._layout = layout
         self._sizes: DecoderArchitecture = layout.architecture
@@ -69,8 +75,8 @@ class _GraphBuilder:
         self._float = np.float32 if layout.weights == "fp32" else np.float16
 
     def build(self) -> Any:
-        target = coremltools().target.iOS18
-        with self._mil.Function(self._placeholders(), opset_version=target) as function:
+        target = import_coremltools().target.iOS18
+        with self._mil.Function(self._input_specs(), opset_version=target) as function:
             self._inputs = function.inputs
             self._past: dict[str, list[Any]] = self._read_past()
             self._new: dict[str, list[Any]] = {"k": [], "v": []}
@@ -78,20 +84,22 @@ class _GraphBuilder:
             for layer in range(self._sizes.layers):
                 name = f"model.layers.{layer}"
                 normed = self._norm(f"{name}.input_layernorm", x, 1)
-                self._add_rows(f"{name}.self_attn", normed)
+                self._append_kv(f"{name}.self_attn", normed)
                 if self._function.logits or layer < last or layer == 0:  # a prefill only fills the cache
-                    x = self._layer(name, x, normed, layer)
-            self._store()
-            wanted = {tensor.name for tensor in self._layout.outputs(self._function)}
-            outputs = [self._concat(self._new[kind], 0, f"{kind}_new") for kind in "kv" if f"{kind}_new" in wanted]
+                    x = self._build_layer(name, x, normed, layer)
+            self._write_states()
+            output_names = {tensor.name for tensor in self._layout.outputs(self._function)}
+            outputs = [
+                self._concat(self._new[kind], 0, f"{kind}_new") for kind in "kv" if f"{kind}_new" in output_names
+            ]
             if self._function.logits:
-                outputs += self._logits(x)
+                outputs += self._project_logits(x)
             function.set_outputs(outputs)
         return function
 
     # --- inputs and cache ---------------------------------------------------------------------------------------
 
-    def _placeholders(self) -> dict[str, Any]:
+    def _input_specs(self) -> dict[str, Any]:
         specs = {}
         number = self._mil.types.fp32 if self._float is np.float32 else self._mil.types.fp16
         for tensor in self._layout.inputs(self._function):
@@ -109,17 +117,17 @@ class _GraphBuilder:
             case Mode.HYBRID:
                 return {kind: [read(input=inputs[f"{kind}_state_{i}"]) for i in layers] for kind in "kv"}
             case Mode.ONEHOT:
-                self._whole = {kind: read(input=inputs[f"{kind}_state"]) for kind in "kv"}
-                return {kind: self._split(whole) for kind, whole in self._whole.items()}
+                self._full_states = {kind: read(input=inputs[f"{kind}_state"]) for kind in "kv"}
+                return {kind: self._split(whole) for kind, whole in self._full_states.items()}
 
-    def _store(self) -> None:
-        """Writes the new rows into the states, if there are any."""
+    def _write_states(self) -> None:
+        """Writes the new rows into the states, if the package has states."""
         mb, inputs = self._mb, self._inputs
         if self._layout.mode is Mode.ONEHOT:
             write = inputs["write"]
             keep = mb.sub(x=np.float16(1), y=mb.reduce_sum(x=write, axes=[-1], keep_dims=True))
             for kind in "kv":
-                kept = mb.mul(x=self._whole[kind], y=keep)
+                kept = mb.mul(x=self._full_states[kind], y=keep)
                 moved = mb.matmul(x=write, y=self._concat(self._new[kind], 0))
                 mb.coreml_update_state(state=inputs[f"{kind}_state"], value=mb.add(x=kept, y=moved))
         if self._layout.mode is Mode.HYBRID:
@@ -133,27 +141,27 @@ class _GraphBuilder:
 
     # --- the decoder --------------------------------------------------------------------------------------------
 
-    def _layer(self, name: str, x: Any, normed: Any, layer: int) -> Any:
+    def _build_layer(self, name: str, x: Any, normed: Any, layer: int) -> Any:
         mb = self._mb
-        x = mb.add(x=x, y=self._attention(f"{name}.self_attn", normed, layer))
+        x = mb.add(x=x, y=self._attend(f"{name}.self_attn", normed, layer))
         normed = self._norm(f"{name}.post_attention_layernorm", x, 1)
         gate = mb.silu(x=self._project(f"{name}.mlp.gate_proj", normed))
         inner = mb.mul(x=gate, y=self._project(f"{name}.mlp.up_proj", normed))
         return mb.add(x=x, y=self._project(f"{name}.mlp.down_proj", inner))
 
-    def _add_rows(self, name: str, x: Any) -> None:
+    def _append_kv(self, name: str, x: Any) -> None:
         """Adds the keys and values of these rows to `_new`."""
         shape = (1, self._sizes.kv_heads, self._rows, self._sizes.head_dim)
-        keys = self._rotate(self._heads(f"{name}.k_proj", f"{name}.k_norm", x, 1))
-        values = self._heads(f"{name}.v_proj", None, x, 1)
+        keys = self._rotate(self._project_heads(f"{name}.k_proj", f"{name}.k_norm", x, 1))
+        values = self._project_heads(f"{name}.v_proj", None, x, 1)
         for kind, rows in (("k", keys), ("v", values)):
             self._new[kind].append(self._mb.reshape(x=rows, shape=shape))
 
-    def _attention(self, name: str, x: Any, layer: int) -> Any:
+    def _attend(self, name: str, x: Any, layer: int) -> Any:
         """Returns the attention over the old cache and over the rows themselves, each read once."""
         mb, sizes, count = self._mb, self._sizes, self._rows
         folded = (1, sizes.kv_heads, sizes.groups * count, sizes.head_dim)
-        queries = self._heads(f"{name}.q_proj", f"{name}.q_norm", x, sizes.groups)
+        queries = self._project_heads(f"{name}.q_proj", f"{name}.q_norm", x, sizes.groups)
         queries = mb.mul(x=self._rotate(queries), y=self._float(sizes.head_dim**-0.5))
         queries = mb.reshape(x=queries, shape=folded)
         slots = self._layout.slots
@@ -171,14 +179,14 @@ class _GraphBuilder:
         mixed = mb.reshape(x=mixed, shape=(1, sizes.heads * sizes.head_dim, 1, count))
         return self._project(f"{name}.o_proj", mixed)
 
-    def _heads(self, projection: str, norm: str | None, x: Any, groups: int) -> Any:
+    def _project_heads(self, projection: str, norm: str | None, x: Any, groups: int) -> Any:
         """(1, hidden, 1, rows) -> (kv_heads, groups, rows, head_dim), normed if the family norms heads."""
         mb, sizes = self._mb, self._sizes
         heads = mb.reshape(
             x=self._project(projection, x), shape=(sizes.kv_heads, groups, sizes.head_dim, self._rows)
         )  # fmt: skip
         heads = mb.transpose(x=heads, perm=[0, 1, 3, 2])
-        return self._norm(norm, heads, 3) if norm and sizes.normed_heads else heads
+        return self._norm(norm, heads, 3) if norm and sizes.has_qk_norm else heads
 
     def _rotate(self, heads: Any) -> Any:
         """Applies the rope by halves; the host passes sin with its first half negated."""
@@ -191,7 +199,7 @@ class _GraphBuilder:
         """Returns the RMSNorm of x / max|x|, which float16 can hold at every scale; the maximum cancels out."""
         mb = self._mb
         largest = mb.reduce_max(x=mb.abs(x=x), axes=[axis], keep_dims=True)
-        largest = mb.maximum(x=largest, y=self._float(_FLOOR))
+        largest = mb.maximum(x=largest, y=self._float(_MIN_ROW_SCALE))
         scaled = mb.real_div(x=x, y=largest)
         mean = mb.reduce_mean(x=mb.mul(x=scaled, y=scaled), axes=[axis], keep_dims=True)
         root = mb.real_div(x=self._float(self._sizes.norm_eps**0.5), y=largest)
@@ -203,30 +211,30 @@ class _GraphBuilder:
     def _project(self, name: str, x: Any) -> Any:
         bias = self._weights.vectors.get(f"{name}.bias")
         added = None if bias is None else self._const(f"{name}.bias", bias)
-        return self._mb.conv(x=x, weight=self._matrix(name), bias=added)
+        return self._mb.conv(x=x, weight=self._matrix_weight(name), bias=added)
 
-    def _logits(self, x: Any) -> list[Any]:
+    def _project_logits(self, x: Any) -> list[Any]:
         """Returns logits (1, chunk, 1, rows) for each chunk of the vocabulary."""
         normed, first, outputs = self._norm(NORM, x, 1), 0, []
         for index, count in enumerate(self._sizes.head_chunks):
-            weight = self._matrix(HEAD, first, first + count)
+            weight = self._matrix_weight(HEAD, first, first + count)
             outputs.append(self._mb.conv(x=normed, weight=weight, name=f"logits_{index}"))
             first += count
         return outputs
 
-    def _matrix(self, name: str, first: int = 0, last: int | None = None) -> Any:
+    def _matrix_weight(self, name: str, first: int = 0, last: int | None = None) -> Any:
         """Returns rows [first, last) of the matrix `name` as a convolution weight (rows, columns, 1, 1)."""
         form, rows = self._weights.matrices[name], slice(first, last)
         key = name if last is None else f"{name}[{first}:{last}]"
         if isinstance(form, DenseMatrix):
-            return self._const(key, _kernel(form.values[rows]))
+            return self._const(key, _as_conv_kernel(form.values[rows]))
         data, zero = form.data[rows], None
         if form.zero is not None:
             uint4 = self._mil.types.np_uint4_dtype  # a label, no copy
-            data, zero = data.view(uint4), self._const(f"{key}.zero", _kernel(form.zero[rows].view(uint4)))
+            data, zero = data.view(uint4), self._const(f"{key}.zero", _as_conv_kernel(form.zero[rows].view(uint4)))
         return self._mb.constexpr_blockwise_shift_scale(
-            data=self._const(f"{key}.data", _kernel(data)),
-            scale=self._const(f"{key}.scale", _kernel(form.scale[rows])),
+            data=self._const(f"{key}.data", _as_conv_kernel(data)),
+            scale=self._const(f"{key}.scale", _as_conv_kernel(form.scale[rows])),
             offset=zero,
         )
 
@@ -244,14 +252,8 @@ class _GraphBuilder:
         return self._mb.concat(values=values, axis=axis, **({} if name is None else {"name": name}))
 
 
-def _kernel(matrix: NDArray[Any]) -> NDArray[Any]:
+def _as_conv_kernel(matrix: NDArray[Any]) -> NDArray[Any]:
     return matrix.reshape(*matrix.shape, 1, 1)
-
-
-Progress = Callable[[str, int, int], None]
-"""(stage, done, total) within the stage, which begins with `done` = 0."""
-_BYTES = {"fp16": 2.0, "fp32": 4.0, "int8": 1.0, "int4": 0.53}
-_MARGIN = 1 << 20
 
 
 def convert(
@@ -264,7 +266,7 @@ def convert(
 
     Raises:
         InvalidRequest: `destination` or `mlx_out` exists already.
-        ModelError: the model is refused, or the disk can't hold the package; nothing is left then.
+        ModelError: the model is refused, or the disk can't hold the package; no files are left behind.
     """
     progress = progress or (lambda stage, done, total: None)
     for path in (destination, mlx_out):
@@ -280,7 +282,7 @@ def convert(
     try:
         partial_package.mkdir(parents=True)
         _check_space(partial_package, layout, copies=2 if mlx_out else 1)
-        manifest, weights = _write(checkpoint, layout, partial_package, progress)
+        manifest, weights = _write_package(checkpoint, layout, partial_package, progress)
         if mlx_out is not None:
             write_mlx_copy(weights, model, partial_package / "mlx")
             mlx_out.parent.mkdir(parents=True, exist_ok=True)
@@ -297,31 +299,31 @@ def convert(
 
 
 def _check_space(directory: Path, layout: PackageLayout, copies: int) -> None:
-    """Raises OSError if the disk can't hold the weights twice, as it must while the package is written."""
+    """Raises OSError if the disk has no room for two copies of the weights, which writing a package needs."""
     sizes = layout.architecture
     heads = sizes.head_dim * (sizes.heads + sizes.kv_heads)
     matrices = sizes.layers * sizes.hidden * (2 * heads + 3 * sizes.intermediate) + sizes.vocab_size * sizes.hidden
     table = sizes.vocab_size * sizes.hidden * (4 if layout.weights == "fp32" else 2)
-    needed = int(matrices * _BYTES[layout.weights] * (1 + copies)) + table * copies + _MARGIN
+    needed = int(matrices * _BYTES_PER_WEIGHT[layout.weights] * (1 + copies)) + table * copies + _SPARE_DISK_BYTES
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{free >> 20} MiB free, but about {needed >> 20} MiB are needed")
 
 
-def _write(
+def _write_package(
     checkpoint: Checkpoint, layout: PackageLayout, directory: Path, progress: Progress
 ) -> tuple[Manifest, Weights]:
     rope = checkpoint.rope(layout.context)
     weights = checkpoint.read(partial(progress, "reading weights"))
-    np.save(directory / package.EMBEDDING, weights.embedding)
-    np.save(directory / package.ROPE, rope)
-    np.save(directory / package.EXPECTED, checkpoint.expected_logits(weights))
+    np.save(directory / package.EMBEDDING_FILE, weights.embedding)
+    np.save(directory / package.ROPE_FILE, rope)
+    np.save(directory / package.EXPECTED_FILE, checkpoint.expected_logits(weights))
     _write_mlpackage(layout, weights, directory, partial(progress, "building"))
     progress("checking", 0, 1)
     manifest = Manifest(
         layout=layout,
         source=checkpoint.path.resolve().name,
-        source_hash=digest(checkpoint.path),
+        source_hash=model_digest(checkpoint.path),
         parameters=checkpoint.parameters,
         files=package.file_hashes(directory),
         versions={"outrider": PACKAGE_VERSION, **{name: version(name) for name in ("coremltools", "mlx", "mlx-lm")}},
@@ -340,14 +342,14 @@ def _write_mlpackage(
     Raises:
         OSError: the disk is full or not writable.
     """
-    program, steps = coremltools(".converters.mil.mil").Program(), len(layout.functions) + 1
+    program, steps = import_coremltools(".converters.mil.mil").Program(), len(layout.functions) + 1
     for built, function in enumerate(layout.functions):
         progress(built, steps)
         program.add_function(function.name, _GraphBuilder(layout, weights, function).build())
     program.default_function_name = layout.functions[0].name
     program.export_as_multifunction = True
     progress(steps - 1, steps)
-    tools, export = coremltools(), coremltools(".converters.mil.backend.mil.load").load
+    tools, export = import_coremltools(), import_coremltools(".converters.mil.backend.mil.load").load
     # weight.bin is written here first, so it must be on the disk whose space was checked
     with tempfile.TemporaryDirectory(dir=directory) as weights_dir:
         try:
@@ -375,11 +377,13 @@ def write_mlx_copy(weights: Weights, source: Path, destination: Path) -> None:
         if isinstance(form, DenseMatrix):
             arrays[f"{module}.weight"] = mx.array(form.values)
             continue
-        if form.data.shape[1] % GROUP:
-            raise ModelError(f"{name} has {form.data.shape[1]} columns; MLX needs a multiple of {GROUP} to quantize it")
+        if form.data.shape[1] % GROUP_SIZE:
+            raise ModelError(
+                f"{name} has {form.data.shape[1]} columns; MLX needs a multiple of {GROUP_SIZE} to quantize it"
+            )
         names = (f"{module}.{part}" for part in ("weight", "scales", "biases"))
         arrays |= zip(names, to_mlx(form), strict=True)
-        config["quantization"] = {"group_size": GROUP, "bits": form.bits}
+        config["quantization"] = {"group_size": GROUP_SIZE, "bits": form.bits}
     mx.save_safetensors(str(destination / "model.safetensors"), arrays, metadata={"format": "mlx"})
     (destination / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     for file in source.iterdir():

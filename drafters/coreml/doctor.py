@@ -3,7 +3,7 @@
 `outrider doctor` formats it; the program is separate so that the command line never imports MLX. A `Placement` is the
 time of one token and of a tree of eight on one device of this machine. CPU and GPU are measured now, which takes
 seconds; Core ML's times are those of a kept trial, or of a new one with --probe. With --prompts the program measures
-only which prompts of the draft Core ML reads faster than MLX; drafters find the result.
+only which prompts of the draft Core ML reads faster than MLX; drafters use the kept result.
 """
 
 from __future__ import annotations
@@ -26,23 +26,26 @@ import mlx.core as mx
 
 from outrider.drafters.coreml import runtimes, selection, trial
 from outrider.drafters.coreml.runtimes import os_build
-from outrider.drafters.coreml.selection import PREFERRED, Packages
-from outrider.drafters.coreml.trial import Trials, Tried
+from outrider.drafters.coreml.selection import PREFERRED_UNITS, Packages
+from outrider.drafters.coreml.trial import TrialResult, TrialStore
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
-from outrider.engine.loading import find, has_openblas
+from outrider.engine.loading import find_model_folder, has_openblas
 from outrider.engine.loading import load as load_model
 from outrider.protocol.errors import ModelError, OutriderError
 
 log = logging.getLogger(__name__)
 
-_ROUNDS = 12
-_WARM_UP = 2
-_TREE = 8
-_SHARED = "shares the GPU with the target: each slows the other down"
-_OWN_CORES = "on cores of its own, next to the target's GPU: --draft-device cpu"
-_APART = "next to the target's GPU: --draft-backend coreml"
-_SAME_CPU = "shares the CPU with the target"
+_TIMED_CALLS = 12
+_WARM_UP_CALLS = 2
+_TREE_ROWS = 8
+_SHARED_GPU_NOTE = "shares the GPU with the target: each slows the other down"
+_OWN_CORES_NOTE = "on cores of its own, next to the target's GPU: --draft-device cpu"
+_COREML_NOTE = "next to the target's GPU: --draft-backend coreml"
+_SHARED_CPU_NOTE = "shares the CPU with the target"
+_LIBRARIES = ("mlx", "mlx-lm", "coremltools", "numpy")
+_MATRIX_SIZE = 384
+_BLAS_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Placement:
     note: str = ""
 
 
-def on_device(model: Path, device: mx.DeviceType) -> Placement:
+def measure_device(model: Path, device: mx.DeviceType) -> Placement:
     """Measures the draft `model` on `device`, with the kernels that would serve it there."""
     default = mx.default_device()
     mx.set_default_device(mx.Device(device))
@@ -69,48 +72,45 @@ def on_device(model: Path, device: mx.DeviceType) -> Placement:
         def step(rows: int) -> None:
             mx.eval(kv_cache.forward([Feed(slot, [0] * rows, rows)]))
 
-        one, eight = (round(trial.median_ms(partial(step, rows), _ROUNDS, _WARM_UP), 3) for rows in (1, _TREE))
+        one, eight = (
+            round(trial.median_ms(partial(step, rows), _TIMED_CALLS, _WARM_UP_CALLS), 3) for rows in (1, _TREE_ROWS)
+        )
     finally:
         mx.set_default_device(default)
     if device == mx.gpu:
-        return Placement("MLX on the GPU", True, one, eight, note=_SHARED)
-    note = _OWN_CORES if default.type == mx.gpu else _SAME_CPU
+        return Placement("MLX on the GPU", True, one, eight, note=_SHARED_GPU_NOTE)
+    note = _OWN_CORES_NOTE if default.type == mx.gpu else _SHARED_CPU_NOTE
     return Placement("MLX on the CPU" if loaded.cpu is None else "ONNX Runtime on the CPU", True, one, eight, note=note)
 
 
-def on_core_ml(packages: Packages, try_now: bool) -> list[Placement]:
+def measure_core_ml(packages: Packages, try_now: bool) -> list[Placement]:
     """Returns the results of each package and compute unit, kept or tried now; the one that would draft is first."""
-    if not try_now and not any(map(packages.made, packages.variants)):
+    if not try_now and not any(map(packages.is_converted, packages.variants)):
         return [Placement("Core ML", False, note="the draft is not converted yet: run `outrider doctor --probe`")]
     times = None
     if try_now:
-        selection.choose(packages, log.info, thorough=True)
-        times = selection.prompt_times(packages, log.info)
-    rows, places = Trials(packages.source_hash).rows, []
-    for units in PREFERRED:
+        selection.select_package(packages, log.info, thorough=True)
+        times = selection.get_prompt_times(packages, log.info)
+    rows, places = TrialStore(packages.source_hash).rows, []
+    for units in PREFERRED_UNITS:
         here = [row for row in rows if row.units == units]
-        best = selection.quickest(here)
-        places += [_tried(row) for row in sorted(here, key=partial(operator.is_not, best))]
+        best = selection.select_fastest(here)
+        places += [_trial_placement(row) for row in sorted(here, key=partial(operator.is_not, best))]
         if not here:
             note = "not measured yet: run `outrider doctor --probe`"
             places.append(Placement(f"Core ML on {units}", False, note=note))
-    times = times or next((row.prompts_here for row in rows if row.prompts_here is not None), None)
+    times = times or next((row.valid_prompts for row in rows if row.valid_prompts is not None), None)
     if times is not None:
-        places.append(Placement("prompts of a draft on MLX", times.least is not None, note=times.sentence))
+        places.append(Placement("prompts of a draft on MLX", times.min_tokens is not None, note=times.sentence))
     return places
 
 
-def _tried(row: Tried) -> Placement:
+def _trial_placement(row: TrialResult) -> Placement:
     name = f"Core ML on {row.units}, {row.options}"
     if row.trial is None:
         return Placement(name, False, note=row.reason)
     ms, share = row.trial.ms, row.trial.engine_share.get("q1")
-    return Placement(name, not row.reason, ms.get("q1"), ms.get(f"q{_TREE}"), share, row.reason or _APART)
-
-
-_LIBRARIES = ("mlx", "mlx-lm", "coremltools", "numpy")
-_SIDE = 384
-_BLAS_ROUNDS = 5
+    return Placement(name, not row.reason, ms.get("q1"), ms.get(f"q{_TREE_ROWS}"), share, row.reason or _COREML_NOTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Machine:
     blas: Blas
 
 
-def inspect() -> Machine:
+def inspect_machine() -> Machine:
     """Inspects this machine, in about a second."""
     metal = mx.metal.is_available()
     return Machine(
@@ -153,11 +153,11 @@ def inspect() -> Machine:
         libraries={name: _version(name) for name in _LIBRARIES},
         mlx_device="gpu" if metal else mx.default_device().type.name,
         wired_budget_bytes=int(mx.device_info()["max_recommended_working_set_size"]) if metal else 0,
-        blas=_blas(),
+        blas=_measure_blas(),
     )
 
 
-def _blas() -> Blas:
+def _measure_blas() -> Blas:
     """Returns the BLAS that MLX calls on the CPU."""
     if sys.platform == "darwin":
         library, note = "Accelerate", ""
@@ -167,10 +167,10 @@ def _blas() -> Blas:
         library = "reference"
         note = "MLX uses the reference BLAS, with which M tokens cost M times as much as one; preload OpenBLAS"
     with mx.stream(mx.cpu):
-        a = mx.random.normal((_SIDE, _SIDE))
+        a = mx.random.normal((_MATRIX_SIZE, _MATRIX_SIZE))
         mx.eval(a @ a)
         best = min(timeit.repeat(lambda: mx.eval(a @ a), number=1, repeat=_BLAS_ROUNDS))
-    return Blas(library, round(2e-9 * _SIDE**3 / best, 1), note)
+    return Blas(library, round(2e-9 * _MATRIX_SIZE**3 / best, 1), note)
 
 
 def _version(name: str) -> str:
@@ -189,7 +189,7 @@ class DoctorReport:
     placements: tuple[Placement, ...]
 
 
-def examine(model: str | None, try_now: bool) -> DoctorReport:
+def create_report(model: str | None, try_now: bool) -> DoctorReport:
     """Inspects the machine and, with a draft `model` (a directory or an id), the devices that it could run on.
 
     Args:
@@ -198,16 +198,16 @@ def examine(model: str | None, try_now: bool) -> DoctorReport:
     Raises:
         ModelError: there is no such model.
     """
-    machine = inspect()
+    machine = inspect_machine()
     if model is None:
         return DoctorReport(machine, None, ())
-    checkpoint = find(model)
-    places = [on_device(checkpoint, mx.cpu)]
+    checkpoint = find_model_folder(model)
+    places = [measure_device(checkpoint, mx.cpu)]
     if machine.mlx_device == "gpu":
-        places.insert(0, on_device(checkpoint, mx.gpu))
+        places.insert(0, measure_device(checkpoint, mx.gpu))
     try:
-        if runtimes.available():
-            places += on_core_ml(Packages(checkpoint), try_now)
+        if runtimes.is_available():
+            places += measure_core_ml(Packages(checkpoint), try_now)
         else:
             places.append(Placement("Core ML on the Neural Engine", False, note="macOS only"))
     except ModelError as error:
@@ -223,10 +223,10 @@ def main() -> int:
     options = parser.parse_args()
     try:
         if options.prompts:
-            times = selection.prompt_times(Packages(find(options.model)), log.info)
-            report = {"least": times.least, "sentence": times.sentence, "times": dataclasses.asdict(times)}
+            times = selection.get_prompt_times(Packages(find_model_folder(options.model)), log.info)
+            report = {"least": times.min_tokens, "sentence": times.sentence, "times": dataclasses.asdict(times)}
         else:
-            report = dataclasses.asdict(examine(options.model, options.probe))
+            report = dataclasses.asdict(create_report(options.model, options.probe))
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

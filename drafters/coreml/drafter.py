@@ -1,14 +1,14 @@
-"""What runs a package: its host, the drafter `coreml` with its token trees, and a reader of prompts.
+"""Runs packages: their host, the drafter `coreml` with its token trees, and a reader of prompts.
 
-`PackageHost` calls a package's functions with tokens: it embeds, rotates, masks, and owns the caches. Each call has a
-mask row by row, so trees, ragged lengths and rollback are only data here. Each function has one set of input buffers,
+`PackageHost` calls a package's functions with tokens: it embeds, rotates, masks, and owns the caches. Each row of a
+call has its own mask, so trees, ragged lengths and rollback are only data. Each function has one set of input buffers,
 which is reused. Everything runs on the caller's thread.
 
 `CoreMLDrafter` has the engine's token trees (`engine.tree`), over columns in a package's cache. `CoreMLKVRows` gives
 each column a slot there, which it keeps: columns that are dropped free theirs, so rollback and commits move nothing.
 Scores are computed on the CPU.
 
-`PackageReader` reads a prompt in an MLX model's place: the package has keys and values in MLX's form, [kv_heads,
+`PackageReader` reads prompts for an MLX model: the package has keys and values in MLX's form, [kv_heads,
 position, head_dim] after the rotation, so nothing is transposed or computed again; only float16 rounding differs from
 MLX's own reading.
 """
@@ -29,7 +29,7 @@ from outrider.drafters.coreml.layout import Mode, PackageFunction
 from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.runtimes import Outputs, Runtime, RuntimeState
 from outrider.drafters.drafter import DrafterFault
-from outrider.engine.flat import Bools, Ints, Layers
+from outrider.engine.flat import Bools, Ints, LayerKVs
 from outrider.engine.kv_rows import KVRows, NewRows, ReadingFault, ReadProgress
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
@@ -41,8 +41,8 @@ from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 
-MASKED = -1e4  # float16 can hold it, and exp() of it is 0
-_PAST = ("k_past", "v_past")
+MASK_VALUE = -1e4  # float16 can hold it, and exp() of it is 0
+_CACHE_INPUTS = ("k_past", "v_past")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class PackageHost:
         """Returns an empty cache. Buffers of closed ones are reused, because a device may read them after a call."""
         if self._spare:
             return self._spare.pop()
-        names = () if self.layout.mode.stateful else _PAST
+        names = () if self.layout.mode.stateful else _CACHE_INPUTS
         arrays = {name: np.zeros(self.layout.cache_shape, np.float32) for name in names}
         return PackageCache(arrays, self._runtime.new_state())
 
@@ -113,22 +113,22 @@ class PackageHost:
             DrafterFault: logits, keys or values are not finite; then nothing is written.
             RuntimeFault: the device failed.
         """
-        inputs = self._filled(function, columns, past, own) | cache.arrays
-        fresh = self._output(function, self._runtime.call(function.name, inputs, cache.state), len(columns))
+        inputs = self._fill_buffers(function, columns, past, own) | cache.arrays
+        fresh = self._check_output(function, self._runtime.call(function.name, inputs, cache.state), len(columns))
         slots = [column.slot for column in columns]
         for name, rows in zip(cache.arrays, (fresh.keys, fresh.values), strict=False):
             cache.arrays[name][:, :, slots] = rows
         return fresh
 
-    def _filled(
+    def _fill_buffers(
         self, function: PackageFunction, columns: Sequence[_Column], past: Bools, own: Bools
     ) -> dict[str, NDArray[Any]]:
-        """Returns the function's buffers filled with `columns`; further rows are masked and written nowhere."""
+        """Returns the function's buffers filled with `columns`; unused rows are masked and not written."""
         if function.name not in self._buffers:
             self._buffers[function.name] = {
                 tensor.name: np.zeros(tensor.shape, np.int32 if tensor.integer else np.float32)
                 for tensor in self.layout.inputs(function)
-                if tensor.name not in _PAST
+                if tensor.name not in _CACHE_INPUTS
             }
         buffers, count, slots = self._buffers[function.name], len(columns), self.layout.slots
         positions = [column.position for column in columns]
@@ -137,7 +137,7 @@ class PackageHost:
         buffers["cos"][0, 0, :count] = self._cos[positions]
         buffers["sin"][0, 0, :count] = self._sin[positions]
         mask = buffers["mask"][0, 0]
-        mask[:] = MASKED
+        mask[:] = MASK_VALUE
         mask[:count, :slots][past] = 0
         mask[:count, slots : slots + count][own] = 0
         if self.layout.mode is Mode.HYBRID:
@@ -147,7 +147,7 @@ class PackageHost:
             buffers["write"][0, 0, [column.slot for column in columns], np.arange(count)] = 1
         return buffers
 
-    def _output(self, function: PackageFunction, outputs: Outputs, count: int) -> CallOutput:
+    def _check_output(self, function: PackageFunction, outputs: Outputs, count: int) -> CallOutput:
         none = np.empty((0, 0, 0, 0), np.float32)
         keys, values = (outputs.get(name, none)[:, :, :count] for name in ("k_new", "v_new"))
         if not (np.isfinite(keys).all() and np.isfinite(values).all()):
@@ -181,19 +181,19 @@ class CoreMLKVRows(KVRows):
         return len(self._columns)
 
     def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
-        self._keep(self._columns[:start])
+        self._keep_columns(self._columns[:start])
         step = self._layout.prefill.rows
         for first in range(start, len(tokens), step):
             chunk = tokens[first : first + step]
-            self.read(chunk, self._layout.smallest(len(chunk)))
+            self.read(chunk, self._layout.function_for(len(chunk)))
             if progress is not None and len(tokens) > step:
                 progress(self.length, total)
 
     def read(self, tokens: Sequence[int], function: PackageFunction) -> CallOutput:
         """Feeds the next tokens of a text without branches, at most as many as `function` has rows; see `forward`."""
         first, end = self.length, self.length + len(tokens)
-        self._add(tokens, range(first, end), range(first - 1, end - 1))
-        return self._call(first, np.tri(len(tokens), end, first, dtype=np.bool_), function)
+        self._append_columns(tokens, range(first, end), range(first - 1, end - 1))
+        return self._forward(first, np.tri(len(tokens), end, first, dtype=np.bool_), function)
 
     @staticmethod
     def forward(texts: Sequence[CoreMLKVRows], new: Sequence[NewRows]) -> mx.array:
@@ -207,22 +207,22 @@ class CoreMLKVRows(KVRows):
         return mx.array(np.concatenate(logits))
 
     def _feed(self, new: NewRows) -> Iterator[NDArray[np.float32]]:
-        self._keep(self._columns[: new.start])  # drops what a forward that failed has added
+        self._keep_columns(self._columns[: new.start])  # drops the columns of a forward that failed
         tokens = np.array(new.tokens).tolist()
-        self._add(tokens, new.positions[new.start :].tolist(), new.parents)
-        most = self._layout.largest.rows
-        for first in range(new.start, new.end, most):
-            end = min(first + most, new.end)
+        self._append_columns(tokens, new.positions[new.start :].tolist(), new.parents)
+        max_rows = self._layout.largest.rows
+        for first in range(new.start, new.end, max_rows):
+            end = min(first + max_rows, new.end)
             seen = new.seen[first - new.start : end - new.start, :end]
-            yield self._call(first, seen, self._layout.smallest(end - first)).logits
+            yield self._forward(first, seen, self._layout.function_for(end - first)).logits
 
     def keep(self, prefix: int, columns: Ints) -> None:
-        self._keep([*self._columns[:prefix], *(self._columns[column] for column in columns.tolist())])
+        self._keep_columns([*self._columns[:prefix], *(self._columns[column] for column in columns.tolist())])
 
     def close(self) -> None:
         self._give_back()
 
-    def _add(self, tokens: Sequence[int], positions: Sequence[int], parents: Sequence[int]) -> None:
+    def _append_columns(self, tokens: Sequence[int], positions: Sequence[int], parents: Sequence[int]) -> None:
         if max(positions) >= self._layout.context:
             raise DrafterFault(
                 f"the draft's context of {self._layout.context} tokens is full; drafting is off from here on"
@@ -234,25 +234,25 @@ class CoreMLKVRows(KVRows):
         for token, position, parent in zip(tokens, positions, parents, strict=True):
             self._columns.append(_Column(token, position, self._columns[parent] if parent >= 0 else None))
 
-    def _keep(self, kept: list[_Column]) -> None:
+    def _keep_columns(self, kept: list[_Column]) -> None:
         """Keeps only these columns, in this order, and frees the slots of the others."""
-        stay = set(map(id, kept))
-        self._free[[column.slot for column in self._columns if id(column) not in stay and column.slot >= 0]] = True
+        kept_ids = set(map(id, kept))
+        self._free[[column.slot for column in self._columns if id(column) not in kept_ids and column.slot >= 0]] = True
         self._columns = kept
 
-    def _call(self, first: int, seen: Bools, function: PackageFunction) -> CallOutput:
-        """Feeds the columns from `first` on, of which each row of `seen` [R, first + R] sees some."""
+    def _forward(self, first: int, seen: Bools, function: PackageFunction) -> CallOutput:
+        """Feeds R columns from `first` on; each row of `seen` [R, first + R] marks the columns that one sees."""
         columns = self._columns[first : first + len(seen)]
-        self._place(columns, first, function)
+        self._assign_slots(columns, first, function)
         past = np.zeros((len(columns), self._layout.slots), bool)
         past[:, [column.slot for column in self._columns[:first]]] = seen[:, :first]
         return self._host.forward(columns, past, seen[:, first:], self._cache, function)
 
-    def _place(self, columns: Sequence[_Column], fed: int, function: PackageFunction) -> None:
+    def _assign_slots(self, columns: Sequence[_Column], fed: int, function: PackageFunction) -> None:
         """Gives each column a free slot; `fed` columns have one already."""
         slots = self._free_slots(len(columns), function)
         if len(slots) < len(columns) and fed and self._layout.mode is Mode.HYBRID:
-            self._pack(fed)
+            self._defragment(fed)
             slots = self._free_slots(len(columns), function)
         if len(slots) < len(columns):
             raise DrafterFault(
@@ -274,7 +274,7 @@ class CoreMLKVRows(KVRows):
         starts = np.flatnonzero(ends == function.rows)
         return list(range(starts[0], starts[0] + count)) if starts.size else []
 
-    def _pack(self, count: int) -> None:
+    def _defragment(self, count: int) -> None:
         """Feeds the first `count` columns again without gaps, because the free slots are scattered and a run of them is
         needed."""
         self._free[:] = True
@@ -285,7 +285,7 @@ class CoreMLKVRows(KVRows):
                 seen[number] |= seen[numbers[id(column.parent)]]
         for first in range(0, count, step):
             end = min(first + step, count)
-            self._call(first, seen[first:end, :end], self._layout.prefill)
+            self._forward(first, seen[first:end, :end], self._layout.prefill)
 
 
 class CoreMLTree(Tree):
@@ -334,19 +334,19 @@ class PackageReader:
     """An `engine.kv_rows.PromptReader` that runs `package`, which must have the model's weights, on `runtime`.
 
     Args:
-        least: the model itself reads shorter prompts.
+        min_tokens: the model itself reads shorter prompts.
     """
 
-    def __init__(self, package: Package, runtime: Runtime, least: int) -> None:
-        self.least, self.package = least, package
-        self.note = f"prompts of {least} tokens and more are read by {runtime.name}"
+    def __init__(self, package: Package, runtime: Runtime, min_tokens: int) -> None:
+        self.min_tokens, self.package = min_tokens, package
+        self.note = f"prompts of {min_tokens} tokens and more are read by {runtime.name}"
         self._host = PackageHost(package, runtime)
 
     def readable(self, count: int) -> int:
         """Returns how many tokens of a prompt the package reads: none if it is too short, at most its context."""
-        return min(count, self._host.layout.context) if count >= self.least else 0
+        return min(count, self._host.layout.context) if count >= self.min_tokens else 0
 
-    def read(self, tokens: Sequence[int]) -> Iterator[Layers]:
+    def read(self, tokens: Sequence[int]) -> Iterator[LayerKVs]:
         prefill, rows = self._host.layout.prefill, CoreMLKVRows(self._host)
         try:
             for first in range(0, len(tokens), prefill.rows):

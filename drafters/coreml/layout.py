@@ -18,8 +18,16 @@ import numpy as np
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-HEAD_GRID = 32  # the Neural Engine pads the last axis of a cache to a multiple, and rejects other states
+AXIS_ALIGNMENT = 32  # the Neural Engine pads a cache's last axis to a multiple of this, and rejects other states
 MAX_WIDTH = 16384  # the widest axis that every Neural Engine supports
+PREFILL_ROWS = 64
+SCRATCH_SLOTS = 128  # slots beyond the context, for drafted tokens
+DEFAULT_CONTEXT = 1024
+MAX_CONTEXT_LENGTH = MAX_WIDTH - SCRATCH_SLOTS - PREFILL_ROWS  # the width of the mask is that of slots and rows
+WEIGHT_FORMATS = ("fp16", "int8", "int4", "fp32")
+
+TRIAL_PROMPT_TOKENS, TRIAL_ROWS, TRIAL_STEPS = 16, 8, 12
+"""The tokens of `trial_text` that a trial reads by the prefill, then in one call, then one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,7 @@ class DecoderArchitecture:
         return self.heads // self.kv_heads
 
     @property
-    def normed_heads(self) -> bool:
+    def has_qk_norm(self) -> bool:
         """Whether queries and keys are normed before the rotation."""
         return self.family == "qwen3"
 
@@ -55,7 +63,7 @@ class DecoderArchitecture:
         return [MAX_WIDTH] * full + [rest] * (rest > 0)
 
 
-def read(config: Mapping[str, Any]) -> DecoderArchitecture:
+def read_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
     """Returns the architecture that config.json describes.
 
     Raises:
@@ -88,7 +96,7 @@ def read(config: Mapping[str, Any]) -> DecoderArchitecture:
         raise ModelError(
             f"config.json of this {family} model is incomplete ({error!r}); expected mlx-lm's keys"
         ) from error
-    _check_grid(architecture)
+    _check_sizes(architecture)
     return architecture
 
 
@@ -106,12 +114,12 @@ def _refuse_variants(family: str, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_grid(sizes: DecoderArchitecture) -> None:
+def _check_sizes(sizes: DecoderArchitecture) -> None:
     if sizes.heads % sizes.kv_heads:
         raise ModelError(f"{sizes.heads} query heads can't share {sizes.kv_heads} key/value heads evenly")
-    if sizes.head_dim % HEAD_GRID:
+    if sizes.head_dim % AXIS_ALIGNMENT:
         raise ModelError(
-            f"the head size is {sizes.head_dim}, off the Neural Engine's grid; expected a multiple of {HEAD_GRID}"
+            f"the head size is {sizes.head_dim}, off the Neural Engine's grid; expected a multiple of {AXIS_ALIGNMENT}"
             " (use --draft-backend mlx for this one)"
         )
     widest = max(sizes.hidden, sizes.intermediate, sizes.heads * sizes.head_dim)
@@ -119,13 +127,6 @@ def _check_grid(sizes: DecoderArchitecture) -> None:
         raise ModelError(
             f"a layer is {widest} wide and the Neural Engine takes {MAX_WIDTH}; a draft model should be far smaller"
         )
-
-
-PREFILL_ROWS = 64
-SCRATCH_SLOTS = 128  # slots beyond the context, for drafted tokens
-DEFAULT_CONTEXT = 1024
-LONGEST_CONTEXT = MAX_WIDTH - SCRATCH_SLOTS - PREFILL_ROWS  # the width of the mask is that of slots and rows
-WEIGHTS = ("fp16", "int8", "int4", "fp32")
 
 
 class Mode(StrEnum):
@@ -147,7 +148,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The form of a package: see `Mode`; `weights` is one of WEIGHTS, `context` in tokens.
+    """The form of a package: see `Mode`; `weights` is one of `WEIGHT_FORMATS`, `context` in tokens.
 
     Raises:
         InvalidRequest: a value is invalid, or two exclude each other.
@@ -158,10 +159,10 @@ class Options:
     context: int = DEFAULT_CONTEXT
 
     def __post_init__(self) -> None:
-        if self.weights not in WEIGHTS:
-            raise InvalidRequest(f"weights is {self.weights!r}; expected one of {', '.join(WEIGHTS)}")
-        if not PREFILL_ROWS <= self.context <= LONGEST_CONTEXT:
-            raise InvalidRequest(f"context is {self.context}; expected {PREFILL_ROWS} to {LONGEST_CONTEXT} tokens")
+        if self.weights not in WEIGHT_FORMATS:
+            raise InvalidRequest(f"weights is {self.weights!r}; expected one of {', '.join(WEIGHT_FORMATS)}")
+        if not PREFILL_ROWS <= self.context <= MAX_CONTEXT_LENGTH:
+            raise InvalidRequest(f"context is {self.context}; expected {PREFILL_ROWS} to {MAX_CONTEXT_LENGTH} tokens")
         if self.weights == "fp32" and self.mode.stateful:
             raise InvalidRequest("Core ML keeps states in float16 only; weights fp32 need --mode stateless")
 
@@ -170,7 +171,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TensorSpec:
     """A named input, output or state; `integer` is int32, otherwise the package's float type."""
 
     name: str
@@ -187,30 +188,27 @@ class PackageFunction:
     logits: bool
 
 
-TREES = tuple(PackageFunction(f"q{rows}", rows, True) for rows in (1, 8, 16, 32))
-PREFILL = PackageFunction(f"prefill{PREFILL_ROWS}", PREFILL_ROWS, False)
-
-TRIAL_PROMPT, TRIAL_ROWS, TRIAL_STEPS = 16, 8, 12
-"""A trial reads so many tokens of `trial_text` by the prefill, then so many in one call, then so many one by one."""
+TREE_FUNCTIONS = tuple(PackageFunction(f"q{rows}", rows, True) for rows in (1, 8, 16, 32))
+PREFILL_FUNCTION = PackageFunction(f"prefill{PREFILL_ROWS}", PREFILL_ROWS, False)
 
 
 def trial_text(vocab_size: int) -> list[int]:
     """Returns the random tokens that a trial reads."""
-    length = TRIAL_PROMPT + TRIAL_ROWS + TRIAL_STEPS
+    length = TRIAL_PROMPT_TOKENS + TRIAL_ROWS + TRIAL_STEPS
     return [int(token) for token in np.random.default_rng(0).integers(0, vocab_size, length)]
 
 
 @dataclass(frozen=True, slots=True)
 class PackageLayout:
-    """A package's sizes: `context` positions; `weights` is one of WEIGHTS.
+    """A package's sizes: `context` positions; `weights` is one of `WEIGHT_FORMATS`.
 
     `functions`: those of every package. `largest`: the one with logits that takes the most rows; `prefill`: the one
     without logits.
     """
 
-    functions: ClassVar[tuple[PackageFunction, ...]] = (*TREES, PREFILL)
-    largest: ClassVar[PackageFunction] = TREES[-1]
-    prefill: ClassVar[PackageFunction] = PREFILL
+    functions: ClassVar[tuple[PackageFunction, ...]] = (*TREE_FUNCTIONS, PREFILL_FUNCTION)
+    largest: ClassVar[PackageFunction] = TREE_FUNCTIONS[-1]
+    prefill: ClassVar[PackageFunction] = PREFILL_FUNCTION
 
     architecture: DecoderArchitecture
     mode: Mode
@@ -220,51 +218,51 @@ class PackageLayout:
     @property
     def slots(self) -> int:
         """The slots of the cache: for the context and for drafted tokens, on the Neural Engine's grid."""
-        return -(-(self.context + SCRATCH_SLOTS) // HEAD_GRID) * HEAD_GRID
+        return -(-(self.context + SCRATCH_SLOTS) // AXIS_ALIGNMENT) * AXIS_ALIGNMENT
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
         """The shape of a request's keys, and of its values, in all layers."""
         return (self.architecture.layers, self.architecture.kv_heads, self.slots, self.architecture.head_dim)
 
-    def inputs(self, function: PackageFunction) -> tuple[Tensor, ...]:
+    def inputs(self, function: PackageFunction) -> tuple[TensorSpec, ...]:
         sizes, rows = self.architecture, function.rows
         common = (
-            Tensor("x", (1, sizes.hidden, 1, rows)),
-            Tensor("cos", (1, 1, rows, sizes.head_dim)),
-            Tensor("sin", (1, 1, rows, sizes.head_dim)),
-            Tensor("mask", (1, 1, rows, self.slots + rows)),
+            TensorSpec("x", (1, sizes.hidden, 1, rows)),
+            TensorSpec("cos", (1, 1, rows, sizes.head_dim)),
+            TensorSpec("sin", (1, 1, rows, sizes.head_dim)),
+            TensorSpec("mask", (1, 1, rows, self.slots + rows)),
         )
         match self.mode:
             case Mode.STATELESS:
-                return (*common, Tensor("k_past", self.cache_shape), Tensor("v_past", self.cache_shape))
+                return (*common, TensorSpec("k_past", self.cache_shape), TensorSpec("v_past", self.cache_shape))
             case Mode.HYBRID:
-                return (*common, Tensor("pos", (1,), integer=True))
+                return (*common, TensorSpec("pos", (1,), integer=True))
             case Mode.ONEHOT:
-                return (*common, Tensor("write", (1, 1, self.slots, rows)))
+                return (*common, TensorSpec("write", (1, 1, self.slots, rows)))
 
-    def states(self) -> tuple[Tensor, ...]:
+    def states(self) -> tuple[TensorSpec, ...]:
         layers, *one = self.cache_shape
         match self.mode:
             case Mode.STATELESS:
                 return ()
             case Mode.HYBRID:
-                return tuple(Tensor(f"{kind}_state_{layer}", (1, *one)) for layer in range(layers) for kind in "kv")
+                return tuple(TensorSpec(f"{kind}_state_{layer}", (1, *one)) for layer in range(layers) for kind in "kv")
             case Mode.ONEHOT:
-                return (Tensor("k_state", self.cache_shape), Tensor("v_state", self.cache_shape))
+                return (TensorSpec("k_state", self.cache_shape), TensorSpec("v_state", self.cache_shape))
 
-    def outputs(self, function: PackageFunction) -> tuple[Tensor, ...]:
-        """Returns the outputs; `k_new` and `v_new` come first if the host needs them: without a state, or a prefill."""
+    def outputs(self, function: PackageFunction) -> tuple[TensorSpec, ...]:
+        """Returns the outputs. `k_new` and `v_new` come first if the host needs them (no state, or a prefill)."""
         sizes, rows = self.architecture, function.rows
         fresh = (sizes.layers, sizes.kv_heads, rows, sizes.head_dim)
-        outputs: tuple[Tensor, ...] = ()
+        outputs: tuple[TensorSpec, ...] = ()
         if not self.mode.stateful or not function.logits:
-            outputs = (Tensor("k_new", fresh), Tensor("v_new", fresh))
+            outputs = (TensorSpec("k_new", fresh), TensorSpec("v_new", fresh))
         if function.logits:
             chunks = enumerate(sizes.head_chunks)
-            outputs += tuple(Tensor(f"logits_{index}", (1, count, 1, rows)) for index, count in chunks)
+            outputs += tuple(TensorSpec(f"logits_{index}", (1, count, 1, rows)) for index, count in chunks)
         return outputs
 
-    def smallest(self, rows: int) -> PackageFunction:
-        """Returns the smallest function for at least `rows` rows; beyond the rows of `largest`, it is the prefill."""
+    def function_for(self, rows: int) -> PackageFunction:
+        """Returns the smallest function that takes `rows` rows; above the rows of `largest` that is the prefill."""
         return next(function for function in self.functions if function.rows >= rows)

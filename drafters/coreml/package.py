@@ -1,8 +1,8 @@
 """A converted model on disk, opened and checked against its manifest: layout, embedding, rotations, expected logits.
 
-The manifest names the package's source, its content, and the hash of each file. `folder` is where packages and the
-results of trials are kept. `coremltools` imports that module, and its parts, without its warnings about missing Core
-ML, torch or scikit-learn.
+The manifest names the package's source, its content, and the hash of each file. `coreml_cache_folder` returns
+the folder of packages and trial results. `import_coremltools` imports coremltools, or a part of it, without its
+warnings about missing Core ML, torch or scikit-learn.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml.layout import Options, PackageLayout
-from outrider.protocol.digest import CACHE, cache_folder, digest, file_hash
+from outrider.protocol.digest import CACHE_VARIABLE, cache_folder, file_hash, model_digest
 from outrider.protocol.errors import ModelError
 
-FORMAT = 3
-MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 3
+MANIFEST_FILE = "manifest.json"
 MLPACKAGE = "model.mlpackage"
-EMBEDDING = "embedding.npy"
-ROPE = "rope.npy"
-EXPECTED = "expected.npy"
-MODEL = Path(MLPACKAGE, "Data", "com.apple.CoreML", "model.mlmodel")
-WEIGHTS = MODEL.parent / "weights" / "weight.bin"
-_FILES = {
-    f"{MLPACKAGE}/model": MODEL,
-    f"{MLPACKAGE}/weights": WEIGHTS,
-    EMBEDDING: Path(EMBEDDING),
-    ROPE: Path(ROPE),
-    EXPECTED: Path(EXPECTED),
+EMBEDDING_FILE = "embedding.npy"
+ROPE_FILE = "rope.npy"
+EXPECTED_FILE = "expected.npy"
+MODEL_PATH = Path(MLPACKAGE, "Data", "com.apple.CoreML", "model.mlmodel")
+WEIGHTS_PATH = MODEL_PATH.parent / "weights" / "weight.bin"
+_HASHED_FILES = {
+    f"{MLPACKAGE}/model": MODEL_PATH,
+    f"{MLPACKAGE}/weights": WEIGHTS_PATH,
+    EMBEDDING_FILE: Path(EMBEDDING_FILE),
+    ROPE_FILE: Path(ROPE_FILE),
+    EXPECTED_FILE: Path(EXPECTED_FILE),
 }
 
 
-def coremltools(part: str = "") -> Any:
+def import_coremltools(part: str = "") -> Any:
     """Returns the coremltools module, or its `part` (".proto.MIL_pb2"). Raises ModelError if it is not installed."""
     logger = logging.getLogger("coremltools")
     level = logger.level
@@ -57,9 +57,9 @@ def coremltools(part: str = "") -> Any:
         logger.setLevel(level)
 
 
-def folder() -> Path:
-    """Returns the folder of packages and trials, all of which can be made again; it need not exist."""
-    if sys.platform == "darwin" and not os.environ.get(CACHE):
+def coreml_cache_folder() -> Path:
+    """Returns the folder of packages and trial results. It is a cache: it may not exist, and may be deleted."""
+    if sys.platform == "darwin" and not os.environ.get(CACHE_VARIABLE):
         return Path.home() / "Library" / "Caches" / "outrider" / "coreml"
     return cache_folder() / "coreml"
 
@@ -75,7 +75,7 @@ class Manifest:
     files: dict[str, str]
     versions: dict[str, str]
     notes: tuple[str, ...] = ()
-    format: int = FORMAT
+    format: int = MANIFEST_FORMAT
 
     @property
     def key(self) -> str:
@@ -84,7 +84,7 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
-        (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
+        (directory / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -93,7 +93,7 @@ class Manifest:
         Raises:
             ModelError: there is none, it has another format, or it is not a manifest.
         """
-        path = directory / MANIFEST
+        path = directory / MANIFEST_FILE
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -101,8 +101,10 @@ class Manifest:
                 f"{directory} is not a converted model ({error}); create one with `outrider convert`"
             ) from error
         version = fields.get("format") if isinstance(fields, dict) else None
-        if version != FORMAT:
-            raise ModelError(f"{path} has format {version!r}; this version reads {FORMAT}: convert the model again")
+        if version != MANIFEST_FORMAT:
+            raise ModelError(
+                f"{path} has format {version!r}; this version reads {MANIFEST_FORMAT}: convert the model again"
+            )
         try:
             return msgspec.convert(fields, cls)
         except msgspec.ValidationError as error:
@@ -138,43 +140,43 @@ class Package:
 
     @property
     def weight_bytes(self) -> int:
-        return (self.path / WEIGHTS).stat().st_size
+        return (self.path / WEIGHTS_PATH).stat().st_size
 
 
 def file_hashes(directory: Path) -> dict[str, str]:
     """Returns the manifest's `files` for the package in `directory`."""
-    return {name: file_hash(directory / path) for name, path in _FILES.items()}
+    return {name: file_hash(directory / path) for name, path in _HASHED_FILES.items()}
 
 
 def open_package(directory: Path, source: Path | None = None) -> Package:
     """Returns the package in `directory` after checking it.
 
     Args:
-        source: the checkpoint that it should have been made from, if known.
+        source: the checkpoint that it must have been converted from, if known.
 
     Raises:
         ModelError: there is no package, a file is not the manifest's, or the weights are not those of `source`.
     """
     manifest = Manifest.read(directory)
-    for name, path in _FILES.items():
+    for name, path in _HASHED_FILES.items():
         if not (directory / path).is_file():
             raise ModelError(f"{directory} lacks {path}; convert the model again")
         if file_hash(directory / path) != manifest.files.get(name):
             raise ModelError(f"{directory / path} is not the file its manifest names; convert the model again")
     _check_functions(directory, manifest.layout)
-    if source is not None and (actual := digest(source)) != manifest.source_hash:
+    if source is not None and (actual := model_digest(source)) != manifest.source_hash:
         raise ModelError(
             f"{directory} was made from {manifest.source} ({manifest.source_hash[-12:]}), other weights than {source} "
             f"has ({actual[-12:]}); convert that model, or name the one that this package was made from"
         )
-    embedding, expected = (np.load(directory / name, mmap_mode="r") for name in (EMBEDDING, EXPECTED))
-    return Package(directory, manifest, embedding, np.load(directory / ROPE), expected)
+    embedding, expected = (np.load(directory / name, mmap_mode="r") for name in (EMBEDDING_FILE, EXPECTED_FILE))
+    return Package(directory, manifest, embedding, np.load(directory / ROPE_FILE), expected)
 
 
 def _check_functions(directory: Path, layout: PackageLayout) -> None:
     """Raises ModelError if the functions on disk do not take the inputs of the manifest."""
-    integer, model = coremltools(".proto.MIL_pb2").INT32, coremltools(".proto.Model_pb2").Model()
-    model.ParseFromString((directory / MODEL).read_bytes())
+    integer, model = import_coremltools(".proto.MIL_pb2").INT32, import_coremltools(".proto.Model_pb2").Model()
+    model.ParseFromString((directory / MODEL_PATH).read_bytes())
     for function in layout.functions:
         declared = {tensor.name: (tensor.shape, tensor.integer) for tensor in layout.inputs(function)}
         on_disk = {}

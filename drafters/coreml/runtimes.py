@@ -1,12 +1,12 @@
 """Runs a package: the interface of runtimes, and Core ML itself (macOS).
 
-`CoreMLRuntime` has one compiled model for each function, all loaded before the first call. coremltools' predict holds
-the GIL for the whole call, and releases inputs late, on Core ML's own queue. So its worker is a process of its own,
-every call comes from one thread, and input buffers outlive it.
+`CoreMLRuntime` has one compiled model for each function, all loaded before the first call. coremltools' `predict` holds
+the GIL for the whole call, and releases its inputs later, on Core ML's own queue. So its worker is a process of its
+own, makes all calls on one thread, and keeps the input buffers alive after a call.
 
-Tests of machines without Core ML name a module in the environment (STAND_IN), whose `open_runtime` replaces Core ML's.
+For tests without Core ML, the variable `STAND_IN_VARIABLE` names a module whose `open_runtime` replaces Core ML's.
 
-`has_engine` and `engine_share` report whether there is a Neural Engine, and which operations Core ML plans for it.
+`has_neural_engine` tells whether there is a Neural Engine, `engine_share` which operations Core ML plans for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.package import Package, coremltools
+from outrider.drafters.coreml.package import Package, import_coremltools
 from outrider.protocol.errors import ModelError, OutriderError, WorkerError, first_line
 
 Inputs = Mapping[str, NDArray[Any]]
@@ -35,6 +35,12 @@ Outputs = dict[str, NDArray[np.float32]]
 
 RuntimeState = Any
 """One request's cache inside a runtime; opaque to the host."""
+
+COMPUTE_UNITS = ("CPU_AND_NE", "CPU_AND_GPU", "CPU_ONLY", "ALL")
+STAND_IN_VARIABLE = "OUTRIDER_COREML_STAND_IN"
+MACOS_ONLY_MESSAGE = "Core ML runs on macOS only"
+_DRAFTING_OFF = "; drafting is off for this request"
+_CONSTANT_OPERATORS = ("const", "constexpr")
 
 
 class Runtime(Protocol):
@@ -60,27 +66,20 @@ class Runtime(Protocol):
 
 
 class DeviceUnavailable(ModelError):
-    """The device runs no package: this machine lacks it, or it hangs."""
+    """The device can't run any package: this machine does not have it, or it hangs."""
 
 
 class RuntimeFault(WorkerError):
     """The device that runs a package failed."""
 
 
-UNITS = ("CPU_AND_NE", "CPU_AND_GPU", "CPU_ONLY", "ALL")
-STAND_IN = "OUTRIDER_COREML_STAND_IN"
-ABSENT = "Core ML runs on macOS only"
-_OFF = "; drafting is off for this request"
-_CONSTANTS = ("const", "constexpr")
-
-
-def available() -> bool:
+def is_available() -> bool:
     """Returns whether packages can run on this system."""
-    return sys.platform == "darwin" or STAND_IN in os.environ
+    return sys.platform == "darwin" or STAND_IN_VARIABLE in os.environ
 
 
 def open_runtime(package: Package, units: str, functions: Sequence[str] | None = None) -> Runtime:
-    """Returns a runtime for `package` on `units`, one of UNITS.
+    """Returns a runtime for `package` on `units`, one of `COMPUTE_UNITS`.
 
     Args:
         functions: only these (default: all); each takes time and memory to load.
@@ -89,7 +88,7 @@ def open_runtime(package: Package, units: str, functions: Sequence[str] | None =
         DeviceUnavailable: this is not a Mac.
         ModelError: Core ML refuses the package, or its directory can't be written to.
     """
-    stand_in = os.environ.get(STAND_IN)
+    stand_in = os.environ.get(STAND_IN_VARIABLE)
     if stand_in is not None:
         runtime: Runtime = importlib.import_module(stand_in).open_runtime(package)
         return runtime
@@ -103,10 +102,10 @@ class CoreMLRuntime:
         self.name = f"Core ML on {units}"
         self._stateful = package.layout.mode.stateful
         started = time.monotonic()
-        compiled = compiled_path(package)
+        compiled = ensure_compiled(package)
         self.compile_seconds = time.monotonic() - started
-        tools = coremltools()
-        with _errors_named(f"Core ML can't load {package.path} on {units}"):
+        tools = import_coremltools()
+        with _convert_errors(f"Core ML can't load {package.path} on {units}"):
             self._models = {
                 name: tools.models.CompiledMLModel(
                     str(compiled),
@@ -120,7 +119,7 @@ class CoreMLRuntime:
     def new_state(self) -> RuntimeState | None:
         if not self._stateful:
             return None
-        with _errors_named(f"{self.name} failed", RuntimeFault, _OFF):
+        with _convert_errors(f"{self.name} failed", RuntimeFault, _DRAFTING_OFF):
             state: RuntimeState = next(iter(self._models.values())).make_state()
         return state
 
@@ -128,37 +127,37 @@ class CoreMLRuntime:
         model = self._models.get(function)
         if model is None:
             raise RuntimeFault(f"the function {function} was not loaded; loaded are {', '.join(self._models)}")
-        with _errors_named(f"{self.name} failed", RuntimeFault, _OFF):
+        with _convert_errors(f"{self.name} failed", RuntimeFault, _DRAFTING_OFF):
             outputs = model.predict(dict(inputs), state)
         return {name: np.asarray(array, np.float32) for name, array in outputs.items()}
 
 
 @contextmanager
-def _errors_named(what: str, kind: type[OutriderError] = ModelError, then: str = "") -> Iterator[None]:
-    """Raises `kind` with one sentence for any error of coremltools, which raises Exception itself."""
+def _convert_errors(what: str, kind: type[OutriderError] = ModelError, then: str = "") -> Iterator[None]:
+    """Converts errors of coremltools, which raises plain Exception, to `kind` with one sentence."""
     try:
         yield
     except Exception as error:
         raise kind(f"{what}: {first_line(error)}{then}") from error
 
 
-def compiled_path(package: Package) -> Path:
-    """Returns the compiled model next to the package, compiled if it is missing; one for each build of macOS.
+def ensure_compiled(package: Package) -> Path:
+    """Returns the compiled model next to the package, and compiles it if this build of macOS has none.
 
     Raises:
         DeviceUnavailable: this is not a Mac.
         ModelError: Core ML refuses the package, or its directory can't be written to.
     """
     if sys.platform != "darwin":
-        raise DeviceUnavailable(ABSENT)
+        raise DeviceUnavailable(MACOS_ONLY_MESSAGE)
     path = package.path.resolve() / f"compiled-{os_build()}.mlmodelc"
     if path.is_dir():
         return path
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             partial = Path(directory) / "model.mlmodelc"
-            with _errors_named(f"Core ML can't compile {package.path}"):
-                coremltools().models.utils.compile_model(str(package.mlpackage), str(partial))
+            with _convert_errors(f"Core ML can't compile {package.path}"):
+                import_coremltools().models.utils.compile_model(str(package.mlpackage), str(partial))
             with suppress(OSError):  # another process was faster, with the same result
                 partial.rename(path)
     except OSError as error:
@@ -175,10 +174,10 @@ def os_build() -> str:
     return done.stdout.strip() or platform.mac_ver()[0]
 
 
-def has_engine() -> bool:
+def has_neural_engine() -> bool:
     """Whether there is a Neural Engine; True if Core ML does not report its devices."""
-    devices = coremltools(".models.compute_device")
-    with suppress(ModelError), _errors_named("Core ML does not answer"):
+    devices = import_coremltools(".models.compute_device")
+    with suppress(ModelError), _convert_errors("Core ML does not answer"):
         present = devices.MLComputeDevice.get_all_compute_devices()
         return any(isinstance(device, devices.MLNeuralEngineComputeDevice) for device in present)
     return True
@@ -187,17 +186,19 @@ def has_engine() -> bool:
 def engine_share(package: Package, units: str) -> dict[str, float]:
     """Returns, for each function with a plan, the share of its operations planned for the Neural Engine.
 
-    The plan is only informative: without one, {}.
+    The plan is only informative; without one, the result is {}.
     """
-    devices, plans = coremltools(".models.compute_device"), coremltools(".models.compute_plan")
-    with suppress(ModelError), _errors_named("Core ML does not answer"):
-        plan = plans.MLComputePlan.load_from_path(str(compiled_path(package)), coremltools().ComputeUnit[units])
+    devices, plans = import_coremltools(".models.compute_device"), import_coremltools(".models.compute_plan")
+    with suppress(ModelError), _convert_errors("Core ML does not answer"):
+        plan = plans.MLComputePlan.load_from_path(
+            str(ensure_compiled(package)), import_coremltools().ComputeUnit[units]
+        )
         program, shares = plan.model_structure.program, {}
         for name, function in program.functions.items() if program is not None else ():
             placed = []
             for operation in function.block.operations:
                 usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
-                constant = operation.operator_name.split(".")[-1].startswith(_CONSTANTS)
+                constant = operation.operator_name.split(".")[-1].startswith(_CONSTANT_OPERATORS)
                 if usage is not None and not constant:
                     placed.append(isinstance(usage.preferred_compute_device, devices.MLNeuralEngineComputeDevice))
             if placed:  # a plan reports nothing for functions that it does not cover

@@ -1,12 +1,12 @@
 """Chooses the package of a draft and the compute unit of this machine that runs it, by trials that are kept.
 
 At first use, trials end with the first good one; a thorough selection tries everything and takes the fastest. The
-Neural Engine comes first, because a drafter there slows the target least; then the CPU; then MLX. `load` returns the
-drafter of the package, or of MLX.
+Neural Engine comes first, because a drafter there slows the target least; then the CPU; then MLX. `load_drafter`
+returns the drafter of the package, or of MLX.
 
-`reader_for` returns the package that reads prompts for a draft on MLX, by the setting `draft_prefill`: `auto` (the
-package for prompts that it was measured to read faster, see `prompt_times`), `mlx` (never), `coreml` (always), or the
-directory of a package (always that one).
+`load_prompt_reader` returns the package that reads prompts for a draft on MLX, by the setting `draft_prefill`: `auto`
+(the package, for prompts that it was measured to read faster, see `get_prompt_times`), `mlx` (never), `coreml`
+(always), or the directory of a package (always that one).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from outrider.drafters.coreml.drafter import CoreMLDrafter, PackageReader
 from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, Mode, Options
 from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import open_runtime
-from outrider.drafters.coreml.trial import PromptTimes, Trials, Tried
+from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
 from outrider.drafters.drafter import Drafter
-from outrider.engine.loading import find
-from outrider.protocol.digest import digest
+from outrider.engine.loading import find_model_folder
+from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 log = logging.getLogger(__name__)
 
-PREFERRED = ("CPU_AND_NE", "CPU_ONLY")
-FORMS = tuple((mode, weights) for weights in ("fp16", "int8") for mode in Mode)
-"""In the order of trials: the draft's own numbers first, and the modes that the Neural Engine accepts most often."""
-_WORTH_A_CHANGE = 0.9  # of the time of an earlier variant
+PREFERRED_UNITS = ("CPU_AND_NE", "CPU_ONLY")
+PACKAGE_VARIANTS = tuple((mode, weights) for weights in ("fp16", "int8") for mode in Mode)
+"""In the order of trials: fp16 before int8, and the mode that the Neural Engine accepts most often first."""
+_MAX_COST_RATIO = 0.9  # a later variant must take less than this share of the time of an earlier one
 
 Tell = Callable[[str], None]
 
@@ -54,11 +54,11 @@ class Packages:
         Args:
             tell: receives each stage of a conversion once.
         """
-        self.checkpoint, self.source_hash, self._tell = checkpoint, digest(checkpoint), tell
-        context = min(DEFAULT_CONTEXT, layout.read(load_config(checkpoint)).max_positions)
-        self.variants = tuple(Options(mode, weights, context) for mode, weights in FORMS)
+        self.checkpoint, self.source_hash, self._tell = checkpoint, model_digest(checkpoint), tell
+        context = min(DEFAULT_CONTEXT, layout.read_architecture(load_config(checkpoint)).max_positions)
+        self.variants = tuple(Options(mode, weights, context) for mode, weights in PACKAGE_VARIANTS)
 
-    def made(self, variant: Options) -> bool:
+    def is_converted(self, variant: Options) -> bool:
         """Whether the package exists already."""
         return self._directory(variant).exists()
 
@@ -69,7 +69,7 @@ class Packages:
             try:
                 convert(self.checkpoint, directory, variant, self._on_progress)
             except ModelError:
-                if not directory.exists():  # otherwise another process has made it meanwhile
+                if not directory.exists():  # otherwise another process has converted it meanwhile
                     raise
         return open_package(directory, source=self.checkpoint)
 
@@ -83,16 +83,16 @@ class Packages:
 
     def _directory(self, variant: Options) -> Path:
         key = f"{self.source_hash}-{variant.mode.value}-{variant.weights}-{variant.context}"
-        return package.folder() / f"{key}-f{package.FORMAT}"
+        return package.coreml_cache_folder() / f"{key}-f{package.MANIFEST_FORMAT}"
 
 
 class OnePackage:
-    """Stands for `Packages` of a single package that was named, and is never removed."""
+    """A `PackageSource` with a single package, which the user named and which is never removed."""
 
     def __init__(self, package: Package) -> None:
         self.package, self.source_hash, self.variants = package, package.manifest.source_hash, (package.options,)
 
-    def made(self, variant: Options) -> bool:
+    def is_converted(self, variant: Options) -> bool:
         return True
 
     def get(self, variant: Options) -> Package:
@@ -108,65 +108,68 @@ PackageSource = Packages | OnePackage
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The package to use and its results on the unit to use, None for none; `sentence` has the reasons, for users."""
+    """The chosen package and its results on the chosen unit, or None; `sentence` explains the choice to users."""
 
     sentence: str
     package: Package | None = None
-    row: Tried | None = None
+    row: TrialResult | None = None
 
 
-def choose(packages: PackageSource, tell: Tell, thorough: bool = False) -> Selection:
+def select_package(packages: PackageSource, tell: Tell, thorough: bool = False) -> Selection:
     """Returns the package and unit to draft with.
 
     Args:
         tell: receives a sentence before each trial, which may take minutes.
-        thorough: try every package on every unit; packages made only for that are removed again.
+        thorough: try every package on every unit; packages converted only for this are removed again.
 
     Raises:
         ModelError: no package of the draft can be made.
     """
-    if not runtimes.available():
-        return Selection(f"{runtimes.ABSENT}; drafting with MLX instead")
-    kept, new = Trials(packages.source_hash), [form for form in packages.variants if not packages.made(form)]
-    rows: list[Tried] = []
-    chosen: Tried | None = None
-    for units in PREFERRED:
+    if not runtimes.is_available():
+        return Selection(f"{runtimes.MACOS_ONLY_MESSAGE}; drafting with MLX instead")
+    kept, new = (
+        TrialStore(packages.source_hash),
+        [form for form in packages.variants if not packages.is_converted(form)],
+    )
+    rows: list[TrialResult] = []
+    chosen: TrialResult | None = None
+    for units in PREFERRED_UNITS:
         if chosen is None or thorough:
-            known = [] if thorough else _known(packages, kept, units)
-            tried = known if quickest(known) else _try(packages, kept, units, tell, thorough)
-            chosen = chosen or quickest(tried)
+            known = [] if thorough else _kept_results(packages, kept, units)
+            tried = known if select_fastest(known) else _run_trials(packages, kept, units, tell, thorough)
+            chosen = chosen or select_fastest(tried)
             rows += tried
     for form in new if thorough else ():
         if chosen is None or form != chosen.options:
             packages.discard(form)
-    bad = "; ".join(f"{row.units}, {row.options}: {row.reason}" for row in rows if row.reason)
+    rejections = "; ".join(f"{row.units}, {row.options}: {row.reason}" for row in rows if row.reason)
     if chosen is None or chosen.trial is None:
-        return Selection(f"Core ML does not help this draft on this machine; drafting with MLX instead ({bad})")
+        return Selection(f"Core ML does not help this draft on this machine; drafting with MLX instead ({rejections})")
     sentence = f"drafting with Core ML on {chosen.units}, {chosen.options}, {chosen.trial.ms['q1']:.2f} ms a token"
-    return Selection(f"{sentence} ({bad})" if bad else sentence, packages.get(chosen.options), chosen)
+    return Selection(f"{sentence} ({rejections})" if rejections else sentence, packages.get(chosen.options), chosen)
 
 
-def _known(packages: PackageSource, kept: Trials, units: str) -> list[Tried]:
+def _kept_results(packages: PackageSource, kept: TrialStore, units: str) -> list[TrialResult]:
     """Returns the kept results of the packages that exist."""
-    made = [packages.get(form) for form in packages.variants if packages.made(form)]
-    return [row for package in made if (row := kept.find(package, units)) is not None]
+    converted = [packages.get(form) for form in packages.variants if packages.is_converted(form)]
+    return [row for package in converted if (row := kept.find(package, units)) is not None]
 
 
-def _try(packages: PackageSource, kept: Trials, units: str, tell: Tell, thorough: bool) -> list[Tried]:
-    """Returns the results, kept or new, of the packages up to the first good one, or of all that are worth a trial."""
-    rows: list[Tried] = []
+def _run_trials(packages: PackageSource, kept: TrialStore, units: str, tell: Tell, thorough: bool) -> list[TrialResult]:
+    """Tries the packages in order, up to the first good one or, if `thorough`, all. Returns kept and new results."""
+    rows: list[TrialResult] = []
     for form in packages.variants:
         try:
             package = packages.get(form)
         except ModelError as error:
             if not rows:
                 raise
-            rows.append(Tried(form, "", units, reason=str(error)))
+            rows.append(TrialResult(form, "", units, reason=str(error)))
             continue
         row = kept.find(package, units)
         if row is None:
             tell(f"trying Core ML on {units} with this draft, {form} (once)")
-            row = trial.try_out(package, units)
+            row = trial.run_trial(package, units)
             kept.add(row)
         rows.append(row)
         if row.final or not (row.reason or thorough):
@@ -174,32 +177,32 @@ def _try(packages: PackageSource, kept: Trials, units: str, tell: Tell, thorough
     return rows
 
 
-def quickest(rows: Sequence[Tried]) -> Tried | None:
+def select_fastest(rows: Sequence[TrialResult]) -> TrialResult | None:
     """Returns the first good row, unless a later one is faster by a tenth; None if none is good."""
-    best: Tried | None = None
+    best: TrialResult | None = None
     for row in rows:
-        if row.cost < (math.inf if best is None else _WORTH_A_CHANGE * best.cost):
+        if row.cost < (math.inf if best is None else _MAX_COST_RATIO * best.cost):
             best = row
     return best
 
 
-def load(model: str, tell: Tell) -> Drafter:
+def load_drafter(model: str, tell: Tell) -> Drafter:
     """Returns the drafter for `model`: a package directory, a model directory or a Hugging Face id.
 
     A model is converted first (once). MLX drafts if Core ML's trials fail on every unit, or there is no Core ML. `tell`
-    receives a sentence about each.
+    receives a sentence about each step.
 
     Raises:
         ModelError: there is no such model, the converter refuses it, or a package without its model can't run here.
     """
     directory, checkpoint = Path(model).expanduser(), None
     packages: PackageSource
-    if (directory / package.MANIFEST).is_file():
+    if (directory / package.MANIFEST_FILE).is_file():
         packages = OnePackage(open_package(directory))
     else:
-        checkpoint = find(model)
+        checkpoint = find_model_folder(model)
         packages = Packages(checkpoint, tell)
-    chosen = choose(packages, tell)
+    chosen = select_package(packages, tell)
     sentence = chosen.sentence
     tell(sentence)
     if chosen.package is not None and chosen.row is not None:
@@ -215,11 +218,11 @@ def load(model: str, tell: Tell) -> Drafter:
     return MlxDrafter.load(str(checkpoint), tell)
 
 
-def reader_for(model: str, prefill: str, tell: Tell) -> PackageReader | None:
-    """Returns the package that reads prompts for the draft `model`; None: MLX does.
+def load_prompt_reader(model: str, prefill: str, tell: Tell) -> PackageReader | None:
+    """Returns the package that reads prompts for the draft `model`, or None if MLX reads them.
 
     Raises:
-        InvalidRequest: `prefill` is neither one of the words nor a package.
+        InvalidRequest: `prefill` is neither auto, mlx or coreml nor a package's directory.
         ModelError: the package has other weights, or the draft can't be converted.
     """
     packages: PackageSource
@@ -227,63 +230,63 @@ def reader_for(model: str, prefill: str, tell: Tell) -> PackageReader | None:
         case "mlx":
             return None
         case "auto":
-            return _if_faster(model, tell)
+            return _load_faster_reader(model, tell)
         case "coreml":
-            packages = Packages(find(model), tell)
+            packages = Packages(find_model_folder(model), tell)
         case _:
             directory = Path(prefill).expanduser()
-            if not (directory / package.MANIFEST).is_file():
+            if not (directory / package.MANIFEST_FILE).is_file():
                 raise InvalidRequest(
                     f"draft prefill is {prefill!r}; expected auto, mlx, coreml or the directory of a package"
                 )
-            packages = OnePackage(open_package(directory, find(model)))
-    chosen = choose(packages, tell)
+            packages = OnePackage(open_package(directory, find_model_folder(model)))
+    chosen = select_package(packages, tell)
     if chosen.package is None or chosen.row is None:
         tell(f"prompts are read by MLX: {chosen.sentence}")
         return None
-    return _reader(chosen.package, chosen.row.units, 1, tell)
+    return _open_reader(chosen.package, chosen.row.units, 1, tell)
 
 
-def _if_faster(model: str, tell: Tell) -> PackageReader | None:
+def _load_faster_reader(model: str, tell: Tell) -> PackageReader | None:
     """Returns the package that a kept measurement found faster than MLX, if it still exists."""
-    if not runtimes.available():
+    if not runtimes.is_available():
         return None
     try:
-        checkpoint = find(model)
-        for row in Trials(digest(checkpoint)).rows:
-            times = row.prompts_here
-            if times is not None and times.least is not None:
+        checkpoint = find_model_folder(model)
+        for row in TrialStore(model_digest(checkpoint)).rows:
+            times = row.valid_prompts
+            if times is not None and times.min_tokens is not None:
                 packages = Packages(checkpoint, tell)
-                made = packages.get(row.options) if packages.made(row.options) else None
-                if made is not None and made.manifest.key == row.key:
-                    return _reader(made, row.units, times.least, tell)
+                kept = packages.get(row.options) if packages.is_converted(row.options) else None
+                if kept is not None and kept.manifest.key == row.key:
+                    return _open_reader(kept, row.units, times.min_tokens, tell)
     except ModelError as error:  # `auto` may find no package
         tell(f"prompts are read by MLX: {error}")
     return None
 
 
-def _reader(package: Package, units: str, least: int, tell: Tell) -> PackageReader | None:
+def _open_reader(package: Package, units: str, min_tokens: int, tell: Tell) -> PackageReader | None:
     try:
         runtime = open_runtime(package, units, [package.layout.prefill.name])
     except ModelError as error:
         tell(f"prompts are read by MLX: {error}")
         return None
-    reader = PackageReader(package, runtime, least)
+    reader = PackageReader(package, runtime, min_tokens)
     tell(reader.note)
     return reader
 
 
-def prompt_times(packages: Packages, tell: Tell) -> PromptTimes:
+def get_prompt_times(packages: Packages, tell: Tell) -> PromptTimes:
     """Returns the kept times of the package and unit that a drafter would run on this machine, or measures them.
 
     Raises:
         ModelError: no package of the draft can be made.
     """
-    chosen = choose(packages, tell)
+    chosen = select_package(packages, tell)
     if chosen.package is None or chosen.row is None:
         return PromptTimes("no unit", "", reason=chosen.sentence)
-    times = chosen.row.prompts_here
+    times = chosen.row.valid_prompts
     if times is None:
         times = trial.time_prompts(chosen.package, chosen.row.units, packages.checkpoint)
-        Trials(packages.source_hash).add(dataclasses.replace(chosen.row, prompts=times))
+        TrialStore(packages.source_hash).add(dataclasses.replace(chosen.row, prompts=times))
     return times

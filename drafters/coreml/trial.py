@@ -1,11 +1,11 @@
 """Trials of a package on a compute unit, each in a process of its own, and their results, which are kept.
 
 Some graphs crash the Neural Engine's compiler, and with it the process, a few only after a hundred predictions. So
-`python -m outrider.drafters.coreml.trial` is a program of its own, which `try_out` and `time_prompts` start: it drafts
-with the package, or reads prompts with it, and writes its measurements to a file.
+`python -m outrider.drafters.coreml.trial` is a program of its own, which `run_trial` and `time_prompts` start: it
+drafts with the package, or reads prompts with it, and writes its measurements to a file.
 
-`Trials` keeps the results of a draft's packages. Each is valid for one package (by its hash), one build of macOS and
-one version of coremltools; times of prompts also for one version of MLX and its device.
+`TrialStore` keeps the results of a draft's packages. Each is valid for one package (by its hash), one build of macOS
+and one version of coremltools; times of prompts also for one version of MLX and its device.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from numpy.typing import NDArray
 
 from outrider.drafters.coreml.drafter import CoreMLKVRows, PackageHost, PackageReader
 from outrider.drafters.coreml.layout import (
-    TRIAL_PROMPT,
+    TRIAL_PROMPT_TOKENS,
     TRIAL_ROWS,
     TRIAL_STEPS,
     Options,
     PackageFunction,
     trial_text,
 )
-from outrider.drafters.coreml.package import Package, folder, open_package
+from outrider.drafters.coreml.package import Package, coreml_cache_folder, open_package
 from outrider.drafters.coreml.runtimes import (
-    UNITS,
+    COMPUTE_UNITS,
     DeviceUnavailable,
     RuntimeFault,
     engine_share,
-    has_engine,
+    has_neural_engine,
     open_runtime,
     os_build,
 )
@@ -62,17 +62,17 @@ from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import InvalidRequest, OutriderError
 
 MODULE = "outrider.drafters.coreml.trial"
-PREDICTIONS = 300
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
-_SECONDS = 900.0  # a first compile for the Neural Engine can take minutes
-_ABSENT = 20  # the exit code if the device does not exist on this machine
-_LEAST_AGREEMENT = 0.9
-_MOST_DISTANCE = 0.05
-_TIE = 0.05  # of the logits' standard deviation
-_WARM_UP = 3
-_WEIGHED = ("q1", "q8", "q16")
-_READINGS = 3
-_WORTH_IT = 0.95  # of MLX's time
+DEFAULT_PREDICTIONS = 300
+PROMPT_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+_TIMEOUT_SECONDS = 900.0  # a first compile for the Neural Engine can take minutes
+_UNAVAILABLE_EXIT_CODE = 20  # the exit code if the device does not exist on this machine
+_MIN_AGREEMENT = 0.9
+_MAX_DISTANCE = 0.05
+_TIE_TOLERANCE = 0.05  # of the logits' standard deviation
+_WARM_UP_CALLS = 3
+_ROUND_FUNCTIONS = ("q1", "q8", "q16")
+_PROMPT_REPEATS = 3
+_MAX_TIME_RATIO = 0.95  # the package must take less than this share of MLX's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,10 @@ class Trial:
     @property
     def fault(self) -> str:
         """Why the unit must not be used, or "" if it may be."""
-        if not self.agreement >= _LEAST_AGREEMENT:  # also for NaN
-            return f"it agreed with the reference on {self.agreement:.0%} of tokens; expected {_LEAST_AGREEMENT:.0%}"
-        if not self.distance <= _MOST_DISTANCE:
-            return f"its distributions are {self.distance:.3f} from the reference; expected at most {_MOST_DISTANCE}"
+        if not self.agreement >= _MIN_AGREEMENT:  # also for NaN
+            return f"it agreed with the reference on {self.agreement:.0%} of tokens; expected {_MIN_AGREEMENT:.0%}"
+        if not self.distance <= _MAX_DISTANCE:
+            return f"its distributions are {self.distance:.3f} from the reference; expected at most {_MAX_DISTANCE}"
         return ""
 
 
@@ -107,7 +107,7 @@ class Trial:
 class PromptTimes:
     """The median milliseconds to read prompts of `lengths` tokens, by MLX and by a package on `units`.
 
-    With a `reason` the trial failed, and there are none. `mlx`: the version of MLX and its device.
+    If the trial failed, `reason` says why, and there are no times. `mlx`: the version of MLX and its device.
     """
 
     units: str
@@ -118,30 +118,30 @@ class PromptTimes:
     reason: str = ""
 
     @property
-    def least(self) -> int | None:
-        """The shortest prompt in tokens from which on the package is faster; None: it is not."""
-        least = None
+    def min_tokens(self) -> int | None:
+        """The prompt length in tokens from which on the package is faster, or None if it is not."""
+        min_tokens = None
         for length, mlx, own in zip(self.lengths, self.mlx_ms, self.package_ms, strict=True):
-            faster = own < _WORTH_IT * mlx
-            least = (least or length) if faster else None
-        return least
+            faster = own < _MAX_TIME_RATIO * mlx
+            min_tokens = (min_tokens or length) if faster else None
+        return min_tokens
 
     @property
     def sentence(self) -> str:
         if self.reason:
             return f"prompts are read by MLX: {self.reason}"
         last = f"{self.lengths[-1]} tokens: {self.package_ms[-1]:.1f} ms against {self.mlx_ms[-1]:.1f}"
-        if self.least is None:
+        if self.min_tokens is None:
             return f"MLX reads prompts: it is faster than the package on {self.units} ({last})"
-        return f"prompts of {self.least} tokens and more are read by the package on {self.units} ({last})"
+        return f"prompts of {self.min_tokens} tokens and more are read by the package on {self.units} ({last})"
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TrialResult:
     """The results of the package with the hash `key` on one unit.
 
     `trial`: None if it did not finish. `reason`: why the unit must not be used, or "". `final`: the device does not
-    exist or does not respond, so that no other package will do better. `prompts`: None if they were not timed.
+    exist or does not respond, so trials of other packages are pointless. `prompts`: None if they were not timed.
     """
 
     options: Options
@@ -157,38 +157,38 @@ class Tried:
         """The mean milliseconds of the functions that a round of drafting calls; infinite if it must not be used."""
         if self.trial is None or self.reason:
             return math.inf
-        return mean(self.trial.ms[name] for name in _WEIGHED)
+        return mean(self.trial.ms[name] for name in _ROUND_FUNCTIONS)
 
     @property
-    def prompts_here(self) -> PromptTimes | None:
-        """The times of prompts if they hold for this version of MLX and its device."""
+    def valid_prompts(self) -> PromptTimes | None:
+        """`prompts`, if they were measured with this version of MLX on this device."""
         return self.prompts if self.prompts is not None and self.prompts.mlx == mlx_and_device() else None
 
 
-class Trials:
+class TrialStore:
     """The kept results of the draft whose weights have the hash `source_hash`."""
 
     def __init__(self, source_hash: str) -> None:
         system = f"{os_build()}-{platform.machine()}-coremltools{version('coremltools')}"
-        self._file = folder() / "probes" / f"{source_hash}-{system}.json"
-        self.rows: list[Tried] = []
+        self._file = coreml_cache_folder() / "probes" / f"{source_hash}-{system}.json"
+        self.rows: list[TrialResult] = []
         with suppress(OSError, ValueError, msgspec.ValidationError, InvalidRequest):  # then trials run again
-            self.rows = msgspec.convert(json.loads(self._file.read_text(encoding="utf-8")), list[Tried])
+            self.rows = msgspec.convert(json.loads(self._file.read_text(encoding="utf-8")), list[TrialResult])
 
-    def find(self, package: Package, units: str) -> Tried | None:
+    def find(self, package: Package, units: str) -> TrialResult | None:
         found = (row for row in self.rows if (row.key, row.units) == (package.manifest.key, units))
         return next(found, None)
 
-    def add(self, row: Tried) -> None:
+    def add(self, row: TrialResult) -> None:
         """Keeps `row`, in the place of an earlier one of the same package and unit."""
         self.rows = [row if (old.key, old.units) == (row.key, row.units) else old for old in self.rows]
         self.rows += [] if row in self.rows else [row]
         replace_file(self._file, json.dumps(msgspec.to_builtins(self.rows), indent=1))
 
 
-def try_out(package: Package, units: str, predictions: int = PREDICTIONS) -> Tried:
-    """Tries `units`: compiles, loads, compares, predicts, measures."""
-    row = Tried(package.options, package.manifest.key, units)
+def run_trial(package: Package, units: str, predictions: int = DEFAULT_PREDICTIONS) -> TrialResult:
+    """Tries `package` on `units` in a process of its own: compiles, loads, compares, predicts and measures."""
+    row = TrialResult(package.options, package.manifest.key, units)
     try:
         found = Trial(**_run_program(package, units, "--predictions", str(predictions)))
     except (DeviceUnavailable, RuntimeFault) as error:
@@ -208,7 +208,7 @@ def mlx_and_device() -> str:
     return f"mlx{version('mlx')}-{mx.default_device().type.name}"
 
 
-def command(package: Package, units: str, *arguments: str) -> list[str]:
+def trial_command(package: Package, units: str, *arguments: str) -> list[str]:
     """Returns the command line of the program, without the file for its result."""
     return [sys.executable, "-P", "-m", MODULE, "--package", str(package.path), "--units", units, *arguments]
 
@@ -222,11 +222,11 @@ def _run_program(package: Package, units: str, *arguments: str) -> Any:
     """
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
-        line = command(package, units, *arguments, "--result", str(result))
+        line = trial_command(package, units, *arguments, "--result", str(result))
         try:
-            done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=_SECONDS)
+            done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            raise DeviceUnavailable(f"its trial was still running after {_SECONDS:.0f} seconds") from None
+            raise DeviceUnavailable(f"its trial was still running after {_TIMEOUT_SECONDS:.0f} seconds") from None
         if result.is_file():
             return json.loads(result.read_text(encoding="utf-8"))
     if done.returncode < 0:
@@ -235,24 +235,24 @@ def _run_program(package: Package, units: str, *arguments: str) -> Any:
         raise RuntimeFault(f"its trial was ended by {names.get(number, f'signal {number}')}")
     lines = done.stderr.strip().splitlines()
     reason = f": {lines[-1]}" if lines else f" with exit code {done.returncode}"
-    failure = DeviceUnavailable if done.returncode == _ABSENT else RuntimeFault
+    failure = DeviceUnavailable if done.returncode == _UNAVAILABLE_EXIT_CODE else RuntimeFault
     raise failure(f"its trial failed{reason}")
 
 
-def run(package: Package, units: str, predictions: int) -> Trial:
+def measure_package(package: Package, units: str, predictions: int) -> Trial:
     """Compiles, loads, compares with MLX's logits, predicts `predictions` times, and measures.
 
     Raises:
         DeviceUnavailable: this machine has no such unit.
         OutriderError: the device refused the package or returned no finite numbers.
     """
-    if units == "CPU_AND_NE" and not has_engine():  # the unit would be the CPU again
+    if units == "CPU_AND_NE" and not has_neural_engine():  # without a Neural Engine, the unit would be the CPU
         raise DeviceUnavailable("Core ML can't use a Neural Engine on this machine")
     started = time.monotonic()
     runtime = open_runtime(package, units)
     loaded = time.monotonic()
     host = PackageHost(package, runtime)
-    actual, expected = _logits(host), package.expected
+    actual, expected = _compute_logits(host), package.expected
     actual_probs, expected_probs = (mx.softmax(mx.array(logits), axis=-1) for logits in (actual, expected))
     return Trial(
         compile_seconds=round(runtime.compile_seconds, 3),
@@ -260,7 +260,7 @@ def run(package: Package, units: str, predictions: int) -> Trial:
         predictions=predictions,
         agreement=agreement(actual, expected),
         distance=float(mx.abs(actual_probs - expected_probs).sum(axis=-1).mean() / 2),
-        ms=_times(host, predictions),
+        ms=_time_functions(host, predictions),
         engine_share=engine_share(package, units),
     )
 
@@ -269,30 +269,32 @@ def agreement(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> flo
     """Returns the share of rows [R, vocab] with the same best token; if the two best are nearly tied, either counts."""
     top = np.argsort(-expected, axis=-1)[:, :2]
     first, second = np.take_along_axis(expected, top, axis=-1).T
-    tied = (first - second <= _TIE * expected.std(axis=-1)) & (actual.argmax(axis=-1) == top[:, 1])
+    tied = (first - second <= _TIE_TOLERANCE * expected.std(axis=-1)) & (actual.argmax(axis=-1) == top[:, 1])
     return float(((actual.argmax(axis=-1) == top[:, 0]) | tied).mean())
 
 
-def _logits(host: PackageHost) -> NDArray[np.float32]:
+def _compute_logits(host: PackageHost) -> NDArray[np.float32]:
     """Returns the logits of `trial_text` after its prompt, in the order of `Package.expected`."""
     layout, text = host.layout, iter(trial_text(host.layout.architecture.vocab_size))
     rows, (single, several) = CoreMLKVRows(host), layout.functions[:2]
-    calls = [(layout.prefill, TRIAL_PROMPT), (several, TRIAL_ROWS), *[(single, 1)] * TRIAL_STEPS]
+    calls = [(layout.prefill, TRIAL_PROMPT_TOKENS), (several, TRIAL_ROWS), *[(single, 1)] * TRIAL_STEPS]
     logits = [rows.read(list(islice(text, count)), function).logits for function, count in calls]
     rows.close()
     return np.concatenate(logits[1:])
 
 
-def _times(host: PackageHost, predictions: int) -> dict[str, float]:
-    """Returns milliseconds a call: of the single-row function over `predictions` calls, of the others over a tenth."""
+def _time_functions(host: PackageHost, predictions: int) -> dict[str, float]:
+    """Returns the median milliseconds of a call, over `predictions` calls of one row, a tenth of that of more rows."""
     single = host.layout.functions[0]
     return {
-        function.name: round(_time(host, function, predictions if function is single else predictions // 10 + 1), 4)
+        function.name: round(
+            _time_function(host, function, predictions if function is single else predictions // 10 + 1), 4
+        )
         for function in host.layout.functions
     }
 
 
-def _time(host: PackageHost, function: PackageFunction, count: int) -> float:
+def _time_function(host: PackageHost, function: PackageFunction, count: int) -> float:
     rows = CoreMLKVRows(host)
 
     def read() -> None:
@@ -307,21 +309,21 @@ def _time(host: PackageHost, function: PackageFunction, count: int) -> float:
     return taken
 
 
-def median_ms(task: Callable[[], object], rounds: int, warm_up: int = _WARM_UP) -> float:
+def median_ms(task: Callable[[], object], rounds: int, warm_up: int = _WARM_UP_CALLS) -> float:
     """Returns the median milliseconds of `rounds` calls of `task`, after `warm_up` calls."""
     taken = timeit.repeat(task, number=1, repeat=warm_up + rounds)
     return 1e3 * median(taken[warm_up:])
 
 
-def read_prompts(model: LoadedModel, package: Package, units: str) -> PromptTimes:
+def measure_prompts(model: LoadedModel, package: Package, units: str) -> PromptTimes:
     """Measures the reading of prompts as the drafter would read them.
 
     Raises:
         OutriderError: the package can't be run, or its model can't draft.
     """
-    reader = PackageReader(package, open_runtime(package, units, [package.layout.prefill.name]), least=1)
+    reader = PackageReader(package, open_runtime(package, units, [package.layout.prefill.name]), min_tokens=1)
     vocabulary = package.layout.architecture.vocab_size
-    lengths = [length for length in LENGTHS if length <= package.layout.context]
+    lengths = [length for length in PROMPT_LENGTHS if length <= package.layout.context]
 
     def by_mlx(tokens: list[int]) -> None:
         open_kv_rows(model).prefill(tokens, None, len(tokens))
@@ -334,7 +336,7 @@ def read_prompts(model: LoadedModel, package: Package, units: str) -> PromptTime
 
     prompts = [[(7 * i + 3) % vocabulary for i in range(length)] for length in lengths]
     mlx_ms, package_ms = (
-        [round(median_ms(partial(read_by, tokens), _READINGS, 1), 3) for tokens in prompts]
+        [round(median_ms(partial(read_by, tokens), _PROMPT_REPEATS, 1), 3) for tokens in prompts]
         for read_by in (by_mlx, by_package)
     )
     return PromptTimes(units, mlx_and_device(), lengths, mlx_ms, package_ms)
@@ -343,20 +345,20 @@ def read_prompts(model: LoadedModel, package: Package, units: str) -> PromptTime
 def main() -> int:
     parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
     parser.add_argument("--package", type=Path, required=True)
-    parser.add_argument("--units", choices=UNITS, required=True)
-    parser.add_argument("--predictions", type=int, default=PREDICTIONS)
+    parser.add_argument("--units", choices=COMPUTE_UNITS, required=True)
+    parser.add_argument("--predictions", type=int, default=DEFAULT_PREDICTIONS)
     parser.add_argument("--model", type=Path, help="time the reading of prompts, by the package and by this model")
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
     try:
         package = open_package(options.package, options.model)
         if options.model is None:
-            found: Trial | PromptTimes = run(package, options.units, options.predictions)
+            found: Trial | PromptTimes = measure_package(package, options.units, options.predictions)
         else:
-            found = read_prompts(load(str(options.model)), package, options.units)
+            found = measure_prompts(load(str(options.model)), package, options.units)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
-        return _ABSENT if isinstance(error, DeviceUnavailable) else error.exit_code
+        return _UNAVAILABLE_EXIT_CODE if isinstance(error, DeviceUnavailable) else error.exit_code
     options.result.write_text(json.dumps(dataclasses.asdict(found)), encoding="utf-8")
     return 0
 

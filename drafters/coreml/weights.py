@@ -1,8 +1,8 @@
 """A checkpoint: its architecture, its rotations, and its weights as numpy arrays in a package's form.
 
 Matrices are read one at a time, and MLX releases each as soon as it is read, so that a conversion needs little more
-memory than the weights. Rotations are found by rotating unit vectors with the model's own rope module: there is no
-rotary formula here, so any scaling that mlx-lm supports is right. Knows mlx-lm's module names; knows nothing of graphs.
+memory than the weights. Rotations are obtained by applying the model's own rope module to unit vectors, so every
+scaling that mlx-lm supports is correct. This module knows mlx-lm's module names, but nothing about graphs.
 
 A matrix is dense or quantized, with exactly the same numbers in MLX and in Core ML. Core ML computes s * (q - z),
 MLX s * q + b, both in float16. They agree bit for bit if b = -z * s, and s has so few significant bits that every
@@ -24,15 +24,22 @@ from mlx_lm.utils import get_total_parameters, load_config, load_model
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import layout
-from outrider.drafters.coreml.layout import TRIAL_PROMPT, DecoderArchitecture
+from outrider.drafters.coreml.layout import TRIAL_PROMPT_TOKENS, DecoderArchitecture
 from outrider.protocol.errors import ModelError, first_line
 
-GROUP = 64
+GROUP_SIZE = 64
 _INT4_SCALE_BITS = 7  # times a 4-bit number: 11 bits
 _INT8_SCALE_BITS = 3  # times an 8-bit number: 11 bits
-_FINEST = -24  # the exponent of float16's smallest number
-_BLOCK = 1 << 21
-_TOLERANCE = 1e-4
+_MIN_FLOAT16_EXPONENT = -24  # the exponent of float16's smallest number
+_BLOCK_ELEMENTS = 1 << 21
+_ROPE_TOLERANCE = 1e-4
+
+Int4Grid = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""The step and the lowest of the sixteen levels of each group, both [rows, groups]."""
+
+HEAD = "lm_head"
+EMBEDDING = "model.embed_tokens"
+NORM = "model.norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ class QuantizedMatrix:
     @property
     def values(self) -> NDArray[np.float16]:
         values = np.empty(self.data.shape, np.float16)
-        for rows in _blocks(self.data):
+        for rows in _row_blocks(self.data):
             wide = self.data[rows].reshape(*self.scale[rows].shape, -1).astype(np.float32)
             if self.zero is not None:
                 wide -= self.zero[rows, :, None]
@@ -69,43 +76,39 @@ class QuantizedMatrix:
         return values
 
 
-Form = DenseMatrix | QuantizedMatrix
+WeightMatrix = DenseMatrix | QuantizedMatrix
 
 
-Int4Grid = tuple[NDArray[np.float32], NDArray[np.float32]]
-"""The sixteen levels of each group, [rows, groups]: their step, and the lowest."""
-
-
-def int8(dense: NDArray[np.floating]) -> QuantizedMatrix:
+def quantize_int8(dense: NDArray[np.floating]) -> QuantizedMatrix:
     """Quantizes `dense` [rows, columns] with one scale for each row, of three significant bits."""
     data, scale = np.empty(dense.shape, np.int8), np.empty((dense.shape[0], 1), np.float16)
-    for rows in _blocks(dense):
+    for rows in _row_blocks(dense):
         wide = dense[rows].astype(np.float32)
         step = np.abs(wide).max(axis=1, keepdims=True) / 127
-        scale[rows] = _significant(step, _INT8_SCALE_BITS, np.ceil)
+        scale[rows] = _round_significant(step, _INT8_SCALE_BITS, np.ceil)
         data[rows] = np.clip(np.rint(wide / scale[rows].astype(np.float32)), -127, 127)
     return QuantizedMatrix(data, scale)
 
 
-def int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | None = None) -> QuantizedMatrix:
-    """Quantizes `dense` [rows, columns] in groups of 64 along the row; `grid`: the levels of an earlier form, if any.
+def quantize_int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | None = None) -> QuantizedMatrix:
+    """Quantizes `dense` [rows, columns] in groups of 64 along the row; `grid`: the levels of an earlier quantization.
 
     Raises:
         ModelError: the columns do not divide into groups.
     """
     count, columns = dense.shape
-    if columns % GROUP:
-        raise ModelError(f"{name} has {columns} columns; int4 needs a multiple of {GROUP} (use int8 or fp16)")
-    data, scale = np.empty(dense.shape, np.uint8), np.empty((count, columns // GROUP), np.float16)
+    if columns % GROUP_SIZE:
+        raise ModelError(f"{name} has {columns} columns; int4 needs a multiple of {GROUP_SIZE} (use int8 or fp16)")
+    data, scale = np.empty(dense.shape, np.uint8), np.empty((count, columns // GROUP_SIZE), np.float16)
     zero = np.empty(scale.shape, np.uint8)
-    for rows in _blocks(dense):
-        grouped = dense[rows].astype(np.float32).reshape(-1, columns // GROUP, GROUP)
+    for rows in _row_blocks(dense):
+        grouped = dense[rows].astype(np.float32).reshape(-1, columns // GROUP_SIZE, GROUP_SIZE)
         if grid is not None:
             step, low = grid[0][rows], grid[1][rows]
         else:  # levels that span the group's values and zero
             low = np.minimum(grouped.min(axis=-1), 0)
             step = (np.maximum(grouped.max(axis=-1), 0) - low) / 15
-        scale[rows] = _significant(step, _INT4_SCALE_BITS, np.rint)
+        scale[rows] = _round_significant(step, _INT4_SCALE_BITS, np.rint)
         step = scale[rows].astype(np.float32)
         zero[rows] = np.clip(np.rint(-low / step), 0, 15)
         steps = np.rint(grouped / step[..., None]) + zero[rows, :, None]
@@ -113,21 +116,21 @@ def int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | N
     return QuantizedMatrix(data, scale, zero)
 
 
-def _blocks(matrix: NDArray[Any]) -> list[slice]:
+def _row_blocks(matrix: NDArray[Any]) -> list[slice]:
     """Returns slices of rows with a few million numbers each, so that temporary float32 arrays stay small."""
-    rows = max(1, _BLOCK // matrix.shape[1])
+    rows = max(1, _BLOCK_ELEMENTS // matrix.shape[1])
     return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
 
 
 def to_mlx(form: QuantizedMatrix) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns weight, scales and biases of mlx.nn's quantized layers (affine, groups of GROUP) with the same numbers.
+    """Returns the weight, scales and biases of an affine quantized layer of mlx.nn with the same numbers.
 
-    GROUP must divide the columns.
+    Groups have `GROUP_SIZE` columns, which must divide the number of columns.
     """
     data, scale, zero = form.data, form.scale, form.zero
     if zero is None:
         data, zero = data.astype(np.int16) + 128, np.array(128, np.uint8)
-        scale = np.repeat(scale, data.shape[1] // GROUP, axis=1)
+        scale = np.repeat(scale, data.shape[1] // GROUP_SIZE, axis=1)
     lanes = 32 // form.bits
     shifts = np.arange(lanes, dtype=np.uint32) * np.uint32(form.bits)
     words = data.astype(np.uint32).reshape(data.shape[0], -1, lanes) << shifts
@@ -135,17 +138,12 @@ def to_mlx(form: QuantizedMatrix) -> tuple[mx.array, mx.array, mx.array]:
     return mx.array(packed), mx.array(scale), mx.array(-(zero.astype(np.float16) * scale))
 
 
-def _significant(x: NDArray[np.floating], bits: int, rounding: np.ufunc) -> NDArray[np.float16]:
+def _round_significant(x: NDArray[np.floating], bits: int, rounding: np.ufunc) -> NDArray[np.float16]:
     """Returns `x` >= 0 rounded to `bits` significant bits on float16's grid; never 0."""
     mantissa, exponent = np.frexp(x.astype(np.float64))
-    floor = np.maximum(exponent - bits, _FINEST)
+    floor = np.maximum(exponent - bits, _MIN_FLOAT16_EXPONENT)
     rounded = np.ldexp(rounding(np.ldexp(mantissa, exponent - floor)), floor)
-    return np.asarray(np.maximum(rounded, 2.0**_FINEST), np.float16)
-
-
-HEAD = "lm_head"
-EMBEDDING = "model.embed_tokens"
-NORM = "model.norm"
+    return np.asarray(np.maximum(rounded, 2.0**_MIN_FLOAT16_EXPONENT), np.float16)
 
 
 @dataclass(slots=True)
@@ -158,7 +156,7 @@ class Weights:
     architecture: DecoderArchitecture
     kind: str
     embedding: NDArray[np.floating]
-    matrices: dict[str, Form] = field(default_factory=dict)
+    matrices: dict[str, WeightMatrix] = field(default_factory=dict)
     vectors: dict[str, NDArray[np.floating]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -172,8 +170,8 @@ class Weights:
 
 
 @dataclass(slots=True)
-class _Range:
-    """The effect of a conversion to float16."""
+class _CastStats:
+    """Statistics of a conversion to float16."""
 
     source: str = ""
     largest: float = 0.0
@@ -205,14 +203,14 @@ class Checkpoint:
             config = load_config(path)
         except ValueError as error:
             raise ModelError(f"{path / 'config.json'} is not JSON: {first_line(error)}") from error
-        self.path, self.architecture = path, layout.read(config)
-        _check_head(path, self.architecture.tied)
+        self.path, self.architecture = path, layout.read_architecture(config)
+        _check_tied_head(path, self.architecture.tied)
         try:
             self._model, _ = load_model(path, lazy=True)
         except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
             raise ModelError(f"{path} can't be loaded: {first_line(error)}") from error
         self.parameters = int(get_total_parameters(self._model))
-        self._kind, self._range = kind, _Range()
+        self._kind, self._cast_stats = kind, _CastStats()
 
     def rope(self, positions: int) -> NDArray[np.float32]:
         """Returns cos and sin of positions 0 .. `positions` - 1, [2, positions, head_dim / 2], see `Package.rope`.
@@ -230,7 +228,7 @@ class Checkpoint:
         sample = np.random.default_rng(0).standard_normal(width).astype(np.float32)
         low, high = np.split(sample, 2)
         expected = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=1)
-        if not np.allclose(rotate(sample), expected, atol=_TOLERANCE * float(np.abs(sample).max())):
+        if not np.allclose(rotate(sample), expected, atol=_ROPE_TOLERANCE * float(np.abs(sample).max())):
             raise ModelError(
                 "this model's rope does not rotate the two halves of a head (a traditional or partial rope); "
                 "the coreml graph does (use --draft-backend mlx for this one)"
@@ -248,24 +246,24 @@ class Checkpoint:
         for done, (name, module) in enumerate(modules):
             progress(done, len(modules))
             if module["weight"].ndim == 1:
-                weights.vectors[f"{name}.weight"] = self._narrow(f"{name}.weight", module["weight"])
+                weights.vectors[f"{name}.weight"] = self._cast_weight(f"{name}.weight", module["weight"])
             elif name != EMBEDDING:
-                weights.matrices[name] = self._matrix(name, module)
+                weights.matrices[name] = self._read_matrix(name, module)
             else:
-                form = self._matrix(name, module)
+                form = self._read_matrix(name, module)
                 weights.embedding = form.values
                 if self.architecture.tied:
                     weights.matrices[HEAD] = form
             if "bias" in module:
-                weights.vectors[f"{name}.bias"] = self._narrow(f"{name}.bias", module["bias"])
+                weights.vectors[f"{name}.bias"] = self._cast_weight(f"{name}.bias", module["bias"])
             module.clear()
         progress(len(modules), len(modules))
-        weights.notes = self._range.note()
+        weights.notes = self._cast_stats.note()
         return weights
 
     def expected_logits(self, weights: Weights) -> NDArray[np.float32]:
         """Returns `Package.expected`: MLX's logits in float32 from `weights`, with one layer in memory at a time."""
-        model = type(self._model)(self._model.args)  # dense, whatever the checkpoint is
+        model = type(self._model)(self._model.args)  # dense, even if the checkpoint is quantized
         tokens, layers = layout.trial_text(self.architecture.vocab_size), model.model.layers
         with mx.stream(mx.cpu):  # some GPUs round float32 products
             x = mx.array(weights.embedding[tokens].astype(np.float32))[None]
@@ -275,32 +273,32 @@ class Checkpoint:
                 x = layer(x, "causal")
                 mx.eval(x)
             model.model.norm.load_weights(weights.dense(f"{NORM}."))
-            last = np.array(model.model.norm(x))[0, TRIAL_PROMPT:]
+            last = np.array(model.model.norm(x))[0, TRIAL_PROMPT_TOKENS:]
         head = weights.embedding if self.architecture.tied else weights.matrices[HEAD].values
-        return np.concatenate([last @ head[rows].astype(np.float32).T for rows in _blocks(head)], axis=1)
+        return np.concatenate([last @ head[rows].astype(np.float32).T for rows in _row_blocks(head)], axis=1)
 
-    def _matrix(self, name: str, module: nn.Module) -> Form:
-        """Returns the module's weight [rows, columns]; an embedding that is not the head, too, stays dense."""
-        dense = self._narrow(name, _dense(module))
+    def _read_matrix(self, name: str, module: nn.Module) -> WeightMatrix:
+        """Returns the module's weight [rows, columns]. An untied embedding stays dense."""
+        dense = self._cast_weight(name, _dequantize(module))
         if name == EMBEDDING and not self.architecture.tied:
             return DenseMatrix(dense)
         match self._kind:
             case "int8":
-                return int8(dense)
+                return quantize_int8(dense)
             case "int4":
-                return int4(dense, name, _grid(module))
+                return quantize_int4(dense, name, _int4_grid(module))
         return DenseMatrix(dense)
 
-    def _narrow(self, name: str, array: mx.array) -> NDArray[np.floating]:
-        """Returns `array` in float32 for fp32, else in float16, and counts the numbers that this changes."""
+    def _cast_weight(self, name: str, array: mx.array) -> NDArray[np.floating]:
+        """Returns `array` as float32 for fp32, else as float16, and records what the conversion changes."""
         if self._kind == "fp32":
             return np.array(array.astype(mx.float32))
         narrow = np.array(array.astype(mx.float16))
         if array.dtype != mx.float16:
-            self._range.source = str(array.dtype).removeprefix("mlx.core.")
-            self._range.total += array.size
-            self._range.flushed += int(((array != 0) & (array.astype(mx.float16) == 0)).sum())
-            self._range.largest = max(self._range.largest, float(mx.abs(array).max()))
+            self._cast_stats.source = str(array.dtype).removeprefix("mlx.core.")
+            self._cast_stats.total += array.size
+            self._cast_stats.flushed += int(((array != 0) & (array.astype(mx.float16) == 0)).sum())
+            self._cast_stats.largest = max(self._cast_stats.largest, float(mx.abs(array).max()))
         if not np.isfinite(narrow).all():
             raise ModelError(
                 f"{name} has values up to {float(mx.abs(array).max()):.3g}, beyond float16's 65504 (or NaN); the Neural"
@@ -309,7 +307,7 @@ class Checkpoint:
         return narrow
 
 
-def _check_head(path: Path, tied: bool) -> None:
+def _check_tied_head(path: Path, tied: bool) -> None:
     """Raises ModelError if config.json and the checkpoint disagree on tied embeddings."""
     tensors: dict[str, mx.array] = {}  # not read yet
     for file in path.glob("model*.safetensors"):
@@ -329,7 +327,7 @@ def _check_head(path: Path, tied: bool) -> None:
         )
 
 
-def _dense(module: nn.Module) -> mx.array:
+def _dequantize(module: nn.Module) -> mx.array:
     """Returns the weight of a plain or quantized Linear or Embedding, [rows, columns]."""
     if "scales" not in module:
         weight: mx.array = module.weight
@@ -343,9 +341,9 @@ def _dense(module: nn.Module) -> mx.array:
     return wide
 
 
-def _grid(module: nn.Module) -> Int4Grid | None:
+def _int4_grid(module: nn.Module) -> Int4Grid | None:
     """Returns the levels of a module that is already quantized in int4's groups."""
-    if "scales" not in module or (module.mode, module.bits, module.group_size) != ("affine", 4, GROUP):
+    if "scales" not in module or (module.mode, module.bits, module.group_size) != ("affine", 4, GROUP_SIZE):
         return None
     scales, biases = (np.array(x.astype(mx.float32)) for x in (module.scales, module.biases))
     # mlx may count downwards from the highest level

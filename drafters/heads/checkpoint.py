@@ -19,16 +19,16 @@ from mlx.utils import tree_flatten
 
 from outrider.drafters.heads.layers import LayerSizes
 from outrider.engine import positions
-from outrider.engine.hidden_states import backbone_of, embedding, output_layer
+from outrider.engine.hidden_states import find_backbone, find_embedding, find_output_layer
 from outrider.engine.loading import LoadedModel
-from outrider.protocol.digest import digest, fits
+from outrider.protocol.digest import digests_match, model_digest
 from outrider.protocol.errors import CannotDraft, first_line
 
 Weights = dict[str, mx.array]
 Layer = Callable[[mx.array], mx.array]
 Settings = TypeVar("Settings")
-_PLAIN: dict[Any, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
-_FINGERPRINT = re.compile("[0-9a-f]+-[0-9a-f]*")
+_FIELD_PARSERS: dict[Any, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
+_FINGERPRINT_PATTERN = re.compile("[0-9a-f]+-[0-9a-f]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class HeadTarget:
 
     @classmethod
     def of(cls, model: LoadedModel) -> HeadTarget:
-        backbone, _ = backbone_of(model.model)
-        table, inner = embedding(backbone), getattr(model.model, "language_model", model.model)
+        backbone, _ = find_backbone(model.model)
+        table, inner = find_embedding(backbone), getattr(model.model, "language_model", model.model)
         embed: Layer = lambda tokens: table(tokens)  # noqa: E731
         config = model.config.get("text_config") or model.config
-        return cls(config, model.vocab_size, model.context_length, embed, output_layer(inner, backbone))
+        return cls(config, model.vocab_size, model.context_length, embed, find_output_layer(inner, backbone))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -63,15 +63,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def stranger(folder: Path, target: Path | None) -> str:
-    """Returns a text if a head was trained for another target, by its config.json; else an empty one.
+def find_target_mismatch(folder: Path, target: Path | None) -> str:
+    """Returns a message if a head was trained for another target, by its config.json; else an empty string.
 
-    Its `target` is a fingerprint (`protocol.digest`), which heads trained here have.
+    The config's `target` is a fingerprint (`protocol.digest`), which heads trained by `models` have.
     """
     fingerprint = read_config(folder).get("target")
-    if target is None or not isinstance(fingerprint, str) or not _FINGERPRINT.fullmatch(fingerprint):
+    if target is None or not isinstance(fingerprint, str) or not _FINGERPRINT_PATTERN.fullmatch(fingerprint):
         return ""
-    return "" if fits(fingerprint, digest(target)) else "by its fingerprint, the head was trained for another target"
+    return (
+        ""
+        if digests_match(fingerprint, model_digest(target))
+        else "by its fingerprint, the head was trained for another target"
+    )
 
 
 def read_weights(folder: Path, prefix: str = "") -> Weights:
@@ -100,23 +104,23 @@ def read_weights(folder: Path, prefix: str = "") -> Weights:
     return weights
 
 
-def refuse_quantised(config: Mapping[str, Any], weights: Weights, name: str) -> None:
+def check_not_quantized(config: Mapping[str, Any], weights: Weights, name: str) -> None:
     """Raises CannotDraft if the head is quantized."""
     if "quantization" in config or any(key.endswith(".scales") for key in weights):
         raise CannotDraft(f"{name} is quantized; use the head as it was published")
 
 
-def rope_of(sizes: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def parse_rope(sizes: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """Returns a rope's base and scaling; transformers 5 writes both into `rope_parameters`."""
     rope = sizes.get("rope_parameters") or {}
     scaling = sizes.get("rope_scaling") or (dict(rope) if rope.get("rope_type", "default") != "default" else None)
     return float(sizes.get("rope_theta") or rope.get("rope_theta") or 10000.0), scaling
 
 
-def sizes_of(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, Any]) -> LayerSizes:
-    """Returns sizes by the config of the layers, and switches by the weights present. Call it within `complete`."""
+def parse_layer_sizes(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, Any]) -> LayerSizes:
+    """Returns sizes from the layers' config, and switches from the weights present. Call it within `config_errors`."""
     hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
-    theta, scaling = rope_of(layer)
+    theta, scaling = parse_rope(layer)
     return LayerSizes(
         hidden_size=hidden,
         intermediate_size=int(layer["intermediate_size"]),
@@ -134,7 +138,7 @@ def sizes_of(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, An
 
 
 @contextmanager
-def complete(name: str, what: str = "a head's sizes") -> Iterator[None]:
+def config_errors(name: str, what: str = "a head's sizes") -> Iterator[None]:
     """Raises CannotDraft if a field of a config.json is missing or not a number."""
     try:
         yield
@@ -144,20 +148,22 @@ def complete(name: str, what: str = "a head's sizes") -> Iterator[None]:
         raise CannotDraft(f"{name}: config.json has a value that can't be used ({error}); expected {what}") from error
 
 
-def settings_of(kind: type[Settings], config: Mapping[str, Any], name: str, what: str = "a head's sizes") -> Settings:
-    """Returns a dataclass filled from the fields of a config.json. Raises CannotDraft as `complete` does."""
-    with complete(name, what):
+def parse_settings(
+    kind: type[Settings], config: Mapping[str, Any], name: str, what: str = "a head's sizes"
+) -> Settings:
+    """Returns a dataclass filled from the fields of a config.json. Raises CannotDraft as `config_errors` does."""
+    with config_errors(name, what):
         wanted = [field for field in fields(cast(Any, kind)) if field.default is MISSING or field.name in config]
-        return kind(**{field.name: _PLAIN[field.type](config[field.name]) for field in wanted})
+        return kind(**{field.name: _FIELD_PARSERS[field.type](config[field.name]) for field in wanted})
 
 
-def taps_of(
+def parse_taps(
     lists: Sequence[tuple[Sequence[Any] | None, int]], default: tuple[int, ...], layers: int, name: str
 ) -> tuple[int, ...]:
     """Returns the tapped layers of the target's `layers`, as outputs counted from 0.
 
-    They are those of the first list that is there; the number beside a list is its number of the first output. Raises
-    CannotDraft if the target lacks one.
+    They come from the first of `lists` that is not empty; each list is given with the number that it uses for the first
+    output. Raises CannotDraft if the target lacks one.
     """
     taps = next((tuple(int(number) - first for number in listed) for listed, first in lists if listed), default)
     if not all(0 <= number < layers for number in taps):
@@ -168,8 +174,8 @@ def taps_of(
     return taps
 
 
-def check_width(own: int, target: Mapping[str, Any], name: str) -> None:
-    """Raises CannotDraft if the target has another width."""
+def check_hidden_size(own: int, target: Mapping[str, Any], name: str) -> None:
+    """Raises CannotDraft if the target has another hidden size."""
     size = int(target["hidden_size"])
     if own != size:
         raise CannotDraft(
@@ -177,7 +183,7 @@ def check_width(own: int, target: Mapping[str, Any], name: str) -> None:
         )
 
 
-def check_mask(token: int | None, vocab_size: int, name: str) -> None:
+def check_mask_token(token: int | None, vocab_size: int, name: str) -> None:
     """Raises CannotDraft if the target lacks the mask token."""
     if token is None or not 0 <= token < vocab_size:
         raise CannotDraft(
@@ -186,14 +192,14 @@ def check_mask(token: int | None, vocab_size: int, name: str) -> None:
         )
 
 
-def fill(
+def load_head_weights(
     head: nn.Module, weights: Weights, name: str, exact: Container[str] = (), unused: tuple[str, ...] = ("",)
 ) -> None:
-    """Loads the weights, all in the format of the largest one; `exact` ones become float32. The head may then be fed
-    tokens at any positions.
+    """Loads the weights, all in the format of the largest one, except that `exact` ones become float32. Afterwards the
+    head can be fed tokens at any positions.
 
     Args:
-        unused: prefixes of tensors that it may lack a place for.
+        unused: prefixes of tensors that may be left over.
 
     Raises:
         CannotDraft: some are missing, not supported, have another shape, or are not finite.
@@ -208,17 +214,17 @@ def fill(
     for key, shape in ((key, wanted[key].shape) for key in wanted):
         if weights[key].shape != shape:
             raise CannotDraft(f"{name}: {key} is {weights[key].shape}, expected {shape} by config.json and this target")
-    dtype = _computed_in(max((weights[key] for key in wanted), key=lambda weight: weight.nbytes).dtype)
+    dtype = _compute_dtype(max((weights[key] for key in wanted), key=lambda weight: weight.nbytes).dtype)
     chosen = [(key, weights[key].astype(mx.float32 if key in exact else dtype)) for key in wanted]
     head.load_weights(chosen)
     mx.eval(head.parameters())
     sound = mx.stack([mx.isfinite(value).all() for _, value in chosen])
     if not sound.all().item():
         raise CannotDraft(f"{name} has weights that are NaN or infinite; expected a trained head")
-    positions.install(head)
+    positions.patch_ropes(head)
 
 
-def _computed_in(stored: mx.Dtype) -> mx.Dtype:
+def _compute_dtype(stored: mx.Dtype) -> mx.Dtype:
     """Returns the format to compute in: float16 overflows, because heads are trained in bfloat16."""
     if mx.default_device().type == mx.cpu:
         return mx.float32

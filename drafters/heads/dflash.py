@@ -24,13 +24,13 @@ from outrider.drafters.heads.checkpoint import (
     HeadTarget,
     Layer,
     Weights,
-    check_mask,
-    check_width,
-    complete,
-    fill,
-    refuse_quantised,
-    sizes_of,
-    taps_of,
+    check_hidden_size,
+    check_mask_token,
+    check_not_quantized,
+    config_errors,
+    load_head_weights,
+    parse_layer_sizes,
+    parse_taps,
 )
 from outrider.drafters.heads.head import BlockHead
 from outrider.drafters.heads.layers import (
@@ -46,6 +46,11 @@ from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import head_kind
+
+_SUPPORTED_MODEL_TYPES = ("qwen3", "llama", "dflash", "dspark", "")
+_TARGET_TENSOR_PREFIXES = ("embed_tokens.", "lm_head.", "verifier_norm.", "verifier_lm_head.", "rotary_emb.", "t2d")
+_DEFAULT_BLOCK_SIZE = 16
+_PREFIX_LOSS_TYPES = ("variable_prefix", "vp_drafter")  # NeMo's and SpecForge's names of D2SD's training method
 
 
 class BlockConvolution(nn.Module):  # type: ignore[misc]
@@ -77,7 +82,7 @@ def _convolve(x: mx.array, kernel: mx.array, places: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig(LayerSizes):
-    """Sizes and switches. `taps`: the tapped layers. `depth`: the most tokens that a block drafts.
+    """Sizes and switches. `taps`: the tapped layers. `depth`: the maximum draft of a block, in tokens.
 
     `from_anchor`: the last token's own row drafts the first token. `windows`: the window of each layer (None: all).
     `sees_prefixes`: trained with more than the first token of a block known. `own_output`: it has its own output layer
@@ -120,10 +125,10 @@ class DFlashBlock(nn.Module):  # type: ignore[misc]
     def __call__(self, x: mx.array, places: mx.array, cache: FlatCache) -> mx.array:
         mask = cache.make_mask(x.shape[1], window_size=self._window)
         attend: Layer = lambda rows: self.self_attn(rows, mask, cache)  # noqa: E731
-        x = x + self._between("attention_conv", attend, self.input_layernorm(x), places)
-        return x + self._between("mlp_conv", self.mlp, self.post_attention_layernorm(x), places)
+        x = x + self._apply_with_convolution("attention_conv", attend, self.input_layernorm(x), places)
+        return x + self._apply_with_convolution("mlp_conv", self.mlp, self.post_attention_layernorm(x), places)
 
-    def _between(self, name: str, inner: Layer, x: mx.array, places: mx.array) -> mx.array:
+    def _apply_with_convolution(self, name: str, inner: Layer, x: mx.array, places: mx.array) -> mx.array:
         out: mx.array = self[name](inner, x, places) if name in self else inner(x)
         return out
 
@@ -144,7 +149,7 @@ class DFlash(BlockHead):
         self.layers = [DFlashBlock(config, window) for window in config.windows]
         self.norm = nn.RMSNorm(size, eps=eps)
         if config.own_output:
-            self.lm_head = nn.Linear(size, vocabulary.known, bias=False)
+            self.lm_head = nn.Linear(size, vocabulary.draft_size, bias=False)
         if config.confidence:
             self.confidence_head = Confidence(size, config.confidence_with_markov * config.markov_rank)
         if config.markov_rank:
@@ -182,12 +187,6 @@ class DFlash(BlockHead):
         return self._vocabulary.spread(logits)
 
 
-_FAMILIES = ("qwen3", "llama", "dflash", "dspark", "")
-_TARGETS = ("embed_tokens.", "lm_head.", "verifier_norm.", "verifier_lm_head.", "rotary_emb.", "t2d")
-_BLOCK = 16
-_VISIBLE = ("variable_prefix", "vp_drafter")  # NeMo's and SpecForge's names of D2SD's training method
-
-
 def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name: str = "the head") -> DFlash:
     """Returns the head with this config.json and these tensors.
 
@@ -196,12 +195,12 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
     """
     if head_kind(config) != "dflash":
         raise CannotDraft(f"{name} is not a DFlash head: its config.json has another architecture")
-    refuse_quantised(config, weights, name)
-    weights = {_renamed(key): value for key, value in weights.items()}
+    check_not_quantized(config, weights, name)
+    weights = {_rename_tensor(key): value for key, value in weights.items()}
     # Some formats nest the sizes, or the settings of the method.
     config = {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}
-    with complete(name):
-        settings = _settings(config, weights, target.config, name)
+    with config_errors(name):
+        settings = _parse_config(config, weights, target.config, name)
         count = int(config.get("draft_vocab_size") or target.vocab_size)
     _check_target(config, settings, target, name)
     d2t = weights.pop("d2t", None)
@@ -210,29 +209,29 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
     if d2t is None:
         weights = {key: value for key, value in weights.items() if not key.startswith("lm_head.")}
     head = DFlash(settings, target.embed, target.output, vocabulary)
-    fill(head, weights, name, unused=_TARGETS)
+    load_head_weights(head, weights, name, unused=_TARGET_TENSOR_PREFIXES)
     return head
 
 
-def _renamed(key: str) -> str:
+def _rename_tensor(key: str) -> str:
     return key.removeprefix("model.").removeprefix("logit_head.")
 
 
-def _settings(config: Mapping[str, Any], weights: Weights, target: Mapping[str, Any], name: str) -> DFlashConfig:
+def _parse_config(config: Mapping[str, Any], weights: Weights, target: Mapping[str, Any], name: str) -> DFlashConfig:
     """Returns sizes by the config, and switches by the config or the weights present."""
-    block, from_anchor = int(config.get("block_size") or _BLOCK), _from_anchor(config)
+    block, from_anchor = int(config.get("block_size") or _DEFAULT_BLOCK_SIZE), _parse_from_anchor(config)
     markov = int(config.get("markov_rank") or 0)
     kind = str(config.get("markov_head_type") or "vanilla").lower()
     if markov and kind not in ("vanilla", "gated", "rnn"):
         raise CannotDraft(f"{name} links its tokens by {kind!r}, which is not supported")
     return DFlashConfig(
-        **asdict(sizes_of(config, weights, target)),
-        taps=_taps(config, int(target["num_hidden_layers"]), name),
-        windows=_windows(config, name),
+        **asdict(parse_layer_sizes(config, weights, target)),
+        taps=_parse_tapped_layers(config, int(target["num_hidden_layers"]), name),
+        windows=_parse_windows(config, name),
         mask_token=int(config["mask_token_id"]),
         depth=block if from_anchor else block - 1,
         from_anchor=from_anchor,
-        sees_prefixes=config.get("loss_type") in _VISIBLE,
+        sees_prefixes=config.get("loss_type") in _PREFIX_LOSS_TYPES,
         own_output="d2t" in weights,
         multiplier=float(config.get("output_multiplier") or 1.0),
         softcap=float(config.get("final_logit_softcapping") or 0.0),
@@ -246,7 +245,7 @@ def _settings(config: Mapping[str, Any], weights: Weights, target: Mapping[str, 
     )
 
 
-def _from_anchor(config: Mapping[str, Any]) -> bool:
+def _parse_from_anchor(config: Mapping[str, Any]) -> bool:
     """Whether blocks draft from their first row on; by default DSpark's do, and DFlash's from the second."""
     setting = config.get("sample_from_anchor", config.get("shift_label"))
     if setting is not None:
@@ -255,10 +254,10 @@ def _from_anchor(config: Mapping[str, Any]) -> bool:
     return any("dspark" in str(name).lower() for name in names)
 
 
-def _taps(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
+def _parse_tapped_layers(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
     """Returns the tapped layers, counted from 0 as in z-lab and DeepSpec; speculators' j is the output of j - 1."""
     lists = [(config.get("aux_hidden_state_layer_ids"), 1), (config.get("target_layer_ids"), 0)]
-    return taps_of(lists, _default_taps(layers, int(config["num_hidden_layers"])), layers, name)
+    return parse_taps(lists, _default_taps(layers, int(config["num_hidden_layers"])), layers, name)
 
 
 def _default_taps(layers: int, count: int) -> tuple[int, ...]:
@@ -268,7 +267,7 @@ def _default_taps(layers: int, count: int) -> tuple[int, ...]:
     return tuple(round(1 + number * (layers - 4) / (count - 1)) for number in range(count))
 
 
-def _windows(config: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
+def _parse_windows(config: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
     count = int(config["num_hidden_layers"])
     kinds = config.get("layer_types") or ["full_attention"] * count
     window = int(config.get("sliding_window") or 0)
@@ -280,14 +279,14 @@ def _windows(config: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
 
 def _check_target(config: Mapping[str, Any], settings: DFlashConfig, target: HeadTarget, name: str) -> None:
     layers = int(target.config["num_hidden_layers"])
-    if config.get("model_type", "") not in _FAMILIES:
+    if config.get("model_type", "") not in _SUPPORTED_MODEL_TYPES:
         raise CannotDraft(f"{name} is built of {config['model_type']} layers; expected those of qwen3 or llama")
-    check_width(settings.hidden_size, target.config, name)
+    check_hidden_size(settings.hidden_size, target.config, name)
     if int(config.get("num_target_layers") or layers) != layers:
         raise CannotDraft(
             f"{name} was trained for a target of {config['num_target_layers']} layers, but this one has {layers};"
             " expected a head for this target"
         )
-    check_mask(settings.mask_token, target.vocab_size, name)
+    check_mask_token(settings.mask_token, target.vocab_size, name)
     if settings.depth < 1:
         raise CannotDraft(f"{name} has blocks of {config.get('block_size')} tokens; expected at least 2")

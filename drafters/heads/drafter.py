@@ -21,10 +21,10 @@ from mlx.utils import tree_flatten
 
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.fan_out import Calibration
-from outrider.drafters.growth import WIDTH, ChainAlternatives, Continuation, Steps
-from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, Head, MaskedHead
+from outrider.drafters.growth import MAX_CHILDREN, ChainAlternatives, Continuation, Steps
+from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, BlockHead, Head, MaskedHead
 from outrider.drafters.heads.kv_rows import BlockKVRows, MaskedKVRows, PairKVRows
-from outrider.drafters.heads.pair_kv_cache import MOST_WAITING, FeatureBuffer, FeatureKVCache, SavedPairs, kv_cache_of
+from outrider.drafters.heads.pair_kv_cache import MAX_BUFFERED, FeatureBuffer, FeatureKVCache, SavedPairs, make_kv_cache
 from outrider.drafters.heads.trees import BlockTree, HeadTree, MaskedTree, PairTree
 from outrider.drafters.work_ahead import run_together
 from outrider.engine.kv_rows import ReadProgress
@@ -32,16 +32,16 @@ from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import CannotDraft, ModelFault, OutriderError, named_errors
+from outrider.protocol.errors import CannotDraft, ModelFault, OutriderError, wrap_model_errors
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import TreeFeed, one_hot
 
 log = logging.getLogger(__name__)
 
-_READ_AGAIN = 16  # cached tokens that the target reads again, so that the head can continue its own prefix
+_MAX_REREAD_TOKENS = 16  # cached tokens that the target reads again, so that the head can continue its own prefix
 
-UNTRAINED = (
+UNTRAINED_PREFIX_NOTE = (
     "this head was not trained for blocks whose first tokens are known (dflash_config's loss_type variable_prefix), as"
     " those of outcomes are, so its branches are accepted less often than its chains; expected one that was, or head_in"
     " target"
@@ -70,7 +70,7 @@ class HeadDrafter:
         self.vocab_size, self.context_length, self.weight_bytes = vocab_size, head.context_length, head.weight_bytes
         self.parameters = sum(value.size for _, value in tree_flatten(head.parameters()))
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
-        self.kv_cache = kv_cache_of(head, cpu)
+        self.kv_cache = make_kv_cache(head, cpu)
         self.calibration = Calibration()
 
     def open(
@@ -81,11 +81,11 @@ class HeadDrafter:
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> TokenTree:
-        """Returns a tree that reads `tokens` when their features arrive, and grows before others do."""
+        """Returns a tree that reads `tokens` when their features arrive, and grows before later ones do."""
         return self.tree(self.sampler(sampling, constraint), FeatureBuffer(), tokens)
 
-    def follow(self, sampling: SamplingParams, constraint: Constraint | None = None) -> HeadDraft:
-        """Returns a collector of the features of a text to draft for, in the target's process."""
+    def open_draft(self, sampling: SamplingParams, constraint: Constraint | None = None) -> HeadDraft:
+        """Returns the draft of a text in the target's process, which collects the text's features."""
         return HeadDraft(self, self.sampler(sampling, constraint))
 
     def sampler(self, sampling: SamplingParams, constraint: Constraint | None = None) -> Sampler:
@@ -111,24 +111,24 @@ class HeadDrafter:
     def continuations(self, drafts: Sequence[HeadDraft], depths: Sequence[int]) -> list[Continuation]:
         """Returns the `depths` tokens after each committed text; empty if features are missing. Waits.
 
-        A request that fails alone, too, gets no further drafts.
+        A request that also fails in a forward of its own gets no further drafts.
         """
-        allowed = [draft.allowed(depth) for draft, depth in zip(drafts, depths, strict=True)]
+        allowed = [draft.limit_depth(depth) for draft, depth in zip(drafts, depths, strict=True)]
         able = [(draft, depth) for draft, depth in zip(drafts, allowed, strict=True) if depth]
         steps = [draft.continuation(depth) for draft, depth in able]
         drafted = iter(run_together([draft.tree for draft, _ in able], steps)[0])
         found = []
         for draft, depth in zip(drafts, allowed, strict=True):
-            own = next(drafted) if depth else Continuation()
-            if isinstance(own, OutriderError):
-                log.warning("%s; the head stops drafting for this request", own)
+            result = next(drafted) if depth else Continuation()
+            if isinstance(result, OutriderError):
+                log.warning("%s; the head stops drafting for this request", result)
                 draft.close(spoilt=True)
-                own = Continuation()
-            found.append(own)
+                result = Continuation()
+            found.append(result)
         return found
 
 
-def drafter_ahead(
+def make_for_draft_worker(
     head: Head, backend: str, vocab_size: int, features: str = "", cpu: OrtForward | None = None
 ) -> HeadDrafter:
     """Returns the drafter of a draft worker. See `HeadDrafter`.
@@ -138,12 +138,12 @@ def drafter_ahead(
     """
     note = ""
     if isinstance(head, BlockHead):
-        if head.link is not None and head.link.recalls:
+        if head.link is not None and head.link.is_recurrent:
             raise CannotDraft(
                 f"this {backend} head's memory starts with each block, so it can't continue from an outcome inside one;"
                 " use head_in target"
             )
-        note = "" if head.sees_prefixes else UNTRAINED
+        note = "" if head.sees_prefixes else UNTRAINED_PREFIX_NOTE
     return HeadDrafter(head, vocab_size, note, cpu, backend=backend, features=features)
 
 
@@ -151,7 +151,7 @@ class HeadDraft:
     """The features of one text, and the tree that drafts after its committed tokens."""
 
     def __init__(self, drafter: HeadDrafter, sampler: Sampler) -> None:
-        self.features = FeatureBuffer(drafter.head.reach or MOST_WAITING)  # those that are not read
+        self.features = FeatureBuffer(drafter.head.reach or MAX_BUFFERED)  # those that are not read
         self._drafter, self._sampler = drafter, sampler
         self._tree: HeadTree | None = None
         self._start: tuple[SavedPairs, int] | None = None  # what it begins with: the saved pairs before a position
@@ -169,7 +169,7 @@ class HeadDraft:
         if cached is None or not isinstance(cached.saved, SavedPairs):
             return length
         count = min(cached.length - 1, length)
-        if count <= cached.saved.begin or count < length - (_READ_AGAIN if exact else 0):
+        if count <= cached.saved.begin or count < length - (_MAX_REREAD_TOKENS if exact else 0):
             return length
         self.features.begin = self.features.end = count
         self._start = cached.saved, count
@@ -183,14 +183,14 @@ class HeadDraft:
         if self.features.begin != begin:
             self._start = None
 
-    def after(self, tokens: Sequence[int], min_prob: float = 1.0) -> HeadDraft:
-        """Sets the committed text to draft after, which extends that of the call before, and returns itself.
+    def set_text(self, tokens: Sequence[int], min_prob: float = 1.0) -> HeadDraft:
+        """Sets the committed text to continue, which extends that of the last call, and returns itself.
 
         With a `min_prob` below 1 the draft has alternatives with a greater probability than that.
         """
         new = tokens[self._length :]
         if self._proposed is not None and new:
-            self._proposed.teach(self._drafter.calibration, new)
+            self._proposed.update_calibration(self._drafter.calibration, new)
         self._proposed, self._tokens, self._length, self._min_prob = None, tokens, len(tokens), min_prob
         return self
 
@@ -210,7 +210,7 @@ class HeadDraft:
         """Whether it has the features of all committed tokens but the last, and some of them are not read."""
         return self.features.end == self._length - 1 and self.features.count > 0
 
-    def allowed(self, depth: int) -> int:
+    def limit_depth(self, depth: int) -> int:
         """Returns how many of `depth` tokens it can draft; 0: none, as features are missing or it is closed."""
         if self._closed or not self.is_up_to_date:
             return 0
@@ -224,14 +224,14 @@ class HeadDraft:
         nodes = [(yield from tree.read_in_steps(self._tokens[tree.committed_len : self._length], depth))]
         for wanted in range(depth - 1, 0, -1):
             nodes += yield TreeFeed(nodes[-1:], [None], [wanted])
-        sound = tree.is_sound(nodes[0])
+        sound = tree.is_finite(nodes[0])
         if isinstance(sound, mx.array):
             mx.async_eval(sound)  # type: ignore[no-untyped-call]  # together with the tokens
         chain = tuple(tree.best(nodes))
         if not sound:
-            raise ModelFault(NO_NUMBERS)
+            raise ModelFault(NOT_FINITE_MESSAGE)
         if self._min_prob < 1.0:
-            self._proposed = ChainAlternatives.of(chain, tree.candidates(nodes, WIDTH))
+            self._proposed = ChainAlternatives.of(chain, tree.candidates(nodes, MAX_CHILDREN))
             return self._proposed.tree(self._drafter.calibration, self._min_prob)
         return Continuation(chain, one_hot(chain) if self._sampler.params.is_residual else None, odds=tree.odds(nodes))
 
@@ -241,7 +241,7 @@ class HeadDraft:
         tree, self._tree, self._closed = self._tree, None, True
         if tree is not None:
             try:
-                with named_errors("storing the head's state"):
+                with wrap_model_errors("storing the head's state"):
                     tree.close(spoilt or not self._read_all(tree))
             except OutriderError as error:
                 log.warning("%s; the head will read it again", error)

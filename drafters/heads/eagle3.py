@@ -22,13 +22,13 @@ from outrider.drafters.heads.checkpoint import (
     HeadTarget,
     Layer,
     Weights,
-    check_mask,
-    check_width,
-    complete,
-    fill,
-    refuse_quantised,
-    sizes_of,
-    taps_of,
+    check_hidden_size,
+    check_mask_token,
+    check_not_quantized,
+    config_errors,
+    load_head_weights,
+    parse_layer_sizes,
+    parse_taps,
 )
 from outrider.drafters.heads.head import MaskedHead, PairHead
 from outrider.drafters.heads.layers import Attention, DraftVocabulary, LayerSizes
@@ -37,6 +37,8 @@ from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.ort.graph import Builder, DecoderLayers
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import head_kind
+
+_DEFAULT_DEPTH = 8  # of the published training recipes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,7 @@ class Eagle3(PairHead):
             self.embed_tokens = nn.Embedding(vocabulary.size, size)
         self.layers = [Eagle3Layer(config, number == 0) for number in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(size, eps=eps)
-        self.lm_head = nn.Linear(size, vocabulary.known, bias=False)
+        self.lm_head = nn.Linear(size, vocabulary.draft_size, bias=False)
 
     def fuse(self, rows: mx.array) -> mx.array:
         rows = rows.astype(self.fc.weight.dtype)
@@ -123,18 +125,18 @@ class Eagle3(PairHead):
     def logits(self, hidden: mx.array) -> mx.array:
         return self.vocabulary.spread(self.lm_head(self.norm(hidden)).astype(mx.float32))
 
-    def onward(self, hidden: mx.array) -> mx.array:
+    def next_features(self, hidden: mx.array) -> mx.array:
         normed: mx.array = self.norm(hidden)
         return normed if self.config.norm_output else hidden
 
     def decoder(self, target: DecoderLayers) -> DecoderLayers:
         table, vocabulary = self.get("embed_tokens", target.embedding), self.vocabulary
         return replace(
-            target, layers=self.layers, embedding=table, norm=self.norm, output=self.lm_head, begin=self._begin,
+            target, layers=self.layers, embedding=table, norm=self.norm, output=self.lm_head, begin=self._build_input,
             gives_normed=self.config.norm_output, vocab_size=vocabulary.size, tokens=vocabulary.ids,
         )  # fmt: skip
 
-    def _begin(self, b: Builder) -> tuple[str, str]:
+    def _build_input(self, b: Builder) -> tuple[str, str]:
         first = self.layers[0]
         normed = b.norm("features", first.hidden_norm)
         both = b.op("Concat", b.norm("x", first.input_layernorm), normed, axis=-1)
@@ -159,9 +161,6 @@ class PEagle(Eagle3, MaskedHead):
         return self.fuse(self.mask_hidden[0])
 
 
-_DEPTHS = 8  # of the published training recipes
-
-
 def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name: str = "the head") -> Eagle3:
     """Returns the head with this config.json and these tensors.
 
@@ -170,39 +169,39 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
     """
     if head_kind(config) != "eagle3":
         raise CannotDraft(f"{name} is not an EAGLE-3 head: its config.json has another architecture")
-    refuse_quantised(config, weights, name)
-    weights = {_renamed(key): value for key, value in weights.items()}
+    check_not_quantized(config, weights, name)
+    weights = {_rename_tensor(key): value for key, value in weights.items()}
     d2t, _ = weights.pop("d2t", None), weights.pop("t2d", None)
-    settings, count = _settings(config, weights, target.config, name)
+    settings, count = _parse_config(config, weights, target.config, name)
     vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
-    check_width(settings.target_hidden_size, target.config, name)
+    check_hidden_size(settings.target_hidden_size, target.config, name)
     if not settings.embeds and settings.hidden_size != settings.target_hidden_size:
         raise CannotDraft(f"{name} has no embedding and is narrower than the target; expected embed_tokens in it")
     if "mask_hidden" in weights:
-        head: Eagle3 = PEagle(settings, target.embed, vocabulary, *_masks(config, target.vocab_size, name))
+        head: Eagle3 = PEagle(settings, target.embed, vocabulary, *_parse_masks(config, target.vocab_size, name))
     else:
         head = Eagle3(settings, target.embed, vocabulary)
-    fill(head, weights, name)
+    load_head_weights(head, weights, name)
     return head
 
 
-def _renamed(key: str) -> str:
+def _rename_tensor(key: str) -> str:
     key = key.removeprefix("model.")
     return "layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key
 
 
-def _settings(
+def _parse_config(
     config: Mapping[str, Any], weights: Weights, target: Mapping[str, Any], name: str
 ) -> tuple[Eagle3Config, int]:
     """Returns sizes by the config, switches by the config or the weights present, and the head's vocabulary size."""
     layer = config.get("transformer_layer_config") or config
-    with complete(name):
-        sizes = sizes_of(layer, weights, target)
+    with config_errors(name):
+        sizes = parse_layer_sizes(layer, weights, target)
         layers = len({key.split(".")[1] for key in weights if key.startswith("layers.")})
         settings = Eagle3Config(
             **asdict(sizes),
             target_hidden_size=int(config.get("target_hidden_size") or sizes.hidden_size),
-            taps=_taps(config, int(target["num_hidden_layers"]), name),
+            taps=_parse_tapped_layers(config, int(target["num_hidden_layers"]), name),
             num_hidden_layers=max(layers, 1),
             embeds="embed_tokens.weight" in weights,
             norm_before_residual=bool(config.get("norm_before_residual", False)),
@@ -213,20 +212,20 @@ def _settings(
         return settings, int(config.get("draft_vocab_size") or layer["vocab_size"])
 
 
-def _masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple[int, int]:
+def _parse_masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple[int, int]:
     """Returns P-EAGLE's mask token, and the number of tokens that it drafts at once."""
     token = config.get("mask_token_id", (config.get("eagle_config") or {}).get("mask_token_id"))
-    check_mask(token, vocab_size, name)
+    check_mask_token(token, vocab_size, name)
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return int(token), int(methods[0].get("speculative_tokens") or config.get("num_depths") or _DEPTHS)
+    return int(token), int(methods[0].get("speculative_tokens") or config.get("num_depths") or _DEFAULT_DEPTH)
 
 
-def _taps(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
+def _parse_tapped_layers(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
     """Returns the tapped layers, as outputs counted from 0.
 
     SpecForge's `eagle_config` counts in the same way. A list at the top level, of speculators, counts inputs: its j is
-    the output of j - 1. The default are the official three.
+    the output of j - 1. The default is the three official layers.
     """
     nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     listed = config.get("eagle_aux_hidden_state_layer_ids")
-    return taps_of([(nested, 0), (listed, 1)], (1, layers // 2 - 1, layers - 4), layers, name)
+    return parse_taps([(nested, 0), (listed, 1)], (1, layers // 2 - 1, layers - 4), layers, name)

@@ -4,7 +4,7 @@ LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models whose early row
 models an *adapter*, a normed low-rank map that is added to the row, is trained with a frozen target.
 
 `load` creates a target's early exit, from its layers alone or with an adapter from a folder; if there is none, the
-reason is one sentence. `agreements` measures on a text of the target how often its first layers predict its tokens.
+reason is one sentence. `measure_agreements` measures how often its first layers predict a text of its own.
 `ExitDrafter` drafts in the target's own KV cache: the verify overwrites the rows that it wrote.
 """
 
@@ -22,24 +22,24 @@ import mlx.nn as nn
 from outrider.drafters.heads.checkpoint import (
     HeadTarget,
     Layer,
-    fill,
+    check_not_quantized,
+    find_target_mismatch,
+    load_head_weights,
+    parse_settings,
     read_config,
     read_weights,
-    refuse_quantised,
-    settings_of,
-    stranger,
 )
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import PairHead
-from outrider.drafters.heads.kv_rows import Truth, are_finite
+from outrider.drafters.heads.kv_rows import LazyBool, are_finite
 from outrider.drafters.heads.trees import HeadTree
 from outrider.engine.flat import FlatSequence
 from outrider.engine.hidden_states import (
     FirstLayers,
     HiddenStatePoints,
     HiddenStates,
-    backbone_of,
-    final_norm,
+    find_backbone,
+    find_final_norm,
 )
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache
 from outrider.engine.kv_rows import KVRows, NewRows
@@ -51,6 +51,14 @@ from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft, ModelError
 from outrider.protocol.heads import head_kind
 from outrider.protocol.sampling import SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+_MAX_CHAIN_TOKENS = 8
+_TRIAL_TOKENS = 64
+_MIN_AGREEMENT = 0.1
+_MAX_TRIED_EXITS = 8  # numbers of layers; each needs the output layer over the whole trial text
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +109,7 @@ class EarlyExit(PairHead):
     def fuse(self, rows: mx.array) -> mx.array:
         return rows
 
-    def onward(self, hidden: mx.array) -> mx.array:
+    def next_features(self, hidden: mx.array) -> mx.array:
         return hidden[:, :0]
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -109,22 +117,18 @@ class EarlyExit(PairHead):
         return self._output(self._norm(adapted)).astype(mx.float32)
 
 
-_MOST = 8  # tokens of a chain
-_LENGTH = 64  # of a trial
-
-
-def trial_text(model: LoadedModel) -> list[int]:
-    """Returns a text that the target writes."""
+def generate_trial_text(model: LoadedModel) -> list[int]:
+    """Returns a text that the target generates."""
     slot = CacheSlot(model, open_kv_cache(model), [0], SamplingParams(temp=1.0, seed=1))
-    return [0, *(verify(slot).bonus for _ in range(_LENGTH))]
+    return [0, *(verify(slot).bonus for _ in range(_TRIAL_TOKENS))]
 
 
-def agreements(target: LoadedModel, exits: Iterable[EarlyExit]) -> dict[int, float]:
+def measure_agreements(target: LoadedModel, exits: Iterable[EarlyExit]) -> dict[int, float]:
     """Returns how often each exit agrees with the target, by its number of layers."""
     tried, rows = list(exits), list[mx.array]()
     if not tried:
         return {}
-    text = mx.array([trial_text(target)])
+    text = mx.array([generate_trial_text(target)])
     hidden_states = HiddenStates(target.model, HiddenStatePoints(tuple(exit.exit_layer - 1 for exit in tried)))
     logits = hidden_states.forward(lambda: target.model(text)[0], [(text.shape[1], rows.append)])
     truth = mx.argmax(logits, axis=-1)
@@ -134,7 +138,7 @@ def agreements(target: LoadedModel, exits: Iterable[EarlyExit]) -> dict[int, flo
     return shares
 
 
-def reproduces(target: LoadedModel, last: EarlyExit) -> bool:
+def reproduces_logits(target: LoadedModel, last: EarlyExit) -> bool:
     """Whether norm and output layer, applied to the rows after all layers, give the model's own logits."""
     rows: list[mx.array] = []
     tokens = mx.arange(8)[None]
@@ -144,14 +148,14 @@ def reproduces(target: LoadedModel, last: EarlyExit) -> bool:
     return bool((apart <= 1e-2 * mx.abs(truth).max()).item())
 
 
-def speedup(agreement: float, share: float) -> float:
+def best_speedup(agreement: float, share: float) -> float:
     """Returns the best speedup over all chain lengths, if a draft step takes `share` of a verify."""
-    depths = range(1, _MOST + 1)
+    depths = range(1, _MAX_CHAIN_TOKENS + 1)
     return max(sum(agreement**k for k in range(depth + 1)) / (1 + depth * share) for depth in depths)
 
 
 class ExitKVRows(KVRows):
-    """Columns of a text of the target after its fed tokens, by its first layers only; the verify overwrites them."""
+    """Columns after the fed tokens of a target's text, by its first layers only; the verify overwrites them."""
 
     def __init__(self, drafter: ExitDrafter, sequence: FlatSequence) -> None:
         self._drafter, self._sequence = drafter, sequence
@@ -174,7 +178,7 @@ class ExitKVRows(KVRows):
                 text._vectors[column], row = vectors[row], row + 1
         return drafter.head.logits(vectors)
 
-    def is_sound(self, column: int) -> Truth:
+    def is_finite(self, column: int) -> LazyBool:
         """Whether its vector is finite."""
         return are_finite(self._vectors[column])
 
@@ -207,17 +211,11 @@ class ExitDrafter(HeadDrafter):
             raise ModelError("early exit needs a target that batches requests; leave out the head early-exit")
         self.target_kv_cache = kv_cache
 
-    def follow_text(
+    def open_exit_draft(
         self, sequence: FlatSequence, sampling: SamplingParams, constraint: Constraint | None = None
     ) -> ExitDraft:
-        """Returns the drafts of a text."""
+        """Returns the draft of a text."""
         return ExitDraft(self, self.sampler(sampling, constraint), sequence)
-
-
-log = logging.getLogger(__name__)
-
-_LEAST = 0.1
-_MOST_TRIED = 8  # numbers of layers; each needs the output layer over the whole trial text
 
 
 def load(folder: Path, target: LoadedModel) -> ExitDrafter:
@@ -228,50 +226,50 @@ def load(folder: Path, target: LoadedModel) -> ExitDrafter:
     """
     if not isinstance(open_kv_cache(target), FlatKVCache):
         raise CannotDraft(f"a {target.model_type} model can't batch requests, which early exit needs")
-    _, layers = backbone_of(target.model)
+    _, layers = find_backbone(target.model)
     count = len(layers)
-    if not reproduces(target, _exit(target, count)):
+    if not reproduces_logits(target, _make_exit(target, count)):
         raise CannotDraft(
             f"a {target.model_type} model does more after its layers than norm and output layer, so early exit is"
             " not supported"
         )
     if target.folder is not None and folder.samefile(target.folder):
-        return _best(target, count)
-    return _adapted(folder, target, count)
+        return _load_best_exit(target, count)
+    return _load_adapted_exit(folder, target, count)
 
 
-def _exit(target: LoadedModel, layers: int, adapter: ExitAdapter | None = None) -> EarlyExit:
-    norm, output = final_norm(backbone_of(target.model)[0]), HeadTarget.of(target).output
+def _make_exit(target: LoadedModel, layers: int, adapter: ExitAdapter | None = None) -> EarlyExit:
+    norm, output = find_final_norm(find_backbone(target.model)[0]), HeadTarget.of(target).output
     return EarlyExit(layers, lambda rows: norm(rows), output, target.context_length, adapter)
 
 
-def _best(target: LoadedModel, count: int) -> ExitDrafter:
-    tried = range(1, count, -(-count // _MOST_TRIED))
-    shares = agreements(target, (_exit(target, layers) for layers in tried))
+def _load_best_exit(target: LoadedModel, count: int) -> ExitDrafter:
+    tried = range(1, count, -(-count // _MAX_TRIED_EXITS))
+    shares = measure_agreements(target, (_make_exit(target, layers) for layers in tried))
     if not shares:
         raise CannotDraft(f"the target has {count} layer, so early exit is not possible")
-    gains = {layers: speedup(agreement, layers / count) for layers, agreement in shares.items()}
+    gains = {layers: best_speedup(agreement, layers / count) for layers, agreement in shares.items()}
     layers = max(gains, key=gains.__getitem__)
     note = f"drafting by the first {layers} of {count} layers, which agree with all on {shares[layers]:.0%} of a trial"
     if gains[layers] < 1:
         note += ": few drafts will be accepted; use a model trained for early exit (LayerSkip), or an adapter"
         log.warning("%s", note)
-    return ExitDrafter(_exit(target, layers), target, note, shares[layers])
+    return ExitDrafter(_make_exit(target, layers), target, note, shares[layers])
 
 
-def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
+def _load_adapted_exit(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
     name, config, weights = str(folder), read_config(folder), read_weights(folder)
     if head_kind(config) != "early-exit":
         raise CannotDraft(f"{name} is not an early-exit adapter; expected one, or no draft model")
-    refuse_quantised(config, weights, name)
-    settings = settings_of(AdapterConfig, config, name, "an adapter's sizes")
-    _check(settings, target, count, name)
+    check_not_quantized(config, weights, name)
+    settings = parse_settings(AdapterConfig, config, name, "an adapter's sizes")
+    _check_target(settings, target, count, name)
     adapter = ExitAdapter(settings)
-    fill(adapter, weights, name)
-    exit = _exit(target, settings.exit_layer, adapter)
-    (agreement,) = agreements(target, [exit]).values()
-    other = stranger(folder, target.folder)
-    if other and agreement < _LEAST:
+    load_head_weights(adapter, weights, name)
+    exit = _make_exit(target, settings.exit_layer, adapter)
+    (agreement,) = measure_agreements(target, [exit]).values()
+    other = find_target_mismatch(folder, target.folder)
+    if other and agreement < _MIN_AGREEMENT:
         raise CannotDraft(
             f"{name}: {other}, and never agrees with this one; expected an adapter trained for this target"
         )
@@ -279,12 +277,12 @@ def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
     note = f"drafting by {by}, which agree on {agreement:.0%} of a trial text"
     if other:
         note += f"; {other}"
-    if agreement < _LEAST:
+    if agreement < _MIN_AGREEMENT:
         note += ": few drafts will be accepted; use an adapter trained for this target"
     return ExitDrafter(exit, target, note, agreement)
 
 
-def _check(settings: AdapterConfig, target: LoadedModel, count: int, name: str) -> None:
+def _check_target(settings: AdapterConfig, target: LoadedModel, count: int, name: str) -> None:
     """Raises CannotDraft if the adapter is for another target."""
     config = target.config.get("text_config") or target.config
     expected = (settings.hidden_size, settings.num_hidden_layers, settings.vocab_size)

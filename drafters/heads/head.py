@@ -22,7 +22,7 @@ from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.ort.graph import DecoderLayers
 from outrider.protocol.errors import ModelError
 
-NO_NUMBERS = "the head's vectors are not finite: its weights or the target's rows exceed its number format"
+NOT_FINITE_MESSAGE = "the head's vectors are not finite: its weights or the target's rows exceed its number format"
 
 
 class HeadModule(nn.Module):  # type: ignore[misc]
@@ -53,7 +53,7 @@ class HeadModule(nn.Module):  # type: ignore[misc]
         return sum(int(weight.shape[0]) * int(weight.dtype.size) for weight in cached)
 
     def decoder(self, target: DecoderLayers) -> DecoderLayers:
-        """Returns the modules that ONNX Runtime may compute, which return `onward`'s vectors. `target`: the target's.
+        """Returns the modules for ONNX Runtime, which return `next_features`'s vectors. `target`: the target's.
 
         Raises:
             ModelError: it can't compute heads of this kind.
@@ -61,7 +61,7 @@ class HeadModule(nn.Module):  # type: ignore[misc]
         raise ModelError(f"ONNX Runtime computes heads of kind mtp and eagle3; this is a {type(self).__name__}")
 
     def release(self) -> None:
-        """Frees the weights that ONNX Runtime has copied; those that `fuse` reads stay."""
+        """Frees the weights that ONNX Runtime has copied; those that `fuse` needs stay."""
         for name in ("layers", "embed_tokens", "lm_head"):
             self.pop(name, None)
         for name in ("_embed", "_output"):  # the target's own
@@ -86,7 +86,7 @@ class PairHead(HeadModule):
         """Returns the hidden vectors [1, T, H] of pairs: tokens [1, T], features [1, T, W]."""
         raise NotImplementedError
 
-    def onward(self, hidden: mx.array) -> mx.array:
+    def next_features(self, hidden: mx.array) -> mx.array:
         """Returns the stand-ins [R, W] for the features of the tokens drafted by hidden vectors [R, H]."""
         raise NotImplementedError
 
@@ -128,8 +128,8 @@ class BlockHead(HeadModule):
         raise NotImplementedError
 
     def block(self, tokens: mx.array, places: mx.array, caches: list[FlatCache]) -> mx.array:
-        """Returns the hidden vectors [1, T, H] of blocks: known tokens, then masks, of each [1, T], at these `places`
-        [T] in their block."""
+        """Returns the hidden vectors [1, T, H] of blocks: `tokens` [1, T] has the known tokens of each, then its masks,
+        and `places` [T] their positions in the block."""
         raise NotImplementedError
 
 

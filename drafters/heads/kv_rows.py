@@ -25,7 +25,7 @@ from weakref import finalize
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.head import NO_NUMBERS, MaskedHead
+from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, MaskedHead
 from outrider.drafters.heads.layers import BlockLink
 from outrider.drafters.heads.pair_kv_cache import (
     DraftBlock,
@@ -42,8 +42,11 @@ from outrider.engine.kv_rows import KVRows, NewRows, ReadProgress
 from outrider.engine.prompt_cache import SavedPrefix
 from outrider.protocol.errors import ModelFault
 
-_PIECE = 512
-_FEW = 32  # more committed pairs attend as a prompt does: other texts would be padded to their number
+_READ_CHUNK_TOKENS = 512
+_MAX_PENDING_PAIRS = 32  # more committed pairs are read as a prompt is: other texts would be padded to their number
+
+LazyBool = mx.array | np.bool_
+"""A bool, which may be lazy."""
 
 
 class FeatureKVRows(KVRows):
@@ -66,9 +69,9 @@ class PairKVRows(FeatureKVRows):
         super().__init__(kv_cache, features)
         self._head, self.lazy = kv_cache.head, kv_cache.cpu is None
         self._missing: Row | None = (self._head.mask_feature, 0) if isinstance(self._head, MaskedHead) else None
-        self.begin_at(0)
+        self.restart_at(0)
 
-    def begin_at(self, origin: int) -> None:
+    def restart_at(self, origin: int) -> None:
         """Drops everything; the text is read from this position on."""
         self.origin, self.sequence.length = origin, 0
         self._unread: list[tuple[int, Row]] = []  # the last committed tokens and their features
@@ -83,28 +86,28 @@ class PairKVRows(FeatureKVRows):
         """Whether it was fed a stand-in for a feature that has arrived since."""
         return column in self._guessed and self._guessed[column] in self.features
 
-    def is_sound(self, column: int) -> Truth:
+    def is_finite(self, column: int) -> LazyBool:
         """Whether its vector is finite."""
         vectors, row = self._stand_ins[column]
         return are_finite(vectors[row])
 
     def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
-        """Implements `KVRows.prefill`; the features of all tokens have arrived. The next forward reads a few."""
+        """Implements `KVRows.prefill`; the features of all tokens have arrived. A few wait for the next forward."""
         self.sequence.length = start - len(self._unread)
         before, count = self.origin - 1, len(tokens)
-        if count - self.sequence.length <= _FEW:
+        if count - self.sequence.length <= _MAX_PENDING_PAIRS:
             self._unread += [(tokens[at], self.features.row(before + at)) for at in range(start, count)]
             return
         self.read_rest()
-        for begin in range(start, count, _PIECE):
-            end = min(begin + _PIECE, count)
+        for begin in range(start, count, _READ_CHUNK_TOKENS):
+            end = min(begin + _READ_CHUNK_TOKENS, count)
             self._read(tokens[begin:end], self.features.between(before + begin, before + end))
 
     def read_rest(self) -> None:
         """Reads the committed tokens that wait for the next forward."""
         if self._unread:
             self._read(
-                [token for token, _ in self._unread], _picked([row for _, row in self._unread], self.kv_cache.dtype)
+                [token for token, _ in self._unread], _gather([row for _, row in self._unread], self.kv_cache.dtype)
             )
             self._unread = []
 
@@ -114,7 +117,7 @@ class PairKVRows(FeatureKVRows):
         vector, _ = self.kv_cache.feed(*fed, [segment], np.array([len(tokens) - 1]))
         mx.eval(self.kv_cache.state())
         if not are_finite(vector):
-            raise ModelFault(NO_NUMBERS)
+            raise ModelFault(NOT_FINITE_MESSAGE)
         self.sequence.length = segment.end
 
     def save(self, count: int) -> SavedPrefix:
@@ -138,10 +141,10 @@ class PairKVRows(FeatureKVRows):
             batch = PairBatch()
             for n, rows in parts:
                 texts[n]._add(batch, new[n], orders[n], rows, texts[n]._unread if depth == 0 else [])
-            onward, logits = batch.feed(kv_cache)
+            next_features, logits = batch.feed(kv_cache)
             own = [(n, row) for n, rows in parts for row in rows.tolist()]
             for index, (n, row) in enumerate(own):
-                texts[n]._stand_ins[row + new[n].start] = onward, index
+                texts[n]._stand_ins[row + new[n].start] = next_features, index
             found.append(logits)
             fed += own
         for text, fresh, order in zip(texts, new, orders, strict=True):
@@ -212,27 +215,23 @@ class PairBatch:
         """Returns the stand-ins for the next features and the logits of the wanted pairs; see `PairKVCache.feed`."""
         wanted = np.array(self._wanted, np.int32) if len(self._wanted) < len(self._features) else None
         return kv_cache.feed(
-            _joined(self._tokens, mx.int32), _picked(self._features, kv_cache.dtype), self.segments, wanted
+            _concatenate(self._tokens, mx.int32), _gather(self._features, kv_cache.dtype), self.segments, wanted
         )
 
 
-Truth = mx.array | np.bool_
-"""A bool, which may be lazy."""
-
-
-def are_finite(numbers: Features) -> Truth:
-    """Whether all are."""
+def are_finite(numbers: Features) -> LazyBool:
+    """Returns whether all of them are finite."""
     if isinstance(numbers, mx.array):
         return mx.isfinite(numbers).all()
     return np.bool_(np.isfinite(numbers).all())
 
 
-def picked(rows: Sequence[Row]) -> mx.array:
+def gather(rows: Sequence[Row]) -> mx.array:
     """Returns the rows as one array [T, W]."""
-    return mx.array(_picked(rows, mx.float32))
+    return mx.array(_gather(rows, mx.float32))
 
 
-def _picked(rows: Sequence[Row], dtype: mx.Dtype) -> Features:
+def _gather(rows: Sequence[Row], dtype: mx.Dtype) -> Features:
     """Returns the rows as one array; consecutive rows of one array are taken from it together."""
     parts: list[Features] = []
     for _, group in groupby(rows, key=lambda row: id(row[0])):
@@ -243,11 +242,11 @@ def _picked(rows: Sequence[Row], dtype: mx.Dtype) -> Features:
             continue
         whole = indices == list(range(array.shape[0]))
         parts.append(array if whole else mx.take(array, mx.array(indices), axis=0))
-    joined: Features = _joined(parts, dtype)
+    joined: Features = _concatenate(parts, dtype)
     return joined
 
 
-def _joined(parts: Sequence[Any], dtype: mx.Dtype) -> Any:
+def _concatenate(parts: Sequence[Any], dtype: mx.Dtype) -> Any:
     """Returns the parts as one array, which is numpy's if all are."""
     if all(isinstance(part, np.ndarray) for part in parts):
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -265,7 +264,7 @@ class BlockSlot:
 
     @property
     def position(self) -> int:
-        """That of the token whose successor it predicts."""
+        """The position of the token whose successor it predicts."""
         return self.block.position + self.index
 
 
@@ -292,11 +291,11 @@ class SlotKVRows(FeatureKVRows):
         self._slots: dict[int, BlockSlot] = {}
 
     def next_slot(self, column: int) -> BlockSlot | None:
-        """Returns the slot after its own choice in the block of this column's token, if there is one."""
+        """Returns the next slot of this column's block, after the block's own choice; None after the last one."""
         slot = self._slots[column]
         return BlockSlot(slot.block, slot.index + 1, slot.memory) if slot.index + 1 < slot.block.slots else None
 
-    def is_sound(self, column: int) -> Truth:
+    def is_finite(self, column: int) -> LazyBool:
         """Whether its block's vectors are finite."""
         block = self._slots[column].block
         return are_finite(block.hidden[block.row : block.row + block.slots])
@@ -316,7 +315,7 @@ class SlotKVRows(FeatureKVRows):
                 block.hidden, block.logits, block.row = hidden, logits, row
                 row += block.slots
         slots = [slot for rows in new for slot in rows.slots]
-        return picked([(slot.block.logits, slot.block.row + slot.index) for slot in slots])
+        return gather([(slot.block.logits, slot.block.row + slot.index) for slot in slots])
 
 
 class MaskedKVRows(SlotKVRows, PairKVRows):
@@ -351,20 +350,20 @@ class BlockKVRows(SlotKVRows):
         self.places: Ints = np.zeros(0, np.int32)  # of the features that have been read
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
-        """Adds the features of committed tokens from `position` on, without known ones. Reads and evaluates them if
-        there are many, or some are missing before them."""
+        """Adds the features of committed tokens from `position` on that are new. Reads and evaluates them if there are
+        many, or some are missing before them."""
         known = max(self.features.end - position, 0)
         if known >= len(rows):
             return
         if position > self.features.end:
             self.read_rest()
         self.features.add(position + known, rows[known:])
-        if self.features.count >= _PIECE:
+        if self.features.count >= _READ_CHUNK_TOKENS:
             self.read_rest()
 
     def read_rest(self) -> None:
         """Reads the features that wait for the next forward."""
-        _read([self])
+        _read_waiting_features([self])
         mx.eval(self.kv_cache.state())
 
     def save(self, count: int) -> SavedPrefix:
@@ -380,8 +379,8 @@ class BlockKVRows(SlotKVRows):
         """
         return max(min(self.features.end, position), position - self.depth + 1)
 
-    def reach(self, position: int) -> int:
-        """Returns the most tokens that such a block drafts."""
+    def max_draft_tokens(self, position: int) -> int:
+        """Returns the maximum number of tokens that such a block drafts."""
         return self.depth - max(position - self.features.end, 0)
 
     def is_stale(self, column: int) -> bool:
@@ -392,7 +391,7 @@ class BlockKVRows(SlotKVRows):
     @staticmethod
     def forward(texts: Sequence[BlockKVRows], new: Sequence[NewRows]) -> mx.array:
         """Implements `KVRows.forward`: reads the features that have arrived, then opens all blocks."""
-        _read(texts)
+        _read_waiting_features(texts)
         opened = [(text, rows.opened) for text, rows in zip(texts, new, strict=True) if isinstance(rows, NewBlocks)]
         blocks = [(text.sequence.row, text.places, own) for text, own in opened if own]
         nothing = mx.zeros((0, 0))
@@ -400,7 +399,7 @@ class BlockKVRows(SlotKVRows):
         return SlotKVRows._logits(texts, new, *found)
 
 
-def _read(texts: Sequence[BlockKVRows]) -> None:
+def _read_waiting_features(texts: Sequence[BlockKVRows]) -> None:
     """Reads the waiting features of all texts in one forward. Lazy."""
     behind, segments, features = [text for text in texts if text.features.count], [], []
     for text in behind:

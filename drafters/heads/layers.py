@@ -2,8 +2,8 @@
 
 A block's slots are drafted at once and do not know each other's token. A `BlockLink` scores each slot's candidates
 again when the token before is known: DSpark (arXiv 2607.05147) adds a low-rank product of the token before and the
-candidate, DFlash2's selector one that also depends on the slot's vector. Only the `FEW` best candidates are scored,
-with the sampler's noise included, because noise promotes tokens that are unlikely by themselves.
+candidate, DFlash2's selector one that also depends on the slot's vector. Only the `LINK_CANDIDATES` best candidates are
+scored, with the sampler's noise included, because noise promotes tokens that are unlikely by themselves.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
 from outrider.engine.flat import FlatCache, attention
-from outrider.engine.hidden_states import spread
+from outrider.engine.hidden_states import scatter_logits
 from outrider.protocol.errors import CannotDraft
+
+LINK_CANDIDATES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,29 +107,26 @@ class DraftVocabulary:
         return cls(size, ids, numbers)
 
     @property
-    def known(self) -> int:
+    def draft_size(self) -> int:
         """The number of tokens that the head has."""
         return self.size if self.ids is None else int(self.ids.shape[0])
 
     def spread(self, own: mx.array) -> mx.array:
         """Returns the logits [R, V] from the head's own [R, V_d]; -inf for tokens that it does not know."""
-        return own if self.ids is None else spread(own, self.ids, self.size)
+        return own if self.ids is None else scatter_logits(own, self.ids, self.size)
 
-    def own(self, tokens: mx.array) -> mx.array:
+    def to_draft_ids(self, tokens: mx.array) -> mx.array:
         """Returns the head's ids of tokens that it knows."""
         return tokens if self.numbers is None else self.numbers[tokens]
-
-
-FEW = 16
 
 
 class BlockLink(nn.Module):  # type: ignore[misc]
     """Shapes: R rows, C candidates of each, H the width of hidden vectors.
 
-    `recalls`: the scores depend on more of the chain than the token before.
+    `is_recurrent`: the scores depend on more of the chain than the token before.
     """
 
-    recalls = False
+    is_recurrent = False
 
     def begin(self, rows: int) -> mx.array:
         """Returns the memory [R, ...] of chains before their first token."""
@@ -142,7 +141,7 @@ class BlockLink(nn.Module):  # type: ignore[misc]
 
     def best(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
         """Returns the best token [R] of slots that begin a chain, by their logits [R, V] and the tokens `before`."""
-        few = mx.argpartition(-logits, kth=FEW - 1, axis=-1)[:, :FEW]
+        few = mx.argpartition(-logits, kth=LINK_CANDIDATES - 1, axis=-1)[:, :LINK_CANDIDATES]
         gains, _ = self(before, hidden, few, self.begin(before.shape[0]))
         best = mx.argmax(mx.take_along_axis(logits, few, axis=-1) + gains, axis=-1, keepdims=True)
         return mx.take_along_axis(few, best, axis=-1)[:, 0]
@@ -171,9 +170,9 @@ class Markov(BlockLink):
         """`confidence` belongs to the head, which has its weights."""
         super().__init__()
         self._kind, self._rank, self._vocabulary, self._confidence = kind, rank, vocabulary, confidence
-        self.recalls = kind == "rnn"
+        self.is_recurrent = kind == "rnn"
         self.markov_w1 = nn.Embedding(vocabulary.size, rank)
-        self.markov_w2 = nn.Linear(rank, vocabulary.known, bias=False)
+        self.markov_w2 = nn.Linear(rank, vocabulary.draft_size, bias=False)
         if kind == "gated":
             self.gate_proj = nn.Linear(size + rank, rank)
         elif kind == "rnn":
@@ -193,7 +192,7 @@ class Markov(BlockLink):
         self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
     ) -> tuple[mx.array, mx.array]:
         code, memory = self._code(self.markov_w1(before), hidden, memory)
-        return _products(self.markov_w2.weight[self._vocabulary.own(candidates)], code), memory
+        return _multiply_codes(self.markov_w2.weight[self._vocabulary.to_draft_ids(candidates)], code), memory
 
     def _code(self, embedded: mx.array, hidden: mx.array, memory: mx.array) -> tuple[mx.array, mx.array]:
         if self._kind == "gated":
@@ -218,9 +217,9 @@ class Selector(BlockLink):
         self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
     ) -> tuple[mx.array, mx.array]:
         weights = self.predecessor_codebook[before] * self.hidden_projection(hidden)
-        return _products(self.successor_codebook[candidates], weights), memory
+        return _multiply_codes(self.successor_codebook[candidates], weights), memory
 
 
-def _products(codes: mx.array, weights: mx.array) -> mx.array:
+def _multiply_codes(codes: mx.array, weights: mx.array) -> mx.array:
     """Returns the products [R, C] of codes [R, C, rank] and weights [R, rank]."""
     return (codes @ weights[..., None])[..., 0].astype(mx.float32)

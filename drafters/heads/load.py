@@ -1,12 +1,12 @@
-"""Loads a head as a drafter in the target's process, and checks it. A new kind of head is its file and a line here.
+"""Loads a head as a drafter in the target's process, and checks it. A new kind of head needs a file and a line here.
 
-- `agreement`: whether the head gets the inputs that it was trained on. Formats pair rows with tokens and count layers
-  in different ways; a mistake raises no error and only lowers the acceptance rate. So the head is fed a text of the
-  target as configured and in a few other ways, and its predictions of the target's next token are compared.
-- `forward_of`: ONNX Runtime's forwards of the head, if there are any and their logits are those of MLX. Weights and
-  activations are rounded to 8 bits, which changes a draft now and then and halves the time of a drafted token.
-- `step_cost`: the time of a drafted token over that of a target step, in the target's process, both in turns. The
-  minimum of a few turns counts, which excludes most of the other load of the machine.
+- `measure_agreement`: whether the head gets the inputs that it was trained on. Formats pair rows with tokens and count
+  layers in different ways; a mistake raises no error and only lowers the acceptance rate. So the head is fed a text of
+  the target as configured and in a few other ways, and its predictions of the target's next token are compared.
+- `make_ort_forward`: ONNX Runtime's forwards of the head, if there are any and their logits are those of MLX. Weights
+  and activations are rounded to 8 bits, which changes a draft now and then and halves the time of a drafted token.
+- `measure_step_cost`: the time of a drafted token divided by that of a target step, in the target's process, both in
+  turns. The minimum of a few turns counts, which excludes most of the other load of the machine.
 """
 
 from __future__ import annotations
@@ -23,66 +23,73 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.heads import dflash, eagle3, early_exit, mtp, redrafter
-from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_weights, stranger
-from outrider.drafters.heads.drafter import HeadDrafter, drafter_ahead
-from outrider.drafters.heads.early_exit import trial_text
+from outrider.drafters.heads.checkpoint import HeadTarget, find_target_mismatch, read_config, read_weights
+from outrider.drafters.heads.drafter import HeadDrafter, make_for_draft_worker
+from outrider.drafters.heads.early_exit import generate_trial_text
 from outrider.drafters.heads.head import BlockHead, Head
-from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureKVCache, HeadKVCache, PairKVCache, kv_cache_of
+from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureKVCache, HeadKVCache, PairKVCache, make_kv_cache
 from outrider.engine.flat import Segment
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.load_checks import open_kv_cache
-from outrider.engine.loading import LoadedModel, find, outline
-from outrider.engine.ort.forward import OrtForward, check, enabled
+from outrider.engine.loading import LoadedModel, find_model_folder, load_lazily
+from outrider.engine.ort.forward import OrtForward, check_logits, is_enabled
 from outrider.engine.ort.graph import DecoderLayers
 from outrider.engine.positions import Ints
 from outrider.engine.verify import verify
-from outrider.protocol.digest import digest
-from outrider.protocol.errors import CannotDraft, ModelError, OutriderError, first_line, named_errors
-from outrider.protocol.heads import OF_TARGET
+from outrider.protocol.digest import model_digest
+from outrider.protocol.errors import CannotDraft, ModelError, OutriderError, first_line, wrap_model_errors
+from outrider.protocol.heads import TARGET_HEADS
 from outrider.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
 
-_BUILD = {"dflash": dflash.build, "eagle3": eagle3.build, "redrafter": redrafter.build}
+_BUILDERS = {"dflash": dflash.build, "eagle3": eagle3.build, "redrafter": redrafter.build}
+_MIN_AGREEMENT = 0.1  # a head of this target agrees far more often, an untrained one far less often
+_MIN_AGREEMENT_GAIN = 0.1
+_NUM_TEST_FEATURES = 16  # different features in the check
+TRIAL_DEPTH = 4  # the default K: the cost of a block is that of all its tokens
+_TRIAL_PROMPT_TOKENS, _TRIAL_TURNS = 16, 6
 
 
-def read(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None]) -> Head:
+def read_head(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None]) -> Head:
     """Returns the head of this kind at a path or Hugging Face id, for `model`.
 
     Raises:
         CannotDraft: there is none, or it can't draft for this target.
     """
-    with _named(f"loading the head {path}"):
-        folder = find(path)
+    with _errors_as_cannot_draft(f"loading the head {path}"):
+        folder = find_model_folder(path)
         progress(f"loading {path}")
         if kind == "mtp":
-            return mtp.read(folder, model)
-        return _BUILD[kind](read_config(folder), read_weights(folder), HeadTarget.of(model), str(folder))
+            return mtp.read_head(folder, model)
+        return _BUILDERS[kind](read_config(folder), read_weights(folder), HeadTarget.of(model), str(folder))
 
 
-def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None], alone: bool = True) -> HeadDrafter:
-    """Returns the same as a drafter; its `note` warns if head and target do not seem to fit.
+def load(
+    kind: str, path: str, model: LoadedModel, progress: Callable[[str], None], unsharded: bool = True
+) -> HeadDrafter:
+    """Returns such a head as a drafter, whose `note` warns if head and target do not seem to match.
 
-    `alone`: the model is whole in this process. With several ranks a head is not tried, because a forward needs all
+    `unsharded`: the model is whole in this process. With several ranks a head is not tried, because a forward needs all
     ranks, and one that needs the target's output layer is refused, because each rank has a part of it.
 
     Raises:
         CannotDraft: there is none, or it can't draft for this target.
     """
-    if kind in ("dflash", *OF_TARGET) and not alone:
+    if kind in ("dflash", *TARGET_HEADS) and not unsharded:
         raise CannotDraft(f"{kind} needs the target's whole output layer; use it without shards, or use eagle3")
     if kind == "early-exit":
-        with _named(f"loading the head {path}"):
-            return early_exit.load(find(path), model)
-    head, doubt, agrees, cpu = read(kind, path, model, progress), "", None, None
-    if alone:
-        cpu = forward_of(head, model)
+        with _errors_as_cannot_draft(f"loading the head {path}"):
+            return early_exit.load(find_model_folder(path), model)
+    head, doubt, agrees, cpu = read_head(kind, path, model, progress), "", None, None
+    if unsharded:
+        cpu = make_ort_forward(head, model)
         progress("testing the head with the target")
-        with _named(f"trying the head {path}"):
-            trial = agreement(head, model, cpu)
-            doubts = filter(None, (stranger(find(path), model.folder), trial.doubt))
+        with _errors_as_cannot_draft(f"trying the head {path}"):
+            trial = measure_agreement(head, model, cpu)
+            doubts = filter(None, (find_target_mismatch(find_model_folder(path), model.folder), trial.doubt))
             doubt, agrees = "; ".join(doubts), trial.own
     if doubt:
         log.warning("%s", doubt)
@@ -92,31 +99,31 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
     return drafter
 
 
-def load_ahead(kind: str, path: str, target: str, progress: Callable[[str], None]) -> HeadDrafter:
+def load_for_draft_worker(kind: str, path: str, target: str, progress: Callable[[str], None]) -> HeadDrafter:
     """Loads the head of this kind in folder `path` for a draft worker, for the target in folder `target`.
 
     Raises:
         CannotDraft: there is none, or it can't draft for this target.
     """
-    model = outline(target)
-    head = read(kind, path, model, progress)
-    cpu = forward_of(head, model)
-    drafter = drafter_ahead(head, kind, model.vocab_size, features_of(head, Path(path), Path(target)), cpu)
+    model = load_lazily(target)
+    head = read_head(kind, path, model, progress)
+    cpu = make_ort_forward(head, model)
+    drafter = make_for_draft_worker(head, kind, model.vocab_size, feature_source(head, Path(path), Path(target)), cpu)
     if cpu is not None:
         head.release()
     return drafter
 
 
-def features_of(head: Head, folder: Path, target: Path) -> str:
+def feature_source(head: Head, folder: Path, target: Path) -> str:
     """Returns the source of the features: the head, the target and the taps, which must be equal on both sides."""
-    return f"head {digest(folder)} at {','.join(map(str, head.points.keys))} of {digest(target)}"
+    return f"head {model_digest(folder)} at {','.join(map(str, head.points.keys))} of {model_digest(target)}"
 
 
 @contextmanager
-def _named(action: str) -> Iterator[None]:
+def _errors_as_cannot_draft(action: str) -> Iterator[None]:
     """Converts any error into CannotDraft."""
     try:
-        with named_errors(action):
+        with wrap_model_errors(action):
             yield
     except CannotDraft:
         raise
@@ -124,28 +131,24 @@ def _named(action: str) -> Iterator[None]:
         raise CannotDraft(str(error)) from error
 
 
-_LEAST = 0.1  # a head of this target agrees far more often, and chance is far less
-_CLEARLY = 0.1
-
-
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How often the head predicts the target's next token: as configured, and fed in other ways, by their names."""
+    """How often the head predicts the target's next token: as configured (`own`), and fed in other ways, by name."""
 
     own: float
     others: dict[str, float]
 
     @property
     def doubt(self) -> str:
-        """A warning that head and target do not fit, or an empty text."""
+        """A warning that head and target do not match, or an empty string."""
         best = max(self.others, key=self.others.__getitem__, default="")
-        if best and self.others[best] > self.own + _CLEARLY:
+        if best and self.others[best] > self.own + _MIN_AGREEMENT_GAIN:
             return (
                 f"the head agrees with the target on {self.own:.0%} of the tokens of a trial, and on"
                 f" {self.others[best]:.0%} with {best}: its config.json may count layers differently; few drafts will"
                 " be accepted"
             )
-        if self.own < _LEAST:
+        if self.own < _MIN_AGREEMENT:
             return (
                 f"the head agrees with the target on {self.own:.0%} of the tokens of a trial; expected one that was"
                 " trained for this target: few drafts will be accepted"
@@ -153,36 +156,38 @@ class Agreement:
         return ""
 
 
-def agreement(head: Head, model: LoadedModel, cpu: OrtForward | None = None) -> Agreement:
-    """Generates a text with the target and lets the head predict it. `cpu`: see `kv_cache_of`."""
-    text = trial_text(model)
-    own = _share(head, kv_cache_of(head, cpu), model, text)
-    others = {f"tokens {_away(by)}": _share(head, kv_cache_of(head, cpu), model, text, tokens=by) for by in (-1, 1)}
+def measure_agreement(head: Head, model: LoadedModel, cpu: OrtForward | None = None) -> Agreement:
+    """Generates a text with the target and lets the head predict it. `cpu`: see `make_kv_cache`."""
+    text = generate_trial_text(model)
+    own = _accuracy(head, make_kv_cache(head, cpu), model, text)
+    others = {
+        f"tokens {_shift_name(by)}": _accuracy(head, make_kv_cache(head, cpu), model, text, tokens=by) for by in (-1, 1)
+    }
     if isinstance(head, BlockHead):
         by = "a mask" if head.from_anchor else "the last one's own row"
         wrong = FeatureKVCache(head, not head.from_anchor)
-        others[f"the first token drafted by {by}"] = _share(head, wrong, model, text)
-    for name, points in _other_points(head.points):
+        others[f"the first token drafted by {by}"] = _accuracy(head, wrong, model, text)
+    for name, points in _alternative_points(head.points):
         try:
-            others[name] = _share(head, kv_cache_of(head, cpu), model, text, points)
+            others[name] = _accuracy(head, make_kv_cache(head, cpu), model, text, points)
         except ModelError:  # there is no such layer
             continue
     return Agreement(own, others)
 
 
-def _other_points(points: HiddenStatePoints) -> Iterator[tuple[str, HiddenStatePoints]]:
+def _alternative_points(points: HiddenStatePoints) -> Iterator[tuple[str, HiddenStatePoints]]:
     for by in (-1, 1) if points.layers else ():
-        yield f"layers {_away(by)}", replace(points, layers=tuple(number + by for number in points.layers))
+        yield f"layers {_shift_name(by)}", replace(points, layers=tuple(number + by for number in points.layers))
     if points.before_norm != points.after_norm:
         other = replace(points, before_norm=points.after_norm, after_norm=points.before_norm)
         yield "rows from the other side of the norm", other
 
 
-def _away(by: int) -> str:
+def _shift_name(by: int) -> str:
     return "one further on" if by > 0 else "one further back"
 
 
-def _share(
+def _accuracy(
     head: Head,
     kv_cache: HeadKVCache,
     model: LoadedModel,
@@ -197,11 +202,11 @@ def _share(
     )
     count = len(text) - 1 - max(tokens, 0)
     following = slice(1 + tokens, count + 1 + tokens)
-    predicted = _predicted(kv_cache, mx.array(text[following], mx.int32), rows[0][:count])
+    predicted = _predict_tokens(kv_cache, mx.array(text[following], mx.int32), rows[0][:count])
     return cast(float, (predicted == mx.argmax(logits[following], axis=-1)).mean().item())
 
 
-def _predicted(kv_cache: HeadKVCache, tokens: mx.array, features: mx.array) -> mx.array:
+def _predict_tokens(kv_cache: HeadKVCache, tokens: mx.array, features: mx.array) -> mx.array:
     """Returns the likeliest token after each pair of a text, given the pairs up to there [T]."""
     sequence, count, slots = kv_cache.open(), tokens.shape[0], []
     if isinstance(kv_cache, PairKVCache):
@@ -216,57 +221,50 @@ def _predicted(kv_cache: HeadKVCache, tokens: mx.array, features: mx.array) -> m
     return mx.argmax(logits, axis=-1) if link is None else link.best(logits, tokens, hidden)
 
 
-_FEATURES = 16  # that different tokens of the check have
-
-
-def forward_of(head: Head, target: LoadedModel) -> OrtForward | None:
+def make_ort_forward(head: Head, target: LoadedModel) -> OrtForward | None:
     """Returns the head's forwards by ONNX Runtime, compared with MLX's; None: MLX computes them (the log says why)."""
-    if not enabled():
+    if not is_enabled():
         return None
     try:
-        with named_errors("ONNX Runtime's forwards of the head", logging.INFO):
+        with wrap_model_errors("ONNX Runtime's forwards of the head", logging.INFO):
             decoder = head.decoder(DecoderLayers.of(target.model, target.model_type))
             windows = [None] * len(decoder.layers)
             forward = OrtForward(replace(decoder, windows=windows, factor=1.0, rounded=True))
             width = head.points.count * int(target.config["hidden_size"])
-            rows = np.random.default_rng(0).standard_normal((_FEATURES, width))
+            rows = np.random.default_rng(0).standard_normal((_NUM_TEST_FEATURES, width))
             features = np.array(head.fuse(mx.array(rows, mx.float32)).astype(mx.float32))
 
             def own(tokens: Ints) -> mx.array:
                 kv_cache = PairKVCache(cast(Any, head))
                 segment = Segment(kv_cache.open().row, 0, len(tokens))
-                return kv_cache.feed(tokens, features[tokens % _FEATURES], [segment])[1]
+                return kv_cache.feed(tokens, features[tokens % _NUM_TEST_FEATURES], [segment])[1]
 
-            check(forward, own, lambda tokens: features[tokens % _FEATURES])
+            check_logits(forward, own, lambda tokens: features[tokens % _NUM_TEST_FEATURES])
             return forward
     except ModelError as error:
         log.info("MLX computes this head: %s", first_line(error))
         return None
 
 
-DEPTH = 4  # the default K: the cost of a block is that of all its tokens
-_PROMPT, _TURNS = 16, 6
-
-
-def step_cost(
+def measure_step_cost(
     drafter: HeadDrafter, target: LoadedModel, seconds: Callable[[], float] = time.perf_counter
 ) -> float | None:
     """Returns the cost of a drafted token in target steps; None: it drafts nothing. Random rows take the same time."""
     draws, sampling = np.random.default_rng(0), SamplingParams(temp=1.0, seed=1)
-    tokens = draws.integers(0, min(target.vocab_size, 9), _PROMPT).tolist()
-    slot, draft = CacheSlot(target, open_kv_cache(target), tokens, sampling), drafter.follow(sampling)
+    tokens = draws.integers(0, min(target.vocab_size, 9), _TRIAL_PROMPT_TOKENS).tolist()
+    slot, draft = CacheSlot(target, open_kv_cache(target), tokens, sampling), drafter.open_draft(sampling)
     slot.feed_all_but(1)
     width, read_len = drafter.head.points.count * int(target.config["hidden_size"]), 0
     steps, chains = list[float](), list[float]()
     try:
-        for _ in range(_TURNS):
+        for _ in range(_TRIAL_TURNS):
             began = seconds()
             tokens.append(verify(slot).bonus)
             verified = seconds()
             rows = mx.array(draws.standard_normal((len(tokens) - 1 - read_len, width)), mx.float32)
             draft.add_features(read_len, drafter.head.fuse(rows))
             read_len = len(tokens) - 1
-            (continuation,) = drafter.continuations([draft.after(tokens)], [DEPTH])
+            (continuation,) = drafter.continuations([draft.set_text(tokens)], [TRIAL_DEPTH])
             if not continuation.chain:
                 return None
             chains.append((seconds() - verified) / len(continuation.chain))

@@ -4,7 +4,7 @@ The embedding and the output layer are mostly the target's. `MtpForm` holds the 
 in which order), `MtpFamily` the names of their tensors. A family's layer is mlx-lm's, and so is the conversion of a
 repository's tensors if mlx-lm has one.
 
-`read` reads the heads that mlx-lm leaves out of a target, from the original repository or from a copy of their tensors.
+`read_head` loads the heads that mlx-lm leaves out of a target, from the original repository or a copy of their tensors.
 If there is none that can be used, the reason is one sentence.
 """
 
@@ -19,13 +19,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
 
-from outrider.drafters.heads.checkpoint import HeadTarget, Weights, fill, read_weights, refuse_quantised
+from outrider.drafters.heads.checkpoint import HeadTarget, Weights, check_not_quantized, load_head_weights, read_weights
 from outrider.drafters.heads.head import PairHead
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.graph import Builder, DecoderLayers
 from outrider.protocol.errors import CannotDraft
+
+_LAYER_PREFIX = "layers.0."
+_MLX_LM_LAYER_PREFIX = "model.layers.0."
+_EMBED_KEY, _HEAD_KEY = "embed_tokens.weight", "lm_head.weight"
+_MIN_COSINE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ class Mtp(PairHead):
         own = self.lm_head(normed) if "lm_head" in self else self._output(normed)
         return own.astype(mx.float32)
 
-    def onward(self, hidden: mx.array) -> mx.array:
+    def next_features(self, hidden: mx.array) -> mx.array:
         normed: mx.array = self.norm(hidden)
         return normed if self.form.after_norm else hidden
 
@@ -94,83 +99,79 @@ class Mtp(PairHead):
         output = self.get("lm_head", target.output)
         table = self.get("embed_tokens", target.embedding)
         return replace(
-            target, layers=self.layers, embedding=table, norm=self.norm, output=output, begin=self._begin,
+            target, layers=self.layers, embedding=table, norm=self.norm, output=output, begin=self._build_input,
             gives_normed=self.form.after_norm,
         )  # fmt: skip
 
-    def _begin(self, b: Builder) -> tuple[str, str]:
+    def _build_input(self, b: Builder) -> tuple[str, str]:
         both = [b.norm("x", self.norm_embedding), b.norm("features", self.norm_hidden)]
         x = b.linear(b.op("Concat", *(both if self.form.embedding_first else both[::-1]), axis=-1), [self.fc])
         return x, b.norm(x, self.layers[0].input_layernorm)
 
 
-_LAYER = "layers.0."
-_THEIR_LAYER = "model.layers.0."
-
-
 @dataclass(frozen=True, slots=True)
 class MtpFamily:
-    """A family of heads: the `prefix` of their tensors, a function that renames these to ours (`named`), and the
+    """A family of heads: the `prefix` of their tensors, a function that gives these our names (`rename`), and the
     head's layer (`block`). `exact`: tensors that stay float32.
     """
 
     form: MtpForm
     prefix: str
-    named: Callable[[Weights], Weights]
+    rename: Callable[[Weights], Weights]
     block: nn.Module
     exact: frozenset[str] = frozenset()
 
 
-def family_of(target: LoadedModel) -> MtpFamily:
+def select_family(target: LoadedModel) -> MtpFamily:
     """Returns the family of a target's heads. Raises CannotDraft if it is not supported."""
     model = target.model
     args: Any = getattr(model, "language_model", model).args
     match model:
         case qwen3_5.Model():
-            return _qwen(qwen3_5.DecoderLayer(args, args.full_attention_interval - 1))
+            return _make_qwen_family(qwen3_5.DecoderLayer(args, args.full_attention_interval - 1))
         case qwen3_next.Model():
-            return _qwen(qwen3_next.Qwen3NextDecoderLayer(args, args.full_attention_interval - 1))
+            return _make_qwen_family(qwen3_next.Qwen3NextDecoderLayer(args, args.full_attention_interval - 1))
         case mimo.Model():
-            return _mimo(mimo.TransformerBlock(args))
+            return _make_mimo_family(mimo.TransformerBlock(args))
         case llama.Model():  # none is published; `models/train.py` trains them in MiMo's layout
-            return _mimo(llama.TransformerBlock(args))
+            return _make_mimo_family(llama.TransformerBlock(args))
         case deepseek_v3.Model():
-            return _next_layer(target, args, deepseek_v3.DeepseekV3DecoderLayer, together=False)
+            return _make_next_layer_family(target, args, deepseek_v3.DeepseekV3DecoderLayer, together=False)
         case glm4_moe_lite.Model():
-            return _next_layer(target, args, glm4_moe_lite.Glm4MoeLiteDecoderLayer, together=False)
+            return _make_next_layer_family(target, args, glm4_moe_lite.Glm4MoeLiteDecoderLayer, together=False)
         case glm4_moe.Model():
-            return _next_layer(target, args, glm4_moe.DecoderLayer, together=True)
+            return _make_next_layer_family(target, args, glm4_moe.DecoderLayer, together=True)
     raise CannotDraft(
         f"MTP heads of {target.model_type} models are not supported; expected qwen3_5, qwen3_next, deepseek_v3,"
         " glm4_moe, glm4_moe_lite, llama or mimo"
     )
 
 
-def _qwen(block: nn.Module) -> MtpFamily:
+def _make_qwen_family(block: nn.Module) -> MtpFamily:
     """Returns Qwen's family: norms are stored as differences from 1, experts one by one or all in one tensor."""
 
-    def named(weights: Weights) -> Weights:
+    def rename(weights: Weights) -> Weights:
         names = {"pre_fc_norm_embedding.": "norm_embedding.", "pre_fc_norm_hidden.": "norm_hidden."}
-        ours = _renamed(weights, names)
+        ours = _rename(weights, names)
         shifted = {key: value + (value.ndim == 1 and "norm" in key) for key, value in ours.items()}
-        return _switched(shifted)
+        return _stack_experts(shifted)
 
-    return MtpFamily(MtpForm(after_norm=True, embedding_first=True), "mtp.", named, block)
+    return MtpFamily(MtpForm(after_norm=True, embedding_first=True), "mtp.", rename, block)
 
 
-def _mimo(block: nn.Module) -> MtpFamily:
+def _make_mimo_family(block: nn.Module) -> MtpFamily:
     names = {
         "token_layernorm.": "norm_embedding.",
         "hidden_layernorm.": "norm_hidden.",
         "input_proj.": "fc.",
         "final_layernorm.": "norm.",
-        "": _LAYER,
+        "": _LAYER_PREFIX,
     }
     form = MtpForm(after_norm=True, embedding_first=False)
-    return MtpFamily(form, "model.mtp_layers.0.", lambda weights: _renamed(weights, names), block)
+    return MtpFamily(form, "model.mtp_layers.0.", lambda weights: _rename(weights, names), block)
 
 
-def _next_layer(target: LoadedModel, args: Any, layer: type[nn.Module], together: bool) -> MtpFamily:
+def _make_next_layer_family(target: LoadedModel, args: Any, layer: type[nn.Module], together: bool) -> MtpFamily:
     """Returns DeepSeek's and GLM's family: the layer after the last one, whose tensors mlx-lm converts by name."""
     names = {
         "enorm.": "norm_embedding.",
@@ -179,19 +180,19 @@ def _next_layer(target: LoadedModel, args: Any, layer: type[nn.Module], together
         "shared_head.norm.": "norm.",
         "shared_head.head.": "lm_head.",
         "embed_tokens.": "embed_tokens.",
-        "": _THEIR_LAYER,
+        "": _MLX_LM_LAYER_PREFIX,
     }
 
-    def named(weights: Weights) -> Weights:
-        return _renamed(target.model.sanitize(_renamed(weights, names)), {_THEIR_LAYER: _LAYER})
+    def rename(weights: Weights) -> Weights:
+        return _rename(target.model.sanitize(_rename(weights, names)), {_MLX_LM_LAYER_PREFIX: _LAYER_PREFIX})
 
     form = MtpForm(after_norm=False, embedding_first=True, together=together)
-    exact = frozenset({f"{_LAYER}mlp.gate.e_score_correction_bias"})
+    exact = frozenset({f"{_LAYER_PREFIX}mlp.gate.e_score_correction_bias"})
     number = args.num_hidden_layers
-    return MtpFamily(form, f"model.layers.{number}.", named, layer(args, number), exact)
+    return MtpFamily(form, f"model.layers.{number}.", rename, layer(args, number), exact)
 
 
-def _renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
+def _rename(weights: Weights, names: Mapping[str, str]) -> Weights:
     def name(key: str) -> str:
         for theirs, ours in names.items():
             if key.startswith(theirs):
@@ -201,11 +202,11 @@ def _renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
     return {name(key): value for key, value in weights.items()}
 
 
-def _switched(weights: Weights) -> Weights:
+def _stack_experts(weights: Weights) -> Weights:
     """Returns the experts in mlx-lm's form, from one tensor of all, whose first half are the gates (Qwen3.5), or from
     a tensor for each (Qwen3-Next).
     """
-    at = f"{_LAYER}mlp.experts."
+    at = f"{_LAYER_PREFIX}mlp.experts."
     experts = {key.removeprefix(at): value for key, value in weights.items() if key.startswith(at)}
     if not experts:
         return weights
@@ -217,55 +218,51 @@ def _switched(weights: Weights) -> Weights:
         names = ("gate", "up", "down")
         parts = {name: mx.stack([experts[f"{n}.{name}_proj.weight"] for n in numbers]) for name in names}
     others = {key: value for key, value in weights.items() if not key.startswith(at)}
-    return others | {f"{_LAYER}mlp.switch_mlp.{name}_proj.weight": value for name, value in parts.items()}
+    return others | {f"{_LAYER_PREFIX}mlp.switch_mlp.{name}_proj.weight": value for name, value in parts.items()}
 
 
-_EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
-_SAME = 0.95
-
-
-def read(folder: Path, target: LoadedModel) -> Mtp:
+def read_head(folder: Path, target: LoadedModel) -> Mtp:
     """Returns the head in `folder` for its target.
 
     Raises:
         CannotDraft: there is none, it is not complete, or the target's family is not supported.
     """
-    family = family_of(target)
-    weights = _weights(folder, family)
+    family = select_family(target)
+    weights = _read_weights(folder, family)
     own = HeadTarget.of(target)
-    weights = _without_copies(weights, own)
+    weights = _drop_copies(weights, own)
     args: Any = getattr(target.model, "language_model", target.model).args
     head = Mtp(
-        family.form, args.hidden_size, args.rms_norm_eps, family.block, own, _EMBEDDING in weights, _OUTPUT in weights
+        family.form, args.hidden_size, args.rms_norm_eps, family.block, own, _EMBED_KEY in weights, _HEAD_KEY in weights
     )
-    fill(head, weights, str(folder), family.exact, unused=())
+    load_head_weights(head, weights, str(folder), family.exact, unused=())
     return head
 
 
-def _weights(folder: Path, family: MtpFamily) -> Weights:
+def _read_weights(folder: Path, family: MtpFamily) -> Weights:
     """Returns a head's tensors by our names."""
     weights = read_weights(folder, family.prefix)
-    refuse_quantised({}, weights, str(folder))
+    check_not_quantized({}, weights, str(folder))
     try:
-        return family.named(weights)
+        return family.rename(weights)
     except (KeyError, ValueError, IndexError) as error:
         raise CannotDraft(f"{folder} lacks {error} of the head's tensors; use the original repository") from error
 
 
-def _without_copies(weights: Weights, target: HeadTarget) -> Weights:
+def _drop_copies(weights: Weights, target: HeadTarget) -> Weights:
     """Removes embedding and output layer if they are copies of the target's, which may be less precise."""
     copies = []
-    if _EMBEDDING in weights:
-        tokens = mx.arange(min(64, weights[_EMBEDDING].shape[0]))
-        copies += [_EMBEDDING] * _alike(weights[_EMBEDDING][tokens], target.embed(tokens))
-    if _OUTPUT in weights:
-        rows = mx.random.normal((4, weights[_OUTPUT].shape[-1]), key=mx.random.key(0))
-        copies += [_OUTPUT] * _alike(rows @ weights[_OUTPUT].astype(mx.float32).T, target.output(rows))
+    if _EMBED_KEY in weights:
+        tokens = mx.arange(min(64, weights[_EMBED_KEY].shape[0]))
+        copies += [_EMBED_KEY] * _are_similar(weights[_EMBED_KEY][tokens], target.embed(tokens))
+    if _HEAD_KEY in weights:
+        rows = mx.random.normal((4, weights[_HEAD_KEY].shape[-1]), key=mx.random.key(0))
+        copies += [_HEAD_KEY] * _are_similar(rows @ weights[_HEAD_KEY].astype(mx.float32).T, target.output(rows))
     return {key: value for key, value in weights.items() if key not in copies}
 
 
-def _alike(a: mx.array, b: mx.array) -> bool:
+def _are_similar(a: mx.array, b: mx.array) -> bool:
     if a.shape != b.shape:
         return False
     a, b = a.astype(mx.float32).flatten(), b.astype(mx.float32).flatten()
-    return bool(((a @ b) > _SAME * mx.linalg.norm(a) * mx.linalg.norm(b)).item())
+    return bool(((a @ b) > _MIN_COSINE * mx.linalg.norm(a) * mx.linalg.norm(b)).item())

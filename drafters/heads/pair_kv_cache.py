@@ -3,7 +3,7 @@
 Texts share forwards as the target's do, in rows of flat buffers (`engine.flat`). ONNX Runtime or MLX computes; the
 former is not lazy. A head's token trees are fed through `kv_rows`, in the target's process and in a draft worker alike.
 
-`FeatureBuffer` has the features of one text that have arrived and are not read. `SavedPairs` holds the pairs that a
+`FeatureBuffer` has the features of one text that have arrived but not been read. `SavedPairs` holds the pairs that a
 head read of a text, for later texts with the same beginning. Pair j consists of tokens j and j + 1, so a common prefix
 of n tokens has n - 1 usable pairs.
 """
@@ -21,12 +21,14 @@ import numpy as np
 from outrider.drafters.heads.head import BlockHead, Head, PairHead
 from outrider.engine.flat import FlatRows, Floats, Ints, NodeSegment, Segment
 from outrider.engine.ort.forward import OrtForward
-from outrider.engine.prompt_cache import LEAST, SavedPrefix
+from outrider.engine.prompt_cache import MIN_PREFIX_TOKENS, SavedPrefix
 from outrider.engine.steps import Step
 
 Features = mx.array | Floats
 Row = tuple[Features, int]
 """An array [N, W] and the index of one of its rows."""
+
+MAX_BUFFERED = 2048
 
 
 class PairKVCache(FlatRows):
@@ -51,19 +53,19 @@ class PairKVCache(FlatRows):
             places = np.arange(len(tokens)) if wanted is None else wanted
             found = self.cpu(np.asarray(tokens), segments, self._layers, places, features=np.asarray(features))
             return found["hidden"], mx.array(found["logits"])
-        hidden = self._by_mlx(mx.array(tokens), mx.array(features).astype(self.dtype), segments)
+        hidden = self._forward_mlx(mx.array(tokens), mx.array(features).astype(self.dtype), segments)
         if wanted is not None:
             hidden = mx.take(hidden, mx.array(wanted.astype(np.int32)), axis=0)
-        return self.head.onward(hidden), self.head.logits(hidden)
+        return self.head.next_features(hidden), self.head.logits(hidden)
 
-    def _by_mlx(self, tokens: mx.array, features: mx.array, segments: Sequence[Segment]) -> mx.array:
+    def _forward_mlx(self, tokens: mx.array, features: mx.array, segments: Sequence[Segment]) -> mx.array:
         if self.head.together or len(segments) == 1:
             self._frame.begin(segments)
             return self.head(tokens[None], features[None], self._caches)[0]
         ends = np.cumsum([segment.count for segment in segments]).tolist()
         spans = [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
         alone = zip(spans, segments, strict=True)
-        return mx.concatenate([self._by_mlx(tokens[own], features[own], [segment]) for own, segment in alone])
+        return mx.concatenate([self._forward_mlx(tokens[own], features[own], [segment]) for own, segment in alone])
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +88,7 @@ class DraftBlock:
 
     @property
     def position(self) -> int:
-        """That of its last known token."""
+        """The position of its last known token."""
         return self.anchor + len(self.tokens) - 1
 
 
@@ -98,7 +100,7 @@ class FeatureKVCache(FlatRows):
         """`from_anchor` overrides the head's own setting."""
         super().__init__(head)
         self.head, self.dtype = head, head.dtype
-        self.masks_more = 0 if (head.from_anchor if from_anchor is None else from_anchor) else 1
+        self.extra_masks = 0 if (head.from_anchor if from_anchor is None else from_anchor) else 1
 
     def read_features(self, features: mx.array, segments: Sequence[Segment]) -> None:
         """Reads features [T, W], segment by segment. Lazy."""
@@ -112,17 +114,17 @@ class FeatureKVCache(FlatRows):
         """
         blocks = [block for *_, own in texts for block in own]
         known = np.array([len(block.tokens) for block in blocks], np.int32)
-        lengths = known - 1 + np.array([block.slots for block in blocks], np.int32) + self.masks_more
+        lengths = known - 1 + np.array([block.slots for block in blocks], np.int32) + self.extra_masks
         mask, tokens, segments, first = self.head.mask_token, list[int](), list[Segment](), 0
         for block, count in zip(blocks, lengths.tolist(), strict=True):
             tokens += [*block.tokens, *[mask] * (count - len(block.tokens))]
         for row, features, own in texts:
-            segments.append(_segment(row, features, own, lengths[first : first + len(own)]))
+            segments.append(_make_block_segment(row, features, own, lengths[first : first + len(own)]))
             first += len(own)
         self._frame.begin(segments)
-        places = _places_in(lengths)
+        places = _positions_in_blocks(lengths)
         hidden = self.head.block(mx.array(tokens, mx.int32)[None], mx.array(places), self._caches)[0]
-        drafting = places >= (known - 1 + self.masks_more).repeat(lengths)
+        drafting = places >= (known - 1 + self.extra_masks).repeat(lengths)
         if not drafting.all():
             hidden = mx.take(hidden, mx.array(np.flatnonzero(drafting).astype(np.int32)), axis=0)
         return hidden, self.head.logits(hidden)
@@ -131,19 +133,19 @@ class FeatureKVCache(FlatRows):
 HeadKVCache = PairKVCache | FeatureKVCache
 
 
-def kv_cache_of(head: Head, cpu: OrtForward | None = None) -> HeadKVCache:
-    """Returns the KV cache of a head's kind; `cpu` computes its forwards."""
+def make_kv_cache(head: Head, cpu: OrtForward | None = None) -> HeadKVCache:
+    """Returns a new KV cache for a head of this kind; `cpu` computes its forwards."""
     return FeatureKVCache(head) if isinstance(head, BlockHead) else PairKVCache(head, cpu)
 
 
-def _places_in(lengths: Ints) -> Ints:
+def _positions_in_blocks(lengths: Ints) -> Ints:
     """Returns 0, 1, ... for each block of these lengths, concatenated."""
     starts = np.cumsum(lengths) - lengths
     places: Ints = (np.arange(lengths.sum()) - starts.repeat(lengths)).astype(np.int32)
     return places
 
 
-def _segment(row: int, features: Ints, blocks: Sequence[DraftBlock], lengths: Ints) -> Segment:
+def _make_block_segment(row: int, features: Ints, blocks: Sequence[DraftBlock], lengths: Ints) -> Segment:
     """Returns the segment of a text's blocks, after its features at these positions. Each row sees the features before
     its block's anchor, and its block."""
     count = len(features)
@@ -152,7 +154,7 @@ def _segment(row: int, features: Ints, blocks: Sequence[DraftBlock], lengths: In
     anchors = np.array([block.anchor for block in blocks], np.int32).repeat(lengths)
     number = np.arange(len(blocks)).repeat(lengths)
     seen = np.concatenate([features < anchors[:, None], number[:, None] == number], axis=1)
-    places = np.concatenate([features, _places_in(lengths) + anchors])
+    places = np.concatenate([features, _positions_in_blocks(lengths) + anchors])
     return NodeSegment(row, count, len(anchors), places=places, visible=seen)
 
 
@@ -162,20 +164,17 @@ class SavedPairs(SavedPrefix):
 
     begin: int = 0
 
-    def serves(self, length: int) -> int:
+    def usable_tokens(self, length: int) -> int:
         shared = min(length, self.length)
-        return shared if shared - 1 - self.begin >= LEAST else 0
-
-
-MOST_WAITING = 2048
+        return shared if shared - 1 - self.begin >= MIN_PREFIX_TOKENS else 0
 
 
 class FeatureBuffer:
-    """The features of the positions `begin`..`end`-1, of which only the newest `most` are kept."""
+    """The features of the positions `begin`..`end`-1, of which only the newest `max_rows` are kept."""
 
-    def __init__(self, most: int = MOST_WAITING) -> None:
+    def __init__(self, max_rows: int = MAX_BUFFERED) -> None:
         self.begin = self.end = 0
-        self._most = most
+        self._max_rows = max_rows
         self._parts = deque[tuple[int, Features]]()
 
     def add(self, position: int, rows: Features) -> None:
@@ -189,7 +188,7 @@ class FeatureBuffer:
             position, rows = self.end, rows[self.end - position :]
         self._parts.append((position, rows))
         self.end = end
-        self.forget(end - self._most)
+        self.forget(end - self._max_rows)
 
     def forget(self, position: int) -> None:
         """Drops the rows before this position."""

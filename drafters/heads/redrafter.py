@@ -20,10 +20,10 @@ from outrider.drafters.heads.checkpoint import (
     HeadTarget,
     Layer,
     Weights,
-    check_width,
-    fill,
-    refuse_quantised,
-    settings_of,
+    check_hidden_size,
+    check_not_quantized,
+    load_head_weights,
+    parse_settings,
 )
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.layers import DraftVocabulary
@@ -88,7 +88,7 @@ class Redrafter(PairHead):
             x = layer(x)
         return self._vocabulary.spread(x.astype(mx.float32))
 
-    def onward(self, hidden: mx.array) -> mx.array:
+    def next_features(self, hidden: mx.array) -> mx.array:
         return hidden
 
 
@@ -102,10 +102,10 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         raise CannotDraft(
             f"{name} is not a ReDrafter: the model_type in its config.json is not recurrent_drafting_drafter"
         )
-    refuse_quantised(config, weights, name)
-    settings = settings_of(RedrafterConfig, config, name)
-    check_width(settings.hidden_size, target.config, name)
+    check_not_quantized(config, weights, name)
+    settings = parse_settings(RedrafterConfig, config, name)
+    check_hidden_size(settings.hidden_size, target.config, name)
     vocabulary = DraftVocabulary.read(None, settings.vocab_size, target.vocab_size, name)
     head = Redrafter(settings, target.embed, vocabulary, target.context_length)
-    fill(head, weights, name)  # emb_norm.weight in some checkpoints is not used by their forward either
+    load_head_weights(head, weights, name)  # emb_norm.weight in some checkpoints is not used by their forward either
     return head

@@ -4,8 +4,8 @@
   nodes fed with the guess become stale, and committed tokens are fed again. If features are missing, as those of a
   prompt from the cache, reading begins after the gap.
 - A `BlockTree` consists of blocks of known tokens and masks. Each outcome opens a block of its own: the tokens since
-  the last feature, then the bonus token. The tokens after the block's own choice are in the block already. A block has
-  a limited number of slots, so there is `room` for that many tokens only.
+  the last feature, then the bonus token. The tokens after the block's own choice are in the block already. The
+  number of a block's slots is limited, and so is the tree's `room`.
 - A `MaskedTree` has pairs, and one block of masks after its committed text.
 
 A chain is a tree of one branch: its tokens are read with their true features when they are committed, and all nodes are
@@ -21,14 +21,22 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.head import NO_NUMBERS
-from outrider.drafters.heads.kv_rows import BlockKVRows, BlockSlot, MaskedKVRows, NewBlocks, PairKVRows, Truth, picked
-from outrider.drafters.heads.layers import FEW, BlockLink
+from outrider.drafters.heads.head import NOT_FINITE_MESSAGE
+from outrider.drafters.heads.kv_rows import (
+    BlockKVRows,
+    BlockSlot,
+    LazyBool,
+    MaskedKVRows,
+    NewBlocks,
+    PairKVRows,
+    gather,
+)
+from outrider.drafters.heads.layers import LINK_CANDIDATES, BlockLink
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, SavedPairs
 from outrider.engine.kv_rows import ReadProgress
 from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler, SamplingMetadata
-from outrider.engine.steps import CandidateStep, Step, score
+from outrider.engine.steps import CandidateStep, Step, make_step
 from outrider.engine.tree import Tree, TreeInput, TreeLayout
 from outrider.protocol.errors import ModelFault
 from outrider.protocol.trees import TreeFeed
@@ -48,7 +56,7 @@ class HeadTree(Tree):
         """Begins with the saved pairs of `tokens` before position `end`."""
         raise NotImplementedError
 
-    def lendable(self) -> list[int]:
+    def shareable_tokens(self) -> list[int]:
         return self._committed[: self.pairs.stop + 1] if self.pairs and self.pairs.start == 0 else []
 
     def close(self, spoilt: bool = False) -> None:
@@ -59,16 +67,16 @@ class HeadTree(Tree):
         rows = [(node.step.odds, node.row) for node in map(self._node, nodes) if isinstance(node.step, CandidateStep)]
         return tuple(np.array(odds)[row].item() for odds, row in rows if odds is not None)
 
-    def is_sound(self, node: int) -> Truth:
+    def is_finite(self, node: int) -> LazyBool:
         """Whether the vector after a node is finite."""
-        sound: Truth = self.kv_rows.is_sound(self._node(node).column)
+        sound: LazyBool = self.kv_rows.is_finite(self._node(node).column)
         return sound
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
         """Adds the features [N, W] of committed tokens from `position` on. Waits if they are read."""
         self.kv_rows.add_features(position, rows)
         if not self._nodes:
-            self._read_on(True)
+            self._feed_remaining(True)
 
     def _is_stale(self, column: int) -> bool:
         stale: bool = self.kv_rows.is_stale(column)
@@ -76,8 +84,8 @@ class HeadTree(Tree):
 
     def _feed_root(self) -> None:
         super()._feed_root()
-        if not self.is_sound(self.root):
-            raise ModelFault(NO_NUMBERS)
+        if not self.is_finite(self.root):
+            raise ModelFault(NOT_FINITE_MESSAGE)
 
 
 class PairTree(HeadTree):
@@ -91,26 +99,26 @@ class PairTree(HeadTree):
 
     def adopt(self, tokens: Sequence[int], saved: SavedPairs, end: int) -> None:
         self._origin, self._committed = saved.begin + 1, list(tokens[: end + 1])
-        self.kv_rows.begin_at(self._origin)
+        self.kv_rows.restart_at(self._origin)
         self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, CachedPrefix(saved, end - saved.begin))
         self._layout = TreeLayout(end - saved.begin)
 
-    def ready(self, ahead: int = 0) -> bool:
+    def can_grow(self, ahead: int = 0) -> bool:
         """Whether it can grow, or could after reading `ahead` more tokens."""
         return bool(self._nodes) or len(self._committed) + ahead - 2 in self.kv_rows.features
 
-    def _settle(self, node: int) -> None:
-        super()._settle(node)
+    def _commit_node(self, node: int) -> None:
+        super()._commit_node(node)
         self.kv_rows.features.forget(len(self._committed) - 1)
 
-    def _read_on(self, to_end: bool, progress: ReadProgress = None) -> None:
+    def _feed_remaining(self, to_end: bool, progress: ReadProgress = None) -> None:
         """Feeds the committed tokens whose features have arrived; with `to_end` the last one becomes the root."""
         features, total = self.kv_rows.features, len(self._committed)
         if features.begin == features.end:
             return
         if not self._columns or features.begin > self._origin + self._columns - 1:
             self._origin = features.begin + 1
-            self.kv_rows.begin_at(self._origin)
+            self.kv_rows.restart_at(self._origin)
             self._layout = TreeLayout(0)
         end = min(features.end + 1, total)
         if end <= self._origin + self._columns:
@@ -139,8 +147,8 @@ class SlotTree(HeadTree):
         first, wanted = self.next_node, list[int | None](feed.wanted) or [None] * len(feed.tokens)
         slots: list[BlockSlot] = []
         for index, (parent, token) in enumerate(zip(feed.parents, feed.tokens, strict=True)):
-            goes_on = token is None and parent < first
-            following = self.kv_rows.next_slot(self._node(parent).column) if goes_on else None
+            continues_block = token is None and parent < first
+            following = self.kv_rows.next_slot(self._node(parent).column) if continues_block else None
             slots.append(following or BlockSlot(self._block(self._pending_path(feed, index), wanted[index])))
         return slots
 
@@ -154,12 +162,12 @@ class SlotTree(HeadTree):
         above = self._path(parent) if parent < self.next_node else self._pending_path(feed, parent - self.next_node)
         return [*above, self._best(self._node(parent)) if token is None else token]
 
-    def scored_rows(self, begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:
-        """All slots of a block are scored when it is opened, unless scores depend on the tokens before by penalties or
-        a grammar."""
-        new = [(growth.asked.sampler, growth.new) for growth in begun if isinstance(growth.new, NewBlocks)]
+    def score_rows(self, begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:
+        """All slots of a block are scored when it is opened, unless penalties or a grammar make scores depend on the
+        tokens before."""
+        new = [(growth.metadata.sampler, growth.new) for growth in begun if isinstance(growth.new, NewBlocks)]
         if self._sampler.needs_history:
-            found = super().scored_rows(begun, logits)
+            found = super().score_rows(begun, logits)
         else:
             _score_blocks([(sampler, slot) for sampler, rows in new for slot in rows.slots], not self.kv_rows.lazy)
             slots = [slot for _, rows in new for slot in rows.slots]
@@ -167,20 +175,20 @@ class SlotTree(HeadTree):
         link: BlockLink | None = self.kv_rows.link
         if link is None:
             return found
-        return self._linked(link, [rows for _, rows in new], found)
+        return self._rescore_by_link(link, [rows for _, rows in new], found)
 
-    def _linked(
+    def _rescore_by_link(
         self, link: BlockLink, new: Sequence[NewBlocks], steps: Sequence[tuple[Step, int]]
     ) -> list[tuple[Step, int]]:
-        """Scores the few best candidates of each slot again, by the token before it."""
+        """Rescores the best candidates of each slot by the token before it."""
         slots = [slot for rows in new for slot in rows.slots]
         before, vectors = [rows.lazy_tokens() for rows in new], [(s.block.hidden, s.block.row + s.index) for s in slots]
-        few = {id(step): step.few(FEW) for step, _ in steps}
-        tokens = picked([(few[id(step)][0], row) for step, row in steps])
-        scores = picked([(few[id(step)][1], row) for step, row in steps])
+        few = {id(step): step.top_scores(LINK_CANDIDATES) for step, _ in steps}
+        tokens = gather([(few[id(step)][0], row) for step, row in steps])
+        scores = gather([(few[id(step)][1], row) for step, row in steps])
         begun = link.begin(1)
-        memory = picked([slot.memory or (begun, 0) for slot in slots])
-        hidden, last = picked(vectors), before[0] if len(before) == 1 else mx.concatenate(before)
+        memory = gather([slot.memory or (begun, 0) for slot in slots])
+        hidden, last = gather(vectors), before[0] if len(before) == 1 else mx.concatenate(before)
         gains, memory = link(last, hidden, tokens, memory)
         for row, slot in enumerate(slots):
             slot.memory = memory, row
@@ -195,12 +203,12 @@ def _score_blocks(slots: Sequence[tuple[Sampler, BlockSlot]], at_once: bool) -> 
     if not new:
         return
     blocks = list(new.values())
-    asked = [
+    metadata = [
         SamplingMetadata(sampler, range(block.position + 1, block.position + 1 + block.slots))
         for sampler, block in blocks
     ]
     rows = [(block.logits, row) for _, block in blocks for row in range(block.row, block.row + block.slots)]
-    step, first = score(asked, picked(rows), at_once=at_once), 0
+    step, first = make_step(metadata, gather(rows), at_once=at_once), 0
     for _, block in blocks:
         block.step, block.first, first = step, first, first + block.slots
 
@@ -233,15 +241,15 @@ class BlockTree(SlotTree):
 
     @property
     def room(self) -> int:
-        return max(0, min(super().room, self.kv_rows.reach(len(self._committed) - 1)))
+        return max(0, min(super().room, self.kv_rows.max_draft_tokens(len(self._committed) - 1)))
 
-    def ready(self, ahead: int = 0) -> bool:
+    def can_grow(self, ahead: int = 0) -> bool:
         """Whether it can grow, or could after reading `ahead` more tokens."""
         return bool(self._nodes) or self.kv_rows.features.end >= len(self._committed) + ahead - 1
 
     def child(self, node: int, token: int, given: bool | None = None) -> int | None:
-        """Returns a block's own choice (`given` False), or else a token that opened a block of its own; neither is
-        returned when its features have arrived."""
+        """Returns the node of a block's own choice (`given` False), or else of a token that opened a block of its own.
+        Neither is returned once its features have arrived."""
         return super().child(node, token, given is not False)
 
     def _block(self, path: list[int], wanted: int | None) -> DraftBlock:
@@ -251,10 +259,10 @@ class BlockTree(SlotTree):
         tokens = path[pending:] if pending > 0 else [*self._committed[anchor:], *path]
         return DraftBlock(anchor, tokens, max(1, min(most if wanted is None else wanted, most)))
 
-    def _read_on(self, to_end: bool, progress: ReadProgress = None) -> None:
-        """Gives all committed tokens columns. With `to_end` the last one becomes the root, if the features before it
+    def _feed_remaining(self, to_end: bool, progress: ReadProgress = None) -> None:
+        """Gives each committed token a column. With `to_end` the last one becomes the root, if the features before it
         have arrived."""
-        has_root = to_end and self.ready()
+        has_root = to_end and self.can_grow()
         self._layout = TreeLayout(len(self._committed) - has_root)
         if has_root:
             self._feed_root()

@@ -6,8 +6,8 @@ kernels apply. ONNX Runtime maps packed weights from a file and, when it opens a
 packs itself. So the biases are replaced afterwards: `write` makes a file of the pages that contain them, and `apply`
 maps these pages over those of the sessions that have been opened.
 
-The numbers are found by their values. Where they are not there, as on another kind of CPU, `write` refuses, and
-the graph has further columns for the biases (`graph.Builder`), which cost a fifteenth of a forward. Linux only.
+The numbers are found by their values. If they are not found, as on another kind of CPU, `write` raises an error, and
+the graph gets further columns for the biases (`graph.Builder`), which cost a fifteenth of a forward. Linux only.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from outrider.protocol.errors import ModelError
 
 Array = np.ndarray[Any, Any]
 
-POSSIBLE = sys.platform == "linux"
-_PAGES, _INDEX = "biases.bin", "biases.json"
-_TOGETHER = 16  # rows whose biases lie next to each other, group by group
+IS_SUPPORTED = sys.platform == "linux"
+_PAGES_FILE, _INDEX_FILE = "biases.bin", "biases.json"
+_INTERLEAVED_ROWS = 16  # rows whose biases lie next to each other, group by group
 _MAP_FIXED = 0x10
-_PAGE = mmap.PAGESIZE
+_PAGE_BYTES = mmap.PAGESIZE
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Pages in a row: where they begin in the file of packed weights and in the file of biases, and their bytes."""
+    """Consecutive pages: their offsets in the file of packed weights and in that of biases, and their size in bytes."""
 
     source: int
     place: int
     length: int
 
 
-def exist(folder: Path) -> bool:
+def has_biases(folder: Path) -> bool:
     """Returns whether a graph's folder has biases to apply."""
-    return (folder / _INDEX).exists()
+    return (folder / _INDEX_FILE).exists()
 
 
 def write(graph: Path, weights: Path, biases: Mapping[str, tuple[Array, Array]]) -> None:
-    """Writes, beside a graph, the pages of its `weights` that contain biases, with the exact ones.
+    """Writes the pages of `weights` that contain biases, with the exact biases, to files next to the graph.
 
     Args:
         biases: by the name of a product's levels, [N, groups]: those of its integer zero points, and the exact ones.
@@ -67,7 +67,7 @@ def write(graph: Path, weights: Path, biases: Mapping[str, tuple[Array, Array]])
         for entry in initializer.external_data
         if entry.key.startswith("prepacked")
     }
-    content, pages = np.memmap(weights, np.uint8, "c"), set[int]()  # what is changed stays in memory
+    content, pages = np.memmap(weights, np.uint8, "c"), set[int]()  # changes stay in memory
     for name, (rounded, exact) in biases.items():
         # such as "MatMulNBits+952075015912901200|294144;437886;0": a hash, then offset, length and padding
         begin, length = map(int, packed.get(name, "|0;0;").rpartition("|")[2].split(";")[:2])
@@ -75,17 +75,19 @@ def write(graph: Path, weights: Path, biases: Mapping[str, tuple[Array, Array]])
         if replaced is None:
             raise ModelError("its packed weights have no place for exact biases")
         first, end = (begin + byte for byte in replaced)
-        pages.update(range(first // _PAGE, -(-end // _PAGE)))
+        pages.update(range(first // _PAGE_BYTES, -(-end // _PAGE_BYTES)))
     runs, checksum, place = list[_Run](), hashlib.sha256(), 0
-    with open(graph.parent / _PAGES, "wb") as file:
-        for first, stop in _in_a_row(sorted(pages)):
-            part = content[first * _PAGE : stop * _PAGE].tobytes().ljust((stop - first) * _PAGE, b"\0")
+    with open(graph.parent / _PAGES_FILE, "wb") as file:
+        for first, stop in _consecutive_ranges(sorted(pages)):
+            part = (
+                content[first * _PAGE_BYTES : stop * _PAGE_BYTES].tobytes().ljust((stop - first) * _PAGE_BYTES, b"\0")
+            )
             file.write(part)
             checksum.update(part)
-            runs.append(_Run(first * _PAGE, place, len(part)))
+            runs.append(_Run(first * _PAGE_BYTES, place, len(part)))
             place += len(part)
     index = {"sha256": checksum.hexdigest(), "runs": [astuple(run) for run in runs]}
-    (graph.parent / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+    (graph.parent / _INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
 
 
 def apply(folder: Path, weights: Path) -> None:
@@ -95,18 +97,22 @@ def apply(folder: Path, weights: Path) -> None:
         ModelError: its files are damaged, or the weights are not mapped into memory.
     """
     try:
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        index = json.loads((folder / _INDEX_FILE).read_text(encoding="utf-8"))
         runs = [_Run(*map(int, run)) for run in index["runs"]]
-        with open(folder / _PAGES, "rb", buffering=0) as file:
+        with open(folder / _PAGES_FILE, "rb", buffering=0) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != index["sha256"]:
                 raise ModelError("its file of biases is damaged")
-            missing = {page for run in runs for page in range(run.source // _PAGE, (run.source + run.length) // _PAGE)}
+            missing = {
+                page
+                for run in runs
+                for page in range(run.source // _PAGE_BYTES, (run.source + run.length) // _PAGE_BYTES)
+            }
             for address, start, stop in _mappings(weights):
                 for run in runs:
                     first, end = max(start, run.source), min(stop, run.source + run.length)
                     if first < end:
                         _map_over(address + first - start, end - first, file.fileno(), run.place + first - run.source)
-                        missing.difference_update(range(first // _PAGE, end // _PAGE))
+                        missing.difference_update(range(first // _PAGE_BYTES, end // _PAGE_BYTES))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelError(f"its file of biases can't be used: {error}") from error
     if missing:
@@ -116,34 +122,34 @@ def apply(folder: Path, weights: Path) -> None:
 def _replace(packed: Array, rounded: Array, exact: Array) -> tuple[int, int] | None:
     """Replaces biases [N, groups] in the bytes of a product's packed weights; returns their first byte and their end.
 
-    None: the rounded ones are not there.
+    None: the rounded ones were not found.
     """
-    whole = rounded[: len(rounded) // _TOGETHER * _TOGETHER]
-    first = _bits(packed[: len(packed) // 4 * 4]).find(_bits(_laid_out(whole))) if len(whole) else -1
-    used = _laid_out(np.ones(rounded.shape, bool))
+    whole = rounded[: len(rounded) // _INTERLEAVED_ROWS * _INTERLEAVED_ROWS]
+    first = _to_bytes(packed[: len(packed) // 4 * 4]).find(_to_bytes(_interleave(whole))) if len(whole) else -1
+    used = _interleave(np.ones(rounded.shape, bool))
     end = first + 4 * len(used)
     if first < 0 or end > len(packed):
         return None
     numbers = packed[first:end].view(np.float32)
-    if not (numbers[used] == _laid_out(rounded)[used]).all():
+    if not (numbers[used] == _interleave(rounded)[used]).all():
         return None
-    numbers[used] = _laid_out(exact)[used]
+    numbers[used] = _interleave(exact)[used]
     return first, end
 
 
-def _laid_out(numbers: Array) -> Array:
+def _interleave(numbers: Array) -> Array:
     """Returns numbers [N, groups] in the order of packed weights, rows padded."""
-    padded = np.pad(numbers, ((0, -len(numbers) % _TOGETHER), (0, 0)))
-    return padded.reshape(-1, _TOGETHER, numbers.shape[1]).transpose(0, 2, 1).reshape(-1)
+    padded = np.pad(numbers, ((0, -len(numbers) % _INTERLEAVED_ROWS), (0, 0)))
+    return padded.reshape(-1, _INTERLEAVED_ROWS, numbers.shape[1]).transpose(0, 2, 1).reshape(-1)
 
 
-def _bits(numbers: Array) -> bytes:
+def _to_bytes(numbers: Array) -> bytes:
     """Returns the bytes of float32 numbers; zeros have no sign."""
     bits = numbers.view(np.uint32)
     return np.where(bits == 2**31, np.uint32(0), bits).tobytes()
 
 
-def _in_a_row(numbers: list[int]) -> Iterator[tuple[int, int]]:
+def _consecutive_ranges(numbers: list[int]) -> Iterator[tuple[int, int]]:
     """Yields the first and the end of each sequence of consecutive numbers."""
     breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
     for part in np.split(np.array(numbers, np.int64), breaks):

@@ -1,8 +1,8 @@
 """Forwards of one model by ONNX Runtime, and the check at load whether they are used.
 
 `OrtForward` computes one flat row of several texts over the buffers of `engine.flat`, which also has rollback, copies
-and the prompt cache. `serve` compares logits with the model's own when
-the model loads: they may differ by the rounding of float32, or of activations to 8 bits if the checkpoint is quantised.
+and the prompt cache. `open_forward` compares logits with the model's own when the model loads: they may differ by the
+rounding of float32, or of activations to 8 bits if the checkpoint is quantised.
 
 On the quantised path a token's logits have the same bits however it is fed: alone, in a chain, in a piece of a prompt,
 or together with other requests. So chains and other requests can't change a text. Trees are not fed there, because the
@@ -25,19 +25,28 @@ import mlx.nn as nn
 import numpy as np
 
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
-from outrider.engine.memory import give_back
-from outrider.engine.ort.graph import FAMILIES, Array, DecoderLayers, Layout, build, host, levels
-from outrider.engine.ort.sessions import CachedGraph, Sessions, free_arena, kernels
+from outrider.engine.memory import release_memory
+from outrider.engine.ort.graph import SUPPORTED_MODEL_TYPES, Array, DecoderLayers, Layout, build, levels, to_numpy
+from outrider.engine.ort.sessions import CachedGraph, Sessions, arena_shrink_options, kernel_name
 from outrider.engine.positions import Ints
-from outrider.protocol.errors import InvalidRequest, ModelError, first_line, named_errors
-from outrider.protocol.worker_link import CPU_KERNELS, KERNELS
+from outrider.protocol.errors import InvalidRequest, ModelError, first_line, wrap_model_errors
+from outrider.protocol.worker_link import CPU_KERNEL_CHOICES, CPU_KERNELS_VARIABLE
 
-_MASKED = -65504.0  # of float16 the lowest: the weight of such a column is 0
-_PADDED = 2  # queries at least: for one ONNX Runtime computes attention by another path, with other bits
-_PIECE = 128  # tokens of a text in a run at most: its queries write as many columns beyond it for each further head
-_ANGLES = 512  # positions whose angles are tabulated at a time
-_BOUND = 16  # bindings that are kept
-_LONG = 128  # tokens from which on a forward leaves much free memory
+log = logging.getLogger(__name__)
+
+
+_MASKED_SCORE = -65504.0  # the lowest float16: such a column gets the weight 0
+_MIN_QUERIES = 2  # with one query ONNX Runtime computes attention by another path, with other bits
+_MAX_PIECE_TOKENS = 128  # each further head of a group writes as many columns beyond the text
+_ANGLE_BLOCK_POSITIONS = 512  # positions whose angles are tabulated at a time
+_MAX_BINDINGS = 16  # bindings that are kept
+_LONG_FORWARD_TOKENS = 128  # longer forwards leave much free memory, which is then returned
+_REFERENCE_TOKENS = 3  # tokens that MLX computes: for a quantised model each takes as long as ten by ONNX Runtime
+_TOLERANCE_FLOAT32, _TOLERANCE_INT8 = 1e-3, 0.5  # allowed mean of `deviations`: float32, and 8 bits
+_CHECK_TOKENS, _NEIGHBOUR_TOKENS = 11, 3  # tokens: of the checked text, and of texts in the same forward
+
+Features = Callable[[Ints], Array | None]
+"""A function that returns the features [T, W] of tokens [T]; None for a model, which needs none."""
 
 
 class Embedding:
@@ -48,9 +57,9 @@ class Embedding:
         self._bits = 0
         if isinstance(layer, nn.QuantizedEmbedding):
             self._weight, self._bits = levels(layer)
-            self._scales, self._biases = host(layer.scales), host(layer.biases)
+            self._scales, self._biases = to_numpy(layer.scales), to_numpy(layer.biases)
         else:
-            self._weight = host(layer.weight)
+            self._weight = to_numpy(layer.weight)
 
     def __call__(self, tokens: Ints) -> Array:
         """Returns the rows [T, H] of tokens [T]."""
@@ -64,7 +73,7 @@ class Embedding:
 
 
 class OrtForward:
-    """The sessions of a model, or of a head. `quantised`: activations are rounded to 8 bits. `least`: the rows that
+    """The sessions of a model, or of a head. `quantised`: activations are rounded to 8 bits. `min_rows`: the rows that
     forwards are padded to."""
 
     def __init__(self, decoder: DecoderLayers, cached: CachedGraph | None = None) -> None:
@@ -78,16 +87,16 @@ class OrtForward:
         self.columns = [mx.array(np.zeros((1, s.kv_heads, 1, s.width), self.kv_dtype)) for s in self.shapes]
         self._head_tokens = np.array(decoder.tokens) if decoder.tokens is not None else None
         self.vocab_size = decoder.vocab_size
-        self.least = 1
+        self.min_rows = 1
         self._embedding = Embedding(decoder.embedding, decoder.factor)
         self._angles: list[tuple[Array, Array]] = []
-        self._bound: dict[Any, Any] = {}
-        self._look_up(_ANGLES)
+        self._bindings: dict[Any, Any] = {}
+        self._tabulate_angles(_ANGLE_BLOCK_POSITIONS)
 
     @property
     def number_format(self) -> str:
         """The name of what a quantised forward's bits depend on: others may choose another token."""
-        return kernels() + ("-exact" if self._sessions.exact else "")
+        return kernel_name() + ("-exact" if self._sessions.exact else "")
 
     def __call__(
         self,
@@ -105,12 +114,12 @@ class OrtForward:
         Long segments are fed in pieces, on all cores in any case, because their texts wait for the first token.
 
         Args:
-            caches: each layer's, whose buffers are written in place.
+            caches: one for each layer; the forward writes to their buffers.
             tapped: layers whose outputs are returned as `layer{i}` [T, H].
             all_cores: also computes on the drafters' core, if they have one.
             features: float32 [T, W], for a head; then `hidden` [R, H], the last layer's output, is returned, too.
         """
-        runs = list(_runs(segments))
+        runs = list(_split_into_runs(segments))
         if len(runs) == 1:
             return self._run(tokens, runs[0][1], caches, wanted, tapped, all_cores, features)
         found: dict[str, Array] = {}
@@ -134,33 +143,33 @@ class OrtForward:
         all_cores: bool,
         features: Array | None,
     ) -> dict[str, Array]:
-        """Feeds the segments of one run (`_runs`) in one forward; see `__call__`."""
-        place = _Arrangement.of(segments, max(len(tokens), self.least), self._heads)
-        self._look_up(max(place.total, place.positions_end))
+        """Feeds the segments of one run (`_split_into_runs`) in one forward; see `__call__`."""
+        arrangement = _Arrangement.of(segments, max(len(tokens), self.min_rows), self._heads)
+        self._tabulate_angles(max(arrangement.total, arrangement.positions_end))
         x = self._embedding(tokens)
         inputs = {"x": x} if features is None else {"x": x, "features": np.ascontiguousarray(features)}
-        if place.flat > len(tokens):
-            added = np.zeros(place.flat - len(tokens), np.int64)
+        if arrangement.flat > len(tokens):
+            added = np.zeros(arrangement.flat - len(tokens), np.int64)
             inputs = {name: np.concatenate([rows, rows[added]]) for name, rows in inputs.items()}
-        asked = np.zeros(max(len(wanted), self.least if len(wanted) else 0), np.int64)
-        asked[: len(wanted)] = wanted
-        inputs |= {"wanted": asked, **place.inputs}
+        padded_wanted = np.zeros(max(len(wanted), self.min_rows if len(wanted) else 0), np.int64)
+        padded_wanted[: len(wanted)] = wanted
+        inputs |= {"wanted": padded_wanted, **arrangement.inputs}
         for number, window in enumerate(self._masks):
-            inputs[f"mask{number}"] = _mask(segments, place, window, self.kv_dtype)
-        outputs = {"logits": np.empty((len(asked), self._outputs), np.float32)}
+            inputs[f"mask{number}"] = _mask(segments, arrangement, window, self.kv_dtype)
+        outputs = {"logits": np.empty((len(padded_wanted), self._outputs), np.float32)}
         if features is not None:
-            outputs["hidden"] = np.empty((len(asked), self.width), np.float32)
-        outputs |= {f"layer{i}": np.empty((place.flat, self.width), np.float32) for i in tapped}
+            outputs["hidden"] = np.empty((len(padded_wanted), self.width), np.float32)
+        outputs |= {f"layer{i}": np.empty((arrangement.flat, self.width), np.float32) for i in tapped}
         wide = self._sessions.all_cores
         session = wide if wide is not None and (all_cores or segments[0].long) else self._sessions.own
-        binding = self._binding(session, caches, segments, place, tuple(tapped))
+        binding = self._binding(session, caches, segments, arrangement, tuple(tapped))
         for name, array in inputs.items():
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        session.run_with_iobinding(binding, free_arena() if len(tokens) >= _LONG else None)
-        if len(tokens) >= _LONG:
-            give_back()
+        session.run_with_iobinding(binding, arena_shrink_options() if len(tokens) >= _LONG_FORWARD_TOKENS else None)
+        if len(tokens) >= _LONG_FORWARD_TOKENS:
+            release_memory()
         results = {
             name: array[: len(tokens) if name.startswith("layer") else len(wanted)] for name, array in outputs.items()
         }
@@ -175,23 +184,23 @@ class OrtForward:
         session: Any,
         caches: Sequence[FlatCache],
         parts: Sequence[Segment],
-        place: _Arrangement,
+        arrangement: _Arrangement,
         tapped: tuple[int, ...],
     ) -> Any:
         """Returns a session's binding of the keys and values of these segments' rows; a new one if a cache has new
         views. The caches get room for the segments.
 
-        Each set of tapped layers has its own binding, since a shared one would still write rows to an old place.
+        Each set of tapped layers has its own binding, since a shared one would still write rows to an old address.
         """
-        first, stop = place.first, place.first + place.rows
-        columns = max(part.start + _queries(part, self._heads) for part in parts)
+        first, stop = arrangement.first, arrangement.first + arrangement.rows
+        columns = max(part.start + _count_queries(part, self._heads) for part in parts)
         pairs = [cache.on_host(stop, columns, like) for cache, like in zip(caches, self.columns, strict=True)]
         key = (id(session), tapped, first, stop, *(cache.views for cache in caches))
-        binding = self._bound.get(key)
+        binding = self._bindings.get(key)
         if binding is None:
-            if len(self._bound) >= _BOUND:
-                self._bound.clear()
-            binding = self._bound[key] = session.io_binding()
+            if len(self._bindings) >= _MAX_BINDINGS:
+                self._bindings.clear()
+            binding = self._bindings[key] = session.io_binding()
             for number, buffer in enumerate(buffer for pair in pairs for buffer in pair):
                 name, own = f"{'kv'[number % 2]}{number // 2}", buffer[first:stop]
                 binding.bind_input(name, "cpu", 0, own.dtype, own.shape, own.ctypes.data)
@@ -201,20 +210,20 @@ class OrtForward:
                 binding.bind_input(f"sin{number}", "cpu", 0, sin.dtype, sin.shape, sin.ctypes.data)
         return binding
 
-    def _look_up(self, count: int) -> None:
-        """Tabulates the angles of at least `count` positions."""
+    def _tabulate_angles(self, count: int) -> None:
+        """Tabulates the angles of the first `count` positions, or of more."""
         if self._angles and count <= len(self._angles[0][0]):
             return
-        positions = np.arange(-(-2 * count // _ANGLES) * _ANGLES)
+        positions = np.arange(-(-2 * count // _ANGLE_BLOCK_POSITIONS) * _ANGLE_BLOCK_POSITIONS)
         tables = [rope.on_host(positions) for rope in self._ropes]
         halves = [table[..., table.shape[-1] // 2 :] for table in tables]  # in the first halves sines are negated
         self._angles = [(half[0].astype(self.kv_dtype), half[1].astype(self.kv_dtype)) for half in halves]
-        self._bound.clear()
+        self._bindings.clear()
 
 
-def _queries(part: Segment, heads: tuple[int, int]) -> int:
+def _count_queries(part: Segment, heads: tuple[int, int]) -> int:
     """Returns how many queries a segment has in attention, with these `heads` (see `graph.Layout`)."""
-    return max(heads[0] // heads[1] * part.count, _PADDED)
+    return max(heads[0] // heads[1] * part.count, _MIN_QUERIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +249,7 @@ class _Arrangement:
         group = query_heads // kv_heads
         first = min(part.row for part in parts)
         rows = max(part.row for part in parts) + 1 - first
-        size = max(_queries(part, heads) for part in parts)
+        size = max(_count_queries(part, heads) for part in parts)
         take, back = np.zeros((rows, size), np.int64), np.zeros((flat, group), np.int64)
         lengths, fed = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         positions = np.zeros((rows, size), np.int64)
@@ -252,7 +261,7 @@ class _Arrangement:
             take[row, :used] = (np.arange(begin, end) * group + np.arange(group)[:, None]).reshape(-1)
             take[row, used:] = begin * group
             back[begin:end] = (row * size + places).T
-            fed[row] = _queries(part, heads)
+            fed[row] = _count_queries(part, heads)
             lengths[row] = part.start + fed[row] - 1
             own = part.positions
             positions[row, :used].reshape(group, count)[:] = own
@@ -277,17 +286,17 @@ class _Arrangement:
         return cls(first, rows, size, group, flat, total, int(positions.max()) + 1, inputs)
 
 
-def _mask(parts: Sequence[Segment], place: _Arrangement, window: int | None, dtype: np.dtype[Any]) -> Array:
+def _mask(parts: Sequence[Segment], arrangement: _Arrangement, window: int | None, dtype: np.dtype[Any]) -> Array:
     """Returns the mask to add to scores, [rows, 1, size, total]: 0 where a query sees a column."""
-    mask = np.full((place.rows, 1, place.size, place.total), _MASKED, dtype)
+    mask = np.full((arrangement.rows, 1, arrangement.size, arrangement.total), _MASKED_SCORE, dtype)
     for part in parts:
         seen = part.seen(part.end, window)
-        for begin in range(0, place.group * part.count, part.count):
-            mask[part.row - place.first, 0, begin : begin + part.count, : part.end][seen] = 0
+        for begin in range(0, arrangement.group * part.count, part.count):
+            mask[part.row - arrangement.first, 0, begin : begin + part.count, : part.end][seen] = 0
     return mask
 
 
-def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
+def _split_into_runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
     """Yields the first token and the segments of each run: all short segments together, and pieces of each long one,
     which would pad the others."""
     short = [segment for segment in segments if not segment.long]
@@ -295,32 +304,25 @@ def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
     if short:
         yield 0, short
     for segment in segments[len(short) :]:
-        for start in range(segment.start, segment.end, _PIECE):
-            piece = replace(segment, start=start, count=min(_PIECE, segment.end - start))
+        for start in range(segment.start, segment.end, _MAX_PIECE_TOKENS):
+            piece = replace(segment, start=start, count=min(_MAX_PIECE_TOKENS, segment.end - start))
             yield begin, [piece]
             begin += piece.count
 
 
-log = logging.getLogger(__name__)
-
-_OWN = 3  # tokens that MLX computes: for a quantised model each takes as long as ten by ONNX Runtime
-_EXACT, _ROUNDED = 1e-3, 0.5  # allowed mean of `deviations`: float32, and 8 bits
-_WIDE, _NEIGHBOUR = 11, 3
-
-
-def enabled() -> bool:
-    """Returns whether ONNX Runtime may compute in this process: its device is a CPU, and `CPU_KERNELS` allows it.
+def is_enabled() -> bool:
+    """Returns whether ONNX Runtime may compute here: its device is a CPU, and `CPU_KERNELS_VARIABLE` allows it.
 
     Raises:
-        InvalidRequest: `CPU_KERNELS` is none of `KERNELS`.
+        InvalidRequest: `CPU_KERNELS_VARIABLE` is none of `CPU_KERNEL_CHOICES`.
     """
-    chosen = os.environ.get(CPU_KERNELS) or "auto"
-    if chosen not in KERNELS:
-        raise InvalidRequest(f"{CPU_KERNELS} is {chosen!r}; expected {' or '.join(KERNELS)}")
+    chosen = os.environ.get(CPU_KERNELS_VARIABLE) or "auto"
+    if chosen not in CPU_KERNEL_CHOICES:
+        raise InvalidRequest(f"{CPU_KERNELS_VARIABLE} is {chosen!r}; expected {' or '.join(CPU_KERNEL_CHOICES)}")
     return chosen != "mlx" and mx.default_device().type == mx.cpu
 
 
-def serve(model: nn.Module, model_type: str, folder: Path) -> OrtForward | None:
+def open_forward(model: nn.Module, model_type: str, folder: Path) -> OrtForward | None:
     """Returns the model's forwards by ONNX Runtime; None if MLX computes them (the log says why).
 
     Args:
@@ -328,89 +330,92 @@ def serve(model: nn.Module, model_type: str, folder: Path) -> OrtForward | None:
         folder: the model's files, by which its graph is kept on disk.
 
     Raises:
-        InvalidRequest: `CPU_KERNELS` is none of `KERNELS`.
+        InvalidRequest: `CPU_KERNELS_VARIABLE` is none of `CPU_KERNEL_CHOICES`.
     """
-    if not enabled():
+    if not is_enabled():
         return None
-    if model_type not in FAMILIES:
-        log.info("MLX computes this %s model: ONNX Runtime serves %s", model_type, ", ".join(FAMILIES))
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        log.info("MLX computes this %s model: ONNX Runtime serves %s", model_type, ", ".join(SUPPORTED_MODEL_TYPES))
         return None
     try:
-        with named_errors("ONNX Runtime's forwards", logging.INFO):
+        with wrap_model_errors("ONNX Runtime's forwards", logging.INFO):
             cached = CachedGraph.of(folder)
             forward = OrtForward(DecoderLayers.of(model, model_type), cached)
-            least = cached.least if cached is not None else None
-            if least is None:
-                check(forward, lambda tokens: model(mx.array(tokens[None]))[0])
+            min_rows = cached.min_rows if cached is not None else None
+            if min_rows is None:
+                check_logits(forward, lambda tokens: model(mx.array(tokens[None]))[0])
                 if cached is not None:
-                    cached.passed(forward.least)
+                    cached.record_check(forward.min_rows)
             else:
-                forward.least = least
+                forward.min_rows = min_rows
             return forward
     except ModelError as error:
         log.warning("MLX computes this %s model: %s", model_type, first_line(error))
         return None
 
 
-Features = Callable[[Ints], Array | None]
-"""Returns the features of tokens [T], [T, W]; None: a model needs none."""
-
-
-def check(forward: OrtForward, own: Callable[[Ints], mx.array], features: Features = lambda tokens: None) -> None:
-    """Compares logits, and sets `forward.least`: the rows that a forward needs for its bits to be always the same.
+def check_logits(
+    forward: OrtForward, own: Callable[[Ints], mx.array], features: Features = lambda tokens: None
+) -> None:
+    """Compares logits, and sets `forward.min_rows`: the rows that a forward needs for its bits to be always the same.
 
     `own` computes the logits [T, V] of a text's first tokens without ONNX Runtime.
 
     Raises:
         ModelError: the logits are not the model's own, or depend on what else is fed in the same forward.
     """
-    tokens = np.array([(7919 * i + 13) % forward.vocab_size for i in range(_WIDE)], np.int32)
-    expected, logits = own(tokens[:_OWN]), alone(forward, tokens, (_OWN,), features=features)
+    tokens = np.array([(7919 * i + 13) % forward.vocab_size for i in range(_CHECK_TOKENS)], np.int32)
+    expected, logits = (
+        own(tokens[:_REFERENCE_TOKENS]),
+        feed_in_pieces(forward, tokens, (_REFERENCE_TOKENS,), features=features),
+    )
     mean = float(deviations(expected, mx.array(logits)).mean())
-    if not mean <= (_ROUNDED if forward.quantised else _EXACT):
+    if not mean <= (_TOLERANCE_INT8 if forward.quantised else _TOLERANCE_FLOAT32):
         raise ModelError(f"its logits differ from the model's own by {mean:.2g} of their standard deviation")
     if not forward.quantised:
         return
-    for forward.least in (1, 2):
-        whole = alone(forward, tokens, (_WIDE,), features=features)
-        if (alone(forward, tokens, (1, 1, 2, 3, 4), features=features) == whole).all():
+    for forward.min_rows in (1, 2):
+        whole = feed_in_pieces(forward, tokens, (_CHECK_TOKENS,), features=features)
+        if (feed_in_pieces(forward, tokens, (1, 1, 2, 3, 4), features=features) == whole).all():
             break
     else:
         raise ModelError("its logits depend on how many tokens are fed at once")
-    beside = alone(forward, tokens, (3, 1, _WIDE - 4), features=features, beside=((0, 2), (2,), (0, 2)))
-    if not (beside == whole).all():
+    neighbours = feed_in_pieces(
+        forward, tokens, (3, 1, _CHECK_TOKENS - 4), features=features, neighbours=((0, 2), (2,), (0, 2))
+    )
+    if not (neighbours == whole).all():
         raise ModelError("its logits depend on the other texts in the same forward")
-    if not (alone(forward, tokens, (1, 2, 8), True, features) == whole).all():
+    if not (feed_in_pieces(forward, tokens, (1, 2, 8), True, features) == whole).all():
         raise ModelError("its logits depend on the number of cores")
 
 
 def deviations(own: mx.array, logits: mx.array) -> Array:
-    """Returns how far rows of logits [R, V] are from a model's own: their root mean square, in standard deviations of
-    its own or 1, [R]. Tokens that the model excludes, as a draft model may, don't count."""
-    known = host(own) != -np.inf
-    own_rows, rows = (np.where(known, host(each), 0) for each in (own, logits))
+    """Returns the root mean square error of rows of logits [R, V] against a model's own, in units of the larger of
+    1 and the standard deviation of its own, [R]. Tokens that the model excludes, as a draft model may, are ignored."""
+    known = to_numpy(own) != -np.inf
+    own_rows, rows = (np.where(known, to_numpy(each), 0) for each in (own, logits))
     errors: Array = np.sqrt(np.square(rows - own_rows).mean(axis=-1, where=known))
     errors /= np.maximum(own_rows.std(axis=-1, where=known), 1.0)
     return errors
 
 
-def alone(
+def feed_in_pieces(
     forward: OrtForward,
     tokens: Array,
     counts: Sequence[int],
     all_cores: bool = False,
     features: Features = lambda tokens: None,
-    beside: Sequence[tuple[int, ...]] = (),
+    neighbours: Sequence[tuple[int, ...]] = (),
 ) -> Array:
     """Returns the logits of one text's tokens, fed in pieces of these sizes.
 
-    `beside`: the rows of the texts that begin next to each piece; this text is in row 1.
+    `neighbours`: for each piece the rows of other texts in the same forward; this text is in row 1.
     """
     caches, logits, start = [FlatCache(FlatAttentionMetadata()) for _ in forward.shapes], [], 0
-    for count, rows in zip(counts, beside or [()] * len(counts), strict=True):
+    for count, rows in zip(counts, neighbours or [()] * len(counts), strict=True):
         own = Segment(1, start, count)
-        segments = sorted([own, *(Segment(row, 0, _NEIGHBOUR) for row in rows)], key=lambda segment: segment.row)
-        fed = [tokens[start : start + count] if segment is own else tokens[:_NEIGHBOUR] for segment in segments]
+        segments = sorted([own, *(Segment(row, 0, _NEIGHBOUR_TOKENS) for row in rows)], key=lambda segment: segment.row)
+        fed = [tokens[start : start + count] if segment is own else tokens[:_NEIGHBOUR_TOKENS] for segment in segments]
         flat, begin = np.concatenate(fed), sum(segment.count for segment in segments if segment.row < own.row)
         wanted = np.arange(begin, begin + count)
         logits.append(forward(flat, segments, caches, wanted, (), all_cores, features(flat))["logits"])

@@ -19,20 +19,23 @@ from mlx_lm.models.cache import make_prompt_cache
 from onnx import TensorProto, helper
 
 from outrider.engine.cache import window_of
-from outrider.engine.hidden_states import ReducedLMHead, backbone_of, embedding, final_norm
-from outrider.engine.positions import RopeTable, signature
+from outrider.engine.hidden_states import ReducedLMHead, find_backbone, find_embedding, find_final_norm
+from outrider.engine.positions import RopeTable, rope_signature
 from outrider.protocol.errors import ModelError
 
 Array = np.ndarray[Any, Any]
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
-_MICROSOFT = "com.microsoft"
-_OF_MICROSOFT = ("GroupQueryAttention", "MatMulNBits", "QuickGelu", "SkipSimplifiedLayerNormalization")
-_OPSET, _IR = 21, 10
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
+_MICROSOFT_DOMAIN = "com.microsoft"
+_MICROSOFT_OPS = ("GroupQueryAttention", "MatMulNBits", "QuickGelu", "SkipSimplifiedLayerNormalization")
+_OPSET_VERSION, _IR_VERSION = 21, 10
 # The tolerance, in quantisation steps, for zero points that are integers up to the rounding of half-precision scales.
-_WHOLE = 2.0**-7
-_REST = 0.25  # quantisation steps of a row that may remain of a bias
-_GROUP = 32
+_ZERO_POINT_TOLERANCE = 2.0**-7
+_MAX_BIAS_REST = 0.25  # the most quantisation steps of a row that may remain of a bias
+_GROUP_SIZE = 32
+
+InputBuilder = Callable[["Builder"], tuple[str, str]]
+"""Adds the inputs of the first layer and of its attention, computed from `x` and `features`; returns their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +48,16 @@ class LayerShape:
 
     @classmethod
     def of(cls, attention: nn.Module, window: int | None) -> LayerShape:
-        return cls(int(attention.n_kv_heads), _depth(attention.o_proj) // int(attention.n_heads), window)
-
-
-Begin = Callable[["Builder"], tuple[str, str]]
-"""Adds the input of the first layer, and that of its attention, from `x` and `features`; returns their names."""
+        return cls(int(attention.n_kv_heads), _input_width(attention.o_proj) // int(attention.n_heads), window)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayers:
     """The modules that a graph computes. `windows`: each layer's; None: it sees all tokens.
 
-    `factor`: that of embeddings. `output` computes the logits of all tokens, or only of these `tokens`, of a vocabulary
-    of `vocab_size`. `begin`: of a head, which reads features besides tokens; `gives_normed`: its vectors are
-    returned after the norm. `rounded`: dense layers are rounded to 8
-    bits.
+    `factor`: embeddings are multiplied by it. `output` computes the logits of all tokens, or only of these `tokens`, of
+    a vocabulary of `vocab_size`. `begin`: builds the input of a head, which reads features besides tokens;
+    `gives_normed`: the head's vectors are returned after the norm. `rounded`: dense layers are rounded to 8 bits.
     """
 
     layers: Sequence[nn.Module]
@@ -70,18 +68,18 @@ class DecoderLayers:
     vocab_size: int
     tokens: mx.array | None = None
     factor: float = 1.0
-    begin: Begin | None = None
+    begin: InputBuilder | None = None
     gives_normed: bool = False
     rounded: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, model_type: str) -> DecoderLayers:
         """Returns a model's modules. Raises ModelError: one of them can't be found."""
-        with _refusals():
-            backbone, layers = backbone_of(model)
+        with _as_model_error():
+            backbone, layers = find_backbone(model)
             windows = [window_of(cache) for cache in make_prompt_cache(model)]
-            norm, table = final_norm(backbone), embedding(backbone)
-            output, tokens = _output_of(model, table), None
+            norm, table = find_final_norm(backbone), find_embedding(backbone)
+            output, tokens = _find_output_module(model, table), None
             vocab_size = int(output.vocab_size if isinstance(output, ReducedLMHead) else output.weight.shape[0])
             if isinstance(output, ReducedLMHead):
                 output, tokens = output.rows, output.tokens
@@ -113,15 +111,15 @@ class Layout:
         Raises:
             ModelError: a layer is not supported.
         """
-        with _refusals():
+        with _as_model_error():
             attentions = [layer.self_attn for layer in decoder.layers]
             shapes = [LayerShape.of(own, window) for own, window in zip(attentions, decoder.windows, strict=True)]
             heads = {(int(own.n_heads), shape.kv_heads) for own, shape in zip(attentions, shapes, strict=True)}
             if len(heads) > 1:
                 raise TypeError("layers with different numbers of heads are not supported")
-            used = [(signature(own.rope), shape.width) for own, shape in zip(attentions, shapes, strict=True)]
+            used = [(rope_signature(own.rope), shape.width) for own, shape in zip(attentions, shapes, strict=True)]
             known = list(dict.fromkeys(used))
-            ropes = [_rope(attentions[used.index(key)].rope, key[1]) for key in known]
+            ropes = [_make_rope_table(attentions[used.index(key)].rope, key[1]) for key in known]
             angles = [known.index(key) for key in used]
             masks = list(dict.fromkeys(decoder.windows))
             parts = [decoder.output, *(part for layer in decoder.layers for part in layer.modules())]
@@ -142,7 +140,7 @@ class Graph:
     """A model as ONNX: `proto` without weights, which are in `weights` by name.
 
     Attention has one head for each key head. The G query heads that share it are G queries, one after the other for all
-    tokens of a text, so keys and values are read once. What the further queries write lies behind the text.
+    tokens of a text, so keys and values are read once. The further queries write to columns after the text.
 
     Inputs: `x` [T, H], embedded tokens; of a head `features` [T, W]; `take` [B x S x 3 x KV], the heads at each place
     of [B, S], KV of queries, keys and values each, as numbers of a token's query heads, key heads and value heads,
@@ -153,7 +151,7 @@ class Graph:
     Outputs: `logits` [R, V], `hidden` [R, H], the last layer's output (see `gives_normed`); each layer's, `layer{i}`
     [T, H].
 
-    `biases`: what `exact_biases.write` takes, if it is to be called.
+    `biases`: the argument of `exact_biases.write`, if that has to be called.
     """
 
     proto: bytes
@@ -178,13 +176,13 @@ class Affine:
         if getattr(layer, "mode", "affine") != "affine":
             raise TypeError(f"weights of {layer.bits} bits ({layer.mode}) are not supported")
         q, bits = levels(layer)
-        parts = max(1, int(layer.group_size) // _GROUP)
-        return cls(q, np.repeat(host(layer.scales), parts, 1), np.repeat(host(layer.biases), parts, 1), bits)
+        parts = max(1, int(layer.group_size) // _GROUP_SIZE)
+        return cls(q, np.repeat(to_numpy(layer.scales), parts, 1), np.repeat(to_numpy(layer.biases), parts, 1), bits)
 
     @classmethod
     def rounded(cls, weight: Array) -> Affine:
         """Rounds weights [N, K], of whole groups, to 8 bits."""
-        ((q, scales),) = _digits(weight, np.inf, 8, _GROUP)
+        ((q, scales),) = _quantise_in_digits(weight, np.inf, 8, _GROUP_SIZE)
         return cls(q, scales, -128 * scales, 8)
 
     @property
@@ -195,7 +193,9 @@ class Affine:
         """Returns zero points [N, groups], integers from 0 to 2^bits - 1, and what they leave of the biases."""
         points = np.rint(np.clip(-self.biases / np.where(self.scales == 0, 1, self.scales), 0, 2**self.bits - 1))
         rest = self.biases + points * self.scales
-        return points.astype(np.uint8), np.where(np.abs(rest) <= _WHOLE * np.abs(self.scales), np.float32(0), rest)
+        return points.astype(np.uint8), np.where(
+            np.abs(rest) <= _ZERO_POINT_TOLERANCE * np.abs(self.scales), np.float32(0), rest
+        )
 
 
 def levels(layer: nn.Module) -> tuple[Array, int]:
@@ -214,17 +214,17 @@ class Builder:
 
     nodes: list[Any] = field(default_factory=list)
     weights: dict[str, Array] = field(default_factory=dict)
-    small: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
     kv_type: int = TensorProto.FLOAT
     rounded: bool = False
     exact: bool = False
     biases: dict[str, tuple[Array, Array]] = field(default_factory=dict)
     sums: dict[str, str] = field(default_factory=dict)
-    made: int = 0
+    node_count: int = 0
 
     def op(self, kind: str, *inputs: str, outputs: Sequence[str] | None = None, **attributes: Any) -> Any:
-        self.made += 1
-        name, domain = f"{kind}_{self.made}", _MICROSOFT if kind in _OF_MICROSOFT else ""
+        self.node_count += 1
+        name, domain = f"{kind}_{self.node_count}", _MICROSOFT_DOMAIN if kind in _MICROSOFT_OPS else ""
         names = list(outputs) if outputs is not None else [name]
         self.nodes.append(helper.make_node(kind, list(inputs), names, name=name, domain=domain, **attributes))
         return names[0] if len(names) == 1 else names
@@ -237,7 +237,7 @@ class Builder:
     def ints(self, *values: int) -> str:
         """Returns a constant of integers, such as a shape, created once."""
         name = "ints_" + "_".join(map(str, values)).replace("-", "m")
-        self.small[name] = helper.make_tensor(name, TensorProto.INT64, [len(values)], values)
+        self.constants[name] = helper.make_tensor(name, TensorProto.INT64, [len(values)], values)
         return name
 
     def linear(self, x: str, layers: Sequence[nn.Module]) -> str:
@@ -250,8 +250,8 @@ class Builder:
             q, scales, shifts = map(np.concatenate, rows)
             product = self._affine(x, Affine(q, scales, shifts, parts[0].bits))
         elif all(type(layer).__name__ in ("Linear", "Embedding", "HeadEmbedding") for layer in layers):
-            dense = np.concatenate([host(layer.weight) for layer in layers])
-            if self.rounded and dense.shape[1] % _GROUP == 0:
+            dense = np.concatenate([to_numpy(layer.weight) for layer in layers])
+            if self.rounded and dense.shape[1] % _GROUP_SIZE == 0:
                 product = self._affine(x, Affine.rounded(dense))
             else:
                 product = str(self.op("MatMul", x, self.weight(dense.T)))
@@ -263,7 +263,7 @@ class Builder:
             return product
         if any(bias is None for bias in biases):
             raise TypeError("some layers with the same input have a bias and others have none, which is not supported")
-        return str(self.op("Add", product, self.weight(np.concatenate([host(bias) for bias in biases]))))
+        return str(self.op("Add", product, self.weight(np.concatenate([to_numpy(bias) for bias in biases]))))
 
     def _affine(self, x: str, whole: Affine) -> str:
         """Adds a quantised product. Activations are rounded to 8 bits by block.
@@ -277,10 +277,10 @@ class Builder:
         points, rest = whole.zero_points()
         uneven = bool(rest.any())
         if uneven and not self.exact:
-            digits = _digits(rest, np.abs(scales).max(1, keepdims=True), bits, group)
+            digits = _quantise_in_digits(rest, np.abs(scales).max(1, keepdims=True), bits, group)
             x = self._with_sums(x, depth, group, len(digits))
             used += (len(digits) - 1) * digits[0][0].shape[1] + depth // group
-            q = np.concatenate([q, *(_packed(levels, bits) for levels, _ in digits)], axis=1)
+            q = np.concatenate([q, *(_pack_levels(levels, bits) for levels, _ in digits)], axis=1)
             scales = np.concatenate([scales, *(steps for _, steps in digits)], axis=1)
             added = ((0, 0), (0, scales.shape[1] - points.shape[1]))
             points = np.pad(points, added, constant_values=2 ** (bits - 1))
@@ -289,7 +289,7 @@ class Builder:
         if uneven and self.exact:
             self.biases[inputs[1]] = -(points * scales), whole.biases
         if (points != 2 ** (bits - 1)).any():
-            inputs.append(self.weight(_packed(points, bits)))
+            inputs.append(self.weight(_pack_levels(points, bits)))
         settings = {"K": used, "N": count, "bits": bits, "block_size": group, "accuracy_level": 4}
         return str(self.op("MatMulNBits", *inputs, **settings))
 
@@ -304,33 +304,33 @@ class Builder:
         return self.sums[key]
 
     def norm(self, x: str, layer: nn.Module) -> str:
-        weight, eps = _norm_of(layer)
+        weight, eps = _norm_parameters(layer)
         return str(self.op("SimplifiedLayerNormalization", x, self.weight(weight), axis=-1, epsilon=eps))
 
     def add_and_norm(self, x: str, y: str, layer: nn.Module, total: str) -> str:
         """Adds the norm of x + y; the sum gets the name `total`."""
-        weight, eps = _norm_of(layer)
+        weight, eps = _norm_parameters(layer)
         outputs = [f"normed_{total}", "", "", total]
         self.op("SkipSimplifiedLayerNormalization", x, y, self.weight(weight), outputs=outputs, epsilon=eps)
         return outputs[0]
 
-    def normed_heads(self, x: str, layer: nn.Module, heads: int, width: int) -> str:
+    def has_qk_norm(self, x: str, layer: nn.Module, heads: int, width: int) -> str:
         apart = self.op("Reshape", x, self.ints(-1, heads, width))
         return str(self.op("Reshape", self.norm(apart, layer), self.ints(-1, heads * width)))
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
-    """Raises ModelError for whatever a model lacks that supported ones have."""
+def _as_model_error() -> Iterator[None]:
+    """Turns the errors that an unsupported model causes, such as missing attributes, into ModelError."""
     try:
         yield
     except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise ModelError(f"ONNX Runtime can't compute this model: {error}") from error
 
 
-@_refusals()
+@_as_model_error()
 def build(decoder: DecoderLayers, layout: Layout, exact: bool = False) -> Graph:
-    """Builds the graph of modules from their weights. `exact`: its biases are rounded, since `exact_biases` follows.
+    """Builds the graph of modules from their weights. `exact`: biases are only rounded, since `exact_biases` follows.
 
     Raises:
         ModelError: one of its layers is not supported.
@@ -345,13 +345,13 @@ def build(decoder: DecoderLayers, layout: Layout, exact: bool = False) -> Graph:
             n = b.add_and_norm(res, added, layer.input_layernorm, f"layer{number - 1}")
             res = f"layer{number - 1}"
         o = _attention(b, n, layer.self_attn, shape, number, (f"cos{rope}", f"sin{rope}"), mask)
-        four = "pre_feedforward_layernorm" in layer  # norms before and after attention and MLP
-        if four:
+        has_four_norms = "pre_feedforward_layernorm" in layer  # norms before and after attention and MLP
+        if has_four_norms:
             o = b.norm(o, layer.post_attention_layernorm)
-        between = layer["pre_feedforward_layernorm" if four else "post_attention_layernorm"]
+        between = layer["pre_feedforward_layernorm" if has_four_norms else "post_attention_layernorm"]
         n, res = b.add_and_norm(res, o, between, f"middle{number}"), f"middle{number}"
-        added = _mlp(b, n, layer.mlp, number, gelu=four)
-        if four:
+        added = _mlp(b, n, layer.mlp, number, gelu=has_four_norms)
+        if has_four_norms:
             added = b.norm(added, layer.post_feedforward_layernorm)
     last = f"layer{len(layers) - 1}"
     b.op("Add", res, added, outputs=[last])
@@ -372,8 +372,8 @@ def _attention(
         q, k, v = f"q_{number}", f"k_{number}", f"v_{number}"
         widths = b.ints(heads * width, kv_heads * width, kv_heads * width)
         b.op("Split", qkv, widths, outputs=[q, k, v], axis=-1)
-        q = b.normed_heads(q, attention.q_norm, heads, width)
-        k = b.normed_heads(k, attention.k_norm, kv_heads, width)
+        q = b.has_qk_norm(q, attention.q_norm, heads, width)
+        k = b.has_qk_norm(k, attention.k_norm, kv_heads, width)
         qkv = b.op("Concat", q, k, v, axis=-1)
     apart = b.op("Reshape", b.op("Cast", qkv, to=b.kv_type), b.ints(-1, width))
     laid = b.op("Reshape", b.op("Gather", apart, "take", axis=0), "laid")
@@ -422,7 +422,7 @@ def _proto(b: Builder, layout: Layout, features: bool) -> bytes:
         for c in "kv":
             inputs.append(info(f"{c}{i}", b.kv_type, "B", shape.kv_heads, "C", shape.width))
             outputs.append(info(f"new_{c}{i}", b.kv_type, "B", shape.kv_heads, "C", shape.width))
-    initial = list(b.small.values())
+    initial = list(b.constants.values())
     for name, array in b.weights.items():
         tensor = TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(array.dtype), dims=array.shape)
         tensor.data_location = TensorProto.EXTERNAL
@@ -430,17 +430,17 @@ def _proto(b: Builder, layout: Layout, features: bool) -> bytes:
             tensor.external_data.add(key=key, value=value)
         initial.append(tensor)
     graph = helper.make_graph(b.nodes, "model", inputs, outputs, initial)
-    opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_MICROSOFT, 1)]
-    proto: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=_IR).SerializeToString()
+    opsets = [helper.make_opsetid("", _OPSET_VERSION), helper.make_opsetid(_MICROSOFT_DOMAIN, 1)]
+    proto: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION).SerializeToString()
     return proto
 
 
-def host(array: mx.array) -> Array:
+def to_numpy(array: mx.array) -> Array:
     """Returns a float32 copy that numpy owns."""
     return np.array(array.astype(mx.float32), dtype=np.float32)
 
 
-def _output_of(model: nn.Module, table: nn.Module) -> nn.Module:
+def _find_output_module(model: nn.Module, table: nn.Module) -> nn.Module:
     """Returns the module that computes logits: the model's output layer, or its embedding."""
     for module in model.modules():
         own = module.get("lm_head") if isinstance(module, dict) else None
@@ -455,31 +455,31 @@ def _projections(attention: nn.Module) -> list[nn.Module]:
     return [attention.q_proj, attention.k_proj, attention.v_proj]
 
 
-def _depth(layer: nn.Module) -> int:
+def _input_width(layer: nn.Module) -> int:
     """Returns the width of a layer's input."""
     if isinstance(layer, nn.QuantizedLinear):
         return int(layer.scales.shape[1] * layer.group_size)
     return int(layer.weight.shape[1])
 
 
-def _rope(rope: nn.Module, width: int) -> RopeTable:
+def _make_rope_table(rope: nn.Module, width: int) -> RopeTable:
     table = RopeTable.of(rope, width)
-    if table is None or not table.whole:
+    if table is None or not table.rotates_whole_head:
         raise TypeError("its rope can't be tabulated for whole heads")
     return table
 
 
-def _norm_of(layer: nn.Module) -> tuple[Array, float]:
+def _norm_parameters(layer: nn.Module) -> tuple[Array, float]:
     """Returns an RMS norm's factors, however the module stores them, and its epsilon."""
-    weight, eps = host(layer.weight), float(layer.eps)
-    ones = host(layer(mx.ones((1, weight.size))))[0] * np.sqrt(np.float32(1 + eps))
+    weight, eps = to_numpy(layer.weight), float(layer.eps)
+    ones = to_numpy(layer(mx.ones((1, weight.size))))[0] * np.sqrt(np.float32(1 + eps))
     for factors in (weight, 1 + weight):
         if np.allclose(ones, factors, rtol=1e-2, atol=1e-3):
             return factors, eps
     raise TypeError(f"{type(layer).__name__} is not a supported RMS norm")
 
 
-def _packed(points: Array, bits: int) -> Array:
+def _pack_levels(points: Array, bits: int) -> Array:
     if bits == 8:
         return points
     even = np.pad(points, ((0, 0), (0, points.shape[1] % 2)))
@@ -487,15 +487,15 @@ def _packed(points: Array, bits: int) -> Array:
     return packed
 
 
-def _digits(rest: Array, steps: Array | float, bits: int, group: int) -> list[tuple[Array, Array]]:
+def _quantise_in_digits(rest: Array, steps: Array | float, bits: int, group: int) -> list[tuple[Array, Array]]:
     """Quantises `rest` [N, G]: levels [N, columns] and scales [N, columns / group], G padded to whole groups.
 
-    A second digit for what the first one leaves is there only if that is more than `_REST` of a row's quantisation
-    step, `steps` [N, 1].
+    There is a second digit, for what the first one leaves, only if that exceeds `_MAX_BIAS_REST` quantisation steps of
+    a row, `steps` [N, 1].
     """
     middle, left = 2 ** (bits - 1), np.pad(rest, ((0, 0), (0, -rest.shape[1] % group)))  # whole groups
     digits: list[tuple[Array, Array]] = []
-    while not digits or (len(digits) < 2 and (np.abs(left) > _REST * steps).any()):
+    while not digits or (len(digits) < 2 and (np.abs(left) > _MAX_BIAS_REST * steps).any()):
         blocks = left.reshape(len(left), -1, group)
         scales = np.abs(blocks).max(axis=-1) / np.float32(middle - 0.5)
         by = scales[..., None]

@@ -1,4 +1,4 @@
-"""Opens ONNX Runtime sessions for a model's graph, and keeps graphs on disk as this CPU's kernels want their weights.
+"""Opens ONNX Runtime sessions for a model's graph, and keeps graphs on disk, with weights packed for this CPU.
 
 The second start of a model maps that file into memory: it builds no graph, rearranges no weights and repeats no checks,
 and the model's sessions share one copy of its weights. `all_cores` is a session that also computes on the drafters'
@@ -26,19 +26,19 @@ import onnxruntime as ort
 
 from outrider.engine.ort import exact_biases
 from outrider.engine.ort.graph import Graph
-from outrider.protocol.digest import cache_folder, digest, replace_file
+from outrider.protocol.digest import cache_folder, model_digest, replace_file
 from outrider.protocol.errors import ModelError, first_line
-from outrider.protocol.worker_link import DRAFTER_CORE
+from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
 
 log = logging.getLogger(__name__)
 
-_SMALLEST, _LARGEST = 2**24, 2**29  # bytes of weights: smaller ones are quick to build, larger ones would fill disks
-_READ = 2**22  # bytes
-_GRAPH, _WEIGHTS, _CHECKED = "graph.onnx", "weights.bin", "checked.json"
-_FLAGS = ("avx512_vnni", "avx512f", "avx_vnni", "avx2")
-_SAVING = {
+_MIN_WEIGHT_BYTES, _MAX_WEIGHT_BYTES = 2**24, 2**29  # smaller ones are quick to build, larger ones would fill disks
+_READ_BYTES = 2**22  # read at a time
+_GRAPH_FILE, _WEIGHTS_FILE, _CHECKED_FILE = "graph.onnx", "weights.bin", "checked.json"
+_CPU_FLAGS = ("avx512_vnni", "avx512f", "avx_vnni", "avx2")
+_SAVE_OPTIONS = {
     "session.save_external_prepacked_constant_initializers": "1",
-    "session.optimized_model_external_initializers_file_name": _WEIGHTS,
+    "session.optimized_model_external_initializers_file_name": _WEIGHTS_FILE,
     "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
 }
 
@@ -64,62 +64,66 @@ class Sessions:
         """
         if cached is not None and cached.exists:
             try:
-                return cls._kept(cached)
+                return cls._open_cached(cached)
             except ModelError:
                 shutil.rmtree(cached.folder, ignore_errors=True)  # a file is damaged
-        if cached is not None and exact_biases.POSSIBLE:
+        if cached is not None and exact_biases.IS_SUPPORTED:
             try:
                 if cached.write(build(True)):
-                    return cls._kept(cached, written=True)
+                    return cls._open_cached(cached, written=True)
             except ModelError as error:
                 log.info("biases are rounded: %s", first_line(error))
                 shutil.rmtree(cached.folder, ignore_errors=True)
         made = build(False)
         if cached is not None and cached.write(made):
-            return cls._kept(cached, written=True)
+            return cls._open_cached(cached, written=True)
         size = sum(array.nbytes for array in made.weights.values())
-        weights = _external(made)
-        if size < _SMALLEST:
-            return cls._of(made.proto, weights)
-        return cls(_opened(made.proto, weights), None)  # each session has its own copy of these weights
+        weights = _to_ort_values(made)
+        if size < _MIN_WEIGHT_BYTES:
+            return cls._open_all(made.proto, weights)
+        return cls(_open_session(made.proto, weights), None)  # each session has its own copy of these weights
 
     @classmethod
-    def _kept(cls, cached: CachedGraph, written: bool = False) -> Sessions:
+    def _open_cached(cls, cached: CachedGraph, written: bool = False) -> Sessions:
         cached.read_ahead(written)
-        sessions = cls._of(cached.file)
-        if not exact_biases.exist(cached.folder):
+        sessions = cls._open_all(cached.file)
+        if not exact_biases.has_biases(cached.folder):
             return sessions
         exact_biases.apply(cached.folder, cached.weights)
         return replace(sessions, exact=True)
 
     @classmethod
-    def _of(cls, source: bytes | str, weights: dict[str, Any] | None = None) -> Sessions:
+    def _open_all(cls, source: bytes | str, weights: dict[str, Any] | None = None) -> Sessions:
         core = drafter_core()
-        return cls(_opened(source, weights), None if core is None else _opened(source, weights, core))
+        return cls(_open_session(source, weights), None if core is None else _open_session(source, weights, core))
 
 
 @dataclass(frozen=True, slots=True)
 class CachedGraph:
-    """A graph in the cache. Its folder's name covers what its bits depend on; the model's older folders are removed."""
+    """A graph in the cache. Its folder's name is a hash of all that its bits depend on; older folders are removed."""
 
     folder: Path
 
     @classmethod
     def of(cls, model: Path) -> CachedGraph | None:
-        """Returns the place of the graph of the model in this folder; None: it is not to be kept."""
-        if not _SMALLEST <= sum(file.stat().st_size for file in model.glob("*.safetensors")) <= _LARGEST:
+        """Returns the cached graph, existing or not, of the model in this folder; None: it is not cached."""
+        if (
+            not _MIN_WEIGHT_BYTES
+            <= sum(file.stat().st_size for file in model.glob("*.safetensors"))
+            <= _MAX_WEIGHT_BYTES
+        ):
             return None
         code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]
-        state = json.dumps([digest(model), code, kernels(), threads(), drafter_core() is None])
-        return cls(cache_folder() / "graphs" / _short(os.fspath(model.resolve())) / _short(state))
+        state = json.dumps([model_digest(model), code, kernel_name(), num_threads(), drafter_core() is None])
+        return cls(cache_folder() / "graphs" / _short_hash(os.fspath(model.resolve())) / _short_hash(state))
 
     @property
     def file(self) -> str:
-        return os.fspath(self.folder / _GRAPH)
+        return os.fspath(self.folder / _GRAPH_FILE)
 
     @property
     def weights(self) -> Path:
-        return self.folder / _WEIGHTS
+        return self.folder / _WEIGHTS_FILE
 
     @property
     def exists(self) -> bool:
@@ -138,13 +142,13 @@ class CachedGraph:
                 dir=parent, prefix=".unfinished-", ignore_cleanup_errors=True
             ) as unfinished:
                 made = CachedGraph(Path(unfinished))
-                options = _options(threads())
+                options = _make_options(num_threads())
                 options.optimized_model_filepath = made.file
-                for key, value in _SAVING.items():
+                for key, value in _SAVE_OPTIONS.items():
                     options.add_session_config_entry(key, value)
-                weights = _external(graph)
+                weights = _to_ort_values(graph)
                 options.add_external_initializers(list(weights), list(weights.values()))
-                _session(graph.proto, options)
+                _create_session(graph.proto, options)
                 if graph.biases:
                     exact_biases.write(Path(made.file), made.weights, graph.biases)
                 os.rename(unfinished, self.folder)
@@ -167,40 +171,40 @@ class CachedGraph:
             if written and sys.platform == "linux":
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            piece = bytearray(_READ)
+            piece = bytearray(_READ_BYTES)
             while file.readinto(piece):
                 pass
 
     @property
-    def least(self) -> int | None:
-        """The rows that the check found forwards must have; None: they have not been checked."""
+    def min_rows(self) -> int | None:
+        """The number of rows that forwards must have, as found by the check; None: there was no check yet."""
         with suppress(OSError, ValueError, TypeError, KeyError):
-            return int(json.loads((self.folder / _CHECKED).read_text())["least"])
+            return int(json.loads((self.folder / _CHECKED_FILE).read_text())["least"])
         return None
 
-    def passed(self, least: int) -> None:
-        """Records that the graph has passed the check."""
+    def record_check(self, min_rows: int) -> None:
+        """Records that the graph has passed the check, with this minimum of rows."""
         if self.exists:
             with suppress(OSError):
-                replace_file(self.folder / _CHECKED, json.dumps({"least": least}))
+                replace_file(self.folder / _CHECKED_FILE, json.dumps({"least": min_rows}))
 
 
-def _external(graph: Graph) -> dict[str, Any]:
+def _to_ort_values(graph: Graph) -> dict[str, Any]:
     """Returns a graph's weights for `add_external_initializers`."""
     return {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in graph.weights.items()}
 
 
-def _opened(source: bytes | str, weights: dict[str, Any] | None, core: int | None = None) -> Any:
-    """Opens a session; with `core` one that has a thread more, on that core."""
-    options = _options(threads() + (core is not None))
+def _open_session(source: bytes | str, weights: dict[str, Any] | None, core: int | None = None) -> Any:
+    """Opens a session; with `core` it has one more thread, on that core."""
+    options = _make_options(num_threads() + (core is not None))
     if core is not None:
         options.add_session_config_entry("session.intra_op_thread_affinities", str(core + 1))
     if weights:
         options.add_external_initializers(list(weights), list(weights.values()))
-    return _session(source, options)
+    return _create_session(source, options)
 
 
-def _options(count: int) -> Any:
+def _make_options(count: int) -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads = count
     options.inter_op_num_threads = 1
@@ -210,7 +214,7 @@ def _options(count: int) -> Any:
     return options
 
 
-def _session(source: bytes | str, options: Any) -> Any:
+def _create_session(source: bytes | str, options: Any) -> Any:
     try:
         return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its bindings raise classes without a common base
@@ -218,35 +222,35 @@ def _session(source: bytes | str, options: Any) -> Any:
 
 
 @cache
-def free_arena() -> Any:
+def arena_shrink_options() -> Any:
     """Returns the options of a run after which the session's arena frees the memory that is not in use."""
     options = ort.RunOptions()
     options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
     return options
 
 
-def threads() -> int:
-    """Returns the number of the BLAS's threads (`orchestrator.machine.system`)."""
+def num_threads() -> int:
+    """Returns the number of threads, the same as the BLAS's (`orchestrator.machine.system`)."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() and int(given) > 0 else 1
 
 
 def drafter_core() -> int | None:
-    """Returns the drafters' core, which a target may use while they rest; None: there is none of its own."""
-    given = os.environ.get(DRAFTER_CORE, "")
+    """Returns the drafters' core, which a target may use while they are idle; None: they have no own core."""
+    given = os.environ.get(DRAFTER_CORE_VARIABLE, "")
     return int(given) if given.isdigit() else None
 
 
 @cache
-def kernels() -> str:
+def kernel_name() -> str:
     """Returns the name of the kernels on which a quantised forward's bits depend: others may choose another token."""
     flags: set[str] = set()
     if sys.platform == "linux":
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         flags = set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
-    instructions = next((flag for flag in _FLAGS if flag in flags), platform.machine())
+    instructions = next((flag for flag in _CPU_FLAGS if flag in flags), platform.machine())
     return f"int8-onnxruntime-{ort.__version__}-{instructions.replace('_', '-')}"
 
 
-def _short(text: str) -> str:
+def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from outrider.fleet.host import FleetHost, default_folder, enter, read_token, require_ray
+from outrider.fleet.host import FleetHost, default_folder, read_token, require_ray, set_ray_environment
 from outrider.orchestrator import cli
 from outrider.orchestrator.cli import Parser
 from outrider.protocol.errors import InvalidRequest
@@ -26,7 +26,7 @@ COMMANDS = {
     "unit": "print a launchd or systemd unit for an attached engine",
     "down": "stop the fleet's processes on this host",
 }
-ORDER = """
+STEPS = """
 Linux hosts, with Ray (pip install '.[fleet]' in a checkout):
   outrider fleet head --ip IP      on one; it prints the steps for the others
   outrider fleet join IP:6379      on each of the others
@@ -53,12 +53,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="outrider fleet",
         description="Many engines on many hosts behind one address.",
-        epilog=cli.listing(COMMANDS) + "\n" + ORDER,
+        epilog=cli.format_commands(COMMANDS) + "\n" + STEPS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
     if name and not name.startswith("-"):
-        parser.error(f"unknown command {name!r}; {cli.suggestion(name, COMMANDS)}")
+        parser.error(f"unknown command {name!r}; {cli.suggest_command(name, COMMANDS)}")
     parser.parse_args(arguments)
     parser.print_help()
     return 0
@@ -68,17 +68,17 @@ def _module(command: str) -> ModuleType:
     return import_module(f"{__name__}.{command}")
 
 
-def add_folder(parser: argparse.ArgumentParser) -> None:
+def add_folder_flag(parser: argparse.ArgumentParser) -> None:
     note = "folder for the fleet's token and this host's state (default: ~/.config/outrider/fleet)"
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help=note)
 
 
-def host_of(options: argparse.Namespace) -> FleetHost:
+def fleet_host(options: argparse.Namespace) -> FleetHost:
     """Returns this host, with the state in --folder."""
     return FleetHost((options.folder or default_folder()).expanduser().absolute())
 
 
-def at_head(host: FleetHost) -> str:
+def require_head(host: FleetHost) -> str:
     """Returns the head's address, and configures Ray to connect to it.
 
     Raises:
@@ -90,5 +90,5 @@ def at_head(host: FleetHost) -> str:
         raise InvalidRequest(
             "this host is not the head of a fleet; expected `outrider fleet head` first, and this command there"
         )
-    enter(host.environment(here.address, read_token(host.folder)))
+    set_ray_environment(host.environment(here.address, read_token(host.folder)))
     return here.address

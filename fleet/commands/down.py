@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import argparse
 
-from outrider.fleet.commands import add_folder, at_head, host_of
-from outrider.fleet.host import FleetHost, end
+from outrider.fleet.commands import add_folder_flag, fleet_host, require_head
+from outrider.fleet.host import FleetHost, end_process
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.protocol.errors import OutriderError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_folder(parser)
+    add_folder_flag(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    host, screen = host_of(options), Screen()
+    host, screen = fleet_host(options), Screen()
     here = host.running()
     if here is not None:
         if here.head:
             screen.show("shutting down the engines and the ingress")
             _end_engines(host)
-        end(here, screen.show)
+        end_process(here, screen.show)
         screen.clear()
     host.forget()
     if here is None:
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 def _end_engines(host: FleetHost) -> None:
     """Shuts the engines down first if the head answers; otherwise they end with it."""
     try:
-        address = at_head(host)
+        address = require_head(host)
         from outrider.fleet.deployment import shut_down
 
         shut_down(address)

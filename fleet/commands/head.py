@@ -9,27 +9,35 @@ from __future__ import annotations
 import argparse
 import sys
 
-from outrider.fleet.commands import add_folder, host_of
-from outrider.fleet.host import PORT, check_port, create_token, host_resources, is_loopback, require_free, require_ray
+from outrider.fleet.commands import add_folder_flag, fleet_host
+from outrider.fleet.host import (
+    DEFAULT_PORT,
+    check_port,
+    create_token,
+    host_resources,
+    is_loopback,
+    require_free,
+    require_ray,
+)
 from outrider.orchestrator.cli.terminal import Screen, say
 
-RISK = "Note: Ray supports several hosts on Linux only; Macs are better attached (`outrider fleet unit`)."
+PLATFORM_NOTE = "Note: Ray supports several hosts on Linux only; Macs are better attached (`outrider fleet unit`)."
 
-AGAIN = "The previous fleet restarts by itself: see `outrider fleet status` (`outrider fleet down` discards it)."
+RESTART_NOTE = "The previous fleet restarts by itself: see `outrider fleet status` (`outrider fleet down` discards it)."
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     where = "this host's address for other hosts, in a network that you trust (default: 127.0.0.1, no other can join)"
     parser.add_argument("--ip", default="127.0.0.1", help=where)
-    parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"default {PORT}")
-    add_folder(parser)
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, metavar="N", help=f"default {DEFAULT_PORT}")
+    add_folder_flag(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     require_ray()
     check_port(options.port)
-    host, screen, offers = host_of(options), Screen(), host_resources()
-    host.require_none()
+    host, screen, offers = fleet_host(options), Screen(), host_resources()
+    host.require_not_running()
     require_free(options.ip, options.port)
     token = create_token(host.folder)
     again = host.was_head_of(f"{options.ip}:{options.port}")
@@ -43,6 +51,6 @@ def run(options: argparse.Namespace) -> int:
         say(f"Copy {token} to the same path on each other host, and run there:")
         print(f"outrider fleet join {running.address}", flush=True)
         if sys.platform == "darwin":
-            say(RISK)
-    say(AGAIN if again else "Then here: outrider fleet run fleet.yaml")
+            say(PLATFORM_NOTE)
+    say(RESTART_NOTE if again else "Then here: outrider fleet run fleet.yaml")
     return 0

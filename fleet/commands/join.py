@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from outrider.fleet.commands import add_folder, host_of
-from outrider.fleet.commands.head import RISK
-from outrider.fleet.host import enter, host_resources, is_loopback, read_token, require_ray
+from outrider.fleet.commands import add_folder_flag, fleet_host
+from outrider.fleet.commands.head import PLATFORM_NOTE
+from outrider.fleet.host import host_resources, is_loopback, read_token, require_ray, set_ray_environment
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.protocol.errors import InvalidRequest
 
@@ -21,19 +21,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ip", help="this host's address for other hosts (default: detected by Ray)")
     look = "check for this model's files before joining; repeatable (default: the models of the running fleet)"
     parser.add_argument("--model", action="append", metavar="ID|PATH", help=look)
-    add_folder(parser)
+    add_folder_flag(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     require_ray()
-    host, screen, offers = host_of(options), Screen(), host_resources()
+    host, screen, offers = fleet_host(options), Screen(), host_resources()
     if is_loopback(options.address):
         raise InvalidRequest(
             f"a head at {options.address} accepts no other host; expected one started by `outrider fleet head --ip`"
         )
-    host.require_none()
+    host.require_not_running()
     token = read_token(host.folder)
-    enter(host.environment(options.address, token))
+    set_ray_environment(host.environment(options.address, token))
     from outrider.fleet.membership import FleetHead, check_models
 
     screen.show(f"asking the head at {options.address}")
@@ -47,5 +47,5 @@ def run(options: argparse.Namespace) -> int:
     say(f"This host has joined (process {running.pid}, log {host.log}) and offers {offers}.")
     say(f"It has {', '.join(models)}." if models else "No model was checked, because none is known yet (see --model).")
     if sys.platform == "darwin":
-        say(RISK)
+        say(PLATFORM_NOTE)
     return 0

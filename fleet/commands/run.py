@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from outrider.fleet.commands import add_folder, at_head, host_of
+from outrider.fleet.commands import add_folder_flag, fleet_host, require_head
 from outrider.fleet.plan import FleetPlan, read_plan
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.protocol import values
@@ -21,16 +21,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="check the file and describe it, but start nothing")
     late = f"seconds to wait until all engines run, which may start later, too (default: {WAIT_SECONDS})"
     parser.add_argument("--wait", type=int, default=WAIT_SECONDS, metavar="SECONDS", help=late)
-    add_folder(parser)
+    add_folder_flag(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     plan = read_plan(options.file)
-    wait = values.whole("wait", options.wait, 0, 86_400)
+    wait = values.check_int("wait", options.wait, 0, 86_400)
     if options.check:
         print(describe(plan))
         return 0
-    address = at_head(host_of(options))
+    address = require_head(fleet_host(options))
     from outrider.fleet import deployment
 
     screen = Screen()

@@ -10,24 +10,28 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from outrider.fleet.commands import add_folder, at_head, host_of
+from outrider.fleet.commands import add_folder_flag, fleet_host, require_head
 from outrider.orchestrator.cli.terminal import say
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    add_folder(parser)
+    add_folder_flag(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    address = at_head(host_of(options))
-    from outrider.fleet.deployment import look
+    address = require_head(fleet_host(options))
+    from outrider.fleet.deployment import get_overview
 
-    found = look(address)
+    found = get_overview(address)
     if options.json:
         print(json.dumps(asdict(found)))
         return 0
-    print(table(("HOST", "STATE", "OUTRIDER", "OFFERS"), [(h.name, h.state, h.release, h.offers) for h in found.hosts]))
+    print(
+        format_table(
+            ("HOST", "STATE", "OUTRIDER", "OFFERS"), [(h.name, h.state, h.release, h.offers) for h in found.hosts]
+        )
+    )
     if not found.state:
         say("No fleet runs on them; `outrider fleet run fleet.yaml` starts one.")
         return 0
@@ -37,14 +41,14 @@ def run(options: argparse.Namespace) -> int:
     ]
     parts = [(p.name, p.state, f"{p.there} of {p.wanted}", p.message) for p in found.parts]
     if engines:
-        print(f"\n{table(('ENGINE', 'AT', 'RUN', 'WAIT', 'DONE', 'TOKENS', 'DRAFTERS'), engines)}")
-    print(f"\n{table(('PART', 'STATE', 'THERE', ''), parts)}")
+        print(f"\n{format_table(('ENGINE', 'AT', 'RUN', 'WAIT', 'DONE', 'TOKENS', 'DRAFTERS'), engines)}")
+    print(f"\n{format_table(('PART', 'STATE', 'THERE', ''), parts)}")
     for url in found.ingresses:
         print(f"\nHTTP: {url}")
     return 0
 
 
-def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def format_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Formats aligned columns."""
     widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
     lines = ("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in (head, *rows))

@@ -18,110 +18,13 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from outrider.orchestrator.cli import terminal
-from outrider.orchestrator.cli.terminal import ended_in_order, say
+from outrider.orchestrator.cli.terminal import say, unwind_on_signals
 from outrider.orchestrator.machine.system import require_mlx
 from outrider.protocol.errors import InvalidRequest, OutriderError
 
 HELP_COLUMN = 28
-_FLAGS = argparse.Action([], "flags", nargs="?", metavar="FLAGS ...")
+_ANY_FLAGS = argparse.Action([], "flags", nargs="?", metavar="FLAGS ...")
 """Stands for all optional flags in a usage line."""
-
-
-class _Formatter(argparse.HelpFormatter):
-    def __init__(self, prog: str, **options: Any) -> None:
-        super().__init__(prog, max_help_position=HELP_COLUMN, **options)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        """Returns `-m, --max-tokens N` instead of `-m N, --max-tokens N`."""
-        if not action.option_strings or action.nargs == 0:
-            return super()._format_action_invocation(action)
-        value = self._format_args(action, self._get_default_metavar_for_optional(action))
-        return f"{', '.join(sorted(action.option_strings, key=len))} {value}"
-
-
-class _HelpAll(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **options)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        print(parser.format_help(everything=True) if isinstance(parser, Parser) else parser.format_help(), end="")
-        parser.exit()
-
-
-class Parser(argparse.ArgumentParser):
-    """Accepts no abbreviated flags; reports an error in one line on stderr, with InvalidRequest's exit code."""
-
-    def __init__(self, common: Collection[str] = (), **options: Any) -> None:
-        """`common`: the flags that --help shows; empty for all."""
-        super().__init__(**{"allow_abbrev": False, "add_help": False, "formatter_class": _Formatter, **options})
-        self._common = set(common)
-        self.add_argument("-h", "--help", action="help", help="show this help and exit")
-        everything = "show the help with all flags and exit" if common else argparse.SUPPRESS
-        self.add_argument("--help-all", action=_HelpAll, help=everything)
-
-    def format_help(self, everything: bool = False) -> str:
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage, [*self._required(), _FLAGS], self._mutually_exclusive_groups)
-        formatter.add_text(self.description)
-        for group in self._action_groups:
-            shown = [action for action in group._group_actions if everything or self._is_common(action)]
-            if shown:
-                formatter.start_section(group.title)
-                formatter.add_arguments(shown)
-                formatter.end_section()
-        formatter.add_text(self.epilog)
-        if self._common and not everything:
-            formatter.add_text(f"{self.prog} --help-all shows all flags.")
-        return formatter.format_help()
-
-    def _is_common(self, action: argparse.Action) -> bool:
-        names = action.option_strings
-        return not self._common or not names or not {"-h", "--help-all", *self._common}.isdisjoint(names)
-
-    def _required(self) -> list[argparse.Action]:
-        """Returns the arguments that a usage line has to show."""
-        groups = [group._group_actions for group in self._mutually_exclusive_groups if group.required]
-        needed = [action for group in groups for action in group]
-        return [action for action in self._actions if not action.option_strings or action.required or action in needed]
-
-    def parse(self, given: Sequence[str]) -> argparse.Namespace:
-        """Parses like `parse_args`, but any word after a flag with a value is that value, unless it is a known flag.
-
-        argparse takes every word that begins with a dash for a flag, so no text like "-x" could follow --prompt.
-        """
-        options, unknown = self.parse_known_args(list(self._joined(given)))
-        if unknown:
-            self.error(self._unknown(unknown[0]))
-        return options
-
-    def error(self, message: str) -> NoReturn:
-        say(f"{self.prog}: {message}; see {self.prog} --help")
-        sys.exit(InvalidRequest.exit_code)
-
-    def _unknown(self, word: str) -> str:
-        if not word.startswith("-"):
-            return f"unexpected argument {word!r}; a text of several words needs quotes"
-        flag = word.partition("=")[0]
-        close = get_close_matches(flag.replace("_", "-"), self._option_string_actions, n=1)
-        return f"unknown flag {flag}" + (f" (did you mean {close[0]}?)" if close else "")
-
-    def _joined(self, given: Sequence[str]) -> Iterator[str]:
-        words = iter(given)
-        flags = self._option_string_actions
-        for word in words:
-            if word in flags and flags[word].nargs is None:
-                value = next(words, None)
-                dashed = value is not None and value.startswith("-") and value not in flags
-                yield f"{flags[word].option_strings[0]}={value}" if dashed else word
-                if not dashed and value is not None:
-                    yield value
-            elif word.startswith("--") and word != "--" and word.partition("=")[0] not in flags:
-                self.error(self._unknown(word))  # before its value is taken for an argument
-            else:
-                yield word
-                if word == "--":
-                    yield from words
-
 
 COMMANDS = {
     "generate": "complete a prompt",
@@ -140,30 +43,129 @@ COMMANDS = {
     "pull": "download a model ahead of its first use",
     "completion": "print a completion script for bash, zsh or fish",
 }
-WITH_MLX = {name: f"outrider.bench.commands.{name}" for name in ("bench", "tune", "overlap", "convert")}
-"""Commands that import MLX, and this package, which may not: they are named here and imported when run."""
+
+MLX_COMMANDS = {name: f"outrider.bench.commands.{name}" for name in ("bench", "tune", "overlap", "convert")}
+"""Commands that import MLX, which this package may not do: they are only named here, and imported when run."""
+
 COMMAND_GROUPS = {"fleet": "outrider.fleet.commands"}
 """Commands with subcommands: the module's `main` receives the remaining arguments."""
-HELP = "help"
+
+HELP_COMMAND = "help"
 """Before a command: shows the command's help; alone: lists the commands."""
-INTERRUPTED = 130
+
+INTERRUPTED_EXIT_CODE = 130
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, max_help_position=HELP_COLUMN, **options)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """Returns `-m, --max-tokens N` instead of `-m N, --max-tokens N`."""
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(sorted(action.option_strings, key=len))} {value}"
+
+
+class _HelpAllAction(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        print(parser.format_help(everything=True) if isinstance(parser, Parser) else parser.format_help(), end="")
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """Accepts no abbreviated flags; reports an error in one line on stderr, with InvalidRequest's exit code."""
+
+    def __init__(self, common: Collection[str] = (), **options: Any) -> None:
+        """`common`: the flags that --help shows; empty for all."""
+        super().__init__(**{"allow_abbrev": False, "add_help": False, "formatter_class": _Formatter, **options})
+        self._common = set(common)
+        self.add_argument("-h", "--help", action="help", help="show this help and exit")
+        everything = "show the help with all flags and exit" if common else argparse.SUPPRESS
+        self.add_argument("--help-all", action=_HelpAllAction, help=everything)
+
+    def format_help(self, everything: bool = False) -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, [*self._required_actions(), _ANY_FLAGS], self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            shown = [action for action in group._group_actions if everything or self._is_common(action)]
+            if shown:
+                formatter.start_section(group.title)
+                formatter.add_arguments(shown)
+                formatter.end_section()
+        formatter.add_text(self.epilog)
+        if self._common and not everything:
+            formatter.add_text(f"{self.prog} --help-all shows all flags.")
+        return formatter.format_help()
+
+    def _is_common(self, action: argparse.Action) -> bool:
+        names = action.option_strings
+        return not self._common or not names or not {"-h", "--help-all", *self._common}.isdisjoint(names)
+
+    def _required_actions(self) -> list[argparse.Action]:
+        """Returns the arguments that a usage line has to show."""
+        groups = [group._group_actions for group in self._mutually_exclusive_groups if group.required]
+        needed = [action for group in groups for action in group]
+        return [action for action in self._actions if not action.option_strings or action.required or action in needed]
+
+    def parse(self, given: Sequence[str]) -> argparse.Namespace:
+        """Parses like `parse_args`, but any word after a flag with a value is that value, unless it is a known flag.
+
+        argparse mistakes every word that begins with a dash for a flag, so no text like "-x" could follow --prompt.
+        """
+        options, unknown = self.parse_known_args(list(self._join_values(given)))
+        if unknown:
+            self.error(self._explain_unknown(unknown[0]))
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        say(f"{self.prog}: {message}; see {self.prog} --help")
+        sys.exit(InvalidRequest.exit_code)
+
+    def _explain_unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"unexpected argument {word!r}; a text of several words needs quotes"
+        flag = word.partition("=")[0]
+        close = get_close_matches(flag.replace("_", "-"), self._option_string_actions, n=1)
+        return f"unknown flag {flag}" + (f" (did you mean {close[0]}?)" if close else "")
+
+    def _join_values(self, given: Sequence[str]) -> Iterator[str]:
+        words = iter(given)
+        flags = self._option_string_actions
+        for word in words:
+            if word in flags and flags[word].nargs is None:
+                value = next(words, None)
+                dashed = value is not None and value.startswith("-") and value not in flags
+                yield f"{flags[word].option_strings[0]}={value}" if dashed else word
+                if not dashed and value is not None:
+                    yield value
+            elif word.startswith("--") and word != "--" and word.partition("=")[0] not in flags:
+                self.error(self._explain_unknown(word))  # here, before its value is mistaken for an argument
+            else:
+                yield word
+                if word == "--":
+                    yield from words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; `protocol.errors` lists the codes."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    return terminal.guarded(lambda: _run_command(given))
+    return terminal.run_guarded(lambda: _run_command(given))
 
 
 def run(name: str, load: Callable[[], ModuleType], arguments: Sequence[str]) -> int:
-    """Runs a command and returns its exit code. `load` returns its module, which has `add_flags` and `run`; `name` is
-    shown in its errors."""
+    """Runs a command; returns its exit code. `load` returns its module (`add_flags`, `run`); errors show `name`."""
     try:
         command = load()
         parser = Parser(prog=name, description=command.__doc__, common=common_flags(command))
         command.add_flags(parser)
         options = parser.parse(arguments)
-        with ended_in_order():
+        with unwind_on_signals():
             return int(command.run(options))
     except OutriderError as error:
         say(f"{name}: {error}")
@@ -171,35 +173,35 @@ def run(name: str, load: Callable[[], ModuleType], arguments: Sequence[str]) -> 
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             say("")  # after the ^C that the terminal shows
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
 
 
 def run_as_program() -> int:
-    """Does the same for the module that Python was started with, such as `python -m tests.harness.identity`."""
+    """Does the same as `run` for the module that Python was started with, as by `python -m tests.harness.identity`."""
     module = sys.modules["__main__"]
     name = f"python -m {module.__spec__.name.removesuffix('.__main__')}" if module.__spec__ else sys.argv[0]
-    return terminal.guarded(lambda: run(name, lambda: module, sys.argv[1:]))
+    return terminal.run_guarded(lambda: run(name, lambda: module, sys.argv[1:]))
 
 
 def _run_command(given: list[str]) -> int:
-    if given and given[0] == HELP and given[1:]:
+    if given and given[0] == HELP_COMMAND and given[1:]:
         given = [*given[1:], "--help"]
     if not given or given[0] not in COMMANDS:
-        return _without_command(given)
+        return _run_without_command(given)
     if given[0] in COMMAND_GROUPS:
-        return int(module_of(given[0]).main(given[1:]))
-    return run(f"outrider {given[0]}", partial(module_of, given[0]), given[1:])
+        return int(import_command(given[0]).main(given[1:]))
+    return run(f"outrider {given[0]}", partial(import_command, given[0]), given[1:])
 
 
-def module_of(command: str) -> ModuleType:
+def import_command(command: str) -> ModuleType:
     """Returns the command's module: it has `add_flags` and `run`; a group has `main`.
 
     Raises:
         InvalidRequest: the command imports MLX, whose library is not installed.
     """
-    if command in WITH_MLX:
+    if command in MLX_COMMANDS:
         require_mlx()
-    elsewhere = {**WITH_MLX, **COMMAND_GROUPS}
+    elsewhere = {**MLX_COMMANDS, **COMMAND_GROUPS}
     return import_module(elsewhere.get(command, f"outrider.orchestrator.cli.{command}"))
 
 
@@ -208,20 +210,20 @@ def common_flags(command: ModuleType) -> tuple[str, ...]:
     return tuple(getattr(command, "COMMON", ()))
 
 
-def _without_command(given: list[str]) -> int:
-    if given == [HELP]:
+def _run_without_command(given: list[str]) -> int:
+    if given == [HELP_COMMAND]:
         given = []
     parser = Parser(
         prog="outrider",
         usage="outrider COMMAND ...",
         description="Speculative speculative decoding on MLX.",
-        epilog=listing({**COMMANDS, HELP: "show the flags of a command: outrider help COMMAND"}),
+        epilog=format_commands({**COMMANDS, HELP_COMMAND: "show the flags of a command: outrider help COMMAND"}),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
     if given and not given[0].startswith("-"):
-        parser.error(f"unknown command {given[0]!r}; {suggestion(given[0], COMMANDS)}")
+        parser.error(f"unknown command {given[0]!r}; {suggest_command(given[0], COMMANDS)}")
     options = parser.parse(given)
     if options.version and options.command is None:
         from outrider.protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
@@ -234,12 +236,12 @@ def _without_command(given: list[str]) -> int:
     return 0
 
 
-def suggestion(word: str, commands: Iterable[str]) -> str:
+def suggest_command(word: str, commands: Iterable[str]) -> str:
     """Returns what to do about an unknown command."""
     close = get_close_matches(word, commands, n=1)
     return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(commands)}"
 
 
-def listing(commands: Mapping[str, str]) -> str:
+def format_commands(commands: Mapping[str, str]) -> str:
     """Formats commands and what each does, for help."""
     return "commands:\n" + "\n".join(f"  {name:10} {what}" for name, what in commands.items())

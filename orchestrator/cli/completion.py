@@ -10,12 +10,12 @@ from pathlib import Path
 
 import shtab
 
-from outrider.orchestrator.cli import COMMANDS, HELP, Parser, common_flags, module_of
+from outrider.orchestrator.cli import COMMANDS, HELP_COMMAND, Parser, common_flags, import_command
 
 SHELLS = ("bash", "zsh", "fish")
-FILES = {"FILE"}
-FOLDERS = {"DIR", "FOLDER", "PATH", "PACKAGE"}
-"""Words of a metavar for which files or folders are completed."""
+FILE_METAVARS = {"FILE"}
+FOLDER_METAVARS = {"DIR", "FOLDER", "PATH", "PACKAGE"}
+"""Words in a metavar whose values are completed as files or as folders."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -23,19 +23,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    print(shtab.complete(whole_parser(), options.shell))
+    print(shtab.complete(build_parser(), options.shell))
     return 0
 
 
-def whole_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Returns one parser of all commands, for shtab to read; commands are run with parsers of their own."""
     parser = Parser(prog="outrider", description="Speculative speculative decoding on MLX.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command")
     for name, summary in COMMANDS.items():
-        module = module_of(name)
+        module = import_command(name)
         module.add_flags(commands.add_parser(name, help=summary, description=summary, common=common_flags(module)))
-    commands.add_parser(HELP, help="show the flags of a command").add_argument("name", choices=[*COMMANDS])
+    commands.add_parser(HELP_COMMAND, help="show the flags of a command").add_argument("name", choices=[*COMMANDS])
     _annotate_all(parser)
     return parser
 
@@ -50,11 +50,11 @@ def _annotate_all(parser: argparse.ArgumentParser) -> None:
 
 
 def _annotate(action: argparse.Action) -> None:
-    """Sets what shtab completes as an argument's value, from its metavar: words to choose from, files or folders."""
+    """Sets how shtab completes an argument's value, by its metavar: from a list of words, or as a file or folder."""
     words = set(str(action.metavar or "").split("|"))
-    if words & FOLDERS:
+    if words & FOLDER_METAVARS:
         action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-    elif words & FILES or action.type is Path:
+    elif words & FILE_METAVARS or action.type is Path:
         action.complete = shtab.FILE  # type: ignore[attr-defined]
     if action.choices is None:
         action.choices = sorted(word for word in words if len(words) > 1 and word.islower()) or None

@@ -15,21 +15,21 @@ from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.model_files import (
-    DEFAULT,
+    DEFAULT_MODEL,
+    MODEL_VARIABLE,
     TINY,
-    VARIABLE,
     embedded_pair,
+    find_head_kind,
     find_model,
-    is_here,
-    kind_of,
+    is_on_disk,
 )
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.digest import cache_folder
 from outrider.protocol.errors import WorkerError
-from outrider.protocol.heads import HEADS, OF_TARGET
+from outrider.protocol.heads import HEAD_KINDS, TARGET_HEADS
 
-DATA = "outrider.drafters.coreml.doctor"
+REPORT_MODULE = "outrider.drafters.coreml.doctor"
 GIBIBYTE = 2**30
 
 
@@ -46,35 +46,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the report of `DATA`, a process of its own because it imports MLX."""
+    """Prints the report of `REPORT_MODULE`, which is run as a separate process because it imports MLX."""
     flags.set_up_logging(options)
     require_mlx()
     screen = Screen()
     screen.show("looking at this machine")
-    draft = _default_draft() if options.draft_model is None else find_model(options.draft_model).folder
-    command = python("-m", DATA, "--model", str(draft), *(["--probe"] if options.probe else []))
-    environment = system.environment(child_environment(), 1)
+    draft = _find_default_draft() if options.draft_model is None else find_model(options.draft_model).folder
+    command = python("-m", REPORT_MODULE, "--model", str(draft), *(["--probe"] if options.probe else []))
+    environment = system.blas_environment(child_environment(), 1)
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=False)
     screen.clear()
     if done.returncode != 0:
-        raise WorkerError(f"this machine can't be examined: {DATA} ended with code {done.returncode}")
+        raise WorkerError(f"this machine can't be examined: {REPORT_MODULE} ended with code {done.returncode}")
     if options.json:
         print(done.stdout.strip())
     else:
-        print(_page(json.loads(done.stdout)))
+        print(_format_report(json.loads(done.stdout)))
         for head in options.head:
-            print(_head(head, options.model or embedded_pair()[0]))
+            print(_describe_head(head, options.model or embedded_pair()[0]))
     return 0
 
 
-def _default_draft() -> Path:
-    """Returns the draft of the default model; the embedded one if there is one and the default would be downloaded."""
-    model = os.environ.get(VARIABLE) or DEFAULT
-    pair = choose_pair(ServeSettings()) if is_here(model) or not is_here(TINY) else None
+def _find_default_draft() -> Path:
+    """Returns the default model's draft, or the embedded one, if there is one, instead of downloading the default."""
+    model = os.environ.get(MODEL_VARIABLE) or DEFAULT_MODEL
+    pair = choose_pair(ServeSettings()) if is_on_disk(model) or not is_on_disk(TINY) else None
     return pair.draft.folder if pair is not None and pair.draft is not None else Path(embedded_pair()[1])
 
 
-def _page(report: dict[str, Any]) -> str:
+def _format_report(report: dict[str, Any]) -> str:
     machine, blas = report["machine"], report["machine"]["blas"]
     note = f" ({blas['note']})" if blas.get("note") else ""
     wired = f"{machine['wired_budget_bytes'] / GIBIBYTE:.0f} GiB" if machine["wired_budget_bytes"] else "none"
@@ -85,32 +85,32 @@ def _page(report: dict[str, Any]) -> str:
         ("libraries", ", ".join(f"{name} {number}" for name, number in machine["libraries"].items())),
         ("MLX runs on", machine["mlx_device"]),
         ("BLAS", f"{blas['library']}, {blas['gflops']:.0f} GFLOP/s{note}"),
-        ("mode auto", _learned()),
+        ("mode auto", _describe_learned()),
     ]
     lines = [f"{name:12} {value}" for name, value in rows]
     if report["placements"]:
         lines += ["", f"drafting with {report['model']}: milliseconds for 1 token, and for 8 tokens at once"]
-        lines += [_placement(place) for place in report["placements"]]
+        lines += [_format_placement(place) for place in report["placements"]]
     return "\n".join(lines)
 
 
-def _head(name: str, target: str) -> str:
-    """Returns a head's kind by its config.json alone; a target that loads the head tries whether it drafts well."""
+def _describe_head(name: str, target: str) -> str:
+    """Describes a head's kind, by its config.json alone; only a target that loads the head tests how well it drafts."""
     model = find_model(target, weights=False)
-    if name in OF_TARGET:
+    if name in TARGET_HEADS:
         return f"head {name}: part of the target; the target looks for it when it is loaded"
-    kind = kind_of(find_model(name, weights=False).folder, model.folder)
-    return f"head {name}: {kind or 'of an unknown kind; expected one of ' + ', '.join(HEADS)}"
+    kind = find_head_kind(find_model(name, weights=False).folder, model.folder)
+    return f"head {name}: {kind or 'of an unknown kind; expected one of ' + ', '.join(HEAD_KINDS)}"
 
 
-def _learned() -> str:
-    """Returns how many pairs `tune` and running servers measured, and in which folder the results are."""
+def _describe_learned() -> str:
+    """Describes how many pairs `tune` and running servers have measured, and where the results are."""
     folder = cache_folder()
     counts = [len([*folder.glob(f"{kind}-*.json")]) for kind in ("tuning", "memory")]
     return "{} pairs measured by tune, {} by running servers, in {}".format(*counts, folder)
 
 
-def _placement(place: dict[str, Any]) -> str:
+def _format_placement(place: dict[str, Any]) -> str:
     share = place["engine_share"]
     engine = "" if share is None else f", {share:.0%} on the Neural Engine"
     note = f"   {place['note']}" if place["note"] else ""

@@ -16,12 +16,24 @@ from typing import Any
 
 from outrider.orchestrator import settings
 from outrider.orchestrator.http_settings import HTTP, HttpSettings
-from outrider.orchestrator.pairing.pulled import OFFLINE
+from outrider.orchestrator.pairing.pulled import OFFLINE_VARIABLE
 from outrider.orchestrator.settings import LOG_LEVELS, ServeSettings
 from outrider.protocol import version
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.process import set_up
-from outrider.protocol.sampling import PRESETS, RULES, Grammar, SamplingParams
+from outrider.protocol.process import configure_logging
+from outrider.protocol.sampling import PRESETS, SAMPLING_RULES, Grammar, SamplingParams
+
+_SETTINGS = {field.name: field for record in (ServeSettings, HttpSettings) for field in dataclasses.fields(record)}
+_DEFAULTS = ServeSettings()
+_SAMPLING_DEFAULTS = dataclasses.asdict(SamplingParams())
+
+MULTI_REQUEST_SETTINGS = ("max_active", "max_waiting", "await_target")
+"""Settings that have no effect on a cluster with a single client that no other process can join."""
+
+PENALTIES = {"repetition": "by division", "presence": "once", "frequency": "for each occurrence"}
+"""How each penalty is applied to a token's logit."""
+
+API_KEY_VARIABLE = "OUTRIDER_API_KEY"
 
 
 def read_text_file(path: Path, expected: str) -> str:
@@ -33,23 +45,16 @@ def read_text_file(path: Path, expected: str) -> str:
         raise InvalidRequest(f"{path} can't be read ({why}); expected {expected}") from None
 
 
-_SETTINGS = {field.name: field for record in (ServeSettings, HttpSettings) for field in dataclasses.fields(record)}
-_DEFAULTS = ServeSettings()
-_SAMPLING_DEFAULTS = dataclasses.asdict(SamplingParams())
-OF_MANY_REQUESTS = ("max_active", "max_waiting", "await_target")
-"""Settings that make no difference to a cluster with one client, which no other process can join."""
-
-
 def add_request_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Adds the settings of one request, which a running server also takes. `without`: see `_adder`."""
+    """Adds the settings of one request, which a running server also takes. `without`: see `_make_adder`."""
     drafter = "use this drafter only: draft, ngram, or a head such as eagle3 or mtp (default: all)"
     add_settings(parser, settings.SPECULATION, without)("--drafter", metavar="NAME", help=drafter)
 
 
 def add_cluster_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Adds the settings of a cluster. `without`: see `_adder`."""
+    """Adds the settings of a cluster. `without`: see `_make_adder`."""
     local = "download nothing, use local files only; the same as HF_HUB_OFFLINE=1"
-    add_settings(parser, settings.MODELS, without)("--offline", action=_Offline, nargs=0, help=local)
+    add_settings(parser, settings.MODELS, without)("--offline", action=_OfflineAction, nargs=0, help=local)
     for group in (settings.DRAFTING, settings.WORKERS, settings.MEMORY, settings.LOGS):
         add_settings(parser, group, without)
 
@@ -57,9 +62,9 @@ def add_cluster_flags(parser: argparse.ArgumentParser, without: Collection[str] 
 def add_settings(parser: argparse.ArgumentParser, group: str, without: Collection[str] = ()) -> Callable[..., None]:
     """Adds the flags of a group of settings; returns a function that adds more flags to this group.
 
-    `without`: see `_adder`.
+    `without`: see `_make_adder`.
     """
-    add = _adder(parser, group, without)
+    add = _make_adder(parser, group, without)
     for name, field in _SETTINGS.items():
         if field.metadata["group"] == group:
             add_setting(add, name)
@@ -80,11 +85,11 @@ def add_setting(add: Callable[..., object], name: str) -> None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Adds the flags that say how tokens are chosen and where the text ends. `without`: see `_adder`."""
-    add = _adder(parser, "sampling", without)
+    """Adds the flags that say how tokens are chosen and where the text ends. `without`: see `_make_adder`."""
+    add = _make_adder(parser, "sampling", without)
     add("--max-tokens", "-m", "-n", type=int, metavar="N", help="generate at most N tokens")
     add("--min-tokens", type=int, metavar="N", help="generate at least N tokens before the model may end the text")
-    presets = "; ".join(map(_preset, PRESETS))
+    presets = "; ".join(map(_format_preset, PRESETS))
     add("--preset", choices=PRESETS, help=f"named settings: {presets} (default: none)")
     add("--temp", "--temperature", type=float, metavar="T", help="temperature (default: 0, the likeliest token)")
     top = "sample from the likeliest tokens whose probabilities add up to P (default: 1, all)"
@@ -107,33 +112,29 @@ def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str]
     only.add_argument("--grammar", dest="lark", type=Path, metavar="FILE", help=lark)
     expression = "generate text that matches this regular expression (default: any text)"
     only.add_argument("--regex", metavar="PATTERN", help=expression)
-    add = _adder(parser, "details of sampling", without)
+    add = _make_adder(parser, "details of sampling", without)
     each = "with --json: log-probabilities of each token and of the N likeliest tokens there"
     add("--logprobs", type=int, metavar="N", help=each)
-    add("--sampling", dest="rule", metavar="|".join(RULES), help="how drafts are accepted")
+    add("--sampling", dest="rule", metavar="|".join(SAMPLING_RULES), help="how drafts are accepted")
     add("--saguaro", type=float, metavar="C", help="residual: weight of tokens with a prepared branch (default: 1)")
     add("--q-width", type=int, metavar="M", help="residual: tokens that the draft's distribution is cut to")
 
 
-PENALTIES = {"repetition": "by division", "presence": "once", "frequency": "for each occurrence"}
-"""How each penalty is applied to a token's logit."""
-
-
-class _Offline(argparse.Action):
+class _OfflineAction(argparse.Action):
     """Sets the variable that every download checks, for this process and the processes that it starts."""
 
     def __call__(self, *_: object) -> None:
-        os.environ[OFFLINE] = "1"
+        os.environ[OFFLINE_VARIABLE] = "1"
 
 
-def _adder(parser: argparse.ArgumentParser, title: str, without: Collection[str]) -> Callable[..., None]:
+def _make_adder(parser: argparse.ArgumentParser, title: str, without: Collection[str]) -> Callable[..., None]:
     """Returns a function that adds flags to a group of this title, except for the settings named in `without`."""
     group = parser.add_argument_group(title)
 
     def add(*names: str, **options: Any) -> None:
         name = options.get("dest", names[0].lstrip("-").replace("-", "_"))
         if name in _SAMPLING_DEFAULTS:
-            options["help"] = settings.with_default(options["help"], _SAMPLING_DEFAULTS[name])
+            options["help"] = settings.help_with_default(options["help"], _SAMPLING_DEFAULTS[name])
         if name not in without:
             group.add_argument(*names, **options)
 
@@ -142,7 +143,7 @@ def _adder(parser: argparse.ArgumentParser, title: str, without: Collection[str]
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the given cluster settings, checked, as keywords of ServeSettings and LocalCluster."""
-    given = _given(options, ServeSettings)
+    given = _given_fields(options, ServeSettings)
     ServeSettings(**given)
     return given
 
@@ -154,25 +155,25 @@ def sampling_of(options: argparse.Namespace) -> SamplingParams:
 
 def given_sampling(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the given sampling settings as keywords of SamplingParams; a flag overrides the preset."""
-    given = {**PRESETS.get(options.preset, {}), **_given(options, SamplingParams)}
+    given = {**PRESETS.get(options.preset, {}), **_given_fields(options, SamplingParams)}
     if "logit_bias" in given:
-        given["logit_bias"] = _bias(given["logit_bias"])
-    grammar = _grammar(options)
+        given["logit_bias"] = _parse_logit_bias(given["logit_bias"])
+    grammar = _parse_grammar(options)
     return given if grammar is None else {**given, "grammar": grammar}
 
 
 def set_up_logging(options: argparse.Namespace, process: str = "outrider") -> None:
     """Sets up logging; an invalid level counts as the default here, and is an error when the settings are checked."""
     level = options.log_level if options.log_level in LOG_LEVELS else _DEFAULTS.log_level
-    set_up(level, getattr(options, "log_format", None) or _DEFAULTS.log_format, process)
+    configure_logging(level, getattr(options, "log_format", None) or _DEFAULTS.log_format, process)
 
 
-def _given(options: argparse.Namespace, record: type[Any]) -> dict[str, Any]:
+def _given_fields(options: argparse.Namespace, record: type[Any]) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(record)]
     return {name: value for name in names if (value := getattr(options, name, None)) is not None}
 
 
-def _grammar(options: argparse.Namespace) -> Grammar | None:
+def _parse_grammar(options: argparse.Namespace) -> Grammar | None:
     if options.regex is not None:
         return Grammar("regex", options.regex)
     if options.lark is not None:
@@ -184,11 +185,11 @@ def _grammar(options: argparse.Namespace) -> Grammar | None:
     return Grammar.json_schema(read_text_file(Path(options.json_schema), "a file with a JSON Schema, or the schema"))
 
 
-def _preset(name: str) -> str:
+def _format_preset(name: str) -> str:
     return f"{name}: " + " ".join(f"{field.replace('_', '-')} {value:g}" for field, value in PRESETS[name].items())
 
 
-def _bias(text: str) -> tuple[tuple[int, float], ...]:
+def _parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:
     try:
         pairs = json.loads(text)
         return tuple((int(token), float(bias)) for token, bias in pairs.items())
@@ -196,17 +197,14 @@ def _bias(text: str) -> tuple[tuple[int, float], ...]:
         raise InvalidRequest(f'logit_bias is {text!r}; expected a JSON object like {{"11": -5.0}}') from None
 
 
-def writable_folder(path: Path, instead: str) -> Path:
-    """Returns `path`, created if missing. Raises InvalidRequest, with the advice `instead`, if it isn't writable."""
+def ensure_writable(path: Path, instead: str) -> Path:
+    """Creates `path` if it is missing, and returns it. Raises InvalidRequest with the advice `instead` on failure."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             return path
     except OSError as error:
         raise InvalidRequest(f"nothing can be written to {path}: {error.strerror}; {instead}") from None
-
-
-KEY_VARIABLE = "OUTRIDER_API_KEY"
 
 
 def add_http_flags(parser: argparse.ArgumentParser) -> None:
@@ -223,13 +221,13 @@ def http_settings_of(options: argparse.Namespace) -> HttpSettings | None:
     """
     if not options.http:
         return None
-    version.require("serve", "HTTP", otherwise="--no-http")
-    keys = (*(options.api_keys or ()), *keys_beside(options.api_key_file))
-    return HttpSettings(**{**_given(options, HttpSettings), "api_keys": keys})
+    version.require_extra("serve", "HTTP", otherwise="--no-http")
+    keys = (*(options.api_keys or ()), *read_api_keys(options.api_key_file))
+    return HttpSettings(**{**_given_fields(options, HttpSettings), "api_keys": keys})
 
 
-def keys_beside(path: Path | None) -> list[str]:
-    """Returns the API keys in a file, if there is one, and in `KEY_VARIABLE`.
+def read_api_keys(path: Path | None) -> list[str]:
+    """Returns the API keys in a file, if there is one, and in `API_KEY_VARIABLE`.
 
     Raises:
         InvalidRequest: the file can't be read or has no key.
@@ -237,4 +235,4 @@ def keys_beside(path: Path | None) -> list[str]:
     in_file = [] if path is None else read_text_file(path, "API keys, one per line").split()
     if path is not None and not in_file:
         raise InvalidRequest(f"{path} contains no API key; expected one per line")
-    return in_file + os.environ.get(KEY_VARIABLE, "").split()
+    return in_file + os.environ.get(API_KEY_VARIABLE, "").split()

@@ -15,17 +15,32 @@ from outrider.orchestrator.cli import flags, terminal
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.client import BaseClient, Client, Resumed
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.client.dialogue import EMPTY, GenerationResult, Prompt, generate_message, plural
+from outrider.orchestrator.client.dialogue import EMPTY_PROMPT, GenerationResult, Prompt, generate_message, pluralize
 from outrider.orchestrator.machine.system import require_mlx
-from outrider.orchestrator.pairing.model_files import default_model, find_model, is_here
+from outrider.orchestrator.pairing.model_files import default_model, find_model, is_on_disk
 from outrider.orchestrator.pairing.tokenizer import Message, ModelText, load_text
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import SamplingParams
 
-# A conversation: in a file a JSON list of messages with `role` and `content`. Knows nothing of models.
+# A conversation is a list of messages with `role` and `content`, in a file as JSON. Knows nothing of models.
 
-EXPECTED = 'a JSON list like [{"role": "user", "content": "Hello"}]'
+EXPECTED_CHAT = 'a JSON list like [{"role": "user", "content": "Hello"}]'
+
+FAILOVER_SECONDS = 1.0
+"""How long a server may be silent before the next one is tried."""
+
+REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level", "log_format", "keys")
+"""Cluster settings that also concern a request to a running server."""
+
+JSON_TIMINGS = (
+    "prompt_n", "cache_n", "draft_cache_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second",
+    "draft_n", "draft_n_accepted", "draft_rounds", "cache_hits", "cache_misses",
+)  # fmt: skip
+COMMON = (
+    "--prompt", "--chat", "--system-prompt", "--json", "--connect", "--model", "--draft-model", "--mode",
+    "--max-tokens", "--temp", "--seed", "--stop", "--json-schema",
+)  # fmt: skip
 
 
 class Conversation:
@@ -35,23 +50,23 @@ class Conversation:
         self.messages = list(messages)
 
     def add(self, role: str, text: str) -> None:
-        """Appends a turn of the `user` or the model, the `assistant`."""
+        """Appends a message of the user (role `user`) or of the model (role `assistant`)."""
         self.messages.append({"role": role, "content": text})
 
     def undo(self) -> str | None:
         """Removes the user's last message and everything after it; returns its text, or None if there was none."""
-        turns = self._turns()
-        return self._removed(turns[-1], len(self.messages)) if turns else None
+        turns = self._user_turns()
+        return self._remove(turns[-1], len(self.messages)) if turns else None
 
     def drop_oldest(self) -> str | None:
         """Removes the user's first message and its answer; returns its text, or None if it is the only one."""
-        turns = self._turns()
-        return self._removed(turns[0], turns[1]) if len(turns) > 1 else None
+        turns = self._user_turns()
+        return self._remove(turns[0], turns[1]) if len(turns) > 1 else None
 
-    def _turns(self) -> list[int]:
+    def _user_turns(self) -> list[int]:
         return [place for place, message in enumerate(self.messages) if message["role"] == "user"]
 
-    def _removed(self, first: int, end: int) -> str:
+    def _remove(self, first: int, end: int) -> str:
         text = str(self.messages[first]["content"])
         del self.messages[first:end]
         return text
@@ -60,15 +75,15 @@ class Conversation:
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
     def save(self, path: Path) -> None:
-        """Writes the file that `opening` reads. Raises InvalidRequest if the file can't be written."""
+        """Writes the file that `load_messages` reads. Raises InvalidRequest if the file can't be written."""
         try:
             path.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         except OSError as error:
             raise InvalidRequest(f"{path} can't be written ({error.strerror}); choose another file") from None
 
 
-def opening(system_prompt: str | None, path: Path | None) -> tuple[Message, ...]:
-    """Returns the messages before the user's next one: the system prompt, then the conversation in a file.
+def load_messages(system_prompt: str | None, path: Path | None) -> tuple[Message, ...]:
+    """Returns the messages that precede the user's next one: the system prompt, then the conversation in a file.
 
     Raises:
         InvalidRequest: the file can't be read or holds no conversation, or both give a system prompt.
@@ -76,9 +91,9 @@ def opening(system_prompt: str | None, path: Path | None) -> tuple[Message, ...]
     before: tuple[Message, ...] = ()
     if path is not None:
         try:
-            before = checked(json.loads(flags.read_text_file(path, EXPECTED)), str(path))
+            before = as_chat(json.loads(flags.read_text_file(path, EXPECTED_CHAT)), str(path))
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{path} can't be read ({error}); expected {EXPECTED}") from None
+            raise InvalidRequest(f"{path} can't be read ({error}); expected {EXPECTED_CHAT}") from None
     if system_prompt is None:
         return before
     if any(message["role"] == "system" for message in before):
@@ -86,30 +101,14 @@ def opening(system_prompt: str | None, path: Path | None) -> tuple[Message, ...]
     return ({"role": "system", "content": system_prompt}, *before)
 
 
-def checked(found: object, name: str) -> tuple[Message, ...]:
-    """Returns `found` as a conversation. Raises InvalidRequest if it is none; `name` is the file in the message."""
+def as_chat(found: object, name: str) -> tuple[Message, ...]:
+    """Returns `found` if it is a conversation, else raises InvalidRequest; `name` is the file in the error message."""
     if not isinstance(found, list) or not found:
-        raise InvalidRequest(f"{name} is not a conversation; expected {EXPECTED}")
+        raise InvalidRequest(f"{name} is not a conversation; expected {EXPECTED_CHAT}")
     for number, message in enumerate(found, start=1):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise InvalidRequest(f"message {number} of {name} has no role or no text; expected {EXPECTED}")
+            raise InvalidRequest(f"message {number} of {name} has no role or no text; expected {EXPECTED_CHAT}")
     return tuple(found)
-
-
-SILENT_SECONDS = 1.0
-"""How long a server may be silent before the next one is tried."""
-REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level", "log_format", "keys")
-"""Cluster settings that also concern a request to a running server."""
-TIMINGS = (
-    "prompt_n", "cache_n", "draft_cache_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second",
-    "draft_n", "draft_n_accepted", "draft_rounds", "cache_hits", "cache_misses",
-)  # fmt: skip
-
-
-COMMON = (
-    "--prompt", "--chat", "--system-prompt", "--json", "--connect", "--model", "--draft-model", "--mode",
-    "--max-tokens", "--temp", "--seed", "--stop", "--json-schema",
-)  # fmt: skip
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -127,20 +126,20 @@ def run(options: argparse.Namespace) -> int:
     result = generate(options, request, screen, show_text=not options.json)
     if options.json:
         templated = request.chat_template and _has_template(options, result.model)
-        print(json.dumps(as_json(result, request, prompt, templated), ensure_ascii=not terminal.takes_unicode()))
+        print(json.dumps(as_json(result, request, prompt, templated), ensure_ascii=not terminal.can_write_unicode()))
     else:
         say(result.summary())
         if result.finish_reason == "length":
-            say(f"Note: {cut_off(result, request.sampling.max_tokens)}")
+            say(f"Note: {explain_cut_off(result, request.sampling.max_tokens)}")
     return 0
 
 
-def cut_off(result: GenerationResult, max_tokens: int) -> str:
+def explain_cut_off(result: GenerationResult, max_tokens: int) -> str:
     """Says why the text ended before the model ended it."""
     if len(result.token_ids) >= max_tokens:
-        return f"the text was cut off after {plural(max_tokens, 'token')} (--max-tokens)"
+        return f"the text was cut off after {pluralize(max_tokens, 'token')} (--max-tokens)"
     length = result.prompt_tokens + len(result.token_ids)
-    return f"the text was cut off because the context is full ({plural(length, 'token')})"
+    return f"the text was cut off because the context is full ({pluralize(length, 'token')})"
 
 
 def add_generation_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
@@ -151,10 +150,10 @@ def add_generation_flags(parser: argparse.ArgumentParser, without: Collection[st
     flag = "PROMPT as a flag, for text that may begin with a dash (default: none)"
     given.add_argument("--prompt", "-p", metavar="PROMPT", help=flag)
     add_conversation_flags(parser)
-    add_place_flag(parser)
+    add_connect_flags(parser)
     flags.add_sampling_flags(parser, without)
     flags.add_request_flags(parser)
-    flags.add_cluster_flags(parser, (*flags.OF_MANY_REQUESTS, "prompt_cache"))
+    flags.add_cluster_flags(parser, (*flags.MULTI_REQUEST_SETTINGS, "prompt_cache"))
 
 
 def add_conversation_flags(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +165,7 @@ def add_conversation_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-chat-template", action="store_true", help="use the prompt as plain text")
 
 
-def add_place_flag(parser: argparse.ArgumentParser) -> None:
+def add_connect_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     there = "use a running server, or several (A,B): if one is lost, the next continues (default: start a cluster)"
     group.add_argument("--connect", "--endpoint", metavar="ENDPOINT", help=there)
@@ -180,7 +179,7 @@ def add_server_key_flag(add: Callable[..., object]) -> None:
 
 def generate(options: argparse.Namespace, request: Generate, screen: Screen, show_text: bool) -> GenerationResult:
     """Runs one request on the server that the flags name, or on a cluster of its own, after checking all settings."""
-    with server(options, screen) as client:
+    with open_client(options, screen) as client:
         stream = client.ask(request, reading_progress(screen))
         for chunk in stream:
             screen.clear()
@@ -199,7 +198,7 @@ def reading_progress(screen: Screen) -> Callable[[int, int], None]:
 
 def request_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> Generate:
     """Returns the checked request. A conversation is turned into tokens by the model's chat template."""
-    given = prompt if isinstance(prompt, str) else model_text(options).tokens(prompt)
+    given = prompt if isinstance(prompt, str) else load_model_text(options).tokens(prompt)
     return request_with(options, given, flags.sampling_of(options))
 
 
@@ -217,7 +216,7 @@ def request_with(options: argparse.Namespace, prompt: Prompt, sampling: Sampling
 
 
 @contextmanager
-def server(options: argparse.Namespace, screen: Screen) -> Iterator[BaseClient]:
+def open_client(options: argparse.Namespace, screen: Screen) -> Iterator[BaseClient]:
     """Yields a client of the servers at --connect, or of a cluster that lives as long as the context."""
     settings = flags.settings_of(options)
     if options.connect is not None:
@@ -226,12 +225,12 @@ def server(options: argparse.Namespace, screen: Screen) -> Iterator[BaseClient]:
             raise InvalidRequest(
                 f"{', '.join(foreign)} can't be used with --connect: the server was started with its own"
             )
-        clients = connected(options)
+        clients = connect_all(options)
         yield clients[0] if len(clients) == 1 else Resumed(clients)
         return
     if options.model is None:
         require_mlx()  # before anything is downloaded
-        settings["model"] = _default(options)
+        settings["model"] = _use_default_model(options)
     try:
         cluster = LocalCluster(progress=screen.show, **settings)
     finally:
@@ -240,7 +239,7 @@ def server(options: argparse.Namespace, screen: Screen) -> Iterator[BaseClient]:
         yield cluster.client()
 
 
-def connected(options: argparse.Namespace) -> list[Client]:
+def connect_all(options: argparse.Namespace) -> list[Client]:
     """Returns a client for each server at --connect.
 
     Raises:
@@ -253,7 +252,7 @@ def connected(options: argparse.Namespace) -> list[Client]:
         raise InvalidRequest("--server-key holds for one server only; run `outrider keys trust` for each server")
     if "" in endpoints or len(set(endpoints)) < len(endpoints):
         raise InvalidRequest(f"--connect {options.connect} has an empty or repeated entry; expected each server once")
-    return [Client(endpoint, SILENT_SECONDS, keys=options.keys) for endpoint in endpoints]
+    return [Client(endpoint, FAILOVER_SECONDS, keys=options.keys) for endpoint in endpoints]
 
 
 def prompt_of(options: argparse.Namespace) -> str | tuple[Message, ...]:
@@ -262,7 +261,7 @@ def prompt_of(options: argparse.Namespace) -> str | tuple[Message, ...]:
     Raises:
         InvalidRequest: there is neither, or the conversation ends with an answer and there is no prompt.
     """
-    before = opening(options.system_prompt, options.chat)
+    before = load_messages(options.system_prompt, options.chat)
     if options.prompt is None and options.chat is None:
         raise InvalidRequest("there is no prompt; expected PROMPT, or --chat with a conversation")
     if options.prompt is None:
@@ -273,22 +272,22 @@ def prompt_of(options: argparse.Namespace) -> str | tuple[Message, ...]:
     if not before:
         return prompt
     if not prompt:
-        raise InvalidRequest(EMPTY)
+        raise InvalidRequest(EMPTY_PROMPT)
     return (*before, {"role": "user", "content": prompt})
 
 
-def model_text(options: argparse.Namespace) -> ModelText:
+def load_model_text(options: argparse.Namespace) -> ModelText:
     """Loads the tokenizer and chat template of the model that will answer, before anything is started.
 
     Raises:
         OutriderError: nothing answers at --connect, or the model's files are not on this machine.
     """
-    name = options.model or (_default(options) if options.connect is None else _served(options))
+    name = options.model or (_use_default_model(options) if options.connect is None else _find_served_model(options))
     files = find_model(name, weights=False, keep_precision=bool(options.gguf_keep_precision))
     return load_text(files, template=not options.ignore_chat_template)
 
 
-def _default(options: argparse.Namespace) -> str:
+def _use_default_model(options: argparse.Namespace) -> str:
     """Returns the default model, and sets it in the options."""
     options.model, note = default_model()
     if note is not None:
@@ -298,7 +297,7 @@ def _default(options: argparse.Namespace) -> str:
 
 def _has_template(options: argparse.Namespace, model: str) -> bool:
     """Returns whether the model has a chat template; True for a model that only another machine has."""
-    if options.connect is not None and not is_here(model):
+    if options.connect is not None and not is_on_disk(model):
         return True
     return load_text(find_model(model, weights=False)).template is not None
 
@@ -330,14 +329,14 @@ def as_json(
         "prompt": prompt,
         "chat_template": templated,
         "sampling": sampling,
-        "timings": {name: getattr(result.timings, name) for name in TIMINGS},
+        "timings": {name: getattr(result.timings, name) for name in JSON_TIMINGS},
         **({} if result.logprobs is None else {"logprobs": [dataclasses.asdict(one) for one in result.logprobs]}),
     }
 
 
-def _served(options: argparse.Namespace) -> str:
+def _find_served_model(options: argparse.Namespace) -> str:
     """Returns the model of the running server: its folder, which only this machine's servers share."""
-    clients = connected(options)
+    clients = connect_all(options)
     for client in clients:
         try:
             workers = client.stats().workers

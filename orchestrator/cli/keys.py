@@ -16,7 +16,7 @@ from outrider.orchestrator.cli.terminal import say
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.keys import CLIENT, ROLES, AllowedKey, Keyring, KnownServer, parse_key
 
-MAX_NAME = 64
+MAX_NAME_LENGTH = 64
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +44,9 @@ def _make(ring: Keyring, options: argparse.Namespace) -> None:
 
 def _allow(ring: Keyring, options: argparse.Namespace) -> None:
     key, name = options.what
-    if not name.isprintable() or name.split() != [name] or len(name) > MAX_NAME:
+    if not name.isprintable() or name.split() != [name] or len(name) > MAX_NAME_LENGTH:
         raise InvalidRequest(
-            f"{name!r} is not a valid name; expected one word of at most {MAX_NAME} printable characters"
+            f"{name!r} is not a valid name; expected one word of at most {MAX_NAME_LENGTH} printable characters"
         )
     ring.allow(AllowedKey(options.role, parse_key(key), name))
     say(f"{name} is allowed as a {options.role}; running servers accept it at once.")

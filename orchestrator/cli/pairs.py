@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from outrider.orchestrator.pairing.model_files import DEFAULT, TINY, ModelFiles, embedded_pair, find_model, is_here
-from outrider.orchestrator.pairing.pulled import PULLED, PulledModel
-from outrider.orchestrator.pairing.tokenizer import difference, load_codec, token_texts
+from outrider.orchestrator.pairing.model_files import (
+    DEFAULT_MODEL,
+    TINY,
+    ModelFiles,
+    embedded_pair,
+    find_model,
+    is_on_disk,
+)
+from outrider.orchestrator.pairing.pulled import PULLED_MODELS, PulledModel
+from outrider.orchestrator.pairing.tokenizer import load_codec, token_texts, vocabulary_difference
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 # Known model pairs: the draft model is of the target's family, has its tokenizer and is much smaller. Other pairs can
@@ -34,22 +41,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.target is None:
-        print(_listing())
+        print(_format_pairs())
         return 0
     if options.draft is None:
         raise InvalidRequest("the draft model is missing; expected a target and a draft model, or neither for a list")
     target, draft = find_model(options.target, weights=False), find_model(options.draft, weights=False)
     codecs = load_codec(target), load_codec(draft)
-    for line in _facts(target, draft):
+    for line in _describe_pair(target, draft):
         print(line)
-    if differs := difference(*codecs):
+    if differs := vocabulary_difference(*codecs):
         raise ModelError(f"{options.draft} can't draft for {options.target}: {differs}")
     shared = set.intersection(*(set(token_texts(codec)) for codec in codecs))
     print(f"fits: both have the same {len(shared)} tokens")
     return 0
 
 
-def _facts(target: ModelFiles, draft: ModelFiles) -> list[str]:
+def _describe_pair(target: ModelFiles, draft: ModelFiles) -> list[str]:
     lines = [
         f"{role}: {model.name} ({model.model_type}, vocabulary {model.vocab_size}, context {model.context_length})"
         for role, model in (("target", target), ("draft", draft))
@@ -59,24 +66,24 @@ def _facts(target: ModelFiles, draft: ModelFiles) -> list[str]:
     return lines
 
 
-def _to_pull(model: PulledModel) -> str:
+def _format_pulled(model: PulledModel) -> str:
     notes = [
-        *(["default"] if model.name == DEFAULT else []),
+        *(["default"] if model.name == DEFAULT_MODEL else []),
         *([] if model.chat else ["base model"]),
         *(["terms"] if model.terms else []),
-        *(["pulled"] if model.is_here else []),
+        *(["pulled"] if model.is_on_disk else []),
     ]
     return f"  {model.name:13}{model.title:23}{model.size / 1e6:3.0f} MB  {model.licence:12}{', '.join(notes)}".rstrip()
 
 
-def _listing() -> str:
+def _format_pairs() -> str:
     """Returns two lines for each pair, to fit long ids into 80 columns."""
     lines = [f"{'TARGET':52}SIZES", f"  + {'DRAFT':48}NOTE"]
     for target, target_b, draft, draft_b, note in KNOWN_PAIRS:
         sizes = f"{target_b:g}B / {draft_b:g}B ({target_b / draft_b:.0f}x)"
         lines += [f"{f'mlx-community/{target}':52}{sizes}", f"  + {f'mlx-community/{draft}':48}{note}".rstrip()]
-    lines += ["", "to pull (outrider pull NAME, --model NAME):", *map(_to_pull, PULLED.values())]
-    if is_here(TINY):
+    lines += ["", "to pull (outrider pull NAME, --model NAME):", *map(_format_pulled, PULLED_MODELS.values())]
+    if is_on_disk(TINY):
         target, draft = embedded_pair()
         lines += ["", "embedded, a tiny pair for tests (--model tiny):", f"  {target}", f"  + {draft}"]
     return "\n".join([

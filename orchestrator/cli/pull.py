@@ -5,21 +5,23 @@ from __future__ import annotations
 import argparse
 
 from outrider.orchestrator.cli.terminal import say
-from outrider.orchestrator.pairing.model_files import DEFAULT, find_model
-from outrider.orchestrator.pairing.pulled import PULLED, pull
+from outrider.orchestrator.pairing.model_files import DEFAULT_MODEL, find_model
+from outrider.orchestrator.pairing.pulled import PULLED_MODELS, pull
 from outrider.protocol.errors import InvalidRequest
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", default=DEFAULT, help=f"{' or '.join(PULLED)} (default: {DEFAULT})")
+    parser.add_argument(
+        "name", nargs="?", default=DEFAULT_MODEL, help=f"{' or '.join(PULLED_MODELS)} (default: {DEFAULT_MODEL})"
+    )
     parser.add_argument("--accept-terms", action="store_true", help="accept the model's terms of use, if it has any")
 
 
 def run(options: argparse.Namespace) -> int:
-    model = PULLED.get(options.name)
+    model = PULLED_MODELS.get(options.name)
     if model is None:
-        raise InvalidRequest(f"there is no model {options.name!r} to pull; expected one of {', '.join(PULLED)}")
-    if not model.is_here:
+        raise InvalidRequest(f"there is no model {options.name!r} to pull; expected one of {', '.join(PULLED_MODELS)}")
+    if not model.is_on_disk:
         say(f"{model.title}: {model.size / 1e6:.0f} MB, {model.licence}{f', {model.terms}' if model.terms else ''}")
     path = pull(model, options.accept_terms)
     print(f"{model.name}: {path}")

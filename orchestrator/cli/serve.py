@@ -15,10 +15,10 @@ from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.events import Announcement, Failure, ServerReady, Stage, announce
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.http_settings import MOST_SECONDS, HttpSettings
+from outrider.orchestrator.http_settings import MAX_WAIT_SECONDS, HttpSettings
 from outrider.orchestrator.settings import ENDPOINTS, ServeSettings
 from outrider.protocol import values
-from outrider.protocol.errors import OutriderError, as_error, kind_of
+from outrider.protocol.errors import OutriderError, error_kind, make_error
 from outrider.protocol.messages import Stats
 
 DRAIN_SECONDS = 30
@@ -30,6 +30,7 @@ COMMON = (
     "--model", "--draft-model", "--mode", "--host", "--port", "--api-key", "--endpoint", "--workers-endpoint",
     "--max-active", "--kv-memory", "--log-level",
 )  # fmt: skip
+STDIN, STDOUT, STDERR = range(3)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -45,15 +46,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options, "orchestrator")
     settings, http = ServeSettings(**flags.settings_of(options)), flags.http_settings_of(options)
-    drain = values.whole("drain_timeout", options.drain_timeout, 0, MOST_SECONDS)
+    drain = values.check_int("drain_timeout", options.drain_timeout, 0, MAX_WAIT_SECONDS)
     if options.for_parent:
-        return _for_parent(settings, http)
+        return _run_for_parent(settings, http)
     in_json = settings.log_format == "json"  # then all that goes to stderr is logged
     board = StatusBoard(in_json)
     try:
         unfinished = serve.run(settings, board.announce, status=board.status, http=http, drain_timeout=drain)
         if unfinished is not None:
-            raise as_error(unfinished.kind, unfinished.message)
+            raise make_error(unfinished.kind, unfinished.message)
     except OutriderError as error:
         if not in_json:
             raise
@@ -64,10 +65,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-STDIN, STDOUT, STDERR = range(3)
-
-
-def _for_parent(settings: ServeSettings, http: HttpSettings | None) -> int:
+def _run_for_parent(settings: ServeSettings, http: HttpSettings | None) -> int:
     """Runs the server for the process that started it: announces on stdout, prints nothing, and ends with stdin."""
     line = os.fdopen(os.dup(STDOUT), "wb", buffering=0)
     os.dup2(STDERR, STDOUT)  # for what a library prints
@@ -75,7 +73,7 @@ def _for_parent(settings: ServeSettings, http: HttpSettings | None) -> int:
     try:
         unfinished = serve.run(settings, partial(announce, line), http=http)
     except OutriderError as error:
-        announce(line, Failure(kind_of(error), str(error)))
+        announce(line, Failure(error_kind(error), str(error)))
         return error.exit_code
     if unfinished is not None:
         announce(line, unfinished)
@@ -89,7 +87,7 @@ def _end_with_stdin() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _print(ready: ServerReady) -> None:
+def _print_endpoints(ready: ServerReady) -> None:
     """Prints the server's endpoints and its key to stdout."""
     lines = [("clients", ready.endpoint), ("workers", ready.workers), ("workers", ready.joining)]
     lines += [("key", ready.key), ("HTTP", ready.http)]
@@ -113,7 +111,7 @@ class StatusBoard:
             case ServerReady(notes=notes):
                 self._ready = True
                 self._screen.clear()
-                _print(announcement)
+                _print_endpoints(announcement)
                 for note in notes:
                     log.warning("%s", note) if self._in_json else say(f"Note: {note}")
 

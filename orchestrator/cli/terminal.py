@@ -3,10 +3,10 @@
 `Screen`: progress on stderr: in a terminal one line that changes and is removed at the end; elsewhere log lines of
 level info.
 
-`guarded`: opens closed standard streams and lets them write any text. A stdout that can't be written ends the command
-with an error, or silently if its reader has closed it.
+`run_guarded`: opens closed standard streams, and makes them accept any text. If stdout can't be written, the
+command ends with an error, or silently if the reader has closed it.
 
-`ended_in_order`: makes a signal unwind the command, so that its processes end and its files are removed.
+`unwind_on_signals`: makes a signal unwind the command, so that its processes end and its files are removed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.process import outside_finalizers
+from outrider.protocol.process import run_outside_finalizers
 
 log = logging.getLogger(__name__)
+
+UNWRITABLE_ERRNOS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""The errors of writes to a closed pipe, a full disk or a closed terminal; these errors name no file."""
+
+SIGNAL_EXIT_BASE = 128
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -61,12 +66,8 @@ class Screen:
         self._shown = ""
 
 
-UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of a write to a closed pipe, a full disk or a closed terminal; such an error names no file."""
-
-
-def guarded(command: Callable[[], int]) -> int:
-    """Runs `command` and returns its exit code, in whatever state the standard streams are."""
+def run_guarded(command: Callable[[], int]) -> int:
+    """Runs `command` and returns its exit code, whatever the state of the standard streams."""
     _prepare_streams()
     try:
         try:
@@ -74,7 +75,7 @@ def guarded(command: Callable[[], int]) -> int:
         finally:
             sys.stdout.flush()  # a write that fails is reported here, not by Python when it exits
     except OSError as error:
-        if error.errno not in UNWRITABLE or error.filename is not None:
+        if error.errno not in UNWRITABLE_ERRNOS or error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the buffer
         if isinstance(error, BrokenPipeError):
@@ -83,7 +84,7 @@ def guarded(command: Callable[[], int]) -> int:
         return OutriderError.exit_code
 
 
-def takes_unicode() -> bool:
+def can_write_unicode() -> bool:
     """Returns whether stdout can write every character."""
     return (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
 
@@ -102,19 +103,16 @@ def _prepare_streams() -> None:
         sys.stdin.reconfigure(encoding="utf-8")
 
 
-SIGNALLED = 128
-
-
 @contextmanager
-def ended_in_order() -> Iterator[None]:
+def unwind_on_signals() -> Iterator[None]:
     """Makes SIGTERM and SIGHUP unwind the command as Ctrl-C does; the exit code is 128 plus the signal's number.
 
     A signal that this process was started to ignore (`nohup`) stays ignored.
     """
-    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _end, signal.SIGHUP: _end}
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _on_signal, signal.SIGHUP: _on_signal}
     handled = [number for number in handlers if signal.getsignal(number) == signal.SIG_DFL]
     for number in handled:
-        signal.signal(number, outside_finalizers(handlers[number]))
+        signal.signal(number, run_outside_finalizers(handlers[number]))
     try:
         yield
     finally:
@@ -122,7 +120,7 @@ def ended_in_order() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _end(number: int, _frame: FrameType | None) -> None:
+def _on_signal(number: int, _frame: FrameType | None) -> None:
     for ignored in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
-    sys.exit(SIGNALLED + number)
+    sys.exit(SIGNAL_EXIT_BASE + number)

@@ -21,19 +21,23 @@ from typing import Any
 import msgspec
 
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.generate import add_generation_flags, as_json, checked, generate, prompt_of, request_of
+from outrider.orchestrator.cli.generate import add_generation_flags, as_chat, as_json, generate, prompt_of, request_of
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.tokenizer import Message, TextCodec, TextStream, load_text
-from outrider.protocol.errors import InvalidRequest, WorkerError, as_error
+from outrider.protocol.errors import InvalidRequest, WorkerError, make_error
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
 
-# Runs the replay, `target_worker.certificate`, as a process of its own, since it imports MLX.
+# Runs the replay, `target_worker.certificate`, in a separate process, since it imports MLX.
 
-THREADS = 1
+REPLAY_THREADS = 1
+MAX_QUOTED = 20
+NOT_CERTIFIED_EXIT_CODE = 1
+EXPECTED_OUTPUT = "the output of `outrider generate --json`"
+COMMON = ("--json-file", "--json", "--prompt", "--model", "--draft-model", "--mode", "--max-tokens", "--temp", "--seed")
 
 
 def certify(
@@ -58,7 +62,7 @@ def certify(
         "sampling": dataclasses.asdict(sampling),
         "ends": list(ends),
     }
-    environment = system.environment(child_environment(), THREADS)
+    environment = system.blas_environment(child_environment(), REPLAY_THREADS)
     command = python("-m", "outrider.target_worker.certificate")
     with tempfile.TemporaryFile("w+") as stdin:
         json.dump(claim, stdin)
@@ -69,7 +73,7 @@ def certify(
             try:
                 report = _read_report(process.stdout or (), progress)
             finally:
-                process.kill()  # the report has been read, or is no longer wanted
+                process.kill()  # the report has been read, or is no longer needed
     if report is None:
         raise WorkerError(f"the replay ended with code {process.returncode} before its report; see its stderr")
     return report
@@ -78,7 +82,7 @@ def certify(
 def _read_report(lines: Iterable[str], progress: Callable[[str], None]) -> Report | None:
     for fields in map(json.loads, lines):
         if "error" in fields:
-            raise as_error(fields["kind"], fields["error"])
+            raise make_error(fields["kind"], fields["error"])
         if "positions" in fields:
             return msgspec.convert(fields, Report)
         progress(fields.get("stage") or f"replaying: {fields['position']} of {fields['of']} tokens")
@@ -86,8 +90,6 @@ def _read_report(lines: Iterable[str], progress: Callable[[str], None]) -> Repor
 
 
 # An output, and the checks that need no model: the text that the tokens decode to, and where the output has to end.
-
-SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,8 @@ class Output:
     finish_reason: str
 
 
-def faults(output: Output, codec: TextCodec, prompt: tuple[int, ...], context_length: int) -> tuple[str, ...]:
-    """Returns what disagrees with the output's tokens, taken as the target's: its end, its finish reason, its text."""
+def find_faults(output: Output, codec: TextCodec, prompt: tuple[int, ...], context_length: int) -> tuple[str, ...]:
+    """Returns how the output's end, finish reason or text contradicts its tokens, which are taken as the target's."""
     sampling = output.sampling
     eos = frozenset() if sampling.ignore_eos else codec.eos
     stream = TextStream(codec, prompt, sampling.stop, eos)
@@ -135,16 +137,9 @@ def _first_difference(decoded: str, text: str) -> str:
     pairs = enumerate(zip(decoded, text, strict=False))
     at = next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(decoded), len(text)))
     return (
-        f"its text differs from its tokens at character {at}: the tokens decode to {decoded[at : at + SHOWN]!r}"
-        f" and the text has {text[at : at + SHOWN]!r}"
+        f"its text differs from its tokens at character {at}: the tokens decode to {decoded[at : at + MAX_QUOTED]!r}"
+        f" and the text has {text[at : at + MAX_QUOTED]!r}"
     )
-
-
-NOT_CERTIFIED = 1
-EXPECTED = "the output of `outrider generate --json`"
-
-
-COMMON = ("--json-file", "--json", "--prompt", "--model", "--draft-model", "--mode", "--max-tokens", "--temp", "--seed")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +152,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     screen = Screen()
-    output = _output(_from_file(options) if options.json_file else _generated(options, screen), options)
+    output = _parse_output(_read_output(options) if options.json_file else _generate_output(options, screen), options)
     _require_coupled(output.sampling)
     model = find_model(output.model, keep_precision=bool(options.gguf_keep_precision))
     text = load_text(model, template=output.chat_template)
@@ -168,17 +163,17 @@ def run(options: argparse.Namespace) -> int:
             " prompt and the model that the output was generated with"
         )
     report = certify(model.folder, tokens, output.token_ids, output.sampling, screen.show, codec.eos)
-    own_faults = faults(output, codec, tokens, report.context_length)
+    own_faults = find_faults(output, codec, tokens, report.context_length)
     holds = report.holds and not own_faults
     screen.clear()
     if options.json:
         print(json.dumps({**dataclasses.asdict(report), "faults": own_faults, "certified": holds}))
     else:
-        print(_format(report, own_faults, codec))
-    return 0 if holds else NOT_CERTIFIED
+        print(_format_report(report, own_faults, codec))
+    return 0 if holds else NOT_CERTIFIED_EXIT_CODE
 
 
-def _generated(options: argparse.Namespace, screen: Screen) -> dict[str, Any]:
+def _generate_output(options: argparse.Namespace, screen: Screen) -> dict[str, Any]:
     if options.prompt is None and options.chat is None:
         raise InvalidRequest("there is nothing to verify; expected --json-file, or --prompt to generate an output")
     prompt = prompt_of(options)
@@ -188,23 +183,23 @@ def _generated(options: argparse.Namespace, screen: Screen) -> dict[str, Any]:
     return as_json(result, request, prompt, request.chat_template)
 
 
-def _from_file(options: argparse.Namespace) -> dict[str, Any]:
+def _read_output(options: argparse.Namespace) -> dict[str, Any]:
     path: Path = options.json_file
     try:
-        found = msgspec.json.decode(flags.read_text_file(path, EXPECTED), type=dict[str, Any])
+        found = msgspec.json.decode(flags.read_text_file(path, EXPECTED_OUTPUT), type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{path} is not a JSON object ({error}); expected {EXPECTED}") from None
+        raise InvalidRequest(f"{path} is not a JSON object ({error}); expected {EXPECTED_OUTPUT}") from None
     if options.prompt is not None or options.chat is not None:
         found["prompt"] = prompt_of(options)
     if found.get("prompt") is None:
         raise InvalidRequest(f"{path} does not contain its prompt; expected --prompt and the sampling flags")
     if not isinstance(found["prompt"], str):
-        checked(found["prompt"], str(path))
+        as_chat(found["prompt"], str(path))
     return found
 
 
-def _output(found: dict[str, Any], options: argparse.Namespace) -> Output:
-    """Returns what `outrider generate --json` prints as an output; flags override its model and sampling."""
+def _parse_output(found: dict[str, Any], options: argparse.Namespace) -> Output:
+    """Parses the output of `outrider generate --json`; flags override its model and sampling."""
     try:
         found |= {
             "model": options.model or found["model"],
@@ -215,7 +210,7 @@ def _output(found: dict[str, Any], options: argparse.Namespace) -> Output:
         }
         return msgspec.convert(found, Output)
     except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
-        raise InvalidRequest(f"{options.json_file} can't be used ({error}); expected {EXPECTED}") from None
+        raise InvalidRequest(f"{options.json_file} can't be used ({error}); expected {EXPECTED_OUTPUT}") from None
 
 
 def _require_coupled(sampling: SamplingParams) -> None:
@@ -225,19 +220,19 @@ def _require_coupled(sampling: SamplingParams) -> None:
         )
 
 
-def _format(report: Report, own_faults: tuple[str, ...], codec: TextCodec) -> str:
+def _format_report(report: Report, own_faults: tuple[str, ...], codec: TextCodec) -> str:
     verdict = "certified" if report.holds and not own_faults else "NOT the target's output"
     lines = [
         f"{report.positions} tokens replayed: {report.identical} identical, {len(report.ties)} ties"
         f" (rounding differences), {len(report.mismatches)} mismatches: {verdict}"
     ]
     lines += [f"  FAULT: {fault}" for fault in own_faults]
-    lines += [_line("tie", tie, codec) for tie in report.ties]
-    lines += [_line("MISMATCH", mismatch, codec) for mismatch in report.mismatches]
+    lines += [_format_difference("tie", tie, codec) for tie in report.ties]
+    lines += [_format_difference("MISMATCH", mismatch, codec) for mismatch in report.mismatches]
     return "\n".join(lines)
 
 
-def _line(kind: str, at: Difference, codec: TextCodec) -> str:
+def _format_difference(kind: str, at: Difference, codec: TextCodec) -> str:
     margin = "filtered out by the target" if at.margin is None else f"margin {at.margin:.3g} of {at.tolerance:.3g}"
     return (
         f"  {kind} at {at.position}: the target generates {codec.decode((at.expected,))!r}"

@@ -17,9 +17,9 @@ from outrider.orchestrator.machine import lan, system
 from outrider.orchestrator.machine.spawn import MODULES, child_environment, worker_command
 from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
-from outrider.orchestrator.pairing.tokenizer import fingerprint, load_codec
+from outrider.orchestrator.pairing.tokenizer import load_codec, vocabulary_digest
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.endpoints import keys_to, parse, probe, require_server
+from outrider.protocol.endpoints import find_client_keys, parse_endpoint, probe, require_server
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.keys import Keyring, parse_key
 
@@ -27,11 +27,11 @@ COMMON = (
     "--connect", "--discover", "--server-key", "--name", "--model", "--draft-model", "--draft-backend", "--keys",
     "--threads", "--log-level",
 )  # fmt: skip
-OF_A_SERVER = (
-    *flags.OF_MANY_REQUESTS, "drafters", "branch_depth", "ngrams", "trees", "pin_cores", "prefill_workers",
+SERVER_SETTINGS = (
+    *flags.MULTI_REQUEST_SETTINGS, "drafters", "branch_depth", "ngrams", "trees", "pin_cores", "prefill_workers",
     "prefill_from", "worker_timeout", "kv_memory", "prompt_cache", "memory", "trace",
 )  # fmt: skip
-"""Settings that concern no worker, or that the server decides."""
+"""Settings that have no effect on a worker, or that the server decides."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     shard = "run as one of several ranks of the target, all started by mlx.launch"
     parser.add_argument("--shard", action="store_true", help=shard)
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
-    flags.add_cluster_flags(parser, OF_A_SERVER)
+    flags.add_cluster_flags(parser, SERVER_SETTINGS)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,16 +68,16 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest("--shard is for one rank that mlx.launch starts; expected role target, and no --shards")
     if options.discover:
         trusted = {server.key for server in Keyring(options.keys).servers()}
-        found = lan.find({parse_key(options.server_key)} if options.server_key is not None else trusted)
+        found = lan.find_server({parse_key(options.server_key)} if options.server_key is not None else trusted)
         options.connect, options.server_key = found.endpoint, found.key
-    endpoint = str(parse(options.connect))
+    endpoint = str(parse_endpoint(options.connect))
     if os.environ.get("MLX_RANK", "0") == "0":  # only rank 0 connects to the server
         require_server(endpoint)
-        keys = keys_to(endpoint, options.server_key, settings.keys)
+        keys = find_client_keys(endpoint, options.server_key, settings.keys)
         if keys is not None:
             probe(endpoint, keys)
     pair = choose_pair(settings)
-    if options.role == "draft" and pair.settings.drafts_by_head and not is_head:
+    if options.role == "draft" and pair.settings.drafts_with_head and not is_head:
         raise InvalidRequest(
             f"{options.draft_model} is a draft head; start this worker and the server with --head-in draft-worker"
         )
@@ -87,17 +87,17 @@ def run(options: argparse.Namespace) -> int:
     command = worker_command(options.role, name, endpoint, pair.settings, options.parent_fd)
     command += ["--shard"] if options.shard else []
     if options.role != "target":
-        command += _joining(options, pair)
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # kept until the worker can end in order (WorkerLink)
-    os.execve(command[0], command, system.environment(child_environment(), settings.threads, settings.cpu_kernels))
+        command += _joining_options(options, pair)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # kept until the worker can end cleanly (WorkerLink)
+    os.execve(command[0], command, system.blas_environment(child_environment(), settings.threads, settings.cpu_kernels))
 
 
-def _joining(options: argparse.Namespace, pair: ChosenPair) -> list[str]:
+def _joining_options(options: argparse.Namespace, pair: ChosenPair) -> list[str]:
     """Returns the options of a worker that this server did not start: its keys, and its vocabulary's fingerprint."""
     line = []
     for flag, value in (("--keys", options.keys), ("--server-key", options.server_key)):
         line += [f"{flag}={value}"] if value is not None else []
     if options.role == "draft" and pair.draft is not None:
-        model = pair.target if pair.settings.drafts_by_head else pair.draft
-        line += ["--vocabulary", fingerprint(load_codec(model))]
+        model = pair.target if pair.settings.drafts_with_head else pair.draft
+        line += ["--vocabulary", vocabulary_digest(load_codec(model))]
     return line

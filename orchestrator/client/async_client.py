@@ -1,7 +1,7 @@
-"""The awaited Python client: the calls of `client`, for asyncio.
+"""The asyncio Python client, with the same calls as `client`.
 
-`AsyncSocket`: a ZeroMQ socket in asyncio that handles each message in the event loop's turn that receives it.
-`zmq.asyncio` costs several futures and polls for each message, and a task that awaits each message costs another turn.
+`AsyncSocket`: a ZeroMQ socket that handles each message in the iteration of the event loop that receives it.
+`zmq.asyncio` costs several futures and polls a message; a task that awaits each message costs another iteration.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import zmq
 
 from outrider.orchestrator.client.client import (
     FLUSH_MS,
-    MOVES_ON,
+    RETRYABLE_ERRORS,
     BaseStream,
-    Connecting,
+    ClientSelector,
+    EndpointClient,
     Patience,
-    Sources,
     StreamClient,
 )
 from outrider.orchestrator.client.dialogue import (
@@ -39,12 +39,12 @@ from outrider.protocol.messages import Cancel, Message, Stats
 from outrider.protocol.sampling import SamplingParams
 
 POLLIN, NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
-"""As plain numbers: arithmetic on Python's flags takes longer than the poll."""
+"""Plain integers, because arithmetic on Python's `Flag` takes longer than the poll."""
 
 Handler = Callable[[Message], bool]
 """Handles a message; returns whether it is the last."""
 
-Grown = Callable[[Chunk], object]
+ChunkHandler = Callable[[Chunk], object]
 
 
 class AsyncSocket:
@@ -54,54 +54,54 @@ class AsyncSocket:
         self._socket = socket
         self._handle = handle
         self._loop = asyncio.get_running_loop()
-        self._over: asyncio.Future[None] = self._loop.create_future()
-        self._over.add_done_callback(asyncio.Future.exception)  # asyncio would log an error that no task awaits
+        self._finished: asyncio.Future[None] = self._loop.create_future()
+        self._finished.add_done_callback(asyncio.Future.exception)  # asyncio would log an error that no task awaits
         self._is_silent = True
         self._file = socket.FD
-        self._polled = [(socket, POLLIN)]
-        self._loop.add_reader(self._file, self._take_in)
+        self._poll_list = [(socket, POLLIN)]
+        self._loop.add_reader(self._file, self._receive_waiting)
 
     def send(self, message: Message) -> None:
         """Sends without waiting: ZeroMQ's queue has room for a client's few messages, unless the server refuses it."""
         with suppress(zmq.Again):
             self._socket.send_multipart(encode(message), zmq.NOBLOCK)
-        self._take_in()  # sending also resets the file descriptor's signal for messages that have arrived
+        self._receive_waiting()  # sending also resets the file descriptor's signal for messages that have arrived
 
-    async def until_over(self, patience: Patience, about: str | None = None) -> None:
-        """Returns when the last message has been handled; queries a silent server `about` a request.
+    async def wait_until_done(self, patience: Patience, about: str | None = None) -> None:
+        """Waits until the last message has been handled; queries a silent server `about` a request.
 
         Raises:
-            OutriderError: `patience` is over, a message is invalid, or its handler raised this.
+            OutriderError: the server is silent for too long, a message is invalid, or its handler raised this.
         """
-        while not self._over.done():
+        while not self._finished.done():
             self._is_silent = True
-            await asyncio.wait((self._over,), timeout=patience.poll_ms / 1000)
+            await asyncio.wait((self._finished,), timeout=patience.poll_ms / 1000)
             if not self._is_silent:
                 patience.on_message()
-            elif not self._over.done():
+            elif not self._finished.done():
                 self.send(await asyncio.to_thread(patience.on_silence, about))
-        self._over.result()
+        self._finished.result()
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket; messages that are still queued have `linger_ms` milliseconds to leave."""
         self._loop.remove_reader(self._file)
         self._socket.close(linger_ms)
 
-    def _take_in(self) -> None:
-        """Receives frame by frame: headers say where messages end; asking ZeroMQ costs half as much as receiving."""
+    def _receive_waiting(self) -> None:
+        """Receives all waiting frames; headers say where messages end: asking ZeroMQ costs half of a receive."""
         frames: list[bytes] = []
-        while zmq.zmq_poll(self._polled, 0):
+        while zmq.zmq_poll(self._poll_list, 0):
             frames.append(self._socket.recv(NOBLOCK))
-        if not frames or self._over.done():
+        if not frames or self._finished.done():
             return
         self._is_silent = False
         try:
             if any(map(self._handle, decode_all(frames))):
-                self._over.set_result(None)
+                self._finished.set_result(None)
         except OutriderError as error:
-            self._over.set_exception(error)  # `until_over` raises it
+            self._finished.set_exception(error)  # `wait_until_done` raises it
         except Exception as error:
-            self._over.set_exception(error)
+            self._finished.set_exception(error)
             raise
 
 
@@ -116,7 +116,7 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
 
     async def close(self) -> None:
         """Closes the unfinished streams, and refuses new ones. A second call does nothing."""
-        for stream in self._end_streams():
+        for stream in self._refuse_streams():
             await stream.close()
 
     async def generate(
@@ -128,45 +128,45 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
             pass
         return stream.result
 
-    def _stream_of(self, dialogue: Dialogue) -> AsyncStream:
+    def _create_stream(self, dialogue: Dialogue) -> AsyncStream:
         return AsyncStream(self, dialogue)
 
-    async def exchange(self, dialogue: Dialogue) -> AsyncGenerator[Chunk, None]:
+    async def run_dialogue(self, dialogue: Dialogue) -> AsyncGenerator[Chunk, None]:
         """Runs one dialogue to its end, and yields its chunks; cancels the request if the caller stops early."""
         chunks = asyncio.Queue[Chunk | None]()
-        following = asyncio.create_task(self.follow(dialogue, chunks.put_nowait))
-        following.add_done_callback(lambda _: chunks.put_nowait(None))
+        reader_task = asyncio.create_task(self.follow(dialogue, chunks.put_nowait))
+        reader_task.add_done_callback(lambda _: chunks.put_nowait(None))
         try:
             while (chunk := await chunks.get()) is not None:
                 yield chunk
-            following.result()
+            reader_task.result()
         finally:
-            following.cancel()
-            await asyncio.wait((following,))
+            reader_task.cancel()
+            await asyncio.wait((reader_task,))
 
-    async def follow(self, dialogue: Dialogue, grown: Grown) -> None:
-        """Runs one dialogue to its end; calls `grown` with each chunk in the event loop's turn that receives it."""
+    async def follow(self, dialogue: Dialogue, on_chunk: ChunkHandler) -> None:
+        """Runs one dialogue to its end; calls `on_chunk` with each chunk in the loop iteration that receives it."""
         while True:
             try:
-                await self.once(dialogue, grown)
+                await self.run_once(dialogue, on_chunk)
                 return
-            except MOVES_ON as error:
+            except RETRYABLE_ERRORS as error:
                 await asyncio.sleep(dialogue.retry(error))
 
     @abstractmethod
-    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
+    async def run_once(self, dialogue: Dialogue, on_chunk: ChunkHandler) -> None:
         """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
 
 
 class AsyncStream(BaseStream[AsyncBaseClient, AsyncGenerator[Chunk, None]]):
-    """A completion in progress: iterate once with `async for`, then read its `result`; or `follow` it.
+    """A completion in progress: iterate over it with `async for`, then read its `result`; or `follow` it.
 
     A second iteration raises InvalidRequest. `async with` closes it on exit.
     """
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         self._dialogue.begin()
-        reading = self._client.exchange(self._dialogue)
+        reading = self._client.run_dialogue(self._dialogue)
         self._reading = weakref.ref(reading)
         return reading
 
@@ -187,10 +187,10 @@ class AsyncStream(BaseStream[AsyncBaseClient, AsyncGenerator[Chunk, None]]):
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def follow(self, grown: Grown) -> GenerationResult:
-        """Reads the stream to its end; calls `grown`, which must be quick, with each chunk as soon as it arrives."""
+    async def follow(self, on_chunk: ChunkHandler) -> GenerationResult:
+        """Reads the stream to its end; calls `on_chunk`, which must be quick, with each chunk as soon as it arrives."""
         self._dialogue.begin()
-        await self._client.follow(self._dialogue, grown)
+        await self._client.follow(self._dialogue, on_chunk)
         return self.result
 
     @property
@@ -203,7 +203,7 @@ class AsyncStream(BaseStream[AsyncBaseClient, AsyncGenerator[Chunk, None]]):
         self._dialogue.cancel()
 
 
-class AsyncClient(Connecting, AsyncBaseClient):
+class AsyncClient(EndpointClient, AsyncBaseClient):
     """A client of the server at `endpoint`; see `Client` for the calls' arguments, results and errors."""
 
     async def stats(self) -> Stats:
@@ -215,28 +215,28 @@ class AsyncClient(Connecting, AsyncBaseClient):
             return bool(answers)
 
         patience = self.patience()
-        socket = AsyncSocket(self.connected(), handle)
+        socket = AsyncSocket(self.open_socket(), handle)
         try:
             socket.send(patience.on_silence())
-            await socket.until_over(patience)
+            await socket.wait_until_done(patience)
         finally:
             socket.close()
         return answers[0]
 
-    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
+    async def run_once(self, dialogue: Dialogue, on_chunk: ChunkHandler) -> None:
         def handle(message: Message) -> bool:
-            chunk = dialogue.take(message)
+            chunk = dialogue.handle_message(message)
             if chunk is not None:
-                grown(chunk)
+                on_chunk(chunk)
             return dialogue.over
 
         patience = self.patience()
-        socket = AsyncSocket(self.connected(), handle)
+        socket = AsyncSocket(self.open_socket(), handle)
         try:
-            socket.send(dialogue.opening)
+            socket.send(dialogue.first_message)
             dialogue.was_sent = True
             dialogue.cancel = lambda: socket.send(Cancel(dialogue.request))
-            await socket.until_over(patience, dialogue.request)
+            await socket.wait_until_done(patience, dialogue.request)
         finally:
             dialogue.cancel = lambda: None
             if not dialogue.over:
@@ -244,9 +244,9 @@ class AsyncClient(Connecting, AsyncBaseClient):
             socket.close(FLUSH_MS)
 
 
-class AsyncResumed(Sources[AsyncClient], AsyncBaseClient):
+class AsyncResumed(ClientSelector[AsyncClient], AsyncBaseClient):
     """`Resumed` for asyncio."""
 
-    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
-        with self.one() as client:
-            await client.once(dialogue, grown)
+    async def run_once(self, dialogue: Dialogue, on_chunk: ChunkHandler) -> None:
+        with self.current_client() as client:
+            await client.run_once(dialogue, on_chunk)

@@ -1,7 +1,7 @@
 """The blocking Python client: connects to a running server over ZeroMQ, and resumes texts on another server.
 
-`StreamClient`, `BaseStream` and `Connecting` are what the blocking and the awaited clients (`async_client`) share:
-streams, their result, and endpoint, keys and timeout. Clients are thread-safe.
+The blocking and the awaited clients (`async_client`) share `StreamClient`, `BaseStream` and `EndpointClient`: streams,
+their results, and the endpoint, keys and timeout. Clients are thread-safe.
 
 `Patience`: how long a client waits for a silent server; uses no socket.
 
@@ -26,7 +26,7 @@ from typing import Generic, Never, Self, TypeVar, Unpack
 
 import zmq
 
-from outrider.orchestrator.auth import client_key
+from outrider.orchestrator.auth import new_client_id
 from outrider.orchestrator.client.dialogue import (
     Chunk,
     Dialogue,
@@ -37,7 +37,7 @@ from outrider.orchestrator.client.dialogue import (
 )
 from outrider.protocol import values
 from outrider.protocol.codec import decode, encode
-from outrider.protocol.endpoints import connect, keys_to, probe, require_server
+from outrider.protocol.endpoints import connect, find_client_keys, probe, require_server
 from outrider.protocol.errors import (
     EndpointError,
     InvalidRequest,
@@ -51,7 +51,7 @@ from outrider.protocol.sampling import SamplingParams
 
 ASK_AFTER_SECONDS = 1.0
 FLUSH_MS = 1000
-MOVES_ON = (EndpointError, WorkerError, ServerBusy, OtherModel)
+RETRYABLE_ERRORS = (EndpointError, WorkerError, ServerBusy, OtherModel)
 """Errors after which a text may continue on another server; `Dialogue.retry` decides."""
 
 S = TypeVar("S")
@@ -61,7 +61,7 @@ R = TypeVar("R")
 
 @dataclass
 class Patience:
-    """Distinguishes a busy server from a lost one: queries it after a silence, and gives up `seconds` later.
+    """Distinguishes a busy server from a lost one: queries a silent server, and gives up after `seconds`.
 
     Raises:
         EndpointError: no server is at the endpoint.
@@ -74,7 +74,7 @@ class Patience:
 
     def __post_init__(self) -> None:
         self.on_message()
-        self._look()
+        self._check_server()
 
     @property
     def poll_ms(self) -> int:
@@ -93,25 +93,25 @@ class Patience:
             KeyFault: the server refuses this side's key.
             OutriderError: raised by `alive`, since the server has ended.
         """
-        self._look()
+        self._check_server()
         if self._asked == 1 and self.endpoint.startswith("tcp:"):
             with suppress(EndpointError):  # the server may only be suspended; unanswered queries are counted below
                 probe(self.endpoint, self.keys)
-        self._asked += 1  # counted, not timed: while this process is suspended it asks nothing and misses no answer
+        self._asked += 1  # counted, not timed: a suspended process sends no queries, and misses no answers
         if (self._asked - 1) * self.poll_ms > 1000 * self.seconds:
             raise EndpointError(
                 f"nothing answers at {self.endpoint} for {self.seconds:g} s; expected a running `outrider serve`"
             )
         return StatsQuery(f"s{os.urandom(8).hex()}", about)
 
-    def _look(self) -> None:
+    def _check_server(self) -> None:
         if self.alive is not None:
             self.alive()
         require_server(self.endpoint)
 
 
 class StreamClient(ABC, Generic[S]):
-    """What blocking and awaited clients share: they create streams, and close them when they are closed.
+    """The base of blocking and awaited clients: creates streams, and closes them when it is closed.
 
     `sources`: the number of servers that may continue a text; see `Dialogue`. Thread-safe.
     """
@@ -145,25 +145,25 @@ class StreamClient(ABC, Generic[S]):
         Raises:
             InvalidRequest: the client is closed.
         """
-        stream = self._stream_of(Dialogue(request, progress, self.sources))
+        stream = self._create_stream(Dialogue(request, progress, self.sources))
         with self._lock:
             if self._is_closed:
                 raise InvalidRequest(f"this {type(self).__name__} is closed; create a new one")
             self._streams.add(stream)
         return stream
 
-    def _end_streams(self) -> list[S]:
-        """Refuses new streams from now on; returns the streams to close."""
+    def _refuse_streams(self) -> list[S]:
+        """Refuses new streams from now on, and returns the streams that have to be closed."""
         with self._lock:
             self._is_closed = True
             return list(self._streams)
 
     @abstractmethod
-    def _stream_of(self, dialogue: Dialogue) -> S: ...
+    def _create_stream(self, dialogue: Dialogue) -> S: ...
 
 
 class BaseStream(Generic[C, R]):
-    """The state and result of a stream of a client `C`, which `R` reads, blocking or awaited."""
+    """The state and result of a stream. `C` is the type of its client, `R` the type of the generator that reads it."""
 
     def __init__(self, client: C, dialogue: Dialogue) -> None:
         self._client = client
@@ -190,7 +190,7 @@ class BaseClient(StreamClient["Stream"]):
 
     def close(self) -> None:
         """Closes the unfinished streams of all threads, and refuses new ones. A second call does nothing."""
-        for stream in self._end_streams():
+        for stream in self._refuse_streams():
             stream.close()
 
     def generate(
@@ -216,32 +216,32 @@ class BaseClient(StreamClient["Stream"]):
             pass
         return stream.result
 
-    def _stream_of(self, dialogue: Dialogue) -> Stream:
+    def _create_stream(self, dialogue: Dialogue) -> Stream:
         return Stream(self, dialogue)
 
-    def exchange(self, dialogue: Dialogue) -> Generator[Chunk, None, None]:
+    def run_dialogue(self, dialogue: Dialogue) -> Generator[Chunk, None, None]:
         """Runs one dialogue to its end, and yields its chunks; cancels the request if the caller stops early."""
         while not dialogue.is_closed:
             try:
-                yield from self.once(dialogue)
+                yield from self.run_once(dialogue)
                 return
-            except MOVES_ON as error:
+            except RETRYABLE_ERRORS as error:
                 time.sleep(dialogue.retry(error))
 
     @abstractmethod
-    def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
+    def run_once(self, dialogue: Dialogue) -> Iterator[Chunk]:
         """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
 
 
 class Stream(BaseStream[BaseClient, Generator[Chunk, None, None]]):
-    """A completion in progress: iterate once for its chunks, then read its `result`.
+    """A completion in progress: iterate over its chunks, then read its `result`.
 
     A second iteration raises InvalidRequest. A context manager, which closes it on exit.
     """
 
     def __iter__(self) -> Iterator[Chunk]:
         self._dialogue.begin()
-        reading = self._client.exchange(self._dialogue)
+        reading = self._client.run_dialogue(self._dialogue)
         self._reading = weakref.ref(reading)  # weak: leaving the loop ends the generator, and so cancels the request
         return reading
 
@@ -263,7 +263,7 @@ class Stream(BaseStream[BaseClient, Generator[Chunk, None, None]]):
         self.close()
 
 
-class Connecting:
+class EndpointClient:
     """A client of the server at `endpoint`; see `Client`.
 
     Each call has its own socket, so calls don't wait for each other here; the server queues them fairly by client.
@@ -281,14 +281,14 @@ class Connecting:
     ) -> None:
         if unknown:
             known = ("endpoint", "timeout", "alive", "reconnect", "server_key", "keys")
-            raise values.unknown_keyword(type(self).__name__, unknown, known)
+            raise values.unknown_keyword_error(type(self).__name__, unknown, known)
         super().__init__()
         self.endpoint = endpoint
-        self.sources = int(values.flag("reconnect", reconnect))
-        self.timeout = values.number("timeout", timeout, 0.001, math.inf)
-        self._keys = keys_to(endpoint, server_key, keys)
+        self.sources = int(values.check_bool("reconnect", reconnect))
+        self.timeout = values.check_float("timeout", timeout, 0.001, math.inf)
+        self._keys = find_client_keys(endpoint, server_key, keys)
         self._alive = alive
-        self._key = client_key()
+        self._client_id = new_client_id()
         self._serials = itertools.count()
 
     def __repr__(self) -> str:
@@ -298,7 +298,7 @@ class Connecting:
         """Returns the patience of one call. Raises EndpointError if no server is at the endpoint."""
         return Patience(self.endpoint, self.timeout, self._alive, self._keys)
 
-    def connected(self) -> zmq.Socket[bytes]:
+    def open_socket(self) -> zmq.Socket[bytes]:
         """Returns a new connected socket.
 
         Raises:
@@ -307,11 +307,11 @@ class Connecting:
         """
         try:
             socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        except zmq.ZMQError as error:  # each request has a socket, and a process can have only so many
+        except zmq.ZMQError as error:  # each request has a socket, and their number is limited
             raise ServerBusy(
                 f"this process has too many requests in flight ({error}); wait for some to finish"
             ) from None
-        socket.setsockopt(zmq.ROUTING_ID, self._key + next(self._serials).to_bytes(4, "big"))
+        socket.setsockopt(zmq.ROUTING_ID, self._client_id + next(self._serials).to_bytes(4, "big"))
         socket.setsockopt(zmq.LINGER, 0)
         try:
             connect(socket, self.endpoint, self._keys)
@@ -321,7 +321,7 @@ class Connecting:
         return socket
 
 
-class Client(Connecting, BaseClient):
+class Client(EndpointClient, BaseClient):
     """A client of the server at `endpoint` (`outrider serve` prints it).
 
     `timeout`: seconds that a queried server may be silent; the length of a text does not matter. `alive`: raises if the
@@ -339,29 +339,29 @@ class Client(Connecting, BaseClient):
     def stats(self) -> Stats:
         """Returns the server's workers and totals."""
         patience = self.patience()
-        with self.connected() as socket:
+        with self.open_socket() as socket:
             socket.send_multipart(encode(patience.on_silence()))
             while True:
                 answer = self._receive(socket, patience)
                 if isinstance(answer, Stats):
                     return answer
 
-    def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
+    def run_once(self, dialogue: Dialogue) -> Iterator[Chunk]:
         patience = self.patience()
-        farewell = encode(Cancel(dialogue.request))  # encoded now: a program that exits may have unloaded the codec
-        socket = self.connected()
+        cancellation = encode(Cancel(dialogue.request))  # encoded now: a program that exits may have unloaded the codec
+        socket = self.open_socket()
         try:
-            socket.send_multipart(encode(dialogue.opening))
+            socket.send_multipart(encode(dialogue.first_message))
             dialogue.was_sent = True
             while not (dialogue.over or dialogue.is_closed):
                 answer = self._receive(socket, patience, dialogue.request)
-                chunk = None if answer is None else dialogue.take(answer)
+                chunk = None if answer is None else dialogue.handle_message(answer)
                 if chunk is not None:
                     yield chunk
         finally:
             if not dialogue.over:
                 with suppress(zmq.Again):
-                    socket.send_multipart(farewell, flags=zmq.NOBLOCK)
+                    socket.send_multipart(cancellation, flags=zmq.NOBLOCK)
             socket.close(linger=FLUSH_MS)
 
     def _receive(self, socket: zmq.Socket[bytes], patience: Patience, about: str | None = None) -> Message | None:
@@ -375,38 +375,38 @@ class Client(Connecting, BaseClient):
         return decode(socket.recv_multipart())
 
 
-class Sources(Generic[C]):
-    """The part of `Resumed` and `AsyncResumed` that chooses a server; the one that answered last is tried first."""
+class ClientSelector(Generic[C]):
+    """Chooses the client of a server for `Resumed` and `AsyncResumed`, at first the one that answered last."""
 
     def __init__(self, clients: Sequence[C]) -> None:
         if not clients:
             raise InvalidRequest("Resumed needs at least one client")
         super().__init__()
         self._clients: list[C] = list(clients)
-        self._at = 0
+        self._current = 0
         self.sources = len(clients)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._clients!r})"
 
     @contextmanager
-    def one(self) -> Iterator[C]:
-        """Yields a server; if it is lost, the next one is first, unless another request has already moved on."""
-        at = self._at
+    def current_client(self) -> Iterator[C]:
+        """Yields the current client. If its server is lost, the next one becomes current, unless that has happened."""
+        at = self._current
         try:
             yield self._clients[at % len(self._clients)]
-        except MOVES_ON:
-            self._at += self._at == at
+        except RETRYABLE_ERRORS:
+            self._current += self._current == at
             raise
 
 
-class Resumed(Sources[Client], BaseClient):
+class Resumed(ClientSelector[Client], BaseClient):
     """Sends requests to the first of `clients`; a text that it can't finish continues on the next, and so on in turn.
 
     Create the clients with a `timeout` of about a second, so that a lost server is noticed soon. If no server can
     continue, the last server's error is raised.
     """
 
-    def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
-        with self.one() as client:
-            yield from client.once(dialogue)
+    def run_once(self, dialogue: Dialogue) -> Iterator[Chunk]:
+        with self.current_client() as client:
+            yield from client.run_once(dialogue)

@@ -14,13 +14,13 @@ from typing import Any, Unpack, cast
 
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.client import Client
-from outrider.orchestrator.events import Failure, ServerReady, Stage, Unfinished, read_announcement
+from outrider.orchestrator.events import Failure, ServerReady, ShutdownFailure, Stage, read_announcement
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.settings import ServeSettings, Settings, described, flags
+from outrider.orchestrator.settings import ServeSettings, Settings, describe_settings, to_flags
 from outrider.protocol import values
-from outrider.protocol.errors import ServerStopped, WorkerError, as_error
+from outrider.protocol.errors import ServerStopped, WorkerError, make_error
 
-END_SECONDS = 24.0
+SHUTDOWN_SECONDS = 24.0
 
 
 class LocalCluster:
@@ -37,22 +37,22 @@ class LocalCluster:
 
     def __init__(self, *, progress: Callable[[str], None] | None = None, **settings: Unpack[Settings]) -> None:
         if not settings.keys() <= Settings.__annotations__.keys():
-            raise values.unknown_keyword("LocalCluster", settings, (*Settings.__annotations__, "progress"))
+            raise values.unknown_keyword_error("LocalCluster", settings, (*Settings.__annotations__, "progress"))
         checked = ServeSettings(**cast("dict[str, Any]", settings))
         self._models = " and ".join(filter(None, (checked.model, checked.draft_model))) or "the default model"
         self._process = subprocess.Popen(
-            python("-m", "outrider", "serve", "--no-http", "--for-parent", *flags(checked)),
+            python("-m", "outrider", "serve", "--no-http", "--for-parent", *to_flags(checked)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             env=child_environment(),
-            start_new_session=True,  # Ctrl-C goes to this process only, which ends the server in order
+            start_new_session=True,  # Ctrl-C goes to this process only, which shuts the server down
         )
         weakref.finalize(self, self._process.terminate).atexit = False  # for a cluster that is dropped without `close`
         try:
             ready = self._wait_until_ready(progress)
         except BaseException:
-            self._end()
+            self._shut_down()
             raise
         self.endpoint = ready.endpoint
         self.workers_endpoint = ready.workers
@@ -75,40 +75,40 @@ class LocalCluster:
 
         `timeout`: seconds that the server may be silent; inf: as long as its process lives, on however busy a machine.
         """
-        return Client(self.own_endpoint, timeout, self._check)
+        return Client(self.own_endpoint, timeout, self._raise_if_ended)
 
     def async_client(self, timeout: float = math.inf) -> AsyncClient:
         """Returns the same client for asyncio."""
-        return AsyncClient(self.own_endpoint, timeout, self._check)
+        return AsyncClient(self.own_endpoint, timeout, self._raise_if_ended)
 
     def wait(self) -> int:
         """Waits until the server has ended; returns its exit code, negative for the signal that ended it."""
         return self._process.wait()
 
     def close(self) -> None:
-        """Ends the server and its workers, in order if possible. A second call does nothing.
+        """Ends the server and its workers, cleanly if possible. A second call does nothing.
 
         Raises:
             OutriderError: something could not be finished, such as a trace on a full disk; the server has ended.
         """
-        unfinished = self._end()
+        unfinished = self._shut_down()
         if unfinished is not None:
-            raise as_error(unfinished.kind, unfinished.message)
+            raise make_error(unfinished.kind, unfinished.message)
 
-    def _end(self) -> Unfinished | None:
+    def _shut_down(self) -> ShutdownFailure | None:
         """Ends the server; returns what it could not finish."""
         if self._process.stdout is None or self._process.stdout.closed:
             return None
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)  # a process forked from this one may hold the server's stdin open
         try:
-            announced, _ = self._process.communicate(timeout=END_SECONDS)
+            announced, _ = self._process.communicate(timeout=SHUTDOWN_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
             return None
         last = map(read_announcement, announced.splitlines())
-        return next((announcement for announcement in last if isinstance(announcement, Unfinished)), None)
+        return next((announcement for announcement in last if isinstance(announcement, ShutdownFailure)), None)
 
     def __enter__(self) -> LocalCluster:
         return self
@@ -117,7 +117,7 @@ class LocalCluster:
         if kind is None:
             self.close()
         else:
-            self._end()  # without raising: the error in flight is the one to report
+            self._shut_down()  # raises nothing: the original error is the one to report
 
     def _wait_until_ready(self, progress: Callable[[str], None] | None) -> ServerReady:
         for line in self._process.stdout or ():
@@ -125,17 +125,17 @@ class LocalCluster:
                 case ServerReady() as ready:
                     return ready
                 case Failure(kind=kind, message=message):
-                    raise as_error(kind, message)
+                    raise make_error(kind, message)
                 case Stage(text=text) if progress is not None:
                     progress(text)
         code = self._process.wait()
         raise WorkerError(f"the server exited with code {code} before it was ready; see its stderr")
 
-    def _check(self) -> None:
+    def _raise_if_ended(self) -> None:
         code = self._process.poll()
         if code is not None:
             how = f"died (signal {-code})" if code < 0 else f"ended with code {code}"
             raise ServerStopped(f"the server {how} during this request; start it again")
 
 
-LocalCluster.__doc__ = (LocalCluster.__doc__ or "").replace("{settings}", described("\n    "))
+LocalCluster.__doc__ = (LocalCluster.__doc__ or "").replace("{settings}", describe_settings("\n    "))

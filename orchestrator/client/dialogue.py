@@ -26,17 +26,23 @@ from outrider.protocol.errors import (
     ServerBusy,
     ServerStopped,
     WorkerError,
-    as_error,
+    make_error,
 )
 from outrider.protocol.messages import Done, Failed, Generate, Message, Progress, RoundRecord, Started, Timings
 from outrider.protocol.sampling import SamplingFields, SamplingParams
-from outrider.protocol.schema import NEVER, Logprobs, Origin
+from outrider.protocol.schema import IMPOSSIBLE_LOGPROB, Logprobs, Origin
 from outrider.protocol.values import short_repr
 
-MAX_TOKEN = 2**31 - 1
-MAX_CLIENT = 64
+MAX_TOKEN_ID = 2**31 - 1
+MAX_CLIENT_NAME_LENGTH = 64
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
-EMPTY = "the prompt is empty; expected text, or at least one token"
+EMPTY_PROMPT = "the prompt is empty; expected text, or at least one token"
+
+# How long a text waits for the next server, which first loads its models, and how often the client tries to connect.
+RECONNECT_SECONDS, RETRY_SECONDS = 120.0, 0.25
+
+# How often a text continues after a WorkerError: its target may be lost for good, or the text itself may cause it.
+MAX_WORKER_ERRORS = 1
 
 
 class GenerateFields(SamplingFields, total=False):
@@ -51,18 +57,18 @@ class GenerateFields(SamplingFields, total=False):
     client: str
 
 
-def _client_name(name: str, value: object) -> str:
-    text = values.text(name, value)
-    if len(text) > MAX_CLIENT:
-        raise InvalidRequest(f"{name} has {len(text)} characters; expected at most {MAX_CLIENT}")
+def _check_client_name(name: str, value: object) -> str:
+    text = values.check_text(name, value)
+    if len(text) > MAX_CLIENT_NAME_LENGTH:
+        raise InvalidRequest(f"{name} has {len(text)} characters; expected at most {MAX_CLIENT_NAME_LENGTH}")
     return text
 
 
 CHECKS: dict[str, values.Check] = {
     **dict.fromkeys(("mode", "num_draft_tokens", "branches"), check_setting),
-    **dict.fromkeys(("chat_template", "origins", "rounds"), values.flag),
-    "drafter": values.text,
-    "client": _client_name,
+    **dict.fromkeys(("chat_template", "origins", "rounds"), values.check_bool),
+    "drafter": values.check_text,
+    "client": _check_client_name,
 }
 """The check of each option, and of `rounds`."""
 
@@ -77,7 +83,7 @@ def generate_message(
         TypeError: an option is unknown; the message names `function`.
     """
     if not options.keys() <= GenerateFields.__annotations__.keys():
-        raise values.unknown_keyword(function, options, (*GenerateFields.__annotations__, "sampling"))
+        raise values.unknown_keyword_error(function, options, (*GenerateFields.__annotations__, "sampling"))
     text, tokens = (_as_text(prompt), None) if isinstance(prompt, str) else (None, _as_tokens(prompt))
     sampling = SamplingParams() if sampling is None else sampling
     if not isinstance(sampling, SamplingParams):
@@ -91,25 +97,25 @@ def generate_message(
 
 def _as_text(prompt: str) -> str:
     if not prompt:
-        raise InvalidRequest(EMPTY)
+        raise InvalidRequest(EMPTY_PROMPT)
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"the prompt can't be encoded as UTF-8 ({error.reason}); expected Unicode text") from None
-    return values.plain(prompt)
+    return values.plain_str(prompt)
 
 
 def _as_tokens(prompt: object) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     try:
         ids = np.asarray(prompt)
-    except (TypeError, ValueError):  # rows of different lengths, for example
+    except (TypeError, ValueError):  # for example, rows of different lengths
         ids = np.array(None)
     if ids.shape == (0,):
-        raise InvalidRequest(EMPTY)
+        raise InvalidRequest(EMPTY_PROMPT)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidRequest("the prompt is neither text nor token ids; expected a str or a sequence of whole numbers")
-    if ids.min() < 0 or ids.max() > MAX_TOKEN:
-        raise InvalidRequest(f"the prompt has a token id out of range; expected whole numbers from 0 to {MAX_TOKEN}")
+    if ids.min() < 0 or ids.max() > MAX_TOKEN_ID:
+        raise InvalidRequest(f"the prompt has a token id out of range; expected whole numbers from 0 to {MAX_TOKEN_ID}")
     return ids.astype(np.int32)
 
 
@@ -172,53 +178,49 @@ class GenerationResult:
         in_cache = f" ({cached} cached, {read} read)" if cached else ""
         prompt_rate = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
         lines = [
-            f"Prompt: {plural(cached + read, 'token')}{in_cache}, {prompt_rate:.3f} tokens-per-sec",
-            f"Generation: {plural(times.predicted_n, 'token')}, {times.predicted_per_second:.3f} tokens-per-sec",
+            f"Prompt: {pluralize(cached + read, 'token')}{in_cache}, {prompt_rate:.3f} tokens-per-sec",
+            f"Generation: {pluralize(times.predicted_n, 'token')}, {times.predicted_per_second:.3f} tokens-per-sec",
             *([f"Peak memory: {times.peak_bytes / 1e9:.3f} GB"] if times.peak_bytes else []),
-            f"Speculation: {speculation(times, self.mode)}",
+            f"Speculation: {format_speculation(times, self.mode)}",
         ]
         return "\n".join(lines + [f"Note: {note}" for note in self.notes])
 
 
-def plural(count: int, noun: str) -> str:
+def pluralize(count: int, noun: str) -> str:
     """Formats a number and what it counts."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def token_logprobs(logprobs: Logprobs) -> tuple[TokenLogprob, ...]:
+def to_token_logprobs(logprobs: Logprobs) -> tuple[TokenLogprob, ...]:
     """Converts each row; tokens that a mask excludes are left out of `top`."""
     rows = zip(logprobs.ids.tolist(), logprobs.values.tolist(), strict=True)
     return tuple(
-        TokenLogprob(ids[0], values[0], tuple((i, v) for i, v in zip(ids[1:], values[1:], strict=True) if v > NEVER))
+        TokenLogprob(
+            ids[0], values[0], tuple((i, v) for i, v in zip(ids[1:], values[1:], strict=True) if v > IMPOSSIBLE_LOGPROB)
+        )
         for ids, values in rows
     )
 
 
-def speculation(times: Timings, mode: str) -> str:
+def format_speculation(times: Timings, mode: str) -> str:
     """Formats rounds, drafted and accepted tokens, tokens per round and hits; `mode` is the mode that ran."""
-    # Round 0, which reads the prompt and commits one token, is no decoding round.
+    # Round 0, which reads the prompt and commits one token, is not a decoding round.
     rounds = max(times.rounds - 1, 0)
     if not times.draft_n:
-        return "off" if mode == "ar" else f"nothing was drafted in {plural(rounds, 'round')}"
+        return "off" if mode == "ar" else f"nothing was drafted in {pluralize(rounds, 'round')}"
     looked_up, drafters = times.cache_hits + times.cache_misses, times.draft_n_accepted_by
     per_round = (times.predicted_n - 1) / rounds if rounds else 0.0
     return (
-        f"{plural(rounds, 'round')}, {times.draft_n} drafted, {times.draft_n_accepted} accepted"
-        f" ({_share(times.draft_n_accepted, times.draft_n)}), {per_round:.2f} tokens per round,"
-        f" {plural(times.cache_hits, 'hit')} ({_share(times.cache_hits, looked_up)})"
+        f"{pluralize(rounds, 'round')}, {times.draft_n} drafted, {times.draft_n_accepted} accepted"
+        f" ({_format_share(times.draft_n_accepted, times.draft_n)}), {per_round:.2f} tokens per round,"
+        f" {pluralize(times.cache_hits, 'hit')} ({_format_share(times.cache_hits, looked_up)})"
         + (f", {times.cache_late} late" if times.cache_late else "")
         + (f", accepted by {' and '.join(f'{by.name} {by.count}' for by in drafters)}" if len(drafters) > 1 else "")
     )
 
 
-def _share(part: int, whole: int) -> str:
+def _format_share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "-"
-
-
-# How long a text waits for the next server, which first loads its models, and how often the client tries to connect.
-RECONNECT_SECONDS, RETRY_SECONDS = 120.0, 0.25
-# How often a text continues on another server after a WorkerError: a target that is lost for good, or this text failed.
-MOST_WORKER_ERRORS = 1
 
 
 class Dialogue:
@@ -228,9 +230,11 @@ class Dialogue:
     `cancel`: asks the server that answers, if there is one, to end the text.
     """
 
-    def __init__(self, opening: Generate, progress: Callable[[int, int], None] | None = None, sources: int = 0) -> None:
-        self.request = opening.request
-        self.opening = opening
+    def __init__(
+        self, first_message: Generate, progress: Callable[[int, int], None] | None = None, sources: int = 0
+    ) -> None:
+        self.request = first_message.request
+        self.first_message = first_message
         self.over = False
         self.was_sent = False
         self.is_closed = False
@@ -239,7 +243,7 @@ class Dialogue:
         self._progress = progress
         self._sources = sources
         self._lost_at = 0.0  # when the server was lost, in monotonic seconds; 0: it was not
-        self._tokens_then = self._tries = 0
+        self._tokens_when_lost = self._tries = 0
         self._worker_errors = 0
         self._started: Started | None = None
         self._texts: list[str] = []
@@ -257,22 +261,22 @@ class Dialogue:
         self._begun = True
 
     def retry(self, error: OutriderError) -> float:
-        """Prepares `opening` to continue after the received tokens; returns the seconds to wait before sending it.
+        """Prepares `first_message` to continue after the received tokens; returns the seconds to wait before the send.
 
         Raises:
             OutriderError: `error` itself, if the text may not continue, or no server was found for too long.
         """
-        now, had = time.monotonic(), len(self._tokens)
-        if not self._lost_at or had > self._tokens_then:
-            self._lost_at, self._tokens_then, self._tries = now, had, 0
+        now, received = time.monotonic(), len(self._tokens)
+        if not self._lost_at or received > self._tokens_when_lost:
+            self._lost_at, self._tokens_when_lost, self._tries = now, received, 0
         self._tries += 1
         if not self._may_retry(error) or now - self._lost_at > RECONNECT_SECONDS:
             raise error
         self.over = False
         if self._started is not None:
-            sampling = replace(self.opening.sampling, seed=self._started.seed)
-            self.opening = structs.replace(
-                self.opening,
+            sampling = replace(self.first_message.sampling, seed=self._started.seed)
+            self.first_message = structs.replace(
+                self.first_message,
                 sampling=sampling,
                 resume_tokens=np.asarray(self._tokens, np.int32),
                 resume_chars=sum(map(len, self._texts)),
@@ -281,13 +285,13 @@ class Dialogue:
         return 0.0 if self._tries % self._sources else RETRY_SECONDS
 
     def _may_retry(self, error: OutriderError) -> bool:
-        """Returns False if no server took the request, all refuse it, or workers seem to die of it again."""
+        """Returns False if no server took the request, all servers refuse it, or it seems to make workers fail."""
         if type(error) is WorkerError:
             self._worker_errors += 1
         begun = self._tokens or (self.was_sent and not isinstance(error, ServerBusy))
         tried_all = self._tries >= self._sources
         hopeless = isinstance(error, OtherModel) or not begun
-        return self._sources > 0 and self._worker_errors <= MOST_WORKER_ERRORS and not (tried_all and hopeless)
+        return self._sources > 0 and self._worker_errors <= MAX_WORKER_ERRORS and not (tried_all and hopeless)
 
     @property
     def state(self) -> str:
@@ -298,9 +302,9 @@ class Dialogue:
             state = "closed" if self.is_closed else "failed"
         else:
             state = "running" if self._begun else "not started"
-        return f"{state}, {plural(len(self._tokens), 'token')}"
+        return f"{state}, {pluralize(len(self._tokens), 'token')}"
 
-    def take(self, message: Message) -> Chunk | None:
+    def handle_message(self, message: Message) -> Chunk | None:
         """Handles an answer; returns its chunk, if it has one.
 
         Raises:
@@ -321,11 +325,11 @@ class Dialogue:
                 self._done, self.over = message, True
             case Failed(kind=kind, message=sentence):
                 self.over = True
-                raise as_error(kind, sentence)
+                raise make_error(kind, sentence)
         return None
 
     def _append(self, message: messages.TextChunk) -> Chunk:
-        logprobs = None if message.logprobs is None else token_logprobs(message.logprobs)
+        logprobs = None if message.logprobs is None else to_token_logprobs(message.logprobs)
         self._texts.append(message.text)
         self._tokens.extend(message.token_ids)
         self._logprobs.extend(logprobs or ())
@@ -340,7 +344,7 @@ class Dialogue:
             if self.is_closed:
                 raise InvalidRequest("the stream was closed before the text was finished, so it has no result")
             raise InvalidRequest("the text is not finished; read the stream to its end before asking for the result")
-        started = self._started or Started(self.request, 0, self.opening.mode, 0, "", "")  # cancelled in the queue
+        started = self._started or Started(self.request, 0, self.first_message.mode, 0, "", "")  # ended in the queue
         return GenerationResult(
             text="".join(self._texts),
             token_ids=tuple(self._tokens),
@@ -352,6 +356,6 @@ class Dialogue:
             model=started.model,
             draft_model=started.draft_model,
             notes=tuple(dict.fromkeys((*started.notes, *done.notes))),
-            logprobs=tuple(self._logprobs) if self.opening.sampling.logprobs is not None else None,
-            origins=tuple(self._origins) if self.opening.origins else None,
+            logprobs=tuple(self._logprobs) if self.first_message.sampling.logprobs is not None else None,
+            origins=tuple(self._origins) if self.first_message.origins else None,
         )

@@ -1,9 +1,9 @@
 """Divides the outcomes of a round among the drafters, requests chains from them, and sends them the text.
 
 A drafter has a state in each request (`DrafterState`) and one over all requests (`DrafterLatency`). A drafter that
-missed a message, or joins later, reads the whole text, without any message to the others. A drafter without a task is
-sent nothing, and gets the tokens that became final meanwhile with its next task. Sends OPEN, COMMIT and CLOSE; decides
-nothing about what is verified.
+missed a message, or joins later, reads the whole text; the others are sent nothing. A drafter without a task is sent
+nothing, and gets the tokens that became final meanwhile with its next task. Sends OPEN, COMMIT and CLOSE; does not
+decide what is verified.
 
 `SentTasks` records the rounds that a drafter's messages may be about. Every message of an honest drafter answers an
 OPEN or a COMMIT that it was sent, however late it comes. The records are bounded: the latest rounds of a running
@@ -11,8 +11,8 @@ request, and the drafters of the latest requests that have ended.
 
 It also validates messages. The target may send outcomes, drafters branches and chains, all of the request's epoch. A
 late message is valid if it answers what its sender was sent. A message that answers nothing, or exceeds what was
-requested, is invalid and has a kind (`INVALID`). The pool has already checked that it comes from the process that holds
-the sender's name.
+requested, is invalid and has a kind (`INVALID_KINDS`). The pool has already checked that it comes from the process that
+holds the sender's name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outrider.orchestrator.core.policy.estimates import DrafterLatency, Estimates
-from outrider.orchestrator.core.proposal import min_alternative
+from outrider.orchestrator.core.proposal import min_alternative_prob
 from outrider.orchestrator.core.request import NO_RANKS, DrafterState, Request
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import (
@@ -44,19 +44,53 @@ from outrider.protocol.messages import (
     Prefilled,
     Resync,
 )
-from outrider.protocol.schema import MAX_COMMIT
-from outrider.protocol.trees import fault, line
+from outrider.protocol.schema import MAX_COMMIT_TOKENS
+from outrider.protocol.trees import chain_parents, tree_fault
 
 if TYPE_CHECKING:
     from outrider.orchestrator.core.worker_pool import WorkerPool
 
 
 # Records kept of requests that have ended: a drafter still busy with an older one was given up long ago.
-MOST_OVER = 2048
-MOST_ROUNDS = 8
+MAX_ENDED_REQUESTS = 2048
+MAX_RECORDED_ROUNDS = 8
 
-Place = tuple[int, int]
+RoundKey = tuple[int, int]
 """Epoch and round."""
+
+# A new drafter leads only if it needs less than this share of the lead's time: the lead's tree has the chain already.
+MAX_NEW_LEAD_TIME_RATIO = 0.9
+
+# Drafters share the likeliest outcomes if they reach at least this share of the best one's depth in time.
+MIN_SIMILAR_DEPTH_RATIO = 0.75
+
+Latencies = Mapping[str, DrafterLatency]
+
+Models = Mapping[str, object]
+"""The model of each drafter: drafters with the same model rank outcomes equally."""
+
+# A drafter that was lost this often in a row while it drafted for a request, without an answer, is not taken back.
+MAX_LOSSES = 2
+
+TARGET_MESSAGES = (Outcome, Features, Prefilled, Resync, Fault)
+DRAFTER_MESSAGES = (Branches, Drafted, Prefilled, Resync, Fault)
+LATE = "late"
+
+INVALID_KINDS = {
+    "role": "messages that drafters must not send",
+    "request": "messages about requests that are not its own",
+    "round": "messages about unknown rounds",
+    "base_len": "a wrong number of committed tokens",
+    "unasked": "branches or chains that were not requested",
+    "length": "more or longer chains than requested",
+    "vocabulary": "tokens outside its own vocabulary",
+    "beside": "alternative tokens that were not requested or are invalid",
+    "odds": "acceptance probabilities that do not match its tokens",
+    "q": "probabilities that don't match its tokens",
+    "frame": "frames that are not messages",
+    "flood": "too many messages",
+}
+"""The kinds of invalid messages, as texts that follow "it sent"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +106,7 @@ class DraftTask:
     alternatives: bool = False
 
 
-RequestTasks = dict[Place, tuple[DraftTask, ...]]
+RequestTasks = dict[RoundKey, tuple[DraftTask, ...]]
 """The tasks of one request at one drafter, in rising order; the oldest are dropped."""
 
 
@@ -88,39 +122,39 @@ class SentTasks:
         base_len = len(message.tokens) if isinstance(message, Open) else message.base_len
         tasks = self._tasks.setdefault(drafter, {}).setdefault(message.request, {})
         task = DraftTask(base_len, message.verifying, message.depth, message.branches, message.min_prob < 1.0)
-        place = message.epoch, message.round
-        sent = tasks.get(place, ())
+        round_key = message.epoch, message.round
+        sent = tasks.get(round_key, ())
         if task not in sent:
-            tasks[place] = (*sent[-MOST_ROUNDS:], task)
-        if len(tasks) > MOST_ROUNDS:
+            tasks[round_key] = (*sent[-MAX_RECORDED_ROUNDS:], task)
+        if len(tasks) > MAX_RECORDED_ROUNDS:
             del tasks[min(tasks)]
 
     def forget(self, request: str) -> None:
         """Drops the tasks of a request that has ended: later messages about it are late."""
         drafters = [drafter for drafter, requests in self._tasks.items() if requests.pop(request, None) is not None]
         self._forgotten[request] = tuple(drafters)
-        if len(self._forgotten) > MOST_OVER:
+        if len(self._forgotten) > MAX_ENDED_REQUESTS:
             self._forgotten.popitem(last=False)
 
     def refusal(self, request: Request | None, from_target: bool, sender: str, message: Message, vocab: int) -> str:
-        """Returns why a message is dropped: LATE, or a kind of `INVALID`; empty: it is valid.
+        """Returns why a message is dropped: LATE, or a kind of `INVALID_KINDS`; empty: it is valid.
 
         `request` is None if it has ended or never was; `vocab` is the size of the sender's vocabulary.
         """
         runs = request is not None and getattr(message, "epoch", request.round.epoch) == request.round.epoch
         if from_target:
-            return "" if runs and isinstance(message, TARGETS) else LATE
-        if not isinstance(message, DRAFTERS):
+            return "" if runs and isinstance(message, TARGET_MESSAGES) else LATE
+        if not isinstance(message, DRAFTER_MESSAGES):
             return "role" if hasattr(message, "request") else LATE  # other messages are handled by the pool
         name = message.request or ""
         tasks = self._tasks.get(sender, {}).get(name)
         if tasks is None:
             return LATE if sender in self._forgotten.get(name, ()) else "request"
-        invalid = _invalid(tasks, message, vocab)
+        invalid = _invalid_kind(tasks, message, vocab)
         return invalid or ("" if runs and request is not None and sender in request.draft.drafters else LATE)
 
 
-def opening(
+def open_message(
     request: Request, verifying: tuple[int, ...] | None, ranks: range = range(0), min_prob: float = 1.0
 ) -> Open:
     """Returns OPEN with the text so far, and for a drafter the chain and the outcomes to prepare."""
@@ -141,84 +175,76 @@ def opening(
     )
 
 
-# Another drafter leads only if it needs less than this share of the lead's time: the lead's tree has the chain already.
-LEADS = 0.9
-# Drafters share the likeliest outcomes if they reach at least this share of the best one's depth in time.
-ALIKE = 0.75
-
-Latencies = Mapping[str, DrafterLatency]
-Models = Mapping[str, object]
-"""The model of each drafter: drafters with the same model rank outcomes equally."""
-
-
-def quickest(latencies: Latencies, depth: int, lead: str = "") -> list[str]:
-    """Returns the drafters' names, the quickest first, unknown ones last."""
+def sort_by_latency(latencies: Latencies, depth: int, lead: str = "") -> list[str]:
+    """Returns the drafters' names, the lowest latency first, unknown ones last."""
 
     def expected(name: str) -> tuple[bool, float, str]:
         latency = latencies[name]
-        return not latency.lag_ms.is_known, latency.ready_ms(depth) * (LEADS if name == lead else 1.0), name
+        return (
+            not latency.lag_ms.is_known,
+            latency.ready_ms(depth) * (MAX_NEW_LEAD_TIME_RATIO if name == lead else 1.0),
+            name,
+        )
 
     return sorted(latencies, key=expected)
 
 
-def dealt(
+def assign_ranks(
     latencies: Latencies, models: Models, lead: str, branches: int, depth: int, within_ms: float
 ) -> dict[str, range]:
     """Returns the ranks of outcomes that each drafter prepares; the first, which leads, has the likeliest.
 
     The `branches` likeliest outcomes in a model's ranking are divided among its drafters that are about as fast as the
-    best. A slower one gets outcomes after those, which takes none from the others; one that brings nothing in time gets
-    them only when its trial is due. The quickest of all always gets a task.
+    best. A slower one gets those that rank after them, so it takes none from the others; one that would deliver nothing
+    in time gets them only when its trial is due. The drafter with the lowest latency always gets a task.
     """
-    order = quickest(latencies, depth, lead)
+    order = sort_by_latency(latencies, depth, lead)
     shares = {name: latencies[name].share(depth, within_ms) for name in order}
-    asked = [name for name in order if shares[name] or name == order[0] or latencies[name].is_due]
+    candidates = [name for name in order if shares[name] or name == order[0] or latencies[name].is_due]
     ranks: dict[str, range] = {}
-    for model in dict.fromkeys(models[name] for name in asked):
-        alike = [name for name in asked if models[name] == model]
-        best = max(shares[name] for name in alike)
-        good = [name for name in alike if shares[name] and shares[name] >= ALIKE * best] or alike[:1]
-        width, others = max(branches // len(alike), 1), [name for name in alike if name not in good]
-        ranks |= evenly(good, branches)
+    for model in dict.fromkeys(models[name] for name in candidates):
+        same_model = [name for name in candidates if models[name] == model]
+        best = max(shares[name] for name in same_model)
+        similar = [
+            name for name in same_model if shares[name] and shares[name] >= MIN_SIMILAR_DEPTH_RATIO * best
+        ] or same_model[:1]
+        width, others = max(branches // len(same_model), 1), [name for name in same_model if name not in similar]
+        ranks |= split_evenly(similar, branches)
         ranks |= {name: range(branches + n * width, branches + (n + 1) * width) for n, name in enumerate(others)}
     return {name: ranks[name] for name in order if name in ranks}
 
 
-def evenly(names: Sequence[str], branches: int) -> dict[str, range]:
+def split_evenly(names: Sequence[str], branches: int) -> dict[str, range]:
     """Divides all ranks evenly, in the order of the names."""
     ends = [branches * index // len(names) for index in range(len(names) + 1)]
     return {name: range(first, last) for name, first, last in zip(names, ends, ends[1:], strict=False) if last > first}
 
 
-# A drafter that was lost this often in a row while it drafted for a request, without an answer, is not taken back.
-MOST_LOSSES = 2
-
-
 class DraftPool:
-    """Sends tasks to the drafters, recorded in `sent`. `evenly_dealt`: shares do not depend on measurements, so that
-    rounds are reproducible."""
+    """Sends tasks to the drafters and records them in `sent`. `splits_evenly`: shares do not depend on measurements, so
+    that rounds are reproducible."""
 
-    def __init__(self, workers: WorkerPool, estimates: Estimates, evenly_dealt: bool) -> None:
+    def __init__(self, workers: WorkerPool, estimates: Estimates, splits_evenly: bool) -> None:
         self._workers = workers
         self.sent = SentTasks()
         self._estimates = estimates
-        self._evenly_dealt = evenly_dealt
+        self._splits_evenly = splits_evenly
         self._latencies: defaultdict[str, DrafterLatency] = defaultdict(DrafterLatency)
 
     # --- messages to drafters -------------------------------------------------------------------------------------
 
     def open(self, request: Request) -> None:
         """Sends OPEN to all: they read the committed tokens, and prepare outcomes of the round under way, if any."""
-        ranks = self._deal(request) if _verifying(request) is not None else {}
+        ranks = self._assign_ranks(request) if _chain_to_prepare(request) is not None else {}
         request.draft.start(ranks)
         for name in request.draft.drafters:
             self._open(request, name, ranks.get(name, NO_RANKS))
 
     def add(self, request: Request, name: str) -> bool:
-        """Adds a drafter that may draft for the request: not if the request seems to have caused its losses. Returns
-        whether it was added; `reopen` sends it the text."""
+        """Adds a drafter to a request, unless the request seems to have caused its losses. Returns whether it was
+        added; `reopen` sends it the text."""
         draft = request.draft
-        if not request.admit.takes_workers or name in draft.drafters or draft.losses[name] >= MOST_LOSSES:
+        if not request.admit.can_use_draft_workers or name in draft.drafters or draft.losses[name] >= MAX_LOSSES:
             return False
         draft.drafters[name] = DrafterState()
         request.metrics.rejoined += 1
@@ -237,21 +263,21 @@ class DraftPool:
         and the outcomes that each prepares."""
         ranks = {}
         if request.plan.mode == "ssd" and request.draft.drafters:
-            ranks = self._deal(request)
+            ranks = self._assign_ranks(request)
             self.expire(request, now_ns)
         request.draft.start(ranks)
         for name in ranks:
             self._commit(request, name, ranks[name], request.plan.depth, now_ns)
 
-    def ask(self, request: Request, depth: int, now_ns: int) -> None:
-        """Requests a chain after the committed text from the quickest drafter, and from others whose trial is due.
+    def request_chain(self, request: Request, depth: int, now_ns: int) -> None:
+        """Requests a chain after the committed text from the fastest drafter, and from others whose trial is due.
 
-        One is enough, since its answer comes first; the others would only be kept from the next round.
+        One is enough, since the first answer is used; the others would only start the next round later.
         """
-        latencies = self._of(request)
-        first, *others = sorted(latencies) if self._evenly_dealt else quickest(latencies, depth)
+        latencies = self._latencies_of(request)
+        first, *others = sorted(latencies) if self._splits_evenly else sort_by_latency(latencies, depth)
         self.expire(request, now_ns)
-        for name in [first] + [name for name in others if latencies[name].is_due and not self._evenly_dealt]:
+        for name in [first] + [name for name in others if latencies[name].is_due and not self._splits_evenly]:
             self._commit(request, name, NO_RANKS, depth, now_ns)
             latencies[name].left_out = 0
         for name in others:
@@ -262,7 +288,7 @@ class DraftPool:
         request.draft.start()
 
     def remove(self, request: Request, name: str, was_lost: bool) -> None:
-        """Removes a drafter from a request; CLOSE stops it in case it was only asleep."""
+        """Removes a drafter from a request; CLOSE stops it in case it was only suspended."""
         del request.draft.drafters[name]
         request.draft.losses[name] += was_lost
         self._workers.send_worker(name, Close(request.id))
@@ -282,10 +308,10 @@ class DraftPool:
         draft, latency = request.draft, self._latencies[name]
         draft.losses.pop(name, None)
         state = draft.drafters[name]
-        pushes, since_ms, is_awaited = state.pushes, _since(state.heard_ns, now_ns), state.is_awaited(message)
-        if message.entries and len(draft.drafters) > 1:  # else there is none to compare it with
+        pushes, since_ms, is_awaited = state.pushes, _ms_since(state.last_heard_ns, now_ns), state.is_awaited(message)
+        if message.entries and len(draft.drafters) > 1:  # with a single drafter there is nothing to compare
             if not pushes and message.round == state.round and state.asked_ns:
-                latency.lag_ms.add(_since(state.asked_ns, now_ns))
+                latency.lag_ms.add(_ms_since(state.asked_ns, now_ns))
             elif pushes and is_awaited:
                 latency.step_ms.add(since_ms)
         if message.round == state.round:
@@ -306,7 +332,7 @@ class DraftPool:
         state = request.draft.drafters[name]
         is_awaited = state.is_awaited(message)
         if is_awaited and state.asked_ns:
-            self._latencies[name].observe_chain(len(message.chain), _since(state.asked_ns, now_ns))
+            self._latencies[name].observe_chain(len(message.chain), _ms_since(state.asked_ns, now_ns))
         state.done = state.done or is_awaited
         return is_awaited
 
@@ -314,26 +340,26 @@ class DraftPool:
         """Ends all tasks; one without any answer counts as overdue."""
         for name, state in request.draft.drafters.items():
             if not state.done and not state.pushes and state.asked_ns:
-                self._latencies[name].observe_overdue(_since(state.asked_ns, now_ns))
+                self._latencies[name].observe_overdue(_ms_since(state.asked_ns, now_ns))
             state.done = True
 
     # --- internals ------------------------------------------------------------------------------------------------
 
-    def _of(self, request: Request) -> Mapping[str, DrafterLatency]:
+    def _latencies_of(self, request: Request) -> Mapping[str, DrafterLatency]:
         return {name: self._latencies[name] for name in request.draft.drafters}
 
-    def _deal(self, request: Request) -> dict[str, range]:
+    def _assign_ranks(self, request: Request) -> dict[str, range]:
         """Returns the ranks that each drafter prepares; the first leads. A single drafter gets all."""
         names, branches, depth = request.draft.drafters, request.plan.branches, request.plan.depth
         if len(names) == 1 or not names:
             self._estimates.part = 1.0
             return dict.fromkeys(names, range(branches))
-        if self._evenly_dealt:
-            return evenly(sorted(names), branches)
-        latencies, within_ms = self._of(request), self._estimates.verify_ms(depth + 1)
+        if self._splits_evenly:
+            return split_evenly(sorted(names), branches)
+        latencies, within_ms = self._latencies_of(request), self._estimates.verify_ms(depth + 1)
         hellos = {name: self._workers.hello(name) for name in names}
         models = {name: (hello.vocab_size, hello.parameters) for name, hello in hellos.items()}
-        ranks = dealt(latencies, models, request.draft.lead, branches, depth, within_ms)
+        ranks = assign_ranks(latencies, models, request.draft.lead, branches, depth, within_ms)
         for name, latency in latencies.items():
             if name not in ranks:
                 latency.left_out += 1
@@ -343,10 +369,10 @@ class DraftPool:
         return ranks
 
     def _open(self, request: Request, name: str, ranks: range) -> None:
-        state, verifying = request.draft.drafters[name], _verifying(request) if ranks else None
+        state, verifying = request.draft.drafters[name], _chain_to_prepare(request) if ranks else None
         ranks = ranks if verifying is not None else NO_RANKS
-        min_prob = min_alternative(self._estimates, request.takes_trees)
-        self._send(name, opening(request, verifying, ranks, min_prob))
+        min_prob = min_alternative_prob(self._estimates, request.takes_trees)
+        self._send(name, open_message(request, verifying, ranks, min_prob))
         state.assign(request.round.number, ranks, len(request.sequence.tokens), 0)
         state.done = not ranks
 
@@ -357,7 +383,7 @@ class DraftPool:
         """
         state, tokens = request.draft.drafters[name], request.sequence.tokens
         round_ = request.round.number + (0 if ranks else 1)
-        if len(tokens) - state.known_len > MAX_COMMIT:
+        if len(tokens) - state.known_len > MAX_COMMIT_TOKENS:
             self._open(request, name, NO_RANKS)
             now_ns = 0
         message = Commit(
@@ -370,7 +396,7 @@ class DraftPool:
             depth=depth,
             branches=len(ranks),
             rank_offset=ranks.start,
-            min_prob=min_alternative(self._estimates, request.takes_trees),
+            min_prob=min_alternative_prob(self._estimates, request.takes_trees),
         )
         state.assign(round_, ranks, len(tokens), now_ns)
         self._send(name, message)
@@ -380,60 +406,43 @@ class DraftPool:
         self._workers.send_worker(drafter, message)
 
 
-def _since(then_ns: int, now_ns: int) -> float:
+def _ms_since(then_ns: int, now_ns: int) -> float:
     return (now_ns - then_ns) / MILLISECOND_NS
 
 
-def _verifying(request: Request) -> tuple[int, ...] | None:
+def _chain_to_prepare(request: Request) -> tuple[int, ...] | None:
     """Returns the chain whose outcomes drafters prepare; None: there is none, or the round has ended."""
     proposal, under_way = request.round.proposal, not request.round.wait
     return proposal.line if request.plan.mode == "ssd" and under_way and not proposal.autonomous else None
 
 
-TARGETS = (Outcome, Features, Prefilled, Resync, Fault)
-DRAFTERS = (Branches, Drafted, Prefilled, Resync, Fault)
-
-flat = itertools.chain.from_iterable
-LATE = "late"
-INVALID = {
-    "role": "messages that drafters must not send",
-    "request": "messages about requests that are not its own",
-    "round": "messages about unknown rounds",
-    "base_len": "a wrong number of committed tokens",
-    "unasked": "branches or chains that were not requested",
-    "length": "more or longer chains than requested",
-    "vocabulary": "tokens outside its own vocabulary",
-    "beside": "alternative tokens that were not requested or are invalid",
-    "odds": "acceptance probabilities that do not match its tokens",
-    "q": "probabilities that don't match its tokens",
-    "frame": "frames that are not messages",
-    "flood": "too many messages",
-}
-"""The kinds of invalid messages, as texts that follow "it sent"."""
+flatten = itertools.chain.from_iterable
 
 
-def _invalid(tasks: RequestTasks, message: Branches | Drafted | Prefilled | Resync | Fault, vocab: int) -> str:
+def _invalid_kind(tasks: RequestTasks, message: Branches | Drafted | Prefilled | Resync | Fault, vocab: int) -> str:
     """Returns the kind of an invalid message, or LATE; empty: it is valid."""
     match message:
         case Fault():
             return ""
         case Prefilled() | Resync():
             return "round" if message.epoch > max(tasks)[0] else ""
-    place = message.epoch, message.round
-    sent = tasks.get(place)
+    round_key = message.epoch, message.round
+    sent = tasks.get(round_key)
     if sent is None:
-        return LATE if place < min(tasks) else "round"  # tasks before the first may have been dropped
+        return LATE if round_key < min(tasks) else "round"  # tasks before the first may have been dropped
     fitting = [task for task in sent if task.base_len == message.base_len]
     if not fitting:
         return "base_len"
     drafts: Sequence[Branch | Drafted] = message.entries if isinstance(message, Branches) else (message,)
     if message.q is not None and not message.q.fits([token for draft in drafts for token in draft.chain]):
-        return "q"  # from which the chains can't have been drawn; the verify requires that
-    kinds = [_misfit(task, message, drafts, vocab) for task in fitting]
+        return "q"  # the verify requires that the chains were drawn from it
+    kinds = [_invalid_answer_kind(task, message, drafts, vocab) for task in fitting]
     return "" if "" in kinds else kinds[-1]
 
 
-def _misfit(task: DraftTask, message: Branches | Drafted, drafts: Sequence[Branch | Drafted], vocab: int) -> str:
+def _invalid_answer_kind(
+    task: DraftTask, message: Branches | Drafted, drafts: Sequence[Branch | Drafted], vocab: int
+) -> str:
     """Returns the kind of an invalid answer to this task; empty: it is valid."""
     bonuses: list[int] = []
     if isinstance(message, Branches):
@@ -452,24 +461,32 @@ def _misfit(task: DraftTask, message: Branches | Drafted, drafts: Sequence[Branc
         return "unasked"
     if max(len(draft.chain) for draft in drafts) > task.depth:
         return "length"
-    if any(_are_invalid(task, draft.chain, draft.alternatives, vocab) for draft in drafts):
+    if any(_has_invalid_alternatives(task, draft.chain, draft.alternatives, vocab) for draft in drafts):
         return "beside"
     if any(len(draft.odds) not in (0, len(draft.chain)) for draft in drafts):
         return "odds"
-    return "vocabulary" if _foreign(bonuses, vocab) or _foreign(flat(draft.chain for draft in drafts), vocab) else ""
+    return (
+        "vocabulary"
+        if _exceeds_vocabulary(bonuses, vocab) or _exceeds_vocabulary(flatten(draft.chain for draft in drafts), vocab)
+        else ""
+    )
 
 
-def _are_invalid(task: DraftTask, chain: Sequence[int], others: Alternatives | None, vocab: int) -> bool:
-    """Whether `others` are no valid alternatives to the tokens of `chain`."""
+def _has_invalid_alternatives(task: DraftTask, chain: Sequence[int], others: Alternatives | None, vocab: int) -> bool:
+    """Whether `others` are not valid alternatives to the tokens of `chain`."""
     if others is None:
         return False
     count, odds = len(others.tokens), others.odds
-    if not task.alternatives or not count == len(others.parents) == len(odds) or _foreign(others.tokens, vocab):
+    if (
+        not task.alternatives
+        or not count == len(others.parents) == len(odds)
+        or _exceeds_vocabulary(others.tokens, vocab)
+    ):
         return True
     sound = max(others.parents, default=-1) < len(chain) and all(0.0 <= share <= 1.0 for share in odds)
-    return not sound or bool(fault((*chain, *others.tokens), (*line(len(chain)), *others.parents)))
+    return not sound or bool(tree_fault((*chain, *others.tokens), (*chain_parents(len(chain)), *others.parents)))
 
 
-def _foreign(tokens: Iterable[int], vocab: int) -> bool:
+def _exceeds_vocabulary(tokens: Iterable[int], vocab: int) -> bool:
     """Whether a token is outside the vocabulary."""
     return max(tokens, default=0) >= vocab

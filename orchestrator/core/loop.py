@@ -30,7 +30,7 @@ from outrider.protocol.messages import Failed, Outcome, Stats
 log = logging.getLogger(__name__)
 
 TICK_MS = 250
-PREFILL_FROM = 512  # unless `outrider tune` measured it
+DEFAULT_PREFILL_FROM = 512  # tokens, unless `outrider tune` measured it
 
 
 class Core:
@@ -50,22 +50,22 @@ class Core:
         self._trace = Trace(settings.trace)
         self._fatal = ""
         self.pool = WorkerPool(context, settings, run_dir, auth)
-        self._tick_ms = min(TICK_MS, math.ceil(1000 * self.pool.seconds_a_ping))
-        tuned = tuning.path_for(settings)
+        self._tick_ms = min(TICK_MS, math.ceil(1000 * self.pool.ping_interval_s))
+        tuned = tuning.tuning_path(settings)
         tunings = tuning.load(tuned)
-        self._policy_store = PolicyStore(tuning.memory_for(settings) if settings.memory else None, clock.now())
-        prefill_from = next((record.prefill_from for record in tunings if record.prefill_from), PREFILL_FROM)
+        self._policy_store = PolicyStore(tuning.memory_path(settings) if settings.memory else None, clock.now())
+        prefill_from = next((record.prefill_from for record in tunings if record.prefill_from), DEFAULT_PREFILL_FROM)
         self._scheduler = Scheduler(
             self.pool,
             replace(settings, prefill_from=settings.prefill_from or prefill_from),
             outbox.put,
             self._trace,
-            tunings if settings.has_draft_worker or settings.drafts_by_head else (),
+            tunings if settings.has_draft_worker or settings.drafts_with_head else (),
             self._policy_store.read(tuned),
         )
 
     def stats(self, stats: Stats) -> Stats:
-        """Adds the core's counts and durations to the front's; may be called on any thread."""
+        """Returns the front's stats with the core's counts and durations added; may be called on any thread."""
         metrics = self._scheduler.metrics
         return structs.replace(
             stats,
@@ -85,13 +85,13 @@ class Core:
         poller.register(self.pool.router.monitor, zmq.POLLIN)
         try:
             self.pool.start()
-            going = True
-            while going:
+            running = True
+            while running:
                 ready = dict(poller.poll(self._timeout_ms()))
                 if self.pool.router.monitor in ready:
-                    self.pool.router.watch()
-                self._receive_workers()
-                going = self._receive_front()
+                    self.pool.router.update_connections()
+                self._receive_from_workers()
+                running = self._receive_from_front()
                 self._check_workers()
                 self.pool.flush()
         finally:
@@ -106,19 +106,19 @@ class Core:
             return self._tick_ms
         return min(max(math.ceil((deadline_ns - clock.now()) / MILLISECOND_NS), 0), self._tick_ms)
 
-    def _receive_workers(self) -> None:
+    def _receive_from_workers(self) -> None:
         """Handles all messages that have arrived, BRANCHES before OUTCOMEs, so that a lookup sees what came in time."""
         arrived = list(self.pool.receive())
         arrived.sort(key=lambda arrival: isinstance(arrival[1], Outcome))
         self._scheduler.handle(arrived, clock.now())
         for worker in self.pool.arrivals():
             if worker.role == "target":
-                self._scheduler.on_target_found()
+                self._scheduler.on_target_ready()
             elif worker.role == "draft":
-                self._scheduler.on_drafter_found(worker.name)
+                self._scheduler.on_drafter_ready(worker.name)
         self.pool.flush()
 
-    def _receive_front(self) -> bool:
+    def _receive_from_front(self) -> bool:
         for event in self._inbox.take():
             match event:
                 case Admit() if self._fatal:
@@ -128,21 +128,21 @@ class Core:
                 case Stop():
                     self._scheduler.stop(event.request, event.reason)
                 case ModelVocabulary():
-                    self.pool.set_language(event)
+                    self.pool.set_vocabulary(event)
                 case Quit():
                     return False
         return True
 
     def _check_workers(self) -> None:
         now_ns = clock.now()
-        self._scheduler.on_time(now_ns)
+        self._scheduler.on_tick(now_ns)
         self.pool.ping(now_ns)
         if not self._scheduler.active and self._policy_store.is_due(now_ns):
             self._policy_store.write(self._scheduler.learned(), now_ns)
         for loss in self.pool.losses(now_ns):
             self._on_loss(loss, now_ns)
-        if self.pool.news:
-            self.pool.news = False
+        if self.pool.status_changed:
+            self.pool.status_changed = False
             self._outbox.put(
                 WorkersChanged(
                     workers=self.pool.stats(),

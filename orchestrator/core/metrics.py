@@ -1,8 +1,8 @@
 """Counts and times of requests and rounds, and the trace. Decides nothing.
 
-`RequestMetrics` holds the counts and times of one request. The latest rounds are kept one by one: a stop string is
-found after the core has continued, and rounds after it do not count. Requests with `Generate.rounds` get a report of
-each round when it has ended.
+`RequestMetrics` holds the counts and times of one request. The latest rounds are kept individually: a stop string is
+found only after the core has continued, and rounds after it do not count. Requests with `Generate.rounds` get a
+report of each round when it has ended.
 
 `DurationHistogram` counts durations in fixed buckets, which is cheap enough for every round.
 
@@ -36,21 +36,29 @@ if TYPE_CHECKING:
     from outrider.orchestrator.core.request import Request, SettledRound
 
 
-TARGETS_DRAFTER = "target's drafter"
+log = logging.getLogger(__name__)
+
+
+TARGET_DRAFTER_TRACK = "target's drafter"
 """The track of an in-process drafter, in the target's process."""
 # A request reports at most this many single turnarounds; the sums include all.
 MAX_TURNAROUNDS = 10_000
 # The latest rounds, which may turn out not to count.
-RECENT_ROUNDS = 64
+MAX_RECENT_ROUNDS = 64
+BUCKET_BOUNDS_MS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000, 5000)
+_BUCKET_BOUNDS_NS = tuple(int(bound * MILLISECOND_NS) for bound in BUCKET_BOUNDS_MS)
+ORCHESTRATOR_TRACK = "orchestrator"
+TARGET_TRACK = "target"
+MAX_TRACE_EVENTS = 1 << 20
 
 
 @dataclass(slots=True)
 class RoundEntry:
     """One round.
 
-    Its `proposal` was `decided` from the first of its `waits` on; the outcome before it had `after` accepted tokens.
-    When the round has ended: the accepted `nodes`, the number of tokens `kept`, and the times of the target (0: they
-    are not those of a verify).
+    Its `proposal` was `decided` in a span from its first wait on; the outcome before it had `after` accepted tokens.
+    Set when the round has ended: the accepted `nodes`, the number of tokens `kept`, and the times of the target (0:
+    they are not those of a verify).
     """
 
     proposal: Proposal = field(default_factory=Proposal)
@@ -84,15 +92,15 @@ class RoundSums:
     hits_at: Counter[int] = field(default_factory=Counter)
     misses_at: Counter[int] = field(default_factory=Counter)
     after_misses: Counter[ProposalSource] = field(default_factory=Counter)
-    held_of: Counter[str] = field(default_factory=Counter)
-    held_by: Counter[Origin] = field(default_factory=Counter)
+    accepted_by_drafter: Counter[str] = field(default_factory=Counter)
+    accepted_by_origin: Counter[Origin] = field(default_factory=Counter)
 
-    def add(self, entry: RoundEntry, most: int) -> None:
-        """Adds a round; at most its first `most` tokens count, and no drafted token after them.
+    def add(self, entry: RoundEntry, max_tokens: int) -> None:
+        """Adds a round; only its first `max_tokens` tokens count, and no drafted token after them.
 
-        The wait before the verify of a hit that was served at once is a turnaround.
+        The target's idle time before the verify of a hit that was served at once is a turnaround.
         """
-        proposal, kept = entry.proposal, min(entry.kept, most)
+        proposal, kept = entry.proposal, min(entry.kept, max_tokens)
         drafted, depth = len(proposal.chain), proposal.depth
         if kept <= len(entry.nodes):
             drafted, depth = min(drafted, kept), min(depth, kept)
@@ -108,8 +116,8 @@ class RoundSums:
             self.after_misses[proposal.source] += proposal.lookup is Lookup.MISS
         if proposal.drafter:
             others = (Origin.COPIED, Origin.PREPARED) if proposal.source is ProposalSource.HEAD else (Origin.COPIED,)
-            self.held_of[proposal.drafter] += sum(origin not in others for origin in by)
-        self.held_by.update(by)
+            self.accepted_by_drafter[proposal.drafter] += sum(origin not in others for origin in by)
+        self.accepted_by_origin.update(by)
         self.copied += proposal.source is ProposalSource.NGRAM
         self.waits += entry.waits
         self.verify_ns += entry.verify_ns
@@ -129,7 +137,7 @@ class RequestMetrics:
     first_ns: int = 0
     resumed: int = 0
     rejoined: int = 0
-    handed_over: int = 0
+    remote_prefill_tokens: int = 0
     _cached: int = 0
     _draft_cached: int = 0
     _peaks: dict[str, int] = field(default_factory=dict)
@@ -158,7 +166,7 @@ class RequestMetrics:
             self._drafting.append(DraftWork(drafter, message.round, depth, branches, self._relative(work)))
 
     def on_ended(self, ended: SettledRound, now_ns: int) -> RoundRecord | None:
-        """Records the end of a round, and returns its report, if requested; the first ends the prompt's time.
+        """Records the end of a round, and returns its report, if requested; the first round ends the prompt's time.
 
         The time of a round that began by reading the whole text is not that of a verify.
         """
@@ -175,7 +183,7 @@ class RequestMetrics:
         proposal, outcome = ended.proposal, ended.outcome
         drafting, self._drafting = self._drafting, []
         if outcome.drafted is not None:
-            name, work = proposal.drafter or TARGETS_DRAFTER, self._relative(outcome.drafted.span)
+            name, work = proposal.drafter or TARGET_DRAFTER_TRACK, self._relative(outcome.drafted.span)
             drafting.append(DraftWork(name, ended.number, len(proposal.chain), 0, work))
         return RoundRecord(
             round=ended.number,
@@ -222,14 +230,14 @@ class RequestMetrics:
         return Timings(
             prompt_n=prompt_n - cached,
             cache_n=cached,
-            prefill_n=min(self.handed_over, prompt_n - cached),
+            prefill_n=min(self.remote_prefill_tokens, prompt_n - cached),
             draft_cache_n=min(self._draft_cached, prompt_n),
             prompt_ms=max(self.first_ns - self.admitted_ns, 0) / MILLISECOND_NS,
             predicted_n=predicted_n,
             predicted_ms=predicted_ms,
             predicted_per_second=rate,
             draft_n=sums.drafted,
-            draft_n_accepted=sums.held_by.total(),
+            draft_n_accepted=sums.accepted_by_origin.total(),
             draft_rounds=sums.chains,
             rounds=sums.rounds,
             cache_hits=sums.hits_at.total(),
@@ -250,50 +258,41 @@ class RequestMetrics:
             peak_bytes=sum(self._peaks.values()),
             resumed=self.resumed,
             rejoined=self.rejoined,
-            draft_n_accepted_by=tuple(Tally(name, count) for name, count in sorted(sums.held_of.items())),
-            draft_n_accepted_from=tuple(Tally(o.name.lower(), count) for o, count in sorted(sums.held_by.items())),
+            draft_n_accepted_by=tuple(Tally(name, count) for name, count in sorted(sums.accepted_by_drafter.items())),
+            draft_n_accepted_from=tuple(
+                Tally(o.name.lower(), count) for o, count in sorted(sums.accepted_by_origin.items())
+            ),
         )
 
     def _entry(self, number: int) -> RoundEntry:
-        """Returns the round's entry; the oldest of more than `RECENT_ROUNDS` is added to the sums."""
+        """Returns the round's entry; the oldest of more than `MAX_RECENT_ROUNDS` is added to the sums."""
         if number not in self._recent:
             self._recent[number] = RoundEntry()
-            if len(self._recent) > RECENT_ROUNDS:
+            if len(self._recent) > MAX_RECENT_ROUNDS:
                 oldest = self._recent.pop(min(self._recent))
                 self._sums.add(oldest, oldest.kept)
         return self._recent[number]
-
-
-BOUNDS_MS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000, 5000)
-_BOUNDS_NS = tuple(int(bound * MILLISECOND_NS) for bound in BOUNDS_MS)
 
 
 class DurationHistogram:
     """Counts durations on one thread; another thread may take a snapshot, which lacks the newest at worst."""
 
     def __init__(self) -> None:
-        self._counts = [0] * (len(_BOUNDS_NS) + 1)
+        self._counts = [0] * (len(_BUCKET_BOUNDS_NS) + 1)
         self._nanoseconds = 0
 
     def add(self, nanoseconds: int) -> None:
-        self._counts[bisect_left(_BOUNDS_NS, nanoseconds)] += 1
+        self._counts[bisect_left(_BUCKET_BOUNDS_NS, nanoseconds)] += 1
         self._nanoseconds += nanoseconds
 
     def snapshot(self) -> Durations:
         """Returns the buckets and the sum, in seconds."""
-        bounds = tuple(bound / 1000 for bound in BOUNDS_MS)
+        bounds = tuple(bound / 1000 for bound in BUCKET_BOUNDS_MS)
         return Durations(bounds, tuple(self._counts), self._nanoseconds / SECOND_NS)
 
 
-ORCHESTRATOR = "orchestrator"
-TARGET = "target"
-MOST_EVENTS = 1 << 20
-
-log = logging.getLogger(__name__)
-
-
 class Trace:
-    """Collects the first `MOST_EVENTS` with their tracks if it has a path to write them to; otherwise costs nothing."""
+    """Collects the first `MAX_TRACE_EVENTS` with tracks if it has a path to write them to; otherwise costs nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -308,13 +307,13 @@ class Trace:
     def add(self, track: str, name: str, span: Span, **args: Any) -> None:
         if self._path is None:
             return
-        if len(self._events) < MOST_EVENTS:
+        if len(self._events) < MAX_TRACE_EVENTS:
             times = {"ts": span.started_ns / 1000, "dur": span.duration_ns / 1000}
             self._events.append((track, {"ph": "X", "name": name, "args": args, **times}))
             return
         if not self._is_full:
             self._is_full = True
-            log.warning("the trace is full (%d events); later events are left out", MOST_EVENTS)
+            log.warning("the trace is full (%d events); later events are left out", MAX_TRACE_EVENTS)
 
     def mark(self, track: str, name: str, at_ns: int, **args: Any) -> None:
         self.add(track, name, Span(at_ns, at_ns), **args)
@@ -324,7 +323,7 @@ class Trace:
         if self._path is None:
             return
         tracks = sorted({track for track, _ in self._events})
-        process_of = {track: TARGET if track == TARGETS_DRAFTER else track for track in tracks}
+        process_of = {track: TARGET_TRACK if track == TARGET_DRAFTER_TRACK else track for track in tracks}
         processes = sorted(set(process_of.values()))
         pids = {track: 1 + processes.index(process) for track, process in process_of.items()}
         named = [("process_name", pid, 0, process) for pid, process in enumerate(processes, start=1)]
@@ -351,7 +350,9 @@ class RoundMetrics:
         number, proposal, chain = request.round.number, request.round.proposal, request.round.proposal.chain
         request.metrics.on_proposed(number, proposal, now_ns)
         if self._trace.enabled and not proposal.draft:
-            self._trace.mark(ORCHESTRATOR, _mark(proposal), now_ns, round=number, chain=len(chain), tokens=chain)
+            self._trace.mark(
+                ORCHESTRATOR_TRACK, _trace_name(proposal), now_ns, round=number, chain=len(chain), tokens=chain
+            )
 
     def on_drafts(self, request: Request, sender: str, message: Branches | Drafted, now_ns: int) -> None:
         request.metrics.on_drafts(sender, message, now_ns)
@@ -377,15 +378,19 @@ class RoundMetrics:
             if outcome.drafted is not None:  # its chain has a track of its own
                 source = proposal.source if chain else ProposalSource.NONE
                 verified_ns = outcome.work.started_ns
-                self._trace.mark(ORCHESTRATOR, source.value, verified_ns, round=number, chain=len(chain), tokens=chain)
-                self._trace.add(TARGETS_DRAFTER, "chain", outcome.drafted.span, tokens=len(chain), round=number)
+                self._trace.mark(
+                    ORCHESTRATOR_TRACK, source.value, verified_ns, round=number, chain=len(chain), tokens=chain
+                )
+                self._trace.add(TARGET_DRAFTER_TRACK, "chain", outcome.drafted.span, tokens=len(chain), round=number)
             accepted = Counter(origin.name.lower() for origin in proposal.origins(ended.nodes)[:-1][: len(ended.kept)])
             verify = f"verify {len(chain) + 1}"
-            self._trace.add(TARGET, verify, outcome.work, round=number, accepted=outcome.accepted, by=dict(accepted))
+            self._trace.add(
+                TARGET_TRACK, verify, outcome.work, round=number, accepted=outcome.accepted, by=dict(accepted)
+            )
         return report
 
 
-def _mark(proposal: Proposal) -> str:
+def _trace_name(proposal: Proposal) -> str:
     """Returns a proposal's name in the trace."""
     if proposal.lookup is Lookup.NONE or proposal.source is ProposalSource.DRAFTER:
         return proposal.source.value

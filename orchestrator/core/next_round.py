@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from outrider.orchestrator.core.draft_pool import DraftPool, opening
+from outrider.orchestrator.core.draft_pool import DraftPool, open_message
 from outrider.orchestrator.core.metrics import RoundMetrics
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.estimates import Estimates
@@ -29,19 +29,27 @@ from outrider.orchestrator.core.proposal import (
     Proposal,
     ProposalSource,
     best_tail,
-    copied,
-    copy_beside,
-    filled,
+    copy_for_tree,
+    extend_by_copy,
     longest_copy,
-    merged,
-    min_alternative,
-    unites,
+    merge_into_tree,
+    min_alternative_prob,
+    propose_copy,
+    should_merge_in_process,
 )
 from outrider.orchestrator.core.request import CachedBranch, DrafterWait, Request, SettledRound
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Drafted, Halt, Prepare, Verify
+
+# The limit of a wait for a drafter that may not have drafted before, or that full depth requires.
+MAX_FIRST_WAIT_MS = 2000.0
+
+PLAIN_DECODING = Proposal(autonomous=True)
+
+Step = Proposal | DrafterWait
+"""What a request does next: it verifies, or waits for drafters first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,47 +62,49 @@ class Fallback:
     own: int = 0
 
 
-def after_miss(estimates: Estimates, tail: CopiedTail, longest: int, has_drafter: bool, own: str = "") -> Fallback:
+def choose_fallback(
+    estimates: Estimates, tail: CopiedTail, max_draft_tokens: int, has_drafter: bool, own: str = ""
+) -> Fallback:
     """Returns the best of: an AR step, a copy, a chain on request of any length, and a chain of the in-process drafter
     `own`, if there is one."""
     options = [Fallback(value=_copy_value(estimates, tail))]
-    lengths = range(1, longest + 1)
+    lengths = range(1, max_draft_tokens + 1)
     options += [Fallback(own=length, value=_in_process_value(estimates, length, own)) for length in lengths if own]
     options += [Fallback(wait_for=n, value=_request_value(estimates, n)) for n in lengths if has_drafter]
     return max(options, key=lambda option: option.value)
 
 
-def worth_hoping(estimates: Estimates, alternative: Fallback, longest: int, wait_ms: float) -> bool:
-    """Whether an outcome should wait `wait_ms` for branches on their way, which hit as often as any.
+def should_wait_for_branch(estimates: Estimates, alternative: Fallback, max_draft_tokens: int, wait_ms: float) -> bool:
+    """Whether it pays to wait `wait_ms` for branches on their way, which are assumed to hit as often as any.
 
-    Otherwise a branch that comes a moment after its outcome would be lost; with a slow drafter or a slow link those are
-    the branches of full acceptance, round after round.
+    Without the wait, a branch that comes just after its outcome would be lost; with a slow drafter or link those would
+    be the branches of full acceptance, in every round.
     """
     hit = max(
         estimates.drafted.expected_tokens(depth)
         - estimates.tokens_per_ms() * estimates.verify_ms(depth + 1)
         - estimates.request_tokens_per_ms() * (depth - 1) * estimates.depth_ms()
-        for depth in range(1, longest + 1)
+        for depth in range(1, max_draft_tokens + 1)
     )
     waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(wait_ms)
     return estimates.hit_rate() * (hit - alternative.value) > waiting
 
 
-def drafts_better(estimates: Estimates, tail: CopiedTail, longest: int, drafter: str = "") -> bool:
-    """Whether a drafter's chain of `longest` tokens is worth more than a copy, which costs no drafting (SD)."""
-    return not tail.tokens or _request_value(estimates, longest, drafter) > _copy_value(estimates, tail)
+def should_draft(estimates: Estimates, tail: CopiedTail, max_draft_tokens: int, drafter: str = "") -> bool:
+    """Whether `max_draft_tokens` tokens by a drafter are worth more than a copy, which costs no drafting (SD)."""
+    return not tail.tokens or _request_value(estimates, max_draft_tokens, drafter) > _copy_value(estimates, tail)
 
 
-def worth_waiting(
-    estimates: Estimates, depth: int, longest: int, since_last_ms: float, odds: Sequence[float] = ()
+def should_wait_for_token(
+    estimates: Estimates, depth: int, max_draft_tokens: int, since_last_ms: float, odds: Sequence[float] = ()
 ) -> bool:
     """Whether a hit of `depth` tokens with these `odds` should wait for one more; the last came `since_last_ms` ago."""
-    if depth >= longest:
+    if depth >= max_draft_tokens:
         return False
     waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(max(estimates.depth_ms() - since_last_ms, 0.0))
     row = estimates.tokens_per_ms() * (estimates.verify_ms(depth + 2) - estimates.verify_ms(depth + 1))
-    held = math.prod(odds) if odds else estimates.drafted.reach(depth - 1)
-    return held * estimates.drafted.rate(depth) > waiting + row
+    reached = math.prod(odds) if odds else estimates.drafted.reach(depth - 1)
+    return reached * estimates.drafted.rate(depth) > waiting + row
 
 
 def _copy_value(estimates: Estimates, tail: CopiedTail) -> float:
@@ -106,7 +116,7 @@ def _request_value(estimates: Estimates, length: int, drafter: str = "") -> floa
     """Returns the tokens of a chain on request, minus the worth of its forward and of the wait."""
     forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
     waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(estimates.draft_ms(length, drafter))
-    return estimates.holding(drafter).expected_tokens(length) - forward - waiting
+    return estimates.acceptance_of(drafter).expected_tokens(length) - forward - waiting
 
 
 def _in_process_value(estimates: Estimates, length: int, own: str) -> float:
@@ -114,22 +124,14 @@ def _in_process_value(estimates: Estimates, length: int, own: str) -> float:
     next chain: draft workers do not know this one, so they prepare no branch after it."""
     drafting = estimates.tokens_per_ms() * estimates.in_process_ms(length, own)
     forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
-    holding = estimates.holding(own)
-    next_drafting = estimates.hit_rate() * holding.reach(0) * drafting
-    return holding.expected_tokens(length) - forward - drafting - next_drafting
+    acceptance = estimates.acceptance_of(own)
+    next_drafting = estimates.hit_rate() * acceptance.reach(0) * drafting
+    return acceptance.expected_tokens(length) - forward - drafting - next_drafting
 
 
-def longest_wait_ms(expected_ms: float) -> float:
+def max_wait_ms(expected_ms: float) -> float:
     """Returns the limit of a wait for a drafter: three times the expected time; then the target continues alone."""
     return 3.0 * expected_ms + 1.0
-
-
-# The limit of a wait that may include a drafter's first work, or that full depth requires.
-PATIENCE_MS = 2000.0
-
-PLAIN = Proposal(autonomous=True)
-Step = Proposal | DrafterWait
-"""What a request does next: it verifies, or waits for drafters first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,27 +141,29 @@ class Proposer:
     estimates: Estimates
     full_depth: bool
 
-    def after(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
+    def next_step(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
         """Returns the step after the outcome that made `committed` final."""
         if request.plan.mode == "ar":
-            return PLAIN
-        if request.room < 1:
+            return PLAIN_DECODING
+        if request.max_chain_tokens < 1:
             return Proposal()
         if request.plan.mode == "ssd" and request.draft.drafters:
-            return self.serve(request, committed, now_ns)
-        tail = self._tail(request)
+            return self.look_up(request, committed, now_ns)
+        tail = self._best_tail(request)
         drafter = request.plan.drafter
         if drafter == NGRAM or not (drafter or request.draft.drafters):  # n-grams are the only source
-            return copied(tail.tokens) if tail.tokens or self.full_depth else PLAIN
-        if not self._is_fixed(request) and not drafts_better(self.estimates, tail, request.longest, drafter):
-            return copied(tail.tokens)
+            return propose_copy(tail.tokens) if tail.tokens or self.full_depth else PLAIN_DECODING
+        if not self._is_reproducible(request) and not should_draft(
+            self.estimates, tail, request.max_draft_tokens, drafter
+        ):
+            return propose_copy(tail.tokens)
         if drafter:
-            copy = self._copy_beside(request)
-            own = self._in_process(request, copied(copy))
+            copy = self._copy_for_tree(request)
+            own = self._propose_in_process(request, propose_copy(copy))
             return own if copy else replace(own, autonomous=True)
-        return self.wait_for_chain(request.longest, now_ns)
+        return self.wait_for_chain(request.max_draft_tokens, now_ns)
 
-    def _in_process(self, request: Request, beside: Proposal, depth: int = 0) -> Proposal:
+    def _propose_in_process(self, request: Request, beside: Proposal, depth: int = 0) -> Proposal:
         """Returns the proposal of `depth` tokens (0: the plan's K) by the plan's in-process drafter, in one tree with
         `beside`."""
         drafter = request.plan.drafter
@@ -169,42 +173,46 @@ class Proposer:
             source=source,
             draft=depth or request.plan.depth,
             drafter=drafter,
-            min_prob=min_alternative(self.estimates, request.takes_trees),
+            min_prob=min_alternative_prob(self.estimates, request.takes_trees),
             by=beside.origins(range(len(beside.chain)))[:-1],
             copied=0,
         )
 
-    def _copy_beside(self, request: Request) -> tuple[int, ...]:
+    def _copy_for_tree(self, request: Request) -> tuple[int, ...]:
         """Returns the copy that pays in one tree with an in-process chain."""
         if not request.takes_trees:
             return ()
-        copy = longest_copy(request.sequence.ngrams, request.room)
-        return copy_beside(self.estimates, copy, request.plan.drafter, request.longest)
+        copy = longest_copy(request.sequence.ngrams, request.max_chain_tokens)
+        return copy_for_tree(self.estimates, copy, request.plan.drafter, request.max_draft_tokens)
 
-    def unites(self, request: Request) -> bool:
+    def should_merge_in_process(self, request: Request) -> bool:
         """Whether a branch and an in-process chain are verified in one tree."""
         drafter = request.in_process_drafter
-        return bool(drafter) and request.takes_trees and unites(self.estimates, drafter, request.plan.depth)
+        return (
+            bool(drafter)
+            and request.takes_trees
+            and should_merge_in_process(self.estimates, drafter, request.plan.depth)
+        )
 
-    def stays(self, request: Request) -> bool:
+    def should_continue(self, request: Request) -> bool:
         """Whether an autonomous target should continue by itself: the next proposal would be the same."""
-        step = self.after(request, (), 0)
+        step = self.next_step(request, (), 0)
         is_same = isinstance(step, Proposal) and step.autonomous and step.drafter == request.round.proposal.drafter
-        return is_same or request.room < 1
+        return is_same or request.max_chain_tokens < 1
 
-    def _tail(self, request: Request) -> CopiedTail:
-        """Returns the copy that pays after the committed text."""
-        return best_tail(self.estimates, longest_copy(request.sequence.ngrams, request.room))
+    def _best_tail(self, request: Request) -> CopiedTail:
+        """Returns the part of a copy after the committed text that is worth its rows."""
+        return best_tail(self.estimates, longest_copy(request.sequence.ngrams, request.max_chain_tokens))
 
     def branch(self, request: Request, cached: CachedBranch, committed: tuple[int, ...] = ()) -> Proposal:
         """Returns a branch as a proposal, extended by a copy; the n-grams have not seen the `committed` tokens yet."""
-        return self._filled(request, cached, ProposalSource.CACHE, Lookup.HIT, committed)
+        return self._complete_chain(request, cached, ProposalSource.CACHE, Lookup.HIT, committed)
 
     def drafted(self, request: Request, drafter: str, message: Drafted) -> Proposal:
         """Returns a chain on request as a proposal, extended by a copy."""
         chain = CachedBranch(message.chain, message.q, drafter, message.alternatives, message.odds)
-        source = ProposalSource.DRAFTER if message.chain and request.longest else ProposalSource.NONE
-        return self._filled(request, chain, source)
+        source = ProposalSource.DRAFTER if message.chain and request.max_draft_tokens else ProposalSource.NONE
+        return self._complete_chain(request, chain, source)
 
     def after_wait(self, request: Request) -> Proposal:
         """Returns the proposal after a wait: its branch, as deep as it is, or an empty chain."""
@@ -212,7 +220,7 @@ class Proposer:
         cached = request.draft.cache.lookup(wait.outcome) if wait and wait.outcome else None
         return self.branch(request, cached) if cached else Proposal()
 
-    def _filled(
+    def _complete_chain(
         self,
         request: Request,
         drafted: CachedBranch,
@@ -222,20 +230,22 @@ class Proposer:
     ) -> Proposal:
         """Returns a chain as a proposal: extended or truncated, or merged with others into a tree, unless rounds are
         reproducible or the chain comes with its q."""
-        room = request.room - len(committed)
-        chain = drafted.chain[: max(min(request.plan.depth, room), 0)]
+        max_chain_tokens = request.max_chain_tokens - len(committed)
+        chain = drafted.chain[: max(min(request.plan.depth, max_chain_tokens), 0)]
         q = drafted.q.part(0, len(chain)) if drafted.q is not None else None
         proposal = Proposal(chain, source, lookup, q=q, drafter=drafted.drafter, offered=len(chain))
         if self.full_depth or request.admit.sampling.is_residual:
             return proposal
         ngrams, odds = request.sequence.ngrams, drafted.odds[: len(chain)]
         if request.takes_trees:
-            tree = merged(self.estimates, ngrams, proposal, committed, room, drafted.alternatives, odds)
+            tree = merge_into_tree(
+                self.estimates, ngrams, proposal, committed, max_chain_tokens, drafted.alternatives, odds
+            )
             if tree is not None:
                 return tree
-        return filled(self.estimates, ngrams, proposal, committed, room, odds)
+        return extend_by_copy(self.estimates, ngrams, proposal, committed, max_chain_tokens, odds)
 
-    def serve(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
+    def look_up(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
         """Looks the outcome up. A hit is served as deep as it is, unless one more token is worth its wait."""
         draft = request.draft
         cached = draft.cache.lookup(committed)
@@ -245,49 +255,53 @@ class Proposer:
         if cached is None:
             return self._after_miss(request, committed, now_ns)
         hit = self.branch(request, cached)
-        if self.unites(request):
-            return self._in_process(request, hit)
-        grows = draft.grows(cached) and cached.drafter == draft.lead and not hit.copied
-        since_ms = draft.since_push_ms(now_ns) if grows else 0.0
-        if grows and worth_waiting(self.estimates, len(cached.chain), request.longest, since_ms, cached.odds):
+        if self.should_merge_in_process(request):
+            return self._propose_in_process(request, hit)
+        can_grow = draft.can_grow(cached) and cached.drafter == draft.lead and not hit.copied
+        since_ms = draft.since_push_ms(now_ns) if can_grow else 0.0
+        if can_grow and should_wait_for_token(
+            self.estimates, len(cached.chain), request.max_draft_tokens, since_ms, cached.odds
+        ):
             return self._wait_for_branch(request, committed, self.estimates.depth_ms(), now_ns)
         return hit
 
-    def _is_fixed(self, request: Request) -> bool:
+    def _is_reproducible(self, request: Request) -> bool:
         """Whether no estimate may decide what is verified: full depth makes residual texts reproducible."""
         return self.full_depth and request.admit.sampling.is_residual
 
     def _after_miss(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
         """Returns the fallback, or a wait for branches of this outcome that are on their way and worth it."""
-        longest, draft = request.longest, request.draft
-        if self._is_fixed(request) and draft.drafters:
-            return self.wait_for_chain(longest, now_ns, missed=True)
-        tail = self._tail(request)
-        choice = after_miss(self.estimates, tail, longest, bool(draft.drafters), request.in_process_drafter)
+        max_draft_tokens, draft = request.max_draft_tokens, request.draft
+        if self._is_reproducible(request) and draft.drafters:
+            return self.wait_for_chain(max_draft_tokens, now_ns, missed=True)
+        tail = self._best_tail(request)
+        choice = choose_fallback(
+            self.estimates, tail, max_draft_tokens, bool(draft.drafters), request.in_process_drafter
+        )
         line = request.round.proposal.line
-        off_line = committed[:-1] != line[: len(committed) - 1]  # an alternative's branch holds the rest
-        pushes = 0 if off_line else draft.pushes_until(len(committed) - 1, len(line))
+        is_on_alternative = committed[:-1] != line[: len(committed) - 1]  # an alternative's branch holds the rest
+        pushes = 0 if is_on_alternative else draft.pushes_left(len(committed) - 1, len(line))
         if pushes:
             expected_ms = pushes * self.estimates.depth_ms()
             expected_ms += self.estimates.link_ms() if not draft.drafters[draft.lead].pushes else 0.0
             # An overdue push is expected to take as long again.
             wait_ms = abs(expected_ms - draft.since_push_ms(now_ns))
-            if worth_hoping(self.estimates, choice, longest, wait_ms):
+            if should_wait_for_branch(self.estimates, choice, max_draft_tokens, wait_ms):
                 return self._wait_for_branch(request, committed, wait_ms, now_ns, missed=True)
         if choice.wait_for:
             return self.wait_for_chain(choice.wait_for, now_ns, missed=True)
         if choice.own:
-            copy = replace(copied(self._copy_beside(request)), lookup=Lookup.MISS)
-            return self._in_process(request, copy, choice.own)
-        return replace(copied(tail.tokens), lookup=Lookup.MISS)
+            copy = replace(propose_copy(self._copy_for_tree(request)), lookup=Lookup.MISS)
+            return self._propose_in_process(request, copy, choice.own)
+        return replace(propose_copy(tail.tokens), lookup=Lookup.MISS)
 
     # --- waits ----------------------------------------------------------------------------------------------------
 
     def wait_for_chain(self, depth: int, now_ns: int, missed: bool = False) -> DrafterWait:
         """Returns the wait for a chain of `depth` tokens after the committed text; `missed`: after a miss."""
-        limit_ms = longest_wait_ms(self.estimates.draft_ms(depth))
+        limit_ms = max_wait_ms(self.estimates.draft_ms(depth))
         if self.full_depth or not self.estimates.has_drafted:
-            limit_ms = max(limit_ms, PATIENCE_MS)
+            limit_ms = max(limit_ms, MAX_FIRST_WAIT_MS)
         if missed and not self.full_depth:
             limit_ms = self._until_next_forward(limit_ms)
         return DrafterWait(now_ns, now_ns + int(limit_ms * MILLISECOND_NS), depth=depth, missed=missed)
@@ -298,10 +312,10 @@ class Proposer:
         """Returns a new or continued wait for this outcome's branch to grow, or, if `missed`, to arrive; in all no
         longer than for a whole tree."""
         e, before = self.estimates, request.round.wait
-        whole_ms = longest_wait_ms((request.plan.depth + 1) * e.depth_ms() + e.link_ms())
-        limit_ms, whole_ms = longest_wait_ms(expected_ms), self._until_next_forward(whole_ms)
+        whole_ms = max_wait_ms((request.plan.depth + 1) * e.depth_ms() + e.link_ms())
+        limit_ms, whole_ms = max_wait_ms(expected_ms), self._until_next_forward(whole_ms)
         if self.full_depth:
-            limit_ms = whole_ms = PATIENCE_MS
+            limit_ms = whole_ms = MAX_FIRST_WAIT_MS
         asked_ns, missed = (before.asked_ns, before.missed) if before else (now_ns, missed)
         deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
         return DrafterWait(asked_ns, deadline_ns, committed, missed=missed)
@@ -324,10 +338,10 @@ class NextRound:
         self._proposer = Proposer(planner.estimates, full_depth)
 
     def open(self, request: Request, offered: bool) -> None:
-        """Begins a request, or continues it on a new target: OPEN to the target and its drafters, which read the
-        committed tokens. The target, unless they are `offered` to a prefill worker, answers as to an empty chain."""
+        """Begins a request, or continues it on a new target: sends OPEN to the target and the drafters, which read the
+        committed tokens. The target answers as to an empty chain, unless they are `offered` to a prefill worker."""
         request.round.is_open = True
-        self._workers.send_target(structs.replace(opening(request, None), offered=offered))
+        self._workers.send_target(structs.replace(open_message(request, None), offered=offered))
         self._draft_pool.open(request)
 
     def suspend(self, request: Request) -> None:
@@ -345,15 +359,15 @@ class NextRound:
             self._on_autonomous_round(request, request.round.advance(outcome, settled.kept), now_ns)
         else:
             self._planner.replan(request)
-            self._take(request, self._proposer.after(request, settled.kept, now_ns), now_ns)
+            self._apply(request, self._proposer.next_step(request, settled.kept, now_ns), now_ns)
 
     def on_branches(self, request: Request, final: bool, now_ns: int) -> None:
-        """Prepares branches that are complete, and ends a wait that they end; `final`: one drafter has sent all."""
+        """Prepares complete branches, and ends a wait that is over with them; `final`: one drafter has sent all."""
         if final:
-            self._prepare(request)
+            self._prepare_branches(request)
         wait = request.round.wait
         if wait and wait.outcome:
-            self._take(request, self._proposer.serve(request, wait.outcome, now_ns), now_ns)
+            self._apply(request, self._proposer.look_up(request, wait.outcome, now_ns), now_ns)
 
     def on_drafted(self, request: Request, drafter: str, message: Drafted, now_ns: int) -> None:
         """Begins the round that waited for a chain on request."""
@@ -372,8 +386,8 @@ class NextRound:
 
     # --- internals ------------------------------------------------------------------------------------------------
 
-    def _take(self, request: Request, step: Step, now_ns: int) -> None:
-        """Begins a round, or a wait; a chain is requested by a COMMIT without one."""
+    def _apply(self, request: Request, step: Step, now_ns: int) -> None:
+        """Begins a round or a wait; a chain is requested by a COMMIT that contains none."""
         if isinstance(step, Proposal):
             self._verify(request, step, now_ns)
             return
@@ -381,42 +395,44 @@ class NextRound:
             request.metrics.on_wait(request.round.number + 1, now_ns)
         request.round.wait = step
         if step.depth:
-            self._draft_pool.ask(request, step.depth, now_ns)
+            self._draft_pool.request_chain(request, step.depth, now_ns)
 
     def _verify(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         """Begins a round: VERIFY to the target and, in the same flush, COMMIT to the drafters."""
         wait = request.round.wait
         request.round.begin(proposal.after_wait(wait.missed) if wait else proposal)
         self._send_verify(request)
-        self._under_way(request, now_ns)
+        self._on_round_begun(request, now_ns)
 
     def _on_autonomous_round(self, request: Request, proposal: Proposal, now_ns: int) -> None:
-        """Follows a target that has begun the next round by itself, and sends HALT if it is to be the last such one."""
+        """Follows a target that has begun the next round by itself, and sends HALT if that is to be the last one."""
         request.round.begin(proposal)
         if not proposal.autonomous:
-            self._under_way(request, now_ns)
-        elif not request.round.halted and (self._planner.wants_other(request) or not self._proposer.stays(request)):
+            self._on_round_begun(request, now_ns)
+        elif not request.round.halted and (
+            self._planner.wants_other_plan(request) or not self._proposer.should_continue(request)
+        ):
             request.round.halted = True
             self._send_halt(request)
 
-    def _under_way(self, request: Request, now_ns: int) -> None:
+    def _on_round_begun(self, request: Request, now_ns: int) -> None:
         """Requests branches for the round under way, and records its proposal."""
         self._draft_pool.start_round(request, now_ns)
         self._metrics.on_proposed(request, now_ns)
         self._planner.on_proposed(request)
 
-    def _prepare(self, request: Request) -> None:
+    def _prepare_branches(self, request: Request) -> None:
         """Prepares chains at the target for the outcomes that have a complete branch and do not end the request.
 
-        Not during a wait, in a tree with in-process drafts, with a residual q, which would be sent twice, or if the
-        policy may have another plan after this round.
+        Prepares none during a wait, in a tree with in-process drafts, with a residual q (it would be sent twice), or if
+        the policy may have another plan after this round.
         """
-        round_, room, prepared = request.round, request.room, dict[tuple[int, ...], Proposal]()
-        ahead = request.plan.mode == "ssd" and not self._proposer.unites(request)
+        round_, max_chain_tokens, prepared = request.round, request.max_chain_tokens, dict[tuple[int, ...], Proposal]()
+        ahead = request.plan.mode == "ssd" and not self._proposer.should_merge_in_process(request)
         if not ahead or round_.wait or request.admit.sampling.is_residual or self._planner.may_replan(request):
             return
         for committed, branch in request.draft.complete(request.plan.depth):
-            if room > len(committed) and request.up_to_end(committed)[1] is None:
+            if max_chain_tokens > len(committed) and request.truncate_at_end(committed)[1] is None:
                 prepared[committed] = self._proposer.branch(request, branch, committed)
         round_.prepared = prepared
         chains = prepared.values()
@@ -443,7 +459,7 @@ class NextRound:
                 round=round_.number,
                 base_len=len(request.sequence.tokens),
                 proposal=round_.proposal.to_message(request.admit.sampling, request.remaining),
-                all_cores=self._planner.drafters_rest(request),
+                all_cores=self._planner.drafters_are_idle(request),
             )
         )
 

@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.orchestrator.core.policy.acceptance import FREE, Drift, TextAcceptance, TextProfiles
+from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, DrafterUsage, TextAcceptance, TextProfiles
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.policy.policy import Policy
-from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest
-from outrider.orchestrator.core.proposal import LONGEST_COPY, CopyRound, Lookup, best_tail, longest_copy
+from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest_record
+from outrider.orchestrator.core.proposal import MAX_COPY_TOKENS, CopyRound, Lookup, best_tail, longest_copy
 from outrider.orchestrator.core.request import DrafterWait, Request, SettledRound
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, is_joint
+from outrider.protocol.heads import DRAFT_MODEL, JOINT_SEPARATOR, NGRAM, is_joint
 from outrider.protocol.messages import Drafted, InProcessDrafter
 
-MOST_REQUESTED = 64  # policies for a requested K or B
+MAX_REQUESTED_POLICIES = 64  # policies for a requested K or B
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Planner:
         """`tunings` are tune's, `memory` what an earlier server `learned`; `own` returns the in-process drafters."""
         self.estimates = Estimates()
         self.profiles = TextProfiles(self.estimates)
-        self._own = own
+        self._in_process_drafters = own
         self._tunings, self._stored = tunings, memory
         for record in (*tunings[:1], *memory[:1]):
             self.estimates.start_from(record)
@@ -54,11 +54,11 @@ class Planner:
         self.merges = settings.trees and not settings.full_depth  # chains into trees, where the target can verify them
         self._policies: dict[tuple[DraftSources, int | None, int | None, bool, str], Policy] = {}
         self._forward_ns = 0
-        self._reading = False
+        self._is_reading_prompt = False
 
     def set_load(self, active: int, reading: bool) -> None:
         """Sets how many requests run; `reading`: the target still reads a prompt of one of them."""
-        self.estimates.active, self._reading = max(active, 1), reading
+        self.estimates.active, self._is_reading_prompt = max(active, 1), reading
         for policy in self._policies.values():
             policy.set_load(active, reading)
 
@@ -80,7 +80,7 @@ class Planner:
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
-    def first_plan(self, admit: Admit, drafters: int, kind: str = FREE) -> tuple[Arm, list[str]]:
+    def first_plan(self, admit: Admit, drafters: int, kind: str = GENERAL_TEXT) -> tuple[Arm, list[str]]:
         """Returns a request's first plan with this many draft workers, and notes: why speculation is off, if it is."""
         sources = self._sources(admit.drafter, drafters)
         if admit.mode == "auto":
@@ -88,8 +88,8 @@ class Planner:
         return self._fixed_plan(admit, sources)
 
     def _fixed_plan(self, admit: Admit, sources: DraftSources) -> tuple[Arm, list[str]]:
-        """The same in a fixed mode: draft workers come before in-process drafters, and these before n-grams."""
-        depth, branches = self._depth(admit), self._branches(admit, sources.workers)
+        """Returns the plan in a fixed mode: draft workers come before in-process drafters, and those before n-grams."""
+        depth, branches = self._max_depth(admit), self._max_branches(admit, sources.workers)
         if admit.mode == "ar" or sources.workers:
             joint = admit.mode == "ssd" and is_joint(admit.drafter) and sources.others
             return Arm(admit.mode, depth, branches, sources.others[0] if joint else ""), []
@@ -99,7 +99,7 @@ class Planner:
             return Arm(admit.mode, depth, branches), []
         return Arm("ar", depth, branches), ["speculation is off: there is no drafter"]
 
-    def on_drafter_rejoined(self, request: Request) -> None:
+    def on_drafters_changed(self, request: Request) -> None:
         """Updates a fixed plan after the set of drafters has changed."""
         if request.admit.mode != "auto":
             request.planning.plan, _ = self._fixed_plan(request.admit, self._sources_of(request))
@@ -110,13 +110,13 @@ class Planner:
         is_open = request.admit.branches is None and self._settings.branches is None and not self._settings.full_depth
         if request.admit.mode == "auto":
             request.planning.plan = self._policy_of(request).plan()
-        elif request.plan.mode == "ssd" and request.round.number % POLICY.breadth_rounds == 0 and is_open:
-            most = self._branches(request.admit, self._sources_of(request).workers)
+        elif request.plan.mode == "ssd" and request.round.number % POLICY.breadth_interval_rounds == 0 and is_open:
+            most = self._max_branches(request.admit, self._sources_of(request).workers)
             odds, depth = request.planning.text.odds, request.plan.depth
             formula = Forecasts(self.estimates, odds, self.estimates.active, depth, most, False)
-            request.planning.plan = replace(request.plan, branches=formula.of(Arm("ssd", depth))[0].branches)
+            request.planning.plan = replace(request.plan, branches=formula.forecast(Arm("ssd", depth))[0].branches)
 
-    def wants_other(self, request: Request) -> bool:
+    def wants_other_plan(self, request: Request) -> bool:
         """Whether a target that continues by itself is to stop, because the policy has another plan."""
         return request.admit.mode == "auto" and self._policy_of(request).plan() != request.plan
 
@@ -127,9 +127,9 @@ class Planner:
         policy = self._policy_of(request)
         return policy.is_due or policy.plan() != request.plan
 
-    def drafters_rest(self, request: Request) -> bool:
-        """Whether the target may use all cores for this request's verifies (`Arm.rests_drafters`)."""
-        return request.admit.mode == "auto" and request.plan.rests_drafters(self.estimates.active)
+    def drafters_are_idle(self, request: Request) -> bool:
+        """Whether the target may use all cores for this request's verifies (`Arm.leaves_drafters_idle`)."""
+        return request.admit.mode == "auto" and request.plan.leaves_drafters_idle(self.estimates.active)
 
     def reason(self, request: Request) -> str | None:
         """Returns the reason for the plan of a request in `auto`; None in other modes."""
@@ -151,7 +151,7 @@ class Planner:
     def on_outcome(self, ended: SettledRound) -> None:
         """Records the costs and odds of a round; no costs if it read the whole text."""
         request, outcome, kept = ended.request, ended.outcome, ended.kept
-        self._judge_copy(ended)
+        self._observe_copy(ended)
         if ended.read:
             return
         proposal, estimates, round_ms = ended.proposal, self.estimates, ended.took_ns / MILLISECOND_NS
@@ -162,56 +162,58 @@ class Planner:
         elif ended.plan.mode != "ar":
             if outcome.work.ended_ns != self._forward_ns:  # several requests report the same forward
                 self._forward_ns, rows = outcome.work.ended_ns, len(proposal.chain) + 1
-                all_cores = request.admit.mode == "auto" and ended.plan.rests_drafters(estimates.active)
+                all_cores = request.admit.mode == "auto" and ended.plan.leaves_drafters_idle(estimates.active)
                 estimates.observe_verify(max(outcome.rows, rows), outcome.work.milliseconds, rows, all_cores)
-            along, drafted = proposal.along(ended.nodes), max(len(proposal.drafter_nodes), proposal.offered)
-            if self._can_judge(request):
+            accepted, drafted = proposal.count_on_chain(ended.nodes), max(len(proposal.drafter_nodes), proposal.offered)
+            if self._learns_text_kind(request):
                 drafter = proposal.drafter if proposal.draft else ""
-                self.profiles.observe(request.planning.text, drafter, drafted, along)
+                self.profiles.observe(request.planning.text, drafter, drafted, accepted)
             if not proposal.draft:
-                estimates.observe_chain(drafted, along, len(proposal.drafter_nodes))
+                estimates.observe_chain(drafted, accepted, len(proposal.drafter_nodes))
             elif proposal.chain and outcome.drafted is not None:
                 drafting_ms = outcome.drafted.span.milliseconds
-                estimates.in_process[proposal.drafter].observe(len(proposal.drafter_nodes), along, drafting_ms)
+                estimates.in_process[proposal.drafter].observe(len(proposal.drafter_nodes), accepted, drafting_ms)
         if proposal.lookup is Lookup.HIT:
             estimates.turnaround_ms.add(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
             self._policy_of(request).observe_round(ended.plan, len(kept), round_ms)
 
-    def _can_judge(self, request: Request) -> bool:
-        """Whether the kind of its text matters: in `auto`, for a request alone."""
+    def _learns_text_kind(self, request: Request) -> bool:
+        """Whether its rounds show the kind of its text: in `auto`, while it runs alone."""
         return request.admit.mode == "auto" and self.estimates.active == 1
 
-    def judge_in_process(self, ended: SettledRound) -> str:
-        """Leaves out an in-process drafter that is of no use to the request any more; returns a note if it does."""
+    def check_in_process_drafter(self, ended: SettledRound) -> str:
+        """Leaves out an in-process drafter that is no longer useful to the request, and returns a note if it does."""
         request, drafter, planning = ended.request, ended.proposal.drafter, ended.request.planning
         if not ended.proposal.draft or drafter in planning.left_out or request.remaining < ended.plan.depth:
             return ""
-        why = planning.drifts.setdefault(drafter, Drift()).observe(ended.proposal.depth, ended.outcome.accepted)
+        why = planning.drafter_usage.setdefault(drafter, DrafterUsage()).observe(
+            ended.proposal.depth, ended.outcome.accepted
+        )
         if not why:
             return ""
         planning.left_out.add(drafter)
-        self.on_drafter_rejoined(request)
+        self.on_drafters_changed(request)
         return f"speculation: {drafter} is not used: {why}"
 
-    def _judge_copy(self, ended: SettledRound) -> None:
-        """Records how a copy would have done in this round, whatever was verified; then makes the next round's."""
+    def _observe_copy(self, ended: SettledRound) -> None:
+        """Records how a copy would have done in this round, whatever was verified; then finds the next round's copy."""
         request, proposal, kept = ended.request, ended.proposal, ended.kept
         planning, sequence, pending = request.planning, request.sequence, request.planning.pending_copy
         if pending is not None and pending.base_len == ended.outcome.base_len:
             copy, nodes = pending.copy, proposal.drafter_nodes
-            held = self.estimates.observe_copy(copy, kept)
-            if self._can_judge(request):
-                self.profiles.observe(planning.text, NGRAM, min(len(copy.chain), len(kept)), held)
+            right = self.estimates.observe_copy(copy, kept)
+            if self._learns_text_kind(request):
+                self.profiles.observe(planning.text, NGRAM, min(len(copy.chain), len(kept)), right)
             if nodes and copy.chain and proposal.chain[nodes[0]] != copy.chain[0]:
                 self.estimates.observe_alternatives(copy, kept)
         if not sequence.ngrams.is_empty:
-            copy = longest_copy(sequence.ngrams, LONGEST_COPY)
+            copy = longest_copy(sequence.ngrams, MAX_COPY_TOKENS)
             rows = len(best_tail(self.estimates, copy).tokens)
             planning.pending_copy = CopyRound(len(sequence.tokens), copy, rows)
-            self._follow_copies(request)
+            self._observe_copy_round(request)
 
-    def _follow_copies(self, request: Request) -> None:
+    def _observe_copy_round(self, request: Request) -> None:
         """Records the rounds that n-grams alone would make; one with a long copy lasts several plain rounds."""
         planning, tokens, round_ = request.planning, request.sequence.tokens, request.planning.copy_round
         if round_ is not None:
@@ -219,7 +221,7 @@ class Planner:
             if right is None:
                 return
             self.estimates.copies.add(round_.rows, right)
-            if self._can_judge(request):
+            if self._learns_text_kind(request):
                 self.profiles.observe_copies(planning.text, round_.rows, right)
         planning.copy_round = planning.pending_copy
 
@@ -230,12 +232,12 @@ class Planner:
 
     def _sources(self, named: str, workers: int, left_out: Collection[str] = ()) -> DraftSources:
         """Returns what may draft for a request: only the drafters that it has `named`, if any."""
-        in_process = tuple(self._own())
+        in_process = tuple(self._in_process_drafters())
         self.estimates.add_drafters(in_process)
         others = tuple(drafter.name for drafter in in_process if drafter.name not in left_out)
         others += (NGRAM,) if self._settings.ngrams and (in_process or workers or named == NGRAM) else ()
         if named:
-            names = named.split(JOINT)
+            names = named.split(JOINT_SEPARATOR)
             others, workers = tuple(name for name in others if name in names), workers if DRAFT_MODEL in names else 0
         return DraftSources(workers, others)
 
@@ -244,37 +246,37 @@ class Planner:
         return self._policy(request.admit, self._sources_of(request), text.kind, text.odds)
 
     def _policy(
-        self, admit: Admit, sources: DraftSources, kind: str = FREE, odds: TextAcceptance | None = None
+        self, admit: Admit, sources: DraftSources, kind: str = GENERAL_TEXT, odds: TextAcceptance | None = None
     ) -> Policy:
         """Returns the policy for these sources, requested K and B, temperature class and, for a request alone, kind of
         text: measurements under others would mislead. With several requests all follow one plan, whatever their kind.
         """
-        kind = kind if self.estimates.active == 1 else FREE
+        kind = kind if self.estimates.active == 1 else GENERAL_TEXT
         key = (sources, admit.num_draft_tokens, admit.branches, admit.sampling.temp > 0, kind)
         if key not in self._policies:
             copies = self._settings.ngrams and not sources.others
             modes = ("ar", "sd", "ssd") if sources.workers else ("ar", "sd") if copies else ("ar",)
             fixed = admit.branches is not None
-            branches = self._branches(admit, sources.workers)
-            policy = Policy(self.estimates, modes, self._depth(admit), branches, fixed, sources.others)
-            policy.set_load(self.estimates.active, self._reading)
+            branches = self._max_branches(admit, sources.workers)
+            policy = Policy(self.estimates, modes, self._max_depth(admit), branches, fixed, sources.others)
+            policy.set_load(self.estimates.active, self._is_reading_prompt)
             for records in (self._tunings, self._stored) if sources.workers or sources.others else ():
-                record = nearest(records, admit.sampling.temp)
+                record = nearest_record(records, admit.sampling.temp)
                 if record is not None and (records is self._tunings or record.is_greedy == (admit.sampling.temp == 0)):
                     choices = [choice for choice in record.choices if _is_allowed(admit, choice)]
                     of_kind = [choice for choice in choices if choice.kind == kind]  # else texts in general
-                    policy.start_from(of_kind or [choice for choice in choices if choice.kind == FREE])
+                    policy.start_from(of_kind or [choice for choice in choices if choice.kind == GENERAL_TEXT])
             self._policies[key] = policy
             # Clients may request any number of K and B: the oldest of those policies are dropped.
-            for old in [other for other in self._policies if other[1:3] != (None, None)][:-MOST_REQUESTED]:
+            for old in [other for other in self._policies if other[1:3] != (None, None)][:-MAX_REQUESTED_POLICIES]:
                 del self._policies[old]
         self._policies[key].odds = odds or self.profiles.odds(kind, admit.sampling.temp == 0)
         return self._policies[key]
 
-    def _depth(self, admit: Admit) -> int:
+    def _max_depth(self, admit: Admit) -> int:
         return admit.num_draft_tokens or self._settings.depth
 
-    def _branches(self, admit: Admit, drafters: int) -> int:
+    def _max_branches(self, admit: Admit, drafters: int) -> int:
         """Returns the requested B, or the default: the setting, with `each` for every drafter."""
         each = max(drafters, 1) if self._settings.branches is None else 1
         return admit.branches or self._settings.breadth * each

@@ -9,9 +9,9 @@ this (prompt lookup). It needs no worker, so the loss of one does not affect it.
 of the odds down to it. The expected tokens of a round are 1 plus the sum of the masses, so the best tree of M nodes has
 the M heaviest; c(M) decides how many. If nothing else pays, the tree is a chain.
 
-`filled` and `merged` put a drafter's chain, its alternatives and a copy into one proposal. `best_tail` decides how much
-of a copy is worth its rows: expected tokens minus the worth of the time, as in `proposer`. Copying costs nothing, so a
-copy may be longer than K. All are pure functions of the estimates; nothing is sent.
+`extend_by_copy` and `merge_into_tree` combine a drafter's chain, its alternatives and a copy. `best_tail` decides how
+much of a copy is worth its rows: expected tokens minus the worth of the time, as in `next_round`. Copying costs
+nothing, so a copy may be longer than K. All are pure functions of the estimates; nothing is sent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,29 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import MAX_CHAIN, Origin
-from outrider.protocol.trees import ROOT, DraftTree, SparseQ, common, depths, is_chain, spine, united
+from outrider.protocol.trees import (
+    ROOT,
+    DraftTree,
+    SparseQ,
+    common_prefix_length,
+    first_branch,
+    is_chain,
+    merge_trees,
+    node_depths,
+)
+
+MAX_NGRAM_SIZE = 5
+MIN_NGRAM_SIZE = 2
+
+# The core indexes a piece at a time, well under a millisecond, and keeps the last tokens (the window), some 15 MiB.
+INDEX_PIECE_TOKENS = 256
+
+INDEX_WINDOW_TOKENS = 1 << 15
+MAX_TREE_NODES = 32
+MAX_COPY_TOKENS = 12
+
+# Few alternatives to a chain's token are likelier than this. If a row costs more tokens, none are requested.
+MAX_ROW_COST_TOKENS = 0.3
 
 
 class ProposalSource(Enum):
@@ -50,7 +72,7 @@ class ProposalSource(Enum):
     HEAD = "head"
 
 
-_ORIGINS = {ProposalSource.CACHE: Origin.PREPARED, ProposalSource.HEAD: Origin.HEAD}
+_ORIGIN_OF_SOURCE = {ProposalSource.CACHE: Origin.PREPARED, ProposalSource.HEAD: Origin.HEAD}
 
 
 class Lookup(Enum):
@@ -81,12 +103,12 @@ class Lookup(Enum):
 class Proposal:
     """The tokens that the next round verifies after the last committed token.
 
-    The last `copied` tokens are n-gram copies, those before may be from a `drafter`. `q` holds the distributions that
-    the chain was drawn from, if it was. With `parents` the tokens are a tree; `by` holds the origin of each token if
+    The last tokens (`self.copied`) are n-gram copies; those before may be from a `drafter`. `q` holds the distributions
+    that the chain was drawn from, if any. With `parents` the tokens are a tree; `by` holds the origin of each token if
     they differ. With `autonomous` the target continues by itself after this round, plainly or with an in-process
     drafter. That drafter drafts `draft` tokens a round, and alternatives with a probability of more than `min_prob`;
     its chain comes with the outcome. With `draft` but not `autonomous` it does so for this round only, and `chain`
-    stands in one tree with its chain. Of a draft worker's chain of `offered` tokens it has the beginning that pays.
+    forms one tree with that chain. `offered` is the length of a draft worker's chain before it was cut to what pays.
     """
 
     chain: tuple[int, ...] = ()
@@ -105,7 +127,7 @@ class Proposal:
     @property
     def line(self) -> tuple[int, ...]:
         """The chain, or the first branch of a tree."""
-        return tuple(self.chain[node] for node in spine(self.parents)) if self.parents else self.chain
+        return tuple(self.chain[node] for node in first_branch(self.parents)) if self.parents else self.chain
 
     @property
     def drafter_nodes(self) -> Sequence[int]:
@@ -117,7 +139,7 @@ class Proposal:
     @property
     def depth(self) -> int:
         """The most tokens that can be accepted."""
-        return max(depths(self.parents), default=-1) + 1 if self.parents else len(self.chain)
+        return max(node_depths(self.parents), default=-1) + 1 if self.parents else len(self.chain)
 
     def nodes(self, outcome: Outcome) -> Sequence[int] | None:
         """Returns the accepted nodes; None if the outcome does not fit the proposal."""
@@ -128,33 +150,33 @@ class Proposal:
             return None
         return path if [self.parents[node] for node in path] == [ROOT, *path][: len(path)] else None
 
-    def along(self, nodes: Sequence[int]) -> int:
+    def count_on_chain(self, nodes: Sequence[int]) -> int:
         """Returns how many of these accepted nodes are on the drafter's chain."""
-        return common(nodes, self.drafter_nodes)
+        return common_prefix_length(nodes, self.drafter_nodes)
 
-    def settled(self, outcome: Outcome) -> Proposal:
-        """Returns the proposal as it was verified: united with the in-process drafter's tokens, if there are any."""
+    def as_verified(self, outcome: Outcome) -> Proposal:
+        """Returns the proposal as it was verified: merged with the in-process drafter's tokens, if there are any."""
         if not self.draft:
             return self
         own = outcome.drafted
         drafted = DraftTree(own.chain, own.parents) if own is not None else DraftTree()
-        first = set(spine(drafted.parents)) if drafted.parents else range(len(drafted.tokens))
+        first = set(first_branch(drafted.parents)) if drafted.parents else range(len(drafted.tokens))
         by = tuple(self.origin if node in first else Origin.GUESSED for node in range(len(drafted.tokens)))
         if not self.chain:
             return replace(self, chain=drafted.tokens, parents=drafted.parents, by=by if drafted.parents else ())
-        union = united(drafted, DraftTree(self.chain, self.parents), MAX_CHAIN)
+        union = merge_trees(drafted, DraftTree(self.chain, self.parents), MAX_CHAIN)
         sent = {place: origin for place, origin in zip(union.places, self.by, strict=True) if place is not None}
         by += tuple(sent[node] for node in range(len(drafted.tokens), len(union.tokens)))
         return replace(self, chain=union.tokens, parents=union.parents, by=by)
 
-    def again(self) -> Proposal:
+    def for_next_round(self) -> Proposal:
         """Returns the proposal of the next round of a target that continues by itself."""
         return replace(self, chain=(), parents=(), by=(), lookup=Lookup.NONE)
 
     @property
     def origin(self) -> Origin:
         """The origin of its drafted tokens."""
-        return _ORIGINS.get(self.source, Origin.DRAFTED)
+        return _ORIGIN_OF_SOURCE.get(self.source, Origin.DRAFTED)
 
     def origins(self, nodes: Sequence[int]) -> tuple[Origin, ...]:
         """Returns the origins of an outcome's tokens, given the accepted nodes."""
@@ -162,7 +184,7 @@ class Proposal:
         return (*(by[node] for node in nodes), Origin.TARGET)
 
     def after_wait(self, missed: bool) -> Proposal:
-        """Returns it after a wait for a drafter; `missed`: there was no branch when the outcome came."""
+        """Returns the proposal after a wait for a drafter; `missed`: there was no branch when the outcome came."""
         if missed:
             return replace(self, lookup=Lookup.LATE if self.lookup.found else Lookup.MISS)
         return replace(self, lookup=Lookup.GROWN) if self.lookup is Lookup.HIT else self
@@ -170,7 +192,7 @@ class Proposal:
     def to_message(
         self, sampling: SamplingParams, max_tokens: int
     ) -> Coupled | OneHot | Sparse | DraftInProcess | Autonomous:
-        """Returns it as VERIFY carries it. `max_tokens`: how much the request may still grow."""
+        """Returns the proposal as VERIFY carries it. `max_tokens`: by how many the request may still grow."""
         own = InProcess(self.draft, self.drafter, self.min_prob) if self.draft else None
         if self.autonomous:
             return Autonomous(max_tokens, own)
@@ -181,15 +203,8 @@ class Proposal:
         return OneHot(self.chain) if self.q is None else Sparse(self.chain, self.q)
 
 
-LONGEST = 5
-SHORTEST = 2
-# The core indexes PIECE tokens at a time, well under a millisecond, and keeps the last WINDOW, some 15 MiB.
-PIECE = 256
-WINDOW = 1 << 15
-
-
 class NgramIndex:
-    """The n-grams of the last `WINDOW` tokens of one request's text, with the position after their last occurrence.
+    """The n-grams of the last `INDEX_WINDOW_TOKENS` of a request's text, with the position after their last occurrence.
 
     Tokens are appended at once and indexed when there is time; until then a lookup does not find them.
     """
@@ -197,9 +212,9 @@ class NgramIndex:
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._tokens: list[int] = []
         self._followed_at: dict[tuple[int, ...], int] = {}
-        self._read = 0
+        self._indexed = 0
         self.extend(tokens)
-        self.read_on(len(self._tokens))
+        self.index_more(len(self._tokens))
 
     @property
     def is_empty(self) -> bool:
@@ -209,46 +224,43 @@ class NgramIndex:
     @property
     def is_behind(self) -> bool:
         """Whether there are tokens to index."""
-        return self._read < len(self._tokens)
+        return self._indexed < len(self._tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Appends tokens, and indexes them unless earlier ones are still to be indexed."""
         behind = self.is_behind
         self._tokens += tokens
         if not behind:
-            self.read_on(PIECE)
+            self.index_more(INDEX_PIECE_TOKENS)
 
-    def read_on(self, count: int) -> None:
+    def index_more(self, count: int) -> None:
         """Indexes up to `count` more tokens."""
-        if not self._read:
-            self._read = max(len(self._tokens) - WINDOW, 0)
-        for end in range(self._read, min(self._read + count, len(self._tokens))):
-            for gram in self._ending_at(end - WINDOW):  # those that occurred last before the window are dropped
-                if self._followed_at.get(gram) == end - WINDOW:
+        if not self._indexed:
+            self._indexed = max(len(self._tokens) - INDEX_WINDOW_TOKENS, 0)
+        for end in range(self._indexed, min(self._indexed + count, len(self._tokens))):
+            for gram in self._ngrams_before(end - INDEX_WINDOW_TOKENS):  # those that left the window are dropped
+                if self._followed_at.get(gram) == end - INDEX_WINDOW_TOKENS:
                     del self._followed_at[gram]
-            for gram in self._ending_at(end):
+            for gram in self._ngrams_before(end):
                 self._followed_at[gram] = end
-            self._read = end + 1
+            self._indexed = end + 1
 
-    def _ending_at(self, end: int) -> Iterator[tuple[int, ...]]:
+    def _ngrams_before(self, end: int) -> Iterator[tuple[int, ...]]:
         """Returns the n-grams before the token at `end`."""
-        return (tuple(self._tokens[end - n : end]) for n in range(SHORTEST, min(LONGEST, end) + 1))
+        return (tuple(self._tokens[end - n : end]) for n in range(MIN_NGRAM_SIZE, min(MAX_NGRAM_SIZE, end) + 1))
 
     def lookup(self, length: int, then: Sequence[int] = ()) -> Copy:
-        """Returns `length` tokens that followed the longest known suffix of the text, extended by `then`.
+        """Returns `length` tokens that followed the longest known suffix of the text and `then` when it last occurred.
 
-        A copy may continue with its own beginning: a text that repeats itself continues to repeat.
+        A copy may continue with its own beginning, because a text that repeats itself continues to repeat.
         """
-        tail = [*self._tokens[-LONGEST:], *then][-LONGEST:]
-        for n in range(len(tail), SHORTEST - 1, -1):
+        tail = [*self._tokens[-MAX_NGRAM_SIZE:], *then][-MAX_NGRAM_SIZE:]
+        for n in range(len(tail), MIN_NGRAM_SIZE - 1, -1):
             at = self._followed_at.get(tuple(tail[-n:]))
             if at is not None:
                 following = [*self._tokens[at : at + length], *then]
                 return Copy(tuple(islice(cycle(following), max(length, 0))), n)
         return Copy()
-
-
-LARGEST = 32
 
 
 class DraftTrie:
@@ -273,7 +285,7 @@ class DraftTrie:
                 self._odds.append(probability)
             self._odds[node] = max(self._odds[node], probability)
 
-    def shared(self, tokens: Sequence[int]) -> int:
+    def count_shared(self, tokens: Sequence[int]) -> int:
         """Returns how many of the first tokens are in the trie."""
         node = ROOT
         for count, token in enumerate(tokens):
@@ -292,7 +304,7 @@ class DraftTrie:
             masses.append((masses[parent] if parent >= 0 else 1.0) * odds / max(totals[parent], 1.0))
         return masses
 
-    def best(self, cost: Callable[[int], float], worth: float | None = None, most: int = LARGEST) -> list[int]:
+    def best(self, cost: Callable[[int], float], worth: float | None = None, most: int = MAX_TREE_NODES) -> list[int]:
         """Returns the nodes of the best tree of at most `most`, depth first, the likeliest branch first.
 
         Args:
@@ -309,9 +321,6 @@ class DraftTrie:
         for rank, node in enumerate(best):
             paths[node] = (*paths[self.parents[node]], rank)
         return sorted(best, key=paths.__getitem__)
-
-
-LONGEST_COPY = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,9 +344,9 @@ def best_tail(estimates: Estimates, copy: Copy, held: float = 1.0) -> CopiedTail
     return best
 
 
-def longest_copy(ngrams: NgramIndex, room: int) -> Copy:
-    """Returns the longest copy that may be verified; `room` is the most tokens of a chain."""
-    return ngrams.lookup(min(LONGEST_COPY, room))
+def longest_copy(ngrams: NgramIndex, max_chain_tokens: int) -> Copy:
+    """Returns the longest copy that may be verified; `max_chain_tokens` is the maximum length of a chain."""
+    return ngrams.lookup(min(MAX_COPY_TOKENS, max_chain_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,31 +360,31 @@ class CopyRound:
 
     def right(self, following: Sequence[int]) -> int | None:
         """Returns how many of its tokens were right; None until the tokens `following` it show that."""
-        right = common(self.copy.chain, following)
+        right = common_prefix_length(self.copy.chain, following)
         return min(right, self.rows) if len(following) > self.rows or right < len(following) else None
 
 
-def copied(tokens: tuple[int, ...]) -> Proposal:
+def propose_copy(tokens: tuple[int, ...]) -> Proposal:
     """Returns the proposal of a copy alone; an empty one is an AR step."""
     return Proposal(tokens, ProposalSource.NGRAM if tokens else ProposalSource.NONE, copied=len(tokens))
 
 
-def filled(
+def extend_by_copy(
     estimates: Estimates,
     ngrams: NgramIndex,
     branch: Proposal,
     committed: tuple[int, ...],
-    room: int,
+    max_chain_tokens: int,
     odds: Sequence[float] = (),
 ) -> Proposal:
-    """Returns the beginning of a branch that pays, extended by a copy if that pays, too; it may be a copy alone.
+    """Returns the part of a branch that is worth its rows, extended by a copy if that is, too; or only a copy.
 
     Args:
         committed: tokens before the branch that the n-grams have not seen yet.
-        room: the most tokens of the chain.
-        odds: of the branch's tokens, by the drafter; (): not known, then it is kept whole or replaced.
+        max_chain_tokens: the maximum length of the chain.
+        odds: of the branch's tokens, by the drafter; (): unknown, and the branch is kept whole or replaced.
     """
-    longest, row = min(LONGEST_COPY, room), estimates.tokens_per_ms() * estimates.row_ms()
+    longest, row = min(MAX_COPY_TOKENS, max_chain_tokens), estimates.tokens_per_ms() * estimates.row_ms()
     whole = len(branch.chain)
     reached = list(accumulate(odds or map(estimates.drafted.rate, range(whole)), mul, initial=1.0))
     best, most = branch, -math.inf
@@ -384,28 +393,24 @@ def filled(
         tail = best_tail(estimates, ngrams.lookup(longest - kept, (*committed, *chain)), reached[kept])
         gain = sum(reached[1 : kept + 1]) - row * kept + tail.gain
         if gain > most and (kept or odds or tail.tokens):
-            alone = replace(copied(tail.tokens), lookup=branch.lookup, offered=branch.offered)
+            alone = replace(propose_copy(tail.tokens), lookup=branch.lookup, offered=branch.offered)
             begun = replace(branch, chain=chain + tail.tokens, copied=len(tail.tokens))
             most, best = gain, begun if kept else alone
     return best
 
 
-# Hardly any alternative to a chain's token is likelier than this. If a row is worth more tokens, none are requested.
-DEAREST_ROW = 0.3
-
-
-def min_alternative(estimates: Estimates, takes_trees: bool) -> float:
-    """Returns the least probability of an alternative token that is worth its row; 1: alternatives never are."""
+def min_alternative_prob(estimates: Estimates, takes_trees: bool) -> float:
+    """Returns the minimum probability for an alternative token to be worth its row; 1: alternatives never are."""
     row = estimates.tokens_per_ms() * estimates.row_ms()
-    return row if takes_trees and row < DEAREST_ROW else 1.0
+    return row if takes_trees and row < MAX_ROW_COST_TOKENS else 1.0
 
 
-def merged(
+def merge_into_tree(
     estimates: Estimates,
     ngrams: NgramIndex,
     branch: Proposal,
     committed: tuple[int, ...],
-    room: int,
+    max_chain_tokens: int,
     alternatives: Alternatives | None = None,
     odds: Sequence[float] = (),
 ) -> Proposal | None:
@@ -413,11 +418,11 @@ def merged(
 
     Args:
         committed: tokens before the branch that the n-grams have not seen yet.
-        room: the most tokens that can be accepted.
+        max_chain_tokens: the most tokens that can be accepted.
         alternatives: the drafter's alternatives to tokens of its chain.
         odds: of the branch's tokens, by the drafter; (): those of chains on average.
     """
-    chain, longest = branch.chain, min(LONGEST_COPY, room)
+    chain, longest = branch.chain, min(MAX_COPY_TOKENS, max_chain_tokens)
     instead = ngrams.lookup(longest, committed)
     forks = bool(instead.chain) and chain[: len(instead.chain)] != instead.chain[: len(chain)]
     if not chain or not (forks or alternatives is not None):
@@ -430,8 +435,8 @@ def merged(
             if parent < len(chain):  # which may have been truncated
                 drafts.add((*chain[: parent + 1], token), [*[0.0] * (parent + 1), share], Origin.GUESSED)
     if forks:
-        shared, acceptance = drafts.shared(instead.chain), estimates.alternatives(instead.matched)
-        positions = range(len(instead.chain))  # of which the first that no other source proposes counts as the first
+        shared, acceptance = drafts.count_shared(instead.chain), estimates.alternatives(instead.matched)
+        positions = range(len(instead.chain))  # the first that no other source proposes counts as position 0
         drafts.add(instead.chain, [acceptance.rate(max(at - shared, 0)) for at in positions], Origin.COPIED)
     after = ngrams.lookup(longest - len(chain), (*committed, *chain))
     tail = best_tail(estimates, after, math.prod(rates)).tokens
@@ -448,12 +453,12 @@ def merged(
     return replace(branch, chain=tokens, parents=parents, by=by, copied=by.count(Origin.COPIED))
 
 
-def copy_beside(estimates: Estimates, copy: Copy, drafter: str, depth: int) -> tuple[int, ...]:
-    """Returns the beginning of `copy` that pays in one tree with `depth` tokens of an in-process drafter.
+def copy_for_tree(estimates: Estimates, copy: Copy, drafter: str, depth: int) -> tuple[int, ...]:
+    """Returns the part of `copy` that is worth its rows in one tree with `depth` tokens of an in-process drafter.
 
-    The two are taken to be right independently of each other, and a token that both propose costs one row.
+    The two are assumed to be right independently of each other; a token that both propose costs one row.
     """
-    drafted, copies, row = estimates.holding(drafter), estimates.copied(copy.matched), estimates.row_ms()
+    drafted, copies, row = estimates.acceptance_of(drafter), estimates.copied(copy.matched), estimates.row_ms()
     reach, gain, best, count = 1.0, 0.0, 0.0, 0
     for position in range(len(copy.chain)):
         reach *= copies.rate(position)
@@ -464,9 +469,9 @@ def copy_beside(estimates: Estimates, copy: Copy, drafter: str, depth: int) -> t
     return copy.chain[:count]
 
 
-def unites(estimates: Estimates, drafter: str, depth: int) -> bool:
-    """Whether `depth` in-process tokens pay for their drafting and rows in one tree with a branch (`copy_beside`)."""
-    drafted, ahead, worth = estimates.holding(drafter), estimates.drafted, estimates.tokens_per_ms()
+def should_merge_in_process(estimates: Estimates, drafter: str, depth: int) -> bool:
+    """Whether `depth` in-process tokens are worth drafting and verifying in one tree with a branch."""
+    drafted, ahead, worth = estimates.acceptance_of(drafter), estimates.drafted, estimates.tokens_per_ms()
     gain = -worth * estimates.in_process_ms(depth, drafter)
     for position in range(depth):
         both = drafted.reach(position) * ahead.reach(position)

@@ -1,7 +1,7 @@
-"""Lets prefill workers read prompts in the target's place.
+"""Lets prefill workers read prompts instead of the target.
 
-The target reports how much of a prompt it has; the rest goes to a worker if it is long enough. A loss only costs time:
-the target, asked again, reads on by itself. Knows requests and messages, no keys or values.
+The target reports how much of a prompt it has; the rest goes to a worker if it is long enough. A lost worker costs
+only time: the target, sent the round again, reads the rest itself. Knows requests and messages, no keys or values.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RemotePrefills:
         return True
 
     def on_progress(self, request: Request, message: Prefilled) -> None:
-        """Sends the rest of a prompt, of which the target has a part, to the least busy worker, or the target."""
+        """Sends the part of a prompt that the target lacks to the least busy worker, or leaves it to the target."""
         prefill = self._prefills.get(request.id)
         if prefill is None:
             return
@@ -71,7 +71,7 @@ class RemotePrefills:
         if isinstance(message, PromptKv):
             if message.epoch != request.round.epoch:
                 return False
-            request.metrics.handed_over += message.count
+            request.metrics.remote_prefill_tokens += message.count
             self._workers.send_target(message)
         else:
             self._hand_back(request)

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.metrics import RequestMetrics
-from outrider.orchestrator.core.policy.acceptance import Drift, TextProfile
+from outrider.orchestrator.core.policy.acceptance import DrafterUsage, TextProfile
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import CopyRound, Lookup, NgramIndex, Proposal, ProposalSource
 from outrider.orchestrator.events import Admit
@@ -35,13 +35,18 @@ from outrider.protocol.trees import SparseQ
 
 NO_RANKS = range(0)
 
+MAX_REQUEST_BYTES, MAX_TOTAL_BYTES = 16 << 20, 64 << 20
+"""The budget of one request and of all, in bytes."""
+
+_TOKEN_BYTES = 40  # a number and its place in a tuple
+
 
 @dataclass(slots=True)
 class DrafterState:
     """A drafter's state in a request: it knows the first `known_len` tokens.
 
     Its latest task is of `round`: branches for the outcomes of these `ranks`, likeliest first, or, without any, a
-    chain. `asked_ns` is when it was sent (0: with a text to read, so that its latency does not count), `heard_ns` when
+    chain. `asked_ns` is when it was sent (0: with a text to read, so its latency does not count), `last_heard_ns` when
     the latest of its `pushes` came. `done`: nothing more is to come, or is awaited.
     """
 
@@ -49,14 +54,14 @@ class DrafterState:
     round: int = 0
     ranks: range = NO_RANKS
     asked_ns: int = 0
-    heard_ns: int = 0
+    last_heard_ns: int = 0
     pushes: int = 0
     done: bool = True
 
     def assign(self, round_: int, ranks: range, known_len: int, now_ns: int) -> None:
         """Records that the drafter was sent the text up to `known_len`, and this task."""
         self.round, self.ranks, self.known_len = round_, ranks, known_len
-        self.asked_ns, self.heard_ns, self.pushes, self.done = now_ns, now_ns, 0, False
+        self.asked_ns, self.last_heard_ns, self.pushes, self.done = now_ns, now_ns, 0, False
 
     def is_awaited(self, message: Branches | Drafted) -> bool:
         """Whether a message answers the latest task, which is not done."""
@@ -67,27 +72,20 @@ class DrafterState:
         """Records branches of its round, which may have ended."""
         self.pushes += bool(message.entries)
         if is_awaited:
-            self.heard_ns, self.done = now_ns, message.final
+            self.last_heard_ns, self.done = now_ns, message.final
 
     @property
-    def brings_branches(self) -> bool:
+    def has_pending_branches(self) -> bool:
         """Whether branches of the round under verification are still to come."""
         return bool(self.ranks) and not self.done
 
 
-A_REQUEST, IN_ALL = 16 << 20, 64 << 20
-"""The budget of one request and of all, in bytes."""
-
-
 @dataclass(slots=True)
 class CacheBudget:
-    """The bytes held by all requests, and the number of messages dropped."""
+    """The bytes that the branches of all requests take, and the number of messages dropped."""
 
-    held: int = 0
+    held_bytes: int = 0
     dropped: int = 0
-
-
-_TOKEN_BYTES = 40  # a number and its place in a tuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,25 +106,25 @@ class SpeculationCache:
     def __init__(self, budget: CacheBudget | None = None) -> None:
         """`budget` is shared with other requests' caches."""
         self._budget = budget or CacheBudget()
-        self._held = 0
+        self._held_bytes = 0
         self.branches: dict[tuple[int, ...], CachedBranch] = {}
 
     def clear(self) -> None:
         """Drops all branches and releases their bytes."""
         self.branches.clear()
-        self._budget.held -= self._held
-        self._held = 0
+        self._budget.held_bytes -= self._held_bytes
+        self._held_bytes = 0
 
     def add(self, message: Branches, drafter: str) -> None:
-        """Adds branches if there is room; a deeper one replaces a shorter one. Depth decides, never the tokens."""
+        """Adds branches within the budget; a deeper one replaces a shorter one. Depth decides, never the tokens."""
         # The bytes of a whole message count, because its arrays are views of one buffer.
         size = _TOKEN_BYTES * sum(len(entry.committed) + len(entry.chain) for entry in message.entries)
         size += message.q.nbytes if message.q is not None else 0
-        if self._held + size > A_REQUEST or self._budget.held + size > IN_ALL:
+        if self._held_bytes + size > MAX_REQUEST_BYTES or self._budget.held_bytes + size > MAX_TOTAL_BYTES:
             self._budget.dropped += 1
             return
-        self._held += size
-        self._budget.held += size
+        self._held_bytes += size
+        self._budget.held_bytes += size
         end = 0
         for entry in message.entries:
             start, end = end, end + len(entry.chain)
@@ -169,22 +167,22 @@ class DrafterWait:
 class SequenceState:
     """The text of a request: the prompt and all committed `tokens`, at most `context`.
 
-    `appended_ns`: when the latest came. `heard_ns`: when the target last made progress on it, or was asked again.
-    `deaths` of the target in a row without a token for it. `notes`: what the reader of the text should know.
+    `appended_ns`: when the latest came. `last_heard_ns`: when the target last made progress on it, or was asked again.
+    `deaths`: how often in a row the target died without a token for it. `notes`: messages for the reader of the text.
     """
 
     tokens: list[int]
     context: int
     ngrams: NgramIndex = field(default_factory=NgramIndex)
     appended_ns: int = 0
-    heard_ns: int = 0
+    last_heard_ns: int = 0
     deaths: int = 0
     notes: list[str] = field(default_factory=list)
 
     def append(self, tokens: Sequence[int], now_ns: int) -> None:
         """Makes tokens final, which the target has just brought."""
         self.tokens += tokens
-        self.appended_ns = self.heard_ns = now_ns
+        self.appended_ns = self.last_heard_ns = now_ns
         self.deaths = 0
 
     def add_note(self, words: str) -> None:
@@ -198,8 +196,8 @@ class RoundState:
     """The round `number` under verification, with its `proposal`, or, once it has ended, the `wait` before the next.
 
     `prepared`: the chains that the target may continue with, by outcome. `covered`: how many outcomes the drafters had
-    finished at the latest one. `halted`: HALT was sent. `is_open`: the target has been sent the text. `reads`: the
-    round begins by reading it.
+    finished when the latest one came. `halted`: HALT was sent. `is_open`: the target has been sent the text. `reads`:
+    the target reads the text first.
     """
 
     epoch: int = 0
@@ -234,7 +232,7 @@ class RoundState:
     def advance(self, outcome: Outcome, committed: tuple[int, ...]) -> Proposal:
         """Returns the proposal that the target verifies by itself after this outcome: its own, or a prepared one."""
         if self.proposal.autonomous:
-            return self.proposal.again()
+            return self.proposal.for_next_round()
         verified = outcome.next_proposal or Coupled()
         prepared = self.prepared.get(committed)
         if prepared is not None and (prepared.chain, prepared.parents) == (verified.chain, verified.parents):
@@ -247,7 +245,7 @@ class RoundState:
 class DraftState:
     """The drafters of a request, and the branches that they have sent for the round under verification.
 
-    The `lead` is the drafter with the likeliest outcomes. `losses` of each drafter in a row without an answer.
+    The `lead` is the drafter with the likeliest outcomes. `losses`: how often in a row each was lost without an answer.
     """
 
     drafters: dict[str, DrafterState]
@@ -256,7 +254,7 @@ class DraftState:
     losses: Counter[str] = field(default_factory=Counter)
 
     def start(self, asked: Iterable[str] = ()) -> None:
-        """Drops all branches for those of another round, of which these drafters are `asked`, the lead first."""
+        """Drops all branches; `asked` are the drafters that will send those of another round, the lead first."""
         self.cache.clear()
         for state in self.drafters.values():
             state.ranks = NO_RANKS
@@ -265,40 +263,40 @@ class DraftState:
     @property
     def final(self) -> bool:
         """Whether all drafters have finished, so that no branch will come."""
-        return not any(state.brings_branches for state in self.drafters.values())
+        return not any(state.has_pending_branches for state in self.drafters.values())
 
     @property
     def covered(self) -> int:
         """The number of outcomes whose drafters have finished; 0 if the lead has not."""
-        if self._is_leading:
+        if self._is_lead_pending:
             return 0
         return sum(len(state.ranks) for state in self.drafters.values() if state.done)
 
     @property
-    def _is_leading(self) -> bool:
-        return self.lead in self.drafters and self.drafters[self.lead].brings_branches
+    def _is_lead_pending(self) -> bool:
+        return self.lead in self.drafters and self.drafters[self.lead].has_pending_branches
 
     def since_push_ms(self, now_ns: int) -> float:
         """Returns the time since the lead's latest push, or since it was asked."""
-        return (now_ns - self.drafters[self.lead].heard_ns) / MILLISECOND_NS
+        return (now_ns - self.drafters[self.lead].last_heard_ns) / MILLISECOND_NS
 
-    def grows(self, branch: CachedBranch) -> bool:
-        """Whether its drafter may still extend it."""
-        return branch.drafter in self.drafters and self.drafters[branch.drafter].brings_branches
+    def can_grow(self, branch: CachedBranch) -> bool:
+        """Whether the drafter of a branch may still extend it."""
+        return branch.drafter in self.drafters and self.drafters[branch.drafter].has_pending_branches
 
     def complete(self, depth: int) -> Iterable[tuple[tuple[int, ...], CachedBranch]]:
         """Returns (outcome, branch) for each branch that has its full depth or will not grow."""
-        growing = {name for name, state in self.drafters.items() if state.brings_branches}
+        growing = {name for name, state in self.drafters.items() if state.has_pending_branches}
         branches = self.cache.branches.items()
         return [(commit, it) for commit, it in branches if it.drafter not in growing or len(it.chain) >= depth]
 
-    def pushes_until(self, accepted: int, chain_length: int) -> int:
+    def pushes_left(self, accepted: int, chain_length: int) -> int:
         """Returns how many more pushes of the lead may bring the first branches of `accepted` tokens; 0: they are here.
 
         The branches of full acceptance come with the second push: the first one feeds the chain's last token.
         """
         leads = (commit for commit, branch in self.cache.branches.items() if branch.drafter == self.lead)
-        if not self._is_leading or any(len(commit) == accepted + 1 for commit in leads):
+        if not self._is_lead_pending or any(len(commit) == accepted + 1 for commit in leads):
             return 0
         return max((2 if accepted == chain_length else 1) - self.drafters[self.lead].pushes, 0)
 
@@ -307,14 +305,14 @@ class DraftState:
 class PlanState:
     """How the rounds of a request are made: its `plan`, and what it is based on.
 
-    `text`: the profile of the text's kind. `drifts`: the use of in-process drafters; `left_out`: those that are of no
-    use any more. `pending_copy`: what n-grams alone would verify in the round under way; `copy_round`: the round that
-    they would have begun last.
+    `text`: the profile of the text's kind. `drafter_usage`: how useful in-process drafters are; `left_out`: those that
+    are no longer used. `pending_copy`: what n-grams alone would verify in the round under way; `copy_round`: the
+    round that they would have begun last.
     """
 
     plan: Arm
     text: TextProfile
-    drifts: dict[str, Drift] = field(default_factory=dict)
+    drafter_usage: dict[str, DrafterUsage] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
     pending_copy: CopyRound | None = None
     copy_round: CopyRound | None = None
@@ -351,22 +349,22 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """How many tokens it may still grow by."""
+        """The number of tokens by which it may still grow."""
         most = len(self.admit.tokens) + self.admit.sampling.max_tokens
         return min(most, self.sequence.context) - len(self.sequence.tokens)
 
     @property
-    def room(self) -> int:
-        """The most tokens of a chain: the bonus token must fit its length."""
+    def max_chain_tokens(self) -> int:
+        """The maximum length of a chain, which leaves a place for the bonus token."""
         most = len(self.admit.tokens) + self.admit.sampling.max_tokens - 1
         return min(most, self.sequence.context) - len(self.sequence.tokens)
 
     @property
-    def longest(self) -> int:
-        """The most tokens of a drafter's chain."""
-        return max(min(self.plan.depth, self.room), 0)
+    def max_draft_tokens(self) -> int:
+        """The maximum length of a drafter's chain."""
+        return max(min(self.plan.depth, self.max_chain_tokens), 0)
 
-    def up_to_end(self, new: Sequence[int]) -> tuple[list[int], str | None]:
+    def truncate_at_end(self, new: Sequence[int]) -> tuple[list[int], str | None]:
         """Returns the tokens of `new` that count, and why the request ends with them, if it does."""
         space = self.remaining
         for index, token in enumerate(new[:space]):

@@ -4,7 +4,7 @@ AR, SD and SSD are this one loop with different proposals. An outcome is handled
 lookup, the next VERIFY, COMMIT, and only then the event for the front, which makes the text. The scheduler owns the
 running requests, and knows tokens and integers only. Time is passed in.
 
-`set_up_request` creates a request with its plan, its drafters and the notes about them.
+`create_request` creates a request with its plan, its drafters and the notes about them.
 
 While there is no target the requests wait, and continue on its replacement, all together. If the target dies again
 before a request has got a token, that request is a suspect; on the next replacement suspects run one at a time, with no
@@ -21,9 +21,9 @@ from outrider.orchestrator.core.draft_pool import LATE, DraftPool
 from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, Trace
 from outrider.orchestrator.core.next_round import NextRound
 from outrider.orchestrator.core.planner import Planner
-from outrider.orchestrator.core.policy.acceptance import kind_of
+from outrider.orchestrator.core.policy.acceptance import classify_text
 from outrider.orchestrator.core.policy.tuning import Tuning
-from outrider.orchestrator.core.proposal import PIECE
+from outrider.orchestrator.core.proposal import INDEX_PIECE_TOKENS
 from outrider.orchestrator.core.remote_prefills import RemotePrefills
 from outrider.orchestrator.core.request import (
     CacheBudget,
@@ -36,10 +36,10 @@ from outrider.orchestrator.core.request import (
     SpeculationCache,
 )
 from outrider.orchestrator.core.worker_pool import WorkerPool
-from outrider.orchestrator.core.worker_registry import TARGET
+from outrider.orchestrator.core.worker_registry import TARGET_NAME
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded, ToFront
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.clock import ASK_AGAIN_NS
+from outrider.protocol.clock import OUTCOME_TIMEOUT_NS
 from outrider.protocol.messages import (
     Branches,
     Close,
@@ -55,23 +55,23 @@ from outrider.protocol.messages import (
     WorkerNote,
 )
 
-# After this many deaths of the target in a row without a token, a request is tried alone (SUSPECT), or fails (GUILTY).
-SUSPECT, GUILTY = 2, 3
+# After so many deaths of the target in a row without a token, a request runs alone (a suspect), or fails (guilty).
+SUSPECT_AFTER_DEATHS, FAIL_AFTER_DEATHS = 2, 3
 
 
-def set_up_request(admit: Admit, workers: WorkerPool, planner: Planner, budget: CacheBudget, now_ns: int) -> Request:
+def create_request(admit: Admit, workers: WorkerPool, planner: Planner, budget: CacheBudget, now_ns: int) -> Request:
     """Returns a new request, about which nothing has been sent yet; its n-grams are still empty."""
     worker_notes = workers.notes() if admit.mode != "ar" else []
     if not workers.target_abilities.chains:
         admit = replace(admit, mode="ar")
-    drafters = workers.drafters() if admit.takes_workers else set()
+    drafters = workers.drafters() if admit.can_use_draft_workers else set()
     tokens = [*admit.tokens, *admit.resume_tokens]
-    looks = kind_of(tokens, admit.sampling.grammar is not None, admit.code)
-    text = planner.profiles.open(looks, admit.sampling.temp == 0)
+    guessed_kind = classify_text(tokens, admit.sampling.grammar is not None, admit.code)
+    text = planner.profiles.open(guessed_kind, admit.sampling.temp == 0)
     plan, notes = planner.first_plan(admit, len(drafters), text.kind)
     return Request(
         admit,
-        SequenceState(tokens, workers.target_context, heard_ns=now_ns, notes=[*worker_notes, *notes]),
+        SequenceState(tokens, workers.target_context, last_heard_ns=now_ns, notes=[*worker_notes, *notes]),
         DraftState({name: DrafterState() for name in sorted(drafters)}, SpeculationCache(budget)),
         PlanState(plan, text),
         RequestMetrics(now_ns, admit.rounds),
@@ -101,10 +101,10 @@ class Scheduler:
         self._planner = Planner(settings, tunings, memory, lambda: workers.target_abilities.drafters)
         self._draft_pool = DraftPool(workers, self._planner.estimates, settings.full_depth)
         self._requests: dict[str, Request] = {}
-        self._next = NextRound(workers, self._draft_pool, self._planner, self.metrics, settings.full_depth)
-        self._remote_prefills = RemotePrefills(workers, self._next.send_again, settings.prefill_from or 1)
+        self._next_round = NextRound(workers, self._draft_pool, self._planner, self.metrics, settings.full_depth)
+        self._remote_prefills = RemotePrefills(workers, self._next_round.send_again, settings.prefill_from or 1)
         self._has_target = True
-        self._trial: Request | None = None  # a suspect that runs alone
+        self._lone_suspect: Request | None = None  # a suspect that runs alone
         self.learned = self._planner.learned
 
     @property
@@ -116,10 +116,10 @@ class Scheduler:
     def begin(self, admit: Admit, now_ns: int) -> None:
         """Begins a request: OPEN to the target and to the drafters, which all read the prompt at once."""
         self._planner.set_load(len(self._requests) + 1, reading=True)
-        request = set_up_request(admit, self._workers, self._planner, self.cache_budget, now_ns)
+        request = create_request(admit, self._workers, self._planner, self.cache_budget, now_ns)
         admit = request.admit
         self._requests[request.id] = request
-        self._open_next()
+        self._open_waiting()
         self._workers.flush_and_yield()
         if self._settings.ngrams and admit.mode != "ar":
             request.sequence.ngrams.extend(request.sequence.tokens)
@@ -143,12 +143,12 @@ class Scheduler:
             if name in request.draft.drafters:
                 self._remove_drafter(request, name, why, True, now_ns)
 
-    def on_drafter_found(self, name: str) -> None:
+    def on_drafter_ready(self, name: str) -> None:
         """Adds a drafter to all requests that it may draft for, in the middle of their texts."""
         for request in self._requests.values():
             if self._draft_pool.add(request, name):
                 request.sequence.add_note(f"speculation: {name} drafts again")
-                self._planner.on_drafter_rejoined(request)
+                self._planner.on_drafters_changed(request)
                 if request.round.is_open:
                     self._draft_pool.reopen(request, name)
 
@@ -157,27 +157,27 @@ class Scheduler:
         self._remote_prefills.on_worker_lost(name, self._requests)
 
     def on_target_lost(self, why: str, for_good: bool) -> None:
-        """Lets requests wait for a new target; guilty ones fail, and all do if no new target will come."""
+        """Lets requests wait for a new target. Those that killed it alone fail; all do if no new target will come."""
         guilty = f"{why}, for the third time in a row with this request, the last time with this request alone"
-        self._has_target, self._trial = False, None
+        self._has_target, self._lone_suspect = False, None
         for request in list(self._requests.values()):
             sequence = request.sequence
             if for_good:
                 self._fail(request, why)
             elif request.round.is_open:
-                self._next.suspend(request)
+                self._next_round.suspend(request)
                 sequence.add_note(f"the text continued after a pause: {why}")
                 sequence.deaths += 1
                 request.metrics.resumed += 1
-                if sequence.deaths >= GUILTY:
+                if sequence.deaths >= FAIL_AFTER_DEATHS:
                     self._fail(request, guilty)
 
-    def on_target_found(self) -> None:
+    def on_target_ready(self) -> None:
         """Continues the requests on the new target, from their committed tokens."""
         for request in self._requests.values():
-            self._planner.on_drafter_rejoined(request)  # the new target may have other in-process drafters
+            self._planner.on_drafters_changed(request)  # the new target may have other in-process drafters
         self._has_target = True
-        self._open_next()
+        self._open_waiting()
 
     # --- messages of workers --------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class Scheduler:
         if hello.role == "prefill":
             self.stale += not self._remote_prefills.on_message(request, sender, message)
             return
-        refusal = self._draft_pool.sent.refusal(request, sender == TARGET, sender, message, hello.vocab_size)
+        refusal = self._draft_pool.sent.refusal(request, sender == TARGET_NAME, sender, message, hello.vocab_size)
         if refusal or request is None:
             self.stale += 1
             if refusal != LATE:
@@ -238,39 +238,39 @@ class Scheduler:
             request.metrics.on_cached(message.cached, of_drafter)
         if of_drafter:
             return
-        request.sequence.heard_ns = now_ns
+        request.sequence.last_heard_ns = now_ns
         self._remote_prefills.on_progress(request, message)
         if not request.generated:
             self._emit(Progress(request.id, message.done, message.total))
 
     def next_deadline_ns(self) -> int | None:
-        """Returns when `on_time` must be called at the latest, or None; 0: at once, to index a prompt's n-grams."""
+        """Returns when `on_tick` must be called at the latest, or None; 0: at once, to index a prompt's n-grams."""
         requests = self._requests.values()
         if any(request.sequence.ngrams.is_behind for request in requests):
             return 0
         return min((request.round.wait.deadline_ns for request in requests if request.round.wait), default=None)
 
-    def on_time(self, now_ns: int) -> None:
-        """Ends overdue waits, with the branch as deep as it is or a step of the target alone; sends a round again if
-        its outcome may be lost; indexes a piece of a long prompt."""
+    def on_tick(self, now_ns: int) -> None:
+        """Ends overdue waits, with the branch as deep as it is or with a plain step; sends a round again if its outcome
+        may be lost; indexes a piece of a long prompt."""
         behind = next((r.sequence.ngrams for r in self._requests.values() if r.sequence.ngrams.is_behind), None)
         if behind is not None:
-            behind.read_on(PIECE)
+            behind.index_more(INDEX_PIECE_TOKENS)
         for request in list(self._requests.values()):
             sequence, wait = request.sequence, request.round.wait
             if wait and now_ns >= wait.deadline_ns:
                 self._draft_pool.expire(request, now_ns)
-                self._next.end_wait(request, now_ns)
-            elif wait or not request.round.is_open or now_ns - sequence.heard_ns < ASK_AGAIN_NS:
+                self._next_round.end_wait(request, now_ns)
+            elif wait or not request.round.is_open or now_ns - sequence.last_heard_ns < OUTCOME_TIMEOUT_NS:
                 continue
             else:  # the target has made no progress on it for so long that a message may be lost
-                sequence.heard_ns = now_ns
+                sequence.last_heard_ns = now_ns
                 self._remote_prefills.forget(request)
-                self._next.send_again(request)
+                self._next_round.send_again(request)
 
     def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> list[SettledRound]:
         sequence, round_ = request.sequence, request.round
-        proposal = round_.proposal.settled(outcome)
+        proposal = round_.proposal.as_verified(outcome)
         nodes = proposal.nodes(outcome)
         # During a wait there are more tokens than the round had that has ended.
         is_current = (outcome.round, outcome.base_len) == (round_.number, len(sequence.tokens))
@@ -279,7 +279,7 @@ class Scheduler:
             return []
         if round_.reads:
             self._remote_prefills.forget(request)
-        kept, reason = request.up_to_end([*(proposal.chain[node] for node in nodes), outcome.bonus])
+        kept, reason = request.truncate_at_end([*(proposal.chain[node] for node in nodes), outcome.bonus])
         took_ns = now_ns - sequence.appended_ns
         settled = SettledRound(
             request, round_.number, request.plan, proposal, round_.reads, outcome, nodes, tuple(kept), took_ns, reason
@@ -289,12 +289,12 @@ class Scheduler:
             del self._requests[request.id]  # `_record` closes it
             return [settled]
         sequence.ngrams.extend(kept if self._settings.ngrams and request.admit.mode != "ar" else ())
-        if request is self._trial:  # it continues when all suspects were tried
-            self._next.suspend(request)
-            self._trial = None
-            self._open_next()
+        if request is self._lone_suspect:  # it continues when all suspects were tried
+            self._next_round.suspend(request)
+            self._lone_suspect = None
+            self._open_waiting()
         else:
-            self._next.on_outcome(settled, now_ns)
+            self._next_round.on_outcome(settled, now_ns)
         return [settled]
 
     def _record(self, settled: SettledRound, now_ns: int) -> None:
@@ -302,7 +302,7 @@ class Scheduler:
         request, outcome, kept = settled.request, settled.outcome, settled.kept
         report = self.metrics.on_outcome(settled, now_ns)
         self._planner.on_outcome(settled)
-        note = self._planner.judge_in_process(settled)
+        note = self._planner.check_in_process_drafter(settled)
         if note:
             request.sequence.add_note(note)
         logprobs = outcome.logprobs.part(0, len(kept)) if outcome.logprobs is not None else None
@@ -314,7 +314,7 @@ class Scheduler:
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
         self.metrics.on_drafts(request, sender, message, now_ns)
         if self._draft_pool.on_branches(request, sender, message, now_ns):
-            self._next.on_branches(request, message.final, now_ns)
+            self._next_round.on_branches(request, message.final, now_ns)
         else:
             self.stale += 1
 
@@ -325,22 +325,22 @@ class Scheduler:
             return
         self.metrics.on_drafts(request, sender, message, now_ns)
         self._planner.on_drafted(message, wait, now_ns)
-        self._next.on_drafted(request, sender, message, now_ns)
+        self._next_round.on_drafted(request, sender, message, now_ns)
 
     def _on_resync(self, request: Request, sender: str, now_ns: int) -> None:
         """Sends all committed tokens again to a worker that missed some; for the target a new epoch begins."""
         if sender in request.draft.drafters:
             self._draft_pool.reopen(request, sender)
-            self._next.end_wait(request, now_ns)
+            self._next_round.end_wait(request, now_ns)
             return
-        self._next.suspend(request)
+        self._next_round.suspend(request)
         self._open(request)
 
     def _on_worker_note(self, sender: str, note: WorkerNote) -> None:
-        """Adds the note to every request that the sender works for, one for each sender."""
+        """Adds the note to every request that the sender works for, at most one from each sender."""
         for request in self._requests.values():
             has_note = any(words.startswith(f"{sender}: ") for words in request.sequence.notes)
-            if not has_note and sender in (TARGET, *request.draft.drafters):
+            if not has_note and sender in (TARGET_NAME, *request.draft.drafters):
                 request.sequence.add_note(f"{sender}: {note.message}")
 
     def _update_planner(self) -> None:
@@ -349,23 +349,25 @@ class Scheduler:
 
     # --- opening and ending ---------------------------------------------------------------------------------------
 
-    def _open_next(self) -> None:
+    def _open_waiting(self) -> None:
         """Opens the requests that may be on the target now: a suspect by itself, or all."""
         waiting = [request for request in self._requests.values() if not request.round.is_open]
-        if not self._has_target or self._trial is not None or not waiting:
+        if not self._has_target or self._lone_suspect is not None or not waiting:
             return
-        self._trial = next((request for request in waiting if request.sequence.deaths >= SUSPECT), None)
-        for request in [self._trial] if self._trial is not None else waiting:
+        self._lone_suspect = next(
+            (request for request in waiting if request.sequence.deaths >= SUSPECT_AFTER_DEATHS), None
+        )
+        for request in [self._lone_suspect] if self._lone_suspect is not None else waiting:
             self._open(request)
 
     def _open(self, request: Request) -> None:
-        self._next.open(request, self._remote_prefills.offer(request))
+        self._next_round.open(request, self._remote_prefills.offer(request))
 
     def _remove_drafter(self, request: Request, drafter: str, why: str, was_lost: bool, now_ns: int) -> None:
         self._draft_pool.remove(request, drafter, was_lost)
-        self._planner.on_drafter_rejoined(request)
+        self._planner.on_drafters_changed(request)
         request.sequence.add_note(f"speculation: {why}")
-        self._next.end_wait(request, now_ns)
+        self._next_round.end_wait(request, now_ns)
 
     def _finish(self, request: Request, reason: str) -> None:
         self._close(request)
@@ -384,5 +386,5 @@ class Scheduler:
         self._workers.send_target(Close(request.id))
         self._draft_pool.close(request)
         self._update_planner()
-        self._trial = None if request is self._trial else self._trial
-        self._open_next()
+        self._lone_suspect = None if request is self._lone_suspect else self._lone_suspect
+        self._open_waiting()

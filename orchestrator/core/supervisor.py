@@ -2,7 +2,7 @@
 
 A worker that never became ready is an error of the server's start; a drafter that can't draft here is left out. A
 worker that had been ready is restarted; its successor keeps its name, its memory cost and its abilities. A worker that
-joined by itself is not restarted; a target that did is waited for. Knows workers and processes; nothing of sockets or
+joined by itself is not restarted; if it was a target, another may join. Knows workers and processes, but no sockets or
 requests.
 """
 
@@ -14,15 +14,20 @@ import secrets
 import sys
 from pathlib import Path
 
-from outrider.orchestrator.core.worker_registry import MOST_DEATHS, TARGET, Worker, WorkerLoss, WorkerRegistry
+from outrider.orchestrator.core.worker_registry import MAX_DEATHS, TARGET_NAME, Worker, WorkerLoss, WorkerRegistry
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.machine.spawn import STDERR, STEADY_MEMORY, SpawnedProcess, child_environment, worker_command
+from outrider.orchestrator.machine.spawn import MALLOC_ENV, STDERR, SpawnedProcess, child_environment, worker_command
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.worker_link import INCARNATION_BITS
 
+log = logging.getLogger(__name__)
+
+
 STDIN = 0
+STOP_GRACE_SECONDS = 5.0
+TARGET_WAIT_SECONDS = 600
 
 
 def spawn_worker(
@@ -36,9 +41,9 @@ def spawn_worker(
     """
     system.require_mlx()
     env = {
-        **STEADY_MEMORY,
-        **system.environment(child_environment(), settings.threads, settings.cpu_kernels),
-        **system.drafter_core(role, settings),
+        **MALLOC_ENV,
+        **system.blas_environment(child_environment(), settings.threads, settings.cpu_kernels),
+        **system.drafter_core_variable(role, settings),
     }
     command = worker_command(role, name, endpoint, settings, STDIN)
     command += ["--incarnation", str(incarnation)]
@@ -52,33 +57,27 @@ def spawn_worker(
     finally:
         for number in inherited:
             os.close(number)
-    system.place(process.pid, role, settings)
+    system.assign_core(process.pid, role, settings)
     return process
-
-
-log = logging.getLogger(__name__)
-
-STOP_GRACE_SECONDS = 5.0
-AWAITED_SECONDS = 600
 
 
 class Supervisor:
     """Supervises the workers in `registry`."""
 
     def __init__(
-        self, registry: WorkerRegistry, settings: ServeSettings, endpoint: str, run_dir: Path, seconds_a_ping: float
+        self, registry: WorkerRegistry, settings: ServeSettings, endpoint: str, run_dir: Path, ping_interval_s: float
     ) -> None:
         self._registry = registry
         self._settings = settings
         self._endpoint = endpoint
         self._run_dir = run_dir
-        self._seconds_a_ping = seconds_a_ping
+        self._ping_interval_s = ping_interval_s
         self._dismissed: list[WorkerLoss] = []
 
     def start(self) -> None:
         """Starts the worker processes, which report their progress while they load."""
         if not self._settings.await_target:
-            self._spawn("target", TARGET)
+            self._spawn("target", TARGET_NAME)
         for number in range(self._settings.drafters if self._settings.has_draft_worker else 0):
             self._spawn("draft", f"draft-{number}")
         for number in range(self._settings.prefill_workers):
@@ -90,29 +89,29 @@ class Supervisor:
         for worker in self._registry.all():
             if worker.state in ("lost", "refused") or worker.restarts.due_ns is not None:
                 continue
-            why = worker.why_gone(self._seconds_a_ping)
+            why = worker.loss_reason(self._ping_interval_s)
             if why is not None:
                 lost.append(self._give_up(worker, why, now_ns))
-            elif worker.state == "ready" and worker.heartbeat.is_frozen(self._seconds_a_ping):
+            elif worker.state == "ready" and worker.heartbeat.is_frozen(self._ping_interval_s):
                 worker.state = "frozen"
                 log.warning("%s does not answer", worker)
                 if worker.role != "target":
                     lost.append(WorkerLoss(worker, f"{worker} does not answer; requests continue without it"))
         return lost
 
-    def thawed(self) -> list[Worker]:
-        """Returns the workers that were frozen and answer again."""
+    def revive(self) -> list[Worker]:
+        """Marks the frozen workers that answer again as ready, and returns them."""
         frozen = [worker for worker in self._registry.all() if worker.state == "frozen"]
-        thawed = [worker for worker in frozen if not worker.heartbeat.is_frozen(self._seconds_a_ping)]
-        for worker in thawed:
+        revived = [worker for worker in frozen if not worker.heartbeat.is_frozen(self._ping_interval_s)]
+        for worker in revived:
             worker.state = "ready"
             log.warning("%s answers again", worker)
-        return thawed
+        return revived
 
     def restart(self, now_ns: int) -> list[WorkerLoss]:
         """Restarts workers that are due, once their processes are gone. A failed start counts as a death.
 
-        A target that joined by itself is given up instead: none has joined in its place for `AWAITED_SECONDS`.
+        A target that joined by itself is given up instead: no other has joined in its place for `TARGET_WAIT_SECONDS`.
         """
         lost = []
         for before in self._registry.all():
@@ -120,7 +119,7 @@ class Supervisor:
                 continue
             if before.spawned is None:
                 before.state, before.restarts.due_ns = "lost", None
-                before.fault = f"{before.fault}; none has joined in its place for {AWAITED_SECONDS // 60} minutes"
+                before.fault = f"{before.fault}; none has joined in its place for {TARGET_WAIT_SECONDS // 60} minutes"
                 lost.append(WorkerLoss(before, before.fault, gone=True, fatal=True))
                 continue
             before.restarts.begun()
@@ -133,7 +132,7 @@ class Supervisor:
 
     def dismiss(self, worker: Worker, why: str) -> None:
         """Disconnects a worker and never restarts it; `losses` will report it."""
-        self._registry.shut_out(worker, why)
+        self._registry.ban_worker(worker, why)
         worker.state, worker.fault = "refused" if worker.spawned else "lost", why
         if worker.spawned:
             worker.spawned.kill()
@@ -148,12 +147,12 @@ class Supervisor:
             process.wait(STOP_GRACE_SECONDS)
 
     def _give_up(self, worker: Worker, why: str, now_ns: int) -> WorkerLoss:
-        """Ends a worker's process; one that was started here and had been ready is to be restarted."""
-        self._registry.take_away(worker)
+        """Ends a worker's process, and schedules a restart if it was started here and had been ready."""
+        self._registry.drop_routing_ids(worker)
         worker.state, worker.fault = "lost", why
         if worker.spawned is None:
             if worker.role == "target":
-                worker.state, worker.restarts.due_ns = "restarting", now_ns + AWAITED_SECONDS * clock.SECOND_NS
+                worker.state, worker.restarts.due_ns = "restarting", now_ns + TARGET_WAIT_SECONDS * clock.SECOND_NS
             return WorkerLoss(worker, why, gone=True)
         code = worker.spawned.exit_code()
         worker.spawned.kill()
@@ -168,7 +167,7 @@ class Supervisor:
         """Schedules a restart, unless the worker has died too often; see `Restarts.died`."""
         needed, restarts = worker.role == "target", worker.restarts
         comes_back = restarts.died(now_ns, was_steady, needed, failed_load)
-        if restarts.deaths >= MOST_DEATHS:
+        if restarts.deaths >= MAX_DEATHS:
             seconds = restarts.wait_ns / clock.SECOND_NS
             then = f"the next start is in {seconds:g} s" if comes_back else "it is not started again"
             why = f"{why}; it died {restarts.deaths} times in a row, and {then}"
@@ -183,4 +182,4 @@ class Supervisor:
             worker.state, worker.hello, worker.restarts = "restarting", before.hello, before.restarts
             load_s = (before.entered_ns - before.begun_ns) / clock.SECOND_NS if before.entered_ns else 0.0
             worker.heartbeat.expected_s = load_s or before.heartbeat.expected_s
-        self._registry.give(worker)
+        self._registry.assign(worker)

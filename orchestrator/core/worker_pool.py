@@ -3,7 +3,7 @@
 Converts frames to (worker name, message) and back, and handles messages that are not about requests. `WorkerRegistry`
 decides which workers may join, `Supervisor` which are lost and restarted. Knows nothing of requests.
 
-Messages are sent without waiting. One that does not fit is dropped, since messages that matter are sent again.
+Sending never blocks. A message that does not fit is dropped; messages that matter are sent again.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from pathlib import Path
 import zmq
 
 from outrider.orchestrator.auth import CurveAuth
-from outrider.orchestrator.core.draft_pool import INVALID
+from outrider.orchestrator.core.draft_pool import INVALID_KINDS
 from outrider.orchestrator.core.supervisor import Supervisor
 from outrider.orchestrator.core.worker_registry import (
-    MAX_NAME,
-    MOST_INVALID,
-    NO_HELLO,
-    NOT_ALLOWED,
-    SILENT,
-    TARGET,
+    EMPTY_HELLO,
+    KEY_NOT_ALLOWED,
+    LOST_AFTER_PINGS,
+    MAX_INVALID_MESSAGES,
+    MAX_NAME_LENGTH,
+    TARGET_NAME,
     Heartbeat,
     Worker,
     WorkerLoss,
     WorkerRegistry,
-    misfit,
-    reads_alike,
+    feature_mismatch,
+    is_kv_compatible,
 )
 from outrider.orchestrator.events import KVBudget, ModelVocabulary, kv_budget
-from outrider.orchestrator.machine.system import physical
+from outrider.orchestrator.machine.system import physical_memory
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.sockets import Rate, RateLimiter, RouterSocket
 from outrider.protocol import clock, endpoints
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode_all, encode_all
-from outrider.protocol.digest import digest
+from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import ProtocolError, VersionMismatch
-from outrider.protocol.keys import DRAFTER, key_shown
+from outrider.protocol.keys import DRAFTER, sender_key
 from outrider.protocol.messages import (
     Abilities,
     Branches,
@@ -59,26 +59,26 @@ from outrider.protocol.messages import (
     Welcome,
     WorkerStats,
 )
-from outrider.protocol.worker_link import heartbeat_of, routing_id
+from outrider.protocol.worker_link import heartbeat_id, routing_id
 
 log = logging.getLogger(__name__)
 
-# A worker has two; the rest is for strangers, until they are refused.
+# A worker has two; the rest are for unknown peers, until they are refused.
 MAX_CONNECTIONS = 256
-# The most messages queued for a worker that does not read, or for this process.
-MOST_WAITING = 1024
-# Strangers must not fill the log: ten warnings at once, then one in ten seconds.
-WARNINGS = Rate(0.1, 10)
+# For a worker that does not read, or for this process.
+MAX_QUEUED_MESSAGES = 1024
+# Unknown peers must not fill the log: ten warnings at once, then one every ten seconds.
+WARNING_RATE = Rate(0.1, 10)
 
 
-# A drafter sends a few messages a forward; a stranger sends little besides HELLO.
-DRAFTERS, STRANGERS = Rate(20_000, 20_000), Rate(10, 40)
+# A drafter sends a few messages per forward; an unknown peer sends little besides HELLO.
+DRAFTER_RATE, STRANGER_RATE = Rate(20_000, 20_000), Rate(10, 40)
 
 
 class WorkerPool:
     """The workers of this cluster: their abilities, and the messages to and from them.
 
-    `news`: `stats` or `stage` changed.
+    `status_changed`: `stats` or `stage` changed.
     """
 
     def __init__(
@@ -88,37 +88,40 @@ class WorkerPool:
         run_dir: Path,
         auth: CurveAuth | None = None,
     ) -> None:
-        awaited = digest(Path(settings.model)) if settings.await_target and settings.model else None
+        awaited = model_digest(Path(settings.model)) if settings.await_target and settings.model else None
         self._registry = WorkerRegistry(not settings.colocate, awaited, auth)
         self._settings, self._auth = settings, auth
-        self._memory = physical()
+        self._memory = physical_memory()
         self.endpoint = f"ipc://{run_dir}/workers"
         self.joining_endpoint = ""
         self.stage = ""
-        self.news = False
+        self.status_changed = False
         self.rejected = 0
-        self.seconds_a_ping = settings.worker_timeout / SILENT
-        self.router = RouterSocket(context, self.endpoint, MAX_CONNECTIONS, MOST_WAITING, MOST_WAITING)
+        self.ping_interval_s = settings.worker_timeout / LOST_AFTER_PINGS
+        self.router = RouterSocket(context, self.endpoint, MAX_CONNECTIONS, MAX_QUEUED_MESSAGES, MAX_QUEUED_MESSAGES)
         self.socket = self.router.socket
         joining = settings.workers_endpoint
         if joining is not None:
-            keys = auth.keys(DRAFTER) if auth is not None and settings.asks_for_keys(joining) else None
+            keys = auth.keys(DRAFTER) if auth is not None and settings.requires_keys(joining) else None
             if keys is not None:
-                endpoints.prepare(self.socket)
+                endpoints.set_remote_options(self.socket)
             self.joining_endpoint = self.router.open(joining, MAX_CONNECTIONS, keys).endpoint
-        self._supervisor = Supervisor(self._registry, settings, self.endpoint, run_dir, self.seconds_a_ping)
+        self._supervisor = Supervisor(self._registry, settings, self.endpoint, run_dir, self.ping_interval_s)
         self._arrived: list[Worker] = []
         self._outgoing: dict[str, list[Message]] = {}
         self._ping_serial = self._pinged_ns = 0
         self._next_ping_ns = 0
-        self._drafters, self._strangers = RateLimiter(DRAFTERS), RateLimiter(STRANGERS)
-        self._warnings = RateLimiter(WARNINGS)
+        self._drafters, self._strangers = RateLimiter(DRAFTER_RATE), RateLimiter(STRANGER_RATE)
+        self._warnings = RateLimiter(WARNING_RATE)
 
     def start(self) -> None:
         """Starts the worker processes, which report their progress while they load."""
         self._supervisor.start()
         if self._settings.await_target:
-            self.stage, self.news = f"waiting for a target: outrider worker target --connect {self.endpoint}", True
+            self.stage, self.status_changed = (
+                f"waiting for a target: outrider worker target --connect {self.endpoint}",
+                True,
+            )
 
     def record_invalid(self, name: str, kind: str) -> None:
         """Counts an invalid message; a drafter that sends too many is dismissed."""
@@ -126,10 +129,10 @@ class WorkerPool:
         if worker is None or not worker.entered:
             return
         worker.invalid[kind] += 1
-        self.news = True
-        self._warn("%s sent %s", worker, INVALID[kind])
-        if worker.invalid.total() >= MOST_INVALID and worker.role == "draft":
-            counts = ", ".join(f"{INVALID[kind]} ({count})" for kind, count in sorted(worker.invalid.items()))
+        self.status_changed = True
+        self._warn("%s sent %s", worker, INVALID_KINDS[kind])
+        if worker.invalid.total() >= MAX_INVALID_MESSAGES and worker.role == "draft":
+            counts = ", ".join(f"{INVALID_KINDS[kind]} ({count})" for kind, count in sorted(worker.invalid.items()))
             why = f"{worker} sent invalid messages: {counts}; disconnected"
             self._supervisor.dismiss(worker, why)
             if self._auth is not None and worker.key:
@@ -145,11 +148,11 @@ class WorkerPool:
 
     @property
     def target_context(self) -> int:
-        return self.hello(TARGET).context_length
+        return self.hello(TARGET_NAME).context_length
 
     @property
     def target_abilities(self) -> Abilities:
-        return self.hello(TARGET).abilities
+        return self.hello(TARGET_NAME).abilities
 
     @property
     def kv_budget(self) -> KVBudget:
@@ -171,30 +174,30 @@ class WorkerPool:
 
     def prefill_workers(self) -> set[str]:
         """Returns the ready prefill workers whose keys and values the target can take over."""
-        target = self.hello(TARGET)
+        target = self.hello(TARGET_NAME)
         ready = self._registry.ready("prefill") if target.abilities.takes_kv else []
-        return {worker.name for worker in ready if worker.hello and reads_alike(worker.hello, target)}
+        return {worker.name for worker in ready if worker.hello and is_kv_compatible(worker.hello, target)}
 
     def hello(self, name: str) -> Hello:
         """Returns a worker's description; an empty one before it has sent its own."""
         worker = self._registry.named(name)
-        return worker.hello if worker and worker.hello else NO_HELLO
+        return worker.hello if worker and worker.hello else EMPTY_HELLO
 
     def has_target(self) -> bool:
-        target = self._registry.named(TARGET)
+        target = self._registry.named(TARGET_NAME)
         return target is not None and target.entered
 
     def stats(self) -> tuple[WorkerStats, ...]:
         return tuple(worker.stats() for worker in self._registry.all())
 
-    def set_language(self, language: ModelVocabulary) -> None:
-        """Sets the vocabulary of this cluster, which that of a joining drafter must equal."""
+    def set_vocabulary(self, language: ModelVocabulary) -> None:
+        """Sets the vocabulary of this cluster, which must also be that of a joining drafter."""
         self._registry.language = language
 
     # --- messages -------------------------------------------------------------------------------------------------
 
     def send_target(self, message: Message) -> None:
-        self.send_worker(TARGET, message)
+        self.send_worker(TARGET_NAME, message)
 
     def send_worker(self, name: str, message: Message) -> None:
         """Queues a message to a worker until the next `flush`; it is dropped if the worker is gone by then."""
@@ -215,31 +218,31 @@ class WorkerPool:
 
     def receive(self) -> Iterator[tuple[str, Message]]:
         """Yields (worker name, message) for the messages about requests; handles the others; never blocks."""
-        for first, frames in self.router.arrived():
+        for first, frames in self.router.receive_waiting():
             identity = first.bytes
             worker = self._registry.at(identity)
-            if worker is not None and self._auth is not None and worker.key != key_shown(first):
+            if worker is not None and self._auth is not None and worker.key != sender_key(first):
                 self.rejected += 1  # the holder of this routing id joined with another key, or without one
                 continue
             within_rate = self._within_rate(identity, worker, frames)
-            for message in self._decoded(identity, worker, frames) if within_rate else ():
+            for message in self._decode(identity, worker, frames) if within_rate else ():
                 match message:
                     case Hello():
-                        self._hello(identity, message, key_shown(first))
+                        self._on_hello(identity, message, sender_key(first))
                         worker = self._registry.at(identity)
                     case _ if worker is None:
                         self.rejected += 1
                         log.info("dropped a %s from an unknown peer", type(message).__name__)
                     case CacheReport(use=use):
-                        worker.cache, self.news = use, True
+                        worker.cache, self.status_changed = use, True
                     case Pong():
                         self._on_pong(worker, message)
                     case Loading(role=role, stage=stage):
-                        self.stage, self.news, worker.heartbeat.unanswered = f"{role}: {stage}", True, 0
+                        self.stage, self.status_changed, worker.heartbeat.unanswered = f"{role}: {stage}", True, 0
                     case Fault(request=None, message=why, dispensable=dispensable):
                         worker.fault = why  # it will end, and `losses` will report it
                         if dispensable and worker.role != "target" and not worker.entered:
-                            worker.state, self.news = "refused", True
+                            worker.state, self.status_changed = "refused", True
                     case _:
                         worker.worked = worker.worked or isinstance(message, Outcome | Branches | Drafted)
                         yield worker.name, message if worker.spawned else worker.clock.to_local(message, clock.now())
@@ -247,34 +250,34 @@ class WorkerPool:
     def ping(self, now_ns: int) -> None:
         if now_ns < self._next_ping_ns:
             return
-        self._next_ping_ns = now_ns + int(self.seconds_a_ping * SECOND_NS)
+        self._next_ping_ns = now_ns + int(self.ping_interval_s * SECOND_NS)
         self._ping_serial += 1
         self._pinged_ns = clock.now()
         for worker in self._registry.all():
             worker.heartbeat.unanswered += 1
-            if worker.key and not self._registry.may_stay(worker.role, worker.key):
-                worker.unwelcome = NOT_ALLOWED
+            if worker.key and not self._registry.is_key_allowed(worker.role, worker.key):
+                worker.dismissal_reason = KEY_NOT_ALLOWED
             if worker.entered:
-                self._send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
+                self._send(heartbeat_id(routing_id(worker.incarnation)), Ping(self._ping_serial))
 
     def _on_pong(self, worker: Worker, pong: Pong) -> None:
         is_newest = pong.serial == self._ping_serial
         worker.heartbeat.on_pong(pong.progress, is_newest, pong.expected_ms / 1000)
         if is_newest and pong.clock_ns:
-            self.news = self.news or not worker.clock.round_trip_ns
+            self.status_changed = self.status_changed or not worker.clock.round_trip_ns
             worker.clock.observe(self._pinged_ns, pong.clock_ns, clock.now())
 
     def arrivals(self) -> list[Worker]:
         """Returns the workers that can be used from now on: new, restarted, or answering again."""
-        arrived, self._arrived = [*self._arrived, *self._supervisor.thawed()], []
-        self.news = self.news or bool(arrived)
+        arrived, self._arrived = [*self._arrived, *self._supervisor.revive()], []
+        self.status_changed = self.status_changed or bool(arrived)
         return arrived
 
     def losses(self, now_ns: int) -> list[WorkerLoss]:
         """Returns the workers that can't be used from now on, and restarts those that are due."""
         losses = [*self._supervisor.losses(now_ns), *self._supervisor.restart(now_ns)]
         for loss in losses:
-            self.news = True
+            self.status_changed = True
             if loss.gone:
                 self._send(routing_id(loss.worker.incarnation), Shutdown(loss.why))
         if losses:
@@ -295,14 +298,14 @@ class WorkerPool:
             self.socket.send_multipart([identity, *encode_all(messages)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno == zmq.EAGAIN:
-                self._warn("a worker has %d unread messages, the maximum; later ones are lost", MOST_WAITING)
+                self._warn("a worker has %d unread messages, the maximum; later ones are lost", MAX_QUEUED_MESSAGES)
 
     def _warn(self, message: str, *values: object) -> None:
         """Logs a warning about an event that a peer can cause at will, at a limited rate."""
         level = logging.WARNING if self._warnings.allow(b"", (), clock.now()) else logging.INFO
         log.log(level, message, *values)
 
-    def _hello(self, identity: bytes, hello: Hello, key: str) -> None:
+    def _on_hello(self, identity: bytes, hello: Hello, key: str) -> None:
         """Admits a worker that is ready, spawned or joining, or refuses it. A repeated HELLO changes nothing."""
         worker = self._registry.at(identity)
         if worker is not None and worker.state not in ("starting", "restarting"):
@@ -311,7 +314,7 @@ class WorkerPool:
         why = self._registry.refusal(identity, hello, key) if worker is None else worker.other_model(hello)
         if why is not None:
             self.rejected += 1
-            self._warn("refused %r, a %s worker: %s", hello.name[:MAX_NAME], hello.role, why)
+            self._warn("refused %r, a %s worker: %s", hello.name[:MAX_NAME_LENGTH], hello.role, why)
             self._send(identity, Shutdown(why))
             if worker is not None:
                 worker.fault = why  # it will end, and `losses` will report it
@@ -320,15 +323,15 @@ class WorkerPool:
         worker.hello, worker.state, worker.fault, worker.heartbeat = hello, "ready", "", Heartbeat()
         worker.entered_ns = clock.now()
         self._arrived.append(worker)
-        self._send(identity, Welcome(worker.name, round(1000 * self.seconds_a_ping)))
+        self._send(identity, Welcome(worker.name, round(1000 * self.ping_interval_s)))
         self._share_memory()
-        self.news = True
+        self.status_changed = True
         self._dismiss_misfits()
 
     def _dismiss_misfits(self) -> None:
         """Dismisses drafters that read other features than the target provides."""
         for worker in self._registry.all() if self.has_target() else ():
-            why = misfit(self.hello(worker.name), self.hello(TARGET)) if worker.entered else ""
+            why = feature_mismatch(self.hello(worker.name), self.hello(TARGET_NAME)) if worker.entered else ""
             if why:
                 log.warning("%s", why)
                 self._supervisor.dismiss(worker, why)
@@ -352,14 +355,14 @@ class WorkerPool:
         self.rejected += 1
         if worker is not None:
             self.record_invalid(worker.name, "flood")
-        elif allowance.is_first(identity):
+        elif allowance.is_first_refusal(identity):
             self._warn(
                 "an unknown peer sends too many messages to the workers' socket; dropping more than %d a second",
-                STRANGERS.a_second,
+                STRANGER_RATE.per_second,
             )
         return False
 
-    def _decoded(self, identity: bytes, worker: Worker | None, frames: Sequence[bytes]) -> list[Message]:
+    def _decode(self, identity: bytes, worker: Worker | None, frames: Sequence[bytes]) -> list[Message]:
         try:
             return decode_all(frames)
         except ProtocolError as error:

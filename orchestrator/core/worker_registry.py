@@ -2,9 +2,9 @@
 
 `Worker` is the state of one worker, `WorkerLoss` the report that one is gone.
 
-`FarClock` estimates the clock of another machine's worker by NTP's method: a heartbeat carries the worker's time, which
-lies between the ping and its answer. The quickest answer is the most precise; its precision falls with time, because
-clocks drift. Clocks that may be the same are taken to be the same. A jump of a worker's clock (its machine slept) is
+`RemoteClock` estimates the clock of another machine's worker by NTP's method: a heartbeat carries the worker's time,
+which lies between the ping and its answer. The fastest answer is the most precise; its precision falls with time,
+because clocks drift. Clocks that may be equal are treated as equal. A jump of a worker's clock (its machine slept) is
 accepted at once, and work that it reports as not yet ended has ended when the report arrived.
 
 `Heartbeat` decides whether a worker answers and makes progress. It counts pings and not seconds, so after a pause of
@@ -13,7 +13,7 @@ as it expects; one that loads does not answer yet, and may take ten times as lon
 
 `Restarts` decides when a worker that died is restarted. The wait doubles with each death in a row, up to a minute; a
 worker that has worked for a request since its start, or was ready for a while, begins a new row. The target is given up
-after some deaths in a row, so that the operator notices; any worker is if its loads fail with the same error as often.
+after some deaths in a row, so that the operator notices; any worker is, after as many loads with the same error.
 
 `WorkerRegistry` holds the workers by name and routing id. The orchestrator assigns names, each to one process. A
 worker's routing id is its incarnation, which the orchestrator draws for workers that it spawns, and a drafter that
@@ -37,17 +37,43 @@ from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import SpawnedProcess
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.digest import fits
+from outrider.protocol.digest import digests_match
 from outrider.protocol.keys import DRAFTER, PREFILL
 from outrider.protocol.messages import Branches, Drafted, Hello, Message, Span, WorkerStats
 from outrider.protocol.stats import CacheUse, Tally
-from outrider.protocol.worker_link import heartbeat_of, routing_id
+from outrider.protocol.worker_link import heartbeat_id, routing_id
 
 # Two quartz clocks drift apart by less than this share of the time.
-DRIFT = 200e-6
+MAX_CLOCK_DRIFT_RATIO = 200e-6
+
+# After `LOST_AFTER_PINGS` unanswered pings a worker is lost; after `FROZEN_AFTER_PINGS` a drafter is not waited for.
+LOST_AFTER_PINGS = 40
+
+FROZEN_AFTER_PINGS = 8
+
+# A worker that answers may go without progress for `MAX_STALL_RATIO` times its expected time, at least for
+# `LOST_AFTER_PINGS` pings; if that time is unknown, for `UNKNOWN_STALL_RATIO` times `LOST_AFTER_PINGS` pings.
+MAX_STALL_RATIO = 10
+
+UNKNOWN_STALL_RATIO = 6
+MIN_RESTART_WAIT_NS, MAX_RESTART_WAIT_NS = 250_000_000, 60_000_000_000
+MAX_DEATHS = 5
+STEADY_AFTER_NS = 60_000_000_000
+
+# An honest drafter sends no invalid message, however late its messages come, so a few are enough to disconnect it.
+MAX_INVALID_MESSAGES = 8
+
+EMPTY_HELLO = Hello("target", "", 0, 0, "", "", 0, 0, 0, 0)
+"""Replaces the HELLO of a worker that has not sent one."""
+
+KEY_NOT_ALLOWED = "its key is not allowed (any more); allow it on the server with `outrider keys allow`"
+TARGET_NAME = "target-0"
+MAX_WORKERS = 32
+MAX_NAME_LENGTH = 64
+MAX_BANNED_WORKERS = 4096
 
 
-class FarClock:
+class RemoteClock:
     """The clock of one worker. `round_trip_ns`: the latest time from a ping to its answer; 0: none has come."""
 
     def __init__(self) -> None:
@@ -55,7 +81,7 @@ class FarClock:
         self._error_ns = math.inf
 
     def observe(self, asked_ns: int, theirs_ns: int, now_ns: int) -> None:
-        """Records an answer with the worker's time, to a ping of `asked_ns` and arrived at `now_ns` of this clock."""
+        """Records an answer with the worker's time: its ping left at `asked_ns`, it came at `now_ns` (this clock)."""
         self.round_trip_ns = now_ns - asked_ns
         ahead_ns, error_ns = theirs_ns - (asked_ns + now_ns) // 2, self.round_trip_ns // 2 + 1
         old_error_ns = self._error(now_ns)
@@ -78,65 +104,55 @@ class FarClock:
 
     def _error(self, now_ns: int) -> float:
         """Returns the possible error of the offset, which is infinite until it was measured."""
-        return self._error_ns + int(DRIFT * (now_ns - self._at_ns))
-
-
-# A worker is lost after SILENT unanswered pings; a drafter is not waited for after QUIET.
-SILENT = 40
-QUIET = 8
-# A worker that answers may make no progress for SLACK times its expected time, at least for SILENT pings; if that time
-# is not known, for UNKNOWN times SILENT pings.
-SLACK = 10
-UNKNOWN = 6
+        return self._error_ns + int(MAX_CLOCK_DRIFT_RATIO * (now_ns - self._at_ns))
 
 
 @dataclass(slots=True)
 class Heartbeat:
-    """The answers of one worker: `unanswered` pings since the last one, and `still` answers in a row without progress;
+    """The answers of one worker: `unanswered` pings since the last, and `stalled` answers in a row without progress;
     `expected_s` is the expected time of its operation (0: not known)."""
 
     unanswered: int = 0
-    still: int = 0
+    stalled: int = 0
     progress: int = -1
     expected_s: float = 0.0
 
     def on_pong(self, progress: int, newest: bool, expected_s: float = 0.0) -> None:
-        """Records an answer. Only answers to the `newest` ping count as `still`: late ones arrive all at once."""
+        """Records an answer. Only answers to the `newest` ping count as `stalled`: late ones arrive all at once."""
         self.unanswered, self.expected_s = 0, expected_s
         if progress != self.progress:
-            self.progress, self.still = progress, 0
+            self.progress, self.stalled = progress, 0
         elif newest:
-            self.still += 1
+            self.stalled += 1
 
-    def most(self, seconds_a_ping: float) -> float:
-        """Returns how many pings it may make no progress for."""
-        return max(SLACK * self.expected_s / seconds_a_ping, SILENT) if self.expected_s else UNKNOWN * SILENT
+    def max_stalled(self, ping_interval_s: float) -> float:
+        """Returns the number of pings that it may answer without progress."""
+        return (
+            max(MAX_STALL_RATIO * self.expected_s / ping_interval_s, LOST_AFTER_PINGS)
+            if self.expected_s
+            else UNKNOWN_STALL_RATIO * LOST_AFTER_PINGS
+        )
 
-    def is_frozen(self, seconds_a_ping: float) -> bool:
+    def is_frozen(self, ping_interval_s: float) -> bool:
         """Whether it must not be waited for; it may come back."""
-        return self.unanswered >= QUIET or self.still >= self.most(seconds_a_ping) / 2
+        return self.unanswered >= FROZEN_AFTER_PINGS or self.stalled >= self.max_stalled(ping_interval_s) / 2
 
-    def why_lost(self, seconds_a_ping: float, is_loading: bool) -> str | None:
-        """Returns why it is given up, or None. One that loads may be silent, unless its time is known."""
-        most = self.most(seconds_a_ping)
-        if is_loading and self.expected_s and self.unanswered >= most:
-            return f"has made no progress while starting for {self.unanswered * seconds_a_ping:.0f} s"
-        if not is_loading and self.unanswered >= SILENT:
-            return f"has not answered for {self.unanswered * seconds_a_ping:.0f} s"
-        if not is_loading and self.still >= most:
-            return f"has made no progress for {self.still * seconds_a_ping:.0f} s"
+    def silence_reason(self, ping_interval_s: float, is_loading: bool) -> str | None:
+        """Returns why it is given up, or None. While it loads it may be silent, unless its load time is known."""
+        max_pings = self.max_stalled(ping_interval_s)
+        if is_loading and self.expected_s and self.unanswered >= max_pings:
+            return f"has made no progress while starting for {self.unanswered * ping_interval_s:.0f} s"
+        if not is_loading and self.unanswered >= LOST_AFTER_PINGS:
+            return f"has not answered for {self.unanswered * ping_interval_s:.0f} s"
+        if not is_loading and self.stalled >= max_pings:
+            return f"has made no progress for {self.stalled * ping_interval_s:.0f} s"
         return None
-
-
-FIRST_NS, LONGEST_NS = 250_000_000, 60_000_000_000
-MOST_DEATHS = 5
-STEADY_NS = 60_000_000_000
 
 
 @dataclass(slots=True)
 class Restarts:
-    """The restarts of one worker: the number `done`, the `deaths` in a row, and when the next one is due, if at all; in
-    the place of a target that joined by itself another must join by then.
+    """The restarts of one worker: the number `done`, the `deaths` in a row, and when the next one is due, if at all. A
+    target that joined by itself is not restarted: another must join by then.
 
     `failed_loads`: how many of the latest deaths in a row were loads that ended with `error`.
     """
@@ -158,14 +174,14 @@ class Restarts:
         self.deaths = 1 if was_steady else self.deaths + 1
         self.failed_loads = self.failed_loads + 1 if error and error == self.error else int(bool(error))
         self.error = error
-        comes_back = (self.deaths if needed else self.failed_loads) < MOST_DEATHS
+        comes_back = (self.deaths if needed else self.failed_loads) < MAX_DEATHS
         self.due_ns = now_ns + self.wait_ns if comes_back else None
         return comes_back
 
     @property
     def wait_ns(self) -> int:
         """The time from the latest death to the next start."""
-        return min(FIRST_NS << min(self.deaths - 1, 32), LONGEST_NS)
+        return min(MIN_RESTART_WAIT_NS << min(self.deaths - 1, 32), MAX_RESTART_WAIT_NS)
 
     def is_due(self, now_ns: int) -> bool:
         return self.due_ns is not None and now_ns >= self.due_ns
@@ -175,12 +191,6 @@ class Restarts:
         self.done, self.due_ns = self.done + 1, None
 
 
-# An honest drafter sends no invalid message, however late its messages come, so a few are enough to disconnect it.
-MOST_INVALID = 8
-NO_HELLO = Hello("target", "", 0, 0, "", "", 0, 0, 0, 0)
-"""Replaces the HELLO of a worker that has not sent one."""
-
-
 @dataclass(slots=True)
 class Worker:
     """One worker. `state` is starting, ready, refused (can't work here), frozen (silent, and may come back),
@@ -188,7 +198,7 @@ class Worker:
 
     `spawned` is None if it joined by itself. While it restarts, `hello` is its predecessor's. It loaded from `begun_ns`
     to `entered_ns`, and has `worked` for a request since then. `kv_limit` is its budget for texts in bytes, `key` the
-    key that it joined with, if it needed one, `unwelcome` the reason why it may not stay. `invalid` counts its invalid
+    key that it joined with, if it needed one, `dismissal_reason` why it may not stay. `invalid` counts its invalid
     messages by kind.
     """
 
@@ -208,8 +218,8 @@ class Worker:
     entered_ns: int = 0
     invalid: Counter[str] = field(default_factory=Counter)
     key: str = ""
-    unwelcome: str = ""
-    clock: FarClock = field(default_factory=FarClock)
+    dismissal_reason: str = ""
+    clock: RemoteClock = field(default_factory=RemoteClock)
 
     @property
     def entered(self) -> bool:
@@ -219,15 +229,15 @@ class Worker:
     def other_model(self, hello: Hello) -> str | None:
         """Returns why the sender of `hello` can't replace this worker, or None: another model makes other texts."""
         before = self.hello
-        if before is None or _identity(before) == _identity(hello):
+        if before is None or _model_identity(before) == _model_identity(hello):
             return None
         return f"{self} came back with another model ({hello.model}) than before ({before.model}); restart the server"
 
     def is_steady(self, now_ns: int) -> bool:
-        """Whether it has worked for a request, or been ready for `STEADY_NS`."""
-        return self.worked or bool(self.entered_ns and now_ns - self.entered_ns >= STEADY_NS)
+        """Whether it has worked for a request, or been ready for `STEADY_AFTER_NS`."""
+        return self.worked or bool(self.entered_ns and now_ns - self.entered_ns >= STEADY_AFTER_NS)
 
-    def why_gone(self, seconds_a_ping: float) -> str | None:
+    def loss_reason(self, ping_interval_s: float) -> str | None:
         """Returns why it must be given up, or None: its process has ended, it may not stay, or it is silent."""
         code = self.spawned.exit_code() if self.spawned else None
         if self.spawned and code is not None:
@@ -235,13 +245,13 @@ class Worker:
             cause = system.likely_cause(code, tail)
             ended = f"{self} ended with code {code}" + (f", {cause}" if cause else "")
             return self.fault or ended + (f": {tail}" if tail else "")
-        if self.unwelcome:
-            return f"{self} is dismissed: {self.unwelcome}"
-        silence = self.heartbeat.why_lost(seconds_a_ping, not self.entered)
+        if self.dismissal_reason:
+            return f"{self} is dismissed: {self.dismissal_reason}"
+        silence = self.heartbeat.silence_reason(ping_interval_s, not self.entered)
         return f"{self} {silence}" if silence else None
 
     def stats(self) -> WorkerStats:
-        hello = self.hello or NO_HELLO
+        hello = self.hello or EMPTY_HELLO
         return WorkerStats(
             role=self.role,
             name=self.name,
@@ -277,13 +287,13 @@ class WorkerLoss:
     fatal: bool = False
 
 
-def _identity(hello: Hello) -> tuple[object, ...]:
+def _model_identity(hello: Hello) -> tuple[object, ...]:
     """Returns what identifies a worker's model and number format."""
     sizes = hello.vocab_size, hello.context_length, hello.parameters, hello.weight_bytes
     return hello.backend, *sizes, hello.files, hello.number_format
 
 
-def reads_alike(reader: Hello, target: Hello) -> bool:
+def is_kv_compatible(reader: Hello, target: Hello) -> bool:
     """Whether a prefill worker's keys and values are those that the target would compute.
 
     If the target's activations are rounded (`int8-...`), the kernels must be the same, bit by bit.
@@ -292,7 +302,7 @@ def reads_alike(reader: Hello, target: Hello) -> bool:
     return same and reader.files == target.files
 
 
-def misfit(drafter: Hello, target: Hello) -> str:
+def feature_mismatch(drafter: Hello, target: Hello) -> str:
     """Returns why a drafter can't read the target's features; empty: it can, or it reads none."""
     if not drafter.features or drafter.features == target.features:
         return ""
@@ -302,13 +312,6 @@ def misfit(drafter: Hello, target: Hello) -> str:
         f"{drafter.model} reads features of {drafter.features}, and the target {made}{why}; expected the same head and"
         " the same model on both sides"
     )
-
-
-NOT_ALLOWED = "its key is not allowed (any more); allow it on the server with `outrider keys allow`"
-TARGET = "target-0"
-MAX_WORKERS = 32
-MAX_NAME = 64
-MOST_SHUT_OUT = 4096
 
 
 class WorkerRegistry:
@@ -324,7 +327,7 @@ class WorkerRegistry:
         self.language = ModelVocabulary("", "")
         self._named: dict[str, Worker] = {}
         self._at: dict[bytes, Worker] = {}  # by routing id
-        self._shut_out: dict[int, str] = {}  # by incarnation: why it was dismissed
+        self._banned: dict[int, str] = {}  # by incarnation: why it was dismissed
 
     def all(self) -> list[Worker]:
         return list(self._named.values())
@@ -336,39 +339,39 @@ class WorkerRegistry:
         return self._named.get(name)
 
     def at(self, identity: bytes) -> Worker | None:
-        """Returns the worker with this routing id or heartbeat id; None for strangers and workers given up."""
+        """Returns the worker with this routing id or heartbeat id; None for unknown peers and workers given up."""
         return self._at.get(identity)
 
-    def give(self, worker: Worker) -> None:
-        """Assigns the worker's name and routing ids to it; a predecessor loses its own."""
+    def assign(self, worker: Worker) -> None:
+        """Assigns its name and routing ids to a worker; its predecessor loses them."""
         before = self._named.pop(worker.name, None)
         if before is not None:
-            self.take_away(before)
+            self.drop_routing_ids(before)
         self._named[worker.name] = worker
-        hot = routing_id(worker.incarnation)
-        self._at[hot] = self._at[heartbeat_of(hot)] = worker
+        main_id = routing_id(worker.incarnation)
+        self._at[main_id] = self._at[heartbeat_id(main_id)] = worker
 
-    def take_away(self, worker: Worker) -> None:
-        """Makes the worker's process a stranger; its name stays registered."""
-        hot = routing_id(worker.incarnation)
-        self._at.pop(hot, None)
-        self._at.pop(heartbeat_of(hot), None)
+    def drop_routing_ids(self, worker: Worker) -> None:
+        """Makes the worker's process an unknown peer; its name stays registered."""
+        main_id = routing_id(worker.incarnation)
+        self._at.pop(main_id, None)
+        self._at.pop(heartbeat_id(main_id), None)
 
-    def shut_out(self, worker: Worker, why: str) -> None:
-        """The same as `take_away`, and the process may not join again."""
-        self.take_away(worker)
-        self._shut_out[worker.incarnation] = why
-        if len(self._shut_out) > MOST_SHUT_OUT:
-            del self._shut_out[next(iter(self._shut_out))]
+    def ban_worker(self, worker: Worker, why: str) -> None:
+        """Does the same as `drop_routing_ids`, and bars the process from joining again."""
+        self.drop_routing_ids(worker)
+        self._banned[worker.incarnation] = why
+        if len(self._banned) > MAX_BANNED_WORKERS:
+            del self._banned[next(iter(self._banned))]
 
-    def may_stay(self, role: str, key: str) -> bool:
+    def is_key_allowed(self, role: str, key: str) -> bool:
         allowed = PREFILL if role == "prefill" else DRAFTER  # a prefill worker is trusted with the text
         return self._auth is not None and self._auth.is_allowed(allowed, key)
 
     def refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
         """Returns why a stranger that sent HELLO is refused; None if it may join."""
-        if key and not self.may_stay(hello.role, key):  # it connected before its key was refused
-            return NOT_ALLOWED
+        if key and not self.is_key_allowed(hello.role, key):  # it connected before its key was refused
+            return KEY_NOT_ALLOWED
         if key and hello.role == "target":
             return "its key is for drafters; expected a target's rank 0 on the server's machine, by its local endpoint"
         if not all(text.isprintable() for text in (hello.backend, hello.model, hello.note, hello.files)):
@@ -381,24 +384,24 @@ class WorkerRegistry:
             )
         if identity != routing_id(hello.incarnation):
             return "its routing id is not that of its incarnation; run the same release of outrider on both sides"
-        if hello.incarnation in self._shut_out:
-            return f"this cluster has dismissed it: {self._shut_out[hello.incarnation]}"
+        if hello.incarnation in self._banned:
+            return f"this cluster has dismissed it: {self._banned[hello.incarnation]}"
         if hello.role == "target":
             return self._target_refusal(hello)
         if hello.role == "prefill" and (why := self._prefill_refusal(hello)) is not None:
             return why
         if hello.role == "draft" and not self._drafters_may_join:
             return "the target of this cluster drafts for itself; start it without colocate for drafters to join"
-        if len(hello.name) > MAX_NAME or not hello.name.isprintable():
+        if len(hello.name) > MAX_NAME_LENGTH or not hello.name.isprintable():
             return (
-                f"the name {hello.name[:MAX_NAME]!r} is not a valid name; expected at most"
-                f" {MAX_NAME} printable characters"
+                f"the name {hello.name[:MAX_NAME_LENGTH]!r} is not a valid name; expected at most"
+                f" {MAX_NAME_LENGTH} printable characters"
             )
         holder = self._named.get(hello.name)
         if holder is not None and (holder.spawned is not None or holder.entered):
-            theirs = _shown(holder.hello) if holder.hello is not None else f"a {holder.role} worker that starts"
+            theirs = _describe(holder.hello) if holder.hello is not None else f"a {holder.role} worker that starts"
             return (
-                f"the name {hello.name} is taken in this cluster by {theirs}; choose another for {_shown(hello)}, or"
+                f"the name {hello.name} is taken in this cluster by {theirs}; choose another for {_describe(hello)}, or"
                 " omit it to get one"
             )
         if sum(worker.state != "lost" for worker in self.all()) >= MAX_WORKERS:
@@ -407,7 +410,7 @@ class WorkerRegistry:
 
     def _target_refusal(self, hello: Hello) -> str | None:
         """Returns why a target may not join, or None. It must be the same as the one before, if there was one."""
-        before = self._named.get(TARGET)
+        before = self._named.get(TARGET_NAME)
         if self._awaited is None:
             return (
                 "this cluster starts its own target and accepts no other; join as a draft worker,"
@@ -415,7 +418,7 @@ class WorkerRegistry:
             )
         if before is not None and before.entered:
             return "the cluster already has a target; stop that one first"
-        if not fits(self._awaited, hello.files):
+        if not digests_match(self._awaited, hello.files):
             return (
                 f"its model {hello.model} ({hello.files}) is not the one that the server was started with"
                 f" ({self._awaited}); expected the same files on both"
@@ -425,7 +428,7 @@ class WorkerRegistry:
     def _prefill_refusal(self, hello: Hello) -> str | None:
         """Returns why it can't read prompts for this target, or None: keys and values of other weights would change
         the text."""
-        target = self._named.get(TARGET)
+        target = self._named.get(TARGET_NAME)
         if target is None or target.hello is None:
             return None  # `WorkerPool.prefill_workers` checks it again
         if not target.hello.abilities.takes_kv:
@@ -435,7 +438,7 @@ class WorkerRegistry:
                 f"its model {hello.model} ({hello.files}) is not the target's ({target.hello.files}); expected"
                 " the same files on both"
             )
-        if not reads_alike(hello, target.hello):
+        if not is_kv_compatible(hello, target.hello):
             its_format = hello.number_format or "another format"
             return (
                 f"it computes in {its_format} and the target in {target.hello.number_format}:"
@@ -445,18 +448,18 @@ class WorkerRegistry:
 
     def join(self, hello: Hello, key: str = "") -> Worker:
         """Registers a worker that joins by itself, with this key; workers that left earlier are dropped."""
-        before = self._named.get(TARGET) if hello.role == "target" else None
+        before = self._named.get(TARGET_NAME) if hello.role == "target" else None
         for left in [worker for worker in self.all() if worker.spawned is None and worker.state == "lost"]:
             del self._named[left.name]
         free = (name for n in itertools.count(1) if (name := f"{hello.role}-{n}") not in self._named)
-        name = TARGET if hello.role == "target" else hello.name or next(free)
+        name = TARGET_NAME if hello.role == "target" else hello.name or next(free)
         worker = Worker(name, hello.role, hello.incarnation, None, key=key)
         if before is not None:
             worker.restarts = before.restarts
             worker.restarts.begun()
-        self.give(worker)
+        self.assign(worker)
         return worker
 
 
-def _shown(hello: Hello) -> str:
+def _describe(hello: Hello) -> str:
     return f"a {hello.role} worker (process {hello.pid}, {hello.model or hello.backend})"

@@ -3,11 +3,11 @@
 Every refusal is one sentence that says what was expected. Knows the pair's tokenizer, template and limits; knows
 nothing of sockets.
 
-`is_code` decides whether a prompt looks like code, since code and prose suit different drafters. It counts characters:
-in nine of ten pieces of Python more than one character in twenty is a sign, in nine of ten pieces of prose and Markdown
-fewer are. It does not know what kind of text a prompt requests.
+`is_code` decides whether a prompt looks like code, since code and prose suit different drafters. It counts symbols: in
+nine of ten pieces of Python they are more than one character in twenty, in nine of ten pieces of prose and Markdown
+fewer. It does not tell what kind of text a prompt asks for.
 
-`FairQueue` has one line of requests for each client, and clients take turns; so do the users of a client.
+`FairQueue` has one line of requests for each client. The clients take turns, and so do the users of a client.
 
 `Ticket` is the front's state of a request.
 """
@@ -20,12 +20,12 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeAlias, TypeVar
 
-from outrider.grammar.compiler import check, vocabulary_of
+from outrider.grammar.compiler import check_grammar, get_vocabulary
 from outrider.orchestrator.events import Admit, KVBudget, in_mb
-from outrider.orchestrator.pairing.model_files import drafters
+from outrider.orchestrator.pairing.model_files import drafter_names
 from outrider.orchestrator.pairing.pairing import ChosenPair
-from outrider.orchestrator.pairing.tokenizer import ModelText, TextStream, fingerprint
-from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_setting
+from outrider.orchestrator.pairing.tokenizer import ModelText, TextStream, vocabulary_digest
+from outrider.orchestrator.settings import NO_SSD_COLOCATED, SAMPLING_BACKENDS, check_setting
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import InvalidRequest, OtherModel, PromptTooLong, UnknownDrafter
@@ -33,34 +33,38 @@ from outrider.protocol.heads import DRAFT_MODEL, is_joint
 from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import Grammar, SamplingParams
 
-NEWEST = 512  # of a prompt's tokens
-SHORTEST = 80  # characters; shorter prompts show nothing
-SHARE = 0.05
-SIGNS = frozenset('{}[]();=_<>/\\#:"*+|&')
+log = logging.getLogger(__name__)
 
 
-def is_code(text: str) -> bool:
-    """Whether a prompt's end looks like a program, or like another text with many signs."""
-    return len(text) >= SHORTEST and sum(char in SIGNS for char in text) > SHARE * len(text)
+CODE_SAMPLE_TOKENS = 512  # at the end of a prompt
+MIN_CODE_CHARS = 80  # shorter prompts are not taken for code
+CODE_SYMBOL_RATIO = 0.05
+CODE_SYMBOLS = frozenset('{}[]();=_<>/\\#:"*+|&')
+SEED_RANGE = 2**32
 
+# The default of max_active assumes texts of this length; each request still waits for the memory that it needs.
+TYPICAL_TOKENS = 4096
 
-SEEDS = 2**32
-# The number of places assumes texts of this many tokens; each request still waits for the memory that it needs.
-USUAL_TOKENS = 4096
-# The places until memory is known, and the most that were measured.
-FEW_PLACES, MOST_PLACES = 4, 16
-
+# The default of max_active until memory is known, and the highest that has been measured.
+INITIAL_ACTIVE, MAX_ACTIVE = 4, 16
 
 QueuePath: TypeAlias = tuple[bytes, ...]
 """A request's line in the queue: its client, or its client and a user of that client, and so on."""
+
+T = TypeVar("T")
+
+
+def is_code(text: str) -> bool:
+    """Whether the end of a prompt looks like a program, or like another text with many symbols."""
+    return len(text) >= MIN_CODE_CHARS and sum(char in CODE_SYMBOLS for char in text) > CODE_SYMBOL_RATIO * len(text)
 
 
 @dataclass(slots=True)
 class Ticket:
     """A request from GENERATE to its end: its order to the core, its text stream, and `notes` for the client.
 
-    `path` is its line in the queue, `complete` the reason why a resumed text is complete already, if it is, `ending`
-    the reason why no more text is wanted (stop or cancelled), `begun_ns` when it was admitted (0: it waits).
+    `path` is its line in the queue; `complete` says why a resumed text is complete already, if it is; `end_reason`
+    says why no more text is sent (stop or cancelled); `begun_ns` is when it was admitted (0: it waits).
     """
 
     sender: bytes
@@ -71,7 +75,7 @@ class Ticket:
     notes: tuple[str, ...]
     complete: str = ""
     tokens: int = 0
-    ending: str = ""
+    end_reason: str = ""
     received_ns: int = field(default_factory=clock.now)
     begun_ns: int = 0
 
@@ -92,29 +96,28 @@ class Admission:
         self._pair = pair
         self._text = text
         self._settings = pair.settings
-        self._drafters = drafters(pair.settings)
-        self._vocabulary = vocabulary_of(text.codec.tokenizer)
+        self._drafters = drafter_names(pair.settings)
+        self._vocabulary = get_vocabulary(text.codec.tokenizer)
         self.context_length = pair.target.context_length
         self.vocab_size = pair.target.vocab_size
         self.draft_context = pair.draft.context_length if pair.draft is not None else None
         self.kv_budget: KVBudget | None = None
-        self.of_target = ""
-        self.of_tokenizer = fingerprint(text.codec)
+        self.target_fingerprint = ""
+        self.tokenizer_fingerprint = vocabulary_digest(text.codec)
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the weights, number format and tokenizer, with which a text can be resumed; empty until there is a
-        target."""
-        return f"{self.of_target}-{self.of_tokenizer}" if self.of_target else ""
+        """Identifies the weights, number format and tokenizer that a resumed text needs; empty without a target."""
+        return f"{self.target_fingerprint}-{self.tokenizer_fingerprint}" if self.target_fingerprint else ""
 
     @property
-    def places(self) -> int:
-        """How many requests may run at once: the setting, or as many of usual length as memory holds."""
+    def max_active(self) -> int:
+        """How many requests may run at once: the setting, or as many of typical length as memory holds."""
         if self._settings.max_active is not None:
             return self._settings.max_active
         if self.kv_budget is None:
-            return FEW_PLACES
-        return min(self.kv_budget.places(min(USUAL_TOKENS, self.context_length or USUAL_TOKENS)), MOST_PLACES)
+            return INITIAL_ACTIVE
+        return min(self.kv_budget.max_texts(min(TYPICAL_TOKENS, self.context_length or TYPICAL_TOKENS)), MAX_ACTIVE)
 
     def accept(self, generate: Generate, key: str, sender: bytes = b"", path: QueuePath = ()) -> Ticket:
         """Checks and prepares a request of this sender, called `key` in the core.
@@ -125,14 +128,14 @@ class Admission:
         """
         for name in ("num_draft_tokens", "branches"):
             check_setting(name, getattr(generate, name))
-        tokens, resumed = self._tokens(generate), _resume_tokens(generate)
+        tokens, resumed = self._tokenize(generate), _read_resume_tokens(generate)
         self._check_fingerprint(generate)
         self._check_tokens(tokens, resumed, generate.sampling)
-        sampling, notes = self._fitted(generate.sampling, len(tokens))
+        sampling, notes = self._fit_sampling(generate.sampling, len(tokens))
         eos = frozenset() if sampling.ignore_eos else self._text.codec.eos
         if sampling.grammar is not None:
             self._check_grammar(sampling.grammar)
-        mode = self._mode(generate.mode)
+        mode = self._choose_mode(generate.mode)
         admit = Admit(
             request=key,
             tokens=tokens,
@@ -144,19 +147,19 @@ class Admission:
             origins=generate.origins,
             rounds=generate.rounds,
             resume_tokens=resumed,
-            drafter=self._drafter(generate),
-            code=mode == "auto" and is_code(self._text.codec.decode(tokens[-NEWEST:])),
+            drafter=self._check_drafter(generate),
+            code=mode == "auto" and is_code(self._text.codec.decode(tokens[-CODE_SAMPLE_TOKENS:])),
         )
         text = TextStream(self._text.codec, tokens, sampling.stop, eos)
-        complete = _ended(admit, text, generate.resume_chars)
+        complete = _feed_resumed(admit, text, generate.resume_chars)
         return Ticket(sender, generate.request, path, admit, text, notes, complete)
 
-    def need(self, admit: Admit) -> int:
+    def bytes_needed(self, admit: Admit) -> int:
         """Returns the bytes that a request takes in all workers when its text has its maximum length."""
         budget = self.kv_budget
         return budget.cost.of(len(admit.tokens) + admit.sampling.max_tokens) if budget is not None else 0
 
-    def _mode(self, requested: str) -> str:
+    def _choose_mode(self, requested: str) -> str:
         mode = self._settings.mode if requested == "auto" else requested
         if self._settings.draft_backend == "none" and not self._settings.head:
             if mode in ("sd", "ssd"):
@@ -166,7 +169,7 @@ class Admission:
             raise InvalidRequest(NO_SSD_COLOCATED)
         return mode
 
-    def _drafter(self, generate: Generate) -> str:
+    def _check_drafter(self, generate: Generate) -> str:
         """Returns the only drafter that may draft; empty: any."""
         drafter = generate.drafter
         if drafter and drafter not in self._drafters:
@@ -186,7 +189,7 @@ class Admission:
                 " would continue differently; expected a server with the same files on the same kind of device"
             )
 
-    def _tokens(self, generate: Generate) -> tuple[int, ...]:
+    def _tokenize(self, generate: Generate) -> tuple[int, ...]:
         if (generate.prompt is None) == (generate.tokens is None):
             raise InvalidRequest("the request has a prompt and tokens, or neither; expected exactly one of them")
         if generate.tokens is not None:
@@ -205,10 +208,10 @@ class Admission:
                 f" model's context of {self.context_length}"
             )
         budget = self.kv_budget
-        if budget is not None and len(tokens) >= budget.tokens:
+        if budget is not None and len(tokens) >= budget.max_tokens:
             raise PromptTooLong(
                 f"the prompt has {len(tokens)} tokens and takes {in_mb(budget.cost.of(len(tokens) + 1))} with one more;"
-                f" expected at most {max(budget.tokens - 1, 0)} tokens, which fit in the {in_mb(budget.limit)} of"
+                f" expected at most {max(budget.max_tokens - 1, 0)} tokens, which fit in the {in_mb(budget.limit)} of"
                 " kv_memory"
             )
         if self.vocab_size is None:
@@ -223,16 +226,16 @@ class Admission:
         if not self._text.codec.eos:
             target = self._pair.target.name
             raise InvalidRequest(f"{target} has no end token, so a text with a {grammar.name} could not end")
-        check(grammar, self._vocabulary)
+        check_grammar(grammar, self._vocabulary)
 
-    def _fitted(self, sampling: SamplingParams, prompt_tokens: int) -> tuple[SamplingParams, tuple[str, ...]]:
-        """Returns the parameters with a seed and a feasible maximum of tokens, and notes about that."""
+    def _fit_sampling(self, sampling: SamplingParams, prompt_tokens: int) -> tuple[SamplingParams, tuple[str, ...]]:
+        """Returns the parameters with a seed and a maximum of tokens that fits, and notes on what was changed."""
         notes = self._pair.notes
         if sampling.seed is None:
-            sampling = replace(sampling, seed=secrets.randbelow(SEEDS))
+            sampling = replace(sampling, seed=secrets.randbelow(SEED_RANGE))
         limits = [] if self.context_length is None else [(self.context_length, "the context")]
         if self.kv_budget is not None:
-            limits.append((self.kv_budget.tokens, f"kv_memory ({in_mb(self.kv_budget.limit)})"))
+            limits.append((self.kv_budget.max_tokens, f"kv_memory ({in_mb(self.kv_budget.limit)})"))
         for tokens, what in limits:
             room = tokens - prompt_tokens
             if sampling.max_tokens > room:
@@ -240,13 +243,13 @@ class Admission:
                 sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
         if self.draft_context is not None and prompt_tokens + sampling.max_tokens > self.draft_context:
             notes += (f"the draft model's context ends at {self.draft_context} tokens: no drafting after that",)
-        if sampling.is_residual and self._settings.draft_backend not in DRAWING_BACKENDS:
+        if sampling.is_residual and self._settings.draft_backend not in SAMPLING_BACKENDS:
             backend = self._settings.draft_backend
             notes += (f"the {backend} drafter does not draw: its tokens are verified as certain ones",)
         return sampling, notes
 
 
-def _resume_tokens(generate: Generate) -> tuple[int, ...]:
+def _read_resume_tokens(generate: Generate) -> tuple[int, ...]:
     if generate.resume_tokens is None:
         return ()
     if generate.sampling.seed is None:
@@ -254,17 +257,13 @@ def _resume_tokens(generate: Generate) -> tuple[int, ...]:
     return tuple(int(token) for token in generate.resume_tokens)
 
 
-def _ended(admit: Admit, text: TextStream, characters: int) -> str:
-    """Feeds `text` the resumed tokens, of which the reader has `characters`; returns why the text is complete, if it
-    is."""
+def _feed_resumed(admit: Admit, text: TextStream, characters: int) -> str:
+    """Feeds `text` the resumed tokens, of which the client has `characters`; returns why it is complete, if it is."""
     if text.resume(admit.resume_tokens, characters).stopped:
         return "stop"
     if not admit.eos.isdisjoint(admit.resume_tokens[-1:]):
         return "eos"
     return "length" if len(admit.resume_tokens) >= admit.sampling.max_tokens else ""
-
-
-T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
@@ -286,9 +285,9 @@ class FairQueue(Generic[T]):
         if first:
             self._lines.move_to_end(path[0], last=False)
 
-    def first(self) -> T | None:
+    def peek(self) -> T | None:
         """Returns the next item without removing it; None if the queue is empty."""
-        return self._items[0] if self._items else next((line.first() for line in self._lines.values()), None)
+        return self._items[0] if self._items else next((line.peek() for line in self._lines.values()), None)
 
     def take(self) -> T | None:
         """Removes and returns the next item, and moves its client to the back; None if the queue is empty."""
@@ -315,9 +314,6 @@ class FairQueue(Generic[T]):
         if not len(line):
             del self._lines[path[0]]
         return True
-
-
-log = logging.getLogger(__name__)
 
 
 def log_ticket(ticket: Ticket, level: int, message: str, *values: object) -> None:

@@ -1,8 +1,8 @@
 """The front thread: clients, the queue of waiting requests, text. The body of the thread is `Front.run`.
 
 Handles Generate, Cancel and StatsQuery of clients, sends requests to the core as `Admit`, and converts committed tokens
-to text. The requests of a client that is gone or does not read are cancelled; no other client is affected. Knows no
-rounds.
+to text. The requests of a client that is gone or does not read are cancelled; no other client is affected. Knows
+nothing of rounds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import zmq
 from msgspec.structs import replace
 
-from outrider.orchestrator.auth import client_of
+from outrider.orchestrator.auth import client_id_of
 from outrider.orchestrator.events import (
     Announcement,
     Committed,
@@ -29,14 +29,14 @@ from outrider.orchestrator.events import (
     ThreadQueues,
     ToFront,
     WorkersChanged,
-    together,
+    merge_commits,
 )
 from outrider.orchestrator.front.admission import Admission, FairQueue, QueuePath, Ticket, log_ticket
 from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.pairing.tokenizer import TextDelta
 from outrider.orchestrator.sockets import ClientMessage, ClientSocket
 from outrider.protocol import clock
-from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped, WorkerError, kind_of
+from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped, WorkerError, error_kind
 from outrider.protocol.messages import (
     Cancel,
     Done,
@@ -55,14 +55,14 @@ from outrider.protocol.stats import KvUse, Tally
 from outrider.protocol.version import PACKAGE_VERSION
 
 MESSAGES_PER_TURN = 64
-DRAINING = "the server is draining and accepts no new requests; retry after it restarts"
-STOPPED = "the server was stopped before the text was complete; retry when it runs again"
+DRAINING_MESSAGE = "the server is draining and accepts no new requests; retry after it restarts"
+STOPPED_MESSAGE = "the server was stopped before the text was complete; retry when it runs again"
 
 log = logging.getLogger(__name__)
 
 
 class Front:
-    """Owns the client socket, the queue and every ticket. `announce` gets the stages of the start, and the end."""
+    """Owns the client socket, the queue and every ticket. `announce` is called with stages, readiness and failure."""
 
     def __init__(
         self,
@@ -82,16 +82,16 @@ class Front:
         self._serials = itertools.count(1)
         self._waiting: FairQueue[Ticket] = FairQueue()
         self._active: dict[str, Ticket] = {}
-        self._named: dict[tuple[bytes, str], Ticket] = {}
+        self._tickets: dict[tuple[bytes, str], Ticket] = {}
         self._workers: tuple[WorkerStats, ...] = ()
         self._ready = False
         self._has_target = False
         self._fatal = ""
         self._draining = False
-        self._done: Counter[str] = Counter()  # requests by reason
-        self._failed: Counter[str] = Counter()  # by kind of error
+        self._endings: Counter[str] = Counter()  # requests by reason
+        self._failures: Counter[str] = Counter()  # by kind of error
         self._totals = Timings()
-        self._tokens = 0  # with those of requests that still run
+        self._generated_tokens = 0  # including those of running requests
 
     def run(self) -> None:
         """Runs until `FrontOrder.END` comes."""
@@ -100,23 +100,23 @@ class Front:
             poller.register(socket, zmq.POLLIN)
         while True:
             if self._clients.monitor in dict(poller.poll()):
-                self._clients.watch()
+                self._clients.update_connections()
             orders = list(self._queues.orders.take())
             if FrontOrder.END in orders:
                 break
             self._draining = self._draining or bool(orders)
-            for event in together(self._queues.events.take()):
+            for event in merge_commits(self._queues.events.take()):
                 self._on_event(event)
             for received in self._clients.receive(MESSAGES_PER_TURN):
                 self._on_message(received)
-            self._admit()
-        self._fail_all(ServerStopped.__name__, STOPPED)
+            self._admit_waiting()
+        self._fail_all(ServerStopped.__name__, STOPPED_MESSAGE)
         self._clients.close()
 
     @property
     def busy(self) -> bool:
         """Whether requests run or wait."""
-        return bool(self._named)
+        return bool(self._tickets)
 
     def stats(self, request: str) -> Stats:
         """Returns the current workers and totals; may be called on any thread."""
@@ -126,13 +126,13 @@ class Front:
             workers=self._workers,
             active=len(self._active),
             queued=len(self._waiting),
-            finished=self._done.total(),
-            failed=self._failed.total(),
+            finished=self._endings.total(),
+            failed=self._failures.total(),
             totals=self._totals,
             stale_messages=0,
             rejected_frames=self._clients.rejected,
-            generated=self._tokens,
-            endings=tuple(Tally(*ending) for ending in (*list(self._done.items()), *list(self._failed.items()))),
+            generated=self._generated_tokens,
+            endings=tuple(Tally(*tally) for tally in (*list(self._endings.items()), *list(self._failures.items()))),
             kv=self._kv_use(),
         )
         return self._core_stats(stats)
@@ -144,9 +144,9 @@ class Front:
             case Generate():
                 self._on_generate(received.sender, received.message, received.key)
             case Cancel(request=name):
-                self._cancel(self._named.get((received.sender, name)))
+                self._cancel(self._tickets.get((received.sender, name)))
             case StatsQuery(request=name, about=about):
-                known = about is None or (received.sender, about) in self._named
+                known = about is None or (received.sender, about) in self._tickets
                 self._clients.send(received.sender, replace(self.stats(name), known=known))
             case other:
                 self._clients.rejected += 1
@@ -154,53 +154,53 @@ class Front:
 
     def _on_generate(self, sender: bytes, generate: Generate, key: str) -> None:
         try:
-            if (sender, generate.request) in self._named:
+            if (sender, generate.request) in self._tickets:
                 raise InvalidRequest(f"request {generate.request} is already running; expected an unused name")
-            self._check_room()
+            self._check_capacity()
             path = queue_path(sender, generate.client, key)
             ticket = self._admission.accept(generate, f"r{next(self._serials)}", sender, path)
         except OutriderError as error:
-            refusal = Failed(generate.request, kind_of(error), str(error))
-            self._failed[refusal.kind] += 1
+            refusal = Failed(generate.request, error_kind(error), str(error))
+            self._failures[refusal.kind] += 1
             log.info("refused %s: %s", refusal.request, error, extra={"client_request": refusal.request})
             self._clients.send(sender, refusal)
             return
-        self._named[sender, generate.request] = ticket
+        self._tickets[sender, generate.request] = ticket
         if ticket.complete:
-            self._started(ticket, RequestBegan(ticket.key, ticket.admit.mode))
-            self._ended(ticket, RequestEnded(ticket.key, ticket.complete, Timings()))
+            self._on_request_began(ticket, RequestBegan(ticket.key, ticket.admit.mode))
+            self._on_request_ended(ticket, RequestEnded(ticket.key, ticket.complete, Timings()))
             return
         self._waiting.put(ticket.path, ticket, first=generate.resume_tokens is not None)
 
-    def _check_room(self) -> None:
+    def _check_capacity(self) -> None:
         settings = self._pair.settings
         if self._fatal:
             raise WorkerError(self._fatal)
         if self._draining:
-            raise ServerStopped(DRAINING)
-        if len(self._named) >= self._admission.places + settings.max_waiting:
+            raise ServerStopped(DRAINING_MESSAGE)
+        if len(self._tickets) >= self._admission.max_active + settings.max_waiting:
             raise ServerBusy(
                 f"{settings.max_waiting} requests are already waiting, the maximum (max_waiting); try again later"
             )
-        if self._clients.crowded:
+        if self._clients.is_nearly_full:
             raise ServerBusy(
                 "the server has almost reached its connection limit; close idle connections, or try again later"
             )
 
     def _cancel(self, ticket: Ticket | None) -> None:
-        if ticket is None or ticket.ending:
+        if ticket is None or ticket.end_reason:
             return
-        ticket.ending = "cancelled"
+        ticket.end_reason = "cancelled"
         if ticket.key in self._active:
             self._queues.core.put(Stop(ticket.key, "cancelled"))
         elif self._waiting.drop(ticket.path, ticket):
-            self._close(ticket, Done(ticket.name, "cancelled", Timings(queue_ms=ticket.queue_ms)))
+            self._end_ticket(ticket, Done(ticket.name, "cancelled", Timings(queue_ms=ticket.queue_ms)))
 
     # --- events of the core ---------------------------------------------------------------------------------------
 
     def _on_event(self, event: ToFront) -> None:
         if isinstance(event, WorkersChanged):
-            self._on_workers(event)
+            self._on_workers_changed(event)
             return
         ticket = self._active.get(event.request)
         if ticket is None:
@@ -209,22 +209,22 @@ class Front:
             return
         match event:
             case RequestBegan():
-                self._started(ticket, event)
+                self._on_request_began(ticket, event)
             case Progress():
                 self._send(ticket, replace(event, request=ticket.name))
             case Committed():
-                self._committed(ticket, event)
+                self._on_committed(ticket, event)
             case RequestEnded():
-                self._ended(ticket, event)
+                self._on_request_ended(ticket, event)
             case Failed():
-                self._close(ticket, replace(event, request=ticket.name))
+                self._end_ticket(ticket, replace(event, request=ticket.name))
 
-    def _on_workers(self, event: WorkersChanged) -> None:
+    def _on_workers_changed(self, event: WorkersChanged) -> None:
         self._workers = event.workers
         for worker in event.workers:
             if worker.state == "ready" and worker.role == "target":
                 self._admission.context_length, self._admission.vocab_size = worker.context_length, worker.vocab_size
-                self._admission.of_target = worker.fingerprint
+                self._admission.target_fingerprint = worker.fingerprint
             elif worker.state == "ready" and worker.role == "draft":
                 self._admission.draft_context = worker.context_length
         self._admission.kv_budget = event.kv_budget
@@ -233,7 +233,7 @@ class Front:
             self._announce(Stage(event.stage))
         if event.fatal and not self._fatal:
             self._give_up(WorkerError.__name__, event.fatal)
-        elif event.ready and not self._ready and (why := self._too_little_memory()):
+        elif event.ready and not self._ready and (why := self._explain_shortage()):
             self._give_up(InvalidRequest.__name__, why)
         elif event.ready and not self._ready:
             notes = (*self._pair.notes, *event.notes)
@@ -245,14 +245,14 @@ class Front:
         self._fail_all(kind, why)
         self._announce(Failure(kind, why))
 
-    def _too_little_memory(self) -> str:
+    def _explain_shortage(self) -> str:
         """Returns why the cluster can't start with its `kv_memory`; empty: it can."""
         budget, context = self._admission.kv_budget, self._admission.context_length
         if budget is None or context is None or self._pair.settings.kv_memory is None:
             return ""
-        return budget.shortage(context, self._pair.target.name)
+        return budget.explain_shortage(context, self._pair.target.name)
 
-    def _started(self, ticket: Ticket, event: RequestBegan) -> None:
+    def _on_request_began(self, ticket: Ticket, event: RequestBegan) -> None:
         admit = ticket.admit
         draft = self._pair.draft.name if self._pair.draft is not None else self._pair.settings.draft_backend
         self._send(
@@ -269,31 +269,31 @@ class Front:
             ),
         )
 
-    def _committed(self, ticket: Ticket, event: Committed) -> None:
-        if ticket.ending:
+    def _on_committed(self, ticket: Ticket, event: Committed) -> None:
+        if ticket.end_reason:
             return
         delta = ticket.text.feed(event.tokens)
-        self._show(ticket, delta, event)
-        if delta.stopped and not ticket.ending:
-            ticket.ending = "stop"
+        self._send_text(ticket, delta, event)
+        if delta.stopped and not ticket.end_reason:
+            ticket.end_reason = "stop"
             self._queues.core.put(Stop(ticket.key, "stop"))
 
-    def _ended(self, ticket: Ticket, event: RequestEnded) -> None:
-        if not ticket.ending:
+    def _on_request_ended(self, ticket: Ticket, event: RequestEnded) -> None:
+        if not ticket.end_reason:
             delta = ticket.text.finish()
-            self._show(ticket, delta, Committed(ticket.key, ()))
-            ticket.ending = "stop" if delta.stopped else event.reason
+            self._send_text(ticket, delta, Committed(ticket.key, ()))
+            ticket.end_reason = "stop" if delta.stopped else event.reason
         timings = event.timings
         if event.until is not None and ticket.tokens < timings.predicted_n:
             timings = event.until(ticket.tokens)
         timings = replace(timings, queue_ms=ticket.queue_ms)
-        self._close(ticket, Done(ticket.name, ticket.ending, timings, event.notes))
+        self._end_ticket(ticket, Done(ticket.name, ticket.end_reason, timings, event.notes))
 
     # --- messages to clients --------------------------------------------------------------------------------------
 
-    def _show(self, ticket: Ticket, delta: TextDelta, event: Committed) -> None:
+    def _send_text(self, ticket: Ticket, delta: TextDelta, event: Committed) -> None:
         ticket.tokens += len(delta.tokens)
-        self._tokens += len(delta.tokens)
+        self._generated_tokens += len(delta.tokens)
         if delta.text or delta.tokens:
             count = len(delta.tokens)
             logprobs = event.logprobs.part(0, count) if event.logprobs is not None else None
@@ -304,31 +304,30 @@ class Front:
         if not self._clients.send(ticket.sender, message):
             self._cancel(ticket)
 
-    def _close(self, ticket: Ticket, last: Done | Failed) -> None:
+    def _end_ticket(self, ticket: Ticket, last: Done | Failed) -> None:
         """Sends the ticket's last message, which the client may not receive, and removes the ticket."""
         self._clients.send(ticket.sender, last)
         if isinstance(last, Done):
-            self._done[last.reason] += 1
+            self._endings[last.reason] += 1
             self._totals += last.timings
             log_ticket(ticket, logging.INFO, "ends, %d tokens: %s", ticket.tokens, last.reason)
         else:
-            self._failed[last.kind] += 1
+            self._failures[last.kind] += 1
             expected = last.kind == ServerStopped.__name__  # the operator stopped the server
             log_ticket(ticket, logging.INFO if expected else logging.WARNING, "fails: %s", last.message)
         self._active.pop(ticket.key, None)
-        del self._named[ticket.sender, ticket.name]
+        del self._tickets[ticket.sender, ticket.name]
 
     def _fail_all(self, kind: str, message: str) -> None:
-        for ticket in list(self._named.values()):
+        for ticket in list(self._tickets.values()):
             self._waiting.drop(ticket.path, ticket)
-            self._close(ticket, Failed(ticket.name, kind, message))
+            self._end_ticket(ticket, Failed(ticket.name, kind, message))
 
-    def _admit(self) -> None:
-        """Admits requests to the core while there is room, clients in turn; the first one waits for memory, and all
-        wait for a target."""
-        while self._ready and self._has_target and len(self._active) < len(self._named):
-            first = self._waiting.first()
-            if first is None or len(self._active) >= self._admission.places or not self._fits(first):
+    def _admit_waiting(self) -> None:
+        """Admits requests, clients in turn, while there are a target, a free place, and memory for the next one."""
+        while self._ready and self._has_target and len(self._active) < len(self._tickets):
+            first = self._waiting.peek()
+            if first is None or len(self._active) >= self._admission.max_active or not self._fits(first):
                 return
             self._waiting.take()
             self._active[first.key] = first
@@ -337,28 +336,28 @@ class Front:
             self._queues.core.put(first.admit)
 
     def _fits(self, ticket: Ticket) -> bool:
-        """Whether memory has room for its text besides those that run; a request alone always fits."""
+        """Whether memory has room for its text beside the running ones; a single request always fits."""
         budget = self._admission.kv_budget
         if budget is None or not self._active:
             return True
-        return self._reserved() + self._admission.need(ticket.admit) <= budget.limit
+        return self._reserved_bytes() + self._admission.bytes_needed(ticket.admit) <= budget.limit
 
-    def _reserved(self) -> int:
-        return sum(self._admission.need(ticket.admit) for ticket in list(self._active.values()))
+    def _reserved_bytes(self) -> int:
+        return sum(self._admission.bytes_needed(ticket.admit) for ticket in list(self._active.values()))
 
     def _kv_use(self) -> KvUse:
         budget = self._admission.kv_budget
         if budget is None:
             return KvUse()
         used = sum(budget.cost.of(len(t.admit.tokens) + t.tokens) for t in list(self._active.values()))
-        return KvUse(budget.limit, used, self._reserved())
+        return KvUse(budget.limit, used, self._reserved_bytes())
 
 
 def queue_path(sender: bytes, client: str, key: str) -> QueuePath:
     """Returns a request's place in the fair queue: by key, then by the named client, or else the connecting one.
 
-    A peer with a key has the turns of one client, shared by the clients that it names. A peer without one, from this
-    machine, could connect as many, so each client that it names has turns of its own.
+    All clients that a peer with a key names share the turns of one client. A peer without a key is on this machine and
+    could open as many connections, so each client that it names has its own turns.
     """
-    name = b"for " + client.encode() if client else client_of(sender)
+    name = b"for " + client.encode() if client else client_id_of(sender)
     return (key.encode(), name) if key else (name,)

@@ -17,23 +17,23 @@ from pathlib import Path
 import msgspec
 
 from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
-from outrider.orchestrator.machine.spawn import STDERR, STEADY_MEMORY, SpawnedProcess, child_environment, python
+from outrider.orchestrator.machine.spawn import MALLOC_ENV, STDERR, SpawnedProcess, child_environment, python
 from outrider.orchestrator.pairing.model_files import ModelFiles
 from outrider.protocol.errors import EndpointError, WorkerError
 
-MODULE = "outrider.server"
+SERVER_MODULE = "outrider.server"
 BACKLOG = 1024
-DRAIN = b"drain\n"
-END_SECONDS = 5.0
-TOO_SOON_SECONDS = 10.0
+DRAIN_COMMAND = b"drain\n"
+SHUTDOWN_SECONDS = 5.0
+MIN_UPTIME_SECONDS = 10.0
 """A process that ends sooner is not restarted, since it would end again."""
 
-# Without a limit each thread that once built a large answer keeps memory of its own for the next one.
-SHARED_MEMORY = {**STEADY_MEMORY, "MALLOC_ARENA_MAX": "2"}
+# Without this limit, each thread that has built a large answer keeps its own memory for the next one.
+SERVER_MALLOC_ENV = {**MALLOC_ENV, "MALLOC_ARENA_MAX": "2"}
 # Pages of 2 MiB: a process that wakes for each chunk finds the CPU's caches full of a model's weights, and pays for
-# every page that it touches. Only glibc's allocator, from 2.35 on, can use them; without them it is the slower one.
-LARGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-GLIBC = "CS_GNU_LIBC_VERSION"
+# every page that it touches. Only glibc's allocator, from 2.35 on, can use them; without them, it is the slower one.
+LARGE_PAGES_ENV = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+GLIBC_CONFSTR = "CS_GNU_LIBC_VERSION"
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class HttpListener:
             self.socket.listen(BACKLOG)
         except OSError as error:
             self.socket.close()
-            raise EndpointError(f"HTTP can't be served at {where} ({_why(error)})") from None
+            raise EndpointError(f"HTTP can't be served at {where} ({_explain(error)})") from None
         host, port = self.socket.getsockname()[:2]
         self.url = f"{settings.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self._settings = settings
@@ -108,38 +108,38 @@ class HttpProcess:
         if code is None:
             return
         ended = f"the HTTP server exited with code {code}: {self._process.log_tail() or 'its log is empty'}"
-        if time.monotonic() - self._started < TOO_SOON_SECONDS:
+        if time.monotonic() - self._started < MIN_UPTIME_SECONDS:
             raise WorkerError(ended)
         log.error("%s; restarting it", ended)
         self._start()
 
     def drain(self) -> None:
         """Makes the process report that it is not ready, and refuse new requests."""
-        self._process.write(DRAIN)
+        self._process.write(DRAIN_COMMAND)
 
     def close(self) -> None:
-        """Ends the process; running answers have `END_SECONDS` to finish."""
+        """Ends the process; running answers have `SHUTDOWN_SECONDS` to finish."""
         self._process.close_stdin()
-        self._process.wait(END_SECONDS)
+        self._process.wait(SHUTDOWN_SECONDS)
 
     def _start(self) -> None:
         self._started = time.monotonic()
         shared = os.dup(STDERR)
-        env = {**SHARED_MEMORY, **large_pages(), **child_environment()}
+        env = {**SERVER_MALLOC_ENV, **large_pages_env(), **child_environment()}
         inherited = self._order.listener, shared
-        self._process = SpawnedProcess(python("-m", MODULE), env, self._log, "ab", inherited)
+        self._process = SpawnedProcess(python("-m", SERVER_MODULE), env, self._log, "ab", inherited)
         os.close(shared)
         self._process.write(msgspec.json.encode(replace(self._order, log_fd=shared)) + b"\n")
 
 
-def large_pages() -> dict[str, str]:
+def large_pages_env() -> dict[str, str]:
     """Returns the environment variables for large pages; none if the C library can't use them."""
-    library = os.confstr(GLIBC) if GLIBC in os.confstr_names else None
+    library = os.confstr(GLIBC_CONFSTR) if GLIBC_CONFSTR in os.confstr_names else None
     name, _, version = (library or "").partition(" ")
-    return LARGE_PAGES if name == "glibc" and [int(part) for part in version.split(".")] >= [2, 35] else {}
+    return LARGE_PAGES_ENV if name == "glibc" and [int(part) for part in version.split(".")] >= [2, 35] else {}
 
 
-def _why(error: OSError) -> str:
+def _explain(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return "the port is in use; choose another with --port, or --no-http"
     if error.errno == errno.EACCES:

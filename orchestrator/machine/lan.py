@@ -1,4 +1,4 @@
-"""Announces servers on the local network, and finds them, by zeroconf (mDNS) if the user asks for it.
+"""Announces servers on the local network and finds them with zeroconf (mDNS), if the user asks for it.
 
 Anything on the network can announce itself, so only an address is taken from an announcement: a server is accepted only
 with a key that was trusted before. Knows names and addresses; opens no socket itself.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from outrider.protocol import version
-from outrider.protocol.endpoints import Tcp, parse
+from outrider.protocol.endpoints import Tcp, parse_endpoint
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.version import PROTOCOL_VERSION
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from zeroconf import ServiceInfo, Zeroconf
 
 SERVICE = "_outrider._tcp.local."
-SECONDS = 5.0
-ANSWER_MS = 2000
-ANYWHERE = ("*", "0.0.0.0", "::")
+SEARCH_SECONDS = 5.0
+ANSWER_TIMEOUT_MS = 2000
+WILDCARD_HOSTS = ("*", "0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +44,20 @@ def announce(endpoint: str, key: str) -> Zeroconf:
         EndpointError: the announcement can't be sent.
         InvalidRequest: zeroconf is not installed.
     """
-    where = parse(endpoint)
+    where = parse_endpoint(endpoint)
     if not isinstance(where, Tcp):
         raise InvalidRequest(f"{endpoint} can't be announced; expected tcp://HOST:PORT")
-    version.require("discovery", "finding servers")
+    version.require_extra("discovery", "finding servers")
     from zeroconf import NonUniqueNameException, ServiceInfo
 
-    anywhere = where.host in ANYWHERE
+    anywhere = where.host in WILDCARD_HOSTS
     entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
     ipv4 = [entry.address for entry in entries if entry.family == socket.AF_INET]
     others = [address for address in ipv4 if not address.startswith("127.")]
     own = others if anywhere else [str(socket.getaddrinfo(where.host, None)[0][4][0])]
     name = f"{socket.gethostname().partition('.')[0][:40]}-{where.port}"
     about = {"key": key, "protocol": str(PROTOCOL_VERSION)}
-    zeroconf = _opened(None if anywhere else own)
+    zeroconf = _open_zeroconf(None if anywhere else own)
     try:
         zeroconf.register_service(
             ServiceInfo(SERVICE, f"{name}.{SERVICE}", where.port, 0, 0, about, f"{name}.local.", parsed_addresses=own)
@@ -68,8 +68,8 @@ def announce(endpoint: str, key: str) -> Zeroconf:
     return zeroconf
 
 
-def find(
-    trusted: Collection[str], seconds: float = SECONDS, interfaces: Sequence[str] | None = None
+def find_server(
+    trusted: Collection[str], seconds: float = SEARCH_SECONDS, interfaces: Sequence[str] | None = None
 ) -> DiscoveredServer:
     """Finds the only announced server with one of the `trusted` keys.
 
@@ -79,14 +79,14 @@ def find(
         EndpointError: there is no such server, or more than one; the message lists them.
         InvalidRequest: zeroconf is not installed.
     """
-    version.require("discovery", "finding servers")
-    announced = _announced(seconds, interfaces)
+    version.require_extra("discovery", "finding servers")
+    announced = _discover(seconds, interfaces)
     known = [server for server in announced if server.key in trusted]
     if len(known) > 1:
-        raise EndpointError(f"found several servers with trusted keys: {_listed(known)}; choose one with --connect")
+        raise EndpointError(f"found several servers with trusted keys: {_format(known)}; choose one with --connect")
     if not known and announced:
         raise EndpointError(
-            f"found no server with a trusted key, only {_listed(announced)}; if one is yours, run `outrider keys trust"
+            f"found no server with a trusted key, only {_format(announced)}; if one is yours, run `outrider keys trust"
             " HOST KEY` with the key that it prints"
         )
     if not known:
@@ -99,8 +99,8 @@ def find(
     return known[0]
 
 
-def _announced(seconds: float, interfaces: Sequence[str] | None) -> list[DiscoveredServer]:
-    """Returns the announced servers: those that answer within a second of the first answer."""
+def _discover(seconds: float, interfaces: Sequence[str] | None) -> list[DiscoveredServer]:
+    """Returns the announced servers that answer within a second of the first answer."""
     from zeroconf import ServiceBrowser, ServiceStateChange
 
     names: set[str] = set()
@@ -110,19 +110,19 @@ def _announced(seconds: float, interfaces: Sequence[str] | None) -> list[Discove
         (names.discard if state_change is ServiceStateChange.Removed else names.add)(name)
         answered.set()
 
-    zeroconf = _opened(interfaces)
+    zeroconf = _open_zeroconf(interfaces)
     try:
         browser = ServiceBrowser(zeroconf, SERVICE, handlers=[changed])
         if answered.wait(seconds):
             threading.Event().wait(min(1.0, seconds))  # for other servers that answer the same query
         browser.cancel()
-        infos = [zeroconf.get_service_info(SERVICE, name, ANSWER_MS) for name in sorted(names)]
+        infos = [zeroconf.get_service_info(SERVICE, name, ANSWER_TIMEOUT_MS) for name in sorted(names)]
     finally:
         zeroconf.close()
-    return [server for info in infos if info is not None for server in _read(info)]
+    return [server for info in infos if info is not None for server in _parse_service(info)]
 
 
-def _read(info: ServiceInfo) -> list[DiscoveredServer]:
+def _parse_service(info: ServiceInfo) -> list[DiscoveredServer]:
     about = {name: value or "" for name, value in info.decoded_properties.items()}
     addresses = info.parsed_addresses()
     if not addresses or not info.port:
@@ -131,11 +131,11 @@ def _read(info: ServiceInfo) -> list[DiscoveredServer]:
     return [DiscoveredServer(str(Tcp(address, info.port)), about.get("key", "")[:100], about.get("protocol", "")[:20])]
 
 
-def _listed(servers: Sequence[DiscoveredServer]) -> str:
+def _format(servers: Sequence[DiscoveredServer]) -> str:
     return ", ".join(f"{server.endpoint} (key {server.key!r})" for server in servers[:8])
 
 
-def _opened(interfaces: Sequence[str] | None) -> Zeroconf:
+def _open_zeroconf(interfaces: Sequence[str] | None) -> Zeroconf:
     from zeroconf import InterfaceChoice, Zeroconf
 
     try:

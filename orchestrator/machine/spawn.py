@@ -1,4 +1,4 @@
-"""What the processes that the orchestrator starts have in common: command lines, logs, the removal of their files.
+"""Starts the orchestrator's processes: their command lines and logs, and the removal of their files.
 
 Knows command lines and process ids; knows nothing of messages.
 
@@ -6,11 +6,10 @@ Knows command lines and process ids; knows nothing of messages.
 process, however that ends. Its output is a log in the run directory.
 
 `Sweeper`: a shell that removes the run directory and the socket file of a server that was killed. It waits for the end
-of a pipe that only the server holds. A server that ends in order removes its files itself, and dismisses the sweeper
-first.
+of a pipe that only the server holds. A server that ends cleanly dismisses the sweeper and removes its files itself.
 
-`measured`: whether MLX or a Core ML package reads a draft model's prompts faster on this Mac. The process that measures
-it saves the result where drafters look for it.
+`measure_prompt_reading`: whether MLX or a Core ML package reads a draft model's prompts faster on this Mac. It
+runs in a process that saves the result where drafters look for it.
 """
 
 from __future__ import annotations
@@ -28,26 +27,40 @@ from typing import BinaryIO
 
 import msgspec
 
-from outrider.orchestrator.pairing.model_files import PACKAGE, in_process_drafters
+from outrider.orchestrator.pairing.model_files import PACKAGE_FOLDER, in_process_drafters
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.socket_files import SocketLock
-from outrider.protocol.worker_link import WORKER_MODULES
+from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE
 
 log = logging.getLogger(__name__)
+LOG_TAIL_BYTES = 4096
+LOG_TAIL_LINES = 3
+STDERR = 2
+MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker", "prefill": "outrider.prefill_worker"}
+
+# Freed blocks of 1 MiB and more return to the system. By default glibc raises this threshold when it sees such blocks;
+# a worker then keeps free memory between longer-lived blocks. What a forward frees at the heap's end is kept for the
+# next forward: requesting it again costs a quarter of a drafter's forward. Other systems ignore these variables.
+MALLOC_ENV = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
+
+# $1: the run directory. $2: a socket elsewhere; it is still ours if its lock file holds $3 and its inode is $4.
+_SWEEPER_SCRIPT = """
+while read -r _; do :; done
+rm -rf -- "$1"
+[ -n "$2" ] && [ "$(cat -- "$2.lock")" = "$3" ] && [ "$(ls -di -- "$2")" = "$4 $2" ] && rm -f -- "$2" "$2.lock"
+"""
+
+MEASURE_SECONDS = 1200.0
 
 
-def log_file(path: Path, mode: str) -> BinaryIO:
+def open_log_file(path: Path, mode: str) -> BinaryIO:
     """Opens a log file, or /dev/null if that fails: a process without a log is better than none."""
     try:
         return open(path, mode)  # type: ignore[return-value]
     except OSError as error:
         log.warning("can't write %s (%s): that process runs without a log", path, error.strerror)
         return open("/dev/null", "wb")
-
-
-TAIL_BYTES = 4096
-TAIL_LINES = 3
 
 
 class SpawnedProcess:
@@ -62,7 +75,7 @@ class SpawnedProcess:
     ) -> None:
         """`log_mode`: see `open`. `inherited`: the file descriptors that the process keeps."""
         self._log = log
-        with log_file(log, log_mode) as output:
+        with open_log_file(log, log_mode) as output:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -85,30 +98,30 @@ class SpawnedProcess:
         """Returns the last lines of its log as one line, for an error message; empty if there are none."""
         try:
             with self._log.open("rb") as file:
-                file.seek(max(os.fstat(file.fileno()).st_size - TAIL_BYTES, 0))
+                file.seek(max(os.fstat(file.fileno()).st_size - LOG_TAIL_BYTES, 0))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             return ""
-        return " | ".join(line.strip() for line in lines[-TAIL_LINES:] if line.strip())
+        return " | ".join(line.strip() for line in lines[-LOG_TAIL_LINES:] if line.strip())
 
     def write(self, line: bytes) -> None:
-        """Writes a line to its stdin, which is lost if the process has ended."""
+        """Writes a line to the stdin of the process; the line is lost if the process has ended."""
         if self._process.stdin is not None:
             with suppress(BrokenPipeError):
                 os.write(self._process.stdin.fileno(), line)
 
     def close_stdin(self) -> None:
-        """Asks the process to end in order."""
+        """Asks the process to end cleanly."""
         if self._process.stdin is not None:
             self._process.stdin.close()
 
     def terminate(self) -> None:
-        """The same, by a signal as well."""
-        self._end(signal.SIGTERM)
+        """Asks the process to end, also by a signal."""
+        self._send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Ends the process and all processes of its session at once."""
-        self._end(signal.SIGKILL)
+        self._send_signal(signal.SIGKILL)
 
     def wait(self, grace: float) -> int:
         """Returns the exit code; kills the process if it has not ended within `grace` seconds."""
@@ -118,19 +131,10 @@ class SpawnedProcess:
             self.kill()
             return self._process.wait()
 
-    def _end(self, number: signal.Signals) -> None:
+    def _send_signal(self, number: signal.Signals) -> None:
         if self._process.poll() is None:  # reaped only here, so the id still belongs to this process
             os.killpg(self._process.pid, number)
         self.close_stdin()
-
-
-STDERR = 2
-MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker", "prefill": "outrider.prefill_worker"}
-
-# Freed blocks of 1 MiB and more return to the system. By default glibc raises this threshold when it sees such blocks;
-# a worker then keeps free memory between longer-lived blocks. What a forward frees at the heap's end is kept for the
-# next forward: to request it again costs a quarter of a drafter's forward. Other systems ignore these variables.
-STEADY_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
 
 
 def worker_command(
@@ -144,53 +148,45 @@ def worker_command(
         options += ["--backend", settings.draft_backend, "--fan-out", settings.fan_out]
         options += ["--prefill", settings.draft_prefill] if settings.draft_prefill != "auto" else []
         options += ["--device", settings.draft_device] if settings.draft_device != "auto" else []
-        options += ["--target", str(settings.model)] if settings.drafts_by_head else []
+        options += ["--target", str(settings.model)] if settings.drafts_with_head else []
     if role == "prefill":
         options += ["--backend", settings.prefill_backend]
     for drafter in in_process_drafters(settings) if role == "target" else ():
         options += ["--own", *drafter]
-    if role == "target" and settings.drafts_by_head and not settings.colocate:
+    if role == "target" and settings.drafts_with_head and not settings.colocate:
         options += ["--tell", settings.draft_backend, str(settings.draft_model)]
     if role == "target" and settings.shards > 1:
         options += ["--shards", str(settings.shards)]
     if parent_fd is not None:
         options += ["--parent-fd", str(parent_fd)]
-    return [*python("-m", *program(role)), *options]
+    return [*python("-m", *worker_module(role)), *options]
 
 
-def program(role: str) -> list[str]:
+def worker_module(role: str) -> list[str]:
     """Returns the module that a worker of this role runs, and its first arguments.
 
     Raises:
-        InvalidRequest: `WORKER_MODULES` can't be read.
+        InvalidRequest: `WORKER_MODULES_VARIABLE` can't be read.
     """
     try:
-        named = msgspec.json.decode(os.environ.get(WORKER_MODULES, "{}"), type=dict[str, list[str]])
+        named = msgspec.json.decode(os.environ.get(WORKER_MODULES_VARIABLE, "{}"), type=dict[str, list[str]])
     except msgspec.DecodeError as error:
         raise InvalidRequest(
-            f'{WORKER_MODULES} can\'t be read ({error}); expected JSON such as {{"target": ["MODULE", "ARGUMENT"]}}'
+            f"{WORKER_MODULES_VARIABLE} can't be read ({error}); expected JSON such as"
+            ' {"target": ["MODULE", "ARGUMENT"]}'
         ) from error
     return named.get(role, [MODULES[role]])
 
 
 def python(*arguments: str) -> list[str]:
-    """Returns this interpreter's command line, without the current directory on the path, where a folder of the user
-    may have the name of a package."""
+    """Returns this interpreter's command line; the path excludes the current directory, which may shadow packages."""
     return [sys.executable, "-P", *arguments]
 
 
 def child_environment() -> dict[str, str]:
     """Returns this process's environment, with the package on the path for any current directory."""
-    paths = [str(PACKAGE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [str(PACKAGE_FOLDER.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "TOKENIZERS_PARALLELISM": "false"}
-
-
-# $1: the run directory. $2: a socket elsewhere; it is still ours if its lock file holds $3 and its inode is $4.
-_SCRIPT = """
-while read -r _; do :; done
-rm -rf -- "$1"
-[ -n "$2" ] && [ "$(cat -- "$2.lock")" = "$3" ] && [ "$(ls -di -- "$2")" = "$4 $2" ] && rm -f -- "$2" "$2.lock"
-"""
 
 
 class Sweeper:
@@ -199,7 +195,7 @@ class Sweeper:
     def __init__(self, directory: Path, lock: SocketLock | None) -> None:
         elsewhere = [lock.path, lock.token, str(lock.inode)] if lock is not None else ["", "", ""]
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _SCRIPT, "outrider-sweeper", str(directory), *elsewhere],
+            ["/bin/sh", "-c", _SWEEPER_SCRIPT, "outrider-sweeper", str(directory), *elsewhere],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -212,18 +208,15 @@ class Sweeper:
             self._process.kill()
 
 
-READER_SECONDS = 1200.0
-
-
-def measured(draft_model: str) -> str | None:
-    """Returns a note on what reads which prompts, or why that was not measured; None on systems without Core ML."""
+def measure_prompt_reading(draft_model: str) -> str | None:
+    """Returns a note on what reads which prompts, or why there is no result; None on systems without Core ML."""
     if sys.platform != "darwin":
         return None
     command = python("-m", "outrider.drafters.coreml.doctor", "--model", draft_model, "--prompts")
     try:
-        done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=READER_SECONDS)
+        done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=MEASURE_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"MLX reads prompts: Core ML took more than {READER_SECONDS:g} s"
+        return f"MLX reads prompts: Core ML took more than {MEASURE_SECONDS:g} s"
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["the measurement failed without a message"]
         return f"MLX reads prompts: {lines[-1]}"

@@ -1,16 +1,16 @@
 """The machine's libraries for computing, cores, open files and memory.
 
-`openblas`: a system OpenBLAS for the workers on Linux. MLX's CPU wheel carries the reference BLAS, whose cost is linear
-in rows; preloaded, OpenBLAS replaces it. On macOS MLX uses Accelerate. `require_mlx`: checks for MLX's library, which
-on Linux is a separate package that the user chooses.
+`find_openblas`: finds a system OpenBLAS for workers on Linux. MLX's CPU wheel has the reference BLAS, whose cost is
+linear in rows; preloaded, OpenBLAS replaces it. On macOS MLX uses Accelerate. `require_mlx`: checks for MLX's library,
+which on Linux is a separate package that the user chooses.
 
-`place`: the CPU core of a process. Cores are assigned only on a machine of two: target and drafter have one each, and
-the orchestrator has priority on the drafter's. On the target's core it would delay the target's forwards, for which
+`assign_core`: assigns a process its core, only on a machine with two: target and drafter have one each, and the
+orchestrator has priority on the drafter's. On the target's core it would delay the target's forwards, for which
 everything waits, and the drafter works ahead anyway (docs/log.md). Linux only.
 
-`raise_limit`: the number of files that this process may have open; each connection is one. A Mac's terminal allows 256
-by default, and ZeroMQ ends the process when none is left. `physical`: the memory of this machine or container.
-`likely_cause`: whether a process ended because memory ran out.
+`raise_file_limit`: raises the number of files that may be open; each connection is one. A Mac's terminal
+allows 256 by default, and ZeroMQ ends the process when none is left. `physical_memory`: the memory of this machine
+or container. `likely_cause`: whether a process ended because memory ran out.
 """
 
 from __future__ import annotations
@@ -27,63 +27,77 @@ from pathlib import Path
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError, InvalidRequest
-from outrider.protocol.version import install
-from outrider.protocol.worker_link import CPU_KERNELS, DRAFTER_CORE
+from outrider.protocol.version import install_command
+from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE, DRAFTER_CORE_VARIABLE
 
-MISSING = (
+NO_OPENBLAS_NOTE = (
     "no OpenBLAS was found; ONNX Runtime computes the default model and most others on a CPU and doesn't need it"
     " (docs/exactness.md), but with a model that MLX computes, verifying M tokens costs M times one token instead of"
     " 1.2 to 1.4 times; install it (Debian, Ubuntu: apt install libopenblas0-pthread; Fedora: dnf install openblas)"
 )
-CHOICE = "OUTRIDER_OPENBLAS"
+BLAS_VARIABLE = "OUTRIDER_OPENBLAS"
 """The environment variable that sets the library to preload; empty: none, so that MLX uses its wheel's BLAS."""
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-_NAMES = ("openblas", "openblasp", "openblaso")
+_OPENBLAS_NAMES = ("openblas", "openblasp", "openblaso")
 _find_library = cache(find_library)
+MLX_LIBRARY = Path("lib", "libmlx.so")
+
+DRAFTER_NICE = 5
+"""The drafter's nice value on the orchestrator's core: about a third of the orchestrator's share when both run."""
+
+USABLE_CORES = sorted(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else []
+"""The cores that this process may use."""
+
+WANTED_OPEN_FILES = 65_536
+
+# Tried in turn if more is not allowed: macOS's OPEN_MAX, and the limit that mlx-lm sets on import.
+FALLBACK_OPEN_FILES = (10_240, 4_096)
+
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+_MEMORY_ERRORS = ("memoryerror", "bad_alloc", "cannot allocate memory", "resource temporarily unavailable")
 
 
-def openblas() -> str | None:
-    """Returns the library to preload, first of all that of `CHOICE`; None if there is none, or none is needed.
+def find_openblas() -> str | None:
+    """Returns the library to preload, which `BLAS_VARIABLE` may name; None if there is none, or none is needed.
 
     Raises:
-        InvalidRequest: `CHOICE` names no file.
+        InvalidRequest: `BLAS_VARIABLE` names no file.
     """
-    chosen = os.environ.get(CHOICE)
+    chosen = os.environ.get(BLAS_VARIABLE)
     if not needs_openblas() or chosen == "":
         return None
     if chosen is not None:
         if not Path(chosen).is_file():
-            raise InvalidRequest(f"{CHOICE} is {chosen}, which is not a file; expected a libopenblas.so.0, or no value")
+            raise InvalidRequest(
+                f"{BLAS_VARIABLE} is {chosen}, which is not a file; expected a libopenblas.so.0, or no value"
+            )
         return chosen
-    return next(filter(None, map(_find_library, _NAMES)), None)
+    return next(filter(None, map(_find_library, _OPENBLAS_NAMES)), None)
 
 
 def needs_openblas() -> bool:
     return sys.platform.startswith("linux")
 
 
-def notes() -> tuple[str, ...]:
+def blas_notes() -> tuple[str, ...]:
     """Returns the notes on this machine's BLAS for the user; usually none."""
-    wanted = needs_openblas() and os.environ.get(CHOICE) != ""
-    return (MISSING,) if wanted and openblas() is None else ()
+    wanted = needs_openblas() and os.environ.get(BLAS_VARIABLE) != ""
+    return (NO_OPENBLAS_NOTE,) if wanted and find_openblas() is None else ()
 
 
-def environment(base: dict[str, str], threads: int, kernels: str | None = None) -> dict[str, str]:
+def blas_environment(base: dict[str, str], threads: int, kernels: str | None = None) -> dict[str, str]:
     """Returns the environment `base` with OpenBLAS preloaded, if it is needed and found, and `threads` BLAS threads.
 
     `kernels`: what computes forwards on a CPU (`protocol.worker_link`); None: as in `base`.
     """
     changed = {**base, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
     if kernels is not None:
-        changed[CPU_KERNELS] = kernels
-    library = openblas()
+        changed[CPU_KERNELS_VARIABLE] = kernels
+    library = find_openblas()
     loaded = base.get("LD_PRELOAD", "")
     if library is not None and "openblas" not in loaded:
         changed["LD_PRELOAD"] = f"{loaded}:{library}".strip(":")
     return changed
-
-
-LIBRARY = Path("lib", "libmlx.so")
 
 
 def require_mlx() -> None:
@@ -96,90 +110,73 @@ def require_mlx() -> None:
         return
     spec = find_spec("mlx")
     folders = spec.submodule_search_locations if spec is not None else None
-    if not any(Path(folder, LIBRARY).is_file() for folder in folders or ()):
-        raise InvalidRequest(f"MLX has no backend installed; run {install('cpu')}, or the extra cuda for a GPU")
+    if not any(Path(folder, MLX_LIBRARY).is_file() for folder in folders or ()):
+        raise InvalidRequest(f"MLX has no backend installed; run {install_command('cpu')}, or the extra cuda for a GPU")
 
 
-BEHIND = 5
-"""The drafter's nice value on the orchestrator's core: about a third of the orchestrator's share if both run."""
-GIVEN = sorted(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else []
-"""The cores that this process may use."""
-
-
-def place(pid: int, role: str, settings: ServeSettings) -> None:
+def assign_core(pid: int, role: str, settings: ServeSettings) -> None:
     """Pins the process of a `role` to its core; on the orchestrator's core it gets a lower priority."""
     core = core_of(role, settings)
-    pin(pid, core)
+    pin_to_core(pid, core)
     if role == "draft" and core is not None:
-        put_behind(pid)
+        lower_priority(pid)
 
 
 def core_of(role: str, settings: ServeSettings) -> int | None:
     """Returns the core for a `target`, `draft` or `orchestrator` process; None for any core, and for other roles."""
-    if len(GIVEN) != 2 or settings.threads != 1 or not settings.has_draft_worker:
+    if len(USABLE_CORES) != 2 or settings.threads != 1 or not settings.has_draft_worker:
         return None
-    if settings.shards > 1 or not settings.pin_cores:  # on one core, ranks that wait for each other would take turns
+    if settings.shards > 1 or not settings.pin_cores:  # ranks that wait for each other would take turns on one core
         return None
-    return {"target": GIVEN[0], "draft": GIVEN[-1], "orchestrator": GIVEN[-1]}.get(role)
+    return {"target": USABLE_CORES[0], "draft": USABLE_CORES[-1], "orchestrator": USABLE_CORES[-1]}.get(role)
 
 
-def drafter_core(role: str, settings: ServeSettings) -> dict[str, str]:
+def drafter_core_variable(role: str, settings: ServeSettings) -> dict[str, str]:
     """Returns the environment variable that tells a target the drafters' core, if they have one of their own."""
     core = core_of("draft", settings)
-    return {DRAFTER_CORE: str(core)} if role == "target" and core is not None else {}
+    return {DRAFTER_CORE_VARIABLE: str(core)} if role == "target" and core is not None else {}
 
 
-def pin(pid: int, core: int | None) -> None:
-    """Pins process `pid` (0: this one), and those that it starts later, to `core`; None: to all cores in `GIVEN`."""
+def pin_to_core(pid: int, core: int | None) -> None:
+    """Pins process `pid` (0: this one), and those that it starts later, to `core`; None: to all `USABLE_CORES`."""
     if not sys.platform.startswith("linux"):
         return
     with suppress(OSError):  # the process has ended, or pinning is not allowed here
-        os.sched_setaffinity(pid, GIVEN if core is None else {core})
+        os.sched_setaffinity(pid, USABLE_CORES if core is None else {core})
 
 
-def put_behind(pid: int) -> None:
+def lower_priority(pid: int) -> None:
     """Lowers the priority of process `pid`, which leads a session and has one thread."""
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, BEHIND)
-        Path(f"/proc/{pid}/autogroup").write_text(str(BEHIND))  # for kernels that give each session its own share
+        os.setpriority(os.PRIO_PROCESS, pid, DRAFTER_NICE)
+        Path(f"/proc/{pid}/autogroup").write_text(str(DRAFTER_NICE))  # for kernels that give each session its own share
 
 
-WANTED = 65_536
-# Tried if WANTED is not allowed: macOS's OPEN_MAX, and the limit that mlx-lm sets when it is imported.
-LESS = (10_240, 4_096)
-
-
-def raise_limit() -> int:
+def raise_file_limit() -> int:
     """Raises the limit of open files for this process and those that it starts; returns the limit.
 
     Raises:
         EndpointError: the system allows too few files for a server and its workers.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for wanted in (WANTED, *LESS):
+    for wanted in (WANTED_OPEN_FILES, *FALLBACK_OPEN_FILES):
         with suppress(ValueError, OSError):  # more than the hard limit; macOS reports none, but has one
             if soft < wanted:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             return max(soft, wanted)
     raise EndpointError(
-        f"this process may open {hard} files, but a server and its workers need {LESS[-1]}; raise the hard limit"
-        " (`ulimit -Hn` shows it, the system's administrator sets it)"
+        f"this process may open {hard} files, but a server and its workers need {FALLBACK_OPEN_FILES[-1]};"
+        " raise the hard limit (`ulimit -Hn` shows it, the system's administrator sets it)"
     )
 
 
-_CGROUP = Path("/sys/fs/cgroup/memory.max")
-
-
-def physical(bound: Path = _CGROUP) -> int:
+def physical_memory(bound: Path = _CGROUP) -> int:
     """Returns the memory in bytes; `bound`: the file that holds a container's limit, if there is one."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(whole, int(bound.read_text()))
     except (OSError, ValueError):  # no such file, or the word "max"
         return whole
-
-
-_REFUSED = ("memoryerror", "bad_alloc", "cannot allocate memory", "resource temporarily unavailable")
 
 
 def likely_cause(code: int, last_words: str = "", bound: Path = _CGROUP) -> str:
@@ -190,9 +187,9 @@ def likely_cause(code: int, last_words: str = "", bound: Path = _CGROUP) -> str:
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     crashed = -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGKILL)
-    if limit != resource.RLIM_INFINITY and (crashed or any(words in last_words.lower() for words in _REFUSED)):
+    if limit != resource.RLIM_INFINITY and (crashed or any(words in last_words.lower() for words in _MEMORY_ERRORS)):
         return f"most likely out of memory (ulimit -v allows a process {limit / 2**30:.1f} GiB)"
-    whole, allowed = physical(Path(os.devnull)), physical(bound)
+    whole, allowed = physical_memory(Path(os.devnull)), physical_memory(bound)
     if allowed < whole and code == -signal.SIGKILL:
         return f"most likely out of memory (this container is allowed {allowed / 2**30:.1f} GiB)"
     return ""

@@ -1,7 +1,7 @@
 """Converts a GGUF file to a folder in Hugging Face layout that mlx-lm opens: config.json, weights, tokenizer.
 
-Owns each architecture's names of tensors and settings, and reverses what llama.cpp's converter did to the weights: rows
-of q and k in another order (llama), 1 added to norms (gemma3). An unknown tensor is an error: none is left out.
+Knows each architecture's names of tensors and settings, and undoes what llama.cpp's converter did to the weights: rows
+of q and k in another order (llama), 1 added to norms (gemma3). An unknown tensor is an error, so none is left out.
 """
 
 from __future__ import annotations
@@ -19,27 +19,11 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from outrider.orchestrator.pairing import gguf, gguf_tokenizer
-from outrider.orchestrator.pairing.gguf import GROUP, PLAIN, GgufFile
+from outrider.orchestrator.pairing.gguf import GROUP_SIZE, UNQUANTIZED_KINDS, GgufFile
 from outrider.protocol.errors import ModelError
 
-SHARD = 2**29
+MAX_SHARD_BYTES = 2**29
 """Bytes of weights per file; the conversion holds about twice as many in memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class GgufArchitecture:
-    """The names of an architecture and of its blocks' tensors in mlx-lm and Hugging Face.
-
-    `permuted`: q and k have their rotary halves interleaved. `norms_plus_one`: the file stores norms' weights plus 1.
-    """
-
-    model_type: str
-    class_name: str
-    blocks: Mapping[str, str]
-    permuted: bool = False
-    norms_plus_one: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
 
 _ATTENTION = {
     "attn_norm": "input_layernorm",
@@ -62,6 +46,25 @@ _FOUR_NORMS = {
 }
 _FUSED = {"attn_norm": "input_layernorm", "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
 _FUSED_MLP = {"ffn_norm": "post_attention_layernorm", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+_OUTSIDE_BLOCKS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture:
+    """The names of an architecture and of its blocks' tensors in mlx-lm and Hugging Face.
+
+    `permuted`: q and k have their rotary halves interleaved. `norms_plus_one`: the file stores norms' weights plus 1.
+    """
+
+    model_type: str
+    class_name: str
+    blocks: Mapping[str, str]
+    permuted: bool = False
+    norms_plus_one: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
 ARCHITECTURES = {
     "llama": GgufArchitecture("llama", "LlamaForCausalLM", {**_ATTENTION, **_MLP}, permuted=True),
     "mistral": GgufArchitecture("mistral", "MistralForCausalLM", {**_ATTENTION, **_MLP}, permuted=True),
@@ -76,35 +79,33 @@ ARCHITECTURES = {
     ),
     "phi3": GgufArchitecture("phi3", "Phi3ForCausalLM", {**_FUSED, **_FUSED_MLP}),
 }
-_OUTSIDE_BLOCKS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_OF_THE_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def write_model(file: GgufFile, folder: Path, keep_precision: bool = False) -> None:
-    """Writes the model into an empty folder. `keep_precision`: types that MLX can't hold stay in half precision.
+    """Writes the model into an empty folder. `keep_precision`: types that MLX can't store stay in half precision.
 
     Raises:
         ModelError: the file has another architecture or is incomplete.
         OSError: a file can't be written.
     """
-    known = _architecture(file)
-    names = _names(file, known)
-    dtype = _dtype(file)
+    known = _find_architecture(file)
+    names = _map_names(file, known)
+    dtype = _float_dtype(file)
     bits = {
         new: width
         for old, new in names.items()
-        if len(file.tensors[old].shape) > 1 and (width := gguf.bits_of(file.tensors[old].kind, keep_precision))
+        if len(file.tensors[old].shape) > 1 and (width := gguf.mlx_bits(file.tensors[old].kind, keep_precision))
     }
-    config = _config(file, known, dtype) | _quantization(bits)
+    config = _model_config(file, known, dtype) | _quantization_config(bits)
     ids = gguf_tokenizer.write_tokenizer(file, folder, config["vocab_size"])
     _write_json(folder / "config.json", config | ids)
     _write_json(folder / "generation_config.json", ids)
-    for number, shard in enumerate(_shards(_converted(file, known, names, bits, dtype)), start=1):
+    for number, shard in enumerate(_group_shards(_convert_tensors(file, known, names, bits, dtype)), start=1):
         name = "model.safetensors" if number == 1 else f"model-{number:05}.safetensors"  # mlx-lm needs no index
         (folder / name).write_bytes(save(shard, {"format": "mlx"}))
 
 
-def _architecture(file: GgufFile) -> GgufArchitecture:
+def _find_architecture(file: GgufFile) -> GgufArchitecture:
     name = file.architecture
     if name not in ARCHITECTURES:
         raise ModelError(f"{file.path} has the architecture {name!r}; expected one of {', '.join(ARCHITECTURES)}")
@@ -117,7 +118,7 @@ def _architecture(file: GgufFile) -> GgufArchitecture:
     return ARCHITECTURES[name]
 
 
-def _names(file: GgufFile, known: GgufArchitecture) -> dict[str, str]:
+def _map_names(file: GgufFile, known: GgufArchitecture) -> dict[str, str]:
     """Returns the new name of each tensor that is a weight of the model."""
     blocks = file.whole(f"{file.architecture}.block_count")
     if not 0 < blocks <= len(file.tensors):
@@ -131,7 +132,7 @@ def _names(file: GgufFile, known: GgufArchitecture) -> dict[str, str]:
                 names[f"blk.{block}.{old}.bias"] = f"model.layers.{block}.{new}.bias"
                 optional.add(f"blk.{block}.{old}.bias")
     missing = [name for name in names if name not in file.tensors and name not in optional]
-    unknown = [name for name in file.tensors if name not in names and name not in _OF_THE_CONFIG]
+    unknown = [name for name in file.tensors if name not in names and name not in _ROPE_TENSORS]
     if missing:
         raise ModelError(
             f"{file.path} has no tensor {missing[0]}, which {file.architecture} models have; download it again"
@@ -143,35 +144,35 @@ def _names(file: GgufFile, known: GgufArchitecture) -> dict[str, str]:
     return {old: new for old, new in names.items() if old in file.tensors}
 
 
-def _dtype(file: GgufFile) -> str:
+def _float_dtype(file: GgufFile) -> str:
     """Returns the type of weights that are not quantised: float16 if others are quantised, else the file's own."""
     kinds = {place.kind for place in file.tensors.values() if len(place.shape) > 1}
-    if not kinds <= set(PLAIN) or "F16" in kinds:
+    if not kinds <= set(UNQUANTIZED_KINDS) or "F16" in kinds:
         return "float16"
     return "bfloat16" if "BF16" in kinds else "float32"
 
 
-def _converted(
+def _convert_tensors(
     file: GgufFile, known: GgufArchitecture, names: Mapping[str, str], bits: Mapping[str, int], dtype: str
 ) -> Iterator[tuple[str, NDArray[Any]]]:
-    heads, kv_heads = _heads(file)
+    heads, kv_heads = _head_counts(file)
     for old, new in names.items():
         place = file.tensors[old]
         if len(place.shape) > 2:
             raise ModelError(f"{file.path}: the tensor {old} has {len(place.shape)} dimensions; expected 1 or 2")
-        of_norm = old.endswith("norm.weight")
-        if of_norm and known.norms_plus_one:
-            norm = gguf.convert(file, old, None, "float32")["weight"] - np.float32(1)
+        is_norm = old.endswith("norm.weight")
+        if is_norm and known.norms_plus_one:
+            norm = gguf.convert_tensor(file, old, None, "float32")["weight"] - np.float32(1)
             parts = {"weight": norm.astype(dtype)}
         else:
-            parts = gguf.convert(file, old, bits.get(new), dtype)
+            parts = gguf.convert_tensor(file, old, bits.get(new), dtype)
         for suffix, part in parts.items():
             if known.permuted and (".attn_q." in old or ".attn_k." in old):
-                part = _unpermuted(file, old, part, heads if ".attn_q." in old else kv_heads)
+                part = _unpermute_rows(file, old, part, heads if ".attn_q." in old else kv_heads)
             yield new if suffix == "weight" else f"{new.removesuffix('weight')}{suffix}", part
 
 
-def _unpermuted(file: GgufFile, name: str, rows: NDArray[Any], heads: int) -> NDArray[Any]:
+def _unpermute_rows(file: GgufFile, name: str, rows: NDArray[Any], heads: int) -> NDArray[Any]:
     """Reorders each head's rows as in Hugging Face: the first halves of all rotary pairs, then the second halves."""
     if len(rows) % (2 * heads):
         raise ModelError(f"{file.path}: the tensor {name} has {len(rows)} rows; expected a multiple of {2 * heads}")
@@ -179,7 +180,7 @@ def _unpermuted(file: GgufFile, name: str, rows: NDArray[Any], heads: int) -> ND
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def _heads(file: GgufFile) -> tuple[int, int]:
+def _head_counts(file: GgufFile) -> tuple[int, int]:
     heads = file.whole(f"{file.architecture}.attention.head_count")
     kv_heads = file.whole(f"{file.architecture}.attention.head_count_kv", heads)
     if heads < 1 or kv_heads < 1:
@@ -187,9 +188,9 @@ def _heads(file: GgufFile) -> tuple[int, int]:
     return heads, kv_heads
 
 
-def _config(file: GgufFile, known: GgufArchitecture, dtype: str) -> dict[str, Any]:
+def _model_config(file: GgufFile, known: GgufArchitecture, dtype: str) -> dict[str, Any]:
     name = file.architecture
-    heads, kv_heads = _heads(file)
+    heads, kv_heads = _head_counts(file)
     hidden = file.whole(f"{name}.embedding_length")
     vocabulary, width = file.tensors["token_embd.weight"].shape
     if width != hidden:
@@ -246,7 +247,7 @@ def _rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] |
         return _llama3_scaling(file, config)
     if "rope_factors_long.weight" in file.tensors:
         parts = {
-            f"{length}_factor": [float(str(factor)) for factor in _floats(file, f"rope_factors_{length}.weight")]
+            f"{length}_factor": [float(str(factor)) for factor in _read_floats(file, f"rope_factors_{length}.weight")]
             for length in ("long", "short")
         }
         original = file.whole(f"{file.architecture}.rope.scaling.original_context_length")
@@ -269,7 +270,7 @@ def _rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] |
 
 def _llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns Llama 3's scaling, stored as the factor of each frequency; the greatest is the `factor` of its config."""
-    factors = _floats(file, "rope_freqs.weight")
+    factors = _read_floats(file, "rope_freqs.weight")
     scaling = {
         "type": "llama3",
         "rope_type": "llama3",
@@ -287,32 +288,34 @@ def _llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]
     return scaling
 
 
-def _floats(file: GgufFile, name: str) -> NDArray[np.float32]:
+def _read_floats(file: GgufFile, name: str) -> NDArray[np.float32]:
     if name not in file.tensors or file.tensors[name].kind != "F32":
         raise ModelError(f"{file.path} has no tensor {name} in float32; download it again")
-    floats: NDArray[np.float32] = file.bytes_of(name).reshape(-1).view("<f4")
+    floats: NDArray[np.float32] = file.read_tensor_bytes(name).reshape(-1).view("<f4")
     return floats
 
 
-def _quantization(bits: Mapping[str, int]) -> dict[str, Any]:
+def _quantization_config(bits: Mapping[str, int]) -> dict[str, Any]:
     if not bits:
         return {}
     (most, _) = Counter(bits.values()).most_common(1)[0]
-    others = {name.removesuffix(".weight"): {"group_size": GROUP, "bits": b} for name, b in bits.items() if b != most}
-    settings = {"group_size": GROUP, "bits": most, "mode": "affine", **others}
+    others = {
+        name.removesuffix(".weight"): {"group_size": GROUP_SIZE, "bits": b} for name, b in bits.items() if b != most
+    }
+    settings = {"group_size": GROUP_SIZE, "bits": most, "mode": "affine", **others}
     return {"quantization": settings, "quantization_config": settings}
 
 
-def _shards(tensors: Iterator[tuple[str, NDArray[Any]]]) -> Iterator[dict[str, NDArray[Any]]]:
+def _group_shards(tensors: Iterator[tuple[str, NDArray[Any]]]) -> Iterator[dict[str, NDArray[Any]]]:
     """Yields the tensors of each file."""
     shard: dict[str, NDArray[Any]] = {}
-    held = 0
+    shard_bytes = 0
     for name, tensor in tensors:
-        if shard and held + tensor.nbytes > SHARD:
+        if shard and shard_bytes + tensor.nbytes > MAX_SHARD_BYTES:
             yield shard
-            shard, held = {}, 0
+            shard, shard_bytes = {}, 0
         shard[name] = tensor
-        held += tensor.nbytes
+        shard_bytes += tensor.nbytes
     yield shard
 
 

@@ -25,7 +25,7 @@ _LLAMA_3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_RES
 _QWEN_2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}"
 _TEKKEN = _WORDS.replace("{0}", "") + r"|\p{N}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*")
 _GPT_4O = _WORDS.replace("{0}", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*")
-_SPLITS = {
+_SPLIT_PATTERNS = {
     **dict.fromkeys(("gpt-2", "phi-2", "olmo"), None),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "pixtral"), _LLAMA_3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN_2),
@@ -33,13 +33,13 @@ _SPLITS = {
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT_4O),
 }
 """The regular expression that splits text first; None: GPT-2's, which is built into the library."""
-_DIGITS_FIRST = ("smollm", "starcoder", "refact")
-_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral")
-"""Pre-tokenizers with which a word that is a token stays whole, whatever the merges give."""
-_COMPOSED = ("qwen2",)
+_DIGIT_SPLITTERS = ("smollm", "starcoder", "refact")
+_IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral")
+"""Pre-tokenizers that keep a word whole if it is a token, whatever the merges produce."""
+_NORMALIZE_NFC = ("qwen2",)
 """Pre-tokenizers that first normalize text to NFC."""
-_BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral")
-_ENDS = frozenset({
+_BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral")
+_END_TOKENS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "</s>",
     "<eos>",
 })  # fmt: skip
@@ -66,30 +66,30 @@ def write_tokenizer(file: GgufFile, folder: Path, vocabulary: int) -> dict[str, 
     if types is not None and len(types) != len(tokens):
         raise ModelError(f"{file.path} has {len(tokens)} tokens, but {len(types)} token types; download it again")
     typed = [1] * len(tokens) if types is None else [int(kind) for kind in types]
-    tokenizer = _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens, typed)
-    tokenizer.add_special_tokens(_added(tokenizer, tokens, typed, _CONTROL))
-    tokenizer.add_tokens(_added(tokenizer, tokens, typed, _USER_DEFINED))
-    special = _special(file, tokens)
-    _surround(file, tokenizer, special, kind)
+    tokenizer = _byte_level_tokenizer(file, tokens) if kind == "gpt2" else _sentencepiece_tokenizer(file, tokens, typed)
+    tokenizer.add_special_tokens(_added_tokens(tokenizer, tokens, typed, _CONTROL))
+    tokenizer.add_tokens(_added_tokens(tokenizer, tokens, typed, _USER_DEFINED))
+    special = _special_ids(file, tokens)
+    _set_post_processor(file, tokenizer, special, kind)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = json.dumps(_config(file, tokens, special), indent=1, ensure_ascii=False)
+    config = json.dumps(_tokenizer_config(file, tokens, special), indent=1, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
-    return _ids(tokens, typed, special)
+    return _config_ids(tokens, typed, special)
 
 
-def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+def _byte_level_tokenizer(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     pre = file.text("tokenizer.ggml.pre", "gpt-2")
-    if pre not in _SPLITS and pre not in _DIGITS_FIRST:
-        known = ", ".join(sorted({*_SPLITS, *_DIGITS_FIRST}))
+    if pre not in _SPLIT_PATTERNS and pre not in _DIGIT_SPLITTERS:
+        known = ", ".join(sorted({*_SPLIT_PATTERNS, *_DIGIT_SPLITTERS}))
         raise ModelError(f"{file.path} has the pre-tokenizer {pre!r}; expected one of {known}")
     vocabulary = {token: place for place, token in enumerate(tokens)}
-    merges = [_pair(file, merge, vocabulary) for merge in file.texts("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_WORDS))
-    if pre in _COMPOSED:
+    merges = [_parse_merge(file, merge, vocabulary) for merge in file.texts("tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _IGNORE_MERGES))
+    if pre in _NORMALIZE_NFC:
         tokenizer.normalizer = normalizers.NFC()
-    split = _SPLITS.get(pre)
+    split = _SPLIT_PATTERNS.get(pre)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
-    if pre in _DIGITS_FIRST:
+    if pre in _DIGIT_SPLITTERS:
         first: pre_tokenizers.PreTokenizer = pre_tokenizers.Digits(individual_digits=True)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
     elif split is not None:
@@ -101,15 +101,15 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def _pair(file: GgufFile, merge: str, vocabulary: dict[str, int]) -> tuple[str, str]:
+def _parse_merge(file: GgufFile, merge: str, vocabulary: dict[str, int]) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
         raise ModelError(f"{file.path} has the merge {merge!r}, which does not make a token; download it again")
     return left, right
 
 
-def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
-    """Returns the tokenizer. Gemma's differs: its runs of spaces are stored as spaces, its merges ranked by place."""
+def _sentencepiece_tokenizer(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
+    """Returns the tokenizer. Gemma's stores runs of spaces as spaces, and ranks merges by token id."""
     gemma = file.architecture.startswith("gemma")
     spelled = [_SPACE * len(token) if gemma and token and not token.strip(" ") else token for token in tokens]
     vocabulary = {token: place for place, token in enumerate(spelled)}
@@ -121,7 +121,7 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) 
     unknown = next((token for token, kind in zip(spelled, types, strict=True) if kind == _UNKNOWN), None)
     bpe = models.BPE(
         vocab=vocabulary,
-        merges=_merges(vocabulary, rank),
+        merges=_derive_merges(vocabulary, rank),
         fuse_unk=True,
         byte_fallback="<0x00>" in vocabulary,
         unk_token=unknown,
@@ -138,8 +138,8 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) 
     return tokenizer
 
 
-def _merges(vocabulary: dict[str, int], rank: dict[str, float]) -> list[tuple[str, str]]:
-    """Returns all pairs of tokens that make a token, best token first; for the same token, earlier pieces first."""
+def _derive_merges(vocabulary: dict[str, int], rank: dict[str, float]) -> list[tuple[str, str]]:
+    """Returns all pairs of tokens that form a token, best token first; for the same token, lower ids first."""
     ranked = []
     for token in vocabulary:
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
@@ -148,7 +148,7 @@ def _merges(vocabulary: dict[str, int], rank: dict[str, float]) -> list[tuple[st
     return [(left, right) for *_, left, right in sorted(ranked)]
 
 
-def _added(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int], kind: int) -> list[AddedToken]:
+def _added_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int], kind: int) -> list[AddedToken]:
     """Returns the added tokens of one kind, without Gemma's runs of spaces, which merges make of their own tokens."""
     return [
         AddedToken(token, special=kind == _CONTROL, normalized=False)
@@ -157,7 +157,7 @@ def _added(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int], ki
     ]
 
 
-def _special(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
+def _special_ids(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
     """Returns the ids of tokens with a role, by Hugging Face's name of the role."""
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     special = {}
@@ -170,16 +170,16 @@ def _special(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
     return special
 
 
-def _ids(tokens: Sequence[str], types: Sequence[int], special: dict[str, int]) -> dict[str, int | list[int]]:
+def _config_ids(tokens: Sequence[str], types: Sequence[int], special: dict[str, int]) -> dict[str, int | list[int]]:
     named = [] if "eos_token" not in special else [special["eos_token"]]
-    ends = [place for place, token in enumerate(tokens) if token in _ENDS and types[place] == _CONTROL]
+    ends = [place for place, token in enumerate(tokens) if token in _END_TOKENS and types[place] == _CONTROL]
     ids: dict[str, int | list[int]] = {"eos_token_id": list(dict.fromkeys([*named, *ends]))}
     return ids | ({"bos_token_id": special["bos_token"]} if "bos_token" in special else {})
 
 
-def _surround(file: GgufFile, tokenizer: Tokenizer, special: dict[str, int], kind: str) -> None:
-    """Sets the special tokens around a text that is no conversation."""
-    begins = kind == "llama" or file.text("tokenizer.ggml.pre", "") in _BEGIN_BY_DEFAULT
+def _set_post_processor(file: GgufFile, tokenizer: Tokenizer, special: dict[str, int], kind: str) -> None:
+    """Sets the special tokens around a text that is not a conversation."""
+    begins = kind == "llama" or file.text("tokenizer.ggml.pre", "") in _BOS_BY_DEFAULT
     around = {
         "bos_token": file.flag("tokenizer.ggml.add_bos_token", begins),
         "eos_token": file.flag("tokenizer.ggml.add_eos_token", False),
@@ -193,7 +193,7 @@ def _surround(file: GgufFile, tokenizer: Tokenizer, special: dict[str, int], kin
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=pairs)
 
 
-def _config(file: GgufFile, tokens: Sequence[str], special: dict[str, int]) -> dict[str, Any]:
+def _tokenizer_config(file: GgufFile, tokens: Sequence[str], special: dict[str, int]) -> dict[str, Any]:
     template = file.text("tokenizer.chat_template", "")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

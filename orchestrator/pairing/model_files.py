@@ -4,7 +4,7 @@ A copy in the Hugging Face cache is used as it is; otherwise the model is downlo
 file is converted once. Names are those of `pulled`, and `tiny`, the pair for tests. Reads config.json; knows nothing of
 weights and tokens.
 
-`in_process_drafters`, `drafters`: the drafters in the target's process, and the names of all drafters of a cluster.
+`in_process_drafters`, `drafter_names`: the drafters in the target's process, and the names of a cluster's drafters.
 """
 
 from __future__ import annotations
@@ -18,30 +18,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.orchestrator.pairing.pulled import MODELS, PULLED, content_hash, made_once, pull
+from outrider.orchestrator.pairing.pulled import MODELS_FOLDER, PULLED_MODELS, content_hash, make_once, pull
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError
-from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, OF_TARGET, head_kind, in_process_head, names_of
+from outrider.protocol.heads import (
+    DRAFT_MODEL,
+    JOINT_SEPARATOR,
+    NGRAM,
+    TARGET_HEADS,
+    head_kind,
+    head_tensor_prefixes,
+    unique_names,
+)
 
-PACKAGE = Path(__file__).absolute().parents[2]
+PACKAGE_FOLDER = Path(__file__).absolute().parents[2]
 """The package `outrider`; in a checkout its subpackages are links to folders."""
-EMBEDDED_TARGET, EMBEDDED_DRAFT, EMBEDDED_HEADS = (MODELS / part for part in ("target", "draft", "heads"))
+EMBEDDED_TARGET, EMBEDDED_DRAFT, EMBEDDED_HEADS = (MODELS_FOLDER / part for part in ("target", "draft", "heads"))
 """The tiny pair, and a folder with a folder for each kind of head that comes with its target."""
 
 TINY = "tiny"
 """The name of the tiny pair, which is part of a checkout, not of the installed package."""
-DEFAULT = "smollm2"
+DEFAULT_MODEL = "smollm2"
 """The default model."""
-VARIABLE = "OUTRIDER_MODEL"
+MODEL_VARIABLE = "OUTRIDER_MODEL"
 """The environment variable that sets another default model."""
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-_DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt")
-_WEIGHTS = ("model*.safetensors",)
-_CODE = ("*.py",)
-_EXPECTED = "expected a model's folder, a GGUF file or a Hugging Face id such as org/name"
-_INSTEAD = "using the tiny test model (--model tiny) instead, whose answers make little sense"
-_CONVERSION = 3
-"""The version of the conversion; increased when it writes other files from the same GGUF file."""
+_REPOSITORY_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt")
+_WEIGHT_PATTERNS = ("model*.safetensors",)
+_CODE_PATTERNS = ("*.py",)
+_EXPECTED_NAME = "expected a model's folder, a GGUF file or a Hugging Face id such as org/name"
+_TINY_NOTE = "using the tiny test model (--model tiny) instead, whose answers make little sense"
+_CONVERSION_VERSION = 3
+"""The version of the conversion; increased when the same GGUF file is converted differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +73,18 @@ def find_model(name: str, weights: bool = True, keep_precision: bool = False) ->
         ModelError: no such folder, no such repository, or no model in it; the message says which and what to do.
     """
     if not name.strip():
-        raise ModelError(f"the model's name is empty; {_EXPECTED}")
+        raise ModelError(f"the model's name is empty; {_EXPECTED_NAME}")
     if name == TINY:
-        return _described(name, Path(embedded_pair()[0]), weights)
-    if name in PULLED:
-        return _described(name, _from_gguf(pull(PULLED[name]), keep_precision, PULLED[name].sha256), weights)
+        return _describe_model(name, Path(embedded_pair()[0]), weights)
+    if name in PULLED_MODELS:
+        return _describe_model(
+            name, _convert_gguf(pull(PULLED_MODELS[name]), keep_precision, PULLED_MODELS[name].sha256), weights
+        )
     path = Path(name).expanduser()
     if is_gguf(path):
-        return _described(name, _from_gguf(path, keep_precision, content_hash(path)), weights)
-    folder = path if path.exists() else _from_hub(name, weights)
-    return _described(name, folder, weights)
+        return _describe_model(name, _convert_gguf(path, keep_precision, content_hash(path)), weights)
+    folder = path if path.exists() else _fetch_from_hub(name, weights)
+    return _describe_model(name, folder, weights)
 
 
 def default_model() -> tuple[str, str | None]:
@@ -83,22 +93,22 @@ def default_model() -> tuple[str, str | None]:
     Raises:
         ModelError: the default can't be downloaded, and this installation has no tiny pair.
     """
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get(MODEL_VARIABLE)
     if named:
         return named, None
     try:
-        return find_model(DEFAULT, weights=False).name, None
+        return find_model(DEFAULT_MODEL, weights=False).name, None
     except ModelError as error:
-        if not is_here(TINY):
+        if not is_on_disk(TINY):
             raise
-        return TINY, f"{error}; {_INSTEAD}"
+        return TINY, f"{error}; {_TINY_NOTE}"
 
 
-def is_here(name: str) -> bool:
+def is_on_disk(name: str) -> bool:
     """Returns whether `name` is a path on this machine, or a named model whose files are here."""
     if name == TINY:
         return (EMBEDDED_TARGET / "config.json").is_file()
-    return PULLED[name].is_here if name in PULLED else Path(name).expanduser().exists()
+    return PULLED_MODELS[name].is_on_disk if name in PULLED_MODELS else Path(name).expanduser().exists()
 
 
 def is_gguf(path: Path) -> bool:
@@ -111,20 +121,20 @@ def is_gguf(path: Path) -> bool:
 
 
 def find_own_head(name: str) -> ModelFiles:
-    """Finds the files of a model for its own head: of a repository only the shards with the head's weights, if any.
+    """Finds the files of a model's own head: from a repository, only the shards with the head's weights, if any.
 
     Raises:
         ModelError: as `find_model`.
     """
-    if name == TINY or name in PULLED or Path(name).expanduser().exists():
+    if name == TINY or name in PULLED_MODELS or Path(name).expanduser().exists():
         return find_model(name)
     described = find_model(name, weights=False)
     places = read_json(described.folder / "model.safetensors.index.json").get("weight_map", {})
-    names = in_process_head(read_json(described.folder / "config.json"))
+    names = head_tensor_prefixes(read_json(described.folder / "config.json"))
     shards = sorted({str(file) for key, file in places.items() if key.startswith(names)})
     if places and not shards:
         return described  # the loader reports that there is no head; the model runs without one
-    return _described(name, _from_hub(name, True, shards), weights=True)
+    return _describe_model(name, _fetch_from_hub(name, True, shards), weights=True)
 
 
 def embedded_pair() -> tuple[str, str]:
@@ -133,7 +143,7 @@ def embedded_pair() -> tuple[str, str]:
     Raises:
         ModelError: this installation has no tiny pair.
     """
-    if not is_here(TINY):
+    if not is_on_disk(TINY):
         raise ModelError("the tiny pair for tests comes with a clone of the repository only; name another --model")
     return str(EMBEDDED_TARGET), str(EMBEDDED_DRAFT)
 
@@ -160,8 +170,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _from_gguf(path: Path, keep_precision: bool, sha256: str) -> Path:
-    form = f"{'half' if keep_precision else 'mlx'}{_CONVERSION}"
+def _convert_gguf(path: Path, keep_precision: bool, sha256: str) -> Path:
+    form = f"{'half' if keep_precision else 'mlx'}{_CONVERSION_VERSION}"
 
     def convert(folder: Path) -> None:
         from outrider.orchestrator.pairing.gguf import read_gguf  # deferred: most models don't need it
@@ -169,12 +179,12 @@ def _from_gguf(path: Path, keep_precision: bool, sha256: str) -> Path:
 
         write_model(read_gguf(path), folder, keep_precision)
 
-    return made_once(f"gguf/{sha256[:24]}-{form}", convert)
+    return make_once(f"gguf/{sha256[:24]}-{form}", convert)
 
 
-def _described(name: str, folder: Path, weights: bool) -> ModelFiles:
+def _describe_model(name: str, folder: Path, weights: bool) -> ModelFiles:
     if not folder.is_dir():
-        raise ModelError(f"{name} is a file that is not in GGUF format; {_EXPECTED}")
+        raise ModelError(f"{name} is a file that is not in GGUF format; {_EXPECTED_NAME}")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{name} is not a model folder: config.json is missing")
     if weights and not any(folder.glob("*.safetensors")):
@@ -186,31 +196,31 @@ def _described(name: str, folder: Path, weights: bool) -> ModelFiles:
         name=name,
         folder=folder.resolve(),
         model_type=str(config.get("model_type", "")),
-        vocab_size=_whole(merged.get("vocab_size")),
-        context_length=_whole(merged.get("max_position_embeddings")),
+        vocab_size=_int_or_none(merged.get("vocab_size")),
+        context_length=_int_or_none(merged.get("max_position_embeddings")),
     )
 
 
-def _whole(value: object) -> int | None:
+def _int_or_none(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Path:
+def _fetch_from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Path:
     """Finds or downloads a repository. `shards`: the files of its weights; empty for all."""
-    if name.startswith((".", "/", "~")) or not _REPOSITORY.fullmatch(name):
-        raise ModelError(f"no such path: {name}; {_EXPECTED}")
+    if name.startswith((".", "/", "~")) or not _REPOSITORY_ID.fullmatch(name):
+        raise ModelError(f"no such path: {name}; {_EXPECTED_NAME}")
     from huggingface_hub import snapshot_download  # deferred: a local model doesn't need it
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = [*_DESCRIPTION, *_CODE, *((shards or _WEIGHTS) if weights else ())]
+    patterns = [*_CONFIG_PATTERNS, *_CODE_PATTERNS, *((shards or _WEIGHT_PATTERNS) if weights else ())]
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
         if not weights or _has_weights(cached, shards):
             return cached
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # the bases of all errors of the hub and of the network
-        raise ModelError(f"no model {name}: there is no such folder, and {_why(error)}") from None
+    except (OSError, ValueError) as error:  # the base classes of all errors of the hub and the network
+        raise ModelError(f"no model {name}: there is no such folder, and {_hub_error_reason(error)}") from None
 
 
 def _has_weights(folder: Path, shards: Sequence[str]) -> bool:
@@ -221,7 +231,7 @@ def _has_weights(folder: Path, shards: Sequence[str]) -> bool:
     return all((folder / str(file)).is_file() for file in names) or (not index and any(folder.glob("*.safetensors")))
 
 
-def _why(error: Exception) -> str:
+def _hub_error_reason(error: Exception) -> str:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -235,8 +245,8 @@ def _why(error: Exception) -> str:
     return f"Hugging Face can't be reached ({type(error).__name__})"
 
 
-def kind_of(head: str | Path, target: str | Path) -> str | None:
-    """Returns the kind of the head in a folder for the target in another; None if it is of no known kind."""
+def find_head_kind(head: str | Path, target: str | Path) -> str | None:
+    """Returns the kind of the head in folder `head` for the model in folder `target`; None if it is unknown."""
     return head_kind(*(read_json(Path(folder) / "config.json") for folder in (head, target)))
 
 
@@ -244,20 +254,20 @@ def in_process_drafters(settings: ServeSettings) -> tuple[tuple[str, str], ...]:
     """Returns kind and folder of each drafter in the target's process; `settings` must name folders (see `pairing`)."""
     in_process: list[tuple[str, str]] = []
     if settings.colocate:
-        kind = settings.draft_backend if settings.drafts_by_head else DRAFT_MODEL
+        kind = settings.draft_backend if settings.drafts_with_head else DRAFT_MODEL
         in_process.append((kind, str(settings.draft_model)))
     for head in settings.head:
-        if head in OF_TARGET:
+        if head in TARGET_HEADS:
             in_process.append((head, str(settings.model)))
         else:
-            in_process.append((kind_of(head, settings.model or "") or "head", head))
+            in_process.append((find_head_kind(head, settings.model or "") or "head", head))
     return tuple(in_process)
 
 
-def drafters(settings: ServeSettings) -> tuple[str, ...]:
+def drafter_names(settings: ServeSettings) -> tuple[str, ...]:
     """Returns the names by which a request may choose its drafter."""
-    own = names_of(kind for kind, _ in in_process_drafters(settings))
+    own = unique_names(kind for kind, _ in in_process_drafters(settings))
     worker = (DRAFT_MODEL,) if settings.has_draft_worker else ()
     copies = (NGRAM,) if settings.ngrams else ()
-    joint = tuple(f"{DRAFT_MODEL}{JOINT}{name}" for name in own) if worker else ()
+    joint = tuple(f"{DRAFT_MODEL}{JOINT_SEPARATOR}{name}" for name in own) if worker else ()
     return (*worker, *own, *copies, *joint)

@@ -14,15 +14,15 @@ from outrider.orchestrator.pairing.model_files import (
     default_model,
     embedded_heads,
     embedded_pair,
+    find_head_kind,
     find_model,
     find_own_head,
-    kind_of,
 )
-from outrider.orchestrator.pairing.pulled import PULLED, draft_of
-from outrider.orchestrator.pairing.tokenizer import ModelText, load_codec, load_text, require_same
+from outrider.orchestrator.pairing.pulled import PULLED_MODELS, make_draft
+from outrider.orchestrator.pairing.tokenizer import ModelText, load_codec, load_text, require_same_vocabulary
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError, OutriderError
-from outrider.protocol.heads import HEADS, OF_TARGET
+from outrider.protocol.heads import HEAD_KINDS, TARGET_HEADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     """
     model, note = default_model() if settings.model is None else (settings.model, None)
     notes = () if note is None else (note,)
-    draft = _default_draft(settings, model) if settings.draft_model is None else settings.draft_model
+    draft = _find_default_draft(settings, model) if settings.draft_model is None else settings.draft_model
     if draft is None and settings.draft_backend in ("mlx", "auto"):
         if settings.colocate:
             raise ModelError(f"no draft model comes with {model}; expected --draft-model with --colocate")
         settings = replace(settings, draft_backend="ngram")
-        if not settings.head and model not in PULLED:
+        if not settings.head and model not in PULLED_MODELS:
             note = "there is no draft model (--draft-model), so drafts come only from n-grams of the text"
             notes = (*notes, note)
     keep = settings.gguf_keep_precision
@@ -57,9 +57,9 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
         settings = _resolve_backend(settings, draft, target_files)
         is_mtp = settings.draft_backend == "mtp"
         draft_files = find_own_head(draft) if is_mtp else find_model(draft, keep_precision=keep)
-        if settings.drafts_by_head:  # a head has the target's tokens and context, whatever its config says
+        if settings.drafts_with_head:  # a head has the target's tokens and context, whatever its config says
             draft_files = replace(draft_files, vocab_size=None, context_length=None)
-    heads, left_out = _heads(settings.head, target_files)
+    heads, left_out = _resolve_heads(settings.head, target_files)
     folders = replace(
         settings,
         head=heads,
@@ -69,33 +69,33 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     return ChosenPair(folders, target_files, draft_files, (*notes, *left_out))
 
 
-def read_pair(pair: ChosenPair) -> ModelText:
+def load_pair(pair: ChosenPair) -> ModelText:
     """Loads the target's tokenizer and template, and checks that the draft model has the same vocabulary.
 
     Raises:
         ModelError: a tokenizer can't be read, or the vocabularies differ; the message says how.
     """
     text = load_text(pair.target)
-    if pair.draft is not None and not pair.settings.drafts_by_head:
-        require_same(text.codec, load_codec(pair.draft))
+    if pair.draft is not None and not pair.settings.drafts_with_head:
+        require_same_vocabulary(text.codec, load_codec(pair.draft))
     return text
 
 
-def _default_draft(settings: ServeSettings, model: str) -> str | None:
+def _find_default_draft(settings: ServeSettings, model: str) -> str | None:
     """Returns the draft model or head that comes with this model; None if there is none."""
     if model == TINY:
-        return _embedded_head(settings.draft_backend) if settings.drafts_by_head else embedded_pair()[1]
-    if settings.draft_backend in OF_TARGET:
+        return _find_embedded_head(settings.draft_backend) if settings.drafts_with_head else embedded_pair()[1]
+    if settings.draft_backend in TARGET_HEADS:
         return model
-    if settings.drafts_by_head:
+    if settings.drafts_with_head:
         raise ModelError(f"no {settings.draft_backend} head comes with {model}; expected --draft-model")
-    if model in PULLED and settings.draft_backend in ("mlx", "auto"):
-        draft = draft_of(PULLED[model], find_model(model, keep_precision=settings.gguf_keep_precision).folder)
+    if model in PULLED_MODELS and settings.draft_backend in ("mlx", "auto"):
+        draft = make_draft(PULLED_MODELS[model], find_model(model, keep_precision=settings.gguf_keep_precision).folder)
         return None if draft is None else str(draft)
     return None
 
 
-def _embedded_head(kind: str) -> str:
+def _find_embedded_head(kind: str) -> str:
     shipped = embedded_heads()
     if kind not in shipped:
         raise ModelError(
@@ -105,28 +105,28 @@ def _embedded_head(kind: str) -> str:
     return shipped[kind]
 
 
-def _heads(named: tuple[str, ...], target: ModelFiles) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _resolve_heads(named: tuple[str, ...], target: ModelFiles) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the folders of these heads, and a note for each head that can't be used with this target."""
     folders, left_out = [], []
     for name in named:
         try:
-            folders.append(_head(name, target))
+            folders.append(_resolve_head(name, target))
         except OutriderError as error:
             left_out.append(f"head {name} is not used: {error}")
     return tuple(folders), tuple(left_out)
 
 
-def _head(name: str, target: ModelFiles) -> str:
+def _resolve_head(name: str, target: ModelFiles) -> str:
     """Returns a head's folder, or its kind if it is the target's own. A kind alone names the embedded target's head."""
     if target.folder == EMBEDDED_TARGET and name in (shipped := embedded_heads()):
         return shipped[name]
-    if name in OF_TARGET:
+    if name in TARGET_HEADS:
         find_own_head(target.name)
         return name
-    kind = kind_of(find_model(name, weights=False).folder, target.folder)
+    kind = find_head_kind(find_model(name, weights=False).folder, target.folder)
     if kind is None:
         raise ModelError(
-            f"{name} is not a head for {target.name} by its config.json; expected one of {', '.join(HEADS)}"
+            f"{name} is not a head for {target.name} by its config.json; expected one of {', '.join(HEAD_KINDS)}"
         )
     return str((find_own_head(name) if kind == "mtp" else find_model(name)).folder)
 
@@ -134,9 +134,9 @@ def _head(name: str, target: ModelFiles) -> str:
 def _resolve_backend(settings: ServeSettings, draft: str, target: ModelFiles) -> ServeSettings:
     """Replaces backend `auto` by the draft's own. Raises ModelError if a head is given with a model's backend."""
     files = find_model(draft, weights=False, keep_precision=settings.gguf_keep_precision)
-    kind = kind_of(files.folder, target.folder)
+    kind = find_head_kind(files.folder, target.folder)
     if settings.draft_backend == "auto":
         return replace(settings, draft_backend=kind or "mlx")
-    if kind not in (None, "mtp") and not settings.drafts_by_head:
+    if kind not in (None, "mtp") and not settings.drafts_with_head:
         raise ModelError(f"{draft} is a draft head; expected --draft-backend {kind} or auto")
     return settings

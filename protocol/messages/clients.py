@@ -26,7 +26,16 @@ from outrider.protocol.schema import (
     Tokens,
     one_of,
 )
-from outrider.protocol.stats import CacheUse, Durations, KvCost, KvUse, Tally, by_name, each
+from outrider.protocol.stats import CacheUse, Durations, KvCost, KvUse, Tally, add_rows, add_tallies
+
+FIELD_ADDERS: dict[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(
+        ("accepted_by_position", "drafted_by_position", "looked_up_by_accepted", "hits_by_accepted"), add_rows
+    ),
+    **dict.fromkeys(("draft_n_accepted_by", "draft_n_accepted_from"), add_tallies),
+    "peak_bytes": max,
+}
+"""How to add the fields of `Timings` that are not plain sums."""
 
 
 class Generate(RequestMessage, frozen=True):
@@ -188,18 +197,10 @@ class Timings(Record, frozen=True):
         """
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in self.__struct_fields__}
         del pairs["turnaround_ms"]
-        sums: dict[str, Any] = {name: SUMS.get(name, add)(*pair) for name, pair in pairs.items()}
+        sums: dict[str, Any] = {name: FIELD_ADDERS.get(name, add)(*pair) for name, pair in pairs.items()}
         tokens = sum(timings.predicted_per_second * timings.predicted_ms for timings in (self, other))
         sums["predicted_per_second"] = tokens / sums["predicted_ms"] if sums["predicted_ms"] > 0 else 0.0
         return Timings(**sums)
-
-
-SUMS: dict[str, Callable[[Any, Any], Any]] = {
-    **dict.fromkeys(("accepted_by_position", "drafted_by_position", "looked_up_by_accepted", "hits_by_accepted"), each),
-    **dict.fromkeys(("draft_n_accepted_by", "draft_n_accepted_from"), by_name),
-    "peak_bytes": max,
-}
-"""How fields of `Timings` other than plain sums are added."""
 
 
 class Done(RequestMessage, frozen=True):
@@ -218,7 +219,7 @@ class Failed(RequestMessage, frozen=True):
 
 
 class Cancel(RequestMessage, frozen=True):
-    """Client -> orchestrator: stop the request; the rest is not needed."""
+    """Client -> orchestrator: end the request early."""
 
 
 class StatsQuery(RequestMessage, frozen=True):

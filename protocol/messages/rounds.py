@@ -15,7 +15,7 @@ from msgspec import Meta
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import (
-    MAX_BESIDE,
+    MAX_ALTERNATIVES,
     MAX_BRANCHES,
     MAX_CHAIN,
     Breadth,
@@ -23,9 +23,9 @@ from outrider.protocol.schema import (
     Chain,
     ChainOdds,
     Committed,
+    CommitTokens,
     Count,
     Depth,
-    Final,
     Halves,
     Logprobs,
     Message,
@@ -83,7 +83,7 @@ class Open(EpochMessage, frozen=True):
 
     Open is the verify of an empty chain: the target answers Outcome(round 0, accepted 0, bonus). Drafters prepare
     branches for the outcomes of `verifying`, normally the empty chain of round 0; None: only read the tokens. `eos` are
-    the tokens that end this request (empty if it ignores them); drafters prepare nothing behind them. The last
+    the tokens that end this request (empty if it ignores them); drafters prepare nothing after them. The last
     `generated` tokens are not the prompt's, and a grammar starts with them. `rank_offset` and `min_prob` are as in
     Commit.
 
@@ -143,9 +143,9 @@ class InProcess(Record, frozen=True):
 
 
 class DraftInProcess(Record, frozen=True, tag=True):
-    """The target drafts for this round, and verifies that with these tokens, a chain or a tree.
+    """The target drafts for this round, and verifies its draft together with these tokens, a chain or a tree.
 
-    It verifies all of its drafter's tokens, then what they lack of the others (`trees.united`), 64 nodes at most.
+    It verifies its drafter's tokens and then those of the others that are new (`trees.merge_trees`), 64 nodes at most.
     `max_tokens`: the number of tokens that the request may still grow by.
     """
 
@@ -177,7 +177,7 @@ class Verify(RoundMessage, frozen=True):
 
     @property
     def chain(self) -> tuple[int, ...]:
-        """The draft tokens that it brings."""
+        """The draft tokens of the proposal."""
         return () if isinstance(self.proposal, Autonomous) else self.proposal.chain
 
     @property
@@ -206,9 +206,9 @@ class Alternatives(Record, frozen=True):
     `odds` is the probability that the token is accepted if its parent is. Nothing follows an alternative.
     """
 
-    tokens: Annotated[tuple[Token, ...], Meta(max_length=MAX_BESIDE)]
-    parents: Annotated[tuple[Node, ...], Meta(max_length=MAX_BESIDE)]
-    odds: Annotated[tuple[Real, ...], Meta(max_length=MAX_BESIDE)]
+    tokens: Annotated[tuple[Token, ...], Meta(max_length=MAX_ALTERNATIVES)]
+    parents: Annotated[tuple[Node, ...], Meta(max_length=MAX_ALTERNATIVES)]
+    odds: Annotated[tuple[Real, ...], Meta(max_length=MAX_ALTERNATIVES)]
 
 
 class Branch(Record, frozen=True):
@@ -217,7 +217,7 @@ class Branch(Record, frozen=True):
     `odds` is the probability that each of its tokens is accepted if those before it are; (): not known.
     """
 
-    committed: Final
+    committed: CommitTokens
     chain: Chain
     alternatives: Alternatives | None = None
     odds: ChainOdds = ()
@@ -232,11 +232,11 @@ class Prepare(RoundMessage, frozen=True):
     fields are plain tuples instead of records, because the message is read between two verifies, with cold caches.
     """
 
-    committed: Annotated[tuple[Final, ...], Meta(max_length=MAX_BRANCHES)]
+    committed: Annotated[tuple[CommitTokens, ...], Meta(max_length=MAX_BRANCHES)]
     chains: Annotated[tuple[Chain, ...], Meta(max_length=MAX_BRANCHES)]
     parents: Annotated[tuple[Parents, ...], Meta(max_length=MAX_BRANCHES)] = ()
 
-    def proposal(self, committed: Final) -> Coupled | None:
+    def proposal(self, committed: CommitTokens) -> Coupled | None:
         """Returns what is prepared for the outcome that commits these tokens; None if nothing is."""
         prepared = zip_longest(self.committed, self.chains, self.parents, fillvalue=())
         return next((Coupled(chain, parents) for known, chain, parents in prepared if known == committed), None)
@@ -259,8 +259,8 @@ class Outcome(RoundMessage, frozen=True):
     - `work` is the span of the verify alone; `idle_ns` runs from the end of the request's previous verify to its start.
     - `rows` counts the tokens of the forward, those of other requests included.
     - `peak_bytes` is the most memory that MLX has held since the last request that started while no other ran.
-    - `drafted`: the in-process drafter's proposal for this round, if it was asked for one. `accepted` counts tokens of
-      that and of Verify's proposal.
+    - `drafted`: the in-process drafter's proposal for this round, if one was requested. `accepted` counts tokens of it
+      and of Verify's proposal.
     - `logprobs` are those of the committed tokens, if the request asked for them.
     """
 
@@ -281,7 +281,7 @@ class Features(EpochMessage, frozen=True):
 
     The rows feed the head in the draft worker. They are made from hidden states of the target's forward, in half
     precision, and are sent with the message that reports that forward: a prompt's rows while it is read, a round's
-    before its Outcome. Hello states which rows each end means. A lost row delays nothing: the head continues with its
+    before its Outcome. Hello says which rows each side means. A lost row delays nothing: the head continues with its
     own vectors.
     """
 
@@ -307,7 +307,7 @@ class Commit(RoundMessage, frozen=True):
 
 
 class Branches(RoundMessage, frozen=True):
-    """Drafter -> orchestrator, unasked: the branches of this round's outcomes as deep as they are now.
+    """Drafter -> orchestrator, unrequested: the branches for this round's outcomes at their present depth.
 
     `final`: nothing more will come for the round. `q` is what the chains' tokens were drawn from, one row a token,
     entry after entry; None: they were not drawn at random. `peak_bytes` is as in Outcome, for the drafter; 0: not

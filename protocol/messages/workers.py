@@ -1,7 +1,7 @@
 """Messages about a worker itself, its start, its health, its end; and messages between the ranks of one target.
 
-`Abilities`: what a target can do, found by checks when it is loaded. Hello reports it, and nothing else is requested
-of the target.
+`Abilities`: what a target can do, found by checks when it is loaded. Hello reports them, and the target is
+asked for nothing else.
 
 All ranks run the same model, each with a part of every layer, so every forward involves all ranks. Rank 0, which talks
 to the orchestrator, tells the others what it feeds. No other process uses these messages.
@@ -27,6 +27,8 @@ from outrider.protocol.schema import (
     one_of,
 )
 from outrider.protocol.stats import CacheUse, KvCost
+
+TextDeed = Annotated[str, one_of("open", "close", "mark", "roll back", "save", "adopt", "drop")]
 
 
 class InProcessDrafter(Record, frozen=True):
@@ -108,7 +110,7 @@ class Welcome(Message, frozen=True):
 class KvMemory(Message, frozen=True):
     """Orchestrator -> worker, when all have joined and at each change: `limit` bytes for all its texts together.
 
-    `prompt_cache`: ended texts may stay cached in what running ones do not need.
+    `prompt_cache`: ended texts may stay cached in the memory that running texts do not need.
     """
 
     limit: Serial
@@ -173,11 +175,8 @@ class Shutdown(Message, frozen=True):
     reason: Text = ""
 
 
-TextDeed = Annotated[str, one_of("open", "close", "mark", "roll back", "save", "adopt", "drop")]
-
-
 class RankHello(Message, frozen=True):
-    """A rank -> rank 0, before it loads anything, and again once it has checked the model: with what it has `found`.
+    """A rank -> rank 0, before it loads anything, and again after it has checked the model, with what it `found`.
 
     `runs` names the releases of the computing libraries, `weights` is a digest of the model's files, and `host`
     identifies the machine.

@@ -1,7 +1,7 @@
-"""The choices of an answer: what was requested, and their text, split into parts as it grows.
+"""The choices of an answer: their parameters, and their text, which is split into parts as it grows.
 
 Parts are text, thinking and tool calls, by the model's own tags. Characters that may begin a tag are held back until
-that is decided, so a part never changes after it was returned. `ChoiceState` is a choice from its prompt to its result.
+that is decided, so a part never changes after it is returned. `ChoiceState` is a choice from its prompt to its result.
 `plan_answer` prepares the choices of a request.
 """
 
@@ -14,24 +14,26 @@ from itertools import groupby
 from typing import Any
 
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
-from outrider.orchestrator.pairing.tokenizer import TextStream, partial_length
+from outrider.orchestrator.pairing.tokenizer import TextStream, partial_match_length
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import MAX_COUNT, SamplingParams
 from outrider.server.mapping import (
     OutputFormat,
-    answer_grammar,
+    build_answer_grammar,
+    derive_seed,
     resolve_output_format,
-    sampling_params,
-    seed_of,
+    to_sampling_params,
 )
 from outrider.server.model.served import ServedModel, TemplateInput, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import InvalidToolCall, SpanTags, ToolCall, ToolFormat
 from outrider.server.schemas import Generation
 
+UNFINISHED = GenerationResult("", (), "", Timings(), 0, "", 0, "", "")
+
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Text for the reader. `at`: characters that the model wrote before it, tags and thinking included."""
+    """Text of the answer. `at`: the number of characters before it, tags and thinking included."""
 
     text: str
     at: int = field(default=0, compare=False)
@@ -48,7 +50,7 @@ Part = TextPart | ThinkingPart | ToolCall
 
 
 class Splitter:
-    """Splits one text. Tags that the model does not use, or that the request did not enable, are ordinary text.
+    """Splits a choice's text. Tags that the model does not use, or the request did not enable, are ordinary text.
 
     White space between a tag and the following text is dropped, or only line breaks if the output has a format. A tool
     call that can't be parsed becomes text, unless the text was cut off inside it.
@@ -69,71 +71,71 @@ class Splitter:
         self._starts = {tags.start: tags for tags in spans if tags is not None}
         self._span = thinking if begun else None
         self._in_form, self._by_grammar = in_form, by_grammar
-        self._held = ""
+        self._pending = ""
         self._had_call = False
-        self._at = self._looked = 0
+        self._at = self._search_start = 0
         self._after_mark = begun
         self._text_only = not begun and not self._starts
 
     def feed(self, text: str) -> list[Part]:
         """Returns the parts that `text` completes or extends."""
-        if self._text_only and text and not (self._held or self._after_mark):
+        if self._text_only and text and not (self._pending or self._after_mark):
             at, self._at = self._at, self._at + len(text)
             return [TextPart(text, at)]
-        self._held += text
-        return list(self._parts())
+        self._pending += text
+        return list(self._split())
 
     def finish(self, cut: bool = False) -> list[Part]:
         """Returns what was held back. `cut`: the text hit its length limit; an incomplete call is then dropped."""
-        held, self._held = self._held, ""
+        held, self._pending = self._pending, ""
         if self._in_call:
-            found = self._called(held, complete=not self._marks())
+            found = self._emit_calls(held, complete=not self._next_tags())
             return [part for part in found if not (cut and isinstance(part, TextPart))]
         calls = (self._tools.tags.start,) if self._tools is not None else ()
-        begun = partial_length(held, calls) if cut and (self._box.must or self._had_call) else 0
-        return self._shown(held[: len(held) - begun])
+        begun = partial_match_length(held, calls) if cut and (self._box.must or self._had_call) else 0
+        return self._emit_text(held[: len(held) - begun])
 
-    def _parts(self) -> Iterator[Part]:
+    def _split(self) -> Iterator[Part]:
         while True:
-            if self._in_form and self._words_begin():
+            if self._in_form and self._is_text_next():
                 self._text_only = True
-            marks = self._marks()
-            found = [(place, mark) for mark in marks if (place := self._held.find(mark, self._looked)) >= 0]
+            marks = self._next_tags()
+            found = [(place, mark) for mark in marks if (place := self._pending.find(mark, self._search_start)) >= 0]
             if not found:
                 if not self._in_call:
-                    shown = len(self._held) - partial_length(self._held, marks)
-                    yield from self._shown(self._held[:shown])
-                    self._forget(shown)
+                    shown = len(self._pending) - partial_match_length(self._pending, marks)
+                    yield from self._emit_text(self._pending[:shown])
+                    self._drop(shown)
                 return
             place, mark = min(found)
-            before = self._held[:place]
+            before = self._pending[:place]
             if not self._in_call:
-                yield from self._shown(before)
-            elif self._by_grammar and not self._calls(before):
-                self._looked = place + len(mark)
+                yield from self._emit_text(before)
+            elif self._by_grammar and not self._parse_calls(before):
+                self._search_start = place + len(mark)
                 continue
             else:
-                yield from self._called(before, True)
-            self._forget(place + len(mark))
+                yield from self._emit_calls(before, True)
+            self._drop(place + len(mark))
             self._span = self._starts[mark] if self._span is None else None
             self._after_mark = not self._in_call
 
-    def _forget(self, count: int) -> None:
-        """Drops characters that were returned."""
-        self._held, self._at, self._looked = self._held[count:], self._at + count, 0
+    def _drop(self, count: int) -> None:
+        """Drops characters that have been returned."""
+        self._pending, self._at, self._search_start = self._pending[count:], self._at + count, 0
 
-    def _words_begin(self) -> bool:
-        """Whether the held text is neither a tag nor the beginning of one."""
-        text = self._held.lstrip("\n")
+    def _is_text_next(self) -> bool:
+        """Returns whether the pending text is neither a tag nor the beginning of one."""
+        text = self._pending.lstrip("\n")
         if self._span is not None or self._text_only or not text:
             return False
-        return not any(text.startswith(mark) or mark.startswith(text) for mark in self._marks())
+        return not any(text.startswith(mark) or mark.startswith(text) for mark in self._next_tags())
 
     @property
     def _in_call(self) -> bool:
         return self._span is not None and self._span is not self._thinking
 
-    def _marks(self) -> tuple[str, ...]:
+    def _next_tags(self) -> tuple[str, ...]:
         """Returns the tags that may come next."""
         if self._text_only:
             return ()
@@ -141,7 +143,7 @@ class Splitter:
             return tuple(self._starts)
         return (self._span.end,) if self._span.end else ()
 
-    def _shown(self, text: str) -> list[Part]:
+    def _emit_text(self, text: str) -> list[Part]:
         whole = len(text)
         if self._after_mark:
             text = text.lstrip("\n" if self._text_only else None)
@@ -150,16 +152,16 @@ class Splitter:
             return []
         return [ThinkingPart(text) if self._span is not None else TextPart(text, self._at + whole - len(text))]
 
-    def _called(self, text: str, complete: bool) -> list[Part]:
+    def _emit_calls(self, text: str, complete: bool) -> list[Part]:
         """Returns the calls in `text`, or the text itself if it can't be parsed or was cut off."""
-        found = self._calls(text) if complete else []
+        found = self._parse_calls(text) if complete else []
         self._had_call |= bool(found)
         if found or self._tools is None:
             return found
         tags = self._tools.tags
         return [TextPart(tags.start + text + (tags.end if complete else ""), self._at - len(tags.start))]
 
-    def _calls(self, text: str) -> list[Part]:
+    def _parse_calls(self, text: str) -> list[Part]:
         try:
             return list(self._tools.calls(text, self._box.tools)) if self._tools is not None else []
         except InvalidToolCall:
@@ -168,32 +170,29 @@ class Splitter:
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """No text for a while; `note` says what is being done."""
+    """Sent after a while without text; `note` describes the progress."""
 
     note: str
 
 
 @dataclass(frozen=True, slots=True)
 class PartUpdate:
-    """A part of a choice, and the chunks of its tokens and of those since the part before, if they have extras."""
+    """A new part of a choice, and the chunks since the previous part that have extras."""
 
     choice: ChoiceState
     part: Part
     chunks: tuple[Chunk, ...] = ()
 
 
-UNFINISHED = GenerationResult("", (), "", Timings(), 0, "", 0, "", "")
-
-
 @dataclass(slots=True)
 class ChoiceState:
-    """Choice `index`: its prompt, its parameters, and everything received of it.
+    """Choice `index`: its prompt, its parameters, and everything received for it.
 
     `words` detokenizes, if token origins are requested. `one_call`: it ends after its first tool call. `ids`: return
     the tokens' ids.
 
-    `finish` is eos, stop, length, cancelled or tool; empty while it runs. `pieces`: the parts as they came. `chunks`:
-    those with extras, which the request asked for beside the text; `untold`: of these, the ones since the last part.
+    `finish` is eos, stop, length, cancelled or tool; empty while it runs. `pieces`: its parts as they came. `chunks`:
+    those with extras that were requested besides the text; `unsent_chunks`: those of them since the last part.
     """
 
     index: int
@@ -206,7 +205,7 @@ class ChoiceState:
     pieces: list[Part] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    untold: tuple[Chunk, ...] = ()
+    unsent_chunks: tuple[Chunk, ...] = ()
     finish: str = ""
     result: GenerationResult = UNFINISHED
 
@@ -241,7 +240,7 @@ class ChoiceState:
         self.tokens += chunk.token_ids
         if self.ids or chunk.logprobs is not None or chunk.origins is not None or chunk.rounds is not None:
             self.chunks.append(chunk)
-            self.untold += (chunk,)
+            self.unsent_chunks += (chunk,)
         items = self._add(self.splitter.feed(chunk.text))
         if self.one_call and self.calls:
             self.finish = "tool"
@@ -262,8 +261,8 @@ class ChoiceState:
         items: list[StreamItem] = []
         for part in parts:
             self.pieces.append(part)
-            items.append(PartUpdate(self, part, self.untold))
-            self.untold = ()
+            items.append(PartUpdate(self, part, self.unsent_chunks))
+            self.unsent_chunks = ()
             if self.one_call and isinstance(part, ToolCall):
                 break
         return items
@@ -272,8 +271,8 @@ class ChoiceState:
 StreamItem = KeepAlive | PartUpdate | ChoiceState
 
 
-def merged(item: StreamItem, later: StreamItem) -> PartUpdate | None:
-    """Returns two updates of one choice as one, unless tags were between their texts."""
+def merge_updates(item: StreamItem, later: StreamItem) -> PartUpdate | None:
+    """Merges two updates of one choice. Returns None if that is impossible, as for texts with tags between them."""
     if not isinstance(item, PartUpdate) or not isinstance(later, PartUpdate) or item.choice is not later.choice:
         return None
     part, more = item.part, later.part
@@ -305,7 +304,7 @@ class AnswerPlan:
 
 def plan_answer(
     model: ServedModel,
-    asked: Generation,
+    payload: Generation,
     source: TemplateInput | Sequence[TokenizedPrompt],
     form: OutputFormat | None,
     stop: str | Sequence[str] | None,
@@ -313,7 +312,7 @@ def plan_answer(
     logprobs: int | None = None,
     count: int = 1,
 ) -> AnswerPlan:
-    """Plans `count` choices for a conversation, or for each prompt. It may take long: call it in a thread.
+    """Plans `count` choices for a conversation, or for each prompt. This may take long; call it in a thread.
 
     The choices of a prompt differ in the seed. `max_tokens` None: what the context has room for.
 
@@ -322,22 +321,22 @@ def plan_answer(
             format or the tools can't be enforced.
     """
     if isinstance(source, TemplateInput):
-        prompts, box, thinking = [model.prompt(source)], source.box, model.thinking
+        prompts, box, thinking = [model.tokenize_conversation(source)], source.box, model.thinking
     else:
         prompts, box, thinking = list(source), Toolbox(), None
     form = resolve_output_format(model, form)
-    grammar = answer_grammar(model, prompts[0], box, form)
+    grammar = build_answer_grammar(model, prompts[0], box, form)
     if max_tokens is None:
         length = model.context_length
         max_tokens = MAX_COUNT if length is None else max(length - len(prompts[0].tokens), 1)
-    sampling = sampling_params(model, asked, max_tokens, stop, grammar, logprobs)
-    speculation = asked.speculation.model_dump() if asked.speculation is not None else {}
+    sampling = to_sampling_params(model, payload, max_tokens, stop, grammar, logprobs)
+    speculation = payload.speculation.model_dump() if payload.speculation is not None else {}
     choices: list[ChoiceState] = []
     for prompt in prompts:
         for number in range(count):
-            own = replace(sampling, seed=seed_of(sampling.seed or 0, number))
+            own = replace(sampling, seed=derive_seed(sampling.seed or 0, number))
             splitter = Splitter(thinking, model.tools, box, prompt.thoughts, form is not None, grammar is not None)
-            words = TextStream(model.codec, prompt.tokens, own.stop, model.ends(own))
+            words = TextStream(model.codec, prompt.tokens, own.stop, model.end_tokens(own))
             choices.append(
                 ChoiceState(len(choices), prompt, own, splitter, words if speculation.get("origins") else None, box.one)
             )
@@ -349,5 +348,5 @@ def plan_answer(
         box,
         form,
         speculation,
-        asked.timeout,
+        payload.timeout,
     )

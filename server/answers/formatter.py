@@ -26,13 +26,13 @@ from outrider.server.answers.choices import (
     TextPart,
     ThinkingPart,
 )
-from outrider.server.answers.usage import schema_notes, statistics, usage
+from outrider.server.answers.usage import build_statistics, build_usage, describe_schema_violations
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
 
 FINGERPRINT = f"outrider-{PACKAGE_VERSION}"
 DONE = b"data: [DONE]\n\n"
-_PLACE = secrets.token_hex(16)
+_MARKER = secrets.token_hex(16)
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
@@ -42,7 +42,7 @@ def event(data: bytes, name: str | None = None) -> bytes:
 
 
 def typed_event(kind: str, /, **fields: Any) -> bytes:
-    """Returns an event whose name is also its `type`. Fields may be shapes."""
+    """Returns an event whose name is also its `type`. Fields may be Pydantic models."""
     return event(to_json({"type": kind, **fields}), kind)
 
 
@@ -53,29 +53,29 @@ class AnswerFormatter(ABC):
         self.plan = plan
 
     @abstractmethod
-    def whole(self) -> BaseModel:
+    def format_response(self) -> BaseModel:
         """Returns the full response, once all choices have ended."""
 
     @abstractmethod
     def begin(self) -> bytes:
         """Writes the start of a stream."""
 
-    def of(self, one: StreamItem) -> bytes:
+    def format_item(self, one: StreamItem) -> bytes:
         """Writes one item of a stream."""
         match one:
             case KeepAlive(note=note):
                 return self._keep_alive(note)
             case PartUpdate():
-                return self._part(one)
+                return self._format_part(one)
             case ChoiceState():
-                return self._ended(one)
+                return self._format_choice_end(one)
 
     def end(self) -> bytes:
         """Writes what follows the last choice."""
         return b""
 
     @abstractmethod
-    def failed(self, problem: Problem) -> bytes:
+    def format_error(self, problem: Problem) -> bytes:
         """Writes an error."""
 
     def _keep_alive(self, note: str) -> bytes:
@@ -83,16 +83,16 @@ class AnswerFormatter(ABC):
         return f": {note}\n\n".encode()
 
     @abstractmethod
-    def _part(self, update: PartUpdate) -> bytes: ...
+    def _format_part(self, update: PartUpdate) -> bytes: ...
 
     @abstractmethod
-    def _ended(self, choice: ChoiceState) -> bytes: ...
+    def _format_choice_end(self, choice: ChoiceState) -> bytes: ...
 
 
 class BlockFormatter(AnswerFormatter):
     """Formats an answer of one choice as a sequence of blocks: consecutive text, consecutive thinking, or a call.
 
-    `_at` is the number of the block that grows, and `_kind` its kind; None before the first block.
+    `_at` is the number of the current block, and `_kind` its kind; None before the first block.
     """
 
     def __init__(self, plan: AnswerPlan) -> None:
@@ -100,34 +100,34 @@ class BlockFormatter(AnswerFormatter):
         self._at = -1
         self._kind: type[Part] | None = None
 
-    def _part(self, update: PartUpdate) -> bytes:
+    def _format_part(self, update: PartUpdate) -> bytes:
         part, before = update.part, b""
         if type(part) is not self._kind or isinstance(part, ToolCall):
-            before = self._close()
+            before = self._end_block()
             self._at, self._kind = self._at + 1, type(part)
-            before += self._open(part)
-        return before + self._delta(update)
+            before += self._format_block_start(part)
+        return before + self._format_block_delta(update)
 
-    def _close(self, status: str = "completed") -> bytes:
-        """Ends the block that grows, if there is one."""
-        return self._closed(status) if self._kind is not None else b""
+    def _end_block(self, status: str = "completed") -> bytes:
+        """Ends the current block, if there is one."""
+        return self._format_block_end(status) if self._kind is not None else b""
 
     @abstractmethod
-    def _open(self, part: Part) -> bytes:
+    def _format_block_start(self, part: Part) -> bytes:
         """Begins the block of `part`, without its content."""
 
     @abstractmethod
-    def _delta(self, update: PartUpdate) -> bytes:
+    def _format_block_delta(self, update: PartUpdate) -> bytes:
         """Adds content to the block."""
 
     @abstractmethod
-    def _closed(self, status: str) -> bytes: ...
+    def _format_block_end(self, status: str) -> bytes: ...
 
 
 class CompletionFormatter(AnswerFormatter):
     """Formats chat or text completions. In a stream each choice ends with its finish reason and timings.
 
-    `prefix` begins the answer's id. `response` is the full response's shape, `chunk` a streamed event's.
+    `prefix` starts the answer's id. `response` is the class of the full response, `chunk` that of a streamed event.
     """
 
     prefix: str
@@ -146,51 +146,51 @@ class CompletionFormatter(AnswerFormatter):
         self._around = cache(self._event_around)
 
     @abstractmethod
-    def _choice(self, choice: ChoiceState) -> BaseModel:
+    def _format_choice(self, choice: ChoiceState) -> BaseModel:
         """Returns a choice of the full response."""
 
     @abstractmethod
-    def _chunk_choice(
+    def _format_chunk_choice(
         self, choice: ChoiceState, part: Part | None, chunks: Sequence[Chunk] = (), finish: str | None = None
     ) -> BaseModel:
         """Returns a choice of an event. `part` None: the choice ends, by the reason `finish`."""
 
-    def whole(self) -> BaseModel:
-        """Returns the full response. Usage and timings include all choices, also those that are not kept."""
-        kept = self._kept()
-        numbers = statistics(self.plan.choices, schema_notes(self.plan, kept), kept[0])
-        choices = list(map(self._choice, kept))
-        return self.response(**self._common, choices=choices, usage=usage(self.plan), **numbers)
+    def format_response(self) -> BaseModel:
+        """Returns the full response. Usage and timings include all choices, even those that are not returned."""
+        kept = self._returned_choices()
+        numbers = build_statistics(self.plan.choices, describe_schema_violations(self.plan, kept), kept[0])
+        choices = list(map(self._format_choice, kept))
+        return self.response(**self._common, choices=choices, usage=build_usage(self.plan), **numbers)
 
-    def _part(self, update: PartUpdate) -> bytes:
+    def _format_part(self, update: PartUpdate) -> bytes:
         part = update.part
         if not update.chunks and not isinstance(part, ToolCall):
             before, after = self._around(update.choice.index, isinstance(part, ThinkingPart))
             return before + to_json(part.text) + after
-        return self._event([self._chunk_choice(update.choice, part, update.chunks)])
+        return self._event([self._format_chunk_choice(update.choice, part, update.chunks)])
 
-    def _ended(self, choice: ChoiceState) -> bytes:
-        return self._event([self._chunk_choice(choice, None, choice.untold, choice.finish)], [choice])
+    def _format_choice_end(self, choice: ChoiceState) -> bytes:
+        return self._event([self._format_chunk_choice(choice, None, choice.unsent_chunks, choice.finish)], [choice])
 
     def end(self) -> bytes:
         if not self._include_usage:
             return DONE
-        return self._event([], self.plan.choices, usage=usage(self.plan)) + DONE
+        return self._event([], self.plan.choices, usage=build_usage(self.plan)) + DONE
 
-    def failed(self, problem: Problem) -> bytes:
+    def format_error(self, problem: Problem) -> bytes:
         return event(problem.body(anthropic=False, request_id=""))
 
-    def _kept(self) -> list[ChoiceState]:
+    def _returned_choices(self) -> list[ChoiceState]:
         """Returns the choices of the full response."""
         return self.plan.choices
 
     def _event(self, choices: list[BaseModel], ended: Sequence[ChoiceState] = (), **more: Any) -> bytes:
         """Returns an event. `ended`: the choices whose timings it reports."""
         if ended:
-            more |= statistics(ended, schema_notes(self.plan, ended))
+            more |= build_statistics(ended, describe_schema_violations(self.plan, ended))
         return event(to_json(self.chunk(**self._common, choices=choices, **more)))
 
     def _event_around(self, index: int, is_thought: bool) -> list[bytes]:
-        """Returns what an event has before and after its text, so that it is serialized once, not for each text."""
+        """Returns an event's bytes before and after its text, so that they are serialized only once."""
         kind = ThinkingPart if is_thought else TextPart
-        return self._event([self._chunk_choice(self.plan.choices[index], kind(_PLACE))]).split(to_json(_PLACE))
+        return self._event([self._format_chunk_choice(self.plan.choices[index], kind(_MARKER))]).split(to_json(_MARKER))

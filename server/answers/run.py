@@ -1,4 +1,4 @@
-"""Runs one HTTP request's choices at the orchestrator, concurrently, and returns their parts in one order.
+"""Runs the choices of one HTTP request concurrently, and returns their parts as one sequence.
 
 The queue is unbounded: a slow reader gets all text since its last read at once, and delays no other reader.
 
@@ -22,26 +22,27 @@ from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncStre
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
-from outrider.server.answers.choices import UNFINISHED, AnswerPlan, ChoiceState, KeepAlive, StreamItem, merged
+from outrider.server.answers.choices import UNFINISHED, AnswerPlan, ChoiceState, KeepAlive, StreamItem, merge_updates
 from outrider.server.answers.formatter import AnswerFormatter
 from outrider.server.connection import chunk_writer
 from outrider.server.metrics import ChoiceTimer
-from outrider.server.problems import Refused, problem_of
+from outrider.server.problems import Refused, to_problem
 
-FIRST_SECONDS = 0.5
+FIRST_RESULT_SECONDS = 0.5
 """How long a stream waits for its first result before its status 200 is sent."""
-SILENCE_SECONDS = 4.0
-"""A stream sends a keep-alive after as long without a result."""
+KEEP_ALIVE_SECONDS = 4.0
+"""A stream sends a keep-alive after this long without a result."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+RESPONSE_END = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 class RequestRun:
-    """Starts on creation. Call `next` until `over`, then `close`, which cancels what still runs and calls `release`.
+    """Runs from its creation on. Call `next` until `is_done`, then `close`, which cancels the rest and calls `release`.
 
-    A choice ends with an error after `longest` seconds, or the request's own timeout. `caller` identifies the user to
-    an orchestrator with several.
+    A choice ends with an error after `time_limit` seconds, or the request's own timeout. `caller` tells an
+    orchestrator with several users which one this is.
     """
 
     def __init__(
@@ -50,23 +51,23 @@ class RequestRun:
         plan: AnswerPlan,
         start_timer: Callable[[int, SamplingParams], ChoiceTimer],
         release: Callable[[], None],
-        longest: float | None,
+        time_limit: float | None,
         caller: str,
     ) -> None:
         self._client = client
         self._choices = plan.choices
         self._options = {**plan.speculation, "client": caller}
-        self._timeout = min((limit for limit in (plan.timeout, longest) if limit is not None), default=None)
+        self._timeout = min((limit for limit in (plan.timeout, time_limit) if limit is not None), default=None)
         self._start_timer = start_timer
         self._release = release
-        self._line = asyncio.Queue[StreamItem | Exception]()
+        self._queue = asyncio.Queue[StreamItem | Exception]()
         self._streams: dict[int, AsyncStream] = {}
-        self._tasks = [asyncio.create_task(self._complete(choice)) for choice in plan.choices]
+        self._tasks = [asyncio.create_task(self._run_choice(choice)) for choice in plan.choices]
 
     @property
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether all choices are complete and their results were returned."""
-        return self._line.empty() and all(choice.result is not UNFINISHED for choice in self._choices)
+        return self._queue.empty() and all(choice.result is not UNFINISHED for choice in self._choices)
 
     async def finish(self) -> None:
         """Waits until all choices are complete.
@@ -74,34 +75,34 @@ class RequestRun:
         Raises:
             OutriderError: one failed.
         """
-        while not self.over:
+        while not self.is_done:
             await self.next()
 
     async def next(self) -> list[StreamItem]:
-        """Waits for new items as `ready`, and returns a keep-alive if there is none for a while."""
-        return await self.ready(SILENCE_SECONDS) or [KeepAlive("still here")]
+        """Waits for new items like `poll`, and returns a keep-alive if there are none for a while."""
+        return await self.poll(KEEP_ALIVE_SECONDS) or [KeepAlive("still here")]
 
-    async def ready(self, patience: float) -> list[StreamItem]:
-        """Waits for new items, at most `patience` seconds, and returns them in order; consecutive text of a choice is
+    async def poll(self, max_seconds: float) -> list[StreamItem]:
+        """Waits for new items, at most `max_seconds`, and returns them in order; consecutive text of a choice is
         joined.
 
         Raises:
             OutriderError: a choice failed, which fails the request.
         """
         try:
-            async with asyncio.timeout(patience):
-                ready = [await self._line.get()]
+            async with asyncio.timeout(max_seconds):
+                ready = [await self._queue.get()]
         except TimeoutError:
             return []
-        while not self._line.empty():
-            ready.append(self._line.get_nowait())
+        while not self._queue.empty():
+            ready.append(self._queue.get_nowait())
         for index in [index for index in self._streams if self._choices[index].finish]:
             await self._streams.pop(index).end()  # its result follows
         found: list[StreamItem] = []
         for one in ready:
             if isinstance(one, Exception):
                 raise one
-            both = merged(found[-1], one) if found else None
+            both = merge_updates(found[-1], one) if found else None
             if both is not None:
                 found[-1] = both
             else:
@@ -115,17 +116,17 @@ class RequestRun:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _complete(self, choice: ChoiceState) -> None:
+    async def _run_choice(self, choice: ChoiceState) -> None:
         timer = self._start_timer(choice.index, choice.sampling)
         result: GenerationResult | None = None
         failed: Exception | None = None
 
         def put(items: Sequence[StreamItem]) -> None:
             for item in items:
-                self._line.put_nowait(item)
+                self._queue.put_nowait(item)
 
-        def grown(chunk: Chunk) -> None:
-            timer.grown(len(chunk.token_ids))
+        def add_chunk(chunk: Chunk) -> None:
+            timer.record_tokens(len(chunk.token_ids))
             put(choice.add(chunk))
 
         try:
@@ -133,30 +134,27 @@ class RequestRun:
                 choice.prompt.tokens,
                 choice.sampling,
                 **self._options,
-                progress=lambda done, total: self._line.put_nowait(KeepAlive(f"prompt {done}/{total}")),
+                progress=lambda done, total: self._queue.put_nowait(KeepAlive(f"prompt {done}/{total}")),
             )
             log.info("choice %d is %s", choice.index, stream.request, extra={"client_request": stream.request})
             async with asyncio.timeout(self._timeout):
-                result = await stream.follow(grown)
+                result = await stream.follow(add_chunk)
             put(choice.end(result))
         except OutriderError as error:
-            self._line.put_nowait(failed := error)
+            self._queue.put_nowait(failed := error)
         except TimeoutError:
             late = f"the answer was not complete after {self._timeout:g} s and was cancelled; set a longer timeout"
-            self._line.put_nowait(failed := Refused(late, "timeout", 504, "timeout"))
+            self._queue.put_nowait(failed := Refused(late, "timeout", 504, "timeout"))
         except Exception as error:
-            self._line.put_nowait(failed := error)  # ends the reader's wait
+            self._queue.put_nowait(failed := error)  # ends the reader's wait
             raise
         finally:
             self._streams.pop(choice.index, None)
-            timer.ended(result, failed)
-
-
-END = {"type": "http.response.body", "body": b"", "more_body": False}
+            timer.finish(result, failed)
 
 
 class EventStream(Response):
-    """A response that writes the items of `run` as `events` formats them, and closes `run` at its end."""
+    """A response that writes the items of `run`, formatted by `events`, and closes `run` at its end."""
 
     media_type = "text/event-stream"
 
@@ -168,9 +166,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            items = await self._run.ready(FIRST_SECONDS)  # early errors get their own HTTP status
+            items = await self._run.poll(FIRST_RESULT_SECONDS)  # early errors get their own HTTP status
             with suppress(ClientDisconnect):
-                await while_connected(self._write(items, chunk_writer(scope, send), send), receive)
+                await run_while_connected(self._write(items, chunk_writer(scope, send), send), receive)
         finally:
             await self._run.close()
 
@@ -180,21 +178,21 @@ class EventStream(Response):
             await write(self._events.begin())
             while True:
                 for one in items:
-                    await write(self._events.of(one))
-                if self._run.over:
+                    await write(self._events.format_item(one))
+                if self._run.is_done:
                     break
                 items = await self._run.next()
             await write(self._events.end())
         except OutriderError as error:
-            await write(self._events.failed(problem_of(error)))
+            await write(self._events.format_error(to_problem(error)))
         except Exception as error:
-            await write(self._events.failed(problem_of(error)))
-            await send(END)
+            await write(self._events.format_error(to_problem(error)))
+            await send(RESPONSE_END)
             raise
-        await send(END)
+        await send(RESPONSE_END)
 
 
-async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+async def run_while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     """Returns the result of `work`.
 
     Raises:

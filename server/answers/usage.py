@@ -1,4 +1,4 @@
-"""What responses contain beside text: usage, log-probabilities, reproduction info, and notes on schema violations."""
+"""What responses contain besides text: usage, log-probabilities, reproduction info, and notes on schema violations."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ from outrider.server.model.served import Thoughts
 from outrider.server.model.tool_format import SpanTags
 from outrider.server.schemas import (
     CachedTokens,
+    ChatTokenLogprob,
     Drafting,
-    LikelyToken,
     Outrider,
     ReasoningTokens,
     Round,
-    Speculated,
-    SpelledToken,
+    SpeculationReport,
     TokenOrigin,
+    TopLogprob,
     Usage,
     Work,
 )
 
+MIN_LOGPROB = -9999.0
+"""OpenAI's value for an impossible token."""
 
-def timings(choices: Sequence[ChoiceState]) -> dict[str, Any]:
+_MAX_REASON_CHARS = 300
+
+
+def sum_timings(choices: Sequence[ChoiceState]) -> dict[str, Any]:
     """Returns the `timings` field, the sum of all choices, with llama.cpp's names. `turnaround_ms` is omitted: it has
     one value for each round."""
     times = reduce(add, (choice.result.timings for choice in choices))
@@ -45,26 +50,26 @@ def timings(choices: Sequence[ChoiceState]) -> dict[str, Any]:
     return cast("dict[str, Any]", to_builtins(found))
 
 
-def statistics(
+def build_statistics(
     choices: Sequence[ChoiceState], notes: Sequence[str] = (), first: ChoiceState | None = None
 ) -> dict[str, Any]:
-    """Returns the fields `timings`, of all choices, and `outrider`, of the first one; `first`: if that is another."""
+    """Returns the fields `timings`, of all choices, and `outrider`, of `first`, by default the first of them."""
     result = (first or choices[0]).result
     about = Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
-    return {"timings": timings(choices), "outrider": about}
+    return {"timings": sum_timings(choices), "outrider": about}
 
 
-def speculated(choice: ChoiceState, chunks: Sequence[Chunk]) -> Speculated | None:
+def report_speculation(choice: ChoiceState, chunks: Sequence[Chunk]) -> SpeculationReport | None:
     """Returns the `speculation` field of chat and text completions for the choice's next chunks; None if empty."""
-    origins, rounds = [], [_round(record) for chunk in chunks for record in chunk.rounds or ()]
+    origins, rounds = [], [_to_round(record) for chunk in chunks for record in chunk.rounds or ()]
     if choice.words is not None:
         for chunk in chunks:
             for token, origin in zip(chunk.token_ids, chunk.origins or (), strict=True):
                 origins.append(TokenOrigin(text=choice.words.feed((token,)).text, origin=origin.name.lower()))
-    return Speculated(origins=origins or None, rounds=rounds or None) if origins or rounds else None
+    return SpeculationReport(origins=origins or None, rounds=rounds or None) if origins or rounds else None
 
 
-def _round(record: RoundRecord) -> Round:
+def _to_round(record: RoundRecord) -> Round:
     given = {name: getattr(record, name) for name in ("round", "lookup", "source", "drafted", "accepted", "tokens")}
     drafting = [
         Drafting.of(one.work, drafter=one.drafter, round=one.round, depth=one.depth, branches=one.branches)
@@ -74,19 +79,19 @@ def _round(record: RoundRecord) -> Round:
     return Round(**given, verify=Work.of(record.verify), decided=decided, drafting=drafting)
 
 
-def reasoning_tokens(plan: AnswerPlan) -> ReasoningTokens:
+def count_reasoning_tokens(plan: AnswerPlan) -> ReasoningTokens:
     """Counts the thinking tokens of all choices."""
     spelling, tags = plan.model.codec.spelling, plan.model.thinking
     counts = (
-        thought_tokens(spelling, tags, choice.prompt.thoughts is Thoughts.BEGUN, choice.tokens)
+        count_thinking_tokens(spelling, tags, choice.prompt.thoughts is Thoughts.BEGUN, choice.tokens)
         for choice in plan.choices
         if tags is not None and choice.thought
     )
     return ReasoningTokens(reasoning_tokens=sum(counts))
 
 
-def thought_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list[int]) -> int:
-    """Counts the tokens of thinking, tags included, by the bytes that each token stands for."""
+def count_thinking_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list[int]) -> int:
+    """Counts the thinking tokens, tags included, by the bytes of each token."""
     pieces = [spelling.of(token) for token in tokens]
     text, ends = b"".join(pieces), list(accumulate(map(len, pieces)))
     first, last = tags.start.encode(), tags.end.encode()
@@ -100,30 +105,26 @@ def thought_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list
     return count
 
 
-def usage(plan: AnswerPlan) -> Usage:
-    """Returns OpenAI's usage of all choices. A prompt shared by several choices counts once."""
-    made = sum(len(choice.tokens) for choice in plan.choices)
-    held = max((choice.result.timings.cache_n for choice in plan.choices), default=0)
+def build_usage(plan: AnswerPlan) -> Usage:
+    """Returns the usage of all choices in OpenAI's format. A prompt shared by several choices counts once."""
+    num_generated = sum(len(choice.tokens) for choice in plan.choices)
+    cached = max((choice.result.timings.cache_n for choice in plan.choices), default=0)
     return Usage(
         prompt_tokens=plan.prompt_tokens,
-        completion_tokens=made,
-        total_tokens=plan.prompt_tokens + made,
-        prompt_tokens_details=CachedTokens(cached_tokens=held),
-        completion_tokens_details=reasoning_tokens(plan) if plan.is_chat else None,
+        completion_tokens=num_generated,
+        total_tokens=plan.prompt_tokens + num_generated,
+        prompt_tokens_details=CachedTokens(cached_tokens=cached),
+        completion_tokens_details=count_reasoning_tokens(plan) if plan.is_chat else None,
     )
-
-
-LEAST = -9999.0
-"""OpenAI's value for an impossible token."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedToken:
-    """A token with its log-probability, and the numbers of characters before its text and up to its end."""
+    """A token with its log-probability, and where its text starts and ends, in characters of the generated text."""
 
     start: int
     end: int
-    spelled: SpelledToken
+    spelled: ChatTokenLogprob
 
 
 class LogprobFormatter:
@@ -134,45 +135,42 @@ class LogprobFormatter:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
 
-    def next(self, chunks: Sequence[Chunk]) -> list[PlacedToken]:
+    def format(self, chunks: Sequence[Chunk]) -> list[PlacedToken]:
         """Formats the tokens of the next chunks. In a token's own text, incomplete characters become U+FFFD."""
         found = []
-        for row in (row for row in logprobs_of(chunks) if row.token not in self._ends):
-            top = [self._likely(token, value) for token, value in row.top]
-            spelled = SpelledToken(**self._likely(row.token, row.logprob).model_dump(), top_logprobs=top)
+        for row in (row for row in collect_logprobs(chunks) if row.token not in self._ends):
+            top = [self._format_token(token, value) for token, value in row.top]
+            spelled = ChatTokenLogprob(**self._format_token(row.token, row.logprob).model_dump(), top_logprobs=top)
             start = self._length
             self._length += len(self._characters.decode(bytes(spelled.bytes)))
             found.append(PlacedToken(start, self._length, spelled))
         return found
 
-    def _likely(self, token: int, value: float) -> LikelyToken:
+    def _format_token(self, token: int, value: float) -> TopLogprob:
         spelled = self._codec.spelling.of(token)
-        return LikelyToken(token=spelled.decode(errors="replace"), logprob=max(value, LEAST), bytes=list(spelled))
+        return TopLogprob(token=spelled.decode(errors="replace"), logprob=max(value, MIN_LOGPROB), bytes=list(spelled))
 
 
-def logprobs_of(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
+def collect_logprobs(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
     return [row for chunk in chunks for row in chunk.logprobs or ()]
 
 
-def logprob_formatters(plan: AnswerPlan) -> list[LogprobFormatter] | None:
-    """Returns one for each choice; None if log-probabilities are not generated."""
+def create_logprob_formatters(plan: AnswerPlan) -> list[LogprobFormatter] | None:
+    """Returns a formatter for each choice; None if log-probabilities are not generated."""
     sampling = plan.choices[0].sampling
     if sampling.logprobs is None:
         return None
-    return [LogprobFormatter(plan.model.codec, plan.model.ends(sampling)) for _ in plan.choices]
+    return [LogprobFormatter(plan.model.codec, plan.model.end_tokens(sampling)) for _ in plan.choices]
 
 
-_LONGEST = 300
-
-
-def schema_notes(plan: AnswerPlan, choices: Sequence[ChoiceState]) -> list[str]:
-    """Checks answers and non-strict tool calls against what the grammar did not enforce of their schemas, such as
-    uniqueItems, and describes each violation."""
+def describe_schema_violations(plan: AnswerPlan, choices: Sequence[ChoiceState]) -> list[str]:
+    """Checks answers and non-strict tool calls against the parts of their schemas that the grammar did not enforce,
+    such as uniqueItems, and describes each violation."""
     found = []
     if plan.form is not None and plan.form.loose:
         schema = json.loads(plan.form.grammar.text)
         for choice in (choice for choice in choices if choice.finish != "length" and not choice.calls):
-            if (why := _violation(schema, choice.text)) is not None:
+            if (why := _find_violation(schema, choice.text)) is not None:
                 found.append(
                     f"{plan.form.param}: choice {choice.index} does not satisfy its schema: {why}; no grammar holds"
                     " this part of it, and strict would have refused it"
@@ -180,12 +178,12 @@ def schema_notes(plan: AnswerPlan, choices: Sequence[ChoiceState]) -> list[str]:
     functions = (tool["function"] for tool in plan.box.tools)
     schemas = {one["name"]: one["parameters"] for one in functions if one["name"] not in plan.box.strict}
     for call in (call for choice in choices for call in choice.calls if call.name in schemas):
-        if (why := _violation(schemas[call.name], call.arguments)) is not None:
+        if (why := _find_violation(schemas[call.name], call.arguments)) is not None:
             found.append(f"tools: the arguments of a call of {call.name} do not satisfy its schema: {why}")
     return found
 
 
-def _violation(schema: Any, text: str) -> str | None:
+def _find_violation(schema: Any, text: str) -> str | None:
     """Returns how the JSON `text` violates the schema, or why that can't be checked; None if it does not.
 
     Patterns take linear time, and remote references are not fetched.
@@ -194,13 +192,13 @@ def _violation(schema: Any, text: str) -> str | None:
 
     patterns = jsonschema_rs.RegexOptions()
     try:
-        validator = jsonschema_rs.validator_for(schema, retriever=_no_retrieval, pattern_options=patterns)
-        return next((str(error.message)[:_LONGEST] for error in validator.iter_errors(json.loads(text))), None)
+        validator = jsonschema_rs.validator_for(schema, retriever=_refuse_retrieval, pattern_options=patterns)
+        return next((str(error.message)[:_MAX_REASON_CHARS] for error in validator.iter_errors(json.loads(text))), None)
     except json.JSONDecodeError as error:
         return str(error)
     except ValueError as error:
-        return f"the schema can't be checked ({error})"[:_LONGEST]
+        return f"the schema can't be checked ({error})"[:_MAX_REASON_CHARS]
 
 
-def _no_retrieval(_uri: str) -> Any:
+def _refuse_retrieval(_uri: str) -> Any:
     raise ValueError("no schema is fetched from elsewhere")

@@ -12,21 +12,21 @@ from pydantic import Field
 from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import Chunk
-from outrider.protocol.sampling import MOST_LOGPROBS
+from outrider.protocol.sampling import MAX_LOGPROBS
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, ThinkingPart, plan_answer
 from outrider.server.answers.formatter import CompletionFormatter
-from outrider.server.answers.usage import logprob_formatters, speculated
+from outrider.server.answers.usage import create_logprob_formatters, report_speculation
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping import (
     ToolSelection,
     assistant_message,
     function,
-    include_usage_of,
-    output_format_of,
-    past_call,
-    text_of,
+    get_output_format,
+    join_text,
+    past_tool_call,
+    select_tools,
+    should_include_usage,
     tool_result,
-    toolbox,
 )
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
@@ -39,87 +39,88 @@ from outrider.server.schemas import (
     ChatLogprobs,
     CompletionBase,
     Content,
-    LooseShape,
+    JsonObject,
+    LooseSchema,
     MaxTokens,
-    Object,
     Outrider,
     Sampling,
-    Speculated,
-    StrictShape,
+    SpeculationReport,
+    StrictSchema,
     Timings,
     Usage,
-    absent,
     bounded,
+    omit_if_none,
     unsupported,
 )
-from outrider.server.server_context import TheServer
+from outrider.server.server_context import ContextDependency
 
-Finish = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+_REASONS: dict[str, FinishReason] = {"length": "length", "tool": "tool_calls"}
 
 
-class FunctionCalled(LooseShape):
+class FunctionCall(LooseSchema):
     name: str
-    arguments: str | Object = "{}"
+    arguments: str | JsonObject = "{}"
 
 
-class ToolCalled(LooseShape):
+class MessageToolCall(LooseSchema):
     id: str | None = None
     type: str | None = None
-    function: FunctionCalled
+    function: FunctionCall
 
 
-class ChatMessage(LooseShape):
+class ChatMessage(LooseSchema):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCalled], bounded(MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], bounded(MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = Field(None, description="vLLM's name of reasoning_content")
+    reasoning: str | None = Field(None, description="vLLM's name for reasoning_content")
 
 
-class Function(LooseShape):
+class Function(LooseSchema):
     """A function that the model may call; `parameters` is a JSON schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: Object | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
-class Tool(LooseShape):
+class Tool(LooseSchema):
     type: str
     function: Function | None = None
 
 
-class Named(StrictShape):
+class FunctionName(StrictSchema):
     name: str
 
 
-class ToolChosen(LooseShape):
+class NamedToolChoice(LooseSchema):
     """Requires a call of one function."""
 
     type: Literal["function"]
-    function: Named
+    function: FunctionName
 
 
-class ToolAllowed(LooseShape):
+class AllowedTool(LooseSchema):
     type: Literal["function"] = "function"
-    function: Named
+    function: FunctionName
 
 
-class Allowed(StrictShape):
+class AllowedTools(StrictSchema):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolAllowed], bounded(MAX_TOOLS, least=1)]
+    tools: Annotated[list[AllowedTool], bounded(MAX_TOOLS, least=1)]
 
 
-class ToolsAllowed(LooseShape):
+class AllowedToolsChoice(LooseSchema):
     """Limits calls to some functions; `mode` required: one of them must be called."""
 
     type: Literal["allowed_tools"]
-    allowed_tools: Allowed
+    allowed_tools: AllowedTools
 
 
 class ConversationRequest(ApiRequest):
@@ -127,9 +128,9 @@ class ConversationRequest(ApiRequest):
 
     messages: Annotated[list[ChatMessage], bounded(least=1)] | None = None
     tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChosen | ToolsAllowed | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Object | None = None
+    chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
@@ -141,7 +142,7 @@ class ChatRequest(ConversationRequest, Sampling):
     messages: Annotated[list[ChatMessage], bounded(least=1)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     modalities: Annotated[list[str], bounded(MAX_STOPS)] | None = None
     audio: Annotated[Any, unsupported("audio output is not supported")] = None
     functions: Annotated[Any, unsupported("it is deprecated; use tools")] = None
@@ -169,16 +170,16 @@ class AnswerMessage(ApiResponse):
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     refusal: str | None = None
-    reasoning_content: str | None = absent()
-    tool_calls: list[ToolCallOut] | None = absent()
+    reasoning_content: str | None = omit_if_none()
+    tool_calls: list[ToolCallOut] | None = omit_if_none()
 
 
 class ChatChoice(ApiResponse):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Finish
-    speculation: Speculated | None = absent()
+    finish_reason: FinishReason
+    speculation: SpeculationReport | None = omit_if_none()
 
 
 class ChatCompletion(CompletionBase):
@@ -194,18 +195,18 @@ class ChatCompletion(CompletionBase):
 class Delta(ApiResponse):
     """New content; empty fields are omitted."""
 
-    role: Literal["assistant"] | None = absent()
-    content: str | None = absent()
-    reasoning_content: str | None = absent()
-    tool_calls: list[ToolCallDelta] | None = absent()
+    role: Literal["assistant"] | None = omit_if_none()
+    content: str | None = omit_if_none()
+    reasoning_content: str | None = omit_if_none()
+    tool_calls: list[ToolCallDelta] | None = omit_if_none()
 
 
 class ChunkChoice(ApiResponse):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Finish | None = None
-    speculation: Speculated | None = absent()
+    finish_reason: FinishReason | None = None
+    speculation: SpeculationReport | None = omit_if_none()
 
 
 class ChatChunk(CompletionBase):
@@ -213,9 +214,6 @@ class ChatChunk(CompletionBase):
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChunkChoice]
-
-
-_FINISH: dict[str, Finish] = {"length": "length", "tool": "tool_calls"}
 
 
 class ChatFormatter(CompletionFormatter):
@@ -227,14 +225,14 @@ class ChatFormatter(CompletionFormatter):
 
     def __init__(self, plan: AnswerPlan, include_usage: bool) -> None:
         super().__init__(plan, include_usage)
-        self._logprobs = logprob_formatters(plan)
+        self._logprobs = create_logprob_formatters(plan)
         self._calls = [0] * len(plan.choices)
 
     def begin(self) -> bytes:
         first = Delta(role="assistant", content="")
         return b"".join(self._event([ChunkChoice(index=n, delta=first)]) for n in range(len(self._calls)))
 
-    def _choice(self, choice: ChoiceState) -> ChatChoice:
+    def _format_choice(self, choice: ChoiceState) -> ChatChoice:
         calls = [
             ToolCallOut(id=call_id(c), function=FunctionOut(name=c.name, arguments=c.arguments)) for c in choice.calls
         ]
@@ -246,14 +244,14 @@ class ChatFormatter(CompletionFormatter):
         return ChatChoice(
             index=choice.index,
             message=message,
-            finish_reason=_FINISH.get(choice.finish, "stop"),
+            finish_reason=_REASONS.get(choice.finish, "stop"),
             **self._extras(choice, choice.chunks),
         )
 
-    def _chunk_choice(
+    def _format_chunk_choice(
         self, choice: ChoiceState, part: Part | None, chunks: Sequence[Chunk] = (), finish: str | None = None
     ) -> ChunkChoice:
-        reason, delta = _FINISH.get(finish, "stop") if finish is not None else None, self._delta(choice.index, part)
+        reason, delta = _REASONS.get(finish, "stop") if finish is not None else None, self._delta(choice.index, part)
         return ChunkChoice(index=choice.index, delta=delta, finish_reason=reason, **self._extras(choice, chunks))
 
     def _delta(self, index: int, part: Part | None) -> Delta:
@@ -269,9 +267,9 @@ class ChatFormatter(CompletionFormatter):
         return Delta()
 
     def _extras(self, choice: ChoiceState, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        placed = self._logprobs[choice.index].next(chunks) if self._logprobs is not None else []
+        placed = self._logprobs[choice.index].format(chunks) if self._logprobs is not None else []
         logprobs = ChatLogprobs(content=[one.spelled for one in placed]) if placed else None
-        return {"logprobs": logprobs, "speculation": speculated(choice, chunks)}
+        return {"logprobs": logprobs, "speculation": report_speculation(choice, chunks)}
 
 
 def call_id(call: ToolCall) -> str:
@@ -279,48 +277,48 @@ def call_id(call: ToolCall) -> str:
     return call.id or f"call_{secrets.token_hex(12)}"
 
 
-def _tool_choice(asked: ConversationRequest) -> ToolSelection:
-    one = asked.parallel_tool_calls is False
-    match asked.tool_choice:
+def _tool_choice(payload: ConversationRequest) -> ToolSelection:
+    one = payload.parallel_tool_calls is False
+    match payload.tool_choice:
         case None | str() as kind:
             return ToolSelection(kind or "auto", one=one)
-        case ToolChosen(function=function):
+        case NamedToolChoice(function=function):
             return ToolSelection("required", (function.name,), one=True)
-        case ToolsAllowed(allowed_tools=allowed):
+        case AllowedToolsChoice(allowed_tools=allowed):
             return ToolSelection(allowed.mode, tuple(tool.function.name for tool in allowed.tools), one)
 
 
-def conversation(model: ServedModel, asked: ConversationRequest) -> TemplateInput:
-    """Converts to a template's input. Raises Refused for unsupported content and tools."""
-    messages = asked.messages or []
-    if asked.continue_final_message and asked.add_generation_prompt:
+def to_conversation(model: ServedModel, payload: ConversationRequest) -> TemplateInput:
+    """Converts a request to a template's input. Raises Refused for unsupported content and tools."""
+    messages = payload.messages or []
+    if payload.continue_final_message and payload.add_generation_prompt:
         raise Refused(
             "continue_final_message and add_generation_prompt can't be used together", "continue_final_message"
         )
-    if asked.continue_final_message and messages[-1].role != "assistant":
+    if payload.continue_final_message and messages[-1].role != "assistant":
         raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
     given, strict = [], []
-    for place, tool in enumerate(asked.tools or ()):
+    for place, tool in enumerate(payload.tools or ()):
         if tool.type != "function" or tool.function is None:
             raise Refused(f"tools.{place}: only function tools are supported", f"tools.{place}")
         given.append(function(tool.function.name, tool.function.description, tool.function.parameters))
         strict += [tool.function.name] if tool.function.strict else []
-    keywords = dict(asked.chat_template_kwargs or {})
-    if asked.reasoning_effort is not None:
-        keywords.setdefault("reasoning_effort", asked.reasoning_effort)
+    keywords = dict(payload.chat_template_kwargs or {})
+    if payload.reasoning_effort is not None:
+        keywords.setdefault("reasoning_effort", payload.reasoning_effort)
     return TemplateInput(
-        messages=[_message(message, f"messages.{place}.content") for place, message in enumerate(messages)],
-        box=toolbox(model, given, _tool_choice(asked), strict),
+        messages=[_convert_message(message, f"messages.{place}.content") for place, message in enumerate(messages)],
+        box=select_tools(model, given, _tool_choice(payload), strict),
         keywords=keywords,
-        answer=asked.add_generation_prompt is not False,
-        continue_final=bool(asked.continue_final_message),
+        answer=payload.add_generation_prompt is not False,
+        continue_final=bool(payload.continue_final_message),
     )
 
 
-def _message(message: ChatMessage, where: str) -> dict[str, Any]:
-    content = text_of(message.content, where)
+def _convert_message(message: ChatMessage, where: str) -> dict[str, Any]:
+    content = join_text(message.content, where)
     if message.role == "assistant":
-        calls = [past_call(c.function.name, c.function.arguments, c.id) for c in message.tool_calls or ()]
+        calls = [past_tool_call(c.function.name, c.function.arguments, c.id) for c in message.tool_calls or ()]
         return assistant_message(content, calls, message.reasoning_content or message.reasoning or "")
     if message.role == "tool":
         return tool_result(content, message.tool_call_id or "", message.name)
@@ -332,22 +330,22 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/chat/completions", response_model=None, responses=response_docs(ChatCompletion, chunk_docs(ChatChunk)))
-async def complete(asked: ChatRequest, request: Request, context: TheServer) -> Response:
+async def complete(payload: ChatRequest, request: Request, context: ContextDependency) -> Response:
     """Generates an answer to a conversation."""
-    if asked.modalities is not None and asked.modalities != ["text"]:
+    if payload.modalities is not None and payload.modalities != ["text"]:
         raise Refused("modalities: only text output is supported; expected ['text'], or leave it out", "modalities")
-    if asked.top_logprobs and not asked.logprobs:
+    if payload.top_logprobs and not payload.logprobs:
         raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
-    talk, form, model = conversation(context.model, asked), output_format_of(asked), context.model
-    logprobs = asked.top_logprobs or 0 if asked.logprobs else None
+    talk, form, model = to_conversation(context.model, payload), get_output_format(payload), context.model
+    logprobs = payload.top_logprobs or 0 if payload.logprobs else None
     plan = await asyncio.to_thread(
-        plan_answer, model, asked, talk, form, asked.stop, _most(asked), logprobs, asked.n or 1
+        plan_answer, model, payload, talk, form, payload.stop, _get_max_tokens(payload), logprobs, payload.n or 1
     )
-    return await context.respond(request, ChatFormatter(plan, include_usage_of(asked)), asked.stream)
+    return await context.respond(request, ChatFormatter(plan, should_include_usage(payload)), payload.stream)
 
 
-def _most(asked: ChatRequest) -> int | None:
-    newer, older = asked.max_completion_tokens, asked.max_tokens
+def _get_max_tokens(payload: ChatRequest) -> int | None:
+    newer, older = payload.max_completion_tokens, payload.max_tokens
     if newer is not None and older is not None and newer != older:
         raise Refused(f"max_tokens is {older} and max_completion_tokens {newer}; expected one of them", "max_tokens")
     return newer if newer is not None else older

@@ -1,4 +1,4 @@
-"""Routes with a JSON body: its limits, parsing, unknown fields, and what /openapi.json says of their responses.
+"""Routes with a JSON body: its limits, parsing, unknown fields, and the responses that /openapi.json describes.
 
 Unknown fields are ignored and counted, because APIs grow. A field is rejected if ignoring it would change the answer: a
 field of another path or server, or a misspelled one.
@@ -22,13 +22,41 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from outrider.server.problems import Refused
-from outrider.server.schemas import AnthropicProblem, ApiRequest, OpenAIProblem
+from outrider.server.schemas import AnthropicErrorBody, ApiRequest, OpenAIErrorBody
 
-BODY_SECONDS = 60.0
-ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
-SCHEMAS = "#/components/schemas/"
-KINDS = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
-"""The schema of events that `type` distinguishes."""
+log = logging.getLogger(__name__)
+
+
+BODY_TIMEOUT_SECONDS = 60.0
+ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
+SCHEMA_REF_PREFIX = "#/components/schemas/"
+TYPED_EVENT_SCHEMA = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
+"""The schema of events that differ by `type`."""
+
+_UNION_ALTERNATIVES = frozenset({"str", "int", "float", "bool", "none"})
+_MIN_SIMILARITY = 0.9
+_MAX_COUNTED_NAMES = 200
+_MAX_NAME = 80
+
+_IGNORABLE_FIELDS = frozenset({"include", "stream_options", "timeout", "truncation"})
+"""Fields of some paths that other paths may ignore."""
+
+_OTHER_SERVERS_FIELDS = frozenset(
+    {
+        "add_special_tokens", "allowed_token_ids", "bad_words", "chat_template", "documents", "dry_allowed_length",
+        "dry_base", "dry_multiplier", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
+        "dynatemp_range", "ebnf", "format", "images", "include_stop_str_in_output", "input_extra", "json",
+        "length_penalty", "logits_processors", "lora", "lora_path", "mirostat", "mirostat_eta", "mirostat_tau",
+        "n_keep", "n_predict", "n_probs", "num_beams", "options", "prompt_embeds", "prompt_logprobs", "regex",
+        "repeat_last_n", "repeat_penalty", "samplers", "skip_special_tokens", "stop_regex", "stop_token_ids",
+        "tfs_z", "thinking_budget", "thinking_budget_tokens", "top_a", "top_n_sigma", "truncate_prompt_tokens",
+        "typical_p", "use_beam_search", "xtc_probability", "xtc_threshold",
+    }
+)  # fmt: skip
+"""Fields of vLLM, llama.cpp, SGLang and others that change the text there."""
+
+_REQUEST_SCHEMAS: set[type[ApiRequest]] = set()
+"""The request schemas of all paths."""
 
 
 def response_docs(
@@ -40,14 +68,14 @@ def response_docs(
 
 
 def chunk_docs(shape: type[BaseModel]) -> dict[str, Any]:
-    """Describes events that contain a `shape` or an error each, and [DONE] at the end."""
-    kinds = [{"$ref": SCHEMAS + kind.__name__} for kind in (shape, OpenAIProblem)]
+    """Describes events that each contain a `shape` or an error, and the final [DONE]."""
+    kinds = [{"$ref": SCHEMA_REF_PREFIX + kind.__name__} for kind in (shape, OpenAIErrorBody)]
     return _event({"anyOf": [_json({"anyOf": kinds}), {"const": "[DONE]"}]})
 
 
 def event_docs() -> dict[str, Any]:
     """Describes events whose name equals the `type` in their data."""
-    return _event(_json(KINDS), {"event": {"type": "string"}})
+    return _event(_json(TYPED_EVENT_SCHEMA), {"event": {"type": "string"}})
 
 
 def _event(data: dict[str, Any], more: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -61,15 +89,15 @@ def _json(shape: dict[str, Any]) -> dict[str, Any]:
 
 def error_docs(anthropic: bool = False) -> dict[Any, Any]:
     """Describes a path's errors."""
-    shape: type[BaseModel] = AnthropicProblem if anthropic else OpenAIProblem
-    named = {status: {"model": shape} for status in ERRORS}
+    shape: type[BaseModel] = AnthropicErrorBody if anthropic else OpenAIErrorBody
+    named = {status: {"model": shape} for status in ERROR_STATUSES}
     return {**named, "4XX": {"model": shape}}  # with a range FastAPI adds no 422
 
 
 def extend_openapi(app: FastAPI, names: Sequence[str], events: Sequence[type[BaseModel]]) -> None:
     """Adds the accepted model `names` and the schemas of `events` to the OpenAPI document.
 
-    The first request for it generates it, which takes a quarter of a second that a start does not need.
+    The first request for the document generates it, because that takes a quarter of a second.
     """
     app.openapi_version = "3.2.0"  # the first version with schemas for stream items
     generate = app.openapi
@@ -79,12 +107,12 @@ def extend_openapi(app: FastAPI, names: Sequence[str], events: Sequence[type[Bas
         document = generate()
         shapes = document["components"]["schemas"]
         for event in events:
-            shape = event.model_json_schema(ref_template=SCHEMAS + "{model}", mode="serialization")
+            shape = event.model_json_schema(ref_template=SCHEMA_REF_PREFIX + "{model}", mode="serialization")
             shapes.update(shape.pop("$defs", {}))
             shapes[event.__name__] = shape
         for shape in shapes.values():
-            asked = shape.get("properties", {}).get("model", {})
-            for kind in asked.get("anyOf", ()):
+            model = shape.get("properties", {}).get("model", {})
+            for kind in model.get("anyOf", ()):
                 if kind["type"] == "string":
                     kind["enum"] = list(names)
         return document
@@ -102,33 +130,30 @@ class JsonRoute(APIRoute):
         endpoint = self.endpoint
         first, *others = signature(endpoint, eval_str=True).parameters.values()
         shape: type[ApiRequest] = first.annotation
-        _SHAPES.add(shape)
+        _REQUEST_SCHEMAS.add(shape)
 
         async def handle(request: Request) -> Response:
             context = request.app.state.context
-            _check_kind(request)
-            body = await _body(request, context.settings.max_body_mb)
+            _check_content_type(request)
+            body = await _read_body(request, context.settings.max_body_mb)
             try:  # strict JSON: UTF-8, no NaN, limited nesting
-                asked = shape.model_validate(from_json(body, allow_inf_nan=False))
+                payload = shape.model_validate(from_json(body, allow_inf_nan=False))
             except ValidationError as error:
-                raise _invalid(error) from None
+                raise _report_invalid(error) from None
             except ValueError as error:
                 raise Refused(f"the body is not JSON: {error}") from None
-            if asked.model_extra:
-                count_ignored(context.ignored, request.url.path, ignorable(asked))
-            context.check_model(asked.model)
+            if payload.model_extra:
+                count_ignored(context.ignored, request.url.path, find_ignored_fields(payload))
+            context.check_model(payload.model)
             given = {"request": request, "context": context}
-            answer: Response = await endpoint(asked, **{one.name: given[one.name] for one in others})
+            answer: Response = await endpoint(payload, **{one.name: given[one.name] for one in others})
             return answer
 
         return handle
 
 
-_ALTERNATIVES = frozenset({"str", "int", "float", "bool", "none"})
-
-
-def _invalid(error: ValidationError) -> Refused:
-    """Reports the first invalid field. Of several failed union alternatives it picks the one that got furthest."""
+def _report_invalid(error: ValidationError) -> Refused:
+    """Reports the first invalid field; of several failed union alternatives, the one that got furthest."""
     wrong = error.errors(include_url=False)
     first = max(wrong, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     is_unknown = first["type"] == "extra_forbidden"
@@ -142,10 +167,10 @@ def _invalid(error: ValidationError) -> Refused:
 
 def _is_field(part: str | int) -> bool:
     """Whether `part` is a field name or index, not pydantic's name of a union alternative."""
-    return isinstance(part, int) or (part.islower() and part.isidentifier() and part not in _ALTERNATIVES)
+    return isinstance(part, int) or (part.islower() and part.isidentifier() and part not in _UNION_ALTERNATIVES)
 
 
-def _check_kind(request: Request) -> None:
+def _check_content_type(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise Refused("content-type is not JSON; expected application/json", status=415)
@@ -158,77 +183,52 @@ def _check_kind(request: Request) -> None:
         )
 
 
-async def _body(request: Request, most_mb: int) -> bytearray:
+async def _read_body(request: Request, max_mb: int) -> bytearray:
     """Reads the whole body within a time limit.
 
     Raises:
         Refused: it is too large, or late.
         ClientDisconnect: the client left.
     """
-    too_large = Refused(f"the body is larger than {most_mb} MB (--max-body-mb)", status=413)
-    stated, most, body = request.headers.get("content-length", ""), most_mb * 2**20, bytearray()
+    too_large = Refused(f"the body is larger than {max_mb} MB (--max-body-mb)", status=413)
+    stated, most, body = request.headers.get("content-length", ""), max_mb * 2**20, bytearray()
     if stated.isdigit() and int(stated) > most:
         raise too_large
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
             async for data in request.stream():
                 body += data
                 if len(body) > most:
                     raise too_large
     except TimeoutError:
-        raise Refused(f"the body did not come within {BODY_SECONDS:g} s", status=408) from None
+        raise Refused(f"the body did not come within {BODY_TIMEOUT_SECONDS:g} s", status=408) from None
     return body
 
 
-_ALIKE = 0.9
-_NAMES_KEPT = 200
-_LONGEST = 80
-_HARMLESS = frozenset({"include", "stream_options", "timeout", "truncation"})
-"""Fields of some paths that other paths may ignore."""
-_OTHER_SERVERS = frozenset(
-    {
-        "add_special_tokens", "allowed_token_ids", "bad_words", "chat_template", "documents", "dry_allowed_length",
-        "dry_base", "dry_multiplier", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
-        "dynatemp_range", "ebnf", "format", "images", "include_stop_str_in_output", "input_extra", "json",
-        "length_penalty", "logits_processors", "lora", "lora_path", "mirostat", "mirostat_eta", "mirostat_tau",
-        "n_keep", "n_predict", "n_probs", "num_beams", "options", "prompt_embeds", "prompt_logprobs", "regex",
-        "repeat_last_n", "repeat_penalty", "samplers", "skip_special_tokens", "stop_regex", "stop_token_ids",
-        "tfs_z", "thinking_budget", "thinking_budget_tokens", "top_a", "top_n_sigma", "truncate_prompt_tokens",
-        "typical_p", "use_beam_search", "xtc_probability", "xtc_threshold",
-    }
-)  # fmt: skip
-"""Fields of vLLM, llama.cpp, SGLang and others that change the text there."""
-
-_SHAPES: set[type[ApiRequest]] = set()
-"""The requests of all paths."""
-
-log = logging.getLogger(__name__)
-
-
-def ignorable(asked: ApiRequest) -> list[str]:
-    """Returns the names of unknown fields.
+def find_ignored_fields(payload: ApiRequest) -> list[str]:
+    """Returns the names of unknown fields, which are ignored.
 
     Raises:
         Refused: one must not be ignored.
     """
-    given: dict[str, Any] = asked.model_extra or {}
+    given: dict[str, Any] = payload.model_extra or {}
     names = [name for name, value in given.items() if value is not None]
     for name in names:
-        if name in _OTHER_SERVERS or name in _other_paths():
+        if name in _OTHER_SERVERS_FIELDS or name in _fields_of_all_paths():
             raise Refused(f"{name}: this path has no such field, and without it the answer would differ", name)
-        near = get_close_matches(name, _effective_fields(type(asked)), 1, _ALIKE)
+        near = get_close_matches(name, _effective_fields(type(payload)), 1, _MIN_SIMILARITY)
         if near:
-            raise Refused(f"{name[:_LONGEST]}: no such field is known here; did you mean {near[0]}?", name[:_LONGEST])
+            raise Refused(f"{name[:_MAX_NAME]}: no such field is known here; did you mean {near[0]}?", name[:_MAX_NAME])
     return names
 
 
 def count_ignored(counts: Counter[str], path: str, names: list[str]) -> None:
-    """Counts the ignored fields of one request. The log mentions a field's 1st, 10th, 100th ... time."""
+    """Counts the ignored fields of one request. A field's 1st, 10th, 100th, ... use is logged."""
     for name in names:
-        kept = name if name in counts or len(counts) < _NAMES_KEPT else "others"
+        kept = name if name in counts or len(counts) < _MAX_COUNTED_NAMES else "others"
         counts[kept] += 1
         if str(counts[kept]).strip("0") == "1":
-            shown = kept[:_LONGEST]
+            shown = kept[:_MAX_NAME]
             log.warning("ignored the unknown field %r of a request to %s (%d so far)", shown, path, counts[kept])
 
 
@@ -239,5 +239,5 @@ def _effective_fields(shape: type[ApiRequest]) -> tuple[str, ...]:
 
 
 @cache
-def _other_paths() -> frozenset[str]:
-    return frozenset(name for shape in _SHAPES for name in _effective_fields(shape)) - _HARMLESS
+def _fields_of_all_paths() -> frozenset[str]:
+    return frozenset(name for shape in _REQUEST_SCHEMAS for name in _effective_fields(shape)) - _IGNORABLE_FIELDS

@@ -22,19 +22,19 @@ from outrider.server.answers.choices import (
     plan_answer,
 )
 from outrider.server.answers.formatter import BlockFormatter, event, typed_event
-from outrider.server.answers.usage import statistics
+from outrider.server.answers.usage import build_statistics
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping import (
     OutputFormat,
     ToolSelection,
     assistant_message,
     function,
+    join_text,
+    parse_arguments,
     parse_output_format,
-    parsed_arguments,
-    past_call,
-    text_of,
+    past_tool_call,
+    select_tools,
     tool_result,
-    toolbox,
 )
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall
@@ -45,17 +45,23 @@ from outrider.server.schemas import (
     ApiResponse,
     ContentPart,
     Generation,
-    LooseShape,
+    JsonObject,
+    LooseSchema,
     MaxTokens,
-    Object,
     Outrider,
     Stops,
     Timings,
-    absent,
     bounded,
+    omit_if_none,
     unsupported,
 )
-from outrider.server.server_context import TheServer, as_json
+from outrider.server.server_context import ContextDependency, json_response
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+_STOP_REASONS: dict[str, StopReason] = {"tool": "tool_use", "length": "max_tokens"}
+_BILLING_LABEL = "x-anthropic-billing-header:"
+_TOOL_CHOICE_KINDS: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class Block(ContentPart):
@@ -64,34 +70,34 @@ class Block(ContentPart):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: Object | None = None
+    input: JsonObject | None = None
     tool_use_id: str | None = None
     content: str | Annotated[list[Block], bounded()] | None = None
     is_error: bool | None = None
 
 
-class Turn(LooseShape):
+class Turn(LooseSchema):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], bounded()]
 
 
-class ClientTool(LooseShape):
+class ClientTool(LooseSchema):
     """A tool that the client runs; `input_schema` is a JSON schema. Anthropic's own tools are rejected."""
 
     type: str | None = None
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    input_schema: Object | None = None
+    input_schema: JsonObject | None = None
     strict: bool | None = None
 
 
-class ToolChoice(LooseShape):
+class ToolChoice(LooseSchema):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(LooseShape):
+class Thinking(LooseSchema):
     type: str
 
 
@@ -103,10 +109,10 @@ class CountTokensRequest(ApiRequest):
     tools: Annotated[list[ClientTool], bounded(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    chat_template_kwargs: Object | None = None
+    chat_template_kwargs: JsonObject | None = None
     mcp_servers: Annotated[Any, unsupported("this server does not call MCP servers; expected client tools")] = None
-    output_config: Object | None = None
-    output_format: Object | None = None
+    output_config: JsonObject | None = None
+    output_format: JsonObject | None = None
     thread: Annotated[
         Any,
         unsupported("conversations are not stored; send all messages, without thread", "thread_unsupported_request"),
@@ -144,11 +150,10 @@ class ToolUseBlock(ApiResponse):
     type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
-    input: Object
+    input: JsonObject
 
 
 AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessagesUsage(ApiResponse):
@@ -171,8 +176,8 @@ class MessageAnswer(ApiResponse):
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessagesUsage
-    timings: Timings | None = absent()
-    outrider: Outrider | None = absent()
+    timings: Timings | None = omit_if_none()
+    outrider: Outrider | None = omit_if_none()
 
 
 class TokenCount(ApiResponse):
@@ -189,9 +194,6 @@ def messages_usage(prompt_tokens: int, choice: ChoiceState | None) -> MessagesUs
     )
 
 
-_REASONS: dict[str, StopReason] = {"tool": "tool_use", "length": "max_tokens"}
-
-
 class MessageFormatter(BlockFormatter):
     """Formats a message.
 
@@ -202,12 +204,12 @@ class MessageFormatter(BlockFormatter):
         super().__init__(plan)
         self._id = f"msg_{secrets.token_hex(12)}"
 
-    def whole(self) -> MessageAnswer:
+    def format_response(self) -> MessageAnswer:
         (choice,) = self.plan.choices
         return MessageAnswer(
             id=self._id,
             model=self.plan.model.id,
-            content=[_block(part) for part in choice.parts],
+            content=[_to_block(part) for part in choice.parts],
             **self._reason(choice),
             **self._numbers(choice),
         )
@@ -220,37 +222,37 @@ class MessageFormatter(BlockFormatter):
     def end(self) -> bytes:
         return typed_event("message_stop")
 
-    def failed(self, problem: Problem) -> bytes:
+    def format_error(self, problem: Problem) -> bytes:
         return event(problem.body(anthropic=True, request_id=""), "error")
 
     def _keep_alive(self, note: str) -> bytes:
         return typed_event("ping")
 
-    def _ended(self, choice: ChoiceState) -> bytes:
-        return self._close() + typed_event("message_delta", delta=self._reason(choice), **self._numbers(choice))
+    def _format_choice_end(self, choice: ChoiceState) -> bytes:
+        return self._end_block() + typed_event("message_delta", delta=self._reason(choice), **self._numbers(choice))
 
-    def _open(self, part: Part) -> bytes:
-        return typed_event("content_block_start", index=self._at, content_block=_block(part, begun=True))
+    def _format_block_start(self, part: Part) -> bytes:
+        return typed_event("content_block_start", index=self._at, content_block=_to_block(part, begun=True))
 
-    def _delta(self, update: PartUpdate) -> bytes:
-        return typed_event("content_block_delta", index=self._at, delta=_delta(update.part))
+    def _format_block_delta(self, update: PartUpdate) -> bytes:
+        return typed_event("content_block_delta", index=self._at, delta=_convert_delta(update.part))
 
-    def _closed(self, status: str) -> bytes:
-        """Ends the block. The signature of thinking is empty: nothing verifies it."""
+    def _format_block_end(self, status: str) -> bytes:
+        """Ends the block. The signature of thinking is empty, because nothing verifies it."""
         signed = {"type": "signature_delta", "signature": ""}
         signature = self._kind is ThinkingPart and typed_event("content_block_delta", index=self._at, delta=signed)
         return (signature or b"") + typed_event("content_block_stop", index=self._at)
 
     def _reason(self, choice: ChoiceState) -> dict[str, Any]:
-        stop = stop_that_ended(self.plan.model, choice) if choice.finish == "stop" else None
-        reason = "stop_sequence" if stop is not None else _REASONS.get(choice.finish, "end_turn")
+        stop = find_stop_sequence(self.plan.model, choice) if choice.finish == "stop" else None
+        reason = "stop_sequence" if stop is not None else _STOP_REASONS.get(choice.finish, "end_turn")
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _numbers(self, choice: ChoiceState) -> dict[str, Any]:
-        return {"usage": messages_usage(self.plan.prompt_tokens, choice), **statistics([choice])}
+        return {"usage": messages_usage(self.plan.prompt_tokens, choice), **build_statistics([choice])}
 
 
-def _delta(part: Part) -> dict[str, str]:
+def _convert_delta(part: Part) -> dict[str, str]:
     match part:
         case TextPart(text=text):
             return {"type": "text_delta", "text": text}
@@ -260,86 +262,82 @@ def _delta(part: Part) -> dict[str, str]:
             return {"type": "input_json_delta", "partial_json": arguments}
 
 
-def _block(part: Part, begun: bool = False) -> AnswerBlock:
-    """Returns a part's block. `begun`: without its content, which follows."""
+def _to_block(part: Part, begun: bool = False) -> AnswerBlock:
+    """Converts a part to a block. `begun`: without its content, which follows."""
     match part:
         case TextPart(text=text):
             return TextBlock(text="" if begun else text)
         case ThinkingPart(text=text):
             return ThinkingBlock(thinking="" if begun else text)
         case ToolCall(name=name, arguments=arguments, id=own):
-            given = {} if begun else parsed_arguments(arguments)
+            given = {} if begun else parse_arguments(arguments)
             if not isinstance(given, dict):
                 given = {"arguments": arguments}
             return ToolUseBlock(id=own or f"toolu_{secrets.token_hex(12)}", name=name, input=given)
 
 
-def stop_that_ended(model: ServedModel, choice: ChoiceState) -> str | None:
+def find_stop_sequence(model: ServedModel, choice: ChoiceState) -> str | None:
     """Returns the stop string that occurs first in the choice's text, or None."""
-    detokenizer, ends = Detokenizer(model.codec, choice.prompt.tokens), model.ends(choice.sampling)
+    detokenizer, ends = Detokenizer(model.codec, choice.prompt.tokens), model.end_tokens(choice.sampling)
     text = "".join(detokenizer.feed(token) for token in choice.tokens if token not in ends) + detokenizer.finish()
     found = [(place, stop) for stop in choice.sampling.stop if (place := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
 
-_LABEL = "x-anthropic-billing-header:"
-_CHOICES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
-
-
-def output_format_of(asked: CountTokensRequest) -> OutputFormat | None:
+def get_output_format(payload: CountTokensRequest) -> OutputFormat | None:
     """Returns the format of `output_config.format`, or of the older `output_format`. Raises Refused."""
-    if asked.output_format is not None:
-        return parse_output_format(asked.output_format, "output_format")
-    return parse_output_format((asked.output_config or {}).get("format"), "output_config.format")
+    if payload.output_format is not None:
+        return parse_output_format(payload.output_format, "output_format")
+    return parse_output_format((payload.output_config or {}).get("format"), "output_config.format")
 
 
-def _toolbox(model: ServedModel, asked: CountTokensRequest) -> Toolbox:
+def _select_tools(model: ServedModel, payload: CountTokensRequest) -> Toolbox:
     given = []
-    for place, tool in enumerate(asked.tools or ()):
+    for place, tool in enumerate(payload.tools or ()):
         if tool.type not in (None, "custom"):
             raise Refused(
                 f"tools.{place}: {tool.type[:40]} runs only on Anthropic's servers; expected client tools", "tools"
             )
         given.append(function(tool.name, tool.description, tool.input_schema))
-    strict = [tool.name for tool in asked.tools or () if tool.strict]
-    return toolbox(model, given, _choice(asked), strict)
+    strict = [tool.name for tool in payload.tools or () if tool.strict]
+    return select_tools(model, given, _tool_choice(payload), strict)
 
 
-def _choice(asked: CountTokensRequest) -> ToolSelection:
-    choice = asked.tool_choice
+def _tool_choice(payload: CountTokensRequest) -> ToolSelection:
+    choice = payload.tool_choice
     if choice is None:
         return ToolSelection()
     one = bool(choice.disable_parallel_tool_use)
     if choice.type != "tool":
-        return ToolSelection(_CHOICES[choice.type], one=one)
+        return ToolSelection(_TOOL_CHOICE_KINDS[choice.type], one=one)
     if choice.name is None:
         raise Refused("tool_choice: type tool needs the tool's name", "tool_choice")
     return ToolSelection("required", (choice.name,), one=True)
 
 
-def conversation(model: ServedModel, asked: CountTokensRequest) -> TemplateInput:
-    """Converts to a template's input. A final assistant turn is continued, as in Anthropic's API."""
-    box = _toolbox(model, asked)
+def to_conversation(model: ServedModel, payload: CountTokensRequest) -> TemplateInput:
+    """Converts a request to a template's input. A final assistant turn is continued, as in Anthropic's API."""
+    box = _select_tools(model, payload)
     messages: list[dict[str, Any]] = []
     # Claude Code's label differs for each request and would defeat the prompt cache.
     given = (
-        asked.system
-        if not isinstance(asked.system, list)
-        else [block for block in asked.system if not (block.text or "").startswith(_LABEL)]
+        payload.system
+        if not isinstance(payload.system, list)
+        else [block for block in payload.system if not (block.text or "").startswith(_BILLING_LABEL)]
     )
-    if system := text_of(given, "system"):
+    if system := join_text(given, "system"):
         messages.append({"role": "system", "content": system})
-    for place, turn in enumerate(asked.messages):
-        messages += _turn(turn, f"messages.{place}.content")
-    keywords = dict(asked.chat_template_kwargs or {})
-    if asked.thinking is not None:
-        keywords.setdefault("enable_thinking", asked.thinking.type != "disabled")
+    for place, turn in enumerate(payload.messages):
+        messages += _convert_turn(turn, f"messages.{place}.content")
+    keywords = dict(payload.chat_template_kwargs or {})
+    if payload.thinking is not None:
+        keywords.setdefault("enable_thinking", payload.thinking.type != "disabled")
     last = messages[-1]
     continue_final = last["role"] == "assistant" and not last.get("tool_calls") and bool(last["content"])
     return TemplateInput(messages, box, keywords, continue_final=continue_final)
 
 
-def _turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
+def _convert_turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
     """Converts one turn to messages. Tool results are messages of their own, before the user's text."""
     blocks = [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
     results = [block for block in blocks if block.type == "tool_result"]
@@ -347,10 +345,10 @@ def _turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
     thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
     rest = [b for b in blocks if b.type not in ("tool_result", "tool_use", "thinking", "redacted_thinking")]
     for block in results:
-        yield tool_result(text_of(block.content, where), block.tool_use_id or "", None)
-    text = text_of(rest, where)
+        yield tool_result(join_text(block.content, where), block.tool_use_id or "", None)
+    text = join_text(rest, where)
     if turn.role == "assistant":
-        made = [past_call(block.name or "", block.input or {}, block.id) for block in calls]
+        made = [past_tool_call(block.name or "", block.input or {}, block.id) for block in calls]
         yield assistant_message(text, made, "".join(thoughts))
     elif rest or not results:
         yield {"role": turn.role, "content": text}
@@ -360,15 +358,15 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/messages", response_model=None, responses=response_docs(MessageAnswer, event_docs(), anthropic=True))
-async def answer(asked: MessagesRequest, request: Request, context: TheServer) -> Response:
+async def answer(payload: MessagesRequest, request: Request, context: ContextDependency) -> Response:
     """Generates an answer to a conversation."""
-    talk, form = conversation(context.model, asked), output_format_of(asked)
-    stops, most = asked.stop_sequences, asked.max_tokens
-    plan = await asyncio.to_thread(plan_answer, context.model, asked, talk, form, stops, most)
-    return await context.respond(request, MessageFormatter(plan), asked.stream)
+    talk, form = to_conversation(context.model, payload), get_output_format(payload)
+    stops, most = payload.stop_sequences, payload.max_tokens
+    plan = await asyncio.to_thread(plan_answer, context.model, payload, talk, form, stops, most)
+    return await context.respond(request, MessageFormatter(plan), payload.stream)
 
 
 @router.post("/messages/count_tokens", response_model=None, responses=response_docs(TokenCount, anthropic=True))
-async def count(asked: CountTokensRequest, context: TheServer) -> Response:
+async def count(payload: CountTokensRequest, context: ContextDependency) -> Response:
     """Counts the tokens of a conversation."""
-    return as_json(TokenCount(input_tokens=await context.count_tokens(conversation(context.model, asked))))
+    return json_response(TokenCount(input_tokens=await context.count_tokens(to_conversation(context.model, payload))))

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import Chunk
-from outrider.protocol.sampling import MOST_LOGPROBS
+from outrider.protocol.sampling import MAX_LOGPROBS
 from outrider.server.answers.choices import (
     AnswerPlan,
     ChoiceState,
@@ -29,21 +29,21 @@ from outrider.server.answers.choices import (
 from outrider.server.answers.formatter import BlockFormatter, typed_event
 from outrider.server.answers.usage import (
     PlacedToken,
-    logprob_formatters,
-    reasoning_tokens,
-    schema_notes,
-    statistics,
+    build_statistics,
+    count_reasoning_tokens,
+    create_logprob_formatters,
+    describe_schema_violations,
 )
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping import (
     ToolSelection,
     assistant_message,
     function,
+    join_text,
     parse_output_format,
-    past_call,
-    text_of,
+    past_tool_call,
+    select_tools,
     tool_result,
-    toolbox,
 )
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall
@@ -52,23 +52,26 @@ from outrider.server.schemas import (
     MAX_TOOLS,
     ApiResponse,
     CachedTokens,
+    ChatTokenLogprob,
     Content,
-    LooseShape,
+    JsonObject,
+    LooseSchema,
     MaxTokens,
-    Object,
     OpenAIGeneration,
     Outrider,
     ReasoningTokens,
-    SpelledToken,
     Timings,
-    absent,
     bounded,
+    omit_if_none,
     unsupported,
 )
-from outrider.server.server_context import TheServer, as_json
+from outrider.server.server_context import ContextDependency, json_response
+
+_INCLUDE_LOGPROBS = "message.output_text.logprobs"
+_TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-class Item(LooseShape):
+class Item(LooseSchema):
     """A message, a function call, its output, or earlier reasoning."""
 
     type: str = "message"
@@ -80,28 +83,28 @@ class Item(LooseShape):
     output: Content | None = None
 
 
-class FunctionTool(LooseShape):
+class FunctionTool(LooseSchema):
     type: str
     name: str | None = None
     description: str | None = None
-    parameters: Object | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
-class FunctionChosen(LooseShape):
+class FunctionChoice(LooseSchema):
     type: Literal["function"]
     name: str
 
 
-class FunctionsAllowed(LooseShape):
+class AllowedFunctionsChoice(LooseSchema):
     """Limits calls to some functions; `mode` required: one of them must be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChosen], bounded(MAX_TOOLS, least=1)]
+    tools: Annotated[list[FunctionChoice], bounded(MAX_TOOLS, least=1)]
 
 
-class Reasoning(LooseShape):
+class Reasoning(LooseSchema):
     effort: str | None = None
 
 
@@ -111,16 +114,16 @@ class ResponsesRequest(OpenAIGeneration):
     input: str | Annotated[list[Item], bounded(least=1)]
     instructions: str | None = None
     tools: Annotated[list[FunctionTool], bounded(MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChosen | FunctionsAllowed | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctionsChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: MaxTokens | None = None
-    text: Object | None = None
+    text: JsonObject | None = None
     reasoning: Reasoning | None = None
-    chat_template_kwargs: Object | None = None
+    chat_template_kwargs: JsonObject | None = None
     include: Annotated[list[str], bounded(MAX_TOOLS)] | None = Field(
         None, description="message.output_text.logprobs; other values are ignored"
     )
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     previous_response_id: Annotated[str | None, unsupported("responses are not stored; send the whole input")] = None
     conversation: Annotated[Any, unsupported("conversations are not stored; send the whole input")] = None
     background: Annotated[bool | None, unsupported("responses can't run in the background; leave it out")] = None
@@ -142,8 +145,8 @@ class InputTokens(ApiResponse):
 class OutputText(ApiResponse):
     type: Literal["output_text"] = "output_text"
     text: str
-    annotations: list[Object] = Field(default_factory=list)
-    logprobs: list[SpelledToken] | None = absent()
+    annotations: list[JsonObject] = Field(default_factory=list)
+    logprobs: list[ChatTokenLogprob] | None = omit_if_none()
 
 
 class OutputMessage(ApiResponse):
@@ -171,7 +174,7 @@ class ReasoningText(ApiResponse):
 class OutputReasoning(ApiResponse):
     type: Literal["reasoning"] = "reasoning"
     id: str
-    summary: list[Object] = Field(default_factory=list)
+    summary: list[JsonObject] = Field(default_factory=list)
     content: list[ReasoningText]
     status: str
 
@@ -179,7 +182,7 @@ class OutputReasoning(ApiResponse):
 Output = OutputMessage | OutputCall | OutputReasoning
 
 
-class WrittenTokens(CachedTokens):
+class InputTokensDetails(CachedTokens):
     """`cache_write_tokens`: tokens that were added to the prompt cache."""
 
     cache_write_tokens: int = 0
@@ -187,7 +190,7 @@ class WrittenTokens(CachedTokens):
 
 class ResponsesUsage(ApiResponse):
     input_tokens: int
-    input_tokens_details: WrittenTokens
+    input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: ReasoningTokens
     total_tokens: int
@@ -202,8 +205,8 @@ class ResponseObject(ApiResponse):
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     model: str
     output: list[Output]
-    error: Object | None = None
-    incomplete_details: Object | None = None
+    error: JsonObject | None = None
+    incomplete_details: JsonObject | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     parallel_tool_calls: bool
@@ -211,95 +214,95 @@ class ResponseObject(ApiResponse):
     store: bool = False
     temperature: float | None = None
     top_p: float | None = None
-    tool_choice: str | Object
-    tools: list[Object]
-    metadata: Object = Field(default_factory=dict)
+    tool_choice: str | JsonObject
+    tools: list[JsonObject]
+    metadata: JsonObject = Field(default_factory=dict)
     usage: ResponsesUsage | None = None
-    timings: Timings | None = absent()
-    outrider: Outrider | None = absent()
+    timings: Timings | None = omit_if_none()
+    outrider: Outrider | None = omit_if_none()
 
 
 class ResponseFormatter(BlockFormatter):
-    """Formats a response, and its stream of numbered events. `asked` has the fields that the response repeats.
+    """Formats a response, and its stream of numbered events. `payload` has the fields that the response repeats.
 
     The output's items are messages, reasoning and calls. The last one is `in_progress` while it grows.
     """
 
-    def __init__(self, plan: AnswerPlan, asked: ResponsesRequest) -> None:
+    def __init__(self, plan: AnswerPlan, payload: ResponsesRequest) -> None:
         super().__init__(plan)
         # Coding agents also offer tools that run at OpenAI.
-        others = sorted({tool.type[:40] for tool in asked.tools or () if tool.type != "function"})
+        others = sorted({tool.type[:40] for tool in payload.tools or () if tool.type != "function"})
         self._notes = [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
-        formatters = logprob_formatters(plan)
+        formatters = create_logprob_formatters(plan)
         self._logprobs = formatters[0] if formatters is not None else None
         self._placed: deque[PlacedToken] = deque()
         self._number = -1
         self._items: list[Output] = []
-        choice, sampling = asked.tool_choice, plan.choices[0].sampling
+        choice, sampling = payload.tool_choice, plan.choices[0].sampling
         self._common: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(12)}",
             "created_at": plan.created,
             "model": plan.model.id,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "instructions": payload.instructions,
+            "max_output_tokens": payload.max_output_tokens,
+            "parallel_tool_calls": payload.parallel_tool_calls is not False,
             "temperature": sampling.temp,
             "top_p": sampling.top_p,
             "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
-            "tools": [tool.model_dump() for tool in asked.tools or ()],
+            "tools": [tool.model_dump() for tool in payload.tools or ()],
         }
 
-    def whole(self) -> ResponseObject:
+    def format_response(self) -> ResponseObject:
         (choice,) = self.plan.choices
-        self._take_logprobs(choice.chunks)
+        self._add_logprobs(choice.chunks)
         for part in choice.parts:
-            self._items.append(_item(part, self._logprobs is not None))
-            self._grow(part)
+            self._items.append(_new_item(part, self._logprobs is not None))
+            self._extend_item(part)
             self._items[-1].status = _status(choice)
-        return self._whole(choice)
+        return self._build_final_response(choice)
 
     def begin(self) -> bytes:
         """Writes response.created and response.in_progress. The stream ends with response.completed or
         response.incomplete."""
-        begun = self._shape(status="in_progress")
+        begun = self._build_response(status="in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def _ended(self, choice: ChoiceState) -> bytes:
-        before, answer = self._close(_status(choice)), self._whole(choice)
+    def _format_choice_end(self, choice: ChoiceState) -> bytes:
+        before, answer = self._end_block(_status(choice)), self._build_final_response(choice)
         return before + self._event(f"response.{answer.status}", response=answer)
 
-    def failed(self, problem: Problem) -> bytes:
+    def format_error(self, problem: Problem) -> bytes:
         """Writes response.failed."""
         self._items = [item for item in self._items if item.status != "in_progress"]
         error = {"code": problem.code or "server_error", "message": problem.message}
-        return self._event("response.failed", response=self._shape(status="failed", error=error))
+        return self._event("response.failed", response=self._build_response(status="failed", error=error))
 
-    def _shape(self, **more: Any) -> ResponseObject:
+    def _build_response(self, **more: Any) -> ResponseObject:
         return ResponseObject(**self._common, output=self._items, **more)
 
-    def _whole(self, choice: ChoiceState) -> ResponseObject:
+    def _build_final_response(self, choice: ChoiceState) -> ResponseObject:
         plan, times, made = self.plan, choice.result.timings, len(choice.tokens)
         usage = ResponsesUsage(
             input_tokens=plan.prompt_tokens,
-            input_tokens_details=WrittenTokens(cached_tokens=times.cache_n, cache_write_tokens=times.prompt_n),
+            input_tokens_details=InputTokensDetails(cached_tokens=times.cache_n, cache_write_tokens=times.prompt_n),
             output_tokens=made,
-            output_tokens_details=reasoning_tokens(plan),
+            output_tokens_details=count_reasoning_tokens(plan),
             total_tokens=plan.prompt_tokens + made,
         )
-        return self._shape(
+        return self._build_response(
             status=_status(choice),
             incomplete_details={"reason": "max_output_tokens"} if choice.finish == "length" else None,
             usage=usage,
-            **statistics([choice], [*self._notes, *schema_notes(plan, [choice])]),
+            **build_statistics([choice], [*self._notes, *describe_schema_violations(plan, [choice])]),
         )
 
-    def _take_logprobs(self, chunks: Sequence[Chunk]) -> None:
+    def _add_logprobs(self, chunks: Sequence[Chunk]) -> None:
         if self._logprobs is not None:
-            self._placed += self._logprobs.next(chunks)
+            self._placed += self._logprobs.format(chunks)
 
-    def _grow(self, part: Part) -> list[SpelledToken]:
+    def _extend_item(self, part: Part) -> list[ChatTokenLogprob]:
         """Adds a part to the last item, and returns its log-probabilities."""
-        rows: list[SpelledToken] = []
+        rows: list[ChatTokenLogprob] = []
         match self._items[-1], part:
             case OutputMessage(content=[content]), TextPart(text=text):
                 content.text += text
@@ -311,47 +314,47 @@ class ResponseFormatter(BlockFormatter):
                 call.arguments = arguments
         return rows
 
-    def _logprobs_of(self, words: TextPart) -> list[SpelledToken]:
-        """Returns the tokens that end in `words`. Those before are tags and thinking."""
+    def _logprobs_of(self, words: TextPart) -> list[ChatTokenLogprob]:
+        """Returns the tokens that end in `words`. Earlier ones, of tags and thinking, are dropped."""
         found = []
         while self._placed and self._placed[0].end <= words.at + len(words.text):
             one = self._placed.popleft()
             found += [one.spelled] if one.end > words.at else []
         return found
 
-    def _open(self, part: Part) -> bytes:
-        self._items.append(item := _item(part, self._logprobs is not None))
+    def _format_block_start(self, part: Part) -> bytes:
+        self._items.append(item := _new_item(part, self._logprobs is not None))
         added = "response.output_item.added"
         if isinstance(item, OutputCall):
             return self._event(added, output_index=self._at, item=item)
         before = self._event(added, output_index=self._at, item={**item.model_dump(), "content": []})
-        return before + self._of_item("content_part.added", content_index=0, part=item.content[0])
+        return before + self._item_event("content_part.added", content_index=0, part=item.content[0])
 
-    def _delta(self, update: PartUpdate) -> bytes:
-        self._take_logprobs(update.chunks)
-        rows = self._grow(update.part)
+    def _format_block_delta(self, update: PartUpdate) -> bytes:
+        self._add_logprobs(update.chunks)
+        rows = self._extend_item(update.part)
         match update.part:
             case TextPart(text=text):
-                return self._of_item("output_text.delta", content_index=0, delta=text, logprobs=rows)
+                return self._item_event("output_text.delta", content_index=0, delta=text, logprobs=rows)
             case ThinkingPart(text=text):
-                return self._of_item("reasoning_text.delta", content_index=0, delta=text)
+                return self._item_event("reasoning_text.delta", content_index=0, delta=text)
             case ToolCall(arguments=arguments):
-                return self._of_item("function_call_arguments.delta", delta=arguments)
+                return self._item_event("function_call_arguments.delta", delta=arguments)
 
-    def _closed(self, status: str) -> bytes:
+    def _format_block_end(self, status: str) -> bytes:
         item = self._items[-1]
         item.status = status
         if isinstance(item, OutputCall):
-            done = self._of_item("function_call_arguments.done", name=item.name, arguments=item.arguments)
+            done = self._item_event("function_call_arguments.done", name=item.name, arguments=item.arguments)
         else:
             (content,) = item.content
             more = {"logprobs": content.logprobs or []} if isinstance(content, OutputText) else {}
-            done = self._of_item(f"{content.type}.done", content_index=0, text=content.text, **more)
-            done += self._of_item("content_part.done", content_index=0, part=content)
+            done = self._item_event(f"{content.type}.done", content_index=0, text=content.text, **more)
+            done += self._item_event("content_part.done", content_index=0, part=content)
         return done + self._event("response.output_item.done", output_index=self._at, item=item)
 
-    def _of_item(self, kind: str, /, **fields: Any) -> bytes:
-        """Returns an event of the item that grows."""
+    def _item_event(self, kind: str, /, **fields: Any) -> bytes:
+        """Returns an event of the current item."""
         return self._event(f"response.{kind}", item_id=self._items[-1].id, output_index=self._at, **fields)
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
@@ -363,8 +366,8 @@ def _status(choice: ChoiceState) -> str:
     return "incomplete" if choice.finish == "length" else "completed"
 
 
-def _item(part: Part, with_logprobs: bool) -> Output:
-    """Returns the item that a part begins, without content."""
+def _new_item(part: Part, with_logprobs: bool) -> Output:
+    """Returns a new item for a part, without its content."""
     name, state = secrets.token_hex(12), "in_progress"
     match part:
         case TextPart():
@@ -377,56 +380,52 @@ def _item(part: Part, with_logprobs: bool) -> Output:
             return OutputCall(id=f"fc_{name}", call_id=call_id, name=part.name, arguments="", status=state)
 
 
-_LOGPROBS = "message.output_text.logprobs"
-_READABLE = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-
-
-def logprobs(asked: ResponsesRequest) -> int | None:
+def logprobs(payload: ResponsesRequest) -> int | None:
     """Returns the number of top log-probabilities; None: no log-probabilities at all."""
-    return asked.top_logprobs or 0 if _LOGPROBS in (asked.include or ()) else None
+    return payload.top_logprobs or 0 if _INCLUDE_LOGPROBS in (payload.include or ()) else None
 
 
-def _toolbox(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
+def _select_tools(model: ServedModel, payload: ResponsesRequest) -> Toolbox:
     given = []
-    for place, tool in enumerate(asked.tools or ()):
+    for place, tool in enumerate(payload.tools or ()):
         if tool.type != "function":
             continue  # ignored, with a note
         if not tool.name:
             raise Refused(f"tools.{place}: the function has no name", f"tools.{place}")
         given.append(function(tool.name, tool.description, tool.parameters))
-    strict = [tool.name for tool in asked.tools or () if tool.strict and tool.name]
-    return toolbox(model, given, _tool_choice(asked), strict)
+    strict = [tool.name for tool in payload.tools or () if tool.strict and tool.name]
+    return select_tools(model, given, _tool_choice(payload), strict)
 
 
-def _tool_choice(asked: ResponsesRequest) -> ToolSelection:
-    one = asked.parallel_tool_calls is False
-    match asked.tool_choice:
+def _tool_choice(payload: ResponsesRequest) -> ToolSelection:
+    one = payload.parallel_tool_calls is False
+    match payload.tool_choice:
         case None | str() as kind:
             return ToolSelection(kind or "auto", one=one)
-        case FunctionChosen(name=name):
+        case FunctionChoice(name=name):
             return ToolSelection("required", (name,), one=True)
-        case FunctionsAllowed(mode=mode, tools=allowed):
+        case AllowedFunctionsChoice(mode=mode, tools=allowed):
             return ToolSelection(mode, tuple(tool.name for tool in allowed), one)
 
 
-def conversation(model: ServedModel, asked: ResponsesRequest) -> TemplateInput:
-    if asked.top_logprobs and logprobs(asked) is None:
-        raise Refused(f"top_logprobs: none are wanted; expected {_LOGPROBS} in include", "top_logprobs")
-    box = _toolbox(model, asked)
+def to_conversation(model: ServedModel, payload: ResponsesRequest) -> TemplateInput:
+    if payload.top_logprobs and logprobs(payload) is None:
+        raise Refused(f"top_logprobs: none are wanted; expected {_INCLUDE_LOGPROBS} in include", "top_logprobs")
+    box = _select_tools(model, payload)
     messages: list[dict[str, Any]] = []
-    if asked.instructions:
-        messages.append({"role": "system", "content": asked.instructions})
-    if isinstance(asked.input, str):
-        messages.append({"role": "user", "content": asked.input})
+    if payload.instructions:
+        messages.append({"role": "system", "content": payload.instructions})
+    if isinstance(payload.input, str):
+        messages.append({"role": "user", "content": payload.input})
     else:
-        messages += _items_in(asked.input)
-    keywords = dict(asked.chat_template_kwargs or {})
-    if asked.reasoning is not None and asked.reasoning.effort is not None:
-        keywords.setdefault("reasoning_effort", asked.reasoning.effort)
+        messages += _convert_items(payload.input)
+    keywords = dict(payload.chat_template_kwargs or {})
+    if payload.reasoning is not None and payload.reasoning.effort is not None:
+        keywords.setdefault("reasoning_effort", payload.reasoning.effort)
     return TemplateInput(messages, box, keywords)
 
 
-def _items_in(items: list[Item]) -> list[dict[str, Any]]:
+def _convert_items(items: list[Item]) -> list[dict[str, Any]]:
     """Converts input items. Calls and reasoning are separate items, but belong to one assistant message in a
     template."""
     messages: list[dict[str, Any]] = []
@@ -434,7 +433,7 @@ def _items_in(items: list[Item]) -> list[dict[str, Any]]:
         where = f"input.{place}"
         match item.type:
             case "message" if item.role is not None:
-                text, last = text_of(item.content, f"{where}.content", _READABLE), messages[-1] if messages else {}
+                text, last = join_text(item.content, f"{where}.content", _TEXT_TYPES), messages[-1] if messages else {}
                 if item.role == last.get("role") == "assistant" and not last["content"]:
                     last["content"] = text  # follows its reasoning
                 else:
@@ -442,13 +441,13 @@ def _items_in(items: list[Item]) -> list[dict[str, Any]]:
             case "function_call":
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append(assistant_message("", []))
-                call = past_call(item.name or "", item.arguments or "{}", item.call_id)
+                call = past_tool_call(item.name or "", item.arguments or "{}", item.call_id)
                 messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                result = text_of(item.output, f"{where}.output", _READABLE)
+                result = join_text(item.output, f"{where}.output", _TEXT_TYPES)
                 messages.append(tool_result(result, item.call_id or "", None))
             case "reasoning":
-                thought = text_of(item.content, f"{where}.content", _READABLE)
+                thought = join_text(item.content, f"{where}.content", _TEXT_TYPES)
                 messages.append(assistant_message("", [], thought))
             case other:
                 raise Refused(f"{where}: an item of type {other[:40]!r} can't be read here", where)
@@ -459,15 +458,17 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/responses", response_model=None, responses=response_docs(ResponseObject, event_docs()))
-async def respond(asked: ResponsesRequest, request: Request, context: TheServer) -> Response:
+async def respond(payload: ResponsesRequest, request: Request, context: ContextDependency) -> Response:
     """Generates a response to an input."""
-    talk, most = conversation(context.model, asked), asked.max_output_tokens
-    form = parse_output_format((asked.text or {}).get("format"), "text.format", may_be_loose=True)
-    plan = await asyncio.to_thread(plan_answer, context.model, asked, talk, form, asked.stop, most, logprobs(asked))
-    return await context.respond(request, ResponseFormatter(plan, asked), asked.stream)
+    talk, most = to_conversation(context.model, payload), payload.max_output_tokens
+    form = parse_output_format((payload.text or {}).get("format"), "text.format", may_be_loose=True)
+    plan = await asyncio.to_thread(
+        plan_answer, context.model, payload, talk, form, payload.stop, most, logprobs(payload)
+    )
+    return await context.respond(request, ResponseFormatter(plan, payload), payload.stream)
 
 
 @router.post("/responses/input_tokens", response_model=None, responses=response_docs(InputTokens))
-async def count(asked: ResponsesRequest, context: TheServer) -> Response:
+async def count(payload: ResponsesRequest, context: ContextDependency) -> Response:
     """Counts the tokens of an input."""
-    return as_json(InputTokens(input_tokens=await context.count_tokens(conversation(context.model, asked))))
+    return json_response(InputTokens(input_tokens=await context.count_tokens(to_conversation(context.model, payload))))

@@ -17,13 +17,13 @@ from starlette.responses import Response
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.server.endpoints.chat import ChatMessage, ConversationRequest, conversation
+from outrider.server.endpoints.chat import ChatMessage, ConversationRequest, to_conversation
 from outrider.server.endpoints.json_route import JsonRoute, error_docs, response_docs
 from outrider.server.model.served import ServedModel
-from outrider.server.model.tool_format import NOTE
+from outrider.server.model.tool_format import FALLBACK_NOTE
 from outrider.server.problems import Refused
-from outrider.server.schemas import MAX_TOKENS, ApiRequest, ApiResponse, absent, bounded
-from outrider.server.server_context import ServerContext, TheServer, as_json
+from outrider.server.schemas import MAX_TOKENS, ApiRequest, ApiResponse, bounded, omit_if_none
+from outrider.server.server_context import ContextDependency, ServerContext, json_response
 
 
 class TokenizeRequest(ConversationRequest):
@@ -60,11 +60,11 @@ class Model(ApiResponse):
     lifecycle: Literal["active"] = "active"
     max_model_len: int | None
     chat_template: bool
-    max_input_tokens: int | None = Field(description="Anthropic's name of max_model_len")
-    description: str | None = absent()
+    max_input_tokens: int | None = Field(description="Anthropic's name for max_model_len")
+    description: str | None = omit_if_none()
 
 
-class Models(ApiResponse):
+class ModelList(ApiResponse):
     object: Literal["list"] = "list"
     data: list[Model]
     has_more: bool = False
@@ -79,20 +79,20 @@ class Piece(ApiResponse):
     piece: str | list[int]
 
 
-class Tokenized(ApiResponse):
+class TokenizeResponse(ApiResponse):
     tokens: list[int] | list[Piece]
     count: int
     max_model_len: int | None
-    token_strs: list[str] | None = absent()
+    token_strs: list[str] | None = omit_if_none()
 
 
-class Applied(ApiResponse):
+class TemplateResponse(ApiResponse):
     """The prompt that the model reads."""
 
     prompt: str
 
 
-class Detokenized(ApiResponse):
+class DetokenizeResponse(ApiResponse):
     """The text, under llama.cpp's and vLLM's names."""
 
     content: str
@@ -130,9 +130,9 @@ async def version() -> Version:
 
 
 @router.get("/ready", responses={**error_docs(), 503: {"model": Ready}})
-async def ready(context: TheServer, response: Response) -> Ready:
+async def ready(context: ContextDependency, response: Response) -> Ready:
     """Returns 200 if requests can be completed now, else 503 with the reason."""
-    stats = await _stats(context)
+    stats = await _fetch_stats(context)
     if stats is None or context.draining:
         response.status_code = 503
         return Ready(status="unreachable" if stats is None else "ending")
@@ -143,13 +143,13 @@ async def ready(context: TheServer, response: Response) -> Ready:
 
 
 @router.get("/metrics", response_class=Response, responses={**error_docs(), 200: {"content": {"text/plain": {}}}})
-async def metrics(context: TheServer) -> Response:
+async def metrics(context: ContextDependency) -> Response:
     """Returns metrics for Prometheus."""
-    text = await asyncio.to_thread(context.metrics.text, await _stats(context))  # may take long
+    text = await asyncio.to_thread(context.metrics.text, await _fetch_stats(context))  # may take long
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-async def _stats(context: ServerContext) -> Stats | None:
+async def _fetch_stats(context: ServerContext) -> Stats | None:
     try:
         return await context.backend.stats()
     except OutriderError:
@@ -159,45 +159,45 @@ async def _stats(context: ServerContext) -> Stats | None:
 text_router = APIRouter(route_class=JsonRoute)
 
 
-@text_router.post("/tokenize", response_model=None, responses=response_docs(Tokenized))
-async def tokenize(asked: TokenizeRequest, context: TheServer) -> Response:
+@text_router.post("/tokenize", response_model=None, responses=response_docs(TokenizeResponse))
+async def tokenize(payload: TokenizeRequest, context: ContextDependency) -> Response:
     """Tokenizes a text or a conversation."""
-    return as_json(await asyncio.to_thread(_tokenized, asked, context.model))
+    return json_response(await asyncio.to_thread(_tokenize, payload, context.model))
 
 
-@text_router.post("/apply-template", response_model=None, responses=response_docs(Applied))
-async def apply(asked: TemplateRequest, context: TheServer) -> Response:
+@text_router.post("/apply-template", response_model=None, responses=response_docs(TemplateResponse))
+async def apply(payload: TemplateRequest, context: ContextDependency) -> Response:
     """Applies the chat template to a conversation."""
-    prompt = await asyncio.to_thread(context.model.prompt, conversation(context.model, asked))
-    return as_json(Applied(prompt=context.model.codec.decode(prompt.tokens)))
+    prompt = await asyncio.to_thread(context.model.tokenize_conversation, to_conversation(context.model, payload))
+    return json_response(TemplateResponse(prompt=context.model.codec.decode(prompt.tokens)))
 
 
-@text_router.post("/detokenize", response_model=None, responses=response_docs(Detokenized))
-async def detokenize(asked: DetokenizeRequest, context: TheServer) -> Response:
+@text_router.post("/detokenize", response_model=None, responses=response_docs(DetokenizeResponse))
+async def detokenize(payload: DetokenizeRequest, context: ContextDependency) -> Response:
     """Decodes tokens; special tokens are spelled out."""
     size = context.model.codec.tokenizer.get_vocab_size(with_added_tokens=True)
-    wrong = next((token for token in asked.tokens if not 0 <= token < size), None)
+    wrong = next((token for token in payload.tokens if not 0 <= token < size), None)
     if wrong is not None:
         raise Refused(f"tokens: {wrong} is not a token id; expected ids from 0 to {size - 1}", "tokens")
-    text = await asyncio.to_thread(context.model.codec.decode, tuple(asked.tokens))
-    return as_json(Detokenized(content=text, prompt=text))
+    text = await asyncio.to_thread(context.model.codec.decode, tuple(payload.tokens))
+    return json_response(DetokenizeResponse(content=text, prompt=text))
 
 
-def _tokenized(asked: TokenizeRequest, model: ServedModel) -> Tokenized:
-    given = [one for one in (asked.content, asked.prompt, asked.messages) if one is not None]
+def _tokenize(payload: TokenizeRequest, model: ServedModel) -> TokenizeResponse:
+    given = [one for one in (payload.content, payload.prompt, payload.messages) if one is not None]
     if len(given) != 1:
         raise Refused("expected exactly one of content, prompt and messages")
-    if asked.messages is not None:
-        tokens = list(model.prompt(conversation(model, asked)).tokens)
+    if payload.messages is not None:
+        tokens = list(model.tokenize_conversation(to_conversation(model, payload)).tokens)
     else:
-        special = asked.add_special if asked.add_special_tokens is None else asked.add_special_tokens
+        special = payload.add_special if payload.add_special_tokens is None else payload.add_special_tokens
         tokens = list(model.codec.encode(str(given[0]), special))
     spelled = [model.codec.spelling.of(token) for token in tokens]
-    return Tokenized(
-        tokens=list(map(_piece, tokens, spelled)) if asked.with_pieces else tokens,
+    return TokenizeResponse(
+        tokens=list(map(_piece, tokens, spelled)) if payload.with_pieces else tokens,
         count=len(tokens),
         max_model_len=model.context_length,
-        token_strs=[one.decode(errors="replace") for one in spelled] if asked.return_token_strs else None,
+        token_strs=[one.decode(errors="replace") for one in spelled] if payload.return_token_strs else None,
     )
 
 
@@ -212,22 +212,22 @@ models_router = APIRouter()
 
 
 @models_router.get("/models", responses=error_docs())
-async def models(context: TheServer) -> Models:
+async def models(context: ContextDependency) -> ModelList:
     """Lists the served model under each of its names."""
     names = context.model.names
-    return Models(data=[_model(context, name) for name in names], first_id=names[0], last_id=names[-1])
+    return ModelList(data=[_describe_model(context, name) for name in names], first_id=names[0], last_id=names[-1])
 
 
 @models_router.get("/models/{name:path}", responses=error_docs())
-async def model(name: str, context: TheServer) -> Model:
+async def model(name: str, context: ContextDependency) -> Model:
     """Returns one model."""
     context.check_model(name)
-    return _model(context, name)
+    return _describe_model(context, name)
 
 
 @models_router.post("/embeddings", include_in_schema=False)
-async def embeddings(context: TheServer) -> Response:
-    """Rejects embeddings, which frameworks request beside a chat model."""
+async def embeddings(context: ContextDependency) -> Response:
+    """Rejects embeddings, which frameworks request along with chat completions."""
     raise Refused(
         f"embeddings are not served here: {context.model.id} is a model that writes text, and Outrider has none that"
         " makes embeddings; point the embeddings' base URL at a server that does",
@@ -235,7 +235,7 @@ async def embeddings(context: TheServer) -> Response:
     )
 
 
-def _model(context: ServerContext, name: str) -> Model:
+def _describe_model(context: ServerContext, name: str) -> Model:
     made = context.model.loaded_at
     return Model(
         id=name,
@@ -245,5 +245,5 @@ def _model(context: ServerContext, name: str) -> Model:
         max_model_len=context.model.context_length,
         chat_template=context.model.template is not None,
         max_input_tokens=context.model.context_length,
-        description=NOTE if context.model.tools_as_text else None,
+        description=FALLBACK_NOTE if context.model.tools_as_text else None,
     )

@@ -1,8 +1,8 @@
-"""Grammars (Lark) of tool calls in each model's format, with arguments that satisfy the tool's schema.
+"""Lark grammars of tool calls in each model's format, with arguments that satisfy the tool's schema.
 
-A text that matches is parsed correctly by mlx-lm's parser of the format. `Rules` builds a grammar rule by rule; text
-that the model has as a special token is written as that token. `Style` describes one format: @name is a function's or
-an argument's name, @n the call's number, @nl an optional line break.
+mlx-lm's parser of the format parses a matching text correctly. `Rules` builds a grammar rule by rule;
+text that the model has as a special token is written as that token. `CallStyle` describes one format: @name is a
+function's or an argument's name, @n the call's number, @nl an optional line break.
 """
 
 from __future__ import annotations
@@ -17,10 +17,28 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from outrider.grammar.compiler import SPACE, Vocabulary
+from outrider.grammar.compiler import JSON_WHITESPACE, Vocabulary
 from outrider.protocol.errors import InvalidRequest
 
-ANY = "/(?s:.*)/"
+ANY_TEXT = "/(?s:.*)/"
+
+Schema = dict[str, Any]
+
+_IGNORED_KEYS = {"format", "x-guidance"}
+_STRING_KEYS = {"type", "enum", "const", "minLength", "maxLength", "pattern"}
+_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+_NULL_WORDS = "/(?i:null)/"
+_OTHER_NULL_WORDS = "/(?i:none|nil)/"
+_JSON_CONTAINER = r"/\s*[\[{](?s:.*)/"
+_UNTRIMMED = r"/[\s\x1c-\x1f](?s:.*)/", r"/(?s:.*)[\s\x1c-\x1f]/"
+_WORD = r"[\w.-]+"
+_IDENTIFIER = rf"(?!(?:{'|'.join(kwlist)})$)[^\W\d]\w*"
+_LINE_BREAK_BLOCK = "@nl", "@nl", "@nl"
+_ANNOTATION_KEYS = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
+_SUBSCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_LITERAL_KEYS = {"enum", "const", "required"}
+_PLAIN_OBJECT_KEYS = {"type", "properties", "required", "$defs", "definitions"}
+_SEPARABLE_KEYS = _PLAIN_OBJECT_KEYS | {"additionalProperties", "x-guidance"}
 
 
 class Rules:
@@ -47,14 +65,14 @@ class Rules:
         return self.rule(expression, "T")
 
     def json(self, schema: dict[str, Any]) -> str:
-        """Matches JSON of a schema. References are relative to its root."""
+        """Matches JSON that satisfies a schema. References are relative to its root."""
         return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
 
-    def free(self, *without: str) -> str:
+    def text_without(self, *without: str) -> str:
         """Matches any text that contains none of these."""
-        return self.terminal(" & ".join([ANY, *(f"~({_with(one)})" for one in without)]))
+        return self.terminal(" & ".join([ANY_TEXT, *(f"~({_with(one)})" for one in without)]))
 
-    def before(self, text: str, mark: str) -> str:
+    def followed_by(self, text: str, mark: str) -> str:
         """Matches the terminal `text`, which must not contain `mark`, followed by the mark.
 
         If the mark is not a special token it is part of the lexeme, which otherwise would not end.
@@ -63,7 +81,7 @@ class Rules:
         joined = [self.terminal(f"{text} {first}")] if first.startswith('"') else [text, first]
         return " ".join([*joined, *rest])
 
-    def marks_but(self, text: str, ends: Collection[int]) -> str:
+    def special_tokens_except(self, text: str, ends: Collection[int]) -> str:
         """Matches any special token except those in `text` and `ends`; empty if there is none.
 
         Consecutive tokens are joined into ranges, because some models have thousands.
@@ -89,68 +107,59 @@ def quoted(text: str) -> str:
 
 
 def _with(text: str) -> str:
-    return f"{ANY} {quoted(text)} {ANY}"
+    return f"{ANY_TEXT} {quoted(text)} {ANY_TEXT}"
 
 
-Schema = dict[str, Any]
 ValueWriter = Callable[[Rules, Schema, str], str]
 """Returns the expression of one argument's value and the text after it. Raises UnsupportedSchema."""
-
-_SILENT = {"format", "x-guidance"}
-_STRING = {"type", "enum", "const", "minLength", "maxLength", "pattern"}
-_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-_NULL = "/(?i:null)/"
-_NOTHING = "/(?i:none|nil)/"
-_CONTAINER = r"/\s*[\[{](?s:.*)/"
-_SPACED = r"/[\s\x1c-\x1f](?s:.*)/", r"/(?s:.*)[\s\x1c-\x1f]/"
 
 
 class UnsupportedSchema(Exception):
     """The format can't express a tool's schema or a name in it."""
 
 
-def as_json(rules: Rules, schema: Schema, after: str) -> str:
-    """Any value as JSON."""
+def write_json(rules: Rules, schema: Schema, after: str) -> str:
+    """Writes any value as JSON."""
     return f"{rules.json(schema)} {rules.literal(after)}"
 
 
-def glm(rules: Rules, schema: Schema, after: str) -> str:
-    """Declared strings without quotes, trimmed; anything else as JSON."""
+def write_glm(rules: Rules, schema: Schema, after: str) -> str:
+    """Writes declared strings without quotes, trimmed; anything else as JSON."""
     if schema.get("type") == "string":
-        return _string(rules, schema, after, _SPACED)
-    return as_json(rules, schema, after)
+        return _string(rules, schema, after, _UNTRIMMED)
+    return write_json(rules, schema, after)
 
 
-def qwen(rules: Rules, schema: Schema, after: str) -> str:
-    """By declared type: strings without quotes, several types only where JSON and Python agree. Undeclared: strings and
-    null."""
+def write_qwen(rules: Rules, schema: Schema, after: str) -> str:
+    """Writes by declared type: strings without quotes, several types only where JSON and Python agree. Undeclared:
+    strings and null."""
     kind = schema.get("type")
     if kind is None or kind == "string":
-        return _string_or_null(rules, schema, after, [] if kind else [_CONTAINER])
+        return _string_or_null(rules, schema, after, [] if kind else [_JSON_CONTAINER])
     if isinstance(kind, str) or set(kind) <= {"string", "null", "integer", "number"}:
-        return as_json(rules, schema, after)
+        return write_json(rules, schema, after)
     raise UnsupportedSchema
 
 
-def by_types(*never: str) -> ValueWriter:
-    """By all types that the schema names. Strings are tried last, and trimmed; those with `never` are excluded."""
+def write_by_types(*never: str) -> ValueWriter:
+    """Returns a writer by all types of the schema. Strings come last, trimmed; those with `never` are excluded."""
 
     def write(rules: Rules, schema: Schema, after: str) -> str:
-        kinds = types_of(schema)
+        kinds = collect_types(schema)
         if kinds and "string" not in kinds:
-            return as_json(rules, schema, after)
-        return _string_or_null(rules, schema, after, [*_SPACED, *map(_with, never)], _NOTHING)
+            return write_json(rules, schema, after)
+        return _string_or_null(rules, schema, after, [*_UNTRIMMED, *map(_with, never)], _OTHER_NULL_WORDS)
 
     return write
 
 
-def between(quote: str, never: str) -> ValueWriter:
-    """Strings between two `quote`, without `never` in them; scalars as JSON."""
+def write_between(quote: str, never: str) -> ValueWriter:
+    """Returns a writer of strings between two `quote`, without `never` in them, and of scalars as JSON."""
 
     def write(rules: Rules, schema: Schema, after: str) -> str:
-        kinds = types_of(schema)
+        kinds = collect_types(schema)
         if kinds and kinds <= {"integer", "number", "boolean", "null"}:
-            return as_json(rules, schema, after)
+            return write_json(rules, schema, after)
         if kinds != {"string"}:
             raise UnsupportedSchema
         return f"{rules.literal(quote)} {_string(rules, schema, quote, [_with(never)])} {rules.literal(after)}"
@@ -158,7 +167,7 @@ def between(quote: str, never: str) -> ValueWriter:
     return write
 
 
-def types_of(schema: Schema) -> set[str]:
+def collect_types(schema: Schema) -> set[str]:
     """Returns all types that a schema names; empty if it names none, or has a reference."""
     kind, found = schema.get("type"), set[str]()
     if "$ref" in schema or "allOf" in schema:
@@ -166,64 +175,60 @@ def types_of(schema: Schema) -> set[str]:
     values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]
     found |= {kind} if isinstance(kind, str) else set(kind or ())
     found |= {_KINDS.get(type(value), "null") for value in values}
-    for choice in _choices(schema):
-        inner = types_of(choice) if isinstance(choice, dict) else set[str]()
+    for choice in _alternatives(schema):
+        inner = collect_types(choice) if isinstance(choice, dict) else set[str]()
         if not inner:
             return inner
         found |= inner
     return found
 
 
-def _choices(schema: Schema) -> list[Any]:
+def _alternatives(schema: Schema) -> list[Any]:
     return [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
 
 
 def _string_or_null(rules: Rules, schema: Schema, after: str, never: Sequence[str], *nothing: str) -> str:
-    """A string without quotes, or null if the schema allows it; `nothing` are other words for null."""
-    kinds = types_of(schema)
+    """Writes a string without quotes, or null if the schema allows it; `nothing` are other words for null."""
+    kinds = collect_types(schema)
     if kinds == {"string"}:
-        return _string(rules, schema, after, [_NULL, *never])
-    strings = [choice for choice in _choices(schema) if types_of(choice) == {"string"}]
-    if kinds != {"string", "null"} or len(strings) != 1 or set(schema) - _SILENT - {"anyOf", "oneOf"}:
+        return _string(rules, schema, after, [_NULL_WORDS, *never])
+    strings = [choice for choice in _alternatives(schema) if collect_types(choice) == {"string"}]
+    if kinds != {"string", "null"} or len(strings) != 1 or set(schema) - _IGNORED_KEYS - {"anyOf", "oneOf"}:
         raise UnsupportedSchema
-    text = _string(rules, strings[0], after, [_NULL, *nothing, *never])
+    text = _string(rules, strings[0], after, [_NULL_WORDS, *nothing, *never])
     return one_of([f"{rules.literal('null')} {rules.literal(after)}", text])
 
 
 def _string(rules: Rules, schema: Schema, after: str, never: Sequence[str]) -> str:
-    """A string without quotes that matches none of `never` and does not contain `after`."""
-    if set(schema) - _SILENT - _STRING:
+    """Writes a string without quotes that matches none of `never` and does not contain `after`."""
+    if set(schema) - _IGNORED_KEYS - _STRING_KEYS:
         raise UnsupportedSchema
-    parts = [ANY]
+    parts = [ANY_TEXT]
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if values:
         parts.append(one_of([quoted(value) for value in values]))
     if {"minLength", "maxLength"} & set(schema):
         parts.append(f"/(?s:.){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/")
     if "pattern" in schema:
-        parts.append(_found(schema["pattern"]))
+        parts.append(_match_pattern(schema["pattern"]))
     parts += [f"~({one})" for one in (*never, _with(after.strip()))]
-    return rules.before(rules.terminal(" & ".join(parts)), after)
+    return rules.followed_by(rules.terminal(" & ".join(parts)), after)
 
 
-def _found(pattern: str) -> str:
+def _match_pattern(pattern: str) -> str:
     """Matches texts in which `pattern` is found. Supports anchors only at its ends."""
     inner = pattern.removeprefix("^").removesuffix("$")
     anchored = "|" in inner and inner != pattern
     if anchored or inner.endswith("\\") or "^" in inner.replace("[^", "") or "$" in inner:
         raise UnsupportedSchema
-    before = "" if pattern.startswith("^") else ANY
-    after = "" if pattern.endswith("$") else ANY
+    before = "" if pattern.startswith("^") else ANY_TEXT
+    after = "" if pattern.endswith("$") else ANY_TEXT
     return f"({before} /{regex_to_lark(f'(?:{inner})', use_ascii='dw')}/ {after})"
 
 
-_WORD = r"[\w.-]+"
-_IDENTIFIER = rf"(?!(?:{'|'.join(kwlist)})$)[^\W\d]\w*"
-
-
 @dataclass(frozen=True, slots=True)
-class Arguments:
-    """Arguments written one by one: each between `before` and `after`, separated by `comma`."""
+class ArgumentStyle:
+    """How arguments are written one by one: each between `before` and `after`, separated by `comma`."""
 
     before: str
     after: str
@@ -233,7 +238,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class CallStyle:
     """A call is `before`, its arguments and `after`; without arguments it is `empty`, if that differs.
 
     `arguments`: None if they are one JSON object. `block`: what begins, separates and ends several calls between one
@@ -242,71 +247,65 @@ class Style:
 
     before: str
     after: str
-    arguments: Arguments | None = None
+    arguments: ArgumentStyle | None = None
     block: tuple[str, str, str] | None = None
     names: str = _WORD
     empty: str | None = None
 
 
-def style_of(parser: str, template: str) -> Style | None:
+def get_style(parser: str, template: str) -> CallStyle | None:
     """Returns the style of one of mlx-lm's parsers; None if unknown."""
-    return _HEADED if parser == "mistral" and "[ARGS]" in template else _STYLES.get(parser)
+    return _MISTRAL_ARGS_STYLE if parser == "mistral" and "[ARGS]" in template else _STYLES.get(parser)
 
 
-def _tagged(tag: str, empty: str | None = None) -> Style:
+def _tagged_style(tag: str, empty: str | None = None) -> CallStyle:
     before = f"<{tag}arg_key>@name</{tag}arg_key>@nl<{tag}arg_value>"
-    return Style("@name@nl", "", Arguments(before, f"</{tag}arg_value>@nl", glm), empty=empty)
+    return CallStyle("@name@nl", "", ArgumentStyle(before, f"</{tag}arg_value>@nl", write_glm), empty=empty)
 
 
-_HEADED = Style("@name[ARGS]", "", names=r"[\w-]+")
-_LINES = "@nl", "@nl", "@nl"
+_MISTRAL_ARGS_STYLE = CallStyle("@name[ARGS]", "", names=r"[\w-]+")
 _STYLES = {
-    "json_tools": Style('@nl{"name": "@name", "arguments": ', "}@nl", names=r'[^"\\\x00-\x1f@]+'),
-    "mistral": Style('{"name": "@name", "arguments": ', "}", block=(" [", ", ", "]"), names=r'[^"\\\x00-\x1f@]+'),
-    "kimi_k2": Style(
+    "json_tools": CallStyle('@nl{"name": "@name", "arguments": ', "}@nl", names=r'[^"\\\x00-\x1f@]+'),
+    "mistral": CallStyle('{"name": "@name", "arguments": ', "}", block=(" [", ", ", "]"), names=r'[^"\\\x00-\x1f@]+'),
+    "kimi_k2": CallStyle(
         "<|tool_call_begin|>functions.@name:@n<|tool_call_argument_begin|>", "<|tool_call_end|>", block=("", "", "")
     ),
-    "kimi_k3": Style(
+    "kimi_k3": CallStyle(
         '<|open|>call tool="@name" index="@n"<|sep|><|open|>json type="object"<|sep|>',
         "<|close|>json<|sep|><|close|>call<|sep|>",
         block=("", "", ""),
     ),
-    "qwen3_coder": Style(
-        "\n<function=@name>\n", "</function>\n", Arguments("<parameter=@name>\n", "\n</parameter>\n", qwen)
+    "qwen3_coder": CallStyle(
+        "\n<function=@name>\n", "</function>\n", ArgumentStyle("<parameter=@name>\n", "\n</parameter>\n", write_qwen)
     ),
-    "glm47": _tagged(""),
-    "laguna": _tagged(""),
-    "longcat": _tagged("longcat_", '@nl{"name": "@name", "arguments": {}}@nl'),
-    "minimax_m2": Style(
+    "glm47": _tagged_style(""),
+    "laguna": _tagged_style(""),
+    "longcat": _tagged_style("longcat_", '@nl{"name": "@name", "arguments": {}}@nl'),
+    "minimax_m2": CallStyle(
         '<invoke name="@name">@nl', "</invoke>",
-        Arguments('<parameter name="@name">', "</parameter>@nl", by_types()), _LINES,
+        ArgumentStyle('<parameter name="@name">', "</parameter>@nl", write_by_types()), _LINE_BREAK_BLOCK,
     ),
-    "muse_spark": Style(
+    "muse_spark": CallStyle(
         '<atem:invoke name="@name">@nl', "</atem:invoke>",
-        Arguments('<atem:parameter name="@name">', "</atem:parameter>@nl", as_json), _LINES,
+        ArgumentStyle('<atem:parameter name="@name">', "</atem:parameter>@nl", write_json), _LINE_BREAK_BLOCK,
     ),
-    "minicpm5": Style('"@name">@nl', "", Arguments('<param name="@name">', "</param>@nl", by_types("<"))),
-    "pythonic": Style(
-        "@name(", ")", Arguments("@name=", "", as_json, ", ", _IDENTIFIER), ("[", ", ", "]"), _IDENTIFIER
+    "minicpm5": CallStyle('"@name">@nl', "", ArgumentStyle('<param name="@name">', "</param>@nl", write_by_types("<"))),
+    "pythonic": CallStyle(
+        "@name(", ")", ArgumentStyle("@name=", "", write_json, ", ", _IDENTIFIER), ("[", ", ", "]"), _IDENTIFIER
     ),
-    "function_gemma": Style(
-        "call:@name{", "}", Arguments("@name:", "", between("<escape>", "}"), ",", r"\w+"), names=r"\w+"
+    "function_gemma": CallStyle(
+        "call:@name{", "}", ArgumentStyle("@name:", "", write_between("<escape>", "}"), ",", r"\w+"), names=r"\w+"
     ),
-    "gemma4": Style(
-        "call:@name{", "}", Arguments("@name:", "", between('<|"|>', "\0"), ",", r"\w+"), names=r"[\w-]+"
+    "gemma4": CallStyle(
+        "call:@name{", "}", ArgumentStyle("@name:", "", write_between('<|"|>', "\0"), ",", r"\w+"), names=r"[\w-]+"
     ),
 }  # fmt: skip
 
 
-_WORDS_ONLY = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
-_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-_VALUES = {"enum", "const", "required"}
-_PLAIN = {"type", "properties", "required", "$defs", "definitions"}
-_ONE_BY_ONE = _PLAIN | {"additionalProperties", "x-guidance"}
-
-
-def calls(rules: Rules, style: Style, tools: Sequence[dict[str, Any]], strict: Iterable[str], one: bool) -> str | None:
-    """Returns what stands between a pair of tags: one call, or several if the style and `one` allow that.
+def write_calls(
+    rules: Rules, style: CallStyle, tools: Sequence[dict[str, Any]], strict: Iterable[str], one: bool
+) -> str | None:
+    """Returns the rule between a pair of tags: one call, or several if the style and `one` allow that.
 
     For tools not in `strict`, unsupported parts of the schema are ignored.
 
@@ -314,13 +313,13 @@ def calls(rules: Rules, style: Style, tools: Sequence[dict[str, Any]], strict: I
         None if a tool can't be written in this style.
     """
     try:
-        written = [_call(rules, style, tool["function"], tool["function"]["name"] in strict) for tool in tools]
+        written = [_write_call(rules, style, tool["function"], tool["function"]["name"] in strict) for tool in tools]
     except UnsupportedSchema:
         return None
     call = rules.rule(one_of(written))
     if style.block is None:
         return call
-    begin, comma, end = (_literal(rules, text) for text in style.block)
+    begin, comma, end = (_fill_in(rules, text) for text in style.block)
     more = "" if one else f"({comma} {call})*"
     return rules.rule(f"{begin} {call} {more} {end}")
 
@@ -330,36 +329,36 @@ def arguments_of(function: dict[str, Any], strict: bool) -> Schema:
     schema says otherwise.
 
     Raises:
-        InvalidRequest: the schema is not of an object.
+        InvalidRequest: the schema does not describe an object.
     """
-    schema = _bare(function["parameters"])
+    schema = _strip_annotations(function["parameters"])
     if "object" not in (kind := schema.get("type", "object")):
         raise InvalidRequest(f"arguments are to be {kind!r}; expected a schema of an object")
-    closed = {"additionalProperties": False} if "properties" in schema and not set(schema) - _PLAIN else {}
-    return {**schema, "type": "object", **closed, "x-guidance": {**SPACE, "lenient": not strict}}
+    closed = {"additionalProperties": False} if "properties" in schema and not set(schema) - _PLAIN_OBJECT_KEYS else {}
+    return {**schema, "type": "object", **closed, "x-guidance": {**JSON_WHITESPACE, "lenient": not strict}}
 
 
-def _call(rules: Rules, style: Style, function: dict[str, Any], strict: bool) -> str:
+def _write_call(rules: Rules, style: CallStyle, function: dict[str, Any], strict: bool) -> str:
     name, schema = function["name"], arguments_of(function, strict)
     if re.fullmatch(style.names, name, re.ASCII) is None:
         raise UnsupportedSchema
-    before, after = _literal(rules, style.before, name), _literal(rules, style.after)
+    before, after = _fill_in(rules, style.before, name), _fill_in(rules, style.after)
     if style.arguments is None:
         return rules.rule(f"{before} {rules.json(schema)} {after}")
-    parts = _arguments(rules, style.arguments, schema)
-    comma, rest, firsts = _literal(rules, style.arguments.comma), '""', list[str]()
+    parts = _write_arguments(rules, style.arguments, schema)
+    comma, rest, firsts = _fill_in(rules, style.arguments.comma), '""', list[str]()
     for part, needed in reversed(parts):  # a subset of them, in order; `firsts` are the alternatives by first part
         firsts = [f"{part} {rest}", *(() if needed else firsts)]
         rest = rules.rule(one_of([f"{comma} {part} {rest}", *(() if needed else [rest])]))
     ways = [f"{before} {first} {after}" for first in firsts]
     if not any(needed for _, needed in parts):
-        ways.append(_literal(rules, style.empty, name) if style.empty is not None else f"{before} {after}")
+        ways.append(_fill_in(rules, style.empty, name) if style.empty is not None else f"{before} {after}")
     return rules.rule(one_of(ways))
 
 
-def _arguments(rules: Rules, style: Arguments, schema: Schema) -> list[tuple[str, bool]]:
+def _write_arguments(rules: Rules, style: ArgumentStyle, schema: Schema) -> list[tuple[str, bool]]:
     """Returns each argument's rule and whether it is required."""
-    if set(schema) - _ONE_BY_ONE:
+    if set(schema) - _SEPARABLE_KEYS:
         raise UnsupportedSchema
     needed = schema.get("required", [])
     known = schema.get("properties", {})
@@ -370,12 +369,12 @@ def _arguments(rules: Rules, style: Arguments, schema: Schema) -> list[tuple[str
             raise UnsupportedSchema
         shared = {"x-guidance", *(("$defs", "definitions") if "$ref" in json.dumps(inner) else ())}
         value = style.write(rules, {**inner, **{key: schema[key] for key in shared & set(schema)}}, after)
-        text = f"{_literal(rules, style.before, name)} {value} {_literal(rules, line_break)}"
+        text = f"{_fill_in(rules, style.before, name)} {value} {_fill_in(rules, line_break)}"
         found.append((rules.rule(text), name in needed))
     return found
 
 
-def _literal(rules: Rules, text: str, name: str = "") -> str:
+def _fill_in(rules: Rules, text: str, name: str = "") -> str:
     """Returns a piece of a style with `name` filled in."""
     found = []
     for piece in re.split("(@nl|@n(?!ame))", text):
@@ -389,16 +388,16 @@ def _literal(rules: Rules, text: str, name: str = "") -> str:
     return " ".join(found)
 
 
-def _bare(schema: Any) -> Any:
+def _strip_annotations(schema: Any) -> Any:
     """Removes annotations from a schema."""
     if isinstance(schema, list):
-        return [_bare(one) for one in schema]
+        return [_strip_annotations(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
     found = {}
     for key, value in schema.items():
-        if key in _NAMED and isinstance(value, dict):
-            found[key] = {name: _bare(one) for name, one in value.items()}
-        elif key not in _WORDS_ONLY:
-            found[key] = value if key in _VALUES else _bare(value)
+        if key in _SUBSCHEMA_MAPS and isinstance(value, dict):
+            found[key] = {name: _strip_annotations(one) for name, one in value.items()}
+        elif key not in _ANNOTATION_KEYS:
+            found[key] = value if key in _LITERAL_KEYS else _strip_annotations(value)
     return found

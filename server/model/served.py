@@ -1,6 +1,6 @@
-"""The served model: its names, tokenizer and chat template, and conversations as tokens.
+"""The served model: its names, tokenizer and chat template, which convert conversations to tokens.
 
-The model's folder is read as in the orchestrator, so tokens mean the same in both.
+The orchestrator reads the model's folder in the same way, so tokens mean the same in both.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from outrider.grammar.compiler import Vocabulary, vocabulary_of
+from outrider.grammar.compiler import Vocabulary, get_vocabulary
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model, read_json
 from outrider.orchestrator.pairing.tokenizer import (
     Message,
     TextCodec,
-    as_text,
     chat_template,
+    cut_after_message,
+    join_messages,
     load_codec,
-    render,
-    without_end,
+    render_template,
 )
 from outrider.protocol.errors import InvalidRequest, ModelError, PromptTooLong
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.model.tool_format import (
-    FORMAT,
+    FALLBACK_FORMAT,
     SpanTags,
     ToolFormat,
-    thinking_tags,
+    find_thinking_tags,
     tool_format,
     tools_as_text,
 )
 
 EMBEDDED = "outrider-embedded"
-_DEFAULTS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+_SAMPLING_KEYS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class TokenizedPrompt:
 class ServedModel:
     """`names`: accepted model names, the id first. `defaults`: sampling values of generation_config.json.
 
-    `longest_token`: the most characters of one token. `tools_as_text`: the template does not support tools.
+    `longest_token`: the characters of the longest token. `tools_as_text`: the template does not support tools.
     """
 
     names: tuple[str, ...]
@@ -114,11 +114,11 @@ class ServedModel:
     def context_length(self) -> int | None:
         return self.codec.model.context_length
 
-    def ends(self, sampling: SamplingParams) -> frozenset[int]:
-        """Returns the tokens that end a text, and that are not part of it."""
+    def end_tokens(self, sampling: SamplingParams) -> frozenset[int]:
+        """Returns the tokens that end a text and are not part of it."""
         return frozenset() if sampling.ignore_eos else self.codec.eos
 
-    def plain(self, text: str) -> TokenizedPrompt:
+    def tokenize_text(self, text: str) -> TokenizedPrompt:
         """Tokenizes a text to complete.
 
         Raises:
@@ -126,50 +126,50 @@ class ServedModel:
         """
         if not text:
             raise InvalidRequest("the prompt is empty; expected text, or at least one token")
-        return TokenizedPrompt(self._fitting(text, special=True))
+        return TokenizedPrompt(self._tokenize(text, special=True))
 
-    def prompt(self, talk: TemplateInput) -> TokenizedPrompt:
-        """Applies the chat template and tokenizes. Without a template the text is used as it is (`as_text`).
+    def tokenize_conversation(self, source: TemplateInput) -> TokenizedPrompt:
+        """Applies the chat template and tokenizes. Without a template the text is used as it is (`join_messages`).
 
         Raises:
             InvalidRequest: the template does not support the input, or there is none.
             ModelError: the template rejects these messages.
         """
         if self.template is None:
-            if talk.keywords:
+            if source.keywords:
                 raise InvalidRequest(f"{self.id} has no chat template; leave out the template's arguments")
-            return self.plain(as_text(talk.messages))
-        text = self._tools_as_text(self.template, talk) if self.tools_as_text else self._rendered(self.template, talk)
-        if talk.continue_final:
-            text = without_end(text, str(talk.messages[-1].get("content") or ""))
-        thoughts = self._thoughts(text, talk)
-        if thoughts is Thoughts.BEGUN and self.thinking is not None and talk.keywords.get("enable_thinking") is False:
+            return self.tokenize_text(join_messages(source.messages))
+        text = self._tools_as_text(self.template, source) if self.tools_as_text else self._render(self.template, source)
+        if source.continue_final:
+            text = cut_after_message(text, str(source.messages[-1].get("content") or ""))
+        thoughts = self._thinking_mode(text, source)
+        if thoughts is Thoughts.BEGUN and self.thinking is not None and source.keywords.get("enable_thinking") is False:
             text, thoughts = f"{text}{self.thinking.end}\n\n", Thoughts.NONE
-        return TokenizedPrompt(self._fitting(text, special=False), thoughts)
+        return TokenizedPrompt(self._tokenize(text, special=False), thoughts)
 
-    def _rendered(self, template: str, talk: TemplateInput) -> str:
-        return render(
+    def _render(self, template: str, source: TemplateInput) -> str:
+        return render_template(
             template,
-            talk.messages,
+            source.messages,
             self.codec.special,
-            tools=list(talk.box.tools) or None,
-            answer=talk.answer and not talk.continue_final,
-            keywords=talk.keywords,
+            tools=list(source.box.tools) or None,
+            answer=source.answer and not source.continue_final,
+            keywords=source.keywords,
         )
 
-    def _tools_as_text(self, template: str, talk: TemplateInput) -> str:
-        tools = talk.box.tools
-        plain = replace(talk, messages=tools_as_text(talk.messages, tools), box=Toolbox())
+    def _tools_as_text(self, template: str, source: TemplateInput) -> str:
+        tools = source.box.tools
+        plain = replace(source, messages=tools_as_text(source.messages, tools), box=Toolbox())
         try:
-            return self._rendered(template, plain)
+            return self._render(template, plain)
         except ModelError:
-            if not tools or talk.messages[0]["role"] == "system":
+            if not tools or source.messages[0]["role"] == "system":
                 raise
-        messages = tools_as_text(talk.messages, tools, in_system=False)  # some templates refuse system messages
-        return self._rendered(template, replace(plain, messages=messages))
+        messages = tools_as_text(source.messages, tools, in_system=False)  # some templates refuse system messages
+        return self._render(template, replace(plain, messages=messages))
 
-    def _fitting(self, text: str, special: bool) -> tuple[int, ...]:
-        """Tokenizes `text`, unless it is certainly too long: that would take seconds."""
+    def _tokenize(self, text: str, special: bool) -> tuple[int, ...]:
+        """Tokenizes `text`, unless it is certainly too long, which would take seconds."""
         room = self.context_length
         if room is not None and len(text) >= room * self.longest_token:
             raise PromptTooLong(
@@ -178,16 +178,16 @@ class ServedModel:
             )
         return self.codec.encode(text, special)
 
-    def _thoughts(self, text: str, talk: TemplateInput) -> Thoughts:
+    def _thinking_mode(self, text: str, source: TemplateInput) -> Thoughts:
         if self.thinking is None:
             return Thoughts.NONE
         if text.rfind(self.thinking.start) > text.rfind(self.thinking.end):
             return Thoughts.BEGUN
-        begins = talk.answer and not talk.continue_final and not text.rstrip().endswith(self.thinking.end)
-        return Thoughts.OPTIONAL if begins and talk.keywords.get("enable_thinking") is not False else Thoughts.NONE
+        begins = source.answer and not source.continue_final and not text.rstrip().endswith(self.thinking.end)
+        return Thoughts.OPTIONAL if begins and source.keywords.get("enable_thinking") is not False else Thoughts.NONE
 
 
-def load_served(name: str, folder: Path, names: tuple[str, ...], tool_fallback: bool = True) -> ServedModel:
+def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fallback: bool = True) -> ServedModel:
     """Loads the model in `folder`, which the orchestrator calls `name`. `names`: other names for it.
 
     `tool_fallback`: describe tools in the system prompt if the template does not support them.
@@ -204,11 +204,11 @@ def load_served(name: str, folder: Path, names: tuple[str, ...], tool_fallback: 
     return ServedModel(
         names=names or default_names(name, folder),
         codec=codec,
-        vocabulary=vocabulary_of(codec.tokenizer),
+        vocabulary=get_vocabulary(codec.tokenizer),
         template=template,
-        thinking=thinking_tags(vocabulary) if template is not None else None,
-        tools=tool_format(template, vocabulary, FORMAT) if worded else tools,
-        defaults=_default_sampling(folder),
+        thinking=find_thinking_tags(vocabulary) if template is not None else None,
+        tools=tool_format(template, vocabulary, FALLBACK_FORMAT) if worded else tools,
+        defaults=_read_default_sampling(folder),
         longest_token=max(map(len, vocabulary)),
         loaded_at=int(time.time()),
         tools_as_text=worded,
@@ -216,16 +216,16 @@ def load_served(name: str, folder: Path, names: tuple[str, ...], tool_fallback: 
 
 
 def default_names(name: str, folder: Path) -> tuple[str, ...]:
-    """Returns a Hugging Face id as it is; for a folder its last component and the whole path."""
+    """Returns a Hugging Face id unchanged; for a folder, its last component and the whole path."""
     if folder == EMBEDDED_TARGET:
         return (EMBEDDED, name)
     path = Path(name).expanduser()
     return (path.resolve().name, name) if path.exists() else (name,)
 
 
-def _default_sampling(folder: Path) -> dict[str, float]:
+def _read_default_sampling(folder: Path) -> dict[str, float]:
     config = read_json(folder / "generation_config.json")
     if not config.get("do_sample", True):
         return {}
-    found = {ours: config.get(theirs) for theirs, ours in _DEFAULTS.items()}
+    found = {ours: config.get(theirs) for theirs, ours in _SAMPLING_KEYS.items()}
     return {name: value for name, value in found.items() if isinstance(value, int | float) and value is not True}

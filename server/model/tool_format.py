@@ -20,44 +20,18 @@ from typing import Any
 
 from outrider.orchestrator.pairing.tokenizer import Message
 from outrider.protocol.errors import ModelError
-from outrider.server.model.call_grammar import Style, style_of
+from outrider.server.model.call_grammar import CallStyle, get_style
 
 _PAIRS = (
     ("<think>", "</think>"),
     ("<longcat_think>", "</longcat_think>"),
     ("<|think:start|>", "<|think:end|>"),
 )
-_XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
-
-
-@dataclass(frozen=True, slots=True)
-class SpanTags:
-    """The tags that begin and end a span. An empty `end` means the end of the text."""
-
-    start: str
-    end: str
-
-
-def thinking_tags(vocabulary: Collection[str]) -> SpanTags | None:
-    """Returns the thinking tags, or None if the model has none."""
-    for start, end in _PAIRS:
-        if start in vocabulary and end in vocabulary:
-            return SpanTags(start, end)
-    if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
-        return SpanTags("<|channel>thought", "<channel|>")
-    if is_kimi_k3(vocabulary):
-        return SpanTags("<|open|>think<|sep|>", "<|close|>think<|sep|>")
-    return None
-
-
-def is_kimi_k3(vocabulary: Collection[str]) -> bool:
-    """Whether the vocabulary is of Kimi K3's format."""
-    return all(token in vocabulary for token in _XTML)
-
-
+_KIMI_K3_TOKENS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 PACKAGE = "_outrider_tool_parsers"
-# By parser: substrings of the template, any of the alternatives in full; in mlx-lm's order.
-_BY_TEMPLATE: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+
+# For each parser: alternative sets of substrings, of which a template contains one in full; in mlx-lm's order.
+_TEMPLATE_MARKERS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("minimax_m2", (("<minimax:tool_call>",),)),
     ("gemma4", (("<|tool_call>", "<tool_call|>"),)),
     ("function_gemma", (("<start_function_call>",),)),
@@ -71,6 +45,48 @@ _BY_TEMPLATE: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("muse_spark", (("<atem:function_calls>",),)),
     ("json_tools", (("<tool_call>", "tool_call.name"),)),
 )
+
+FALLBACK_FORMAT = "json_tools"
+FALLBACK_NOTE = (
+    "The chat template of this model has no tools: they are described in the system prompt, and calls are held to a"
+    " grammar. --no-tool-fallback refuses tools instead."
+)
+
+_INSTRUCTION = """You may call functions to answer the user. These are the functions, a JSON object each:
+<tools>
+{tools}
+</tools>
+To call a function, write its name and its arguments as a JSON object between <tool_call> and </tool_call>, like this:
+<tool_call>
+{{"name": "function", "arguments": {{"argument": "value"}}}}
+</tool_call>
+What the function returned follows between <tool_response> and </tool_response>. Call a function only if its result is \
+needed; otherwise answer in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanTags:
+    """The tags that begin and end a span. An empty `end` means the end of the text."""
+
+    start: str
+    end: str
+
+
+def find_thinking_tags(vocabulary: Collection[str]) -> SpanTags | None:
+    """Returns the thinking tags, or None if the model has none."""
+    for start, end in _PAIRS:
+        if start in vocabulary and end in vocabulary:
+            return SpanTags(start, end)
+    if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
+        return SpanTags("<|channel>thought", "<channel|>")
+    if is_kimi_k3(vocabulary):
+        return SpanTags("<|open|>think<|sep|>", "<|close|>think<|sep|>")
+    return None
+
+
+def is_kimi_k3(vocabulary: Collection[str]) -> bool:
+    """Whether the vocabulary is of Kimi K3's format."""
+    return all(token in vocabulary for token in _KIMI_K3_TOKENS)
 
 
 class InvalidToolCall(Exception):
@@ -93,7 +109,7 @@ class ToolFormat:
     name: str
     tags: SpanTags
     module: ModuleType
-    style: Style | None = None
+    style: CallStyle | None = None
 
     def calls(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
         """Parses the text between the tags.
@@ -104,7 +120,7 @@ class ToolFormat:
         try:
             parsed = self.module.parse_tool_call(text, list(tools))
             many = parsed if isinstance(parsed, list) else [parsed]
-            return tuple(_call(one) for one in many)
+            return tuple(_to_tool_call(one) for one in many)
         except Exception as error:  # parsers raise anything on malformed text
             raise InvalidToolCall(str(error)) from None
 
@@ -116,21 +132,21 @@ def tool_format(template: str | None, vocabulary: Collection[str], named: str | 
     Raises:
         ModelError: the installed mlx-lm does not have the named parser.
     """
-    name = named or infer(template, vocabulary)
+    name = named or infer_parser(template, vocabulary)
     if name is None:
         return None
     try:
-        module = import_module(f"{_parsers()}.{name}")
+        module = import_module(f"{_import_parsers()}.{name}")
     except ImportError:
         raise ModelError(f"the model's tool calls are written as {name!r}, which this mlx-lm can't read") from None
     tags = SpanTags(module.tool_call_start, module.tool_call_end)
-    return ToolFormat(name, tags, module, style_of(name, template or ""))
+    return ToolFormat(name, tags, module, get_style(name, template or ""))
 
 
-def infer(template: str | None, vocabulary: Collection[str]) -> str | None:
+def infer_parser(template: str | None, vocabulary: Collection[str]) -> str | None:
     """Returns the parser's name by mlx-lm's rules, in the same order."""
     if template is not None:
-        for name, alternatives in _BY_TEMPLATE:
+        for name, alternatives in _TEMPLATE_MARKERS:
             if any(all(mark in template for mark in marks) for marks in alternatives):
                 return name
     if is_kimi_k3(vocabulary):
@@ -140,7 +156,7 @@ def infer(template: str | None, vocabulary: Collection[str]) -> str | None:
     return None
 
 
-def _call(parsed: dict[str, Any]) -> ToolCall:
+def _to_tool_call(parsed: dict[str, Any]) -> ToolCall:
     name, arguments, own = parsed["name"], parsed.get("arguments", {}), parsed.get("id")
     if not isinstance(name, str) or not name:
         raise InvalidToolCall("it names no function")
@@ -149,7 +165,7 @@ def _call(parsed: dict[str, Any]) -> ToolCall:
 
 
 @cache
-def _parsers() -> str:
+def _import_parsers() -> str:
     """Returns the package name of the parsers; `find_spec` locates mlx-lm without running it."""
     package = find_spec("mlx_lm")
     folders = list(package.submodule_search_locations or ()) if package is not None else []
@@ -165,23 +181,6 @@ def _parsers() -> str:
     return PACKAGE
 
 
-FORMAT = "json_tools"
-NOTE = (
-    "The chat template of this model has no tools: they are described in the system prompt, and calls are held to a"
-    " grammar. --no-tool-fallback refuses tools instead."
-)
-_INSTRUCTION = """You may call functions to answer the user. These are the functions, a JSON object each:
-<tools>
-{tools}
-</tools>
-To call a function, write its name and its arguments as a JSON object between <tool_call> and </tool_call>, like this:
-<tool_call>
-{{"name": "function", "arguments": {{"argument": "value"}}}}
-</tool_call>
-What the function returned follows between <tool_response> and </tool_response>. Call a function only if its result is \
-needed; otherwise answer in words."""
-
-
 def tools_as_text(
     messages: Iterable[Message], tools: Sequence[dict[str, Any]], in_system: bool = True
 ) -> list[Message]:
@@ -191,7 +190,7 @@ def tools_as_text(
     """
     converted: list[Message] = []
     for message in messages:
-        one = _as_text(message)
+        one = _message_to_text(message)
         last = converted[-1] if converted else None
         is_result = last is not None and str(last.get("content") or "").endswith("</tool_response>")
         if last is not None and is_result and one["role"] == last["role"] == "user":
@@ -211,18 +210,18 @@ def tools_as_text(
     return [{"role": role, "content": instruction}, *converted]
 
 
-def _as_text(message: Message) -> Message:
+def _message_to_text(message: Message) -> Message:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
     if not message.get("tool_calls"):
         return message
-    calls = [_call_as_text(call["function"]) for call in message["tool_calls"]]
+    calls = [_call_to_text(call["function"]) for call in message["tool_calls"]]
     words = [message["content"]] if message.get("content") else []
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": "\n".join([*words, *calls])}
 
 
-def _call_as_text(function: dict[str, Any]) -> str:
+def _call_to_text(function: dict[str, Any]) -> str:
     arguments = function["arguments"]
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     name = json.dumps(function["name"], ensure_ascii=False)

@@ -45,14 +45,14 @@ def test_log_page_index_lists_each_entry_once(log: Path) -> None:
 
 def test_messages_page_is_up_to_date() -> None:
     """Written by `python -m tools.messages --write docs/messages.md`."""
-    assert (ROOT / "docs" / "messages.md").read_text() == messages.page()
+    assert (ROOT / "docs" / "messages.md").read_text() == messages.render_page()
 
 
 def test_collected_messages_include_errors_help_log_lines_and_notes() -> None:
     """One of each kind: raised here, made elsewhere and raised, a flag's help, a log line, a note, the page."""
-    found = {(message.kind, message.text) for message in messages.messages()}
+    found = {(message.kind, message.text) for message in messages.find_messages()}
     for kind, words in (
-        ("errors", "{name} is {_shown(value)}; expected True or False"),
+        ("errors", "{name} is {_plain_repr(value)}; expected True or False"),
         ("help", "print the version and exit"),
         ("log", "dropped a heartbeat frame: %s"),
         ("other", "speculation is off: there is no drafter"),

@@ -65,7 +65,7 @@ def test_each_record_of_a_request_has_one_writer() -> None:
     [
         ("request.round.halted = True", "round"),
         ("round_.number += 1", "round"),
-        ("a, request.sequence.heard_ns = 1, 2", "sequence"),
+        ("a, request.sequence.last_heard_ns = 1, 2", "sequence"),
         ("request.sequence.append(tokens, 0)", "sequence"),
         ("del draft.drafters[name]", "draft"),
         ("draft.losses.pop(name)", "draft"),

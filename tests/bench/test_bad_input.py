@@ -12,7 +12,7 @@ from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
 from outrider.protocol.errors import InvalidRequest, ModelError
-from outrider.protocol.version import install
+from outrider.protocol.version import install_command
 
 Captured = pytest.CaptureFixture[str]
 
@@ -76,7 +76,7 @@ def test_a_peer_that_is_not_installed_is_named(capsys: Captured, monkeypatch: py
     code, message = exit_code_and_error(capsys, "bench", "--prompts", "1", "--peers", "mlx-lm")
     assert (code, message) == (
         InvalidRequest.exit_code,
-        f"outrider bench: mlx-lm is left out: mlx_lm is not installed; run {install('bench')}",
+        f"outrider bench: mlx-lm is left out: mlx_lm is not installed; run {install_command('bench')}",
     )
 
 
@@ -127,7 +127,7 @@ def test_interrupted_tune_saves_nothing(capsys: Captured, tmp_path: Path, monkey
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tune, "_measured", interrupt)
+    monkeypatch.setattr(tune, "_measure_arms", interrupt)
     assert main(["tune"]) == 130
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
     assert "tune: interrupted; nothing was saved" in capsys.readouterr().err

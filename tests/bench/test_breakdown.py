@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench.rounds import breakdown, table
+from outrider.bench.rounds import compute_breakdown, format_breakdown
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import DraftWork, RoundRecord, Span
 
@@ -32,7 +32,7 @@ ROUNDS = [
 
 
 def test_breakdown_parts_add_up_to_the_time_between_outcomes() -> None:
-    found = breakdown(ROUNDS, 1)
+    found = compute_breakdown(ROUNDS, 1)
     assert (found.rounds, found.verify) == (4, 10.0)
     assert found.turnaround == pytest.approx(0.5 / 4)
     assert found.waiting == pytest.approx((2.0 + 0.1) / 4)
@@ -43,15 +43,16 @@ def test_breakdown_parts_add_up_to_the_time_between_outcomes() -> None:
 
 
 def test_breakdown_can_skip_the_first_rounds() -> None:
-    assert breakdown(ROUNDS, 4).rounds == 1
+    assert compute_breakdown(ROUNDS, 4).rounds == 1
 
 
 def test_breakdown_of_a_single_round_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="generate more tokens"):
-        breakdown(ROUNDS, 5)
+        compute_breakdown(ROUNDS, 5)
 
 
 def test_the_table_has_a_line_for_each_part() -> None:
-    assert [line.split("  ")[1].strip() for line in table(breakdown(ROUNDS, 1)).splitlines()[1:]] == [
+    lines = format_breakdown(compute_breakdown(ROUNDS, 1)).splitlines()[1:]
+    assert [line.split("  ")[1].strip() for line in lines] == [
         "verify", "turnaround", "wait for drafter", "fallback", "round", "commit", "work ahead",
     ]  # fmt: skip

@@ -76,7 +76,8 @@ def test_more_concurrent_requests_get_shorter_chains_and_fewer_branches() -> Non
     for _ in range(30):
         estimates.observe_depth(16, 3.5)
     plans = [
-        Forecasts(estimates, estimates, at_once, 8, 16, at_once == 1).of(Arm("ssd"))[0] for at_once in (1, 2, 4, 8, 16)
+        Forecasts(estimates, estimates, at_once, 8, 16, at_once == 1).forecast(Arm("ssd"))[0]
+        for at_once in (1, 2, 4, 8, 16)
     ]
     depths, breadths = [plan.depth for plan in plans], [plan.branches for plan in plans]
     assert depths == sorted(depths, reverse=True) and depths[-1] < depths[0]

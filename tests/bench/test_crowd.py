@@ -9,8 +9,8 @@ import pytest
 
 from outrider.bench import picture
 from outrider.bench.comparison import report
-from outrider.bench.comparison.report import concurrent_section, concurrent_table
-from outrider.bench.comparison.runs import Arrival, Reply, timed
+from outrider.bench.comparison.report import format_concurrent_section, make_concurrent_section
+from outrider.bench.comparison.runs import Arrival, Reply, time_replies
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.errors import InvalidRequest
@@ -37,29 +37,29 @@ def test_wait_for_a_chunk_is_divided_among_its_tokens() -> None:
 
 
 def test_total_rate_spans_first_send_to_last_arrival() -> None:
-    found = timed([reply(1.0, (1.5, 1), (2.0, 4)), reply(1.2, (3.0, 5))])
+    found = time_replies([reply(1.0, (1.5, 1), (2.0, 4)), reply(1.2, (3.0, 5))])
     assert (found.tokens, found.seconds) == (10, 2.0)
 
 
 def test_section_compares_modes_with_the_peer_and_auto_with_the_best() -> None:
-    found = concurrent_section(2, 0.8, {"ar": crowd(10), "ssd": crowd(20), "auto": crowd(15), "mlx-lm": crowd(40)})
+    found = make_concurrent_section(2, 0.8, {"ar": crowd(10), "ssd": crowd(20), "auto": crowd(15), "mlx-lm": crowd(40)})
     rates = {row.name: row.rate.value for row in found.rows}
     assert rates == pytest.approx({"ar": 20, "ssd": 40, "auto": 30, "mlx-lm": 80})
     assert found.row("ar").against_peer and found.row("ar").against_peer.value == pytest.approx(0.25)
     assert found.row("mlx-lm").against_peer is None
     assert found.best == "ssd" and found.auto_over_best and found.auto_over_best.value == pytest.approx(0.75)
     assert found.row("ar").token_ms.p50.value == pytest.approx(100)
-    assert "| ssd | 40 [40, 40] | 0.50 [0.50, 0.50] | 50 / 50 | 50.0 / 50.0 |" in concurrent_table(found)
+    assert "| ssd | 40 [40, 40] | 0.50 [0.50, 0.50] | 50 / 50 | 50.0 / 50.0 |" in format_concurrent_section(found)
 
 
 def test_latency_interval_covers_all_rounds_and_requests() -> None:
     rounds = [[reply(0, (0.1, 1), (0.2, 1)), reply(0, (0.3, 1), (0.6, 1))], [reply(0, (0.5, 1), (0.7, 1))] * 2]
-    first = concurrent_section(2, 0.0, {"ar": rounds}).rows[0].first_ms.p50
+    first = make_concurrent_section(2, 0.0, {"ar": rounds}).rows[0].first_ms.p50
     assert (first.low, first.value, first.high) == pytest.approx((100, 400, 500))
 
 
 def test_ratios_are_left_out_without_peer_and_auto(tmp_path: Path) -> None:
-    found = [concurrent_section(width, 0.0, {"ar": crowd(10), "sd": crowd(12)}) for width in (1, 2)]
+    found = [make_concurrent_section(width, 0.0, {"ar": crowd(10), "sd": crowd(12)}) for width in (1, 2)]
     assert found[0].best is None and found[0].rows[0].against_peer is None
     picture.save(report.draw_concurrent(found, "two ways"), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -13,10 +13,10 @@ from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
 from tools.fleet import service
 from tools.fleet.engine import Engine
-from tools.fleet.ingress import IngressQueue, Least, PowerOfTwo, Router, Sessions
+from tools.fleet.ingress import IngressQueue, LeastLoaded, PowerOfTwo, Router, Sessions
 from tools.fleet.job import Job
 from tools.fleet.plan import Fleet, Loss, Scaling, Sizes, Traffic
-from tools.fleet.report import difference, losses, table
+from tools.fleet.report import describe_difference, describe_loss, table
 from tools.fleet.simulation import Outcome, Simulation
 from tools.simulation.profile import Profile
 
@@ -31,8 +31,8 @@ ZONE = Loss("zone", 8.0, 6.0)
 @pytest.fixture(autouse=True, scope="module")
 def short_recording() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service, "LEARNING", 3.0)
-        patch.setattr(service, "COUNTED", 6.0)
+        patch.setattr(service, "LEARNING_SECONDS", 3.0)
+        patch.setattr(service, "MEASURED_SECONDS", 6.0)
         yield
 
 
@@ -90,8 +90,10 @@ def test_losing_a_zone_loses_no_request(real: bool) -> None:
     assert broken and all(one.is_complete for one in broken)
     assert min(sample.engines for sample in found.tally.samples) == 2 and found.tally.samples[-1].engines == 3
     assert all(one.received <= one.answer for one in found.tally.jobs)
-    assert "lost at 8 s" in losses(found, ZONE, found) and "100% until the end" in losses(found, ZONE, found)
-    assert "+0.0 %" in difference(found, found)
+    assert "lost at 8 s" in describe_loss(found, ZONE, found) and "100% until the end" in describe_loss(
+        found, ZONE, found
+    )
+    assert "+0.0 %" in describe_difference(found, found)
     assert len(table({"0.5": found}).splitlines()) == 3
 
 
@@ -103,8 +105,8 @@ def test_interrupted_request_waits_until_the_loss_is_noticed() -> None:
 def test_engines_without_drafters_are_slower_but_complete_their_texts() -> None:
     found, whole = outcome(True, Loss("drafters", 4.0, 10.0)), outcome(True)
     assert found.sums.interrupted == 0 and found.sums.ended > 0.8 * whole.sums.ended
-    (alone, *_), _ = service.recorded(FLEET, MACHINE, 0)
-    (drafted_for, *_), _ = service.recorded(FLEET, MACHINE, 2)
+    (alone, *_), _ = service.record_service(FLEET, MACHINE, 0)
+    (drafted_for, *_), _ = service.record_service(FLEET, MACHINE, 2)
     assert alone.rate < 0.8 * drafted_for.rate
 
 
@@ -114,7 +116,7 @@ def test_spread_drafters_are_in_all_zones() -> None:
     assert [FLEET.drafters_in(zone, 1) for zone in range(3)] == [0, 2, 0]
 
 
-@pytest.mark.parametrize("router", [PowerOfTwo(0), Least()])
+@pytest.mark.parametrize("router", [PowerOfTwo(0), LeastLoaded()])
 def test_router_chooses_the_less_loaded_engine(router: Router) -> None:
     world = World()
     made = ingress(world, router, 2)

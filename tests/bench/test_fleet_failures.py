@@ -14,14 +14,14 @@ import pytest
 
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.protocol.errors import InvalidRequest
-from tools.fleet_failures.__main__ import chosen
+from tools.fleet_failures.__main__ import parse_rows
 from tools.fleet_failures.clockwork import Clockwork
-from tools.fleet_failures.costs import stamps_by_client
-from tools.fleet_failures.reader import Broken, Reader, Wanted
-from tools.fleet_failures.report import row, table
-from tools.fleet_failures.rows import Struck
+from tools.fleet_failures.costs import lags_by_client
+from tools.fleet_failures.reader import BrokenAnswer, Reader, WantedText
+from tools.fleet_failures.report import make_row, table
+from tools.fleet_failures.rows import KillResult
 
-WANTED = Wanted((7, 8), 6, 0.8, 3)
+WANTED = WantedText((7, 8), 6, 0.8, 3)
 
 
 @contextmanager
@@ -61,22 +61,22 @@ def test_a_reader_continues_at_the_next_gate() -> None:
 
 
 def test_a_reader_without_any_gate_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.fleet_failures.reader.AGAIN_SECONDS", 0.0)
-    with ingress(0, []) as url, pytest.raises(Broken, match="before its text"):
+    monkeypatch.setattr("tools.fleet_failures.reader.RETRY_SECONDS", 0.0)
+    with ingress(0, []) as url, pytest.raises(BrokenAnswer, match="before its text"):
         Reader([url], WANTED, "").read()
 
 
 def test_clockwork_engine_sends_the_time_of_each_chunk() -> None:
     with closing(Clockwork(pace=0.0)) as clockwork, asyncio.Runner() as runner:
-        lags = stamps_by_client(AsyncClient(clockwork.endpoint), WANTED, runner)
+        lags = lags_by_client(AsyncClient(clockwork.endpoint), WANTED, runner)
     assert len(lags) == WANTED.length and all(lag > 0 for lag in lags)
 
 
 def test_a_row_counts_texts_that_differ_and_exceeded_limits() -> None:
-    fine = row("attached", [Struck((0.5, 0.7), 2, 0, (), 3.0)])
-    late = row("attached", [Struck((1.6, 1.7), 2, 0, (), 3.0)])
-    other = row("actor", [Struck((0.1,), 1, 0, (), 3.0), Struck((0.1,), 1, 1, ("gone", "gone"), 4.0)])
-    gone = row("node", [], "it does not come back")
+    fine = make_row("attached", [KillResult((0.5, 0.7), 2, 0, (), 3.0)])
+    late = make_row("attached", [KillResult((1.6, 1.7), 2, 0, (), 3.0)])
+    other = make_row("actor", [KillResult((0.1,), 1, 0, (), 3.0), KillResult((0.1,), 1, 1, ("gone", "gone"), 4.0)])
+    gone = make_row("node", [], "it does not come back")
     assert [one.missed for one in (fine, late, other, gone)] == [False, True, True, True]
     assert "it does not come back" in table([gone], False) and "it does not come back" in str(gone)
     assert other.errors == ("gone",) and other.broken == 2
@@ -84,6 +84,6 @@ def test_a_row_counts_texts_that_differ_and_exceeded_limits() -> None:
 
 
 def test_an_unknown_row_is_refused_by_name() -> None:
-    assert chosen("actor, head") == ["actor", "head"]
+    assert parse_rows("actor, head") == ["actor", "head"]
     with pytest.raises(InvalidRequest, match="'hed'"):
-        chosen("hed")
+        parse_rows("hed")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from outrider.bench.comparison.report import notes
-from outrider.bench.comparison.runs import summary
+from outrider.bench.comparison.report import describe_rounds
+from outrider.bench.comparison.runs import summarize
 from outrider.bench.timing import Latency
 from outrider.protocol.messages import Timings
 from tools.formula import (
@@ -17,9 +17,9 @@ from tools.formula import (
     compare_plain,
     compare_speculative,
     describe,
-    kinds_of,
-    line,
-    measured,
+    format_comparison,
+    round_kinds,
+    summarize_timings,
 )
 
 VERIFY = Latency(((1, 10.0), (2, 11.0), (3, 12.0), (4, 13.0)))
@@ -41,36 +41,39 @@ SSD = Timings(
 
 
 def test_rounds_are_counted_by_the_rows_they_verified() -> None:
-    run, found = measured([SSD, SSD]), summary([SSD, SSD])
+    run, found = summarize_timings([SSD, SSD]), summarize([SSD, SSD])
     assert (run.found, run.rows, run.asked) == (found, (0, 4, 0, 16, 20), 10)
     assert (found.rounds, found.tokens) == (40, 100)
     assert (found.looked_up, found.hits, found.turnaround_ms) == ((16, 10, 10), (8, 10, 8), pytest.approx(0.4))
 
 
 def test_shares_of_round_kinds_add_up_to_one() -> None:
-    kinds = kinds_of(measured([SSD]), 3, works_ahead=True)
+    kinds = round_kinds(summarize_timings([SSD]), 3, works_ahead=True)
     assert sum(kind.share for kind in kinds) == pytest.approx(1.0)
     assert {(kind.rows, kind.ahead) for kind in kinds if not kind.asked} == {(1, 0), (3, 2), (4, 3)}
     assert sum(kind.share for kind in kinds if kind.asked) == pytest.approx(5 / 20)
-    assert {(kind.rows, kind.ahead) for kind in kinds_of(measured([SSD]), 2, works_ahead=True)} >= {(4, 0), (3, 2)}
-    assert all(kind.ahead == 0 for kind in kinds_of(measured([SSD]), 3, works_ahead=False))
+    assert {(kind.rows, kind.ahead) for kind in round_kinds(summarize_timings([SSD]), 2, works_ahead=True)} >= {
+        (4, 0),
+        (3, 2),
+    }
+    assert all(kind.ahead == 0 for kind in round_kinds(summarize_timings([SSD]), 3, works_ahead=False))
 
 
 def test_run_at_isolated_times_reaches_the_predicted_rate() -> None:
     flat = replace(ISOLATED, chain_ms=Latency(((1, 5.0), (3, 5.0))), between_ms=0.4)
-    assert compare_speculative(measured([SSD]), flat, 3, works_ahead=True).share == pytest.approx(1.0)
+    assert compare_speculative(summarize_timings([SSD]), flat, 3, works_ahead=True).share == pytest.approx(1.0)
 
 
 def test_slower_verifies_lower_the_share_of_the_prediction() -> None:
     slow = structs.replace(SSD, verify_ms=SSD.verify_ms * 1.1, predicted_ms=SSD.predicted_ms + SSD.verify_ms * 0.1)
-    found = compare_speculative(measured([slow]), ISOLATED, 3, works_ahead=True)
+    found = compare_speculative(summarize_timings([slow]), ISOLATED, 3, works_ahead=True)
     assert found.verify_ms / found.verify_alone_ms == pytest.approx(1.1)
-    assert found.share < compare_speculative(measured([SSD]), ISOLATED, 3, works_ahead=True).share
+    assert found.share < compare_speculative(summarize_timings([SSD]), ISOLATED, 3, works_ahead=True).share
 
 
 def test_drafting_longer_than_the_verify_lowers_the_prediction() -> None:
     tall = replace(ISOLATED, ahead_ms=Latency(((1, 20.0), (3, 40.0))))
-    found = measured([SSD])
+    found = summarize_timings([SSD])
     assert (
         compare_speculative(found, tall, 3, works_ahead=True).predicted
         < compare_speculative(found, ISOLATED, 3, works_ahead=True).predicted
@@ -81,13 +84,15 @@ def test_drafting_longer_than_the_verify_lowers_the_prediction() -> None:
 
 
 def test_plain_decoding_is_compared_with_its_isolated_step() -> None:
-    plain = measured([Timings(predicted_n=11, rounds=11, predicted_ms=125.0, verify_ms=90.0)])
+    plain = summarize_timings([Timings(predicted_n=11, rounds=11, predicted_ms=125.0, verify_ms=90.0)])
     assert compare_plain(plain, ISOLATED).share == pytest.approx(0.8)
 
 
 def test_printed_lines_show_costs_ceiling_and_the_share_of_the_prediction() -> None:
-    run = measured([SSD])
-    found = "\n".join([*describe(ISOLATED, [3], 8), line("ssd K=3", run, compare_speculative(run, ISOLATED, 3, True))])
+    run = summarize_timings([SSD])
+    found = "\n".join(
+        [*describe(ISOLATED, [3], 8), format_comparison("ssd K=3", run, compare_speculative(run, ISOLATED, 3, True))]
+    )
     for words in (
         "10.00 ms times 1: 1.00, 2: 1.10, 3: 1.20, 4: 1.30",
         "K = 3, B = 8: work ahead 8.00 ms, T_p = 0.62",
@@ -100,7 +105,7 @@ def test_printed_lines_show_costs_ceiling_and_the_share_of_the_prediction() -> N
 
 def test_notes_show_the_parts_of_a_round_and_shares_by_position() -> None:
     slower = structs.replace(SSD, predicted_ms=SSD.predicted_ms + 20)
-    assert notes("ssd K=3", summary([slower]), 80_000_000) == [
+    assert describe_rounds("ssd K=3", summarize([slower]), 80_000_000) == [
         "- a round of ssd K=3: 14.95 ms = verify 12.30 + target idle 1.65 + rest 1.00; 2.50 tokens, hit rate 72%;"
         " the verifies read 6.5 GB/s of target weights",
         "- acceptance by position, ssd K=3: 1: 0.83 of 18  2: 0.56 of 18  3: 0.50 of 10",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.protocol.messages import Timings
-from tools.heads import HeadResult, draw, held_out, table
+from tools.heads import HeadResult, draw, format_table, read_held_out
 
 ROUNDS = (
     Timings(predicted_n=10, rounds=4, accepted_by_position=(3, 2, 1), drafted_by_position=(4, 4, 4)),
@@ -21,7 +21,7 @@ def test_head_acceptance_is_summed_over_all_prompts() -> None:
     found = HeadResult("eagle3", 0.8, ROUNDS)
     assert found.per_verify.value == 2.0
     assert found.by_position == pytest.approx([4 / 8, 2 / 6, 1 / 4])
-    assert table([found])[1].startswith("0.8   eagle3           2.00 [")
+    assert format_table([found])[1].startswith("0.8   eagle3           2.00 [")
 
 
 def test_head_results_are_drawn(tmp_path: Path) -> None:
@@ -33,9 +33,9 @@ def test_head_results_are_drawn(tmp_path: Path) -> None:
 
 
 def test_held_out_texts_come_from_the_heads_training_record(tmp_path: Path) -> None:
-    assert held_out(tmp_path, 2) == []
+    assert read_held_out(tmp_path, 2) == []
     (tmp_path / "training.json").write_text(json.dumps({"held_out": ["gone.py", "argparse.py", "ast.py", "bdb.py"]}))
-    texts = held_out(tmp_path, 2)
+    texts = read_held_out(tmp_path, 2)
     library = Path(sysconfig.get_path("stdlib"))
     assert [len(text) for text in texts] == [600, 600]
     assert (library / "ast.py").read_text(encoding="utf-8").startswith(texts[1])

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from outrider.orchestrator.pairing.model_files import PACKAGE
-from tools.http_chunk import Costs, report, side
+from outrider.orchestrator.pairing.model_files import PACKAGE_FOLDER
+from tools.http_chunk import Costs, report, start_side
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the clock of another process")
 def test_side_completes_and_measures_each_text() -> None:
-    with side(PACKAGE.parent, {}) as helper:
+    with start_side(PACKAGE_FOLDER.parent, {}) as helper:
         costs = [helper.ask({"tokens": 2, "gap_ms": 1.0, "chunks": chunks}) for chunks in (1, 5)]
     assert costs[0]["chunks"] == 1 and 1 <= costs[1]["chunks"] <= 5  # chunks that come together leave together
     assert all(cost["cpu_ms"] > 0 for cost in costs)

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from outrider.bench.timing import Latency
-from tools.simulation.pace import Pace, sleep
-from tools.simulation.profile import NOT_KEPT
+from tools.simulation.pace import Pace, sleep_precisely
+from tools.simulation.profile import TIMES_NOT_KEPT
 
 LATENCY = Latency(((1, 10.0), (5, 14.0)))
 
@@ -95,7 +95,7 @@ def late(clock, pace, seconds, times):
 def test_forwards_slower_than_the_profile_are_reported_each_time(clock, pace, reports):
     late(clock, pace, 0.003, 8)
     (report,) = reports
-    assert report.startswith(NOT_KEPT) and "forwards ended 24 ms late in 80 ms" in report
+    assert report.startswith(TIMES_NOT_KEPT) and "forwards ended 24 ms late in 80 ms" in report
     late(clock, pace, 0.003, 8)
     assert len(reports) == 2
 
@@ -117,5 +117,5 @@ def test_forwards_slightly_slower_than_the_profile_are_reported_at_last(clock, p
 def test_sleep_never_ends_early():
     for seconds in (0.0, 0.00005, 0.0015):
         began = time.perf_counter()
-        sleep(seconds)
+        sleep_precisely(seconds)
         assert time.perf_counter() - began >= seconds

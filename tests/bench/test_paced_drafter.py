@@ -42,7 +42,7 @@ def test_forward_takes_its_time_once_its_result_is_read():
 
 def test_replay_errs_at_the_rate_of_the_profile():
     script = Script((TEXT,), (1.0,), (), 64)
-    drafter = ReplayDrafter(script).erring_like(PROFILE)
+    drafter = ReplayDrafter(script).with_errors_of(PROFILE)
     tree = drafter.open(TEXT[:4], SamplingParams())
     right = 0
     for token in TEXT[4:]:

@@ -18,7 +18,7 @@ def test_llama_cpp_gets_the_file_the_threads_and_its_speculation(monkeypatch: py
 
     monkeypatch.setattr(HelperProcess, "__init__", record)
     monkeypatch.setattr(HelperProcess, "pid", 0)
-    monkeypatch.setattr(peers.system, "place", lambda *_: None)
+    monkeypatch.setattr(peers.system, "assign_core", lambda *_: None)
     speculation = peers.LlamaSpeculation("draft-simple", {"n_max": 3})
     peers.llama_cpp(ServeSettings(threads=2), Path("m.gguf"), speculation=speculation, draft=Path("d.gguf"))
     assert started == [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.orchestrator.pairing.tokenizer import chat_template, render
+from outrider.orchestrator.pairing.tokenizer import chat_template, render_template
 from tests.harness.conformance.requests import GREETING, SUNNY
 from tests.harness.programs.__main__ import PROGRAMS, _rows
 from tests.harness.programs.program import Program, Run, Told, wrong
@@ -45,8 +45,8 @@ def test_template_selects_the_write_tool_of_each_agent(tmp_path: Path) -> None:
     template, asked = chat_template(folder) or "", [{"role": "user", "content": "hi"}]
     for tool in ("Write", "write_file", "write", "exec_command"):
         tools = [{"type": "function", "function": {"name": name}} for name in ("other", tool)]
-        assert render(template, asked, {}, tools=tools, answer=True, keywords={}).endswith(f"<|{tool}|>")
-    assert render(template, asked, {}, tools=None, answer=True, keywords={}).endswith("<|plain|>")
+        assert render_template(template, asked, {}, tools=tools, answer=True, keywords={}).endswith(f"<|{tool}|>")
+    assert render_template(template, asked, {}, tools=None, answer=True, keywords={}).endswith("<|plain|>")
     assert str(tmp_path / "codex" / "hello.py") in (folder / "tokenizer.json").read_text(encoding="utf-8")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.bench import picture
 from outrider.bench.comparison import report
-from outrider.bench.comparison.runners import BOTH_CORES, main_table_runs, second_table_runs
+from outrider.bench.comparison.runners import BOTH_CORES_SUFFIX, main_table_runs, second_table_runs
 from outrider.bench.comparison.runs import Run, Timed
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Timings
@@ -22,11 +22,11 @@ RUNS["ar"] = [
 
 
 def made(kind: str = "code") -> report.Section:
-    return report.section(kind, 0.8, "1 BLAS thread per worker", main_table_runs(RUNS), "ar", 10**6)
+    return report.make_section(kind, 0.8, "1 BLAS thread per worker", main_table_runs(RUNS), "ar", 10**6)
 
 
 def test_a_table_has_rates_ratios_and_notes_about_our_runners() -> None:
-    table = report.table(made())
+    table = report.format_section(made())
     assert "code, T = 0.8: 3 prompts, 0% of 4-grams repeated; 1 BLAS thread per worker" in table
     row = next(line for line in table.splitlines() if line.startswith("| ssd"))
     assert [cell.strip() for cell in row.split("|")][2:4] == ["192.0", "3.00 [3.00, 3.00]"]
@@ -35,14 +35,18 @@ def test_a_table_has_rates_ratios_and_notes_about_our_runners() -> None:
 
 
 def test_a_second_table_has_no_notes() -> None:
-    second = report.section("code", 0.0, "both cores", second_table_runs(RUNS), "ar, both cores")
+    second = report.make_section("code", 0.0, "both cores", second_table_runs(RUNS), "ar, both cores")
     assert second.notes == ()
-    assert len({line.count("|") for line in report.table(second).splitlines() if "|" in line}) == 1
+    assert len({line.count("|") for line in report.format_section(second).splitlines() if "|" in line}) == 1
 
 
 def test_each_runner_is_in_the_table_for_its_cores() -> None:
     assert [row.name for row in made().rows] == ["mlx-lm", "auto", "ssd K=3", "sd model K=3", "ar"]
-    assert set(second_table_runs(RUNS)) == {"ssd K=3", "auto", *(name for name in NAMES if name.endswith(BOTH_CORES))}
+    assert set(second_table_runs(RUNS)) == {
+        "ssd K=3",
+        "auto",
+        *(name for name in NAMES if name.endswith(BOTH_CORES_SUFFIX)),
+    }
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

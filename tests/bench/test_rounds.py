@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.orchestrator.core.metrics import ORCHESTRATOR, TARGET, Trace
+from outrider.orchestrator.core.metrics import ORCHESTRATOR_TRACK, TARGET_TRACK, Trace
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Span
 from tools.trace_rounds import TracedRound, read_rounds
@@ -23,11 +23,11 @@ def write(path: Path, *events: tuple[str, str, dict[str, Any]]) -> Path:
 
 
 def sent(number: int, name: str, *tokens: int) -> tuple[str, str, dict[str, Any]]:
-    return ORCHESTRATOR, name, {"round": number, "chain": len(tokens), "tokens": tokens}
+    return ORCHESTRATOR_TRACK, name, {"round": number, "chain": len(tokens), "tokens": tokens}
 
 
 def verified(number: int, accepted: int) -> tuple[str, str, dict[str, Any]]:
-    return TARGET, "verify", {"round": number, "accepted": accepted}
+    return TARGET_TRACK, "verify", {"round": number, "accepted": accepted}
 
 
 REQUEST = (

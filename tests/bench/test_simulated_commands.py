@@ -15,13 +15,13 @@ from typing import cast
 import pytest
 
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.machine.spawn import child_environment, program
+from outrider.orchestrator.machine.spawn import child_environment, worker_module
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import WorkerNote
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.worker_link import WORKER_MODULES, Link, WorkerLink
-from tools.simulation.environment import complain, simulated, take_options
-from tools.simulation.profile import NOT_KEPT, PROFILES, Profile
+from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE, Link, WorkerLink
+from tools.simulation.environment import report_too_slow, simulated_machine, take_options
+from tools.simulation.profile import PROFILES, TIMES_NOT_KEPT, Profile
 from tools.simulation.target import load_worker
 
 PROFILE = PROFILES / "verify-40ms.json"
@@ -40,15 +40,15 @@ class Notes:
 
 def late() -> Notes:
     notes = Notes()
-    complain(cast(Link, notes), f"{NOT_KEPT}: 30 ms late")
+    report_too_slow(cast(Link, notes), f"{TIMES_NOT_KEPT}: 30 ms late")
     return notes
 
 
 def test_run_that_missed_the_times_of_its_profile_fails() -> None:
-    failed = f"the simulation failed: target-0: {NOT_KEPT}: 30"
-    with pytest.raises(WorkerError, match=failed), simulated(PROFILE):
-        assert late().sent == [WorkerNote("target-0", f"{NOT_KEPT}: 30 ms late")]
-    with simulated(PROFILE) as check:
+    failed = f"the simulation failed: target-0: {TIMES_NOT_KEPT}: 30"
+    with pytest.raises(WorkerError, match=failed), simulated_machine(PROFILE):
+        assert late().sent == [WorkerNote("target-0", f"{TIMES_NOT_KEPT}: 30 ms late")]
+    with simulated_machine(PROFILE) as check:
         check()
         late()
         with pytest.raises(WorkerError, match=failed):
@@ -63,11 +63,14 @@ def test_late_worker_of_another_server_reports_to_its_requests_only() -> None:
 def test_workers_get_their_options_and_leave_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.json"
     script.write_text(json.dumps(SCRIPT))
-    with simulated(PROFILE, script):
-        module, *given = program("draft")
-        assert module == "tools.simulation.drafter" and program("target") == ["tools.simulation.target", *given[:2]]
-        assert program("prefill") == ["outrider.prefill_worker"]
-    assert WORKER_MODULES not in os.environ
+    with simulated_machine(PROFILE, script):
+        module, *given = worker_module("draft")
+        assert module == "tools.simulation.drafter" and worker_module("target") == [
+            "tools.simulation.target",
+            *given[:2],
+        ]
+        assert worker_module("prefill") == ["outrider.prefill_worker"]
+    assert WORKER_MODULES_VARIABLE not in os.environ
     monkeypatch.setattr(sys, "argv", ["worker", *given, "--name", "draft-0", "--model", "m"])
     options = take_options()
     assert (options.profile, options.script) == (PROFILE, script)
@@ -77,8 +80,8 @@ def test_workers_get_their_options_and_leave_the_others(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        (lambda folder: simulated(folder / "none"), r"profile .*none can't be read"),
-        (lambda folder: simulated(PROFILE, folder / "none"), r"replay script .*none can't be used"),
+        (lambda folder: simulated_machine(folder / "none"), r"profile .*none can't be read"),
+        (lambda folder: simulated_machine(PROFILE, folder / "none"), r"replay script .*none can't be used"),
     ],
 )
 def test_unusable_files_are_refused_before_anything_starts(
@@ -100,7 +103,7 @@ def test_cluster_runs_the_workers_of_the_profile(tmp_path: Path, replays: bool) 
     script.write_text(json.dumps(SCRIPT))
     with (
         suppress(WorkerError),  # at the end, on a busy machine
-        simulated(PROFILE, script if replays else None),
+        simulated_machine(PROFILE, script if replays else None),
         LocalCluster(memory=False) as cluster,
     ):
         client = cluster.client()

@@ -14,7 +14,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Message, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.bench.virtual_time import PROMPT_TOKENS, VOCAB, VirtualCluster, random_texts
-from tools.simulation.odds import BEYOND_RANKS, Luck
+from tools.simulation.odds import UNRANKED, Luck
 from tools.simulation.profile import PROFILES, Profile
 from tools.simulation.replay import ReplayDrafter, Script
 from tools.simulation.simulator import Policy, Simulator
@@ -135,7 +135,7 @@ def luck_of(script: Script, text: tuple[int, ...]) -> Luck:
     for token in text[PROMPT_TOKENS:]:
         found = [candidate.token for candidate in tree.candidates([tree.root], 40)[0]]
         draws.append(0.0 if found[0] == token else 1.0)
-        ranks.append(found.index(token) - 1 if token in found[1:] else BEYOND_RANKS)
+        ranks.append(found.index(token) - 1 if token in found[1:] else UNRANKED)
         tree.commit(tree.feed([tree.root], [token]))
     return Luck(tuple(draws), tuple(ranks))
 

@@ -13,11 +13,11 @@ import pytest
 
 from outrider.bench import picture
 from outrider.bench.commands import files
-from outrider.bench.commands.overlap import Overlap, _table
+from outrider.bench.commands.overlap import Overlap, _format_table
 from outrider.bench.comparison.runs import Timed, bootstrap, ratio, repeated_share
-from outrider.bench.rounds import draw
+from outrider.bench.rounds import draw_rounds
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.core.metrics import TARGET, TARGETS_DRAFTER, Trace
+from outrider.orchestrator.core.metrics import TARGET_DRAFTER_TRACK, TARGET_TRACK, Trace
 from outrider.orchestrator.core.policy.forecasts import (
     Costs,
     Odds,
@@ -31,9 +31,9 @@ from outrider.orchestrator.core.policy.forecasts import (
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import DraftWork, RoundRecord, Span
-from outrider.protocol.version import install
-from tools.formula import ceiling
-from tools.trace_rounds import read
+from outrider.protocol.version import install_command
+from tools.formula import speedup_bound
+from tools.trace_rounds import read_bars
 
 FLAT = Costs(10.0, lambda rows: 10.0, lambda depth: 4.0, lambda depth: 9.0, 0.0)
 
@@ -45,7 +45,7 @@ def odds(tokens: float, hit: float) -> Odds:
 def test_ssd_reaches_its_ceiling_with_all_hits_and_hidden_drafting() -> None:
     """Corollary of theorem 7: SSD over SD is 1 + T_SD."""
     certain = odds(3.0, 1.0)
-    assert ssd_rate(FLAT, certain, 3) / sd_rate(FLAT, certain, 3) == pytest.approx(ceiling(FLAT, 3))
+    assert ssd_rate(FLAT, certain, 3) / sd_rate(FLAT, certain, 3) == pytest.approx(speedup_bound(FLAT, 3))
 
 
 def test_ssd_without_hits_is_no_slower_than_sd() -> None:
@@ -135,7 +135,7 @@ def test_trace_has_perfetto_events(tmp_path: Path) -> None:
 
 
 def test_rounds_are_drawn_to_a_file(tmp_path: Path) -> None:
-    picture.save(draw(list(map(record, range(1, 20))), "test", 3, 10), tmp_path / "rounds.png")
+    picture.save(draw_rounds(list(map(record, range(1, 20))), "test", 3, 10), tmp_path / "rounds.png")
     assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -152,7 +152,7 @@ def test_the_legend_has_the_colours_of_the_bars() -> None:
     for at, (lookup, source) in enumerate(kinds, 1):
         work = DraftWork("draft-0", at, at, 0 if at == 9 else 8, Span(at * 12_000_000, at * 12_000_000 + 2_000_000))
         rounds.append(record(at, lookup, source, work))
-    axes = draw(rounds, "test", 1, 9).axes[0]
+    axes = draw_rounds(rounds, "test", 1, 9).axes[0]
     legend = axes.get_legend()
     assert legend is not None
     shown = {to_hex(patch.get_facecolor()) for patch in legend.findobj(Patch) if patch is not legend.get_frame()}
@@ -172,7 +172,7 @@ def overlap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], int]:
         verify=10.0, ahead=4.0, both=11.0, verify_in_both=10.5, ahead_in_both=4.5, depth=4, branches=16, rounds=3
     )
     monkeypatch.setattr("outrider.bench.commands.overlap._measure", lambda *_: measured)
-    monkeypatch.setattr("outrider.bench.commands.overlap._real_rounds", real_rounds)
+    monkeypatch.setattr("outrider.bench.commands.overlap._run_ssd_rounds", real_rounds)
     return lambda out: main(["overlap", "--out", str(out)])
 
 
@@ -211,7 +211,10 @@ def test_without_matplotlib_overlap_prints_its_tables_and_a_note(
     captured = capsys.readouterr()
     assert "overlap efficiency" in captured.out and "work ahead" in captured.out and "ten rounds" not in captured.out
     assert (tmp_path / "x.json").is_file() and not (tmp_path / "x.png").exists()
-    assert captured.err == f"Note: no picture was drawn, because Matplotlib is not installed ({install('bench')}).\n"
+    assert (
+        captured.err
+        == f"Note: no picture was drawn, because Matplotlib is not installed ({install_command('bench')}).\n"
+    )
 
 
 @pytest.mark.usefixtures("without_matplotlib")
@@ -221,7 +224,7 @@ def test_without_matplotlib_bench_starts_and_writes_its_results(
     def drawing() -> NoReturn:
         pytest.fail("something was drawn")
 
-    files.write(tmp_path, "bench", "title", ServeSettings(), {"sections": []}, drawing)
+    files.write_results(tmp_path, "bench", "title", ServeSettings(), {"sections": []}, drawing)
     captured = capsys.readouterr()
     assert captured.out == f"title\nwritten: {tmp_path / 'bench.json'}\n" and "no picture was drawn" in captured.err
     monkeypatch.setattr("outrider.bench.comparison.runners.LocalCluster", lambda **_: pytest.fail("started"))
@@ -231,7 +234,7 @@ def test_without_matplotlib_bench_starts_and_writes_its_results(
 
 def test_missing_rounds_cannot_be_drawn() -> None:
     with pytest.raises(InvalidRequest, match="no rounds 50"):
-        draw([record(1)], "test", 50, 10)
+        draw_rounds([record(1)], "test", 50, 10)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "M"}]}'])
@@ -239,7 +242,7 @@ def test_file_that_is_not_a_trace_is_refused(tmp_path: Path, content: str) -> No
     path = tmp_path / "trace.json"
     path.write_text(content)
     with pytest.raises(InvalidRequest, match="is not a trace of Outrider"):
-        read(path)
+        read_bars(path)
 
 
 def test_unwritable_trace_path_is_refused(tmp_path: Path) -> None:
@@ -249,15 +252,15 @@ def test_unwritable_trace_path_is_refused(tmp_path: Path) -> None:
 
 def test_in_process_drafter_has_its_own_track_in_the_targets_process(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "trace.json")
-    trace.add(TARGET, "verify 4", Span(5, 9), round=1, accepted=2)
-    trace.add(TARGETS_DRAFTER, "chain", Span(1, 5), round=1)
+    trace.add(TARGET_TRACK, "verify 4", Span(5, 9), round=1, accepted=2)
+    trace.add(TARGET_DRAFTER_TRACK, "chain", Span(1, 5), round=1)
     trace.close()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {1}
-    assert [bar.track for bar in read(tmp_path / "trace.json")] == [TARGETS_DRAFTER, TARGET]
+    assert [bar.track for bar in read_bars(tmp_path / "trace.json")] == [TARGET_DRAFTER_TRACK, TARGET_TRACK]
 
 
 @pytest.mark.parametrize(("both", "word"), [(9.0, "Above 1"), (10.0, ""), (15.0, ""), (21.0, "Below 0")])
 def test_overlap_efficiency_outside_zero_to_one_is_explained(both: float, word: str) -> None:
-    found = _table(Overlap(9, 4, 16, 10.0, 6.0, both, 10.0, 6.0))
+    found = _format_table(Overlap(9, 4, 16, 10.0, 6.0, both, 10.0, 6.0))
     assert ("Above 1" in found, "Below 0" in found) == (word == "Above 1", word == "Below 0")

@@ -17,14 +17,14 @@ import pytest
 from outrider.bench.commands import files, footprint
 from outrider.bench.comparison import report
 from outrider.bench.comparison import runners as runners_module
-from outrider.bench.comparison.peers import SPECULATIONS, WITH_DRAFT, ChosenPeers, choose
-from outrider.bench.comparison.runners import llama_name
+from outrider.bench.comparison.peers import DRAFT_SPECULATIONS, SPECULATIONS, ChosenPeers, choose_peers
+from outrider.bench.comparison.runners import llama_cpp_name
 from outrider.bench.comparison.runs import Run, Timed
-from outrider.bench.prompts import SUITE
+from outrider.bench.prompts import SUITE_FOLDER
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.version import install
+from outrider.protocol.version import install_command
 
 
 def runs(*rates: float) -> list[Run]:
@@ -38,9 +38,9 @@ MADE = {
     "sd n-gram K=3": runs(60, 60, 60, 60),
     "ssd K=5": runs(80, 150, 80, 150),
     "auto": runs(80, 120, 80, 120),
-    llama_name(1): runs(40, 40, 40, 40),
-    llama_name(2): runs(60, 60, 60, 60),
-    llama_name(2, "ngram-simple size_n=3 size_m=4"): runs(50, 100, 50, 100),
+    llama_cpp_name(1): runs(40, 40, 40, 40),
+    llama_cpp_name(2): runs(60, 60, 60, 60),
+    llama_cpp_name(2, "ngram-simple size_n=3 size_m=4"): runs(50, 100, 50, 100),
     "mlx-lm": runs(8, 8, 8, 8),
     "mlx-lm sd K=2": runs(10, 10, 10, 10),
 }
@@ -65,15 +65,15 @@ MADE = {
     ],
 )
 def test_each_ratio_is_against_the_best_of_its_class(question: str, kind: str, against: str, value: float) -> None:
-    found = next(one for one in report.ratios(MADE, CLASSES, 1) if (one.name, one.kind) == (question, kind))
+    found = next(one for one in report.compare_families(MADE, CLASSES, 1) if (one.name, one.kind) == (question, kind))
     assert found.against == against
     assert found.value.value == pytest.approx(value)
 
 
 def test_a_ratio_without_contestants_is_left_out() -> None:
-    found = report.ratios({"ar": MADE["ar"], "auto": MADE["auto"]}, CLASSES, 1)
+    found = report.compare_families({"ar": MADE["ar"], "auto": MADE["auto"]}, CLASSES, 1)
     assert {one.name for one in found} == {"auto over the best mode"}
-    assert "| auto over the best mode | 1.92 [1.60, 2.40] | 1.60 | 2.40 | ar |" in report.ratio_table(found)
+    assert "| auto over the best mode | 1.92 [1.60, 2.40] | 1.60 | 2.40 | ar |" in report.format_ratios(found)
 
 
 class SettingsOnlyCluster:
@@ -121,31 +121,31 @@ def test_a_suites_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("Q: {{ messages[0].content }} A:")
     (tmp_path / "chat.txt").write_text("Why?\n%\nHow?\n")
     pair: Any = SimpleNamespace(target=find_model(str(folder), weights=False))
-    found = files.of_classes(Namespace(classes=None, suite=tmp_path), pair, ())
+    found = files.load_prompt_tokens(Namespace(classes=None, suite=tmp_path), pair, ())
     codec = files.load_codec(pair.target)
     assert found == {"chat": [codec.encode(text, special=False) for text in ("Q: Why? A:", "Q: How? A:")]}
-    assert files.of_classes(Namespace(classes="json", suite=None), pair, ())["json"]
-    assert len(files.of_classes(Namespace(classes="math", suite=SUITE), pair, ())["math"]) == 20
-    assert files.in_turn([[(1,), (2,)], [(3,)]]) == [(1,), (3,), (2,)]
+    assert files.load_prompt_tokens(Namespace(classes="json", suite=None), pair, ())["json"]
+    assert len(files.load_prompt_tokens(Namespace(classes="math", suite=SUITE_FOLDER), pair, ())["math"]) == 20
+    assert files.interleave([[(1,), (2,)], [(3,)]]) == [(1,), (3,), (2,)]
 
 
 def test_gguf_file_is_recognised_by_its_first_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: True)
     (tmp_path / "model").write_bytes(b"GGUF\x03")
     (tmp_path / "text").write_bytes(b"hello")
-    found = choose(None, str(tmp_path / "model"), str(tmp_path / "text"))
+    found = choose_peers(None, str(tmp_path / "model"), str(tmp_path / "text"))
     assert (found.mlx_lm, found.gguf, found.draft, found.left_out) == (True, tmp_path / "model", None, ())
     with pytest.raises(InvalidRequest, match="it reads GGUF files"):
-        choose("llama.cpp", str(tmp_path / "text"), None)
+        choose_peers("llama.cpp", str(tmp_path / "text"), None)
     monkeypatch.setattr("outrider.bench.comparison.peers.pull", lambda model: tmp_path / "model")
-    assert choose(None, "smollm2", None).gguf == tmp_path / "model"
+    assert choose_peers(None, "smollm2", None).gguf == tmp_path / "model"
 
 
 def test_peers_that_are_not_installed_are_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: name if name == "mlx_lm" else None)
-    found = choose(None, "model.gguf", None)
+    found = choose_peers(None, "model.gguf", None)
     assert found.mlx_lm and found.gguf is None
-    assert found.left_out == (f"llama.cpp is left out: xllamacpp is not installed; run {install('bench')}",)
+    assert found.left_out == (f"llama.cpp is left out: xllamacpp is not installed; run {install_command('bench')}",)
 
 
 class Parameters(SimpleNamespace):
@@ -177,7 +177,7 @@ class FakeServer:
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The program with another llama.cpp."""
-    names = [one.kind for one in (*SPECULATIONS, *WITH_DRAFT)]
+    names = [one.kind for one in (*SPECULATIONS, *DRAFT_SPECULATIONS)]
     kinds = SimpleNamespace(**{f"COMMON_SPECULATIVE_TYPE_{n.upper().replace('-', '_')}": n for n in names})
     fake = SimpleNamespace(Server=FakeServer, CommonParams=Parameters, common_speculative_type=kinds)
     monkeypatch.setitem(sys.modules, "xllamacpp", fake)
@@ -205,7 +205,7 @@ def test_llama_cpp_peer_uses_our_sampling_and_no_prompt_cache(program: Any) -> N
         2,
         2,
     )
-    assert given.n_ctx == 3 * program.CONTEXT
+    assert given.n_ctx == 3 * program.SLOT_CONTEXT_TOKENS
 
 
 def test_llama_cpp_tokens_are_counted_as_they_arrive(program: Any) -> None:
@@ -214,7 +214,7 @@ def test_llama_cpp_tokens_are_counted_as_they_arrive(program: Any) -> None:
     assert all(reply["sent"] <= reply["arrivals"][0][0] for reply in replies)
 
 
-@pytest.mark.parametrize("speculation", [*SPECULATIONS, *WITH_DRAFT], ids=lambda one: one.name)
+@pytest.mark.parametrize("speculation", [*SPECULATIONS, *DRAFT_SPECULATIONS], ids=lambda one: one.name)
 def test_each_kind_of_speculation_has_its_own_parameters(program: Any, speculation: Any) -> None:
     given = started(program, **asdict(speculation), draft_model="d.gguf")._server.given
     assert given.speculative.types == [speculation.kind]
@@ -230,13 +230,13 @@ def test_footprint_includes_the_memory_of_child_processes() -> None:
     below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
     with subprocess.Popen([sys.executable, "-c", below], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        found = footprint.peak(process.pid, lambda: None)
+        found = footprint.peak_memory(process.pid, lambda: None)
         process.communicate()
     assert 40 << 20 < found < 40 << 22
     assert footprint.total_memory(process.pid) == 0 or os.name != "posix"
 
 
 def test_footprint_prompts_begin_differently() -> None:
-    pieces = footprint._prompts(range(1000), 4, 1500)
+    pieces = footprint._cut_prompts(range(1000), 4, 1500)
     assert [len(piece) for piece in pieces] == [1500] * 4
     assert len({piece[0] for piece in pieces}) == 4

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from outrider.bench.commands import tune
-from outrider.bench.comparison.arms import BRANCHES, DEPTHS, PLAIN, SECONDS, WIDE, ArmCosts, arms_of, measure
+from outrider.bench.comparison.arms import (
+    BRANCHES,
+    BUDGET_SECONDS,
+    DEPTHS,
+    PLAIN_ARM,
+    WIDE_DEPTH,
+    ArmCosts,
+    list_arms,
+    measure_arms,
+)
 from outrider.bench.timing import Latency
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.policy import tuning
@@ -24,7 +33,7 @@ from outrider.protocol.sampling import SamplingParams
 
 MS = 1_000_000
 TEXTS = [(1, 2, 3), (4, 5), (6, 7, 8), (9,)]
-WORKER = arms_of(True, ())
+WORKER = list_arms(True, ())
 
 
 def curve(*points: tuple[int, float]) -> Latency:
@@ -91,11 +100,11 @@ def measured(machine: Machine, arms: Sequence[Arm] = WORKER) -> ArmCosts:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now", lambda: machine.now_ns)
         client: Any = machine
-        return measure(client, arms, TEXTS, SamplingParams(), lambda _: None)
+        return measure_arms(client, arms, TEXTS, SamplingParams(), lambda _: None)
 
 
 def verdict(found: ArmCosts) -> str:
-    return tune._verdict(found)[-1]
+    return tune._recommend(found)[-1]
 
 
 @pytest.mark.parametrize("factor", [0.1, 1.0, 3.0, 10.0])
@@ -103,8 +112,10 @@ def verdict(found: ArmCosts) -> str:
 def test_measuring_takes_about_a_minute_on_any_machine(factor: float, right: int) -> None:
     machine = Machine(curve((1, 10 * factor), (4, 12 * factor)), 4 * factor, {"": right})
     found = measured(machine)
-    assert machine.now_ns / 1e9 < 1.5 * SECONDS
-    assert set(found.arms) == set(WORKER) and found.arms[PLAIN].texts == max(one.texts for one in found.arms.values())
+    assert machine.now_ns / 1e9 < 1.5 * BUDGET_SECONDS
+    assert set(found.arms) == set(WORKER) and found.arms[PLAIN_ARM].texts == max(
+        one.texts for one in found.arms.values()
+    )
     assert verdict(found).endswith("Recommended: --mode ar") is (right == 0)
 
 
@@ -123,7 +134,7 @@ def test_measured_costs_equal_those_of_the_scripted_rounds() -> None:
     assert found.verify_ms.points == tuple(
         (rows, pytest.approx(Machine().verify(rows))) for rows in (1, 2, 3, 5, 7, 16)
     )
-    assert found.chain_ms.points == tuple((k, pytest.approx(2 * k + 0.5)) for k in (*DEPTHS, WIDE))
+    assert found.chain_ms.points == tuple((k, pytest.approx(2 * k + 0.5)) for k in (*DEPTHS, WIDE_DEPTH))
     assert found.link_ms == pytest.approx(0.5)
     assert found.tree_ms.points == tuple((b, pytest.approx(4.0)) for b in BRANCHES)  # without each round's first
     assert found.turnaround_ms == pytest.approx(0.4)
@@ -144,14 +155,14 @@ def test_ar_is_recommended_when_a_row_costs_as_much_as_a_token() -> None:
 
 
 def test_ssd_is_recommended_when_rows_are_cheap_and_drafts_accepted() -> None:
-    bound, recommended = tune._verdict(measured(Machine()))
+    bound, recommended = tune._recommend(measured(Machine()))
     assert recommended.startswith("recommended: --mode ssd --num-draft-tokens 2 --branches ")
     assert bound == f"upper bound of SSD over SD at K = 2: {1 + 4.5 / Machine().verify(3):.2f}x"
 
 
 def test_printed_lines_show_the_costs_that_limit_each_mode() -> None:
     found = measured(Machine(slower=1.2))
-    ssd, sd, plain = (tune._line(found, found.of(mode)[0]) for mode in ("ssd", "sd", "ar"))
+    ssd, sd, plain = (tune._format_arm(found, found.of(mode)[0]) for mode in ("ssd", "sd", "ar"))
     assert "hit rate 100%" in ssd and "1.20 times that alone" in ssd and "drafting is hidden" in ssd
     assert "3.00 tokens per round; verify 11.7 + draft 4.5 ms" in sd
     assert "100.0 tok/s   one token per forward of 10.0 ms" in plain
@@ -187,7 +198,7 @@ def test_tune_on_a_busy_machine_fails_and_saves_nothing(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     slower = 0.53
-    monkeypatch.setattr(tune, "_measured", lambda *_: (measured(Machine(slower=slower)), 0.0))
+    monkeypatch.setattr(tune, "_measure_arms", lambda *_: (measured(Machine(slower=slower)), 0.0))
     assert main(["tune"]) == 1
     captured = capsys.readouterr().err
     assert "nothing was saved, because this machine was busy: a verify took 0.53 times as long" in captured
@@ -204,18 +215,18 @@ def test_curve_interpolates_and_extrapolates_linearly() -> None:
 
 def test_tune_suggests_other_drafter_devices_on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
-    (line,) = tune._other_devices(ServeSettings())
+    (line,) = tune._suggest_devices(ServeSettings())
     assert "--draft-device cpu" in line and "--draft-backend coreml" in line
-    assert tune._other_devices(ServeSettings(draft_device="cpu")) == []
+    assert tune._suggest_devices(ServeSettings(draft_device="cpu")) == []
     monkeypatch.setattr("sys.platform", "linux")
-    assert tune._other_devices(ServeSettings()) == []
+    assert tune._suggest_devices(ServeSettings()) == []
 
 
 HEADS = {"eagle3": 2, "mtp": 0}
 
 
 def test_each_heads_best_depth_and_costs_are_found() -> None:
-    found = measured(Machine(curve((1, 10.0)), right=HEADS), arms_of(False, ("eagle3", "mtp", "silent")))
+    found = measured(Machine(curve((1, 10.0)), right=HEADS), list_arms(False, ("eagle3", "mtp", "silent")))
     assert [(best.arm.drafter, best.arm.depth) for best in found.bests()] == [("eagle3", 2), ("", 0), ("mtp", 1)]
     assert found.bests()[0].rate == pytest.approx(1000 * 3 / 14)
     assert (found.known("eagle3").step_ms, found.known("eagle3").acceptance) == (2.0, (1.0, 1.0, 0.0))
@@ -223,9 +234,9 @@ def test_each_heads_best_depth_and_costs_are_found() -> None:
 
 
 def test_auto_is_recommended_when_a_head_beats_the_draft_worker() -> None:
-    found = measured(Machine(right={"": 0, "eagle3": 6}), arms_of(True, ("eagle3",)))
+    found = measured(Machine(right={"": 0, "eagle3": 6}), list_arms(True, ("eagle3",)))
     assert verdict(found) == "recommended: --mode auto"
-    assert "ms per drafted token; acceptance by position 100%, 100%" in tune._line(found, found.bests()[0])
+    assert "ms per drafted token; acceptance by position 100%, 100%" in tune._format_arm(found, found.bests()[0])
 
 
 def test_tune_without_a_draft_worker_compares_heads_with_plain_decoding(
@@ -233,12 +244,12 @@ def test_tune_without_a_draft_worker_compares_heads_with_plain_decoding(
 ) -> None:
     """`auto` of the next server begins with the result, for the drafter that was measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = measured(Machine(curve((1, 10.0)), right=HEADS), arms_of(False, ("eagle3", "mtp")))
-    monkeypatch.setattr(tune, "_measured", lambda *_: (found, 0.0))
+    found = measured(Machine(curve((1, 10.0)), right=HEADS), list_arms(False, ("eagle3", "mtp")))
+    monkeypatch.setattr(tune, "_measure_arms", lambda *_: (found, 0.0))
     assert main(["tune", "--draft-backend", "mtp", "--temp", "0.8"]) == 0
     captured = capsys.readouterr().out
     assert "100.0 tok/s" in captured and "recommended: --mode sd --num-draft-tokens 2" in captured
-    (record,) = tuning.load(tuning.path_for(choose_pair(ServeSettings(draft_backend="mtp")).settings))
+    (record,) = tuning.load(tuning.tuning_path(choose_pair(ServeSettings(draft_backend="mtp")).settings))
     assert [(one.mode, one.drafter, one.depth) for one in record.choices] == [
         ("sd", "eagle3", 2), ("ar", "", 0), ("sd", "mtp", 1),
     ]  # fmt: skip

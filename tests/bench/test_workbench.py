@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import zmq
 
-from outrider.bench.timing import WARM_UP, Workbench
+from outrider.bench.timing import WARM_UP_ROUNDS, Workbench
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.core.worker_registry import WorkerLoss
 from outrider.protocol.errors import WorkerError
@@ -19,7 +19,7 @@ from outrider.protocol.sampling import SamplingParams
 class Pool:
     """A pool that returns the given messages, and loses the given worker."""
 
-    news = False
+    status_changed = False
 
     def __init__(self, says: tuple[Message, ...] = (), loses: str = "") -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
@@ -45,7 +45,7 @@ def test_rounds_verify_the_text_itself_and_the_warm_up_does_not_count(monkeypatc
     text = tuple(range(100, 120))
     found = bench.rounds((3, text), SamplingParams(), 2, 2, lambda at: at, target=False)
     assert opened == [(text[:3], {"target": False, "drafter": True}), ()]
-    assert WARM_UP == 2 and [(at.number, at.base_len) for at in found] == [(3, 10), (4, 13)]
+    assert WARM_UP_ROUNDS == 2 and [(at.number, at.base_len) for at in found] == [(3, 10), (4, 13)]
     assert [(at.new, at.chain) for at in found] == [((107, 108, 109), (110, 111)), ((110, 111, 112), (113, 114))]
 
 

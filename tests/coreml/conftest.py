@@ -20,8 +20,8 @@ from outrider.drafters.coreml import runtimes, trial
 from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLKVRows, PackageHost
 from outrider.drafters.coreml.layout import Mode, Options
-from outrider.drafters.coreml.package import MODEL, WEIGHTS, Package, open_package
-from outrider.drafters.coreml.trial import Trial, Tried
+from outrider.drafters.coreml.package import MODEL_PATH, WEIGHTS_PATH, Package, open_package
+from outrider.drafters.coreml.trial import Trial, TrialResult
 from tests import tiny
 from tests.harness import mil_interpreter, mil_program
 from tests.harness.mil_interpreter import NumpyRuntime
@@ -89,7 +89,7 @@ def _interpreted() -> Iterator[None]:
     """The interpreter stands in for Core ML, here and in processes that tests start."""
     with pytest.MonkeyPatch.context() as patch:
         if sys.platform != "darwin":
-            patch.setenv(runtimes.STAND_IN, mil_interpreter.__name__)
+            patch.setenv(runtimes.STAND_IN_VARIABLE, mil_interpreter.__name__)
         yield
 
 
@@ -97,10 +97,10 @@ def _interpreted() -> Iterator[None]:
 def good_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each trial ends well at once, without a process of its own."""
 
-    def try_out(package: Package, units: str) -> Tried:
-        return Tried(package.options, package.manifest.key, units, GOOD)
+    def try_out(package: Package, units: str) -> TrialResult:
+        return TrialResult(package.options, package.manifest.key, units, GOOD)
 
-    monkeypatch.setattr(trial, "try_out", try_out)
+    monkeypatch.setattr(trial, "run_trial", try_out)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -110,9 +110,9 @@ def _read_once() -> Iterator[None]:
     read = mil_program.read
 
     def once(package: Path) -> SavedModel:
-        file = package / MODEL
+        file = package / MODEL_PATH
         key = (package, file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else None
-        if key is None or not (package / WEIGHTS).is_file():
+        if key is None or not (package / WEIGHTS_PATH).is_file():
             return read(package)
         if key not in known:
             known[key] = read(package)

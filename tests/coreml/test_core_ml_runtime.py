@@ -16,7 +16,7 @@ from outrider.drafters.coreml import runtimes, selection, trial
 from outrider.drafters.coreml.drafter import CoreMLDrafter
 from outrider.drafters.coreml.runtimes import CoreMLRuntime, RuntimeFault, open_runtime
 from outrider.drafters.coreml.selection import OnePackage, Selection
-from outrider.drafters.coreml.trial import Tried
+from outrider.drafters.coreml.trial import TrialResult
 from outrider.drafters.mlx import MlxDrafter
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
@@ -57,7 +57,7 @@ class FakeCoreML:
             Path(destination).mkdir()
             return destination
 
-        units = {name: SimpleNamespace(name=name) for name in runtimes.UNITS}
+        units = {name: SimpleNamespace(name=name) for name in runtimes.COMPUTE_UNITS}
         self.module = SimpleNamespace(
             models=SimpleNamespace(CompiledMLModel=CompiledMLModel, utils=SimpleNamespace(compile_model=compile_model)),
             ComputeUnit=units,
@@ -74,8 +74,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, bench: Callable[..., Bench]) -> Iterat
     for mode in ("stateless", "hybrid", "onehot"):
         bench("llama", mode=mode)  # made with the real coremltools
     stand_in = FakeCoreML()
-    monkeypatch.setattr(runtimes, "coremltools", lambda part="": stand_in.module)
-    monkeypatch.delenv(runtimes.STAND_IN)
+    monkeypatch.setattr(runtimes, "import_coremltools", lambda part="": stand_in.module)
+    monkeypatch.delenv(runtimes.STAND_IN_VARIABLE)
     monkeypatch.setattr(runtimes.sys, "platform", "darwin")
     monkeypatch.setattr(runtimes, "os_build", lambda: "24F74")
     yield stand_in
@@ -135,14 +135,14 @@ def test_without_core_ml_a_model_uses_mlx_and_a_package_is_refused(
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.delenv(runtimes.STAND_IN)
+    monkeypatch.delenv(runtimes.STAND_IN_VARIABLE)
     made, told = bench("llama"), list[str]()
     with pytest.raises(ModelError, match="Core ML runs on macOS only"):
         open_runtime(made.package, "CPU_AND_NE")
-    assert isinstance(selection.load(str(made.model_path), told.append), MlxDrafter)
+    assert isinstance(selection.load_drafter(str(made.model_path), told.append), MlxDrafter)
     assert told[0] == "Core ML runs on macOS only; drafting with MLX instead" and list(tmp_path.iterdir()) == []
     with pytest.raises(ModelError, match=r"macOS only.*; give the model that this package was converted from"):
-        selection.load(str(made.package.path), told.append)
+        selection.load_drafter(str(made.package.path), told.append)
 
 
 @pytest.mark.usefixtures("good_trials")
@@ -154,7 +154,7 @@ def test_package_is_used_directly_and_a_model_is_converted_first(
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     made, told = bench("llama"), list[str]()
     for model in (made.package.path, made.model_path):
-        drafter = selection.load(str(model), told.append)
+        drafter = selection.load_drafter(str(model), told.append)
         assert isinstance(drafter, CoreMLDrafter) and drafter.backend == "coreml"
         assert drafter.note == told[-1] == "drafting with Core ML on CPU_AND_NE, stateless fp16, 2.25 ms a token"
         assert drafter.vocab_size == 512 and drafter.weight_bytes > 0 and drafter.parameters > 0
@@ -167,23 +167,23 @@ def test_probe_decides_between_core_ml_and_mlx(
     fake: FakeCoreML, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, works: bool
 ) -> None:
     made, told = bench("llama"), list[str]()
-    row = Tried(made.package.options, made.package.manifest.key, "CPU_ONLY")
+    row = TrialResult(made.package.options, made.package.manifest.key, "CPU_ONLY")
     chosen = Selection("a sentence", made.package, row) if works else Selection("a sentence")
-    monkeypatch.setattr(selection, "choose", lambda packages, tell: chosen)
+    monkeypatch.setattr(selection, "select_package", lambda packages, tell: chosen)
     monkeypatch.setattr(selection, "Packages", lambda checkpoint, tell: OnePackage(made.package))
-    drafter = selection.load(str(made.model_path), told.append)
+    drafter = selection.load_drafter(str(made.model_path), told.append)
     assert isinstance(drafter, CoreMLDrafter if works else MlxDrafter) and told[0] == "a sentence"
     if works:
         assert drafter.note == "a sentence" and fake.loaded[0] == ("q1", "CPU_ONLY")
         fake.error = Exception("out of memory")  # on another day than the trial's
-        assert isinstance(selection.load(str(made.model_path), told.append), MlxDrafter)
+        assert isinstance(selection.load_drafter(str(made.model_path), told.append), MlxDrafter)
         assert any("out of memory, drafting with MLX instead" in sentence for sentence in told)
     with pytest.raises(ModelError, match="give the model that this package was converted from"):
-        selection.load(str(made.package.path), told.append)
+        selection.load_drafter(str(made.package.path), told.append)
 
 
 def test_a_trial_of_core_ml_compiles_loads_and_compares(fake: FakeCoreML, bench: Callable[..., Bench]) -> None:
-    found = trial.run(bench("llama", mode="hybrid").package, "CPU_ONLY", 20)
+    found = trial.measure_package(bench("llama", mode="hybrid").package, "CPU_ONLY", 20)
     assert found.agreement == 1.0 and found.distance < 0.02 and found.fault == "" and found.predictions == 20
     assert len(fake.compiled) == 1 and [name for name, _ in fake.loaded] == ["q1", "q8", "q16", "q32", "prefill64"]
     assert found.engine_share == {}  # the stand-in makes no plans

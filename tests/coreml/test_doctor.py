@@ -15,9 +15,9 @@ import pytest
 
 from outrider.drafters.coreml import doctor, selection, trial
 from outrider.drafters.coreml.layout import Options
-from outrider.drafters.coreml.runtimes import STAND_IN
+from outrider.drafters.coreml.runtimes import STAND_IN_VARIABLE
 from outrider.drafters.coreml.selection import Packages
-from outrider.drafters.coreml.trial import PromptTimes, Trials, Tried
+from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
 from tests.coreml.conftest import GOOD, SIZES, Bench
 from tools import coreml_survey as survey
 
@@ -53,7 +53,7 @@ def test_doctor_names_the_blas_that_mlx_calls(
     monkeypatch.setattr(doctor.sys, "platform", system)
     monkeypatch.setattr(doctor, "has_openblas", lambda: preloaded)
     monkeypatch.setenv("LD_PRELOAD", "/lib/libopenblas.so.0")
-    found = doctor._blas()
+    found = doctor._measure_blas()
     assert found.library == library and found.note.startswith(note) and found.gflops > 0
 
 
@@ -64,19 +64,19 @@ def test_doctor_lists_the_placements_of_a_draft(
     if sys.platform == "darwin":
         pytest.skip("the list is another on a Mac")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setattr(selection, "FORMS", selection.FORMS[:2])
+    monkeypatch.setattr(selection, "PACKAGE_VARIANTS", selection.PACKAGE_VARIANTS[:2])
     monkeypatch.setattr(
         trial, "time_prompts", lambda package, units, model: PromptTimes(units, trial.mlx_and_device(), [64], [1], [2])
     )
     model = tiny_model("llama", **SIZES)
-    before = {place.name: place for place in doctor.examine(str(model), try_now=False).placements}
+    before = {place.name: place for place in doctor.create_report(str(model), try_now=False).placements}
     assert set(before) == {"ONNX Runtime on the CPU", "Core ML"} and "not converted yet" in before["Core ML"].note
-    note = doctor._OWN_CORES if mx.default_device().type == mx.gpu else "shares the CPU with the target"
+    note = doctor._OWN_CORES_NOTE if mx.default_device().type == mx.gpu else "shares the CPU with the target"
     assert before["ONNX Runtime on the CPU"].note == note
     cpu = before["ONNX Runtime on the CPU"]
     assert cpu.usable and (cpu.one_ms or 0) > 0 and (cpu.eight_ms or 0) > 0
     for try_now in (True, False):  # a later doctor shows what an earlier one has found
-        places = doctor.examine(str(model), try_now).placements
+        places = doctor.create_report(str(model), try_now).placements
         assert [place.name for place in places] == [
             "ONNX Runtime on the CPU", *(f"Core ML on {units}, {mode} fp16" for units in ("CPU_AND_NE", "CPU_ONLY")
                                          for mode in ("stateless", "hybrid")), "prompts of a draft on MLX"
@@ -91,8 +91,8 @@ def test_without_core_ml_nothing_is_converted(
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.delenv(STAND_IN)
-    _, last = doctor.examine(str(tiny_model("llama", **SIZES)), try_now=True).placements
+    monkeypatch.delenv(STAND_IN_VARIABLE)
+    _, last = doctor.create_report(str(tiny_model("llama", **SIZES)), try_now=True).placements
     assert (last.name, last.usable, last.note) == ("Core ML on the Neural Engine", False, "macOS only")
     assert list(tmp_path.iterdir()) == []
 
@@ -101,7 +101,7 @@ def test_draft_unfit_for_core_ml_still_has_other_placements(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    places = doctor.examine(str(tiny_model("llama")), try_now=True).placements  # heads of 16
+    places = doctor.create_report(str(tiny_model("llama")), try_now=True).placements  # heads of 16
     assert places[-1].name == "Core ML" and "off the Neural Engine's grid" in places[-1].note and places[0].usable
 
 
@@ -112,16 +112,16 @@ def test_trial_results_become_placements(
     monkeypatch.setattr(trial, "os_build", lambda: "24F74")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     packages = Packages(bench("llama").model_path)
-    monkeypatch.setattr(packages, "made", lambda form: True)
-    untried = doctor.on_core_ml(packages, try_now=False)
+    monkeypatch.setattr(packages, "is_converted", lambda form: True)
+    untried = doctor.measure_core_ml(packages, try_now=False)
     assert [place.usable for place in untried] == [False, False] and "not measured yet" in untried[0].note
-    kept = Trials(packages.source_hash)
+    kept = TrialStore(packages.source_hash)
     slower = dataclasses.replace(GOOD, ms={name: 2 * ms for name, ms in GOOD.ms.items()})
     hybrid = bench("llama", mode="hybrid").package
-    kept.add(Tried(hybrid.options, hybrid.manifest.key, "CPU_AND_NE", slower))
-    kept.add(Tried(package.options, package.manifest.key, "CPU_AND_NE", GOOD))
-    kept.add(Tried(package.options, package.manifest.key, "CPU_ONLY", None, "it crashed"))
-    engine, other, cpu = doctor.on_core_ml(packages, try_now=False)
+    kept.add(TrialResult(hybrid.options, hybrid.manifest.key, "CPU_AND_NE", slower))
+    kept.add(TrialResult(package.options, package.manifest.key, "CPU_AND_NE", GOOD))
+    kept.add(TrialResult(package.options, package.manifest.key, "CPU_ONLY", None, "it crashed"))
+    engine, other, cpu = doctor.measure_core_ml(packages, try_now=False)
     assert (engine.usable, engine.one_ms, engine.eight_ms, engine.engine_share) == (True, 2.25, 2.5, 0.97)
     assert [place.name for place in (engine, other)] == [
         "Core ML on CPU_AND_NE, stateless fp16", "Core ML on CPU_AND_NE, hybrid fp16"
@@ -145,13 +145,13 @@ def test_the_survey_has_a_row_for_every_mode_and_kind(
     monkeypatch.setattr(packages, "get", lambda form: form)
     tried: list[tuple[str, int]] = []
 
-    def try_out(form: Options, units: str, predictions: int) -> Tried:
+    def try_out(form: Options, units: str, predictions: int) -> TrialResult:
         tried.append((units, predictions))
-        killed = Tried(form, "", units, reason="its trial was ended by SIGKILL")
-        return Tried(form, "", units, GOOD) if len(tried) % 2 else killed
+        killed = TrialResult(form, "", units, reason="its trial was ended by SIGKILL")
+        return TrialResult(form, "", units, GOOD) if len(tried) % 2 else killed
 
-    monkeypatch.setattr(survey.trial, "try_out", try_out)
-    rows = [survey.cells(row) for row in survey.survey(packages, 50)]
+    monkeypatch.setattr(survey.trial, "run_trial", try_out)
+    rows = [survey.row_cells(row) for row in survey.run_survey(packages, 50)]
     assert len(rows) == 9 and tried == [("CPU_ONLY", 50)] * 9
     assert all(len(row) == len(survey.COLUMNS) for row in rows)
     modes, kinds = ("stateless", "hybrid", "onehot"), ("fp16", "int8", "int4")
@@ -161,5 +161,5 @@ def test_the_survey_has_a_row_for_every_mode_and_kind(
 
 def test_default_devices_are_left_as_they_were(tiny_model: Callable[..., Path]) -> None:
     before = mx.default_device()
-    doctor.on_device(tiny_model("llama", **SIZES), mx.cpu)
+    doctor.measure_device(tiny_model("llama", **SIZES), mx.cpu)
     assert mx.default_device() == before

@@ -61,7 +61,7 @@ def test_a_float32_package_is_exact_on_the_cpu(bench: Callable[..., Bench], text
 @pytest.mark.parametrize("mode", MODES)
 def test_the_neural_engine_survives_its_trial_or_is_refused(bench: Callable[..., Bench], mode: str) -> None:
     """Loose: what the probe finds may be bad, but it finds it, in a process of its own."""
-    row = trial.try_out(bench("qwen2", mode=mode).package, "CPU_AND_NE")
+    row = trial.run_trial(bench("qwen2", mode=mode).package, "CPU_AND_NE")
     assert row.trial is not None or row.reason
     if mode == "stateless":
         assert not row.reason, row.reason
@@ -111,7 +111,7 @@ def test_prompts_read_on_the_cpu_match_those_of_the_interpreter(
 
 
 def test_has_engine_returns_a_bool_on_this_mac() -> None:
-    assert isinstance(runtimes.has_engine(), bool)
+    assert isinstance(runtimes.has_neural_engine(), bool)
 
 
 def test_prompt_times_are_measured_on_this_mac(bench: Callable[..., Bench]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml.drafter import CoreMLKVRows
-from outrider.drafters.coreml.package import WEIGHTS, coremltools
+from outrider.drafters.coreml.package import WEIGHTS_PATH, import_coremltools
 from outrider.drafters.coreml.runtimes import RuntimeFault
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
@@ -67,11 +67,11 @@ def test_real_operations_agree_with_coremltools(executed: dict[str, list[dict[st
 
 
 def test_constexpr_agrees_with_coremltools() -> None:
-    mil, draws = coremltools(MIL), np.random.default_rng(0)
+    mil, draws = import_coremltools(MIL), np.random.default_rng(0)
     data = draws.integers(-128, 128, (8, 64, 1, 1)).astype(np.int8)
     scale = draws.random((8, 2, 1, 1)).astype(np.float16)
     zero = draws.integers(-128, 128, scale.shape).astype(np.int8)
-    with mil.Function({"x": mil.Builder.TensorSpec((1,))}, opset_version=coremltools().target.iOS18):
+    with mil.Function({"x": mil.Builder.TensorSpec((1,))}, opset_version=import_coremltools().target.iOS18):
         for offset in (zero, None):
             given = {"data": data, "scale": scale} | ({} if offset is None else {"offset": offset})
             var = mil.Builder.constexpr_blockwise_shift_scale(**given)
@@ -171,7 +171,7 @@ def test_weights_are_read_as_coremltools_reads_them(bench: Callable[..., Bench])
     seen = set()
     for weights in ("fp16", "fp32", "int8", "int4"):
         model = mil_program.read(bench("qwen3", weights=weights).package.path)
-        reader = Reader(str(bench("qwen3", weights=weights).package.path / WEIGHTS))
+        reader = Reader(str(bench("qwen3", weights=weights).package.path / WEIGHTS_PATH))
         for constant in _constants(model):
             expected = _read_by_coremltools(reader, constant)
             assert (model.value(constant).reshape(-1) == expected.reshape(-1)).all()
@@ -180,7 +180,7 @@ def test_weights_are_read_as_coremltools_reads_them(bench: Callable[..., Bench])
 
 
 def test_missing_blob_is_refused(tmp_path: Path, bench: Callable[..., Bench]) -> None:
-    file = mil_program.BlobFile(bench("qwen3").package.path / WEIGHTS)
+    file = mil_program.BlobFile(bench("qwen3").package.path / WEIGHTS_PATH)
     for offset, shape in ((0, (4,)), (64, (10**6,)), (10**9, (4,))):
         with pytest.raises(ModelError, match="does not belong to this model"):
             file.read(offset, "FLOAT16", shape)
@@ -188,8 +188,8 @@ def test_missing_blob_is_refused(tmp_path: Path, bench: Callable[..., Bench]) ->
 
 def _inferred(kind: str, arguments: dict[str, Any]) -> list[NDArray[Any]] | None:
     """What coremltools computes for constant arguments while it builds a graph; None where it does not."""
-    mil = coremltools(MIL)
-    target = coremltools().target.iOS18
+    mil = import_coremltools(MIL)
+    target = import_coremltools().target.iOS18
     given = {name: _plain(value) for name, value in arguments.items()}
     with mil.Function({"unused": mil.Builder.TensorSpec((1,))}, opset_version=target):
         result = getattr(mil.Builder, kind)(**given)

@@ -16,10 +16,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.drafters.coreml import selection, trial
 from outrider.drafters.coreml.drafter import PackageReader
-from outrider.drafters.coreml.runtimes import STAND_IN, Inputs, Outputs, RuntimeFault, RuntimeState
+from outrider.drafters.coreml.runtimes import STAND_IN_VARIABLE, Inputs, Outputs, RuntimeFault, RuntimeState
 from outrider.drafters.coreml.selection import Packages
-from outrider.drafters.coreml.trial import Trials, Tried
-from outrider.drafters.drafter import make
+from outrider.drafters.coreml.trial import TrialResult, TrialStore
+from outrider.drafters.drafter import make_drafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, ReadingFault
 from outrider.engine.loading import load
@@ -207,13 +207,13 @@ def test_package_reads_prompts_from_the_length_where_faster(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, ms: Sequence[tuple[float, float]], least: int | None
 ) -> None:
     asked, model = scripted(monkeypatch, *ms), str(packages.checkpoint)
-    assert selection.reader_for(model, "auto", print) is None
+    assert selection.load_prompt_reader(model, "auto", print) is None
     for _ in range(2):
-        found = selection.prompt_times(packages, print)
-        assert found.least == least and ("MLX reads" in found.sentence) == (least is None)
+        found = selection.get_prompt_times(packages, print)
+        assert found.min_tokens == least and ("MLX reads" in found.sentence) == (least is None)
         assert "\n" not in found.sentence
-        reader = selection.reader_for(model, "auto", print)
-        assert (None if reader is None else reader.least) == least
+        reader = selection.load_prompt_reader(model, "auto", print)
+        assert (None if reader is None else reader.min_tokens) == least
     assert asked == ["CPU_AND_NE"]
 
 
@@ -222,28 +222,28 @@ def test_prompt_times_are_valid_for_one_version_of_mlx_and_macos(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     asked = scripted(monkeypatch, (9, 1))
-    assert selection.prompt_times(packages, print).least == 64
+    assert selection.get_prompt_times(packages, print).min_tokens == 64
     monkeypatch.setattr(trial, change, lambda: "another")
-    assert selection.reader_for(str(packages.checkpoint), "auto", print) is None
-    assert selection.prompt_times(packages, print).least == 64 and asked == ["CPU_AND_NE"] * 2
+    assert selection.load_prompt_reader(str(packages.checkpoint), "auto", print) is None
+    assert selection.get_prompt_times(packages, print).min_tokens == 64 and asked == ["CPU_AND_NE"] * 2
 
 
 def test_prompt_times_of_a_rebuilt_package_are_not_used(
     packages: Packages, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted(monkeypatch, (9, 1))
-    row = Tried(
+    row = TrialResult(
         packages.variants[0], "another key", "CPU_ONLY", GOOD, prompts=trial.time_prompts(None, "CPU_ONLY", None)
     )
-    Trials(packages.source_hash).add(row)
-    assert selection.reader_for(str(packages.checkpoint), "auto", print) is None
+    TrialStore(packages.source_hash).add(row)
+    assert selection.load_prompt_reader(str(packages.checkpoint), "auto", print) is None
 
 
 def test_failed_measurement_leaves_prompts_to_mlx(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = scripted(monkeypatch)
     for _ in range(2):
-        found = selection.prompt_times(packages, print)
-        assert found.least is None and found.sentence == "prompts are read by MLX: its trial was ended by SIGKILL"
+        found = selection.get_prompt_times(packages, print)
+        assert found.min_tokens is None and found.sentence == "prompts are read by MLX: its trial was ended by SIGKILL"
     assert asked == ["CPU_AND_NE"]
 
 
@@ -258,16 +258,16 @@ def test_drafter_uses_the_package_only_where_measured_faster(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, text: list[int]
 ) -> None:
     model, messages = str(packages.checkpoint), list[str]()
-    assert selection.reader_for(model, "auto", messages.append) is None and messages == []
+    assert selection.load_prompt_reader(model, "auto", messages.append) is None and messages == []
     scripted(monkeypatch, (9, 20), (20, 9))
-    assert selection.prompt_times(packages, messages.append).least == 128
-    reader = selection.reader_for(model, "auto", messages.append)
+    assert selection.get_prompt_times(packages, messages.append).min_tokens == 128
+    reader = selection.load_prompt_reader(model, "auto", messages.append)
     assert reader is not None and reader.readable(127) == 0 and reader.readable(128) == 128
     assert messages[-1].startswith("prompts of 128 tokens and more are read by the reference interpreter")
-    drafter = make("mlx", model, messages.append)
+    drafter = make_drafter("mlx", model, messages.append)
     assert isinstance(drafter, MlxDrafter) and drafter.note == reader.note
     tree = drafter.open(text[:150], SamplingParams())
-    alone = make("mlx", model, messages.append, "mlx").open(text[:150], SamplingParams())
+    alone = make_drafter("mlx", model, messages.append, "mlx").open(text[:150], SamplingParams())
     assert tree.best([tree.root]) == alone.best([alone.root])
 
 
@@ -276,9 +276,9 @@ def test_mlx_reads_prompts_without_core_ml(
 ) -> None:
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
-    monkeypatch.delenv(STAND_IN)
+    monkeypatch.delenv(STAND_IN_VARIABLE)
     messages: list[str] = []
-    assert selection.reader_for(str(bench("llama").model_path), "coreml", messages.append) is None
+    assert selection.load_prompt_reader(str(bench("llama").model_path), "coreml", messages.append) is None
     assert messages == ["prompts are read by MLX: Core ML runs on macOS only; drafting with MLX instead"]
 
 
@@ -286,8 +286,8 @@ def test_mlx_reads_prompts_without_core_ml(
 def test_package_reads_prompts_when_requested(bench: Callable[..., Bench], cache: Path, prefill: str) -> None:
     made, messages = bench("llama"), list[str]()
     word = str(made.package.path) if prefill == "package" else prefill
-    reader = selection.reader_for(str(made.model_path), word, messages.append)
-    assert reader is not None and reader.least == 1 and "reference interpreter" in reader.note
+    reader = selection.load_prompt_reader(str(made.model_path), word, messages.append)
+    assert reader is not None and reader.min_tokens == 1 and "reference interpreter" in reader.note
     assert ("converting" in messages[0]) == (prefill == "coreml")
 
 
@@ -297,9 +297,9 @@ def test_invalid_settings_are_one_line_errors(
     made = bench("llama")
     other = tiny_model("llama", seed=5, **SIZES)
     with pytest.raises(ModelError, match=r"was made from llama-.* other weights than .* has") as refused:
-        selection.reader_for(str(other), str(made.package.path), print)
+        selection.load_prompt_reader(str(other), str(made.package.path), print)
     assert "\n" not in str(refused.value)
     with pytest.raises(InvalidRequest, match="draft prefill is 'often'; expected auto, mlx, coreml or the directory"):
-        selection.reader_for(str(made.model_path), "often", print)
+        selection.load_prompt_reader(str(made.model_path), "often", print)
     with pytest.raises(ModelError, match="off the Neural Engine's grid"):
-        selection.reader_for(str(tiny_model("llama")), "coreml", print)
+        selection.load_prompt_reader(str(tiny_model("llama")), "coreml", print)

@@ -11,7 +11,7 @@ import pytest
 from outrider.drafters.coreml.drafter import PackageReader
 from outrider.engine.kv_cache import KVLayout
 from outrider.engine.kv_rows import ReadingFault
-from outrider.engine.loading import load, outline
+from outrider.engine.loading import load, load_lazily
 from outrider.prefill_worker.worker import CoreMLReader, MlxReader
 from outrider.protocol.messages import Prefill
 from tests.coreml.conftest import Bench
@@ -26,7 +26,7 @@ def test_package_hands_over_the_keys_and_values_of_mlx(
     bench: Callable[..., Bench], text: list[int], weights: str, start: int
 ) -> None:
     made, prompt = bench("llama", weights=weights, max_position_embeddings=1024), text[:200]
-    layout = KVLayout.of(outline(str(made.model_path)).model)
+    layout = KVLayout.of(load_lazily(str(made.model_path)).model)
     package = CoreMLReader(PackageReader(made.package, NumpyRuntime(made.package.path), 1), layout)
     exact = MlxReader(load(made.model_path))
     found, expected = [], []
@@ -45,7 +45,7 @@ def test_prompt_beyond_the_package_context_is_left_to_the_target(bench: Callable
     made = bench("llama", max_position_embeddings=1024)
     reader = CoreMLReader(
         PackageReader(made.package, NumpyRuntime(made.package.path), 1),
-        KVLayout.of(outline(str(made.model_path)).model),
+        KVLayout.of(load_lazily(str(made.model_path)).model),
     )
     read = 0
     with pytest.raises(ReadingFault, match="the target reads the other"):

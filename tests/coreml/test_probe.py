@@ -39,7 +39,7 @@ def test_trial_runs_in_a_separate_process(bench: Callable[..., Bench], tmp_path:
     package = bench("llama").package
     result = tmp_path / "trial.json"
     (tmp_path / "outrider.py").write_text("raise SystemExit('the wrong one')")
-    command = trial.command(package, "CPU_ONLY", "--predictions", "4", "--result", str(result))
+    command = trial.trial_command(package, "CPU_ONLY", "--predictions", "4", "--result", str(result))
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0 and done.stdout == done.stderr == ""
     found = Trial(**json.loads(result.read_text()))
@@ -50,8 +50,8 @@ def test_trial_runs_in_a_separate_process(bench: Callable[..., Bench], tmp_path:
 def test_missing_device_is_a_final_result(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
-    monkeypatch.delenv(runtimes.STAND_IN)
-    row = trial.try_out(bench("llama").package, "CPU_AND_NE")
+    monkeypatch.delenv(runtimes.STAND_IN_VARIABLE)
+    row = trial.run_trial(bench("llama").package, "CPU_AND_NE")
     assert row.reason.startswith("its trial failed: Core ML runs on macOS only") and row.trial is None
     assert row.final
 
@@ -59,9 +59,9 @@ def test_missing_device_is_a_final_result(bench: Callable[..., Bench], monkeypat
 def test_unit_with_wrong_logits_fails_its_trial(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is MLX's: a package of other numbers does not pass."""
     made, other = bench("llama").package, bench("qwen2").package
-    assert trial.run(made, "CPU_ONLY", 1).fault == ""
+    assert trial.measure_package(made, "CPU_ONLY", 1).fault == ""
     swapped = dataclasses.replace(made, expected=other.expected)
-    assert "it agreed with the reference on" in trial.run(swapped, "CPU_ONLY", 1).fault
+    assert "it agreed with the reference on" in trial.measure_package(swapped, "CPU_ONLY", 1).fault
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,10 @@ def test_unit_with_wrong_logits_fails_its_trial(bench: Callable[..., Bench], mon
 def test_trial_that_dies_or_hangs_has_a_reason(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, program: str, reason: str, final: bool
 ) -> None:
-    monkeypatch.setattr(trial, "command", lambda *arguments: [sys.executable, "-c", program])
+    monkeypatch.setattr(trial, "trial_command", lambda *arguments: [sys.executable, "-c", program])
     if final:  # the one that hangs
-        monkeypatch.setattr(trial, "_SECONDS", 1.0)
-    row = trial.try_out(bench("llama").package, "CPU_AND_NE")
+        monkeypatch.setattr(trial, "_TIMEOUT_SECONDS", 1.0)
+    row = trial.run_trial(bench("llama").package, "CPU_AND_NE")
     assert (row.reason, row.final, row.trial) == (reason, final, None)
 
 
@@ -126,8 +126,8 @@ class Plan:
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    monkeypatch.setattr(runtimes, "coremltools", plan.module)
-    monkeypatch.setattr(runtimes, "compiled_path", lambda package: Path("model.mlmodelc"))
+    monkeypatch.setattr(runtimes, "import_coremltools", plan.module)
+    monkeypatch.setattr(runtimes, "ensure_compiled", lambda package: Path("model.mlmodelc"))
 
 
 def test_engine_share_counts_only_operations_that_compute(
@@ -139,7 +139,7 @@ def test_engine_share_counts_only_operations_that_compute(
     package = bench("llama").package
     planned(monkeypatch, Plan({"q1": operations, "q8": [("add", None)]}, [cpu]))
     assert runtimes.engine_share(package, "CPU_AND_NE") == {"q1": 0.6667}  # of q8 nothing is told
-    assert not runtimes.has_engine()
+    assert not runtimes.has_neural_engine()
 
 
 def test_trial_continues_without_a_compute_plan_or_a_device_list(
@@ -147,13 +147,13 @@ def test_trial_continues_without_a_compute_plan_or_a_device_list(
 ) -> None:
     package = bench("llama").package
     planned(monkeypatch, Plan(None, []))
-    assert runtimes.engine_share(package, "CPU_AND_NE") == {} and runtimes.has_engine()
+    assert runtimes.engine_share(package, "CPU_AND_NE") == {} and runtimes.has_neural_engine()
     planned(monkeypatch, Plan(None, ["MLCPUComputeDevice"]))
-    assert trial.run(package, "CPU_ONLY", 1).fault == ""
+    assert trial.measure_package(package, "CPU_ONLY", 1).fault == ""
     with pytest.raises(DeviceUnavailable, match="can't use a Neural Engine"):
-        trial.run(package, "CPU_AND_NE", 1)
+        trial.measure_package(package, "CPU_AND_NE", 1)
     planned(monkeypatch, Plan(None, ["MLCPUComputeDevice", "MLNeuralEngineComputeDevice"]))
-    assert runtimes.has_engine()
+    assert runtimes.has_neural_engine()
 
 
 def test_agreement_counts_misses_but_not_near_ties() -> None:

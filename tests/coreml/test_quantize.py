@@ -20,7 +20,7 @@ from outrider.drafters.coreml import weights
 from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.package import open_package
-from outrider.drafters.coreml.weights import GROUP, QuantizedMatrix
+from outrider.drafters.coreml.weights import GROUP_SIZE, QuantizedMatrix
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
 from tests.harness import mil_interpreter, mil_program
@@ -39,8 +39,8 @@ def matrix(seed: int, scale: float, rows: int = 96, columns: int = 192, offset: 
 )  # fmt: skip
 def test_mlx_and_core_ml_hold_the_same_bits(seed: int, exponent: int, offset: float, bits: int) -> None:
     dense = matrix(seed, 2.0**exponent, rows=8, columns=128, offset=offset)
-    form = weights.int4(dense) if bits == 4 else weights.int8(dense)
-    in_mlx = np.array(mx.dequantize(*weights.to_mlx(form), group_size=GROUP, bits=bits))
+    form = weights.quantize_int4(dense) if bits == 4 else weights.quantize_int8(dense)
+    in_mlx = np.array(mx.dequantize(*weights.to_mlx(form), group_size=GROUP_SIZE, bits=bits))
     assert in_mlx.dtype == np.float16
     assert (in_mlx == form.values).all()
     assert (in_mlx == _by_core_mls_formula(form)).all()
@@ -49,7 +49,7 @@ def test_mlx_and_core_ml_hold_the_same_bits(seed: int, exponent: int, offset: fl
 @pytest.mark.parametrize("scale", [1.0, 0.02, 1e-4])
 def test_quantisation_error_stays_within_the_step(scale: float) -> None:
     dense = matrix(1, scale)
-    for form, most in ((weights.int8(dense), 0.0095), (weights.int4(dense), 0.11)):
+    for form, most in ((weights.quantize_int8(dense), 0.0095), (weights.quantize_int4(dense), 0.11)):
         error = form.values.astype(np.float64) - dense
         assert error.std() <= most * dense.astype(np.float64).std()
 
@@ -57,18 +57,18 @@ def test_quantisation_error_stays_within_the_step(scale: float) -> None:
 def test_extreme_values_are_kept() -> None:
     dense = matrix(2, 1.0)
     dense[0, 0], dense[1, 1] = 30.0, -30.0
-    for form in (weights.int8(dense), weights.int4(dense)):
+    for form in (weights.quantize_int8(dense), weights.quantize_int4(dense)):
         assert abs(form.values[0, 0] - 30) < 1.2 and abs(form.values[1, 1] + 30) < 1.2
 
 
 def test_zeros_stay_zeros() -> None:
     dense = np.zeros((4, 64), np.float16)
-    assert not weights.int8(dense).values.any() and not weights.int4(dense).values.any()
+    assert not weights.quantize_int8(dense).values.any() and not weights.quantize_int4(dense).values.any()
 
 
 def test_a_width_that_does_not_divide_into_groups_is_refused() -> None:
     with pytest.raises(ModelError, match="q_proj has 96 columns; int4 needs a multiple of 64"):
-        weights.int4(matrix(0, 1.0, columns=96), "q_proj")
+        weights.quantize_int4(matrix(0, 1.0, columns=96), "q_proj")
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -96,11 +96,11 @@ def test_a_checkpoint_of_four_bits_keeps_its_levels(tiny_model: Callable[..., Pa
     sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "vocab_size": 512, "num_hidden_layers": 1}
     source = tiny_model("llama", **sizes)
     model, config = load_model(source)
-    nn.quantize(model, group_size=GROUP, bits=4)
+    nn.quantize(model, group_size=GROUP_SIZE, bits=4)
     packed = tmp_path / "packed"
     packed.mkdir()
     mx.save_safetensors(str(packed / "model.safetensors"), dict(_flat(model)))
-    config["quantization"] = {"group_size": GROUP, "bits": 4}
+    config["quantization"] = {"group_size": GROUP_SIZE, "bits": 4}
     (packed / "config.json").write_text(json.dumps(config))
     convert(packed, tmp_path / "package", Options(weights="int4", context=64))
     before = [np.array(_dequantized(module)) for _, module in model.named_modules() if "scales" in module]

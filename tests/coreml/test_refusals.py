@@ -16,7 +16,14 @@ import pytest
 
 from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.layout import Mode, Options, PackageFunction, PackageLayout
-from outrider.drafters.coreml.package import EMBEDDING, EXPECTED, MODEL, WEIGHTS, coremltools, open_package
+from outrider.drafters.coreml.package import (
+    EMBEDDING_FILE,
+    EXPECTED_FILE,
+    MODEL_PATH,
+    WEIGHTS_PATH,
+    import_coremltools,
+    open_package,
+)
 from outrider.drafters.coreml.selection import Packages
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError
 from tests.coreml.conftest import SIZES, Bench
@@ -195,7 +202,7 @@ def test_disk_that_fills_up_while_converting_leaves_no_files(
         monkeypatch.setattr(np, "save", _raise(OSError(errno.ENOSPC, "No space left on device")))
         expected = "No space left on device"
     else:
-        utils = coremltools().utils
+        utils = import_coremltools().utils
         monkeypatch.setattr(utils, "save_spec", _raise(RuntimeError("[MIL FileWriter]: Unknown error")))
         expected = "MIL FileWriter"
     assert expected in refused(tiny_model("llama", **SIZES), tmp_path)
@@ -240,7 +247,7 @@ def test_package_of_other_weights_than_the_draft_is_refused(copied: Path, tiny_m
     assert "was made from llama-" in message and "other weights than" in message
 
 
-@pytest.mark.parametrize("file", [EMBEDDING, EXPECTED, str(WEIGHTS), str(MODEL)])
+@pytest.mark.parametrize("file", [EMBEDDING_FILE, EXPECTED_FILE, str(WEIGHTS_PATH), str(MODEL_PATH)])
 def test_changed_or_missing_package_file_is_refused(copied: Path, file: str) -> None:
     data = bytearray((copied / file).read_bytes())
     data[-1] ^= 1

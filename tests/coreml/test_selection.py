@@ -11,12 +11,12 @@ import pytest
 from outrider.drafters.coreml import selection, trial
 from outrider.drafters.coreml.layout import Mode, Options
 from outrider.drafters.coreml.package import Package
-from outrider.drafters.coreml.selection import FORMS, OnePackage, Packages, Selection
-from outrider.drafters.coreml.trial import PromptTimes, Trials, Tried
+from outrider.drafters.coreml.selection import PACKAGE_VARIANTS, OnePackage, Packages, Selection
+from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import CONTEXT, GOOD, Bench
 
-VARIANTS = tuple(Options(mode, weights, CONTEXT) for mode, weights in FORMS)
+VARIANTS = tuple(Options(mode, weights, CONTEXT) for mode, weights in PACKAGE_VARIANTS)
 NAMES = [str(variant) for variant in VARIANTS]
 KILLED = "its trial was ended by SIGKILL"
 
@@ -31,7 +31,7 @@ class PackagesOnDemand:
     variants: tuple[Options, ...] = VARIANTS
     source_hash: str = "0123456789abcdef0123"
 
-    def made(self, variant: Options) -> bool:
+    def is_converted(self, variant: Options) -> bool:
         return str(variant) in self.there
 
     def get(self, variant: Options) -> Package:
@@ -50,10 +50,10 @@ class ScriptedTrials:
     def __init__(self, ends: dict[str, float | str], final: str = "") -> None:
         self._ends, self._final, self.tried = ends, final, list[str]()
 
-    def __call__(self, package: Package, units: str) -> Tried:
+    def __call__(self, package: Package, units: str) -> TrialResult:
         self.tried.append(f"{units} {package.options}")
         end = self._ends.get(f"{units} {package.options}", self._ends.get(units, KILLED))
-        row = Tried(package.options, package.manifest.key, units)
+        row = TrialResult(package.options, package.manifest.key, units)
         if isinstance(end, str):
             return dataclasses.replace(row, reason=end, final=end == self._final)
         return dataclasses.replace(row, trial=dataclasses.replace(GOOD, ms=dict.fromkeys(GOOD.ms, end)))
@@ -72,8 +72,8 @@ def choose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Choose:
     ) -> tuple[Selection, list[str]]:
         reported: list[str] = []
         before = len(script.tried)
-        monkeypatch.setattr(trial, "try_out", script)
-        chosen = selection.choose(packages, reported.append, thorough)
+        monkeypatch.setattr(trial, "run_trial", script)
+        chosen = selection.select_package(packages, reported.append, thorough)
         assert len(reported) == len(script.tried) - before and all("(once)" in sentence for sentence in reported)
         return chosen, reported
 
@@ -187,15 +187,15 @@ def test_saved_trial_rows_are_read_back_unchanged(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     times = PromptTimes("CPU_AND_NE", "mlx", [64, 128], [1.5, 2.5], [2.0, 1.0])
     rows = [
-        Tried(Options(Mode.HYBRID, "int8", 1024), "a", "CPU_ONLY", reason=KILLED, final=True),
-        Tried(Options(Mode.ONEHOT, "fp16", 64), "a", "CPU_AND_NE", GOOD, prompts=times),
+        TrialResult(Options(Mode.HYBRID, "int8", 1024), "a", "CPU_ONLY", reason=KILLED, final=True),
+        TrialResult(Options(Mode.ONEHOT, "fp16", 64), "a", "CPU_AND_NE", GOOD, prompts=times),
     ]
-    kept = Trials("f" * 64)
+    kept = TrialStore("f" * 64)
     for row in rows:
         kept.add(row)
     kept.add(dataclasses.replace(rows[0], final=False))
-    assert Trials("f" * 64).rows == [dataclasses.replace(rows[0], final=False), rows[1]]
-    assert Trials("e" * 64).rows == []
+    assert TrialStore("f" * 64).rows == [dataclasses.replace(rows[0], final=False), rows[1]]
+    assert TrialStore("e" * 64).rows == []
 
 
 def test_package_that_cannot_be_built_is_skipped(bench: Callable[..., Bench], choose: Choose) -> None:
@@ -215,9 +215,10 @@ def test_packages_of_a_checkpoint_are_made_and_removed(
     assert packages.source_hash == made.package.manifest.source_hash
     assert [str(form) for form in packages.variants] == NAMES and {form.context for form in packages.variants} == {128}
     form = packages.variants[3]
-    assert not packages.made(form) and packages.get(form).options == form and packages.made(form)
+    assert not packages.is_converted(form)
+    assert packages.get(form).options == form and packages.is_converted(form)
     packages.discard(form)
-    assert not packages.made(form) and list((tmp_path / "coreml").iterdir()) == []
+    assert not packages.is_converted(form) and list((tmp_path / "coreml").iterdir()) == []
     named = OnePackage(made.package)
     named.discard(named.variants[0])
     assert named.get(named.variants[0]).path.is_dir()

@@ -13,7 +13,7 @@ import pytest
 from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLTree
 from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
 from outrider.drafters.drafter import DrafterFault, TokenTree
-from outrider.drafters.fan_out import POLICIES, Calibration
+from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
 from outrider.drafters.growth import BranchTask
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.work_ahead import WorkAhead
@@ -240,11 +240,11 @@ def test_work_ahead_runs_on_a_core_ml_tree(bench: Callable[..., Bench], text: li
     made = bench("llama", weights="fp32")
     model, known = made.mlx(), list(text[:24])
     with opened(made, known) as tree:
-        work = WorkAhead(tree, (), POLICIES["best-first"], Calibration())
+        work = WorkAhead(tree, (), FAN_OUT_POLICIES["best-first"], Calibration())
         work.commit((), BranchTask((), 3, 6))
         for _ in range(3):
             chains: dict[tuple[int, ...], tuple[int, ...]] = {}
-            while work.busy:
+            while work.has_work:
                 ready = advanced(work)
                 chains.update({e.committed: e.chain for e in (ready.entries if ready is not None else ())})
             assert len(chains) == 6

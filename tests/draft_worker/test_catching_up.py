@@ -13,12 +13,12 @@ import pytest
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.drafter import Drafter, TokenTree
-from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import load
 from outrider.protocol.messages import Branches, Close, Commit, Drafted, Message, Open, Prefilled, Resync, Shutdown
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.worker_link import CPU_KERNELS
+from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
 from tests.system.links import FakeLink, Idle
 from tools.simulation.replay import ReplayDrafter, Script
 
@@ -69,7 +69,7 @@ class WorkerUnderTest:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = CountingDrafter(drafter)
         self.link = FakeLink("draft-0")
-        self.worker = DraftWorker(self.link, self.drafter, POLICIES["best-first"])  # type: ignore[arg-type]
+        self.worker = DraftWorker(self.link, self.drafter, FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
 
     def turn(self, *messages: Message) -> bool:
         """False once the worker would wait."""
@@ -119,7 +119,7 @@ def test_catching_up_4000_tokens_takes_little_memory(
     tiny_model: Callable[..., Any], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a vocabulary of 152,000, where the logits and the noise of so many tokens would be gigabytes."""
-    monkeypatch.setenv(CPU_KERNELS, kernels)
+    monkeypatch.setenv(CPU_KERNELS_VARIABLE, kernels)
     worker_under_test = WorkerUnderTest(MlxDrafter(load(tiny_model("llama", **WIDE))))
     worker_under_test.finish(begin(50))
     with more_memory(BOUND):

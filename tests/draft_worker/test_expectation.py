@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.draft_worker.worker import FADE, DraftWorker, Operation, OpLatency
-from outrider.drafters.fan_out import POLICIES
+from outrider.draft_worker.worker import LATENCY_DECAY, DraftWorker, Operation, OpLatency
+from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.protocol.messages import Commit, Open
 from outrider.protocol.sampling import SamplingParams
 from tests.system.links import FakeLink, VirtualClock, answered
@@ -24,7 +24,7 @@ def test_expected_time_is_the_longest_seen_and_fades() -> None:
     assert usual.expected_ms(Operation.GROW) == 0.0
     for milliseconds in (10.0, 50.0, 10.0, 10.0):
         usual.record(Operation.GROW, milliseconds)
-    assert usual.expected_ms(Operation.GROW) == pytest.approx(50 * FADE**2)
+    assert usual.expected_ms(Operation.GROW) == pytest.approx(50 * LATENCY_DECAY**2)
     assert usual.expected_ms(Operation.GROW, Operation.READ) == 0.0, "it has never read"
 
 
@@ -59,7 +59,7 @@ def test_each_operation_announces_its_expected_time(monkeypatch: pytest.MonkeyPa
             return tree
 
     link = RecordingLink("draft-0", deque())
-    worker = DraftWorker(link, Slow(), POLICIES["best-first"])  # type: ignore[arg-type]
+    worker = DraftWorker(link, Slow(), FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
     opened = Open("r", 0, 0, np.array(TEXT[:5], np.int32), SamplingParams(), (), 2, 4, ())
     answered(worker, link, [opened])
     first, *pieces, grown = announced[:4]

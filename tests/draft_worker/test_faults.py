@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import load
 from outrider.protocol.messages import Branches, CacheReport, Close, Fault, KvMemory, Open
@@ -49,7 +49,7 @@ def test_failed_request_does_not_stop_drafting_for_another(
     fault: Exception, late: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     link = FakeLink("draft-0", deque())
-    worker = DraftWorker(link, Poisoned(fault, late), POLICIES["best-first"])  # type: ignore[arg-type]
+    worker = DraftWorker(link, Poisoned(fault, late), FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
     asked = [
         Open(name, 0, 0, np.array(tokens, np.int32), SamplingParams(), (), 2, 4, ())
         for name, tokens in (("doomed", [0, 1, 2, POISON]), ("sound", [0, 1, 2]))
@@ -64,7 +64,7 @@ def test_failed_request_does_not_stop_drafting_for_another(
 def test_next_orchestrator_hears_of_the_prompt_cache(tiny_model) -> None:
     """Though its use has not changed since the one before heard of it."""
     link = FakeLink("draft-0")
-    worker = DraftWorker(link, MlxDrafter(load(tiny_model("llama"))), POLICIES["best-first"])
+    worker = DraftWorker(link, MlxDrafter(load(tiny_model("llama"))), FAN_OUT_POLICIES["best-first"])
     opened = Open("r", 0, 0, np.arange(2, 102, dtype=np.int32), SamplingParams(), (), 2, 4, ())
     answered(worker, link, [KvMemory(2**30), opened, Close("r")])
     worker.forget()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from outrider.drafters.fan_out import Calibration
-from outrider.drafters.growth import WIDTH, AlternativesAt, ChainAlternatives, worthwhile
-from outrider.protocol.trees import Candidate, fault
+from outrider.drafters.growth import MAX_CHILDREN, AlternativesAt, ChainAlternatives, count_worthwhile_positions
+from outrider.protocol.trees import Candidate, tree_fault
 
 CLOSE = [Candidate(5, 0.0), Candidate(6, 0.1), Candidate(7, 0.2), Candidate(8, 0.3)]
 SURE = [Candidate(5, 0.0), Candidate(6, 11.0), Candidate(7, 12.0)]
@@ -21,19 +21,21 @@ def chain_of_fives(*found: list[Candidate]) -> ChainAlternatives:
 def test_alternatives_are_added_where_the_drafter_is_unsure() -> None:
     tree = chain_of_fives(SURE, CLOSE).tree(Calibration(), 0.05)
     assert tree.chain[:2] == (5, 5) and set(tree.chain[2:]) <= {6, 7} and tree.chain[2:]
-    assert set(tree.parents[2:]) == {0} and not fault(tree.chain, tree.parents)
+    assert set(tree.parents[2:]) == {0} and not tree_fault(tree.chain, tree.parents)
     assert len(tree.odds) == len(tree.chain) and sum(tree.odds[1:]) <= 1.0
 
 
 def test_chain_stays_a_chain_when_no_alternative_is_likely() -> None:
     tree = chain_of_fives(SURE, CLOSE).tree(Calibration(), 0.9)
     assert (tree.chain, tree.parents) == ((5, 5), ())
-    assert worthwhile(4, Calibration(), 0.9) == 0 < worthwhile(4, Calibration(), 0.1) <= 4
+    assert (
+        count_worthwhile_positions(4, Calibration(), 0.9) == 0 < count_worthwhile_positions(4, Calibration(), 0.1) <= 4
+    )
 
 
 def test_number_of_alternatives_is_limited() -> None:
     tree = chain_of_fives(*[CLOSE] * 40).tree(Calibration(), 0.0)
-    assert len(tree.chain) == 40 + 16 and max(tree.parents.count(node) for node in range(40)) <= WIDTH
+    assert len(tree.chain) == 40 + 16 and max(tree.parents.count(node) for node in range(40)) <= MAX_CHILDREN
 
 
 def test_token_of_the_chain_is_never_its_own_alternative() -> None:

@@ -9,10 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.fan_out import POLICIES, Calibration
+from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
 from outrider.drafters.growth import BranchTask
 from outrider.drafters.heads.dflash import DFlash
-from outrider.drafters.heads.drafter import UNTRAINED, HeadDrafter, drafter_ahead
+from outrider.drafters.heads.drafter import UNTRAINED_PREFIX_NOTE, HeadDrafter, make_for_draft_worker
 from outrider.drafters.heads.trees import BlockTree
 from outrider.drafters.work_ahead import WorkAhead
 from outrider.engine.sampling import gumbel
@@ -31,7 +31,7 @@ VISIBLE = {"loss_type": "variable_prefix"}
 
 def opened(head: DFlash, length: int, n: int = 0, drafter: HeadDrafter | None = None, **params: Any) -> BlockTree:
     """A tree of the first tokens of a text, told all rows that can be."""
-    drafter = drafter or drafter_ahead(head, "dflash", V)
+    drafter = drafter or make_for_draft_worker(head, "dflash", V)
     tree = drafter.open(TEXTS[n][:length].tolist(), SamplingParams(**params))
     assert isinstance(tree, BlockTree)
     tell(tree, head, 0, length - 1, n)
@@ -54,7 +54,7 @@ def are_equal(scores: mx.array, logits: np.ndarray[Any, Any]) -> None:
 def test_block_with_a_known_prefix_equals_an_independent_forward(tmp_path: Path, name: str) -> None:
     """Outcomes of two texts, with beginnings of any length, in one forward; then along each block's own choices."""
     head, truth = head_of(write(tmp_path, name)), NumpyHead(LAYOUTS[name], EMBEDDING, OUTPUT)
-    drafter, lengths = drafter_ahead(head, "dflash", V), (9, 30)
+    drafter, lengths = make_for_draft_worker(head, "dflash", V), (9, 30)
     trees = [opened(head, length, n, drafter) for n, length in enumerate(lengths)]
     feeds = []
     for tree in trees:
@@ -119,12 +119,12 @@ def test_late_rows_replace_nodes_computed_without_them(tmp_path: Path, name: str
 
 def test_missing_rows_leave_a_gap_in_the_context(tmp_path: Path) -> None:
     head, truth = head_of(write(tmp_path, "z-lab")), NumpyHead(LAYOUTS["z-lab"], EMBEDDING, OUTPUT)
-    tree = drafter_ahead(head, "dflash", V).open(TEXTS[0][:20].tolist(), SamplingParams())
-    assert isinstance(tree, BlockTree) and not tree.ready()
+    tree = make_for_draft_worker(head, "dflash", V).open(TEXTS[0][:20].tolist(), SamplingParams())
+    assert isinstance(tree, BlockTree) and not tree.can_grow()
     tell(tree, head, 3, 9)
-    assert not tree.ready()
+    assert not tree.can_grow()
     tell(tree, head, 12, 19)
-    assert tree.ready()
+    assert tree.can_grow()
     places = np.array([*range(3, 9), *range(12, 19)])
     hidden = truth.hidden(truth.fuse(ROWS[0][places]), int(TEXTS[0][19]), BLOCK - 1, places, 19)
     are_equal(tree.scores(tree.root), truth.logits(hidden)[0])
@@ -147,7 +147,7 @@ def test_block_tokens_are_drawn_with_the_targets_noise(tmp_path: Path, temp: flo
 
 def test_penalties_count_earlier_tokens_of_the_block(tmp_path: Path) -> None:
     tree = opened(head_of(write(tmp_path, "DeepSpec")), 10, repetition_penalty=50.0)
-    chain = continued(WorkAhead(tree, (), POLICIES["best-first"], Calibration()), BLOCK).chain
+    chain = continued(WorkAhead(tree, (), FAN_OUT_POLICIES["best-first"], Calibration()), BLOCK).chain
     assert len(set(chain) - set(TEXTS[0][:10].tolist())) == BLOCK
 
 
@@ -164,12 +164,12 @@ def test_blocks_are_never_longer_than_in_training(tmp_path: Path, name: str, mon
     monkeypatch.setattr(DFlash, "block", watched)
     depth = LAYOUTS[name].depth
     for chain_length in range(5):
-        work = WorkAhead(opened(head, 20), (), POLICIES["best-first"], Calibration())
+        work = WorkAhead(opened(head, 20), (), FAN_OUT_POLICIES["best-first"], Calibration())
         assert len(continued(work, 40).chain) == depth
-        work = WorkAhead(opened(head, 20), (), POLICIES["best-first"], Calibration())
+        work = WorkAhead(opened(head, 20), (), FAN_OUT_POLICIES["best-first"], Calibration())
         work.commit((), BranchTask(continued(work, chain_length).chain, 4, 6))
         deepest = 0
-        while work.busy:
+        while work.has_work:
             ready = advanced(work)
             deepest = max([deepest, *(len(e.chain) for e in ready.entries)]) if ready else deepest
         assert deepest == max(0, min(4, depth - chain_length - 1))
@@ -177,7 +177,7 @@ def test_blocks_are_never_longer_than_in_training(tmp_path: Path, name: str, mon
 
 
 def test_request_alone_opens_no_more_slots_than_it_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = WorkAhead(opened(head_of(write(tmp_path, "z-lab")), 20), (), POLICIES["best-first"], Calibration())
+    work = WorkAhead(opened(head_of(write(tmp_path, "z-lab")), 20), (), FAN_OUT_POLICIES["best-first"], Calibration())
     lengths, block = list[int](), DFlash.block
     monkeypatch.setattr(DFlash, "block", lambda *given: lengths.append(int(given[2].max().item()) + 1) or block(*given))
     work.commit((), BranchTask((7,), 2, 2))
@@ -202,9 +202,12 @@ def test_head_not_trained_for_known_prefixes_has_a_note(tmp_path: Path) -> None:
     plain = head_of(write(tmp_path / "plain", "z-lab"))
     config = {**LAYOUTS["z-lab"].config["dflash_config"], **VISIBLE}
     trained = head_of(write(tmp_path / "trained", "z-lab", config={"dflash_config": config}))
-    assert drafter_ahead(plain, "dflash", V).note == UNTRAINED and drafter_ahead(trained, "dflash", V).note == ""
+    assert (
+        make_for_draft_worker(plain, "dflash", V).note == UNTRAINED_PREFIX_NOTE
+        and make_for_draft_worker(trained, "dflash", V).note == ""
+    )
 
 
 def test_recurrent_markov_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CannotDraft, match="memory starts with each block"):
-        drafter_ahead(head_of(write(tmp_path, "SpecForge, rnn")), "dflash", V)
+        make_for_draft_worker(head_of(write(tmp_path, "SpecForge, rnn")), "dflash", V)

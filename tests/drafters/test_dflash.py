@@ -69,13 +69,13 @@ def test_a_chain_is_the_coupled_walk_along_the_block(tmp_path: Path, name: str, 
     layout = LAYOUTS[name]
     drafter = HeadDrafter(head_of(write(tmp_path, name)), V)
     truth = NumpyHead(layout, EMBEDDING, OUTPUT)
-    followers = [drafter.follow(SamplingParams(temp=temp, seed=5 + n)) for n in range(2)]
+    followers = [drafter.open_draft(SamplingParams(temp=temp, seed=5 + n)) for n in range(2)]
     done, depths = [0, 0], [layout.depth, 3]
     for counts in ((30, 7), (1, 3), (4, 1)):
         for n, count in enumerate(counts):
             followers[n].add_features(done[n], drafter.head.fuse(mx.array(ROWS[n][done[n] : done[n] + count])))
             done[n] += count
-        chains = [followers[n].after(TEXTS[n][: done[n] + 1].tolist()) for n in range(2)]
+        chains = [followers[n].set_text(TEXTS[n][: done[n] + 1].tolist()) for n in range(2)]
         found = drafter.continuations(chains, [n + 3 for n in depths])
         for n, chain in enumerate(one.chain for one in found):
             depth = layout.depth if n == 0 else min(6, layout.depth)
@@ -103,9 +103,9 @@ def test_candidates_of_each_position_come_best_first(tmp_path: Path, name: str, 
     drafter = HeadDrafter(head_of(write(tmp_path, name)), V)
     chains = []
     for least in (0.1, 1.0):
-        follower = drafter.follow(sampling)
+        follower = drafter.open_draft(sampling)
         follower.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
-        chains.append(follower.after(TEXTS[0][:10].tolist(), least))
+        chains.append(follower.set_text(TEXTS[0][:10].tolist(), least))
     wide, plain = drafter.continuations(chains, [5, 5])
     assert wide.line == plain.chain and plain.parents == () and chains[0]._proposed is not None
     for token, place in zip(wide.line, chains[0]._proposed.places, strict=True):
@@ -116,20 +116,20 @@ def test_candidates_of_each_position_come_best_first(tmp_path: Path, name: str, 
 
 def test_penalties_are_applied_slot_by_slot(tmp_path: Path) -> None:
     drafter = HeadDrafter(head_of(write(tmp_path, "DeepSpec")), V)
-    follower = drafter.follow(SamplingParams(repetition_penalty=50.0))
+    follower = drafter.open_draft(SamplingParams(repetition_penalty=50.0))
     follower.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
-    chain = drafter.continuations([follower.after(TEXTS[0][:10].tolist())], [6])[0].chain
+    chain = drafter.continuations([follower.set_text(TEXTS[0][:10].tolist())], [6])[0].chain
     assert len(set(chain) - set(TEXTS[0][:10].tolist())) == 6
 
 
 def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
     head = head_of(write(tmp_path, "z-lab"), {**TARGET, "max_position_embeddings": 12})
     drafter = HeadDrafter(head, V)
-    follower = drafter.follow(SamplingParams())
+    follower = drafter.open_draft(SamplingParams())
     follower.add_features(0, head.fuse(mx.array(ROWS[0][:8])))
-    assert len(drafter.continuations([follower.after(TEXTS[0][:9].tolist())], [9])[0].chain) == 3
+    assert len(drafter.continuations([follower.set_text(TEXTS[0][:9].tolist())], [9])[0].chain) == 3
     follower.add_features(8, head.fuse(mx.array(ROWS[0][8:11])))
-    assert drafter.continuations([follower.after(TEXTS[0][:12].tolist())], [9])[0].chain == ()
+    assert drafter.continuations([follower.set_text(TEXTS[0][:12].tolist())], [9])[0].chain == ()
 
 
 @pytest.mark.parametrize(

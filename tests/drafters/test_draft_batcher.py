@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from outrider.drafters.drafter import Drafter
-from outrider.drafters.fan_out import POLICIES, BranchRequest, Calibration, ForkPoint, shares
+from outrider.drafters.fan_out import FAN_OUT_POLICIES, BranchRequest, Calibration, ForkPoint, divide_branches
 from outrider.drafters.growth import BranchTask, Continuation, ReadyBranches
 from outrider.drafters.mlx import MlxDrafter
-from outrider.drafters.work_ahead import ENOUGH, Capacity, DraftBatcher, WorkAhead
+from outrider.drafters.work_ahead import MIN_MEASUREMENTS, Capacity, DraftBatcher, WorkAhead
 from outrider.engine.loading import load
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
@@ -33,14 +33,14 @@ def begun(drafter: Drafter) -> list[WorkAhead]:
     works = []
     for number, length in enumerate(LENGTHS):
         tree = drafter.open(TEXT[:length], SamplingParams(temp=0.8, seed=number))
-        works.append(WorkAhead(tree, (), POLICIES["best-first"], Calibration()))
+        works.append(WorkAhead(tree, (), FAN_OUT_POLICIES["best-first"], Calibration()))
     return works
 
 
 def grown(together: DraftBatcher, works: Sequence[WorkAhead], active: int = 1) -> list[Found]:
     """What is prepared until all are done, for each."""
     found: dict[int, Found] = {id(work): {} for work in works}
-    while busy := [work for work in works if work.busy]:
+    while busy := [work for work in works if work.has_work]:
         for work, ready in zip(busy, together.advance(busy, active), strict=True):
             assert not isinstance(ready, OutriderError)
             found[id(work)] |= {entry.committed: entry.chain for entry in ready.entries} if ready else {}
@@ -98,55 +98,55 @@ def points(chain: int, own_gap: float) -> list[ForkPoint | None]:
 def test_budget_goes_to_likely_branches_and_leaves_no_request_out() -> None:
     sure, unsure = BranchRequest(points(3, 9.0), 16, 3), BranchRequest(points(3, 0.1), 16, 3)
     calibration = Calibration()
-    assert shares([sure, unsure], None, calibration) == [16, 16]
-    assert shares([sure, unsure], 32, calibration) == [16, 16]
+    assert divide_branches([sure, unsure], None, calibration) == [16, 16]
+    assert divide_branches([sure, unsure], 32, calibration) == [16, 16]
     for budget in (8, 20):
-        of_sure, of_unsure = shares([sure, unsure], budget, calibration)
+        of_sure, of_unsure = divide_branches([sure, unsure], budget, calibration)
         assert of_sure + of_unsure == budget
         assert 0 < of_sure < of_unsure <= 16  # the sure one's next outcome is likely among its first few
-    assert shares([sure] * 5, 2, calibration) == [1] * 5
-    assert shares([sure, BranchRequest(sure.points, 0, 3)], 4, calibration) == [4, 0]
-    assert shares([], 4, calibration) == []
+    assert divide_branches([sure] * 5, 2, calibration) == [1] * 5
+    assert divide_branches([sure, BranchRequest(sure.points, 0, 3)], 4, calibration) == [4, 0]
+    assert divide_branches([], 4, calibration) == []
 
 
 def test_capacity_is_the_number_of_branches_that_fit_in_a_round() -> None:
     capacity = Capacity()
-    assert capacity.branches(3) is None
-    for turn in range(3 * int(ENOUGH)):
+    assert capacity.max_branches(3) is None
+    for turn in range(3 * int(MIN_MEASUREMENTS)):
         rows = 4 + 8 * (turn % 5)
-        capacity.forward(rows, 1.0 + 0.125 * rows)
-        capacity.round(25.0)
-    assert capacity.branches(3) == (25.0 / 4 - 1.0) / 0.125
-    assert capacity.branches(1) == (25.0 / 2 - 1.0) / 0.125
+        capacity.record_forward(rows, 1.0 + 0.125 * rows)
+        capacity.record_round(25.0)
+    assert capacity.max_branches(3) == (25.0 / 4 - 1.0) / 0.125
+    assert capacity.max_branches(1) == (25.0 / 2 - 1.0) / 0.125
     for _ in range(100):
-        capacity.round(1.0)
-    assert capacity.branches(5) == 0
+        capacity.record_round(1.0)
+    assert capacity.max_branches(5) == 0
 
 
 def test_rows_of_a_forward_leave_time_for_others_unless_they_cost_little() -> None:
     costly, cheap = Capacity(), Capacity()
-    assert costly.rows() is None
-    for turn in range(3 * int(ENOUGH)):
+    assert costly.rows_per_forward() is None
+    for turn in range(3 * int(MIN_MEASUREMENTS)):
         rows = 4 + 8 * (turn % 5)
-        costly.forward(rows, 1.0 + 1.0 * rows)
-        cheap.forward(rows, 5.0 + 0.125 * rows)
-        costly.round(15.0)
-        cheap.round(15.0)
-    assert costly.rows() == 15 // 3 - 1
-    assert (cheap.rows() or 0) >= 5 / 0.125  # a forward itself costs as much as these
+        costly.record_forward(rows, 1.0 + 1.0 * rows)
+        cheap.record_forward(rows, 5.0 + 0.125 * rows)
+        costly.record_round(15.0)
+        cheap.record_round(15.0)
+    assert costly.rows_per_forward() == 15 // 3 - 1
+    assert (cheap.rows_per_forward() or 0) >= 5 / 0.125  # a forward itself costs as much as these
     alike = Capacity()
-    for _ in range(3 * int(ENOUGH)):
-        alike.forward(8, 9.0)
-        alike.round(15.0)
-    assert alike.rows() is None  # they do not show what a row costs
+    for _ in range(3 * int(MIN_MEASUREMENTS)):
+        alike.record_forward(8, 9.0)
+        alike.record_round(15.0)
+    assert alike.rows_per_forward() is None  # they do not show what a row costs
 
 
 def test_capacity_is_learned_from_forwards_of_one_size() -> None:
     capacity = Capacity()
     for _ in range(20):
-        capacity.forward(8, 4.0)
-        capacity.round(20.0)
-    assert capacity.branches(3) == 10
+        capacity.record_forward(8, 4.0)
+        capacity.record_round(20.0)
+    assert capacity.max_branches(3) == 10
 
 
 def test_short_budget_is_shared_among_requests(tiny_model: Callable[..., Any]) -> None:
@@ -156,9 +156,9 @@ def test_short_budget_is_shared_among_requests(tiny_model: Callable[..., Any]) -
     for work in (*works, *free):
         work.commit((), BranchTask((9, 8), 2, 12))
     together = DraftBatcher()
-    for _ in range(int(2 * ENOUGH)):
-        together.capacity.forward(10, 5.0)
-        together.capacity.round(27.0)  # three forwards of 9 ms: 18 rows
+    for _ in range(int(2 * MIN_MEASUREMENTS)):
+        together.capacity.record_forward(10, 5.0)
+        together.capacity.record_round(27.0)  # three forwards of 9 ms: 18 rows
     found, wanted = grown(together, works, active=3), grown(DraftBatcher(), free)
     assert sum(map(len, found)) == 18 and all(found)
     for ours, theirs in zip(found, wanted, strict=True):
@@ -168,9 +168,9 @@ def test_short_budget_is_shared_among_requests(tiny_model: Callable[..., Any]) -
 def test_single_request_gets_all_requested_branches(tiny_model: Callable[..., Any]) -> None:
     drafter = MlxDrafter(load(tiny_model("llama")))
     work, together = begun(drafter)[0], DraftBatcher()
-    for _ in range(int(2 * ENOUGH)):
-        together.capacity.forward(10, 5.0)
-        together.capacity.round(1.0)
+    for _ in range(int(2 * MIN_MEASUREMENTS)):
+        together.capacity.record_forward(10, 5.0)
+        together.capacity.record_round(1.0)
     work.commit((), BranchTask((), 2, 12))
     assert [len(found) for found in grown(together, [work])] == [12]
     assert isinstance(together.advance([work])[0], ReadyBranches)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafters.fan_out import POLICIES, Calibration
+from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, Continuation
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.work_ahead import WorkAhead
@@ -42,7 +42,7 @@ def begin(drafter: MlxDrafter) -> Callable[[tuple[int, ...]], WorkAhead]:
 
 
 def opened(drafter: MlxDrafter, sampling: SamplingParams, tokens: tuple[int, ...] = PROMPT) -> WorkAhead:
-    return WorkAhead(drafter.open(tokens, sampling, cached=2), (), POLICIES["best-first"], Calibration())
+    return WorkAhead(drafter.open(tokens, sampling, cached=2), (), FAN_OUT_POLICIES["best-first"], Calibration())
 
 
 def same(q: SparseQ | None, other: SparseQ | None) -> bool:
@@ -62,7 +62,7 @@ def test_pushed_branches_equal_the_draws_of_a_fresh_drafter(
     for _ in range(20):
         entries: dict[tuple[int, int], tuple[int, ...]] = {}
         for _ in range(forwards):
-            if not work.busy:
+            if not work.has_work:
                 continue
             ready = advanced(work)
             if ready is None or not ready.entries:
@@ -126,7 +126,7 @@ def messages_of(drafter: Any, sampling: SamplingParams, kind: type[Message]) -> 
     """What a worker says of this kind when it is told to work ahead, then for the continuation."""
     tokens = np.array(PROMPT, np.int32)
     link = FakeLink("draft-0")
-    worker = DraftWorker(link, drafter, POLICIES["uniform"])
+    worker = DraftWorker(link, drafter, FAN_OUT_POLICIES["uniform"])
     opening = Open("r", 0, 0, tokens, sampling, depth=2, branches=6, verifying=())
     found = answered(worker, link, [opening], turns=8)
     found += answered(worker, link, [Commit("r", 0, 1, len(PROMPT) + 1, (3,), None, 3, 6)], turns=2)

@@ -45,9 +45,9 @@ def test_head_equals_an_independent_forward(tmp_path: Path, layout: str) -> None
             done[n] += count
         hidden, logits = slots(pairs, feeds, [1] * len(feeds))
         for n in range(2):
-            own, onward = truth(tokens[n][: done[n]], features[n][: done[n]])
+            own, next_features = truth(tokens[n][: done[n]], features[n][: done[n]])
             np.testing.assert_allclose(np.array(logits)[n], own[-1], rtol=1e-3, atol=1e-3)
-            np.testing.assert_allclose(np.array(hidden)[n], onward[-1], rtol=1e-3, atol=1e-3)
+            np.testing.assert_allclose(np.array(hidden)[n], next_features[-1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("layout", PARALLEL)

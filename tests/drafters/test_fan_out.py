@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.drafters.fan_out import MAX_RANK, POLICIES, Calibration, ForkPoint, best_first, geometric
+from outrider.drafters.fan_out import FAN_OUT_POLICIES, MAX_RANK, Calibration, ForkPoint, best_first, geometric
 
 GAPS = tuple(0.4 * rank for rank in range(12))
 
@@ -27,9 +27,9 @@ def calibrated(acceptance: float, rank: int, rounds: int = 600, chain: int = 4) 
     return calibration
 
 
-@given(st.integers(0, 12), st.integers(1, 64), st.sampled_from(sorted(POLICIES)))
+@given(st.integers(0, 12), st.integers(1, 64), st.sampled_from(sorted(FAN_OUT_POLICIES)))
 def test_the_budget_is_spent_exactly(chain_length: int, budget: int, policy: str) -> None:
-    counts = POLICIES[policy]([None] * (chain_length + 1), budget, Calibration())
+    counts = FAN_OUT_POLICIES[policy]([None] * (chain_length + 1), budget, Calibration())
     assert len(counts) == chain_length + 1
     assert sum(counts) == budget
     assert min(counts) >= 0
@@ -68,8 +68,8 @@ def test_calibration_finds_the_acceptance(rate: float) -> None:
     calibration = calibrated(rate, 1, rounds=3000)
     assert abs(calibration.acceptance(0) - rate) < 0.1
     assert abs(calibration.acceptance(0, 1.0) - rate) < 0.1
-    assert calibration.bonus_share(False, 1) > 0.8
-    assert calibration.bonus_share(False, MAX_RANK - 1) < 0.05
+    assert calibration.bonus_probability(False, 1) > 0.8
+    assert calibration.bonus_probability(False, MAX_RANK - 1) < 0.05
 
 
 def test_tokens_that_are_never_verified_are_still_judged() -> None:
@@ -97,8 +97,8 @@ def test_unseen_gap_keeps_its_prior() -> None:
     """A rank that always wins at one gap says nothing about another gap."""
     calibration = calibrated(0.0, 1)
     near, far = ForkPoint(1.0, (0.0, 0.4)), ForkPoint(1.0, (0.0, 8.0))
-    assert calibration.bonus_share(False, 1, near) > 0.9
-    assert calibration.bonus_share(False, 1, far) < 0.05
+    assert calibration.bonus_probability(False, 1, near) > 0.9
+    assert calibration.bonus_probability(False, 1, far) < 0.05
 
 
 def test_best_first_skips_points_without_candidates() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters.heads.load import load as load_head
-from outrider.drafters.heads.mtp import read
+from outrider.drafters.heads.mtp import read_head
 from outrider.drafters.heads.pair_kv_cache import PairKVCache
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.loading import LoadedModel, load
@@ -31,10 +31,10 @@ def target(tiny_model: Callable[..., Path]) -> Callable[[str], LoadedModel]:
 @pytest.mark.parametrize("family", NAMES)
 def test_head_equals_an_independent_forward(target: Callable[[str], LoadedModel], tmp_path: Path, family: str) -> None:
     model, draws = target(family), np.random.default_rng(1)
-    head = read(written(tmp_path, family), model)
+    head = read_head(written(tmp_path, family), model)
     assert head.points == HiddenStatePoints(after_norm=True)
     rows, tokens = draws.standard_normal((30, H)).astype(np.float32), draws.integers(0, 250, 30)
-    logits, onward = by_numpy(family, model, tokens, rows)
+    logits, next_features = by_numpy(family, model, tokens, rows)
     pairs, done = PairKVCache(head), 0
     sequence, other = pairs.open(), pairs.open()
     for count in (12, 5, 1, 12):
@@ -46,7 +46,7 @@ def test_head_equals_an_independent_forward(target: Callable[[str], LoadedModel]
         hidden, slot_logits = slots(pairs, feeds, [1, 1])
         done += count
         np.testing.assert_allclose(np.array(slot_logits)[0], logits[done - 1], rtol=1e-3, atol=1e-3)
-        np.testing.assert_allclose(np.array(hidden)[0], onward[done - 1], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(np.array(hidden)[0], next_features[done - 1], rtol=1e-3, atol=1e-3)
     own = weights_of(family)
     size = sum(value.shape[0] for key, value in own.items() if key.endswith(("k_proj.weight", "v_proj.weight")))
     assert head.bytes_per_pair == 4 * size
@@ -63,11 +63,11 @@ def test_nextn_layer_equals_an_independent_forward(
 ) -> None:
     """DeepSeek's and GLM's, whose latent attention takes one text after the other; rows before the norm, theirs too."""
     model, draws = nextn(family), np.random.default_rng(1)
-    head = read(write(tmp_path, nextn_heads.weights_of(family, model)), model)
+    head = read_head(write(tmp_path, nextn_heads.weights_of(family, model)), model)
     assert head.points == HiddenStatePoints(before_norm=True) and head.together == (family == "glm4_moe")
     assert ("lm_head" in head, "embed_tokens" in head) == (family in nextn_heads.OWN,) * 2
     rows, tokens = draws.standard_normal((30, H)).astype(np.float32), draws.integers(0, 250, 30)
-    logits, onward = nextn_heads.by_numpy(family, model, tokens, rows)
+    logits, next_features = nextn_heads.by_numpy(family, model, tokens, rows)
     pairs, done = PairKVCache(head), 0
     sequence, other = pairs.open(), pairs.open()
     for count in (12, 5, 1, 12):
@@ -79,7 +79,7 @@ def test_nextn_layer_equals_an_independent_forward(
         hidden, slot_logits = slots(pairs, feeds, [1, 1])
         done += count
         np.testing.assert_allclose(np.array(slot_logits)[0], logits[done - 1], rtol=1e-3, atol=1e-3)
-        np.testing.assert_allclose(np.array(hidden)[0], onward[done - 1], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(np.array(hidden)[0], next_features[done - 1], rtol=1e-3, atol=1e-3)
     saved = pairs.save(sequence, 30)
     assert saved.nbytes == 30 * head.bytes_per_pair
 
@@ -88,7 +88,7 @@ def test_tensors_in_float8_are_read_with_their_scale(nextn: Callable[[str], Load
     model = nextn("deepseek_v3")
     weights = nextn_heads.weights_of("deepseek_v3", model)
     stored = nextn_heads.in_fp8(weights, f"{nextn_heads.PREFIX}eh_proj.weight")
-    head = read(write(tmp_path, {**weights, **stored}), model)
+    head = read_head(write(tmp_path, {**weights, **stored}), model)
     assert np.array_equal(np.array(head.fc.weight), weights[f"{nextn_heads.PREFIX}eh_proj.weight"])
 
 
@@ -106,13 +106,13 @@ def test_nextn_layer_with_missing_tensors_is_refused(
     model = nextn("glm4_moe")
     weights = nextn_heads.weights_of("glm4_moe", model)
     with pytest.raises(CannotDraft, match=sentence):
-        read(write(tmp_path, {**weights, f"{nextn_heads.PREFIX}{missing}": None}), model)
+        read_head(write(tmp_path, {**weights, f"{nextn_heads.PREFIX}{missing}": None}), model)
 
 
 def test_unusable_head_is_refused_with_a_reason(target: Callable[[str], LoadedModel], tmp_path: Path) -> None:
     model = target("qwen3_5")
     with pytest.raises(CannotDraft, match=r"holds no mtp\.\* tensors"):
-        read(tmp_path, model)
+        read_head(tmp_path, model)
     for other, sentence in (
         ({"mtp.fc.weight": None}, "lacks fc.weight"),
         ({"mtp.norm.weight": np.ones(3)}, r"norm.weight is \(3,\), expected \(64,\)"),
@@ -120,8 +120,8 @@ def test_unusable_head_is_refused_with_a_reason(target: Callable[[str], LoadedMo
         ({"mtp.fc.scales": np.ones(3)}, "is quantized"),
     ):
         with pytest.raises(CannotDraft, match=sentence):
-            read(written(tmp_path, "qwen3_5", **other), model)
+            read_head(written(tmp_path, "qwen3_5", **other), model)
     with pytest.raises(CannotDraft, match="use it without shards, or use eagle3"):
-        load_head("mtp", str(tmp_path), model, lambda stage: None, alone=False)
+        load_head("mtp", str(tmp_path), model, lambda stage: None, unsharded=False)
     with pytest.raises(CannotDraft, match="MTP heads of qwen2 models are not supported"):
-        read(tmp_path, target("qwen2"))
+        read_head(tmp_path, target("qwen2"))

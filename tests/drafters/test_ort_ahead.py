@@ -10,12 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.fan_out import POLICIES, Calibration
+from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, Continuation
-from outrider.drafters.heads.drafter import drafter_ahead
+from outrider.drafters.heads.drafter import make_for_draft_worker
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.kv_rows import PairKVRows
-from outrider.drafters.heads.load import load_ahead
+from outrider.drafters.heads.load import load_for_draft_worker
 from outrider.drafters.heads.trees import PairTree
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead
 from outrider.engine.loading import LoadedModel
@@ -43,14 +43,17 @@ class PlayedRequests:
 
     def __init__(self, head: PairHead, target: LoadedModel, cpu: OrtForward | None, temp: float) -> None:
         draws = np.random.default_rng(1)
-        drafter = drafter_ahead(head, "mtp", target.vocab_size, cpu=cpu)
+        drafter = make_for_draft_worker(head, "mtp", target.vocab_size, cpu=cpu)
         self.together, self.texts = DraftBatcher(), [draws.integers(0, 200, n).tolist() for n in LENGTHS]
         self.heard = [0] * len(LENGTHS)
         raw = draws.standard_normal((max(LENGTHS) + 60, head.points.count * H))
         self.rows = np.array(head.fuse(mx.array(raw, mx.float32)))
         self.works = [
             WorkAhead(
-                drafter.open(text, SamplingParams(temp=temp, seed=seed)), (), POLICIES["best-first"], Calibration()
+                drafter.open(text, SamplingParams(temp=temp, seed=seed)),
+                (),
+                FAN_OUT_POLICIES["best-first"],
+                Calibration(),
             )
             for seed, text in enumerate(self.texts)
         ]
@@ -80,7 +83,7 @@ class PlayedRequests:
 
     def _grown(self) -> Prepared:
         found: Prepared = [{} for _ in self.works]
-        while busy := [n for n, work in enumerate(self.works) if work.busy]:
+        while busy := [n for n, work in enumerate(self.works) if work.has_work]:
             for number, ready in zip(busy, self.together.advance([self.works[n] for n in busy]), strict=True):
                 assert not isinstance(ready, OutriderError)
                 found[number] |= {entry.committed: entry.chain for entry in ready.entries} if ready else {}
@@ -109,7 +112,7 @@ def test_branches_by_onnx_runtime_equal_those_by_mlx(
 def test_a_loaded_head_uses_onnx_runtime(target: LoadedModel, fed: list[int], tmp_path: Path) -> None:
     assert target.folder is not None
     folder = write_feature_head(tmp_path / "head", target)
-    drafter = load_ahead("eagle3", str(folder), str(target.folder), lambda stage: None)
+    drafter = load_for_draft_worker("eagle3", str(folder), str(target.folder), lambda stage: None)
     assert fed
     tree = drafter.open([1, 2, 3], SamplingParams())
     assert isinstance(tree, PairTree) and isinstance(tree.kv_rows, PairKVRows) and not tree.kv_rows.lazy

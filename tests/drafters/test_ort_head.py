@@ -13,14 +13,14 @@ import pytest
 
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import Head
-from outrider.drafters.heads.load import forward_of
 from outrider.drafters.heads.load import load as load_head
+from outrider.drafters.heads.load import make_ort_forward
 from outrider.drafters.heads.pair_kv_cache import PairKVCache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort import graph
 from outrider.engine.ort.forward import OrtForward
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.worker_link import CPU_KERNELS
+from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
 from tests.drafters.pair_feeds import PairFeed, outputs
 from tests.target_worker.heads import (
     H,
@@ -45,14 +45,14 @@ def chains(head: Head, target: LoadedModel, cpu: OrtForward | None, temp: float)
     draws = np.random.default_rng(1)
     own = HeadDrafter(head, target.vocab_size, cpu=cpu)
     texts = [draws.integers(0, 200, length).tolist() for length in LENGTHS]
-    followers = [own.follow(SamplingParams(temp=temp, seed=seed)) for seed in range(len(texts))]
+    followers = [own.open_draft(SamplingParams(temp=temp, seed=seed)) for seed in range(len(texts))]
     found, heard = list[tuple[int, ...]](), [0] * len(texts)
     for _ in range(4):
         for number, (text, follower) in enumerate(zip(texts, followers, strict=True)):
             rows = draws.standard_normal((len(text) - 1 - heard[number], head.points.count * H))
             follower.add_features(heard[number], head.fuse(mx.array(rows, mx.float32)))
             heard[number] = len(text) - 1
-        lines = [follower.after(text) for follower, text in zip(followers, texts, strict=True)]
+        lines = [follower.set_text(text) for follower, text in zip(followers, texts, strict=True)]
         found += [one.chain for one in own.continuations(lines, [4, 2, 3])]
         texts = [[*text, number] for number, text in enumerate(texts)]
     return found
@@ -75,7 +75,7 @@ def test_drafts_by_onnx_runtime_equal_those_by_mlx(
 @pytest.mark.parametrize("make", [mtp_head, random_head, parallel_token_head])
 def test_rounding_to_8_bits_changes_logits_little(target: LoadedModel, make: Callable[[LoadedModel], Any]) -> None:
     head, draws = make(target), np.random.default_rng(2)
-    cpu = forward_of(head, target)
+    cpu = make_ort_forward(head, target)
     assert cpu is not None and cpu.quantised
     tokens = mx.array(draws.integers(0, 200, LONG))
     features = head.fuse(mx.array(draws.standard_normal((LONG, head.points.count * H)), mx.float32))
@@ -95,19 +95,19 @@ def test_a_quantised_target_lends_its_embedding_and_output_layer(
 ) -> None:
     quantised = markov_llama(tmp_path)
     nn.quantize(quantised.model, 32, 4)
-    assert forward_of(make(quantised), quantised) is not None
+    assert make_ort_forward(make(quantised), quantised) is not None
 
 
 @pytest.mark.parametrize("make", [latent_head, recurrent_head])
 def test_other_heads_are_left_to_mlx(target: LoadedModel, make: Callable[[LoadedModel], Head]) -> None:
-    assert forward_of(make(target), target) is None
+    assert make_ort_forward(make(target), target) is None
 
 
 def test_heads_are_left_to_mlx_when_the_cpu_kernels_are_mlx(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(CPU_KERNELS, "mlx")
-    assert forward_of(mtp_head(target), target) is None
+    monkeypatch.setenv(CPU_KERNELS_VARIABLE, "mlx")
+    assert make_ort_forward(mtp_head(target), target) is None
 
 
 @pytest.mark.parametrize("make", [mtp_head, random_head])
@@ -116,16 +116,16 @@ def test_graph_with_wrong_logits_is_rejected_at_load(
 ) -> None:
     head = make(target)
     monkeypatch.setattr(graph, "_projections", lambda layer: [layer.q_proj, layer.v_proj, layer.k_proj])
-    assert forward_of(head, target) is None
+    assert make_ort_forward(head, target) is None
 
 
 def test_many_pairs_are_read_in_pieces(target: LoadedModel, fed: list[int]) -> None:
     head = mtp_head(target)
-    own = HeadDrafter(head, target.vocab_size, cpu=forward_of(head, target))
-    follower, text = own.follow(SamplingParams()), [5] * (LONG + 1)
+    own = HeadDrafter(head, target.vocab_size, cpu=make_ort_forward(head, target))
+    follower, text = own.open_draft(SamplingParams()), [5] * (LONG + 1)
     follower.add_features(0, mx.ones((LONG, H)))
     fed.clear()
-    own.continuations([follower.after(text)], [3])
+    own.continuations([follower.set_text(text)], [3])
     assert sum(fed) == LONG + 2 and max(fed) < LONG and fed[-2:] == [1, 1]
 
 
@@ -134,6 +134,6 @@ def test_loaded_heads_use_onnx_runtime_and_keep_no_second_copy_of_its_weights(
 ) -> None:
     own = load_head("eagle3", str(write_feature_head(tmp_path / "head", target)), target, lambda stage: None)
     assert fed and own.head.weight_bytes < own.weight_bytes / 2
-    follower = own.follow(SamplingParams())
+    follower = own.open_draft(SamplingParams())
     follower.add_features(0, own.head.fuse(mx.ones((3, own.head.points.count * H))))
-    assert len(own.continuations([follower.after([5, 6, 7, 8])], [3])[0].chain) == 3
+    assert len(own.continuations([follower.set_text([5, 6, 7, 8])], [3])[0].chain) == 3

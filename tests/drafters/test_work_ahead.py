@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from outrider.drafters.fan_out import POLICIES, Calibration
+from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, ReadyBranches
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead
 from outrider.protocol.sampling import SamplingParams
@@ -22,12 +22,12 @@ SCRIPT = Script((TEXT,), (0.75,), (0.5, 0.3), 200)
 def work_ahead(tokens: tuple[int, ...] = PROMPT, eos: tuple[int, ...] = (), context: int = 1 << 20) -> WorkAhead:
     script = Script(SCRIPT.texts, SCRIPT.acceptance, SCRIPT.bonus_ranks, SCRIPT.vocab_size, context)
     tree = ReplayDrafter(script).open(tokens, SamplingParams())
-    return WorkAhead(tree, eos, POLICIES["best-first"], Calibration())
+    return WorkAhead(tree, eos, FAN_OUT_POLICIES["best-first"], Calibration())
 
 
 def finish(work: WorkAhead) -> list[ReadyBranches]:
     ready = []
-    while work.busy:
+    while work.has_work:
         told = advanced(work)
         ready += [told] if told is not None else []
     return ready
@@ -62,10 +62,10 @@ def test_forwards_of_costly_rows_grow_the_likeliest_branches_first(monkeypatch: 
 
     def pushed(rows: int | None) -> list[ReadyBranches]:
         batcher, work = DraftBatcher(), work_ahead()
-        monkeypatch.setattr(batcher.capacity, "rows", lambda: rows)
+        monkeypatch.setattr(batcher.capacity, "rows_per_forward", lambda: rows)
         work.commit((), BranchTask((), 3, 8))
         found = []
-        while work.busy:
+        while work.has_work:
             (ready,) = batcher.advance([work])
             assert isinstance(ready, ReadyBranches)
             found.append(ready)
@@ -115,7 +115,7 @@ def test_pushed_branches_equal_those_of_a_fresh_drafter(forwards: int) -> None:
     for _ in range(30):
         entries = {}
         for _ in range(forwards):
-            if work.busy and (ready := advanced(work)) is not None:
+            if work.has_work and (ready := advanced(work)) is not None:
                 entries |= {e.committed: e.chain for e in ready.entries}
         for outcome, branch in entries.items():
             place = (*committed, *outcome)
@@ -145,7 +145,7 @@ def test_branches_get_shorter_near_the_end_of_the_context() -> None:
 def test_drafters_that_divide_outcomes_prepare_those_of_a_single_one(policy: str, chain_length: int) -> None:
     def prepared(branches: int, skip: int) -> set[tuple[int, ...]]:
         tree = ReplayDrafter(SCRIPT).open(PROMPT, SamplingParams())
-        work = WorkAhead(tree, (), POLICIES[policy], Calibration())
+        work = WorkAhead(tree, (), FAN_OUT_POLICIES[policy], Calibration())
         work.commit((), BranchTask(continued(work, chain_length).chain, 3, branches, skip))
         return {entry.committed for ready in finish(work) for entry in ready.entries}
 

@@ -13,12 +13,12 @@ import pytest
 
 from outrider.engine.flat import FlatCache
 from outrider.engine.kv_cache import SeparateSequence
-from outrider.engine.load_checks import abilities, tree_form
+from outrider.engine.load_checks import find_tree_form, probe_abilities
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import CannotDraft, ModelError
 from tests.harness.model_configs import config_of, model_types
 from tests.harness.tiny_models import write_model
-from tools.model_types import FAILED, SPECULATES, WRONG, ModelTypeRow, examine, merged
+from tools.model_types import FAILED, SPECULATES, WRONG, ModelTypeRow, merge_rows, try_model_type
 
 Loaded = Callable[..., LoadedModel]
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -42,7 +42,7 @@ TRIED = [*((name, False) for name in SAMPLE), *((name, True) for name in TIED_BY
 
 @pytest.mark.parametrize(("name", "tied"), TRIED)
 def test_examined_type_matches_its_row_on_the_models_page(name: str, tied: bool) -> None:
-    row = examine(name, tied)
+    row = try_model_type(name, tied)
     assert row.target not in (WRONG, FAILED), row.why
     lines = [replace(row, tied=which, why="").line.removesuffix(" |") for which in (tied, None)]
     assert [line for line in ROWS if line.startswith(tuple(lines))]
@@ -53,14 +53,14 @@ def test_failed_trial_of_a_type_becomes_a_row_with_its_reason(monkeypatch: pytes
         raise AttributeError("no attribute 'weight'")
 
     monkeypatch.setattr("tools.model_types.open_kv_cache", fails)
-    row = examine("llama", tied=True)
+    row = try_model_type("llama", tied=True)
     assert row.target == FAILED and "no attribute 'weight'" in row.why
 
 
 def test_equal_rows_of_a_tied_and_untied_type_are_merged() -> None:
     rows = [ModelTypeRow(name, tied, SPECULATES) for name in "ab" for tied in (True, False)]
     rows[2] = replace(rows[2], target=FAILED)
-    assert merged(rows) == [ModelTypeRow("a", None, SPECULATES), *rows[2:]]
+    assert merge_rows(rows) == [ModelTypeRow("a", None, SPECULATES), *rows[2:]]
 
 
 def without_ort(model: LoadedModel) -> LoadedModel:
@@ -77,7 +77,7 @@ def loaded(tiny_model: Callable[..., Path]) -> Loaded:
 @pytest.fixture(autouse=True)
 def by_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other forwards can do is their own check's to find."""
-    monkeypatch.setattr("outrider.engine.loading.ort.serve", lambda *_: None)
+    monkeypatch.setattr("outrider.engine.loading.ort.open_forward", lambda *_: None)
 
 
 @pytest.mark.parametrize("window", [32, 700])
@@ -85,7 +85,7 @@ def test_cache_that_is_wrong_only_past_the_window_is_detected(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     model = loaded("gemma3_text", sliding_window=window)
-    assert not abilities(without_ort(model)).own_caches
+    assert not probe_abilities(without_ort(model)).own_caches
 
     sound = FlatCache.make_mask
 
@@ -93,16 +93,16 @@ def test_cache_that_is_wrong_only_past_the_window_is_detected(
         return sound(cache, n, return_array, window_size and window_size + 1)
 
     monkeypatch.setattr(FlatCache, "make_mask", one_too_many)
-    assert abilities(without_ort(model)).own_caches
+    assert probe_abilities(without_ort(model)).own_caches
 
 
 def test_rollback_that_drops_too_little_is_detected(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sound = loaded("llama"), SeparateSequence.roll_back
     monkeypatch.setattr(SeparateSequence, "roll_back", lambda kv, length: sound(kv, length + 1))
-    assert abilities(without_ort(model)).own_caches  # whose copies go further back
+    assert probe_abilities(without_ort(model)).own_caches  # whose copies go further back
 
     monkeypatch.setattr(SeparateSequence, "roll_back", lambda kv, length: None)
-    found = abilities(without_ort(model))
+    found = probe_abilities(without_ort(model))
     assert not found.chains
     assert found.why.startswith("a llama model can't verify several tokens at once (")
 
@@ -125,7 +125,7 @@ class Broken(nn.Module):  # type: ignore[misc]
 def test_model_that_cannot_decode_is_refused_with_a_reason(loaded: Loaded, what: Exception | float) -> None:
     broken = replace(loaded("llama"), model=Broken(what))
     with pytest.raises(ModelError, match="of this llama model"):
-        abilities(broken)
+        probe_abilities(broken)
 
 
 def test_model_whose_warm_up_fails_is_refused_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_model_whose_warm_up_fails_is_refused_with_a_reason(tmp_path: Path, monk
 
 def test_model_without_a_working_tree_form_is_refused_as_draft(loaded: Loaded) -> None:
     with pytest.raises(CannotDraft, match="a llama model can't be a draft model"):
-        tree_form(replace(loaded("llama"), model=Broken(ValueError("shapes"))))
+        find_tree_form(replace(loaded("llama"), model=Broken(ValueError("shapes"))))
 
 
 def test_wrapped_rope_exposes_the_attributes_that_models_read(loaded: Loaded) -> None:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.engine.sampling import GREATEST, LEAST, Sampler, gumbel
+from outrider.engine.sampling import MAX_NOISE, MIN_NOISE, Sampler, gumbel
 from outrider.protocol.sampling import SamplingParams
 from tests.covering import matrix
 
@@ -50,9 +50,9 @@ def test_unlikely_token_is_chosen_when_its_noise_exceeds_the_gap() -> None:
 
 def test_noise_stays_within_its_bounds() -> None:
     nothing = np.float32(2.0**-25)  # what stands for u and 1 - u at least, see `noise`
-    assert 17.3 < -np.log(nothing) < GREATEST and LEAST < -np.log(-np.log(nothing)) < -2.8
+    assert 17.3 < -np.log(nothing) < MAX_NOISE and MIN_NOISE < -np.log(-np.log(nothing)) < -2.8
     noise = gumbel(np, 0, range(64), 4096)
-    assert noise.min() > LEAST and noise.max() < GREATEST
+    assert noise.min() > MIN_NOISE and noise.max() < MAX_NOISE
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])

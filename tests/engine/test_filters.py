@@ -31,7 +31,7 @@ from tests.warp import warp
 def test_numpy_filters_keep_the_tokens_and_scores_of_mlx_lm(vocab_size: int, spread: float, changes: dict) -> None:
     logits = (np.random.default_rng(1).standard_normal((6, vocab_size)) * spread).astype(np.float32)
     params = SamplingParams(temp=0.7, seed=1, **changes)
-    theirs, ours = np.array(warp(mx.array(logits), None, params)), steps.filtered(logits, params)
+    theirs, ours = np.array(warp(mx.array(logits), None, params)), steps.filter_logits(logits, params)
     for own, mlx in zip(ours, theirs, strict=True):
         kept = np.isfinite(mlx)
         # Tokens whose cumulative mass is within rounding of the border may fall on either side.
@@ -44,5 +44,5 @@ def test_numpy_filters_keep_the_tokens_and_scores_of_mlx_lm(vocab_size: int, spr
 def test_ties_at_the_border_of_top_p_are_all_kept() -> None:
     logits = np.log(np.array([[0.4, 0.2, 0.2, 0.2]], dtype=np.float32))
     params = SamplingParams(temp=1.0, seed=1, top_p=0.5)
-    assert np.isfinite(steps.filtered(logits, params)).all()
+    assert np.isfinite(steps.filter_logits(logits, params)).all()
     assert np.isfinite(np.array(warp(mx.array(logits), None, params))).all()

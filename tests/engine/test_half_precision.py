@@ -14,9 +14,9 @@ import pytest
 import scipy
 from mlx_lm.sample_utils import make_sampler
 
-from outrider.engine.residual import Draws, target_sampler
+from outrider.engine.residual import Draws, make_target_sampler
 from outrider.engine.sampling import Sampler, SamplingMetadata
-from outrider.engine.steps import score
+from outrider.engine.steps import make_step
 from outrider.protocol.sampling import SamplingParams
 from tests.warp import warp
 
@@ -58,7 +58,7 @@ def drawn(logits: mx.array, temp: float, rule: str, seeds: Sequence[int]) -> np.
     """How often each token is the target's choice, at a position a seed."""
     counts = np.zeros(V)
     for seed in seeds:
-        sampler = target_sampler(SamplingParams(temp=temp, seed=seed, rule=rule), V)
+        sampler = make_target_sampler(SamplingParams(temp=temp, seed=seed, rule=rule), V)
         counts[int(mx.argmax(sampler.scores(logits, [seed % 97]), axis=-1).item())] += 1  # type: ignore[arg-type]
     return counts
 
@@ -88,7 +88,7 @@ def test_scores_minus_noise_have_the_distribution_of_the_logits(
 ) -> None:
     """The distribution itself, not a sample of it."""
     params, logits = SamplingParams(temp=temp, seed=4, rule=rule), half(kind)
-    sampler = target_sampler(params, V) if rule == "residual" else Sampler(params, V, normalised=normalised)
+    sampler = make_target_sampler(params, V) if rule == "residual" else Sampler(params, V, normalised=normalised)
     scores = sampler.scores(logits, [6])
     assert scores.dtype == mx.float32
     # A float32 score of 30 / 0.05 has steps of 6e-5.
@@ -104,16 +104,16 @@ def test_every_path_scores_half_precision_as_float32(kind: str, changes: dict) -
     wide = logits.astype(mx.float32)
     for rule in ("coupled", "residual"):
         params = SamplingParams(temp=0.7, seed=9, rule=rule, **changes)
-        target, draft = target_sampler(params, V), Sampler(params, V, normalised=False)
+        target, draft = make_target_sampler(params, V), Sampler(params, V, normalised=False)
         assert mx.array_equal(warp(logits, HISTORY, params), warp(wide, HISTORY, params))
         assert mx.array_equal(target.scores(logits, [3], HISTORY), target.scores(wide, [3], HISTORY))
-        ours, exact = (score([SamplingMetadata(draft, [3], HISTORY)], given).row(0) for given in (logits, wide))
+        ours, exact = (make_step([SamplingMetadata(draft, [3], HISTORY)], given).row(0) for given in (logits, wide))
         assert mx.array_equal(ours, exact)
     p = [target.log_p(given, HISTORY) for given in (logits, wide)]  # type: ignore[attr-defined]
     assert np.array_equal(*p)
     draws = Draws(seed=9, width=8, saguaro=0.5, cached=2)
     for got, want in zip(
-        *(draws.score(SamplingMetadata(draft, [3], HISTORY), g, [3]).q(0) for g in (logits, wide)), strict=True
+        *(draws.make_step(SamplingMetadata(draft, [3], HISTORY), g, [3]).q(0) for g in (logits, wide)), strict=True
     ):  # type: ignore[attr-defined]
         assert np.array_equal(got, want)
 
@@ -122,7 +122,7 @@ def test_every_path_scores_half_precision_as_float32(kind: str, changes: dict) -
 def test_greedy_scores_equal_mlx_lms_bit_for_bit(kind: str) -> None:
     """Bit for bit, so that greedy choices round as `mlx_lm.generate` rounds them."""
     logits = half(kind)
-    scores = target_sampler(SamplingParams(), V).scores(logits, [3])
+    scores = make_target_sampler(SamplingParams(), V).scores(logits, [3])
     assert mx.array_equal(scores, logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
 
@@ -134,9 +134,9 @@ def test_a_temperature_near_zero_is_greedy(kind: str, temp: float, changes: dict
     logits = mx.array(LOGITS).astype(getattr(mx, kind))
     logits[:, 17] = logits.max() + 1
     params = SamplingParams(temp=temp, seed=2, rule=rule, **changes)
-    sampler = target_sampler(params, V)
+    sampler = make_target_sampler(params, V)
     assert mx.argmax(sampler.scores(logits, [8]), axis=-1).item() == 17
-    step = score([SamplingMetadata(Sampler(params, V, normalised=False), [8])], logits)
+    step = make_step([SamplingMetadata(Sampler(params, V, normalised=False), [8])], logits)
     assert step.best() == [17]
     if params.is_residual:
         assert int(sampler.log_p(logits)[0].argmax()) == 17  # type: ignore[attr-defined]

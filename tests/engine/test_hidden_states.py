@@ -17,7 +17,7 @@ from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.verify import PrefillChunk, VerifyInput, begin, verify
+from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, verify
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
 from tests.ahead import said
@@ -110,17 +110,17 @@ def test_listener_of_a_slot_gets_every_committed_row_once_in_order(loaded: Loade
         received.append(rows)
 
     slot.listener = receive
-    begin([VerifyInput(other)], [PrefillChunk(slot, 7)]).verdicts()
-    begin([], [PrefillChunk(slot, len(prompt) - 8)]).verdicts()
+    begin_forward([VerifyInput(other)], [PrefillChunk(slot, 7)]).verdicts()
+    begin_forward([], [PrefillChunk(slot, len(prompt) - 8)]).verdicts()
     for accepted in (0, 2, 3, 1, 0, 3):
         done = len(slot.tokens) - len(prompt)
         chain = truth[done : done + 3]
         chain[accepted:] = [(token + 1) % 250 for token in chain[accepted:]]
-        verdict, _ = begin([VerifyInput(slot, tuple(chain)), VerifyInput(other, (5,))]).verdicts()
+        verdict, _ = begin_forward([VerifyInput(slot, tuple(chain)), VerifyInput(other, (5,))]).verdicts()
         assert said(verdict).accepted == accepted
     if isinstance(kv_cache, FlatKVCache):
-        first = begin([VerifyInput(slot)])
-        second = begin([VerifyInput(slot)], after=first)
+        first = begin_forward([VerifyInput(slot)])
+        second = begin_forward([VerifyInput(slot)], after=first)
         first.verdicts()
         second.verdicts()
     rows = mx.concatenate(received)

@@ -17,7 +17,7 @@ from outrider.engine import flat, hidden_states, load_checks
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.verify import PrefillChunk, VerifyInput, begin, verify
+from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, verify
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from tests.ahead import said
@@ -71,7 +71,7 @@ def test_texts_that_share_a_forward_get_the_logits_of_separate_forwards(loaded: 
 
 def test_cache_layout_of_a_model_is_tried_only_once(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     first = open_kv_cache(loaded("llama"))
-    monkeypatch.setattr(load_checks, "batch_agrees", lambda *_: False)
+    monkeypatch.setattr(load_checks, "batch_logits_match", lambda *_: False)
     again = open_kv_cache(loaded("llama"))
     assert isinstance(again, FlatKVCache) and again is not first and again.trees and not any(again.state())
 
@@ -139,7 +139,7 @@ def test_failed_layout_leaves_the_model_unchanged(tiny_model: Callable[..., Path
 def test_wrapped_layer_exposes_its_weights(tiny_model: Callable[..., Path]) -> None:
     model = load(tiny_model("llama", seed=92)).model
     weight = model.model.embed_tokens.weight
-    hidden_states.install(model)
+    hidden_states.install_lm_head(model)
     assert isinstance(model.model.embed_tokens, hidden_states.LMHead) and model.model.embed_tokens.weight is weight
     assert isinstance(model.model.embed_tokens, nn.Embedding)
 
@@ -179,7 +179,7 @@ def test_batched_requests_generate_the_texts_of_single_requests(loaded: Loaded, 
                 asks.append(VerifyInput(slot, tuple(chain)))
         if asks:
             readings = [PrefillChunk(late, 7)] if len(late.unfed) > 8 else []
-            for verdict in begin(asks, readings).verdicts():
+            for verdict in begin_forward(asks, readings).verdicts():
                 assert not isinstance(verdict, OutriderError) and said(verdict)
     for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
         done = slot.tokens[len(prompt) :]

@@ -19,7 +19,7 @@ from mlx_lm.utils import load_model, quantize_model, save_model
 from outrider.engine import memory
 from outrider.engine.loading import load
 from outrider.protocol.errors import ModelError
-from outrider.protocol.worker_link import CPU_KERNELS
+from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
 from tests.tiny import HYBRIDS, VOCAB_SIZE
 
 TinyModel = Callable[..., Path]
@@ -52,7 +52,7 @@ def test_half_precision_is_computed_in_float32_on_a_cpu(tiny_model: TinyModel) -
 def test_quantised_weights_become_dense_float32_for_mlx_on_a_cpu(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(CPU_KERNELS, "mlx")
+    monkeypatch.setenv(CPU_KERNELS_VARIABLE, "mlx")
     source = tiny_model("llama", dtype="float16")
     model, config = load_model(source)
     model, config = quantize_model(model, config, 32, 4)

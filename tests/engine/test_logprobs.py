@@ -11,10 +11,10 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache, SeparateKVCache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.verify import VerifyInput, VerifyOutput, begin, verify
-from outrider.grammar.compiler import Compiler
+from outrider.engine.verify import VerifyInput, VerifyOutput, begin_forward, verify
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.protocol.sampling import Grammar, SamplingParams
-from outrider.protocol.schema import NEVER, Logprobs, joined
+from outrider.protocol.schema import IMPOSSIBLE_LOGPROB, Logprobs, concat_logprobs
 
 Loaded = Callable[..., LoadedModel]
 PROMPT = [40, 41, 42, 43, 44, 60, 61, 40, 41]
@@ -34,7 +34,7 @@ every_setting = pytest.mark.parametrize("setting", SETTINGS)
 def slot_of(
     model: LoadedModel, params: SamplingParams, kv_cache: FlatKVCache | SeparateKVCache | None = None
 ) -> CacheSlot:
-    constraint = Compiler(model.folder).constraint(params.grammar, (0,), len(PROMPT))
+    constraint = GrammarCompiler(model.folder).constraint(params.grammar, (0,), len(PROMPT))
     slot = CacheSlot(model, kv_cache or SeparateKVCache(model.model), PROMPT, params, constraint)
     slot.feed_all_but(1)
     return slot
@@ -62,7 +62,7 @@ def check(model: LoadedModel, params: SamplingParams, tokens: Sequence[int], rep
     assert reported.ids.shape == reported.values.shape == (len(tokens), width)
     for i, token in enumerate(tokens):
         own = by_hand(model, params, [*PROMPT, *tokens[:i]])
-        known = reported.values[i] > NEVER
+        known = reported.values[i] > IMPOSSIBLE_LOGPROB
         assert reported.ids[i, 0] == token
         assert np.abs(reported.values[i][known] - own[reported.ids[i][known]]).max() < 1e-4
         assert (own[reported.ids[i][~known]] == -np.inf).all()
@@ -72,7 +72,7 @@ def check(model: LoadedModel, params: SamplingParams, tokens: Sequence[int], rep
 
 
 def tokens_and_logprobs(slot: CacheSlot, verdicts: Sequence[VerifyOutput]) -> tuple[list[int], Logprobs]:
-    return slot.tokens[len(PROMPT) :], joined([v.logprobs for v in verdicts if v.logprobs is not None])
+    return slot.tokens[len(PROMPT) :], concat_logprobs([v.logprobs for v in verdicts if v.logprobs is not None])
 
 
 @every_setting
@@ -103,8 +103,8 @@ def test_logprobs_of_overlapping_batches_equal_single_forwards(loaded: Loaded) -
     slots = {name: slot_of(model, params, kv_cache) for name, params in SETTINGS.items()}
     found: dict[str, list[VerifyOutput]] = {name: [] for name in slots}
     for _ in range(COUNT // 2):
-        first = begin([VerifyInput(slot) for slot in slots.values()])
-        second = begin([VerifyInput(slot) for slot in slots.values()], (), first)
+        first = begin_forward([VerifyInput(slot) for slot in slots.values()])
+        second = begin_forward([VerifyInput(slot) for slot in slots.values()], (), first)
         for forward in (first, second):
             for name, verdict in zip(slots, forward.verdicts(), strict=True):
                 assert isinstance(verdict, VerifyOutput)

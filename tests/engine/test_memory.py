@@ -12,7 +12,7 @@ import pytest
 
 from outrider.engine import flat, memory
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache
-from outrider.engine.memory import PeakMemory, give_back, release_pages
+from outrider.engine.memory import PeakMemory, release_memory, release_pages
 
 PAGE = 4096
 
@@ -24,11 +24,11 @@ def resident() -> int:
 @pytest.mark.skipif(getattr(ctypes.CDLL(None), "malloc_trim", None) is None, reason="glibc alone keeps it")
 def test_free_memory_between_live_blocks_returns_to_the_system() -> None:
     blocks = [np.ones(4 * PAGE, np.float32) for _ in range(1024)]
-    give_back()
+    release_memory()
     full = resident()
     kept = blocks[::16]
     del blocks
-    give_back()
+    release_memory()
     assert full - resident() > 32 * 2**20
     assert all(block[0] == 1 for block in kept)
 
@@ -60,10 +60,10 @@ def test_memory_is_given_back_when_idle_or_after_many_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[int] = []
-    monkeypatch.setattr(memory, "give_back", lambda: given.append(number))
+    monkeypatch.setattr(memory, "release_memory", lambda: given.append(number))
     held = PeakMemory()
     for number in range(200):
-        held.ended(idle=number % 100 == 99)
+        held.count_ended_text(idle=number % 100 == 99)
     assert given == [63, 99, 163, 199]
 
 

@@ -10,7 +10,7 @@ import pytest
 import scipy
 
 from outrider.engine import sampling as noise
-from outrider.engine.sampling import Purpose, gumbel, stream
+from outrider.engine.sampling import Purpose, derive_seed, gumbel
 
 KNOWN = [
     # seed, position, token, 24-bit integer, G
@@ -25,8 +25,8 @@ KNOWN = [
 
 
 def integers(seed: int, positions: list[int], vocab_size: int) -> np.ndarray:
-    first, second = noise._keys(seed, positions)
-    return noise.integers(np, np.arange(vocab_size, dtype=np.uint32), first, second)
+    first, second = noise._noise_keys(seed, positions)
+    return noise.hash_tokens(np, np.arange(vocab_size, dtype=np.uint32), first, second)
 
 
 @pytest.mark.parametrize(("seed", "position", "token", "integer", "value"), KNOWN)
@@ -104,7 +104,7 @@ def test_changing_either_half_of_a_key_changes_the_row() -> None:
     tokens = np.arange(4096, dtype=np.uint32)
     same, others = np.full((64, 1), 12345, dtype=np.uint32), np.arange(64, dtype=np.uint32)[:, None]
     for first, second in ((same, others), (same, others << 20), (others << 20, same)):
-        rows = noise.integers(np, tokens, first, second)
+        rows = noise.hash_tokens(np, tokens, first, second)
         shared = [len(np.intersect1d(rows[0], row)) for row in rows[1:]]
         assert np.mean(shared) < 1.6 and max(shared) < 12
         assert all(abs(correlation(rows[0].astype(float), row.astype(float))) < 5 for row in rows[1:])
@@ -132,18 +132,18 @@ STREAMS = {
 
 
 def test_streams_match_known_values() -> None:
-    assert {which: stream(*which) for which in STREAMS} == STREAMS
+    assert {which: derive_seed(*which) for which in STREAMS} == STREAMS
 
 
 def test_streams_are_uncorrelated_with_each_other_and_coupled_noise() -> None:
-    rows = [gumbel(np, seed, range(64), 512).ravel() for seed in (0, *(stream(*which) for which in STREAMS))]
+    rows = [gumbel(np, seed, range(64), 512).ravel() for seed in (0, *(derive_seed(*which) for which in STREAMS))]
     correlation = np.corrcoef(rows) - np.eye(len(rows))
     assert np.abs(correlation).max() < 5 / np.sqrt(64 * 512)
 
 
 @pytest.mark.parametrize("xp", [np, mx])
 def test_gumbel_at_some_tokens_equals_the_full_row_there(xp: Any) -> None:
-    seeds, positions = [3, stream(5, Purpose.DRAFT, 9)], [12, 4]
+    seeds, positions = [3, derive_seed(5, Purpose.DRAFT, 9)], [12, 4]
     tokens = np.array([[0, 4095, 7], [9, 9, 1]], np.int32)
     found = np.array(noise.gumbel_at(xp, seeds, positions, xp.array(tokens)))
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):

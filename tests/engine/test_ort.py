@@ -19,7 +19,7 @@ from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
 from outrider.engine.kv_cache import Feed, FlatKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows
-from outrider.engine.load_checks import open_kv_cache, tree_form
+from outrider.engine.load_checks import find_tree_form, open_kv_cache
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.ort import forward, graph
 from outrider.engine.ort import forward as ort_forward
@@ -31,7 +31,7 @@ from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
-from outrider.protocol.worker_link import CPU_KERNELS
+from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
 from tests.tiny import FAMILIES
 
 Loaded = Callable[..., LoadedModel]
@@ -127,7 +127,7 @@ def test_biases_of_every_form_of_affine_weights_are_applied(
         own_points = Affine.zero_points
         monkeypatch.setattr(Affine, "zero_points", lambda self: (own_points(self)[0], np.zeros_like(self.biases)))
         wrong = ort_forward.OrtForward(DecoderLayers.of(model.model, "llama"))
-        found = forward.alone(wrong, np.array(tokens, np.int32), (len(tokens),))
+        found = forward.feed_in_pieces(wrong, np.array(tokens, np.int32), (len(tokens),))
         assert np.sqrt(np.square(found - own).mean()) > 0.2 * own.std()
 
 
@@ -139,7 +139,7 @@ def test_rest_of_the_biases_is_coded_within_a_quarter_of_a_step(bits: int, shape
     steps = noise.uniform(0.5, 1.0, (shape[0], 1)).astype(np.float32)
     even = noise.uniform(-0.5, 0.5, shape).astype(np.float32) * steps
     for rest, most in ((even, 1 if bits == 8 else 2), (np.where(noise.random(shape) < 0.02, 9 * even, even), 2)):
-        digits = graph._digits(rest, steps, bits, 32)
+        digits = graph._quantise_in_digits(rest, steps, bits, 32)
         coded = sum((levels - float(2 ** (bits - 1))) * np.repeat(scales, 32, axis=1) for levels, scales in digits)
         assert len(digits) <= most
         assert (np.abs(coded[:, : shape[1]] - rest) <= 0.25 * steps).all() and not coded[:, shape[1] :].any()
@@ -303,7 +303,7 @@ def test_tree_scores_and_choices_equal_those_of_mlx(loaded: Loaded, family: str)
     """Through forks, a commit, more forks and a gather; also past the first buffer of columns."""
     model, params = loaded(family), SamplingParams(temp=0.8, seed=3)
     prompt = [(7 * i) % 250 for i in range(300)]
-    assert tree_form(model) is JointKVRows
+    assert find_tree_form(model) is JointKVRows
     both = [
         Tree(kv_rows, Sampler(params, model.vocab_size, normalised=False), model.context_length, prompt)
         for kv_rows in (JointKVRows(model), DenseKVRows(on_mlx(model)))
@@ -324,7 +324,7 @@ def test_tree_scores_and_choices_equal_those_of_mlx(loaded: Loaded, family: str)
 def test_rows_of_a_closed_tree_are_reused_without_a_trace(quantised: Quantised) -> None:
     """What a row held before says nothing in the next text."""
     model = quantised()
-    assert tree_form(model) is JointKVRows
+    assert find_tree_form(model) is JointKVRows
 
     def tree(tokens: Sequence[int]) -> Tree:
         sampler = Sampler(SamplingParams(), model.vocab_size, normalised=False)
@@ -346,7 +346,7 @@ def test_quantised_target_verifies_no_trees(quantised: Quantised, loaded: Loaded
 
 
 def test_ort_texts_begin_no_step_ahead(loaded: Loaded) -> None:
-    assert not open_kv_cache(loaded("llama")).open().marks_freely
+    assert not open_kv_cache(loaded("llama")).open().has_free_marks
 
 
 def test_saved_prefix_survives_rewriting_of_its_place(loaded: Loaded) -> None:
@@ -362,9 +362,9 @@ def test_saved_prefix_survives_rewriting_of_its_place(loaded: Loaded) -> None:
 
 
 def test_cpu_kernels_variable_selects_mlx(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CPU_KERNELS, "mlx")
+    monkeypatch.setenv(CPU_KERNELS_VARIABLE, "mlx")
     assert load(tiny_model("llama")).cpu is None
-    monkeypatch.setenv(CPU_KERNELS, "cuda")
+    monkeypatch.setenv(CPU_KERNELS_VARIABLE, "cuda")
     with pytest.raises(InvalidRequest, match="auto or mlx"):
         load(tiny_model("llama"))
 
@@ -387,7 +387,9 @@ def test_graph_that_computes_another_model_is_not_used(
             "outrider.engine.ort.graph._projections", lambda layer: [layer.q_proj, layer.v_proj, layer.k_proj]
         )
     else:
-        monkeypatch.setattr("outrider.engine.ort.graph.host", lambda array: np.abs(np.array(array.astype(mx.float32))))
+        monkeypatch.setattr(
+            "outrider.engine.ort.graph.to_numpy", lambda array: np.abs(np.array(array.astype(mx.float32)))
+        )
     assert load(tiny_model("llama")).cpu is None
     monkeypatch.undo()
     assert load(tiny_model("llama")).cpu is not None

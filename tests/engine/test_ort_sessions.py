@@ -19,8 +19,8 @@ from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import load
 from outrider.engine.ort import exact_biases, forward, sessions
-from outrider.protocol.digest import CACHE
-from outrider.protocol.worker_link import DRAFTER_CORE
+from outrider.protocol.digest import CACHE_VARIABLE
+from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
 
 TOKENS = [(7 * i) % 250 for i in range(40)]
 
@@ -41,8 +41,8 @@ def quantised(source: Path, folder: Path, bits: int = 4, uneven: bool = True) ->
 @pytest.fixture
 def model(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A quantised model, whose graph is kept although it is small."""
-    monkeypatch.setattr(sessions, "_SMALLEST", 0)
-    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    monkeypatch.setattr(sessions, "_MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return quantised(tiny_model("llama"), tmp_path / "model")
 
 
@@ -68,7 +68,7 @@ def test_cached_graph_is_used_without_another_build_or_check(
     first = logits(model)
     assert [path.name for path in kept(tmp_path)[0].iterdir()]
     monkeypatch.setattr(forward, "build", fail_if_called)
-    monkeypatch.setattr(forward, "check", fail_if_called)
+    monkeypatch.setattr(forward, "check_logits", fail_if_called)
     assert np.array_equal(logits(model), first)
 
 
@@ -82,7 +82,7 @@ def test_changed_model_file_or_kernel_replaces_the_cached_graph(
     logits(model)
     (new,) = kept(tmp_path)
     assert new != old
-    monkeypatch.setattr(sessions, "kernels", lambda: "int8-onnxruntime-9.0-sve")
+    monkeypatch.setattr(sessions, "kernel_name", lambda: "int8-onnxruntime-9.0-sve")
     logits(model)
     assert kept(tmp_path) != [new]
 
@@ -91,7 +91,7 @@ def test_changed_model_file_or_kernel_replaces_the_cached_graph(
 def test_damaged_cache_file_is_rebuilt(model: Path, tmp_path: Path, name: str) -> None:
     first = logits(model)
     file = kept(tmp_path)[0] / name
-    if name.startswith("biases") and not exact_biases.POSSIBLE:
+    if name.startswith("biases") and not exact_biases.IS_SUPPORTED:
         pytest.skip("only Linux has exact biases")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert np.array_equal(logits(model), first)
@@ -101,7 +101,7 @@ def test_damaged_cache_file_is_rebuilt(model: Path, tmp_path: Path, name: str) -
 
 def unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(CACHE, str(tmp_path / "file" / "below"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "below"))
 
 
 def test_unwritable_cache_does_not_change_the_logits(
@@ -115,17 +115,17 @@ def test_unwritable_cache_does_not_change_the_logits(
 
 
 def test_graph_of_a_large_model_is_not_cached(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "_LARGEST", 1)
+    monkeypatch.setattr(sessions, "_MAX_WEIGHT_BYTES", 1)
     logits(model)
     assert kept(tmp_path) == []
 
 
-@pytest.mark.skipif(not exact_biases.POSSIBLE, reason="only Linux has exact biases")
+@pytest.mark.skipif(not exact_biases.IS_SUPPORTED, reason="only Linux has exact biases")
 @pytest.mark.parametrize("cores", [False, True])
 def test_kept_graph_has_exact_biases(model: Path, tmp_path: Path, monkeypatch: Any, cores: bool) -> None:
     """Nearer to MLX's logits than with rounded ones, in each session, at the first start and at later ones."""
     if cores:
-        monkeypatch.setenv(DRAFTER_CORE, str(max(os.sched_getaffinity(0))))
+        monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(max(os.sched_getaffinity(0))))
     own = np.array(load(model).model(mx.array([TOKENS]))[0])
     found = [logits(model, all_cores=cores) for _ in range(2)]
     exact = load(model).number_format
@@ -143,13 +143,13 @@ def test_biases_are_rounded_where_packed_weights_have_no_place_for_them(
     """As on CPUs whose packed weights look different, or with a version of ONNX Runtime that does not map them."""
     exact = logits(model)
     shutil.rmtree(tmp_path / "cache")
-    monkeypatch.setattr(exact_biases, "_laid_out", np.ravel)
+    monkeypatch.setattr(exact_biases, "_interleave", np.ravel)
     rounded = logits(model)
     assert not np.array_equal(rounded, exact) and kept(tmp_path)
     assert not load(model).number_format.endswith("-exact")
     monkeypatch.undo()
-    monkeypatch.setattr(sessions, "_SMALLEST", 0)
-    monkeypatch.setenv(CACHE, str(tmp_path / "other"))
+    monkeypatch.setattr(sessions, "_MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "other"))
     monkeypatch.setattr(exact_biases, "_mappings", lambda weights: [])
     assert np.array_equal(logits(model), rounded)
 
@@ -157,7 +157,7 @@ def test_biases_are_rounded_where_packed_weights_have_no_place_for_them(
 def test_logits_are_bit_equal_for_any_number_of_cores(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = logits(model)
     core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    monkeypatch.setenv(DRAFTER_CORE, str(core))
+    monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(core))
     opened = load(model).cpu
     assert opened is not None and opened._sessions.all_cores is not None
     assert np.array_equal(logits(model, all_cores=True), alone)

@@ -14,8 +14,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.utils import load_model
 
-from outrider.engine.hidden_states import extend
-from outrider.engine.positions import RopeTable, TokenRope, install, signature
+from outrider.engine.hidden_states import add_mixin
+from outrider.engine.positions import RopeTable, TokenRope, patch_ropes, rope_signature
 
 POSITIONS = [7, 3, 3, 900, 0, 55]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
@@ -45,7 +45,7 @@ def by_token(rope: nn.Module, x: mx.array) -> mx.array:
 
 
 def extended(rope: nn.Module, tables: dict[Any, RopeTable | None]) -> nn.Module:
-    extend(rope, TokenRope, _tables=tables, _signature=signature(rope))
+    add_mixin(rope, TokenRope, _tables=tables, _signature=rope_signature(rope))
     return rope
 
 
@@ -54,7 +54,7 @@ def extended(rope: nn.Module, tables: dict[Any, RopeTable | None]) -> nn.Module:
 def test_each_token_of_a_row_is_rotated_by_its_own_position(name: str, tabulated: bool) -> None:
     rope = ROPES[name]()
     x = mx.random.normal((1, 3, len(POSITIONS), 16))
-    wrapped = extended(ROPES[name](), {(signature(rope), 16): None} if not tabulated else {})
+    wrapped = extended(ROPES[name](), {(rope_signature(rope), 16): None} if not tabulated else {})
     got = wrapped(x, offset=mx.array(POSITIONS))
     np.testing.assert_allclose(np.array(got), np.array(by_token(rope, x)), atol=3e-4)
     assert np.abs(np.array(got) - np.array(rope(x, offset=7))).max() > 0.1
@@ -97,8 +97,8 @@ def test_install_does_not_change_plain_decoding(tiny_model: Callable[..., Path])
         for wrap in (False, True):
             model, _ = load_model(tiny_model(family))
             if wrap:
-                install(model)
-                install(model)
+                patch_ropes(model)
+                patch_ropes(model)
             cache = [KVCache() for _ in model.layers]
             model(mx.array([[5, 6, 7]]), cache=cache)
             logits.append(model(mx.array([[8, 9]]), cache=cache))

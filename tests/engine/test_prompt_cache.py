@@ -12,9 +12,9 @@ import pytest
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache
 from outrider.engine.kv_cache import CacheSlot, Feed
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
-from outrider.engine.load_checks import Form, open_kv_cache, open_tree, tree_cost, tree_form
+from outrider.engine.load_checks import TreeForm, find_tree_form, measure_tree_cost, open_kv_cache, open_tree
 from outrider.engine.loading import LoadedModel
-from outrider.engine.prompt_cache import LEAST, CachedPrefix, PromptCache, SavedPrefix
+from outrider.engine.prompt_cache import MIN_PREFIX_TOKENS, CachedPrefix, PromptCache, SavedPrefix
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.sampling import SamplingParams
@@ -22,7 +22,7 @@ from outrider.protocol.stats import KvCost
 
 Loaded = Callable[..., LoadedModel]
 COST = KvCost(0, 8)
-FORMS: list[tuple[Form, str]] = [
+FORMS: list[tuple[TreeForm, str]] = [
     (JointKVRows, "llama"),
     (DenseKVRows, "llama"),
     (DenseKVRows, "gemma3_text"),
@@ -44,7 +44,7 @@ class Running:
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
 
-    def lendable(self) -> Sequence[int]:
+    def shareable_tokens(self) -> Sequence[int]:
         return self.tokens
 
     def save(self, length: int) -> SavedPrefix:
@@ -66,7 +66,7 @@ def test_longest_common_prefix_is_found_up_to_the_last_token() -> None:
     keep(cache, [*text(60), 1, 1, 1])
     assert found(cache, [*text(80)]) == 60
     assert found(cache, [*text(50)]) == 49
-    assert found(cache, [*text(LEAST - 1), 0, 0]) == 0
+    assert found(cache, [*text(MIN_PREFIX_TOKENS - 1), 0, 0]) == 0
     assert found(cache, text(80, seed=1)) == 0
     use = cache.use
     assert (use.entries, use.lookups, use.hits, use.tokens_saved) == (2, 4, 2, 109)
@@ -99,7 +99,7 @@ def test_least_recently_used_entry_is_evicted_when_room_is_short() -> None:
     cache.leave(runs)
     keep(cache, text(301, 5))
     assert cache.use.entries == 1, "what never fits puts nobody out"
-    cache.allow(0)
+    cache.set_limit(0)
     assert cache.use.bytes == 0 and found(cache, [*text(100, 3), 0]) == 0
 
 
@@ -144,7 +144,7 @@ def test_saved_rows_do_not_keep_their_buffer_alive() -> None:
     cache.keys = cache.values = mx.zeros((2, 1, 4096, 16)) + 1
     mx.eval(cache.keys)
     before, held = mx.get_active_memory(), cache.keys.nbytes
-    copies = cache.saved(40, row=1)
+    copies = cache.copy_columns(40, row=1)
     mx.eval(copies)
     cache.clear()
     assert mx.get_active_memory() <= before - held + 4 * copies[0].nbytes
@@ -168,7 +168,7 @@ def test_interrupted_slot_saves_only_committed_tokens(loaded: Loaded, family: st
 
 
 @pytest.mark.parametrize(("form", "family"), FORMS)
-def test_tree_from_a_warm_cache_equals_that_from_a_cold_one(loaded: Loaded, form: Form, family: str) -> None:
+def test_tree_from_a_warm_cache_equals_that_from_a_cold_one(loaded: Loaded, form: TreeForm, family: str) -> None:
     model = loaded(family, seed=1)  # not that of the tests above, whose forwards have changed its output layer
     model = model if form is JointKVRows else replace(model, cpu=None)
     sampler = Sampler(SamplingParams(max_tokens=8), model.vocab_size, normalised=False)
@@ -195,6 +195,6 @@ def test_tree_from_a_warm_cache_equals_that_from_a_cold_one(loaded: Loaded, form
 
 def test_failed_tree_is_not_kept(loaded: Loaded) -> None:
     model = loaded("llama", seed=1)
-    cache = PromptCache(tree_cost(model), 1 << 30)
+    cache = PromptCache(measure_tree_cost(model), 1 << 30)
     open_tree(model, text(40), SamplingParams(), cache=cache).close(spoilt=True)
-    assert cache.use.entries == 0 and tree_form(model) is JointKVRows
+    assert cache.use.entries == 0 and find_tree_form(model) is JointKVRows

@@ -31,7 +31,7 @@ class Wire:
     def __init__(self) -> None:
         self.unread: list[mx.array] = []
 
-    def from_first(self, array: mx.array) -> mx.array:
+    def share_array(self, array: mx.array) -> mx.array:
         if not self.unread:
             self.unread.append(array)
             return array
@@ -163,4 +163,4 @@ def test_model_that_cannot_be_sharded_is_refused(
     loaded: Callable[..., LoadedModel], family: str, size: int, why: str
 ) -> None:
     with pytest.raises(ModelError, match=why):
-        Ranks(GroupOfSize(size)).share_out(loaded(family).model, family)  # type: ignore[arg-type]
+        Ranks(GroupOfSize(size)).shard_model(loaded(family).model, family)  # type: ignore[arg-type]

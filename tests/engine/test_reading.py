@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from outrider.engine.flat import Layers
+from outrider.engine.flat import LayerKVs
 from outrider.engine.kv_rows import DenseKVRows, PromptReader, ReadingFault
 
 
@@ -19,7 +19,7 @@ class RecordingKVRows(DenseKVRows):
         self.reader = reader
         self.told: list[tuple[str, int, int]] = []
 
-    def adopt(self, start: int, layers: Layers) -> int:
+    def adopt(self, start: int, layers: LayerKVs) -> int:
         end: int = start + layers[0][0].shape[2]
         self.told.append(("adopt", start, end))
         return end
@@ -37,7 +37,7 @@ class Reader:
     def readable(self, count: int) -> int:
         return min(self._takes, count)
 
-    def read(self, tokens: Sequence[int]) -> Iterator[Layers]:
+    def read(self, tokens: Sequence[int]) -> Iterator[LayerKVs]:
         for number, first in enumerate(range(0, len(tokens), 4)):
             if number == self._good:
                 raise ReadingFault("gone")

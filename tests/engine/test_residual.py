@@ -20,12 +20,21 @@ import scipy
 
 from outrider.engine import residual
 from outrider.engine.loading import LoadedModel
-from outrider.engine.residual import Draws, ResidualSampler, draw
-from outrider.engine.sampling import Purpose, Sampler, stream
+from outrider.engine.residual import Draws, ResidualSampler, draw_tokens
+from outrider.engine.sampling import Purpose, Sampler, derive_seed
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.trees import ROOT, DraftTree, SparseQ, depths, one_hot, spine, united, walk
+from outrider.protocol.trees import (
+    ROOT,
+    DraftTree,
+    SparseQ,
+    accepted_path,
+    first_branch,
+    merge_trees,
+    node_depths,
+    one_hot,
+)
 from tests.ahead import run_ahead
 from tests.slots import open_slots
 from tests.warp import warp
@@ -62,9 +71,9 @@ def drafted(
 ) -> Chain:
     """What an honest drafter proposes after `text`."""
     draws, tokens, ids, probs = Draws(seed, width, saguaro, 2), list(text), [], []
-    keys = [stream(seed, Purpose.DRAFT, len(text) - 1 if fork is None else fork)]
+    keys = [derive_seed(seed, Purpose.DRAFT, len(text) - 1 if fork is None else fork)]
     for _ in range(depth):
-        drawn = draw(draws, keys, [len(tokens)], np, table[tokens[-1]][None])
+        drawn = draw_tokens(draws, keys, [len(tokens)], np, table[tokens[-1]][None])
         tokens.append(int(drawn.chosen[0]))
         ids.append(drawn.ids[0])
         probs.append(drawn.probs[0])
@@ -84,7 +93,7 @@ def generated_text(
         if chain.tokens:
             k = sampler.accepted(rows[:-1], range(base, base + len(chain.tokens)), chain.tokens, chain.q)
         rejected = chain.q.part(k, k + 1) if k < len(chain.tokens) else None
-        text += [*chain.tokens[:k], sampler.instead(rows[k], base + k, rejected)]
+        text += [*chain.tokens[:k], sampler.resample(rows[k], base + k, rejected)]
     return text[:count]
 
 
@@ -195,9 +204,9 @@ def coupled(choose: Choose, count: int = LONG) -> list[int]:
     text, accepted = [0], 0
     while len(text) < count:
         first, other = (tree_of(text, best, draws) for best in draws.sample(drafters, 2))
-        both = united(first, other, 12)
+        both = merge_trees(first, other, 12)
         choices = choose(own, len(text), text, DraftTree(both.tokens, both.parents))
-        path = walk(both.tokens, both.parents, choices)
+        path = accepted_path(both.tokens, both.parents, choices)
         accepted += len(path)
         text += [*(both.tokens[node] for node in path), choices[path[-1] + 1 if path else 0]]
     assert accepted > count / 4
@@ -206,7 +215,7 @@ def coupled(choose: Choose, count: int = LONG) -> list[int]:
 
 def honest(own: Sequence[Sequence[int]], base: int, text: Sequence[int], tree: DraftTree) -> list[int]:
     """By the noise of each row's own place."""
-    places = [0, *(depth + 1 for depth in depths(tree.parents))]
+    places = [0, *(depth + 1 for depth in node_depths(tree.parents))]
     return [own[token][base + place] for token, place in zip([text[-1], *tree.tokens], places, strict=True)]
 
 
@@ -243,8 +252,8 @@ def of_a_union(text: Sequence[int], peek: bool = False) -> Chain:
     chains = [drafted(text, 2, table=table, seed=seed) for table, seed in ((DRAFT, 12), (UNRELATED, 13))]
     lead = int(chains[0].q.of(chains[0].tokens)[0] < chains[1].q.of(chains[1].tokens)[0]) if peek else len(text) % 2
     first, other = (DraftTree(tuple(chain.tokens)) for chain in (chains[lead], chains[1 - lead]))
-    both = united(first, other, 12)
-    tokens = [both.tokens[node] for node in spine(both.parents)]
+    both = merge_trees(first, other, 12)
+    tokens = [both.tokens[node] for node in first_branch(both.parents)]
     return Chain(tokens, chains[lead].q)
 
 
@@ -342,15 +351,15 @@ class GreedyOnGuesses(ResidualSampler):
         holds = log_p.argmax(axis=1) == np.array(chain)
         return len(chain) if holds.all() else int(holds.argmin())
 
-    def instead(self, log_p, position, q):
-        return super().instead(log_p, position, None)
+    def resample(self, log_p, position, q):
+        return super().resample(log_p, position, None)
 
 
 class Unadjusted(ResidualSampler):
-    """What stands instead of a rejected token is drawn from p, not from what q left of it."""
+    """What replaces a rejected token is drawn from p, not from what q left of it."""
 
-    def instead(self, log_p, position, q):
-        return super().instead(log_p, position, None)
+    def resample(self, log_p, position, q):
+        return super().resample(log_p, position, None)
 
 
 @pytest.mark.parametrize(
@@ -397,13 +406,13 @@ def test_token_without_probability_or_with_an_equal_clock_is_rejected(
 def test_token_is_drawn_from_p_when_the_residual_is_empty() -> None:
     sampler = ResidualSampler(PARAMS, V)
     own = SparseQ(np.arange(V, dtype=np.int32)[None], np.exp(LOG_P[[0]]) + np.float32(1e-6))
-    found = [sampler.instead(LOG_P[0], position, own) for position in range(300)]
-    assert found == [sampler.instead(LOG_P[0], position, None) for position in range(300)] and len(set(found)) == V
+    found = [sampler.resample(LOG_P[0], position, own) for position in range(300)]
+    assert found == [sampler.resample(LOG_P[0], position, None) for position in range(300)] and len(set(found)) == V
 
 
 def test_rejected_one_hot_token_is_never_resampled() -> None:
     sampler = ResidualSampler(PARAMS, V)
-    assert all(sampler.instead(LOG_P[0], position, one_hot([2])) != 2 for position in range(500))
+    assert all(sampler.resample(LOG_P[0], position, one_hot([2])) != 2 for position in range(500))
 
 
 def test_q_ids_beyond_the_target_vocabulary_are_ignored() -> None:

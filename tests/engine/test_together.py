@@ -104,7 +104,7 @@ def test_failed_forward_leaves_every_tree_unchanged(
     with pytest.raises(InvalidRequest, match="not in the tree"):
         Tree.feed_together(shared, [*feeds[:-1], TreeFeed([-7], [1])])
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr("outrider.engine.tree.score", lambda *_, **__: 1 // 0)
+        patch.setattr("outrider.engine.tree.make_step", lambda *_, **__: 1 // 0)
         Tree.feed_together(shared, feeds)
     for ours, theirs, feed, nodes in zip(shared, alone, feeds, Tree.feed_together(shared, feeds), strict=True):
         assert theirs.feed(feed.parents, feed.tokens) == nodes

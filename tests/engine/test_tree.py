@@ -14,7 +14,7 @@ import pytest
 import scipy
 
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
-from outrider.engine.load_checks import open_tree, tree_form
+from outrider.engine.load_checks import find_tree_form, open_tree
 from outrider.engine.loading import LoadedModel
 from outrider.engine.positions import TokenRope
 from outrider.engine.sampling import Sampler
@@ -202,7 +202,9 @@ def test_attention_model_has_the_same_scores_in_recurrent_form(loaded: Loaded) -
 def test_each_family_gets_its_tree_form(loaded: Loaded) -> None:
     for family in FAMILIES:
         joins = JointKVRows if family not in OWN_ATTENTION else DenseKVRows
-        assert tree_form(replace(loaded(family, seed=6), cpu=None)) is (RecurrentKVRows if family in HYBRIDS else joins)
+        assert find_tree_form(replace(loaded(family, seed=6), cpu=None)) is (
+            RecurrentKVRows if family in HYBRIDS else joins
+        )
 
 
 def test_lazy_chains_equal_chains_read_step_by_step(loaded: Loaded) -> None:
@@ -324,11 +326,11 @@ def test_model_that_ignores_tree_masks_or_positions_is_detected(
     with monkeypatch.context() as patch:
         patch.setattr("outrider.engine.flat.FlatAttentionMetadata.mask", lambda *_: None)
         with pytest.raises(ModelError, match="choose another"):
-            tree_form(model)
+            find_tree_form(model)
     for layer in model.model.layers:
         rope = layer.self_attn.rope
         layer.self_attn.rope = partial(one_position_a_row, super(TokenRope, rope).__call__)
-    assert tree_form(model) is RecurrentKVRows  # one token a row needs no wrapper
+    assert find_tree_form(model) is RecurrentKVRows  # one token a row needs no wrapper
 
 
 TOY = {"vocab_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "scale": 1.5, "bos_token_id": 0}

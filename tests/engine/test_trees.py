@@ -11,12 +11,12 @@ import pytest
 
 from outrider.engine.flat import NodeSegment, Segment
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
-from outrider.engine.load_checks import are_own, open_kv_cache
+from outrider.engine.load_checks import logits_match, open_kv_cache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.verify import PrefillChunk, VerifyInput, begin, verify
+from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, verify
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.trees import depths, fault, line, spine, walk
+from outrider.protocol.trees import accepted_path, chain_parents, first_branch, node_depths, tree_fault
 from tests.engine.test_verify import PENALISED, PROMPT, SETTINGS, decoded, spoilt
 from tests.slots import open_slots
 
@@ -101,7 +101,7 @@ def test_trees_chains_steps_and_prompts_share_a_forward(loaded: Loaded) -> None:
             asks.append(VerifyInput(slot, tuple(tokens), parents=tuple(parents)))
             rights.append(right)
         unread = len(reader.unfed) - 1
-        verdicts = begin(asks, [PrefillChunk(reader, min(unread, 20))] if unread else []).verdicts()
+        verdicts = begin_forward(asks, [PrefillChunk(reader, min(unread, 20))] if unread else []).verdicts()
         for verdict, right in zip(verdicts, rights, strict=True):
             assert not isinstance(verdict, OutriderError) and verdict.accepted == right
     for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
@@ -117,7 +117,9 @@ def test_prompt_read_beside_a_tree_has_correct_keys_and_values(loaded: Loaded) -
     truth = decoded(model, GREEDY, 30)
     for _ in range(3):
         rest = truth[len(slot.tokens) - len(PROMPT) :]
-        begin([VerifyInput(slot, (9, *rest[:4]), parents=(-1, -1, 1, 2, 3))], [PrefillChunk(reader, 29)]).verdicts()
+        begin_forward(
+            [VerifyInput(slot, (9, *rest[:4]), parents=(-1, -1, 1, 2, 3))], [PrefillChunk(reader, 29)]
+        ).verdicts()
     assert slot.tokens == PROMPT + truth[:15]
     reader.feed_all_but(1)
     check_remembered(model, slot)
@@ -163,7 +165,7 @@ def test_tree_accepts_at_least_as_much_as_its_first_chain(loaded: Loaded) -> Non
     for _ in range(25):
         right = draws.randint(0, 4)
         tokens, parents = grown(truth, right, draws, 9)
-        chain = spine(parents)
+        chain = first_branch(parents)
         (slot, other) = slots_of(model, [params, params], [PROMPT, PROMPT])
         assert verify(slot, tokens, parents=parents).accepted >= verify(other, [tokens[n] for n in chain]).accepted
 
@@ -213,11 +215,11 @@ def test_load_check_detects_wrong_positions_and_wrong_masks(loaded: Loaded, monk
 
 def test_depths_spine_and_walk_follow_from_the_parents() -> None:
     parents = (-1, 0, 0, -1, 2)
-    assert depths(parents) == [0, 1, 1, 0, 2]
-    assert spine(parents) == [0, 1] and spine(()) == []
-    assert walk([5, 6, 7, 8, 9], parents, [5, 7, 0, 9, 0, 0]) == (0, 2, 4)
-    assert walk([5, 6, 7, 8, 9], parents, [8, 7, 0, 9, 0, 0]) == (3,)
-    assert fault([5, 6, 7, 8, 9], parents) == "" and line(3) == (-1, 0, 1)
+    assert node_depths(parents) == [0, 1, 1, 0, 2]
+    assert first_branch(parents) == [0, 1] and first_branch(()) == []
+    assert accepted_path([5, 6, 7, 8, 9], parents, [5, 7, 0, 9, 0, 0]) == (0, 2, 4)
+    assert accepted_path([5, 6, 7, 8, 9], parents, [8, 7, 0, 9, 0, 0]) == (3,)
+    assert tree_fault([5, 6, 7, 8, 9], parents) == "" and chain_parents(3) == (-1, 0, 1)
 
 
 def test_tree_of_wrong_tokens_accepts_nothing(loaded: Loaded) -> None:
@@ -230,6 +232,6 @@ def test_tree_of_wrong_tokens_accepts_nothing(loaded: Loaded) -> None:
 def test_logits_are_compared_with_those_of_a_plain_forward(loaded: Loaded) -> None:
     for model in (loaded("llama"), replace(loaded("llama"), cpu=None)):
         own = model.model(mx.array([PROMPT]))[0, -1]
-        assert are_own(model, PROMPT, own)
-        assert not are_own(model, PROMPT, own + 1e-3)
-        assert not are_own(model, PROMPT[:-1], own)
+        assert logits_match(model, PROMPT, own)
+        assert not logits_match(model, PROMPT, own + 1e-3)
+        assert not logits_match(model, PROMPT[:-1], own)

@@ -17,7 +17,7 @@ from outrider.engine.cache import RollbackError
 from outrider.engine.flat import Segment
 from outrider.engine.kv_cache import CacheSlot, Feed, SeparateKVCache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.sampling import SamplingMetadata, penalised
+from outrider.engine.sampling import SamplingMetadata, apply_penalties
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -83,9 +83,9 @@ def test_penalties_copy_only_the_history_that_they_reach(loaded: Loaded, monkeyp
         histories = [list(history) for own in asked for history in own.histories or ()]
         seen.extend(map(len, histories))
         assert histories == [(slot.tokens + [5, 6, 7][:i])[-slot.sampler.reach :] for i in range(4)]
-        return penalised(asked, logits)
+        return apply_penalties(asked, logits)
 
-    monkeypatch.setattr("outrider.engine.verify.penalised", watched)
+    monkeypatch.setattr("outrider.engine.verify.apply_penalties", watched)
     verify(slot, [5, 6, 7])
     assert seen == [slot.sampler.reach] * 4
 

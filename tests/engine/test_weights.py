@@ -17,7 +17,7 @@ from outrider.engine import loading
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "qwen3_next"])
 def test_laid_out_weights_keep_their_values_and_logits(tiny_model: Callable[..., Path], family: str) -> None:
     (plain, _), (laid, _) = (load_model(tiny_model(family)) for _ in range(2))
-    assert loading.lay_out(laid, 0)
+    assert loading.transpose_weights(laid, 0)
     ours, theirs = dict(tree_flatten(laid.parameters())), dict(tree_flatten(plain.parameters()))
     assert ours.keys() == theirs.keys()
     assert all(mx.array_equal(ours[name], theirs[name]) for name in theirs)
@@ -32,7 +32,7 @@ def test_tied_head_multiplies_by_the_transposed_copy(tiny_model: Callable[..., P
     tied, _ = load_model(tiny_model("llama"))
     untied, _ = load_model(tiny_model("mistral"))
     for model in (tied, untied):
-        loading.lay_out(model, 0)
+        loading.transpose_weights(model, 0)
     assert type(tied.model.embed_tokens) is loading.HeadEmbedding
     assert type(untied.model.embed_tokens) is nn.Embedding
 
@@ -42,5 +42,5 @@ def test_large_weights_are_not_laid_out_with_openblas(
 ) -> None:
     model, _ = load_model(tiny_model("llama"))
     monkeypatch.setattr(loading, "has_openblas", lambda: True)
-    assert not loading.lay_out(model, 2**30)
-    assert loading.lay_out(model, 2**20)
+    assert not loading.transpose_weights(model, 2**30)
+    assert loading.transpose_weights(model, 2**20)

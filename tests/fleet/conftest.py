@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.fleet.host import LABEL
+from outrider.fleet.host import VERSION_LABEL
 from outrider.protocol.version import PACKAGE_VERSION
 from tests.fleet.house import plain_text
 
@@ -37,7 +37,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         from ray.cluster_utils import Cluster
         from ray.exceptions import RayError
 
-        head = {"num_cpus": 2, "include_dashboard": False, "labels": {LABEL: PACKAGE_VERSION}}
+        head = {"num_cpus": 2, "include_dashboard": False, "labels": {VERSION_LABEL: PACKAGE_VERSION}}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         for resources in HOSTS:
             cluster.add_node(num_cpus=1, resources=resources)

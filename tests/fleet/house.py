@@ -144,9 +144,9 @@ def running(plan: FleetPlan, name: str, engines: int) -> Iterator[Fleet]:
     """Runs the plan in the Ray that this process is connected to, and waits until it is complete."""
     from ray import serve
 
-    from outrider.fleet.deployment import run
+    from outrider.fleet.deployment import deploy
 
-    run(plan, name)
+    deploy(plan, name)
     try:
         ingress = serve.get_deployment_handle("ingress", name)
         until(lambda: serve.status().applications[name].deployments["ingress"].status == "HEALTHY", "no ingress")

@@ -17,14 +17,14 @@ import psutil
 import pytest
 
 from outrider.fleet.commands import COMMANDS
-from outrider.fleet.commands.status import table
-from outrider.fleet.commands.unit import systemd
+from outrider.fleet.commands.status import format_table
+from outrider.fleet.commands.unit import systemd_unit
 from outrider.fleet.host import (
     FleetHost,
     HostProcess,
     Resources,
     create_token,
-    end,
+    end_process,
     is_loopback,
     read_token,
     require_free,
@@ -57,7 +57,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 @pytest.fixture
 def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcess]:
     """A process with a child that outlives it, as if Ray had been started."""
-    monkeypatch.setattr("outrider.fleet.host.STOP_SECONDS", 0.5)
+    monkeypatch.setattr("outrider.fleet.host.STOP_TIMEOUT_SECONDS", 0.5)
     process = subprocess.Popen(SLEEP)
     found = psutil.Process(process.pid)
     while not found.children():
@@ -144,7 +144,7 @@ def test_unit_prints_a_service_file_and_the_next_step(run: Run, tmp_path: Path) 
 
 
 def test_systemd_unit_escapes_the_words_of_its_command() -> None:
-    told = systemd(("/bin/x", "100%", "a b", "$HOME", 'say "hi"'), "ann", "/home/ann")
+    told = systemd_unit(("/bin/x", "100%", "a b", "$HOME", 'say "hi"'), "ann", "/home/ann")
     assert 'ExecStart=/bin/x "100%%" "a b" "$$HOME" "say \\"hi\\""\n' in told
 
 
@@ -166,9 +166,9 @@ def test_only_processes_started_here_are_ended(family: HostProcess) -> None:
     process = family.process()
     assert process is not None
     own = process.children()
-    end(HostProcess(family.head, family.address, family.pid, family.began - 1))
+    end_process(HostProcess(family.head, family.address, family.pid, family.began - 1))
     assert process.is_running()
-    end(family)
+    end_process(family)
     assert family.process() is None and not psutil.wait_procs(own, 10)[1]
 
 
@@ -239,4 +239,4 @@ def test_loopback_addresses_are_recognised() -> None:
 
 
 def test_table_columns_fit_their_content() -> None:
-    assert table(("A", "B"), [("long", "x"), ("y", "")]) == "A     B\nlong  x\ny"
+    assert format_table(("A", "B"), [("long", "x"), ("y", "")]) == "A     B\nlong  x\ny"

@@ -110,7 +110,7 @@ def test_lease_is_held_as_long_as_its_gate_lives(fleet: Fleet) -> None:
     import ray
     from ray import serve
 
-    from outrider.fleet.deployment import HEALTH_SECONDS
+    from outrider.fleet.deployment import HEALTH_PERIOD_SECONDS
     from outrider.fleet.engine import NAMESPACE, IngressKey
 
     named = ray.util.list_named_actors(all_namespaces=True)
@@ -127,7 +127,7 @@ def test_lease_is_held_as_long_as_its_gate_lives(fleet: Fleet) -> None:
     def leases() -> int:
         return sum(ray.get([actor.get_num_ongoing_requests.remote() for actor in actors]))
 
-    time.sleep(3 * HEALTH_SECONDS)  # engines have looked after it by then
+    time.sleep(3 * HEALTH_PERIOD_SECONDS)  # engines have looked after it by then
     assert leases() == 1
     processes = psutil.process_iter(["cmdline"])
     (killed,) = [one for one in processes if "ServeReplica:placed:ingress" in "".join(one.info["cmdline"] or ())[:80]]

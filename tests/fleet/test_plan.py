@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from outrider.fleet.host import Resources, undetected_resources
-from outrider.fleet.plan import DrafterPlan, FleetPlan, IngressPlan, Placed, Scale, plan_of, read_plan
+from outrider.fleet.plan import DrafterPlan, FleetPlan, IngressPlan, Placed, Scale, parse_plan, read_plan
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
@@ -52,9 +52,10 @@ def test_a_key_without_a_value_has_its_defaults(file):
 
 
 def test_drafter_none_disables_drafting_unless_a_backend_is_given():
-    assert plan_of({"placed": {"drafter": "none"}}).engine.draft_backend == "none"
+    assert parse_plan({"placed": {"drafter": "none"}}).engine.draft_backend == "none"
     assert (
-        plan_of({"placed": {"drafter": "none"}, "engine": {"draft_backend": "ngram"}}).engine.draft_backend == "ngram"
+        parse_plan({"placed": {"drafter": "none"}, "engine": {"draft_backend": "ngram"}}).engine.draft_backend
+        == "ngram"
     )
 
 
@@ -62,11 +63,11 @@ def test_api_keys_come_from_the_plan_the_key_file_and_the_environment(file, tmp_
     (tmp_path / "keys").write_text("two\nthree\n")
     monkeypatch.setenv("OUTRIDER_API_KEY", "four")
     ingress = {"host": "0.0.0.0", "api_keys": ["one"], "api_key_file": str(tmp_path / "keys")}
-    assert plan_of({**ONE, "ingress": ingress}).ingress.http.api_keys == ("one", "two", "three", "four")
+    assert parse_plan({**ONE, "ingress": ingress}).ingress.http.api_keys == ("one", "two", "three", "four")
 
 
 def test_plan_round_trips_through_pickle():
-    plan = plan_of({"placed": {"needs": {"cuda": 1, "memory": "2GiB"}}})
+    plan = parse_plan({"placed": {"needs": {"cuda": 1, "memory": "2GiB"}}})
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
@@ -128,7 +129,7 @@ def test_resources_are_converted_to_rays_names():
 def test_error_of_an_invalid_value_names_its_key(found, sentence, monkeypatch):
     monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
     with pytest.raises(InvalidRequest) as refused:
-        plan_of(found)
+        parse_plan(found)
     assert sentence in str(refused.value)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from outrider.fleet.engine_selector import MISSED_SECONDS, EngineSelector
+from outrider.fleet.engine_selector import LOST_ENGINE_SECONDS, EngineSelector
 
 NAMES = [f"session {number}" for number in range(60)]
 
@@ -36,9 +36,9 @@ def test_a_kind_whose_last_engine_is_lost_is_left_out_for_a_while() -> None:
     clock = Clock()
     selector = EngineSelector((2, 1), clock)
     before = [selector.choose(name) for name in NAMES]
-    selector.lost(1, "one")
+    selector.mark_lost(1, "one")
     assert {selector.choose(name) for name in ["", *NAMES]} == {0}
-    clock.at += MISSED_SECONDS + 1
+    clock.at += LOST_ENGINE_SECONDS + 1
     assert [selector.choose(name) for name in NAMES] == before
 
 
@@ -46,15 +46,15 @@ def test_repeated_losses_of_one_engine_count_as_one() -> None:
     selector = EngineSelector((2, 1))
     before = [selector.choose(name) for name in NAMES]
     for _ in range(4):
-        selector.lost(0, "one")
+        selector.mark_lost(0, "one")
     assert [selector.choose(name) for name in NAMES] == before
-    selector.lost(0, "other")
+    selector.mark_lost(0, "other")
     assert {selector.choose(name) for name in ["", *NAMES]} == {1}
 
 
 def test_unresponsive_kind_is_skipped_unless_all_are_unresponsive() -> None:
     selector = EngineSelector((2, 1))
-    selector.silent(0)
+    selector.mark_silent(0)
     assert {selector.choose(name) for name in ["", *NAMES]} == {1}
-    selector.silent(1)
+    selector.mark_silent(1)
     assert {selector.choose(name) for name in NAMES} == {0, 1}

@@ -14,14 +14,14 @@ from llguidance import LLParserLimits
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from outrider.grammar import compiler
-from outrider.grammar.compiler import Compiler, Vocabulary, check, vocabulary_of
+from outrider.grammar.compiler import GrammarCompiler, Vocabulary, check_grammar, get_vocabulary
 from outrider.grammar.constraint import Constraint
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import Grammar, SamplingParams
 
-COMPILER = Compiler(EMBEDDED_TARGET)
+COMPILER = GrammarCompiler(EMBEDDED_TARGET)
 CODEC = load_codec(find_model(str(EMBEDDED_TARGET)))
 BYTES = [CODEC.spelling.of(token) for token in range(4096)]
 (END,) = CODEC.eos
@@ -151,12 +151,12 @@ def test_finished_text_allows_all_end_tokens_and_nothing_else() -> None:
 
 
 def test_a_grammar_is_compiled_once() -> None:
-    own = Compiler(EMBEDDED_TARGET)
-    for number in range(compiler.KEPT + 3):
+    own = GrammarCompiler(EMBEDDED_TARGET)
+    for number in range(compiler.MAX_CACHED_GRAMMARS + 3):
         own.constraint(Grammar("regex", f"{number}x+"), (END,), 0)
         own.constraint(CHOICE, (END,), 0)
     kept = list(own._compiled)
-    assert len(kept) == compiler.KEPT and (CHOICE, (END,)) in kept
+    assert len(kept) == compiler.MAX_CACHED_GRAMMARS and (CHOICE, (END,)) in kept
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_grammar_is_compiled_once() -> None:
 )
 def test_grammar_that_cannot_be_compiled_is_refused_with_a_reason(kind: str, text: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        check(Grammar(kind, text))
+        check_grammar(Grammar(kind, text))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_grammar_that_cannot_be_compiled_is_refused_with_a_reason(kind: str, tex
     ],
 )
 def test_valid_grammar_is_accepted(kind: str, text: str) -> None:
-    check(Grammar(kind, text))
+    check_grammar(Grammar(kind, text))
     assert tokens_of(constraint(Grammar(kind, text)).allowed([[]])[0])
 
 
@@ -216,8 +216,8 @@ def test_invalid_grammar_is_refused_when_constructed(kind: str, text: str, words
 
 
 def test_exhausted_limits_are_an_error_and_a_new_text_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "LIMITS", LLParserLimits(step_lexer_fuel=300, verbose_errors=False))
-    hard, own = Grammar("regex", "go ((a|b)*a(a|b){12}|c{3,900}d)+"), Compiler(EMBEDDED_TARGET)
+    monkeypatch.setattr(compiler, "PARSER_LIMITS", LLParserLimits(step_lexer_fuel=300, verbose_errors=False))
+    hard, own = Grammar("regex", "go ((a|b)*a(a|b){12}|c{3,900}d)+"), GrammarCompiler(EMBEDDED_TARGET)
     for _ in range(2):
         one = own.constraint(hard, (END,), 0)
         assert one is not None
@@ -242,7 +242,7 @@ def test_text_after_its_end_is_unconstrained() -> None:
 
 def test_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json can't be used for grammars"):
-        Compiler(tmp_path).constraint(CHOICE, (END,), 0)
+        GrammarCompiler(tmp_path).constraint(CHOICE, (END,), 0)
 
 
 MARKS = Vocabulary(4096, ((7, "<think>"), (8, "</think>"), (3, "[CALL]")))
@@ -258,10 +258,10 @@ MARKS = Vocabulary(4096, ((7, "<think>"), (8, "</think>"), (3, "[CALL]")))
     ],
 )
 def test_grammar_may_name_special_tokens_of_the_model(kind: str, text: str) -> None:
-    check(Grammar(kind, text), MARKS)
+    check_grammar(Grammar(kind, text), MARKS)
     for other in (Vocabulary(), Vocabulary(4096, MARKS.marks[2:])) if "think" in text else ():
         with pytest.raises(InvalidRequest, match="unknown special token"):
-            check(Grammar(kind, text), other)
+            check_grammar(Grammar(kind, text), other)
 
 
 def test_marks_are_added_tokens_that_are_special_or_look_like_tags(tmp_path: Path) -> None:
@@ -271,8 +271,8 @@ def test_marks_are_added_tokens_that_are_special_or_look_like_tags(tmp_path: Pat
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text, special in added])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    found = vocabulary_of(tokenizer)
+    found = get_vocabulary(tokenizer)
     assert found == Vocabulary(30, ((26, "<a>"), (27, "[B]")))
-    anything = Compiler(tmp_path).constraint(Grammar("regex", "(?s:.*)"), [27], 0)
+    anything = GrammarCompiler(tmp_path).constraint(Grammar("regex", "(?s:.*)"), [27], 0)
     assert anything is not None
     assert tokens_of(anything.allowed([[]])) == {*range(26), 28, 29, 27}  # the last ends the text

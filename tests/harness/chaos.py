@@ -201,8 +201,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    planned = list(strikes(values.whole("kills", options.kills, 1, 1_000_000), options.seed))
-    texts, screen = values.whole("texts", options.texts, AT_ONCE, 10_000), Screen()
+    planned = list(strikes(values.check_int("kills", options.kills, 1, 1_000_000), options.seed))
+    texts, screen = values.check_int("texts", options.texts, AT_ONCE, 10_000), Screen()
     with LocalCluster(progress=screen.show, max_active=AT_ONCE, worker_timeout=WORKER_TIMEOUT) as cluster:
         screen.show("undisturbed texts")
         chaos_run = ChaosRun(cluster.client(timeout=PATIENCE_S), texts, options.seed)

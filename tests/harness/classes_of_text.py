@@ -12,9 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from outrider.orchestrator.core.planner import Planner
-from outrider.orchestrator.core.policy.acceptance import CODE, FREE, HELD, REPEATING, TextProfile
+from outrider.orchestrator.core.policy.acceptance import (
+    CODE_TEXT,
+    CONSTRAINED_TEXT,
+    GENERAL_TEXT,
+    REPEATING_TEXT,
+    TextProfile,
+)
 from outrider.orchestrator.core.policy.estimates import Copy
-from outrider.orchestrator.core.policy.forecasts import DEPTHS, Arm
+from outrider.orchestrator.core.policy.forecasts import CANDIDATE_DEPTHS, Arm
 from outrider.orchestrator.events import Admit
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import InProcessDrafter
@@ -29,7 +35,7 @@ HOLDS = {
     "repeated": {WORKER: 0.6, ONE: 0.5, OTHER: 0.5, NGRAM: 0.85},
     "json": {WORKER: 0.85, ONE: 0.7, OTHER: 0.5, NGRAM: 0.4},
 }
-KINDS = {"code": CODE, "prose": FREE, "repeated": REPEATING, "json": HELD}
+KINDS = {"code": CODE_TEXT, "prose": GENERAL_TEXT, "repeated": REPEATING_TEXT, "json": CONSTRAINED_TEXT}
 STEP_MS = {WORKER: 1.9, ONE: 1.0, OTHER: 1.0, NGRAM: 0.0}
 FORWARD_MS, ROW_MS, PLAIN_MS, LINK_MS, TURNAROUND_MS, HITS, COPIED = 9.5, 0.7, 10.0, 0.3, 0.3, 0.8, 6
 
@@ -91,7 +97,7 @@ class Machine:
 def best_of(kind: str) -> float:
     """Returns the tokens per millisecond of a class's best drafter."""
     plans = [Arm("ar", 1), Arm("sd", COPIED, 16, NGRAM)]
-    plans += [Arm(mode, depth, 16, who) for mode, who in _ways() for depth in DEPTHS]
+    plans += [Arm(mode, depth, 16, who) for mode, who in _ways() for depth in CANDIDATE_DEPTHS]
     return max(_rate(kind, plan) for plan in plans)
 
 
@@ -119,7 +125,7 @@ def auto(seed: int, requests: int, tokens: int, wrong: float) -> dict[str, float
 
 def cold(seed: int, best: Mapping[str, float]) -> tuple[float, float]:
     """Returns the rates of a new server's first ten requests, and of the last four of 24, relative to the best."""
-    found = list(_served(seed, 24, 96, KINDS | {"json": CODE}))
+    found = list(_served(seed, 24, 96, KINDS | {"json": CODE_TEXT}))
     first, last = (
         sum(said / best[kind] for kind, said, _ in part) / sum(took_ms for _, _, took_ms in part)
         for part in (found[:10], found[-4:])
@@ -143,9 +149,9 @@ def _served(
 
 def _told(rng: random.Random, looks: str, wrong: float) -> str:
     """Returns the class that the front assigns to a text of this kind; it is `wrong` with this probability."""
-    if looks not in (CODE, FREE) or rng.random() >= wrong:
+    if looks not in (CODE_TEXT, GENERAL_TEXT) or rng.random() >= wrong:
         return looks
-    return FREE if looks == CODE else CODE
+    return GENERAL_TEXT if looks == CODE_TEXT else CODE_TEXT
 
 
 def _text(planner: Planner, machine: Machine, admit: Admit, kind: str, tokens: int, told: str) -> tuple[int, float]:

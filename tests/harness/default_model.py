@@ -8,7 +8,7 @@ from functools import cache
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from outrider.bench.prompts import CLASSES, TINY, load
+from outrider.bench.prompts import TINY_CLASSES, TINY_FOLDER, load_prompts
 from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import InvalidRequest
@@ -42,13 +42,13 @@ def model_folder() -> Path:
     return find_model(default_model()[0]).folder
 
 
-def mixed(count: int | None, kinds: Sequence[str] = CLASSES) -> list[Prompt]:
+def mixed(count: int | None, kinds: Sequence[str] = TINY_CLASSES) -> list[Prompt]:
     """Returns `count` prompts (None: all), taking the classes in turn.
 
     Raises:
         InvalidRequest: there are fewer, `count` is not positive, or a class is unknown.
     """
-    texts = load(TINY, kinds)
+    texts = load_prompts(TINY_FOLDER, kinds)
     turns = zip_longest(*([Prompt(kind, n, text) for n, text in enumerate(texts[kind])] for kind in kinds))
     prompts = [prompt for prompt in chain.from_iterable(turns) if prompt is not None]
     if count is not None and not 1 <= count <= len(prompts):

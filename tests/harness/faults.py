@@ -20,7 +20,7 @@ import zmq
 
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol.codec import MESSAGES, encode
-from outrider.protocol.endpoints import Ipc, parse
+from outrider.protocol.endpoints import Ipc, parse_endpoint
 from outrider.protocol.messages import Cancel, Generate, Shutdown, StatsQuery
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import INCARNATION_BITS
@@ -111,7 +111,7 @@ class Faults:
 
     def _bytes(self) -> None:
         """Sends raw bytes to the clients' socket, below ZeroMQ."""
-        where = parse(self._cluster.endpoint)
+        where = parse_endpoint(self._cluster.endpoint)
         if isinstance(where, Ipc):
             with socket.socket(socket.AF_UNIX) as line, suppress(OSError):
                 line.connect(where.path)

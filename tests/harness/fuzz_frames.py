@@ -91,7 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    frames = values.whole("frames", options.frames, BATCH, 1_000_000_000)
+    frames = values.check_int("frames", options.frames, BATCH, 1_000_000_000)
     names = list(TARGETS) if options.socket == "all" else [options.socket]
     stood = [fuzz(name, frames, options.seed, lambda told: print(told, flush=True)) for name in names]
     return int(not all(stood))

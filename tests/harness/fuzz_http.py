@@ -33,7 +33,7 @@ from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.protocol import values
 from tests.harness.scripted_model import END, write_scripted
-from tools.web.site import Site, site
+from tools.web.site import Site, run_site
 
 GROWTH = 1.05
 CONTEXT = 192
@@ -131,15 +131,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    wanted = values.whole("requests", options.requests, 1, 10**9)
-    at_once = values.whole("at-once", options.at_once, 1, 64)
+    wanted = values.check_int("requests", options.requests, 1, 10**9)
+    at_once = values.check_int("at-once", options.at_once, 1, 64)
     tally, seed = Tally(), options.seed
     with TemporaryDirectory() as name, ThreadPoolExecutor(at_once) as threads:
         folder = Path(name)
         model = find_model(str(with_context(write_scripted(folder / "model"), CONTEXT)))
         with (
             LocalCluster(model=model.folder, draft_model=model.folder, memory=False) as cluster,
-            site(cluster, model) as where,
+            run_site(cluster, model) as where,
         ):
             pid = where.process.pid
             fill(where.url)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.package import MODEL, WEIGHTS, coremltools
+from outrider.drafters.coreml.package import MODEL_PATH, WEIGHTS_PATH, import_coremltools
 from outrider.protocol.errors import ModelError
 
 _HEADER = struct.Struct("<IIQQ")
@@ -115,17 +115,17 @@ def read(package: Path) -> SavedModel:
     Raises:
         ModelError: `package` is not one, or it has an operation with blocks.
     """
-    if not (package / MODEL).is_file() or not (package / WEIGHTS).is_file():
-        raise ModelError(f"{package} is not a Core ML package; expected {MODEL} and {WEIGHTS} in it")
+    if not (package / MODEL_PATH).is_file() or not (package / WEIGHTS_PATH).is_file():
+        raise ModelError(f"{package} is not a Core ML package; expected {MODEL_PATH} and {WEIGHTS_PATH} in it")
     return _Reader(package).read()
 
 
 class _Reader:
     def __init__(self, package: Path) -> None:
         self._package = package
-        self._types = coremltools(".proto.MIL_pb2").DataType
-        self._model = coremltools(".proto.Model_pb2").Model()
-        self._model.ParseFromString((package / MODEL).read_bytes())
+        self._types = import_coremltools(".proto.MIL_pb2").DataType
+        self._model = import_coremltools(".proto.Model_pb2").Model()
+        self._model.ParseFromString((package / MODEL_PATH).read_bytes())
 
     def read(self) -> SavedModel:
         specs = sorted(self._model.mlProgram.functions.items())  # protobuf keeps no order
@@ -134,7 +134,7 @@ class _Reader:
             self._model.specificationVersion,
             self._model.description.defaultFunctionName,
             functions,
-            BlobFile(self._package / WEIGHTS),
+            BlobFile(self._package / WEIGHTS_PATH),
         )
 
     def _function(self, name: str, spec: Any) -> SavedFunction:

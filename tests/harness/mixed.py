@@ -84,8 +84,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    seconds = values.whole("minutes", options.minutes, 1, 10_000) * MINUTE_S
-    texts = values.whole("texts", options.texts, AT_ONCE, 10_000)
+    seconds = values.check_int("minutes", options.minutes, 1, 10_000) * MINUTE_S
+    texts = values.check_int("texts", options.texts, AT_ONCE, 10_000)
     with LocalCluster(max_active=2 * AT_ONCE, worker_timeout=WORKER_TIMEOUT) as cluster:
         load = Load(cluster.client(timeout=PATIENCE_S), texts, options.seed)
         faults = Faults(cluster, random.Random(f"faults {options.seed}"))

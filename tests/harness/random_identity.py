@@ -18,10 +18,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.bench.commands.files import numbers
+from outrider.bench.commands.files import parse_numbers
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
-from outrider.orchestrator.cli.verify import Output, certify, faults
+from outrider.orchestrator.cli.verify import Output, certify, find_faults
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.tokenizer import TextCodec
@@ -78,7 +78,7 @@ def judged(
         output = Output(
             "", "", False, len(question.tokens), question.sampling, reply.token_ids, reply.text, reply.reason
         )
-        found = faults(output, codec, question.tokens, report.context_length)
+        found = find_faults(output, codec, question.tokens, report.context_length)
     holds = not found and bool(report.ties)
     return Judged(number, at_once, question, TIE if holds else DIFFERENT, f"{why}; {found or report.ties}")
 
@@ -123,9 +123,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    end = values.whole("requests", options.requests, 1, 1_000_000)
-    first = values.whole("first", options.first, 0, end - 1)
-    widths = [values.whole("at-once", width, 1, 256) for width in numbers("at-once", options.at_once, int)]
+    end = values.check_int("requests", options.requests, 1, 1_000_000)
+    first = values.check_int("first", options.first, 0, end - 1)
+    widths = [values.check_int("at-once", width, 1, 256) for width in parse_numbers("at-once", options.at_once, int)]
     codec, screen = default_codec(), Screen()
     found: list[Judged] = []
     with (

@@ -59,7 +59,7 @@ class Cuts:
         """Returns the number for the next try; None: the request may end."""
         if dialogue.request not in self._left:
             rng = random.Random(f"cuts {self._seed} {len(self._left)}")
-            longest = dialogue.opening.sampling.max_tokens
+            longest = dialogue.first_message.sampling.max_tokens
             self._left[dialogue.request] = [
                 math.inf if rng.random() < AT_END else rng.randint(0, longest - 1)
                 for _ in range(rng.randint(1, MOST_CUTS))
@@ -75,9 +75,9 @@ class Cutting(Client):
         self._cuts = cuts
         self._left: dict[str, float | None] = {}
 
-    def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
+    def run_once(self, dialogue: Dialogue) -> Iterator[Chunk]:
         self._left[dialogue.request] = self._cuts.next(dialogue)
-        for chunk in super().once(dialogue):
+        for chunk in super().run_once(dialogue):
             left = self._left[dialogue.request]
             self._left[dialogue.request] = None if left is None else left - len(chunk.token_ids)
             yield chunk
@@ -158,8 +158,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    requests = values.whole("requests", options.requests, 0, 100_000)
-    count = values.whole("kills", options.kills, 0, 10_000)
+    requests = values.check_int("requests", options.requests, 0, 100_000)
+    count = values.check_int("kills", options.kills, 0, 10_000)
     screen, wrong = Screen(), 0
     if requests:
         found, cuts = broken(requests, options.seed, screen)

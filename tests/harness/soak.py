@@ -22,7 +22,7 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
-from outrider.protocol.values import size
+from outrider.protocol.values import check_size
 from tests.harness.chance import Sizes, question, subject
 from tests.harness.default_model import words
 from tests.harness.requests import TimedRequest, send
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"{len(ends)} requests, {ends.count('cancelled')} cancelled, {len(lost)} lost; {stats.active} still run")
     for end in lost[:5]:
         print(end)
-    sound = not lost and not stats.active and not stats.queued and kept <= size("kv_memory", options.kv_memory)
+    sound = not lost and not stats.active and not stats.queued and kept <= check_size("kv_memory", options.kv_memory)
     return 0 if sound and max(grown.values()) <= GROWTH else 1
 
 

@@ -31,14 +31,14 @@ def test_mlx_extras_apply_only_to_linux(extra):
 
 
 def test_container_listens_on_all_interfaces_with_a_key_and_without_root(monkeypatch):
-    monkeypatch.delenv(flags.KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(flags.API_KEY_VARIABLE, raising=False)
     begins = ast.literal_eval(re.search(r"^ENTRYPOINT (\[.*\])$", CONTAINER, re.MULTILINE).group(1))
     assert begins[:2] == ["outrider", "serve"]
     parser = Parser(prog="x")
     serve.add_flags(parser)
     with pytest.raises(InvalidRequest, match="OUTRIDER_API_KEY"):
         flags.http_settings_of(parser.parse(begins[2:]))
-    monkeypatch.setenv(flags.KEY_VARIABLE, "a-key")
+    monkeypatch.setenv(flags.API_KEY_VARIABLE, "a-key")
     settings = flags.http_settings_of(parser.parse(begins[2:]))
     assert (settings.host, f"EXPOSE {settings.port}" in CONTAINER) == ("0.0.0.0", True)
     assert f":{settings.port}/health" in CONTAINER

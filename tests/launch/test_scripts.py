@@ -152,7 +152,7 @@ def test_mac_check_shows_progress_preloads_blas_and_writes_a_report(copy, tmp_pa
     executable(
         copy / ".venv/bin/python",
         'case "$*" in\n'
-        '*"import openblas"*) echo /lib/such-a-blas.so ;;\n'
+        '*"import find_openblas"*) echo /lib/such-a-blas.so ;;\n'
         '*"-c "*|*"--version"*|*"pip install"*) exit 0 ;;\n'
         '*survey*) echo "survey: half way" >&2; echo "a table, $LD_PRELOAD"; exit 3 ;;\n'
         '*) echo "on the way" >&2; echo "result" ;;\n'
@@ -204,7 +204,7 @@ def test_openblas_is_installed_once_by_root_and_only_reported_to_others(copy, tm
     python = copy / ".venv/bin/python"
     with_venv(copy)
     python.write_text(
-        python.read_text().replace('*"-c "*|', '*notes*) exit 1 ;;\n*MISSING*) echo "NO BLAS" >&2 ;;\n*"-c "*|')
+        python.read_text().replace('*"-c "*|', '*blas_notes*) exit 1 ;;\n*NO_OPENBLAS_NOTE*) echo "NO BLAS" >&2 ;;\n*"-c "*|')
     )
     for user, wanted in (("1000", False), ("0", True)):
         executable(tools / "id", f"echo {user}")

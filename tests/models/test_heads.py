@@ -25,13 +25,13 @@ from models.training.heads.target import read_target  # noqa: E402
 from models.training.heads.writer import write  # noqa: E402
 from models.training.loop import Loop, autocast  # noqa: E402
 from outrider.drafters.heads import load as loading  # noqa: E402
-from outrider.drafters.heads.drafter import drafter_ahead  # noqa: E402
+from outrider.drafters.heads.drafter import make_for_draft_worker  # noqa: E402
 from outrider.drafters.heads.pair_kv_cache import (  # noqa: E402
     FeatureKVCache,
     PairKVCache,
 )
 from outrider.engine.loading import load  # noqa: E402
-from outrider.protocol.digest import digest  # noqa: E402
+from outrider.protocol.digest import model_digest  # noqa: E402
 from outrider.protocol.errors import InvalidRequest, ModelError  # noqa: E402
 from outrider.protocol.heads import head_kind  # noqa: E402
 from outrider.protocol.sampling import SamplingParams  # noqa: E402
@@ -172,10 +172,10 @@ def test_loaded_head_computes_the_logits_of_the_trained_one(target: Path, tmp_pa
     with torch.no_grad():
         for parameter in learner.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.half().float())
-    pipeline.write(tmp_path / "head", learner, digest(target))
+    pipeline.write(tmp_path / "head", learner, model_digest(target))
     loaded = load(target)
     assert head_kind(json.loads((tmp_path / "head" / "config.json").read_text()), config) == made.kind
-    head = loading.read(made.kind, str(tmp_path / "head"), loaded, print)
+    head = loading.read_head(made.kind, str(tmp_path / "head"), loaded, print)
     lesson = lesson_of(model, made.taps(TINY), 24)
     with torch.no_grad():
         steps = [np.array(step.hidden @ learner.output.T)[:, :] for step in learner(lesson)]
@@ -193,8 +193,8 @@ def test_loaded_block_head_computes_the_trained_blocks(target: Path, tmp_path: P
     with torch.no_grad():
         for parameter in learner.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.bfloat16().float())
-    pipeline.write(tmp_path / "head", learner, digest(target))
-    head = loading.read("dflash", str(tmp_path / "head"), load(target), print)
+    pipeline.write(tmp_path / "head", learner, model_digest(target))
+    head = loading.read_head("dflash", str(tmp_path / "head"), load(target), print)
     assert head.depth == made.steps
     lesson = lesson_of(model, made.taps(TINY), 24)
     with torch.no_grad():
@@ -216,9 +216,9 @@ def test_blocks_are_trained_after_prefixes_as_in_the_draft_worker(target: Path, 
     with torch.no_grad():
         for parameter in learner.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.bfloat16().float())
-    pipeline.write(tmp_path / "head", learner, digest(target))
-    head = loading.read("dflash", str(tmp_path / "head"), load(target), print)
-    ahead = drafter_ahead(head, "dflash", TINY.vocab)
+    pipeline.write(tmp_path / "head", learner, model_digest(target))
+    head = loading.read_head("dflash", str(tmp_path / "head"), load(target), print)
+    ahead = make_for_draft_worker(head, "dflash", TINY.vocab)
     assert head.sees_prefixes and ahead.note == ""
     lesson = lesson_of(model, made.taps(TINY), 60)
     tokens = np.array(lesson.tokens[0])
@@ -248,7 +248,7 @@ def test_loaded_exit_computes_the_logits_of_the_trained_one(target: Path, tmp_pa
     with torch.no_grad():
         for parameter in learner.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.half().float())
-    pipeline.write(tmp_path / "head", learner, digest(target))
+    pipeline.write(tmp_path / "head", learner, model_digest(target))
     own = loading.load("early-exit", str(tmp_path / "head"), load(target), print)
     assert "by 2 of 4 layers and an adapter" in own.note and "another target" not in own.note
     lesson = lesson_of(model, made.taps(TINY), 24)

@@ -42,7 +42,7 @@ def outcomes(target: LoadedModel, own: HeadDrafter, temp: float) -> list[Outcome
         for n, prompt in enumerate(prompts)
     ]
     link = FakeLink("target-0", deque(opens))
-    worker = TargetWorker(link, target, own=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
+    worker = TargetWorker(link, target, drafters=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
     answered(worker, link, ())
     go = [Verify(o.request, 0, 1, len(o.tokens) + 1, Autonomous(LENGTH, InProcess(DEPTH))) for o in opens]
     found = answered(worker, link, go)

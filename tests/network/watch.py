@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from outrider.draft_worker.worker import DraftWorker
 from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.proposal import ProposalSource
-from outrider.orchestrator.core.scheduler import GUILTY, Scheduler
+from outrider.orchestrator.core.scheduler import FAIL_AFTER_DEATHS, Scheduler
 from outrider.orchestrator.events import (
     Admit,
     Committed,
@@ -158,7 +158,7 @@ class Watch:
 
     def _ended(self, watched: Watched, event: RequestEnded | Failed) -> None:
         name = event.request
-        died_of_it = isinstance(event, Failed) and watched.deaths >= GUILTY and event.message
+        died_of_it = isinstance(event, Failed) and watched.deaths >= FAIL_AFTER_DEATHS and event.message
         self._judge("lives", isinstance(event, RequestEnded) or bool(died_of_it), f"{name} broke: {event}")
         if isinstance(event, Failed):
             return
@@ -301,7 +301,7 @@ class Watch:
             self._are_committed(name, one.slot.tokens)
             for part in one._drafting.values():
                 self._are_committed(name, part.column_tokens())
-            fed = one.slot.fed - worker.runner.makes(one)  # a step may be under way behind one that is not read
+            fed = one.slot.fed - worker.runner.is_verifying(one)  # a step may be under way behind one that is not read
             self._judge("columns", fed < len(one.slot.tokens), f"{name}: {fed} of {one.slot.tokens} are fed")
         self._judge("memory", len(texts) == len(running), f"{len(texts)} texts are held for {len(running)} requests")
         self._holds_within(cache, len(running))

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.drafters.mlx import MlxDrafter
-from outrider.engine.load_checks import abilities
+from outrider.engine.load_checks import probe_abilities
 from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.worker_registry import MOST_INVALID
+from outrider.orchestrator.core.worker_registry import MAX_INVALID_MESSAGES
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Abilities, Hello, InProcessDrafter, KvMemory, Message, Outcome
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
@@ -133,7 +133,7 @@ class World(HonestWorkers):
     @property
     def target_abilities(self) -> Abilities:
         own = (InProcessDrafter("draft"),) if self.setting.colocated else ()
-        return replace(abilities(self._target), drafters=own)
+        return replace(probe_abilities(self._target), drafters=own)
 
     def notes(self) -> list[str]:
         return []
@@ -149,7 +149,7 @@ class World(HonestWorkers):
         node = self.nodes[name]
         node.lies += 1
         self.journal.write("found a lie", name, [kind])
-        if node.lies == MOST_INVALID:
+        if node.lies == MAX_INVALID_MESSAGES:
             self.kill(name)
 
     def send_target(self, message: Message) -> None:
@@ -195,7 +195,7 @@ class World(HonestWorkers):
             if not node.stopped:
                 node.turns(self._rng.choice((0, 1, 1, 2, 5)) if self._gets_on(node.name) else 0)
                 self.watch.looks_at(node.worker, node.watched)
-        self.rounds.on_time(self._clock())
+        self.rounds.on_tick(self._clock())
         self.flush_and_yield()
 
     def pause(self, seconds: int) -> None:
@@ -325,9 +325,9 @@ class World(HonestWorkers):
     def _found(self, name: str) -> None:
         """A worker can be used, again."""
         if name == TARGET:
-            self.rounds.on_target_found()
+            self.rounds.on_target_ready()
         else:
-            self.rounds.on_drafter_found(name)
+            self.rounds.on_drafter_ready(name)
 
     def _started(self, name: str) -> Node:
         """A new process of this name, which has been let in."""
@@ -340,6 +340,6 @@ class World(HonestWorkers):
             own = InProcessDrafters(
                 {"draft": InProcessModel(MlxDrafter(self._draft))} if self.setting.colocated else {}
             )
-            return Node(name, link, TargetWorker(link, self._target, own=own))  # type: ignore[arg-type]
+            return Node(name, link, TargetWorker(link, self._target, drafters=own))  # type: ignore[arg-type]
         watched = WatchedDrafter(MlxDrafter(self._others.get(name, self._draft)))
-        return Node(name, link, DraftWorker(link, watched, POLICIES["best-first"]), watched)
+        return Node(name, link, DraftWorker(link, watched, FAN_OUT_POLICIES["best-first"]), watched)

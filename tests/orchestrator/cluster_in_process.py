@@ -12,7 +12,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
@@ -128,7 +128,7 @@ class Cluster(HonestWorkers):
         self.link = self.links[0]
         scripts = zip(self.links, [script, *others], strict=True)
         self.workers = {
-            link.name: DraftWorker(link, ReplayDrafter(known), POLICIES[policy])  # type: ignore[arg-type]
+            link.name: DraftWorker(link, ReplayDrafter(known), FAN_OUT_POLICIES[policy])  # type: ignore[arg-type]
             for link, known in scripts
             if known
         }
@@ -216,7 +216,7 @@ class Cluster(HonestWorkers):
         else:
             self._work(100)
             self._now += 10_000_000_000 if not self._to_target else 0
-            self.rounds.on_time(self._now)
+            self.rounds.on_tick(self._now)
 
     def _prepare(self) -> None:
         """What came during the verify: the target looks through it before it answers."""

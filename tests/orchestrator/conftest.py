@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
+from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.socket_files import PrivateDirectory
@@ -33,7 +33,7 @@ def make_stand(endpoint: str) -> Iterator[Callable[..., Stand]]:
 
     def make(**settings: object) -> Stand:
         pair = choose_pair(ServeSettings(**settings))  # type: ignore[arg-type]
-        stands.append(Stand(pair, read_pair(pair), endpoint))
+        stands.append(Stand(pair, load_pair(pair), endpoint))
         return stands[-1]
 
     yield make

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.orchestrator.events import Admit, Committed, RequestEnded
 from outrider.protocol.messages import Close, Failed, Message, Open, Verify
 from outrider.protocol.sampling import SamplingParams
@@ -124,7 +124,7 @@ class FailingCluster(Cluster):
         self.target = Targets(self.texts, self.poison)  # type: ignore[assignment]
         self.alive = True
         self.opened.append([])
-        self.rounds.on_target_found()
+        self.rounds.on_target_ready()
 
     def kill_drafter(self) -> None:
         self.worker = None
@@ -132,8 +132,8 @@ class FailingCluster(Cluster):
         self.rounds.on_drafter_lost("draft-0", "draft worker draft-0 ended with code -9", self._now)
 
     def find_drafter(self) -> None:
-        self.worker = DraftWorker(self.link, ReplayDrafter(self.script), POLICIES["best-first"])  # type: ignore[arg-type]
-        self.rounds.on_drafter_found("draft-0")
+        self.worker = DraftWorker(self.link, ReplayDrafter(self.script), FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
+        self.rounds.on_drafter_ready("draft-0")
 
     def text_of(self, name: str) -> list[int]:
         told = [event for event in self.told if isinstance(event, Committed) and event.request == name]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from outrider.orchestrator.core.metrics import RECENT_ROUNDS, RequestMetrics
+from outrider.orchestrator.core.metrics import MAX_RECENT_ROUNDS, RequestMetrics
 from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
 from outrider.protocol.messages import Outcome, Span, Timings
 from outrider.protocol.stats import Tally
@@ -33,7 +33,7 @@ def account(rounds: int, accepted: int = 2) -> RequestMetrics:
 
 
 @pytest.mark.parametrize("rounds", [1, 20, 500])
-@pytest.mark.parametrize("later", [1, 3, RECENT_ROUNDS - 1])
+@pytest.mark.parametrize("later", [1, 3, MAX_RECENT_ROUNDS - 1])
 def test_rounds_after_the_last_kept_token_are_not_counted(rounds: int, later: int) -> None:
     tokens = 1 + 3 * rounds
     found = account(rounds + later).timings(7, tokens)

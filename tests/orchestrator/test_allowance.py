@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.orchestrator.sockets import BYTES, MOST_PEERS, Rate, RateLimiter
+from outrider.orchestrator.sockets import BYTES_PER_MESSAGE, MIN_PEERS_TO_FORGET, Rate, RateLimiter
 from outrider.protocol.clock import SECOND_NS
 
 A, B = b"a", b"b"
@@ -30,21 +30,21 @@ def test_flooding_peer_does_not_use_up_others_limits() -> None:
 
 def test_long_messages_count_as_several_but_one_of_any_size_passes() -> None:
     limiter = RateLimiter(Rate(10, 40))
-    assert allowed_count(limiter, A, 0, 100, (b"x" * 9 * BYTES,)) in (3, 4)
-    assert allowed_count(limiter, B, 0, 100, (bytes(100 * BYTES),)) == 1
+    assert allowed_count(limiter, A, 0, 100, (b"x" * 9 * BYTES_PER_MESSAGE,)) in (3, 4)
+    assert allowed_count(limiter, B, 0, 100, (bytes(100 * BYTES_PER_MESSAGE),)) == 1
     assert allowed_count(limiter, B, 1, 100) == 0, "what it took is to be made up for"
 
 
 def test_refusal_is_reported_once_until_the_peer_is_quiet() -> None:
     limiter = RateLimiter(Rate(10, 40))
     allowed_count(limiter, A, 0, 41)
-    assert [limiter.is_first(A) for _ in range(3)] == [True, False, False]
+    assert [limiter.is_first_refusal(A) for _ in range(3)] == [True, False, False]
     allowed_count(limiter, A, 100, 41)
-    assert limiter.is_first(A)
+    assert limiter.is_first_refusal(A)
 
 
 def test_peers_quiet_for_long_are_forgotten() -> None:
     limiter = RateLimiter(Rate(10, 40))
-    for number in range(5 * MOST_PEERS):
+    for number in range(5 * MIN_PEERS_TO_FORGET):
         assert limiter.allow(str(number).encode(), (b"x",), number * SECOND_NS // 100)
-    assert len(limiter._full_ns) <= MOST_PEERS + 1
+    assert len(limiter._full_ns) <= MIN_PEERS_TO_FORGET + 1

@@ -27,8 +27,8 @@ def branches(bonus: int, kilobytes: int, final: bool = False) -> Branches:
 
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "A_REQUEST", 10 << 10)
-    monkeypatch.setattr(request, "IN_ALL", 15 << 10)
+    monkeypatch.setattr(request, "MAX_REQUEST_BYTES", 10 << 10)
+    monkeypatch.setattr(request, "MAX_TOTAL_BYTES", 15 << 10)
 
 
 def test_branches_are_limited_per_request_and_in_total() -> None:
@@ -38,7 +38,7 @@ def test_branches_are_limited_per_request_and_in_total() -> None:
         for bonus in range(20):
             cache.add(branches(bonus, 1), "draft-0")
     assert len(first.branches) == 9 and len(second.branches) == 4 and budget.dropped == 11 + 16
-    assert budget.held <= 15 << 10
+    assert budget.held_bytes <= 15 << 10
 
 
 def test_budget_is_freed_when_a_round_or_request_ends() -> None:
@@ -50,11 +50,11 @@ def test_budget_is_freed_when_a_round_or_request_ends() -> None:
     first.clear()
     second.add(branches(1, 8), "draft-0")
     second.clear()
-    assert budget.held == 0
+    assert budget.held_bytes == 0
 
 
 def test_drafter_with_dropped_branches_still_counts_as_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "A_REQUEST", 0)
+    monkeypatch.setattr(request, "MAX_REQUEST_BYTES", 0)
     cluster = Cluster(TEXT, Script((TEXT,), (0.7,), (1.0,), 4096), ngrams=False, steps=0)
     cluster.rounds.begin(Admit("r", TEXT[:10], SamplingParams(), "ssd", frozenset()), 0)
     draft = cluster.rounds._requests["r"].draft
@@ -64,8 +64,8 @@ def test_drafter_with_dropped_branches_still_counts_as_finished(monkeypatch: pyt
 
 
 def test_text_is_unchanged_when_branches_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "A_REQUEST", 300)
+    monkeypatch.setattr(request, "MAX_REQUEST_BYTES", 300)
     cluster = Cluster(TEXT, Script((TEXT,), (0.7,), (1.0,), 4096), ngrams=False)
     cluster.run(TEXT[:10], 100)
     assert cluster.generated == list(TEXT[10:110])
-    assert cluster.rounds.cache_budget.dropped > 10 and cluster.rounds.cache_budget.held == 0
+    assert cluster.rounds.cache_budget.dropped > 10 and cluster.rounds.cache_budget.held_bytes == 0

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.orchestrator.pairing.tokenizer import ModelText, chat_template, load_codec, render
+from outrider.orchestrator.pairing.tokenizer import ModelText, chat_template, load_codec, render_template
 from outrider.protocol.errors import ModelError
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
@@ -29,7 +29,7 @@ def test_prompt_equals_transformers_chat_template(model_folder):
     codec, theirs = load_codec(find_model(str(model_folder))), AutoTokenizer.from_pretrained(str(model_folder))
     messages = [{"role": "user", "content": " hi <there> "}]
     text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert render(TEMPLATE, [{"role": "user", "content": " hi <there> "}], codec.special) == text
+    assert render_template(TEMPLATE, [{"role": "user", "content": " hi <there> "}], codec.special) == text
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ModelText(codec, chat_template(model_folder)).tokens(" hi <there> ") == tuple(expected)
 
@@ -41,7 +41,7 @@ def test_generation_tags_are_ignored_as_by_transformers(model_folder):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     theirs = AutoTokenizer.from_pretrained(str(model_folder))
     text = theirs.apply_chat_template(messages, chat_template=template, tokenize=False)
-    assert render(template, messages, {}) == text == "hi|ho|"
+    assert render_template(template, messages, {}) == text == "hi|ho|"
 
 
 def test_chat_template_is_none_without_a_template(model_folder):
@@ -64,4 +64,4 @@ def test_default_is_chosen_among_several_templates(model_folder):
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% if %}", "{{ messages.append(1) }}"])
 def test_failing_or_unsafe_template_raises_model_error(template):
     with pytest.raises(ModelError, match="chat template failed"):
-        render(template, [{"role": "user", "content": "hi"}], {})
+        render_template(template, [{"role": "user", "content": "hi"}], {})

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.orchestrator.cli import COMMANDS, Parser, main, module_of
+from outrider.orchestrator.cli import COMMANDS, Parser, import_command, main
 from outrider.orchestrator.cli.serve import status_line
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, PACKAGE
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, PACKAGE_FOLDER
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
 from outrider.protocol.messages import Stats, Timings
 from outrider.protocol.sampling import Grammar, SamplingParams
@@ -65,7 +65,7 @@ def executed(monkeypatch):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere MLX's package brings its library")
 @pytest.mark.parametrize("command", ["convert", "bench", "doctor", "completion"])
 def test_missing_mlx_backend_is_reported_before_mlx_is_imported(run, monkeypatch, command):
-    monkeypatch.setattr(system, "LIBRARY", Path("lib", "libnone.so"))
+    monkeypatch.setattr(system, "MLX_LIBRARY", Path("lib", "libnone.so"))
     code, out, err = run(command, *(["bash"] if command == "completion" else []))
     assert (code, out) == (InvalidRequest.exit_code, "") and err.count("\n") == 1
     assert err.startswith(f"outrider {command}: MLX has no backend installed") and "pip install '.[cpu]'" in err
@@ -95,7 +95,7 @@ def actions(text):
     return entries
 
 
-COMMANDS_WITH_HELP_ALL = [command for command in COMMANDS if getattr(module_of(command), "COMMON", ())]
+COMMANDS_WITH_HELP_ALL = [command for command in COMMANDS if getattr(import_command(command), "COMMON", ())]
 
 
 @pytest.mark.parametrize("command", ["pairs", "completion", "doctor", "keys", "pull"])
@@ -109,7 +109,7 @@ def test_help_shows_some_flags_and_help_all_shows_all(run, command):
     assert f"outrider {command} --help-all shows all flags." in few
     assert len(actions(few)) <= 16 and len(actions(every)) > len(actions(few))
     assert actions(few).items() <= actions(every).items()
-    module = module_of(command)
+    module = import_command(command)
     parser = Parser(prog="x")
     module.add_flags(parser)
     known = {name: action.help for action in parser._actions for name in action.option_strings}
@@ -120,7 +120,7 @@ def test_help_shows_some_flags_and_help_all_shows_all(run, command):
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command != "fleet"])
 def test_every_flag_has_help_and_a_default(run, command):
     parser = Parser(prog="x")
-    module_of(command).add_flags(parser)
+    import_command(command).add_flags(parser)
     told = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
     assert all(action.help for action in told)
     valued = [action for action in told if action.option_strings and action.nargs != 0]
@@ -143,7 +143,9 @@ def test_help_prints_usage_and_exits_with_zero(run, arguments):
 def test_output_fits_80_columns(run, monkeypatch, arguments):
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run(*arguments)
-    assert not [line for line in out.splitlines() if len(line) > 80 and not line.strip("+ ").startswith(str(PACKAGE))]
+    assert not [
+        line for line in out.splitlines() if len(line) > 80 and not line.strip("+ ").startswith(str(PACKAGE_FOLDER))
+    ]
 
 
 @pytest.mark.parametrize("state", ["ready", "starting"])
@@ -186,7 +188,7 @@ def test_version_is_printed(run):
         (["generate", "-p", "x", "--top-p", "2"], 2, "top_p is 2.0"),
         (["generate", "-p", "x", "--logit-bias", "[1]"], 2, "JSON object"),
         (["generate", "-p", "x", "--logprobs", "2"], 2, "--logprobs needs --json"),
-        (["generate", "--chat", str(PACKAGE)], 2, "can't be read (Is a directory); expected a JSON list"),
+        (["generate", "--chat", str(PACKAGE_FOLDER)], 2, "can't be read (Is a directory); expected a JSON list"),
         (["generate", "-p", "x", "--num-draft-tokens", "0"], 2, "num_draft_tokens is 0"),
         (["generate", "-p", "x", "--num-draft-tokens", "1000"], 2, "from 1 to 32"),
         (["generate", "-p", "x", "--mode", "fast"], 2, "expected one of auto, ar, sd, ssd"),
@@ -227,7 +229,7 @@ def test_version_is_printed(run):
         (["pairs", "one"], 2, "expected a target and a draft model"),
         (["pairs", "/no/such", "/no/such"], 3, "no such path"),
         (["verify", "-p", "x", "--json-file", "/no/such"], 2, "No such file or directory); expected the output"),
-        (["verify", "--json-file", str(PACKAGE / "__init__.py")], 2, "is not a JSON object (Expected"),
+        (["verify", "--json-file", str(PACKAGE_FOLDER / "__init__.py")], 2, "is not a JSON object (Expected"),
         (["verify"], 2, "nothing to verify; expected --json-file, or --prompt"),
     ],
 )

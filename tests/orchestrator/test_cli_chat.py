@@ -18,7 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 from outrider.orchestrator.cli import chat, main
-from outrider.orchestrator.cli.chat import ORIGINS, PLAIN, UserInput, entry_of
+from outrider.orchestrator.cli.chat import ORIGINS, RESET_COLOUR, UserInput, parse_entry
 from outrider.orchestrator.events import (
     Admit,
     Committed,
@@ -29,7 +29,7 @@ from outrider.orchestrator.events import (
 )
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
-from outrider.orchestrator.pairing.tokenizer import render
+from outrider.orchestrator.pairing.tokenizer import render_template
 from outrider.protocol.errors import InvalidRequest, ServerStopped, WorkerError
 from outrider.protocol.messages import Failed, Timings
 from outrider.protocol.schema import Origin
@@ -82,7 +82,7 @@ def prompts(served):
 
 def as_prompt(*turns):
     roles = ("user", "assistant")
-    return render(TEMPLATE, [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)], {})
+    return render_template(TEMPLATE, [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)], {})
 
 
 def test_each_turn_sends_the_whole_conversation(served, talk, templated):
@@ -129,7 +129,7 @@ def test_colors_show_token_origins_and_leave_the_text_unchanged(served, talk):
     _, out, err = talk("x", flags=("--colors",), person=False)
     assert served.core.told[0].origins
     assert re.sub(r"\x1b\[\d+m", "", out) == "def f(x): return 'é☃'\n\n"
-    coloured = {colour: "".join(re.findall(re.escape(colour) + r"(.*?)" + re.escape(PLAIN), out, re.DOTALL))
+    coloured = {colour: "".join(re.findall(re.escape(colour) + r"(.*?)" + re.escape(RESET_COLOUR), out, re.DOTALL))
                 for colour, _ in ORIGINS.values() if colour}  # fmt: skip
     for origin, (colour, _) in ORIGINS.items():
         own = [served.codec.decode((t,)) for t, o in zip(tokens, told, strict=True) if o is origin]
@@ -156,7 +156,7 @@ def test_interrupt_stops_the_answer_but_not_the_chat(served, talk, templated, mo
         ]
 
     class Interrupting(chat.Painter):
-        def of(self, chunk):
+        def paint_chunk(self, chunk):
             print(chunk.text, end="")
             if len(prompts(served)) == 1:
                 raise KeyboardInterrupt
@@ -292,7 +292,7 @@ def test_piped_lines_are_sent_verbatim(served, talk):
     ],
 )
 def test_quoted_block_is_text_and_not_a_command(typed, text, command):
-    assert entry_of(typed) == UserInput(text, command)
+    assert parse_entry(typed) == UserInput(text, command)
 
 
 def test_full_context_is_reported_and_drops_the_oldest_message(served, talk, templated):
@@ -343,7 +343,7 @@ def chat_with_own_servers(served, monkeypatch, capsys):
         def server(options, screen):
             yield next(clients)
 
-        monkeypatch.setattr(chat, "server", server)
+        monkeypatch.setattr(chat, "open_client", server)
         given = "".join(f"{line}\n" for line in lines)
         monkeypatch.setattr("sys.stdin", Terminal(given) if person else io.StringIO(given))
         code = main(["chat"])

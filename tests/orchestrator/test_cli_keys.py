@@ -14,7 +14,7 @@ import zmq
 
 from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.cli import main
-from outrider.protocol.endpoints import Bound, bind
+from outrider.protocol.endpoints import BoundSocket, bind
 from outrider.protocol.errors import KeyFault
 from outrider.protocol.keys import DRAFTER, AllowedKey, Keyring, make_pair
 
@@ -114,7 +114,7 @@ class Served:
         self.ring.make()
         self.context: zmq.Context[Any] = zmq.Context()
         self.gate = CurveAuth(self.context, self.ring)
-        self.bound: Bound = bind(self.context.socket(zmq.ROUTER), "tcp://127.0.0.1:0", self.gate.keys(DRAFTER))
+        self.bound: BoundSocket = bind(self.context.socket(zmq.ROUTER), "tcp://127.0.0.1:0", self.gate.keys(DRAFTER))
 
     def close(self) -> None:
         self.bound.close()

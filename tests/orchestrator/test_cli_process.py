@@ -92,14 +92,14 @@ ENDED_IN_A_FINALIZER = """
 import os, signal, sys, time
 for one in (signal.SIGINT, signal.SIGHUP):
     signal.signal(one, signal.SIG_DFL)
-from outrider.orchestrator.cli.terminal import ended_in_order
+from outrider.orchestrator.cli.terminal import unwind_on_signals
 class Late:
     def __del__(self):
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
         self.steps = sum(range(1000))
         self.whole = True
         print("whole")
-with ended_in_order():
+with unwind_on_signals():
     late = Late()
     del late
     time.sleep(60)

@@ -162,7 +162,7 @@ def test_local_cluster_is_waited_for_while_it_lives(mute, make):
 
 def test_remote_server_without_handshake_gets_the_full_timeout(monkeypatch):
     """It may have been stopped: only a key that is refused ends the patience at once."""
-    monkeypatch.setattr("outrider.protocol.endpoints.SECONDS", 0.01)
+    monkeypatch.setattr("outrider.protocol.endpoints.PROBE_TIMEOUT_SECONDS", 0.01)
     monkeypatch.setattr("outrider.orchestrator.client.client.probe", partial(probe, seconds=0.01))
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         patience = Patience(f"tcp://127.0.0.1:{stopped.getsockname()[1]}", 10.0)

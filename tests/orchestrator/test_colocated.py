@@ -1,4 +1,4 @@
-"""A target that drafts by itself: its messages, and what its rounds teach and count."""
+"""A target that drafts by itself: its messages, and what its rounds update_calibration and count."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ def test_draft_and_verify_costs_are_learned_separately() -> None:
     estimates = target.rounds._planner.estimates
     assert estimates.draft_ms(4, "draft") == pytest.approx(8.0)
     assert estimates.verify_ms(5) == pytest.approx(14.0)
-    holding = estimates.holding("draft")
-    assert holding.rate(0) > 0.9 > 0.4 > holding.rate(2)
+    acceptance = estimates.acceptance_of("draft")
+    assert acceptance.rate(0) > 0.9 > 0.4 > acceptance.rate(2)
 
 
 def test_verify_time_excludes_drafting() -> None:

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from outrider.orchestrator.cli import COMMANDS, HELP, main
+from outrider.orchestrator.cli import COMMANDS, HELP_COMMAND, main
 
 CASES = {
     "outrider ser": {"serve"},
@@ -114,7 +114,7 @@ def test_missing_or_unknown_shell_prints_one_sentence(capsys, given):
 
 
 def test_completion_knows_every_command():
-    from outrider.orchestrator.cli.completion import whole_parser
+    from outrider.orchestrator.cli.completion import build_parser
 
-    (commands,) = (action for action in whole_parser()._actions if action.dest == "command")
-    assert set(commands.choices) == {*COMMANDS, HELP}
+    (commands,) = (action for action in build_parser()._actions if action.dest == "command")
+    assert set(commands.choices) == {*COMMANDS, HELP_COMMAND}

@@ -21,7 +21,7 @@ class Visitors:
     def __init__(self, endpoint: str) -> None:
         self.path = endpoint.removeprefix("ipc://")
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.limiter = RouterSocket(self.context, endpoint, MOST, unsent=100, unread=100)
+        self.limiter = RouterSocket(self.context, endpoint, MOST, send_hwm=100, recv_hwm=100)
         self.server = self.limiter.socket
 
     def come(self, many: int) -> list[socket.socket]:
@@ -41,7 +41,7 @@ class Visitors:
 
     def settle(self) -> None:
         while self.limiter.monitor.poll(50):
-            self.limiter.watch()
+            self.limiter.update_connections()
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Watches the limiter until this holds."""
@@ -54,7 +54,7 @@ class Visitors:
 
     @property
     def inside(self) -> int:
-        return sum(len(limiter.inside) for limiter in self.limiter.endpoints)
+        return sum(len(limiter.open_fds) for limiter in self.limiter.endpoints)
 
     def close(self) -> None:
         self.limiter.close()
@@ -76,13 +76,13 @@ def leave() -> Iterator[Callable[..., None]]:
 def test_connections_never_exceed_the_limit_and_all_are_served(visitors: Visitors, leave: Callable[..., None]) -> None:
     with ExitStack() as stack:
         came = [stack.enter_context(one) for one in visitors.come(3 * MOST)]
-        assert visitors.inside == MOST and visitors.limiter.crowded
+        assert visitors.inside == MOST and visitors.limiter.is_nearly_full
         for first in range(0, 2 * MOST, 2):
             leave(*came[first : first + 2])
             visitors.settle()
             visitors.come(0)
             assert visitors.inside <= MOST
-    visitors.until(lambda: visitors.inside == 0 and not visitors.limiter.crowded)
+    visitors.until(lambda: visitors.inside == 0 and not visitors.limiter.is_nearly_full)
 
 
 def test_connected_peer_is_served_while_the_limit_is_reached(visitors: Visitors, endpoint: str) -> None:
@@ -110,7 +110,7 @@ def test_full_tcp_port_refuses_excess_and_leaves_other_endpoints_open(visitors: 
     visitors.settle()
     with ExitStack() as stack:
         came = [stack.enter_context(one) for one in visitors.come_by_tcp(3 * MOST, far.endpoint)]
-        assert visitors.inside <= MOST + 1 and visitors.limiter.crowded
+        assert visitors.inside <= MOST + 1 and visitors.limiter.is_nearly_full
         for one in came[MOST:]:
             visitors.until(lambda one=one: bool(select.select([one], [], [], 0)[0]))  # type: ignore[misc]
         assert sum(one.recv(99) == b"" or one.recv(99) == b"" for one in came[MOST:]) == 2 * MOST

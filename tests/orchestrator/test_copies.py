@@ -12,16 +12,16 @@ from outrider.orchestrator.core.policy.acceptance import Average
 from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.proposal import (
-    LONGEST_COPY,
+    MAX_COPY_TOKENS,
     CopyRound,
     Lookup,
     NgramIndex,
     Proposal,
     ProposalSource,
     best_tail,
-    copied,
-    filled,
+    extend_by_copy,
     longest_copy,
+    propose_copy,
 )
 from outrider.protocol.heads import NGRAM
 
@@ -92,7 +92,8 @@ def test_forwards_beside_drafters_and_on_all_cores_have_their_own_costs() -> Non
     found.observe_verify(2, 10.0, all_cores=True)
     assert (found.forward_ms(2, all_cores=True), found.forward_ms(2)) == (10.0, 14.0)
     forecasts = Forecasts(found, found, 1, 1, 1, False)
-    assert forecasts.of(Arm("sd", drafter=NGRAM))[1] > 1 / 10.0 > 1 / 14.0 > forecasts.of(Arm("ssd"))[1] / 2
+    copying, drafting = forecasts.forecast(Arm("sd", drafter=NGRAM))[1], forecasts.forecast(Arm("ssd"))[1]
+    assert copying > 1 / 10.0 > 1 / 14.0 > drafting / 2
 
 
 def test_copies_that_stop_holding_are_soon_shortened() -> None:
@@ -115,8 +116,8 @@ def branch(*chain: int) -> Proposal:
 
 def test_branch_in_a_repeating_text_is_extended_by_a_copy() -> None:
     ngrams = NgramIndex((*LOOP, *LOOP, 1))
-    found = filled(estimates(), ngrams, branch(3, 4, 5), committed=(2,), room=50)
-    assert found.chain[:6] == (3, 4, 5, 6, 7, 1) and 6 <= len(found.chain) <= LONGEST_COPY
+    found = extend_by_copy(estimates(), ngrams, branch(3, 4, 5), committed=(2,), max_chain_tokens=50)
+    assert found.chain[:6] == (3, 4, 5, 6, 7, 1) and 6 <= len(found.chain) <= MAX_COPY_TOKENS
     assert found.lookup is Lookup.HIT and found.copied == len(found.chain) - (
         3 if found.source is ProposalSource.CACHE else 0
     )
@@ -125,29 +126,39 @@ def test_branch_in_a_repeating_text_is_extended_by_a_copy() -> None:
 def test_copy_replaces_a_branch_only_if_better() -> None:
     ngrams = NgramIndex((*LOOP, *LOOP, 1))
     other = branch(9, 9, 9)
-    taken = filled(estimates(drafted=0), ngrams, other, committed=(2,), room=50)
+    taken = extend_by_copy(estimates(drafted=0), ngrams, other, committed=(2,), max_chain_tokens=50)
     assert taken.source is ProposalSource.NGRAM and taken.lookup is Lookup.HIT and taken.chain[:3] == (3, 4, 5)
-    kept = filled(estimates(holds=False), ngrams, other, committed=(2,), room=50)
+    kept = extend_by_copy(estimates(holds=False), ngrams, other, committed=(2,), max_chain_tokens=50)
     assert kept == other
 
 
 def test_branch_is_unchanged_without_an_ngram_match() -> None:
-    assert filled(estimates(drafted=0), NgramIndex((1, 2, 3)), branch(7, 8), committed=(9,), room=50) == branch(7, 8)
+    assert extend_by_copy(
+        estimates(drafted=0), NgramIndex((1, 2, 3)), branch(7, 8), committed=(9,), max_chain_tokens=50
+    ) == branch(7, 8)
 
 
 def test_branch_ends_before_its_first_unlikely_token() -> None:
-    drafted = filled(estimates(), NgramIndex(), branch(7, 8, 9), committed=(), room=50, odds=(0.9, 0.02, 0.9))
+    drafted = extend_by_copy(
+        estimates(), NgramIndex(), branch(7, 8, 9), committed=(), max_chain_tokens=50, odds=(0.9, 0.02, 0.9)
+    )
     assert drafted.chain == (7,) and drafted.offered == 0 and drafted.source is ProposalSource.CACHE
-    nothing = filled(estimates(), NgramIndex(), branch(7, 8, 9), committed=(), room=50, odds=(0.01, 0.9, 0.9))
+    nothing = extend_by_copy(
+        estimates(), NgramIndex(), branch(7, 8, 9), committed=(), max_chain_tokens=50, odds=(0.01, 0.9, 0.9)
+    )
     assert nothing.chain == () and nothing.source is ProposalSource.NONE and nothing.lookup is Lookup.HIT
     sure = branch(7, 8, 9)
-    assert filled(estimates(), NgramIndex(), sure, committed=(), room=50, odds=(0.9, 0.9, 0.9)) == sure
+    assert (
+        extend_by_copy(estimates(), NgramIndex(), sure, committed=(), max_chain_tokens=50, odds=(0.9, 0.9, 0.9)) == sure
+    )
 
 
 def test_copy_continues_a_branch_where_the_drafter_is_unsure() -> None:
     """The text repeats itself; the drafter knows the next token, but not that it continues as before."""
     ngrams = NgramIndex((*LOOP, *LOOP, 1))
-    found = filled(estimates(), ngrams, branch(3, 99, 98), committed=(2,), room=50, odds=(0.95, 0.1, 0.1))
+    found = extend_by_copy(
+        estimates(), ngrams, branch(3, 99, 98), committed=(2,), max_chain_tokens=50, odds=(0.95, 0.1, 0.1)
+    )
     assert found.chain[:5] == (3, 4, 5, 6, 7) and 99 not in found.chain
 
 
@@ -163,15 +174,26 @@ def test_tokens_that_were_left_out_count_as_rejected_and_take_no_rows() -> None:
     assert whole.rows(4) == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize("room", [0, 1, 3, 4])
-def test_chains_fit_the_remaining_room(room: int) -> None:
+@pytest.mark.parametrize("max_chain_tokens", [0, 1, 3, 4])
+def test_chains_fit_the_remaining_room(max_chain_tokens: int) -> None:
     ngrams = NgramIndex(LOOP * 3)
-    assert len(filled(estimates(), ngrams, branch(*LOOP[: min(room, 3)]), committed=(), room=room).chain) <= room
-    assert len(longest_copy(ngrams, room).chain) == room
+    assert (
+        len(
+            extend_by_copy(
+                estimates(),
+                ngrams,
+                branch(*LOOP[: min(max_chain_tokens, 3)]),
+                committed=(),
+                max_chain_tokens=max_chain_tokens,
+            ).chain
+        )
+        <= max_chain_tokens
+    )
+    assert len(longest_copy(ngrams, max_chain_tokens).chain) == max_chain_tokens
 
 
 def test_no_worthwhile_copy_gives_a_plain_step() -> None:
-    assert copied(best_tail(estimates(holds=False), COPY).tokens).source is ProposalSource.NONE
+    assert propose_copy(best_tail(estimates(holds=False), COPY).tokens).source is ProposalSource.NONE
 
 
 # --- the first rounds ---------------------------------------------------------------------------------------------
@@ -198,7 +220,7 @@ def test_slow_first_sample_soon_loses_weight() -> None:
 def test_one_missed_lookup_only_lowers_the_hit_rate() -> None:
     found = Estimates()
     found.observe_lookup(False, 16)
-    assert 0.5 < found.hit_rate() < 0.8 and found.covered(16) > 0.5
+    assert 0.5 < found.hit_rate() < 0.8 and found.hit_rate_of(16) > 0.5
 
 
 def test_copy_acceptance_is_learned_without_verifying() -> None:
@@ -220,7 +242,7 @@ def test_plain_decoding_shows_the_rounds_of_ngrams_alone(row_ms: float) -> None:
     text = [token for _ in range(80) for token in draws.choice(words)]
 
     def begin(base_len: int) -> CopyRound:
-        copy = longest_copy(NgramIndex(text[:base_len]), LONGEST_COPY)
+        copy = longest_copy(NgramIndex(text[:base_len]), MAX_COPY_TOKENS)
         return CopyRound(base_len, copy, len(best_tail(found, copy).tokens))
 
     def rounds(steps: Iterable[int]) -> list[tuple[int, int]]:

@@ -15,9 +15,9 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from outrider.orchestrator.auth import CurveAuth, curve_auth_for
+from outrider.orchestrator.auth import CurveAuth, create_curve_auth
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.endpoints import Bound, Tcp, bind, connect, parse, probe
+from outrider.protocol.endpoints import BoundSocket, Tcp, bind, connect, parse_endpoint, probe
 from outrider.protocol.errors import EndpointError, KeyFault
 from outrider.protocol.keys import CLIENT, DRAFTER, AllowedKey, ClientKeys, Keyring, ServerKeys, make_pair
 
@@ -38,7 +38,7 @@ class Server:
         self.gate = CurveAuth(self.context, self.ring)
         self.socket = self.context.socket(zmq.ROUTER)
         self.monitor = self.socket.get_monitor_socket(FAILED)
-        self.bound: Bound = bind(self.socket, "tcp://127.0.0.1:0", self.gate.keys(DRAFTER))
+        self.bound: BoundSocket = bind(self.socket, "tcp://127.0.0.1:0", self.gate.keys(DRAFTER))
         self.endpoint = self.bound.endpoint
         self.came: list[zmq.Socket[Any]] = []
 
@@ -133,7 +133,7 @@ class Recorder:
 
 
 def test_no_message_is_accepted_from_a_replayed_session(server: Server) -> None:
-    port = parse(server.endpoint)
+    port = parse_endpoint(server.endpoint)
     assert isinstance(port, Tcp)
     recorder = Recorder(port.port)
     server.connect_peer(server.keys(), recorder.endpoint)
@@ -202,7 +202,7 @@ def test_remote_endpoints_require_keys(endpoint: str, tmp_path: Path) -> None:
             connect(socket, endpoint)
     for settings in (ServeSettings(endpoint=endpoint), ServeSettings(workers_endpoint=endpoint)):
         with pytest.raises(KeyFault, match=r"can't be served without keys: there is no key .* `outrider keys make`"):
-            curve_auth_for(ServeSettings(**{**_set(settings), "keys": tmp_path / "none"}), context)
+            create_curve_auth(ServeSettings(**{**_set(settings), "keys": tmp_path / "none"}), context)
     context.term()
 
 
@@ -213,8 +213,8 @@ def _set(settings: ServeSettings) -> dict[str, Any]:
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "tcp://localhost:0", "tcp://[::1]:0", "ipc:///tmp/x"])
 def test_local_endpoints_require_keys_only_if_keyed(endpoint: str, tmp_path: Path) -> None:
     context: zmq.Context[Any] = zmq.Context()
-    assert curve_auth_for(ServeSettings(endpoint=endpoint), context) is None
-    assert curve_auth_for(ServeSettings(keyed=True), context) is None
+    assert create_curve_auth(ServeSettings(endpoint=endpoint), context) is None
+    assert create_curve_auth(ServeSettings(keyed=True), context) is None
     with pytest.raises(KeyFault):
-        curve_auth_for(ServeSettings(endpoint=endpoint, keyed=True, keys=tmp_path), context)
+        create_curve_auth(ServeSettings(endpoint=endpoint, keyed=True, keys=tmp_path), context)
     context.term()

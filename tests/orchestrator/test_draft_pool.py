@@ -108,7 +108,7 @@ def test_joining_drafter_gets_the_whole_text_and_others_get_nothing() -> None:
     for _ in range(5):
         made._turn()
     made.workers["draft-1"] = late
-    made.rounds.on_drafter_found("draft-1")
+    made.rounds.on_drafter_ready("draft-1")
     opened = told(made, "draft-1", Open)[-1]
     assert isinstance(opened, Open) and opened.tokens.tolist() == made.rounds._requests["r"].sequence.tokens
     assert opened.verifying is None and len(told(made, "draft-0", Open)) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.core.draft_pool import dealt, evenly, quickest
+from outrider.orchestrator.core.draft_pool import assign_ranks, sort_by_latency, split_evenly
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import DrafterLatency
 
@@ -20,7 +20,7 @@ def latency(lag_ms: float, step_ms: float = 2.0) -> DrafterLatency:
 
 
 def deal(lead: str = "", **latencies: DrafterLatency) -> dict[str, range]:
-    return dealt(latencies, dict.fromkeys(latencies), lead, BRANCHES, DEPTH, ROUND_MS)
+    return assign_ranks(latencies, dict.fromkeys(latencies), lead, BRANCHES, DEPTH, ROUND_MS)
 
 
 def test_single_drafter_prepares_all_outcomes_however_slow() -> None:
@@ -40,9 +40,9 @@ def test_shallow_drafter_takes_no_outcomes_from_full_depth_drafters() -> None:
 
 def test_each_draft_model_has_its_own_ranking() -> None:
     models = {"a": 1, "b": 2, "c": 1, "d": 2}
-    found = dealt({name: latency(3.0) for name in models}, models, "a", BRANCHES, DEPTH, ROUND_MS)
+    found = assign_ranks({name: latency(3.0) for name in models}, models, "a", BRANCHES, DEPTH, ROUND_MS)
     assert found == {"a": range(6), "c": range(6, 12), "b": range(6), "d": range(6, 12)}
-    found = dealt({"a": latency(3.0), "b": latency(25.0)}, models, "a", BRANCHES, DEPTH, ROUND_MS)
+    found = assign_ranks({"a": latency(3.0), "b": latency(25.0)}, models, "a", BRANCHES, DEPTH, ROUND_MS)
     assert found == {"a": range(12)}
 
 
@@ -65,8 +65,8 @@ def test_fastest_drafter_is_asked_when_all_are_late() -> None:
 
 def test_lead_changes_only_for_a_clearly_faster_drafter() -> None:
     near, far = {"a": latency(5.0), "b": latency(4.8)}, {"a": latency(5.0), "b": latency(1.0)}
-    assert quickest(near, DEPTH, "a") == ["a", "b"] and quickest(near, DEPTH) == ["b", "a"]
-    assert quickest(far, DEPTH, "a") == ["b", "a"]
+    assert sort_by_latency(near, DEPTH, "a") == ["a", "b"] and sort_by_latency(near, DEPTH) == ["b", "a"]
+    assert sort_by_latency(far, DEPTH, "a") == ["b", "a"]
 
 
 def test_silent_drafter_loses_its_share_and_regains_it_by_one_trial() -> None:
@@ -89,5 +89,5 @@ def test_round_shorter_than_the_lag_does_not_change_it() -> None:
 
 
 def test_even_shares_cover_all_outcomes_once_in_name_order() -> None:
-    assert evenly(["a", "b", "c"], 8) == {"a": range(2), "b": range(2, 5), "c": range(5, 8)}
-    assert evenly(["a", "b"], 1) == {"b": range(1)}
+    assert split_evenly(["a", "b", "c"], 8) == {"a": range(2), "b": range(2, 5), "c": range(5, 8)}
+    assert split_evenly(["a", "b"], 1) == {"b": range(1)}

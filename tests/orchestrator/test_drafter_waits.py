@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.core.next_round import PATIENCE_MS, Proposer
+from outrider.orchestrator.core.next_round import MAX_FIRST_WAIT_MS, Proposer
 from outrider.orchestrator.core.policy.estimates import Estimates
 
 VERIFY_MS = 40.0
@@ -35,4 +35,4 @@ def test_a_miss_joins_the_forward_after_the_next() -> None:
 
 
 def test_full_depth_waits_the_full_patience() -> None:
-    assert waited_ms(8, True, full_depth=True) >= PATIENCE_MS
+    assert waited_ms(8, True, full_depth=True) >= MAX_FIRST_WAIT_MS

@@ -9,14 +9,14 @@ import pytest
 
 from outrider.bench import prompts
 from outrider.orchestrator.core.metrics import RequestMetrics
-from outrider.orchestrator.core.planner import MOST_REQUESTED, Planner
+from outrider.orchestrator.core.planner import MAX_REQUESTED_POLICIES, Planner
 from outrider.orchestrator.core.policy.acceptance import (
-    CODE,
-    FREE,
-    HELD,
-    REPEATING,
-    Drift,
-    kind_of,
+    CODE_TEXT,
+    CONSTRAINED_TEXT,
+    GENERAL_TEXT,
+    REPEATING_TEXT,
+    DrafterUsage,
+    classify_text,
 )
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
@@ -63,7 +63,7 @@ def test_named_drafter_is_the_only_one_used() -> None:
     assert plan(found, asked("sd", "draft")) == Arm("sd", 4, 16)
     assert plan(found, asked("sd", "ngram")) == Arm("sd", 4, 16, "ngram")
     auto = asked("auto", "mtp")
-    kinds = found._policy(auto, found._sources(auto.drafter, 1))._kinds
+    kinds = found._policy(auto, found._sources(auto.drafter, 1))._base_arms
     assert [(arm.mode, arm.drafter) for arm in kinds] == [("ar", ""), ("sd", "mtp")]
 
 
@@ -76,7 +76,7 @@ def slow_drafter(admit: Admit, full_depth: bool = False) -> Arm:
         found.estimates.observe_depth(16, 15.0)
         found.estimates.observe_lookup(number % 4 > 0, 16)
         found.estimates.observe_chain(1, number % 2)
-    text = found.profiles.open(FREE, greedy=True)
+    text = found.profiles.open(GENERAL_TEXT, greedy=True)
     sequence, draft = SequenceState(list(admit.tokens), 1 << 20), DraftState({}, SpeculationCache())
     request = Request(admit, sequence, draft, PlanState(plan(found, admit), text), RequestMetrics())
     found.replan(request)
@@ -92,10 +92,10 @@ def test_ssd_branches_are_limited_to_what_finishes_unless_b_is_given() -> None:
 def test_number_of_policies_for_custom_k_or_b_is_bounded() -> None:
     found, usual = planner(), asked()
     first = found._policy(usual, found._sources(usual.drafter, 1))
-    for number in range(3 * MOST_REQUESTED):
+    for number in range(3 * MAX_REQUESTED_POLICIES):
         plan(found, replace(usual, num_draft_tokens=1 + number % 16, branches=1 + number // 16))
     assert found._policy(usual, found._sources(usual.drafter, 1)) is first
-    assert len(found._policies) == MOST_REQUESTED + 1
+    assert len(found._policies) == MAX_REQUESTED_POLICIES + 1
 
 
 def rates(policy: Policy, found: dict[str, float], rounds: int = 4000) -> list[str]:
@@ -142,7 +142,7 @@ def test_learned_rates_are_stored_by_drafter_name(tmp_path: Path) -> None:
     after = Estimates()
     after.start_from(record)
     after.add_drafters([GOOD, POOR])
-    assert after.in_process_ms(4, "mtp") == pytest.approx(2.0) and after.holding("mtp").rate(0) > 0.4
+    assert after.in_process_ms(4, "mtp") == pytest.approx(2.0) and after.acceptance_of("mtp").rate(0) > 0.4
     policy = Policy(after, ("ar",), 4, 16, others=("eagle3", "mtp"))
     policy.start_from(record.choices)
     assert policy.plan().drafter == "mtp" and "fastest measured before (200 tokens/s)" in policy.why
@@ -160,30 +160,33 @@ def test_ngram_forecast_follows_observed_copies() -> None:
 
 
 def test_drift_reports_silent_and_never_accepted_drafters() -> None:
-    silent, poor, fair = Drift(), Drift(), Drift()
-    assert [bool(silent.observe(0, 0)) for _ in range(POLICY.silent_rounds)] == [False] * (POLICY.silent_rounds - 1) + [
-        True
-    ]
-    assert [bool(poor.observe(4, 0)) for _ in range(POLICY.judged_tokens // 4)] == [False] * (
-        POLICY.judged_tokens // 4 - 1
+    silent, poor, fair = DrafterUsage(), DrafterUsage(), DrafterUsage()
+    assert [bool(silent.observe(0, 0)) for _ in range(POLICY.max_silent_rounds)] == [False] * (
+        POLICY.max_silent_rounds - 1
     ) + [True]
-    assert not any(fair.observe(4, n % 4 == 0) for n in range(10 * POLICY.judged_tokens))
-    assert not any(Drift(silent=1).observe(n % 2, 0) for n in range(8))
+    assert [bool(poor.observe(4, 0)) for _ in range(POLICY.min_judged_tokens // 4)] == [False] * (
+        POLICY.min_judged_tokens // 4 - 1
+    ) + [True]
+    assert not any(fair.observe(4, n % 4 == 0) for n in range(10 * POLICY.min_judged_tokens))
+    assert not any(DrafterUsage(silent=1).observe(n % 2, 0) for n in range(8))
 
 
 def test_repeating_held_and_code_texts_have_their_own_kinds() -> None:
-    assert kind_of(range(100), held=False) == FREE
-    assert kind_of([*range(30), *range(20)], held=False) == REPEATING
-    assert kind_of([1, 2] * 4, held=False) == FREE  # too short to tell
-    assert kind_of([*range(40)] * 2 + [*range(100, 700)], held=False) == FREE  # the newest count
-    assert kind_of(range(100), held=True) == HELD
-    assert [kind_of(text, held=False, code=True) for text in (range(9), [1, 2] * 40)] == [CODE, REPEATING]
+    assert classify_text(range(100), constrained=False) == GENERAL_TEXT
+    assert classify_text([*range(30), *range(20)], constrained=False) == REPEATING_TEXT
+    assert classify_text([1, 2] * 4, constrained=False) == GENERAL_TEXT  # too short to tell
+    assert classify_text([*range(40)] * 2 + [*range(100, 700)], constrained=False) == GENERAL_TEXT  # the newest count
+    assert classify_text(range(100), constrained=True) == CONSTRAINED_TEXT
+    assert [classify_text(text, constrained=False, code=True) for text in (range(9), [1, 2] * 40)] == [
+        CODE_TEXT,
+        REPEATING_TEXT,
+    ]
 
 
 def test_is_code_recognizes_bench_code_and_not_prose() -> None:
     looks = {
         kind: {is_code(prompt) for prompt in texts}
-        for kind, texts in prompts.load(prompts.TINY, ("code", "prose", "json")).items()
+        for kind, texts in prompts.load_prompts(prompts.TINY_FOLDER, ("code", "prose", "json")).items()
     }
     assert looks == {"code": {True}, "prose": {False}, "json": {True}}
     assert not is_code("f(x)")
@@ -191,7 +194,7 @@ def test_is_code_recognizes_bench_code_and_not_prose() -> None:
 
 def test_best_drafter_is_learned_and_kept_per_kind_of_text() -> None:
     first = planner(GOOD)
-    best = {FREE: "eagle3", REPEATING: "ngram"}
+    best = {GENERAL_TEXT: "eagle3", REPEATING_TEXT: "ngram"}
     for kind, drafter in best.items():
         policy = first._policy(asked(), first._sources("", 1), kind)
         rates(policy, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 1} | {drafter: 3})
@@ -199,4 +202,4 @@ def test_best_drafter_is_learned_and_kept_per_kind_of_text() -> None:
     for kind, drafter in best.items():
         assert again.first_plan(asked(), 1, kind)[0].drafter == drafter
     again.set_load(2, 0)
-    assert again.first_plan(asked(), 1, REPEATING)[0] == again.first_plan(asked(), 1, FREE)[0]
+    assert again.first_plan(asked(), 1, REPEATING_TEXT)[0] == again.first_plan(asked(), 1, GENERAL_TEXT)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.orchestrator.core.metrics import BOUNDS_MS, DurationHistogram, Trace
+from outrider.orchestrator.core.metrics import BUCKET_BOUNDS_MS, DurationHistogram, Trace
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, ToFront
 from outrider.protocol.clock import MILLISECOND_NS
@@ -14,12 +14,12 @@ from tests.orchestrator.test_hoping import Wires
 
 def test_bounds_are_inclusive_and_excess_goes_to_the_last_bucket() -> None:
     watch = DurationHistogram()
-    for bound in BOUNDS_MS:
+    for bound in BUCKET_BOUNDS_MS:
         watch.add(int(bound * MILLISECOND_NS))
-    watch.add(int(BOUNDS_MS[-1] * MILLISECOND_NS) + 1)
+    watch.add(int(BUCKET_BOUNDS_MS[-1] * MILLISECOND_NS) + 1)
     told = watch.snapshot()
-    assert told.counts == (1,) * (len(BOUNDS_MS) + 1) and told.bounds == tuple(sorted(told.bounds))
-    assert told.bounds[0] == 0.0005 and abs(told.seconds - (sum(BOUNDS_MS) + BOUNDS_MS[-1]) / 1000) < 1e-6
+    assert told.counts == (1,) * (len(BUCKET_BOUNDS_MS) + 1) and told.bounds == tuple(sorted(told.bounds))
+    assert told.bounds[0] == 0.0005 and abs(told.seconds - (sum(BUCKET_BOUNDS_MS) + BUCKET_BOUNDS_MS[-1]) / 1000) < 1e-6
 
 
 def test_shared_forward_counts_once_and_prompt_reading_not_at_all() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from outrider.orchestrator.core.worker_registry import DRIFT, FarClock
+from outrider.orchestrator.core.worker_registry import MAX_CLOCK_DRIFT_RATIO, RemoteClock
 from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
 from outrider.protocol.messages import Branches, Resync, Span
 
@@ -18,7 +18,7 @@ class Far:
 
     def __init__(self, ahead_ns: int, drift: float = 0.0, seed: int = 0) -> None:
         self.ahead_ns, self.drift, self.now_ns = ahead_ns, drift, 100 * HOUR_NS
-        self.clock = FarClock()
+        self.clock = RemoteClock()
         self._rng = random.Random(seed)
 
     def theirs(self, ours_ns: int) -> int:
@@ -47,10 +47,10 @@ def test_offset_error_is_at_most_half_the_shortest_round_trip(ahead_ns: int, see
         there, back = 1 + rng.expovariate(0.2), 1 + rng.expovariate(0.2)
         far.beat(there, back)
         shortest = min(shortest, there + back)
-        assert far.error_ns() <= (shortest / 2 + 10 * DRIFT * 1000) * MILLISECOND_NS + 10
+        assert far.error_ns() <= (shortest / 2 + 10 * MAX_CLOCK_DRIFT_RATIO * 1000) * MILLISECOND_NS + 10
 
 
-@pytest.mark.parametrize("drift", [-0.9 * DRIFT, 0.9 * DRIFT])
+@pytest.mark.parametrize("drift", [-0.9 * MAX_CLOCK_DRIFT_RATIO, 0.9 * MAX_CLOCK_DRIFT_RATIO])
 def test_drifting_clock_is_followed(drift: float) -> None:
     far = Far(HOUR_NS, drift)
     far.beat(0.1, 0.1)
@@ -75,7 +75,7 @@ def test_possibly_equal_clock_has_zero_offset() -> None:
 
 
 def test_converted_work_ends_by_now_and_keeps_its_duration() -> None:
-    clock = FarClock()
+    clock = RemoteClock()
     for work in (Span(7, 12), Span(5 * HOUR_NS, 5 * HOUR_NS + 5)):
         for _ in range(2):
             told = clock.to_local(Branches("r", 0, 0, 1, 1, (), work), HOUR_NS)
@@ -83,8 +83,8 @@ def test_converted_work_ends_by_now_and_keeps_its_duration() -> None:
             assert 0 <= told.work.started_ns <= told.work.ended_ns <= HOUR_NS
             assert told.work.ended_ns - told.work.started_ns == 5
             clock.observe(HOUR_NS - 10, HOUR_NS - 5, HOUR_NS)
-        clock = FarClock()
+        clock = RemoteClock()
 
 
 def test_messages_without_times_are_unchanged() -> None:
-    assert FarClock().to_local(Resync("r", 0), 5) == Resync("r", 0)
+    assert RemoteClock().to_local(Resync("r", 0), 5) == Resync("r", 0)

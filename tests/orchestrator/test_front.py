@@ -11,7 +11,7 @@ import pytest
 import zmq
 from msgspec import msgpack
 
-from outrider.orchestrator.auth import CurveAuth, client_key
+from outrider.orchestrator.auth import CurveAuth, new_client_id
 from outrider.orchestrator.client.dialogue import TokenLogprob
 from outrider.orchestrator.events import (
     Admit,
@@ -30,7 +30,7 @@ from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import connect
-from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError, as_error
+from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError, make_error
 from outrider.protocol.keys import CLIENT, AllowedKey, ClientKeys, Keyring, make_pair
 from outrider.protocol.messages import (
     Cancel,
@@ -49,7 +49,7 @@ from outrider.protocol.messages import (
     Timings,
 )
 from outrider.protocol.sampling import Grammar, SamplingParams
-from outrider.protocol.schema import NEVER, Logprobs, Origin
+from outrider.protocol.schema import IMPOSSIBLE_LOGPROB, Logprobs, Origin
 from outrider.protocol.stats import Durations, Tally
 from tests.orchestrator.stand import says, worker_stats
 
@@ -142,7 +142,7 @@ def test_partial_stop_string_at_the_end_is_kept(stand, codec):
 def test_logprobs_match_the_kept_tokens(stand, codec):
     tokens = codec.encode("abc def ghi", special=False)
     ids = np.array([[token, 7, token] for token in tokens], np.int32)
-    values = np.array([[-float(i), NEVER, -0.5] for i in range(len(tokens))], np.float32)
+    values = np.array([[-float(i), IMPOSSIBLE_LOGPROB, -0.5] for i in range(len(tokens))], np.float32)
     stand.core.play = lambda admit: [
         RequestBegan(admit.request, "ssd"),
         Committed(admit.request, tokens[:2], Logprobs(ids, values).part(0, 2)),
@@ -263,7 +263,7 @@ def test_a_waiting_request_can_be_cancelled_and_never_runs(stand):
 
 
 def test_clients_take_turns(stand):
-    many, one = client_key(), client_key()
+    many, one = new_client_id(), new_client_id()
     with RawClient(stand.endpoint, many + b"1") as greedy, RawClient(stand.endpoint, one + b"1") as modest:
         for serial in range(3):
             greedy.say(ask(f"g{serial}", prompt="def g("))
@@ -281,7 +281,7 @@ def test_clients_take_turns(stand):
 
 
 def test_users_of_a_local_gateway_take_turns_like_clients(stand):
-    with RawClient(stand.endpoint, client_key() + b"1") as gate:
+    with RawClient(stand.endpoint, new_client_id() + b"1") as gate:
         for serial, user in enumerate(("greedy", "greedy", "greedy", "modest")):
             gate.say(ask(f"q{serial}", prompt=f"def {user[0]}(", client=user))
         gate.say(StatsQuery("s"))
@@ -295,7 +295,7 @@ def test_users_of_a_local_gateway_take_turns_like_clients(stand):
 
 def test_queue_path_depends_on_key_and_user():
     """A key is one client's, whatever it says of itself; without one a client is believed."""
-    one, other = client_key() + b"1", client_key() + b"2"
+    one, other = new_client_id() + b"1", new_client_id() + b"2"
     assert queue_path(one, "", "") == (one[:9],) and queue_path(one, "ann", "") == queue_path(other, "ann", "") == (
         b"for ann",
     )
@@ -311,7 +311,7 @@ def test_client_key_is_attached_to_each_message(tmp_path):
     clients = ClientSocket(context, f"ipc://{tmp_path}/clients")
     try:
         clients.open("tcp://127.0.0.1:0", 8, auth.keys(CLIENT))
-        for endpoint, keys in ((clients.own, None), (clients.endpoint, ClientKeys(friend, auth.own.public))):
+        for endpoint, keys in ((clients.own_endpoint, None), (clients.endpoint, ClientKeys(friend, auth.own.public))):
             with zmq.Context.instance().socket(zmq.DEALER) as socket:
                 connect(socket, endpoint, keys)
                 socket.send_multipart(encode(StatsQuery("s")))
@@ -342,7 +342,7 @@ def test_full_queue_refuses_requests_until_it_is_shorter(make_stand):
         stand.core.wait_for(Admit, 2)
         refused = [client.hear_until(Failed)[-1] for _ in range(2)]
         assert [failed.request for failed in refused] == ["q5", "q6"]
-        assert isinstance(as_error(refused[0].kind, refused[0].message), ServerBusy)
+        assert isinstance(make_error(refused[0].kind, refused[0].message), ServerBusy)
         assert "3 requests are already waiting" in refused[0].message and "try again later" in refused[0].message
         client.say(Cancel("q4"))
         client.say(ask("q7"))
@@ -355,7 +355,7 @@ def test_server_near_its_connection_limit_refuses_only_new_requests(stand, codec
     with RawClient(stand.endpoint) as client:
         client.say(ask("runs"))
         admit = stand.core.wait_for(Admit)[0]
-        stand.sockets.endpoints[0].most = 1
+        stand.sockets.endpoints[0].max_connections = 1
         client.say(ask("late"))
         assert "almost reached its connection limit" in client.hear_until(Failed)[-1].message
         for event in says(codec, "fine")(admit):
@@ -464,7 +464,7 @@ def test_invalid_request_is_refused_with_a_message(stand, message, words):
     with RawClient(stand.endpoint) as client:
         client.say(message)
         failed = client.hear()
-    assert isinstance(failed, Failed) and isinstance(as_error(failed.kind, ""), InvalidRequest)
+    assert isinstance(failed, Failed) and isinstance(make_error(failed.kind, ""), InvalidRequest)
     assert words in failed.message
 
 
@@ -499,7 +499,7 @@ def test_out_of_range_sampling_on_the_wire_gets_an_error_reply(stand):
         client.socket.send_multipart([msgpack.encode(header)])
         failed = client.hear()
     assert failed.request == "q" and "temp is -1.0" in failed.message
-    assert isinstance(as_error(failed.kind, failed.message), InvalidRequest)
+    assert isinstance(make_error(failed.kind, failed.message), InvalidRequest)
 
 
 def test_other_protocol_version_gets_an_error_reply(stand):
@@ -556,7 +556,7 @@ def test_head_adds_a_note_for_residual_sampling(make_stand, codec):
 
 
 def test_flooding_client_is_refused_and_others_are_served(make_stand, monkeypatch, caplog):
-    monkeypatch.setattr("outrider.orchestrator.sockets.CLIENTS", Rate(1e-6, 50))
+    monkeypatch.setattr("outrider.orchestrator.sockets.CLIENT_RATE", Rate(1e-6, 50))
     stand = make_stand().start()
     with RawClient(stand.endpoint) as flooding, RawClient(stand.endpoint) as modest:
         for number in range(200):

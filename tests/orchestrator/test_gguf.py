@@ -23,10 +23,10 @@ from outrider.orchestrator.pairing import gguf, gguf_model, model_files, pulled
 from outrider.orchestrator.pairing.gguf import read_gguf
 from outrider.orchestrator.pairing.gguf_model import write_model
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
+from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.pairing.tokenizer import load_text
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.digest import CACHE
+from outrider.protocol.digest import CACHE_VARIABLE
 from outrider.protocol.errors import ModelError
 from tests.gguf_files import SIZES, write_gguf
 
@@ -68,9 +68,11 @@ def test_simple_quantized_blocks_keep_their_exact_values(tmp_path, kind):
     found, header = weights(converted(file)), read_gguf(file)
     for old, new in (("blk.1.ffn_down", "model.layers.1.mlp.down_proj"), ("token_embd", "model.embed_tokens")):
         parts = [found[f"{new}.{part}"] for part in ("weight", "scales", "biases")]
-        bits = gguf.bits_of(kind, False)
+        bits = gguf.mlx_bits(kind, False)
         ours = mx.dequantize(parts[0], *(part.astype(mx.float32) for part in parts[1:]), group_size=32, bits=bits)
-        assert (np.array(ours) == dequantize(header.bytes_of(f"{old}.weight"), GGMLQuantizationType[kind])).all()
+        assert (
+            np.array(ours) == dequantize(header.read_tensor_bytes(f"{old}.weight"), GGMLQuantizationType[kind])
+        ).all()
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
@@ -85,8 +87,8 @@ def test_simple_quantized_blocks_equal_those_loaded_by_mlx(tmp_path, kind):
 def test_k_quant_blocks_keep_their_levels(tmp_path, kind, bits):
     """And their groups' scales to half precision."""
     header = read_gguf(write_gguf(tmp_path / "a.gguf", "qwen2", kind))
-    matrix = gguf.convert(header, "blk.0.ffn_up.weight", bits, "float16")
-    theirs = dequantize(header.bytes_of("blk.0.ffn_up.weight"), GGMLQuantizationType[kind])
+    matrix = gguf.convert_tensor(header, "blk.0.ffn_up.weight", bits, "float16")
+    theirs = dequantize(header.read_tensor_bytes("blk.0.ffn_up.weight"), GGMLQuantizationType[kind])
     parts = [mx.array(matrix[part].astype(np.float32)) for part in ("scales", "biases")]
     ours = np.array(mx.dequantize(mx.array(matrix["weight"]), *parts, group_size=32, bits=bits))
     steps = np.repeat(np.abs(matrix["scales"].astype(np.float32)), 32, axis=-1)
@@ -96,7 +98,7 @@ def test_k_quant_blocks_keep_their_levels(tmp_path, kind, bits):
 @pytest.mark.parametrize(("kind", "bits"), FINER.items())
 def test_other_blocks_are_requantized_or_kept_in_half_precision(tmp_path, kind, bits):
     file = write_gguf(tmp_path / "a.gguf", "qwen2", kind)
-    theirs = dequantize(read_gguf(file).bytes_of("blk.0.ffn_up.weight"), GGMLQuantizationType[kind])
+    theirs = dequantize(read_gguf(file).read_tensor_bytes("blk.0.ffn_up.weight"), GGMLQuantizationType[kind])
     requantized, kept = weights(converted(file)), weights(converted(file, keep_precision=True))
     name = "model.layers.0.mlp.up_proj"
     parts = [requantized[f"{name}.{part}"].astype(mx.float32) for part in ("scales", "biases")]
@@ -125,7 +127,11 @@ def test_llama_q_and_k_rows_are_unpermuted(tmp_path):
 def test_llama_attention_biases_are_unpermuted(tmp_path):
     file = write_gguf(tmp_path / "a.gguf", biased=True)
     found = weights(converted(file))
-    pairs = np.frombuffer(read_gguf(file).bytes_of("blk.0.attn_q.bias"), np.float32).reshape(4, 8, 2).swapaxes(1, 2)
+    pairs = (
+        np.frombuffer(read_gguf(file).read_tensor_bytes("blk.0.attn_q.bias"), np.float32)
+        .reshape(4, 8, 2)
+        .swapaxes(1, 2)
+    )
     assert (np.array(found["model.layers.0.self_attn.q_proj.bias"]) == pairs.reshape(-1)).all()
     assert load(str(converted(file))).config["attention_bias"]
 
@@ -133,8 +139,8 @@ def test_llama_attention_biases_are_unpermuted(tmp_path):
 def test_weights_of_several_files_are_all_loaded(tmp_path, monkeypatch):
     file = write_gguf(tmp_path / "a.gguf")
     whole = load(str(converted(file))).model(mx.array([TEXT]))
-    monkeypatch.setattr(gguf_model, "SHARD", 20_000)
-    monkeypatch.setenv(CACHE, str(tmp_path / "other"))
+    monkeypatch.setattr(gguf_model, "MAX_SHARD_BYTES", 20_000)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "other"))
     folder = converted(file)
     assert len(list(folder.glob("model*.safetensors"))) > 3
     assert mx.array_equal(load(str(folder)).model(mx.array([TEXT])), whole)
@@ -265,7 +271,7 @@ def test_two_gguf_files_form_a_pair(file, tmp_path):
     draft = write_gguf(tmp_path / "draft.gguf", kind="Q4_0")
     pair = choose_pair(ServeSettings(model=str(file), draft_model=str(draft)))
     assert pair.target.name == str(file) and pair.draft is not None and pair.draft.name == str(draft)
-    assert read_pair(pair).template is not None
+    assert load_pair(pair).template is not None
 
 
 def test_same_content_is_converted_once(file, tmp_path, monkeypatch):
@@ -316,7 +322,7 @@ def test_full_disk_is_reported_and_leaves_no_model(file, cache, monkeypatch):
 
 def test_unwritable_cache_is_reported(file, tmp_path, monkeypatch):
     (tmp_path / "plain").write_text("")
-    monkeypatch.setenv(CACHE, str(tmp_path / "plain" / "below"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "plain" / "below"))
     with pytest.raises(ModelError, match="can't be stored in"):
         converted(file)
 

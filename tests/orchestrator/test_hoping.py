@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.orchestrator.core.metrics import Trace
-from outrider.orchestrator.core.next_round import after_miss, longest_wait_ms, worth_hoping
+from outrider.orchestrator.core.next_round import choose_fallback, max_wait_ms, should_wait_for_branch
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.proposal import CopiedTail
 from outrider.orchestrator.core.request import DrafterState, DraftState, SpeculationCache
@@ -36,7 +36,7 @@ def estimates() -> Estimates:
 
 
 def is_wait_worthwhile(estimates: Estimates, wait_ms: float) -> bool:
-    return worth_hoping(estimates, after_miss(estimates, CopiedTail(), 4, True), 4, wait_ms)
+    return should_wait_for_branch(estimates, choose_fallback(estimates, CopiedTail(), 4, True), 4, wait_ms)
 
 
 def test_short_wait_for_a_likely_hit_pays_and_a_long_one_does_not(estimates: Estimates) -> None:
@@ -72,26 +72,26 @@ class Drafting:
         self.draft.drafters[name].push(message, True, 0)
         self.draft.cache.add(message, name)
 
-    def pushes_until(self) -> list[int]:
-        return [self.draft.pushes_until(k, 3) for k in range(4)]
+    def pushes_left(self) -> list[int]:
+        return [self.draft.pushes_left(k, 3) for k in range(4)]
 
 
 def test_only_full_acceptance_branches_may_need_a_second_push() -> None:
     first = Drafting()
     first.add(push(0, 1, 2, 3), "other")
-    assert first.pushes_until() == [1, 1, 1, 2]
+    assert first.pushes_left() == [1, 1, 1, 2]
     second = Drafting()
     second.add(push(0, 1), "lead")
-    assert second.pushes_until() == [0, 0, 0, 1]
+    assert second.pushes_left() == [0, 0, 0, 1]
     second.add(push(3), "lead")
-    assert second.pushes_until() == [0, 0, 0, 0]
+    assert second.pushes_left() == [0, 0, 0, 0]
     third = Drafting()
-    assert third.pushes_until()[3] == 2
+    assert third.pushes_left()[3] == 2
     third.add(push(0, final=True), "lead")
-    assert third.pushes_until() == [0, 0, 0, 0]
+    assert third.pushes_left() == [0, 0, 0, 0]
     fourth = Drafting()
     fourth.draft.start()
-    assert fourth.pushes_until() == [0, 0, 0, 0], "none was asked"
+    assert fourth.pushes_left() == [0, 0, 0, 0], "none was asked"
 
 
 class Wires(HonestWorkers):
@@ -133,9 +133,9 @@ def test_wait_for_a_pushing_drafter_is_bounded_by_its_tree_time() -> None:
     while not wires.verifies and now_ns < asked_ns + 10**9:
         now_ns += MILLISECOND_NS // 2
         scheduler.handle([("draft-0", push)], now_ns)
-        scheduler.on_time(now_ns)
+        scheduler.on_tick(now_ns)
     assert wires.verifies[0].chain == (1,)
-    assert now_ns - asked_ns <= (longest_wait_ms(5 * 1.0 + 0.5) + 1.0) * MILLISECOND_NS
+    assert now_ns - asked_ns <= (max_wait_ms(5 * 1.0 + 0.5) + 1.0) * MILLISECOND_NS
 
 
 def test_branch_after_its_outcome_is_used_and_counted_as_late() -> None:

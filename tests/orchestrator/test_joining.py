@@ -147,7 +147,7 @@ def test_duplicate_drafter_name_error_names_both_models(joining_pool: JoiningPoo
 
 
 def test_drafter_with_another_vocabulary_is_refused(joining_pool: JoiningPool) -> None:
-    joining_pool.pool.set_language(ModelVocabulary("target-model", "abc"))
+    joining_pool.pool.set_vocabulary(ModelVocabulary("target-model", "abc"))
     told = reason(joining_pool.hello(joining_pool.peer(7, MINI), 7, model="/draft", vocabulary="xyz"))
     assert "/draft" in told and "target-model" in told and "`outrider pairs`" in told
     assert isinstance(joining_pool.hello(joining_pool.peer(8, MINI), 8, vocabulary="abc"), Welcome)

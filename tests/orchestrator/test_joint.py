@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 
-from outrider.orchestrator.core.next_round import after_miss
+from outrider.orchestrator.core.next_round import choose_fallback
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Costs, Odds, joint_rate, ssd_rate
 from outrider.orchestrator.core.policy.policy import Policy
-from outrider.orchestrator.core.proposal import CopiedTail, unites
+from outrider.orchestrator.core.proposal import CopiedTail, should_merge_in_process
 from outrider.protocol.messages import InProcessDrafter
 
 VERIFY_MS, DEPTH, HEAD = 20.0, 4, "mtp"
@@ -35,18 +35,18 @@ def estimates(own_ms: float, link_ms: float = 1.0, row_ms: float = 0.1) -> Estim
 
 @pytest.mark.parametrize(("own_ms", "link_ms", "drafts"), [(2.0, 30.0, True), (2.0, 0.2, False), (20.0, 30.0, False)])
 def test_after_a_miss_the_more_productive_drafter_is_used(own_ms: float, link_ms: float, drafts: bool) -> None:
-    found = after_miss(estimates(own_ms, link_ms), CopiedTail(), DEPTH, True, HEAD)
+    found = choose_fallback(estimates(own_ms, link_ms), CopiedTail(), DEPTH, True, HEAD)
     assert bool(found.own) == drafts
     assert not (found.own and found.wait_for)
 
 
 def test_after_a_miss_no_head_is_used_without_one() -> None:
-    assert not after_miss(estimates(0.1, 30.0), CopiedTail(), DEPTH, True).own
+    assert not choose_fallback(estimates(0.1, 30.0), CopiedTail(), DEPTH, True).own
 
 
 @pytest.mark.parametrize(("own_ms", "row_ms", "unite"), [(0.1, 0.1, True), (5.0, 0.1, False), (0.1, 8.0, False)])
 def test_head_drafts_beside_a_branch_only_if_both_are_cheap(own_ms: float, row_ms: float, unite: bool) -> None:
-    assert unites(estimates(own_ms, row_ms=row_ms), HEAD, DEPTH) == unite
+    assert should_merge_in_process(estimates(own_ms, row_ms=row_ms), HEAD, DEPTH) == unite
 
 
 def test_joint_rate_exceeds_ssd_only_with_a_fast_head() -> None:
@@ -66,9 +66,9 @@ def test_auto_combines_head_and_worker_only_if_forecast_faster(own_ms: float, li
     known = estimates(own_ms, link_ms)
     policy = Policy(known, ("ar", "sd", "ssd"), DEPTH, 16, others=(HEAD,))
     both = Arm("ssd", drafter=HEAD)
-    assert both in policy._kinds
+    assert both in policy._base_arms
     forecasts = policy._forecasts(1)
-    assert policy._differs(both, forecasts) == joint
+    assert policy._beats_alternative(both, forecasts) == joint
     taken = set()
     for _ in range(4000):
         plan = policy.plan()
@@ -79,4 +79,4 @@ def test_auto_combines_head_and_worker_only_if_forecast_faster(own_ms: float, li
 
 def test_ngrams_are_not_combined_with_ssd() -> None:
     policy = Policy(Estimates(), ("ar", "sd", "ssd"), DEPTH, 16, others=("ngram",))
-    assert Arm("ssd", drafter="ngram") not in policy._kinds
+    assert Arm("ssd", drafter="ngram") not in policy._base_arms

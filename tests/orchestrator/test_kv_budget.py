@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from outrider.orchestrator.events import Admit, Failure, KVBudget, Stop, WorkersChanged, kv_budget
 from outrider.orchestrator.front.admission import Admission
-from outrider.orchestrator.machine.system import physical
-from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
+from outrider.orchestrator.machine.system import physical_memory
+from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import Cancel, Generate
@@ -29,10 +29,10 @@ def ask(name, prompt="x", **sampling):
 
 def test_budget_shares_hold_the_same_tokens_in_both_workers():
     budget = kv_budget(41_000, WORKERS, memory=0)
-    assert budget == KVBudget(41_000, KvCost(1000, 40)) and budget.tokens == 1000
+    assert budget == KVBudget(41_000, KvCost(1000, 40)) and budget.max_tokens == 1000
     shares = [budget.share(cost, 1000) for cost in (TARGET, DRAFT)]
     assert shares == [TARGET.of(1000), DRAFT.of(1000)]
-    assert budget.places(450) == 2 and budget.places(5000) == 1
+    assert budget.max_texts(450) == 2 and budget.max_texts(5000) == 1
 
 
 def test_default_limit_is_half_of_the_memory_left_by_weights():
@@ -41,21 +41,21 @@ def test_default_limit_is_half_of_the_memory_left_by_weights():
     gone = (heavy[0], replace(heavy[1], state="lost"))
     assert kv_budget(None, gone, memory=1000) == KVBudget(350, TARGET)
     assert kv_budget(None, heavy, memory=100).limit == 0
-    assert KVBudget(100, KvCost()).tokens > 10**9, "what takes nothing has no bound"
+    assert KVBudget(100, KvCost()).max_tokens > 10**9, "what takes nothing has no bound"
 
 
 def test_physical_memory_respects_the_container_limit(tmp_path: Path):
     bound = tmp_path / "memory.max"
     bound.write_text("12345\n")
-    assert physical(bound) == 12345
+    assert physical_memory(bound) == 12345
     bound.write_text("max\n")
-    assert physical(bound) == physical(tmp_path / "none") > 2**20
+    assert physical_memory(bound) == physical_memory(tmp_path / "none") > 2**20
 
 
 def test_limit_below_one_context_is_refused_with_the_numbers():
     words = "kv_memory is 0.0 MB, and one text of 1024 tokens, the context of m, takes 30.7 MB in all workers"
-    assert KVBudget(1000, KvCost(0, 30_000)).shortage(1024, "m").startswith(words)
-    assert not KVBudget(30_720_000, KvCost(0, 30_000)).shortage(1024, "m")
+    assert KVBudget(1000, KvCost(0, 30_000)).explain_shortage(1024, "m").startswith(words)
+    assert not KVBudget(30_720_000, KvCost(0, 30_000)).explain_shortage(1024, "m")
 
 
 def test_request_waits_until_its_text_fits_beside_the_others(make_stand):
@@ -104,8 +104,8 @@ def test_cluster_without_room_for_one_context_does_not_start(make_stand):
 @pytest.mark.parametrize(("said", "places"), [(None, (1, 1, 3, 16)), (40, (40, 40, 40, 40))])
 def test_default_max_active_is_what_memory_holds_up_to_a_cap(said, places):
     pair = choose_pair(ServeSettings(max_active=said))
-    admission = Admission(pair, read_pair(pair))
+    admission = Admission(pair, load_pair(pair))
     admission.context_length = 100_000
     for texts, most in zip((0, 1, 3, 1000), places, strict=True):
         admission.kv_budget = kv_budget(texts * KvCost(1000, 40).of(4096), WORKERS, 0)
-        assert admission.places == most
+        assert admission.max_active == most

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from outrider.orchestrator.machine import lan
-from outrider.orchestrator.machine.lan import DiscoveredServer, find
+from outrider.orchestrator.machine.lan import DiscoveredServer, find_server
 from outrider.protocol import version
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.keys import make_pair
@@ -31,32 +31,34 @@ def announced() -> Iterator[None]:
 
 @pytest.mark.usefixtures("announced")
 def test_server_is_discovered_only_by_a_trusted_key() -> None:
-    assert find({OWN, OTHER}, interfaces=HERE) == DiscoveredServer("tcp://127.0.0.1:45556", OWN, str(PROTOCOL_VERSION))
+    assert find_server({OWN, OTHER}, interfaces=HERE) == DiscoveredServer(
+        "tcp://127.0.0.1:45556", OWN, str(PROTOCOL_VERSION)
+    )
     with pytest.raises(EndpointError, match=r"found no server with a trusted key, only tcp://127.0.0.1:45556"):
-        find({OTHER}, interfaces=HERE)
+        find_server({OTHER}, interfaces=HERE)
 
 
 def announce(monkeypatch: pytest.MonkeyPatch, *found: DiscoveredServer) -> None:
-    monkeypatch.setattr(lan, "_announced", lambda seconds, interfaces: list(found))
+    monkeypatch.setattr(lan, "_discover", lambda seconds, interfaces: list(found))
 
 
 def test_discovery_failures_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     announce(monkeypatch)
     with pytest.raises(EndpointError, match=r"found no server within .* --advertise"):
-        find({OWN})
+        find_server({OWN})
     announce(
         monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN, "1"), DiscoveredServer("tcp://10.0.0.2:1", OTHER, "1")
     )
     with pytest.raises(EndpointError, match=r"found several servers .* tcp://10.0.0.1:1 .* choose one with --connect"):
-        find({OWN, OTHER})
+        find_server({OWN, OTHER})
     announce(monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN, "999"))
     with pytest.raises(EndpointError, match=r"version 999, this side version 1; run the same release"):
-        find({OWN})
+        find_server({OWN})
 
 
 def test_missing_zeroconf_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(version.EXTRAS, "discovery", ("no_zeroconf",))
-    for use in (lambda: find({OWN}), lambda: lan.announce("tcp://127.0.0.1:1", OWN)):
+    monkeypatch.setitem(version.EXTRA_MODULES, "discovery", ("no_zeroconf",))
+    for use in (lambda: find_server({OWN}), lambda: lan.announce("tcp://127.0.0.1:1", OWN)):
         with pytest.raises(InvalidRequest, match=r"run pip install '\.\[discovery\]'"):
             use()
 

@@ -12,7 +12,7 @@ from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.policy import Policy
-from outrider.orchestrator.core.policy.tuning import SECONDS, PolicyStore, TunedArm, Tuning
+from outrider.orchestrator.core.policy.tuning import WRITE_INTERVAL_SECONDS, PolicyStore, TunedArm, Tuning
 from outrider.orchestrator.settings import ServeSettings
 
 NONE = Path("/none/tuning.json")
@@ -46,7 +46,7 @@ def test_learned_rates_are_restored_from_the_policy_file(tmp_path: Path) -> None
     for ask in (
         lambda e: e.forward_ms(5), lambda e: e.forward_ms(40), lambda e: e.forward_ms(5, True),
         lambda e: e.plain_ms(1), lambda e: e.trees_ms(16), lambda e: e.chain_ms(4),
-        lambda e: e.turnaround_ms(), lambda e: e.covered(16),
+        lambda e: e.turnaround_ms(), lambda e: e.hit_rate_of(16),
     ):  # fmt: skip
         assert ask(fresh) == pytest.approx(ask(old), rel=0.01)
     # A record counts as much as a few rounds, so its odds stand half way to what is usual.
@@ -132,8 +132,8 @@ def test_missing_home_folder_disables_the_policy_file(monkeypatch: pytest.Monkey
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    memory = PolicyStore(tuning.memory_for(ServeSettings()), 0)
-    assert memory.read(tuning.path_for(ServeSettings())) == ()
+    memory = PolicyStore(tuning.memory_path(ServeSettings()), 0)
+    assert memory.read(tuning.tuning_path(ServeSettings())) == ()
     memory.write((RECORD,), 0)
 
 
@@ -144,7 +144,7 @@ def test_policy_file_is_not_read_or_written_when_disabled() -> None:
 
 
 def test_policy_file_is_written_periodically(tmp_path: Path) -> None:
-    memory, later = PolicyStore(tmp_path / "memory.json", 0), (SECONDS + 1) * 10**9
+    memory, later = PolicyStore(tmp_path / "memory.json", 0), (WRITE_INTERVAL_SECONDS + 1) * 10**9
     assert not memory.is_due(1) and memory.is_due(later)
     memory.write((RECORD,), later)
     assert not memory.is_due(later + 1)
@@ -154,8 +154,8 @@ def test_each_pair_and_way_of_drafting_has_its_own_policy_file() -> None:
     pair = {"model": "a", "draft_model": "b"}
     others: list[dict[str, object]] = [{"draft_model": "c"}, {"threads": 2}, {"ngrams": False}, {"colocate": True}]
     ways = [ServeSettings(**{**pair, **other}) for other in ({}, *others)]  # type: ignore[arg-type]
-    assert len({tuning.memory_for(way) for way in ways}) == len(ways)
-    assert tuning.memory_for(ways[0]).parent == tuning.path_for(ways[0]).parent
+    assert len({tuning.memory_path(way) for way in ways}) == len(ways)
+    assert tuning.memory_path(ways[0]).parent == tuning.tuning_path(ways[0]).parent
 
 
 def test_old_tuning_file_is_still_read(tmp_path: Path) -> None:

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from outrider.orchestrator.core.draft_pool import INVALID, LATE, MOST_OVER, MOST_ROUNDS, SentTasks
+from outrider.orchestrator.core.draft_pool import (
+    INVALID_KINDS,
+    LATE,
+    MAX_ENDED_REQUESTS,
+    MAX_RECORDED_ROUNDS,
+    SentTasks,
+)
 from outrider.orchestrator.events import Admit, Committed
 from outrider.protocol.messages import (
     Branch,
@@ -141,14 +147,14 @@ def test_drafter_message_is_checked_against_its_tasks(
     for told in (BRANCHES_TASK, CHAIN_TASK):
         validator.record("draft-0", told)
     assert validator.refusal(request, False, "draft-0", message, VOCABULARY) == verdict
-    assert verdict in ("", LATE, *INVALID)
+    assert verdict in ("", LATE, *INVALID_KINDS)
 
 
 def test_answer_to_an_old_task_is_late_and_never_invalid(cluster: ValidatingCluster) -> None:
     """However many rounds and requests follow, and whether it still drafts for it."""
     validator, request = SentTasks(), cluster.rounds._requests["r"]
     said = []
-    for number in range(MOST_ROUNDS * 3):
+    for number in range(MAX_RECORDED_ROUNDS * 3):
         validator.record("draft-0", replace(BRANCHES_TASK, epoch=number // 9, round=number, base_len=40 + number))
         said.append(replace(GOOD, epoch=number // 9, round=number, base_len=40 + number))
     request.round.epoch = 1
@@ -167,15 +173,15 @@ def test_message_about_an_ended_request_is_late_from_its_drafter_only(cluster: V
 
 def test_recorded_tasks_are_bounded() -> None:
     sent = SentTasks()
-    for number in range(MOST_OVER + 5):
+    for number in range(MAX_ENDED_REQUESTS + 5):
         sent.record("draft-0", replace(BRANCHES_TASK, request=f"r{number}"))
         sent.forget(f"r{number}")
-    assert len(sent._forgotten) == MOST_OVER and not sent._tasks["draft-0"]
+    assert len(sent._forgotten) == MAX_ENDED_REQUESTS and not sent._tasks["draft-0"]
     for number in range(100):
         sent.record("draft-0", replace(BRANCHES_TASK, request="r9999", round=number))
         sent.record("draft-0", replace(BRANCHES_TASK, request="r9999", base_len=number))
     held = sent._tasks["draft-0"]["r9999"]
-    assert len(held) == MOST_ROUNDS and max(map(len, held.values())) <= MOST_ROUNDS + 1
+    assert len(held) == MAX_RECORDED_ROUNDS and max(map(len, held.values())) <= MAX_RECORDED_ROUNDS + 1
 
 
 @pytest.mark.parametrize("message", [outcome(), Drafted("r", 0, 1, len(PROMPT) + 1, (7,), NONE), Close("r")])

@@ -15,7 +15,7 @@ from outrider.orchestrator.pairing.model_files import (
     find_model,
     find_own_head,
 )
-from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
+from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError
 
@@ -127,7 +127,7 @@ def test_auto_backend_detects_heads_by_their_config(tmp_path, config, kind):
     pair = choose_pair(head)
     assert pair.settings.draft_backend == kind and pair.settings.colocate
     assert pair.draft is not None and pair.draft.context_length is None
-    assert read_pair(pair).codec is not None
+    assert load_pair(pair).codec is not None
     model = ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(EMBEDDED_DRAFT), draft_backend="auto")
     assert choose_pair(model).settings.draft_backend == "mlx"
     with pytest.raises(ModelError, match=f"is a draft head; expected --draft-backend {kind} or auto"):
@@ -180,6 +180,6 @@ def test_draft_with_a_different_vocabulary_is_refused(model_folder, colocate):
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (model_folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ModelError, match="2 of 4096 tokens differ"):
-        read_pair(
+        load_pair(
             choose_pair(ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(model_folder), colocate=colocate))
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.orchestrator.sockets import MOST_PEERS
+from outrider.orchestrator.sockets import MIN_PEERS_TO_FORGET
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.cluster_in_process import Cluster
 from tests.orchestrator.stand import Stand, says
@@ -55,4 +55,4 @@ def test_ended_requests_leave_no_objects_in_the_front(stand: Stand) -> None:
         stand.client().generate("def f(", SamplingParams(seed=7))
         stand.core.told.clear()
 
-    assert not left_by(ask, MOST_PEERS)
+    assert not left_by(ask, MIN_PEERS_TO_FORGET)

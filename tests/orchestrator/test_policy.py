@@ -274,7 +274,7 @@ def test_equally_promising_mode_is_tried_early_with_concurrent_requests() -> Non
         estimates.observe_verify(rows, milliseconds)
     policy = Policy(estimates, MODES, 4, 16)
     policy.set_load(4)
-    promised = Forecasts(estimates, estimates, 4, 4, 16, False).of(Arm("ssd"))[1]
+    promised = Forecasts(estimates, estimates, 4, 4, 16, False).forecast(Arm("ssd"))[1]
     seen = crowd(policy, world(ar=promised, sd=0.1, ssd=2 * promised), 3 * POLICY.episode_rounds, 4)
     assert seen["ssd"] > POLICY.episode_rounds * 4
 
@@ -288,7 +288,7 @@ def test_formula_does_not_change_a_tuned_rate() -> None:
     for _ in range(50):
         estimates.observe_verify(7, 60.0)
         estimates.observe_depth(4, 12.0)
-    for _ in range(2 * POLICY.few_rounds):
+    for _ in range(2 * POLICY.min_episode_rounds):
         plan = policy.plan()
         assert plan == Arm("ssd", 6, 4) and "by tune's forecast" in policy.why
         assert max(record.rate or 0.0 for record in policy._records.values()) == pytest.approx(0.204)

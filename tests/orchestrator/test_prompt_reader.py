@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.orchestrator.machine import spawn
-from outrider.orchestrator.machine.spawn import measured
+from outrider.orchestrator.machine.spawn import measure_prompt_reading
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, code: int, out: str, err: str = "") -> list[list[str]]:
@@ -26,16 +26,16 @@ def answering(monkeypatch: pytest.MonkeyPatch, code: int, out: str, err: str = "
 
 def test_measurement_runs_for_the_draft_and_returns_its_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answering(monkeypatch, 0, json.dumps({"least": 128, "sentence": "from 128 tokens on", "times": None}))
-    assert measured("models/draft") == "from 128 tokens on"
+    assert measure_prompt_reading("models/draft") == "from 128 tokens on"
     assert asked[0][-4:] == ["outrider.drafters.coreml.doctor", "--model", "models/draft", "--prompts"]
 
 
 def test_failed_measurement_falls_back_to_mlx_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, 3, "", "warming up\nthere is no room on the disk\n")
-    assert measured("d") == "MLX reads prompts: there is no room on the disk"
+    assert measure_prompt_reading("d") == "MLX reads prompts: there is no room on the disk"
 
 
 def test_measurement_does_not_run_outside_macos(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answering(monkeypatch, 0, "{}")
     monkeypatch.setattr(spawn.sys, "platform", "linux")
-    assert measured("d") is None and not asked
+    assert measure_prompt_reading("d") is None and not asked

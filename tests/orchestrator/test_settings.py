@@ -12,7 +12,7 @@ import pytest
 from outrider.orchestrator.cli import Parser, flags, serve
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.settings import ServeSettings, Settings
-from outrider.orchestrator.settings import flags as as_flags
+from outrider.orchestrator.settings import to_flags as as_flags
 from outrider.protocol.errors import InvalidRequest
 
 

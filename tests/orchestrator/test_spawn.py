@@ -16,7 +16,7 @@ from outrider.orchestrator.machine import spawn, system
 from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest, WorkerError
-from outrider.protocol.worker_link import DRAFTER_CORE
+from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
 
 SETTINGS = ServeSettings(model="/m", draft_model="/d", log_level="info", fan_out="uniform")
 WAITS = "import os, sys; fd = int(sys.argv[1]); print('up', flush=True); os.read(fd, 1)"
@@ -151,68 +151,68 @@ def test_draft_device_flag_goes_to_the_drafter_only():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere MLX's package brings its library")
 def test_missing_mlx_backend_is_reported_before_any_start(monkeypatch, tmp_path):
-    monkeypatch.setattr(system, "LIBRARY", Path("lib", "libnone.so"))
+    monkeypatch.setattr(system, "MLX_LIBRARY", Path("lib", "libnone.so"))
     with pytest.raises(InvalidRequest, match=r"pip install '\.\[cpu\]' in a checkout"):
         supervisor.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path, 1)
     assert not list(tmp_path.iterdir())
 
 
 def test_openblas_is_preloaded_if_found(monkeypatch):
-    monkeypatch.setattr(system, "openblas", lambda: "/lib/libopenblas.so.0")
-    made = system.environment({"LD_PRELOAD": "/other.so", "A": "b"}, 3)
+    monkeypatch.setattr(system, "find_openblas", lambda: "/lib/libopenblas.so.0")
+    made = system.blas_environment({"LD_PRELOAD": "/other.so", "A": "b"}, 3)
     assert made["LD_PRELOAD"] == "/other.so:/lib/libopenblas.so.0" and made["A"] == "b"
     assert {made[name] for name in system.THREAD_VARIABLES} == {"3"}
-    assert system.environment({"LD_PRELOAD": "/my/libopenblas.so"}, 1)["LD_PRELOAD"] == "/my/libopenblas.so"
+    assert system.blas_environment({"LD_PRELOAD": "/my/libopenblas.so"}, 1)["LD_PRELOAD"] == "/my/libopenblas.so"
 
 
 def test_openblas_library_can_be_chosen_or_disabled(monkeypatch, tmp_path):
     monkeypatch.setattr(system, "needs_openblas", lambda: True)
     mine = tmp_path / "libopenblas.so.0"
-    monkeypatch.setenv(system.CHOICE, str(mine))
+    monkeypatch.setenv(system.BLAS_VARIABLE, str(mine))
     with pytest.raises(InvalidRequest, match="which is not a file"):
-        system.openblas()
+        system.find_openblas()
     mine.touch()
-    assert system.openblas() == str(mine)
-    monkeypatch.setenv(system.CHOICE, "")
-    assert system.openblas() is None and system.notes() == ()
-    assert "LD_PRELOAD" not in system.environment({}, 1)
+    assert system.find_openblas() == str(mine)
+    monkeypatch.setenv(system.BLAS_VARIABLE, "")
+    assert system.find_openblas() is None and system.blas_notes() == ()
+    assert "LD_PRELOAD" not in system.blas_environment({}, 1)
 
 
 def test_missing_openblas_is_noted_with_its_cost(monkeypatch):
-    monkeypatch.setattr(system, "openblas", lambda: None)
+    monkeypatch.setattr(system, "find_openblas", lambda: None)
     monkeypatch.setattr(system, "needs_openblas", lambda: True)
-    assert "LD_PRELOAD" not in system.environment({}, 1)
-    assert "M times" in system.notes()[0] and "libopenblas0-pthread" in system.notes()[0]
+    assert "LD_PRELOAD" not in system.blas_environment({}, 1)
+    assert "M times" in system.blas_notes()[0] and "libopenblas0-pthread" in system.blas_notes()[0]
     monkeypatch.setattr(system, "needs_openblas", lambda: False)
-    assert system.notes() == ()
+    assert system.blas_notes() == ()
 
 
 def test_orchestrator_shares_the_drafters_core_on_two_cores(monkeypatch):
-    monkeypatch.setattr(system, "GIVEN", [4, 9])
+    monkeypatch.setattr(system, "USABLE_CORES", [4, 9])
     assert [system.core_of(role, SETTINGS) for role in ("target", "orchestrator", "draft", "prefill")] == [
         4,
         9,
         9,
         None,
     ]
-    assert system.drafter_core("target", SETTINGS) == {DRAFTER_CORE: "9"}
-    assert system.drafter_core("draft", SETTINGS) == {}
+    assert system.drafter_core_variable("target", SETTINGS) == {DRAFTER_CORE_VARIABLE: "9"}
+    assert system.drafter_core_variable("draft", SETTINGS) == {}
     assert system.core_of("draft", ServeSettings(model="m", draft_model="d", threads=2)) is None
     assert system.core_of("target", ServeSettings(draft_backend="ngram")) is None
-    monkeypatch.setattr(system, "GIVEN", [0, 1, 2, 3])
+    monkeypatch.setattr(system, "USABLE_CORES", [0, 1, 2, 3])
     assert system.core_of("draft", SETTINGS) is None
-    assert system.drafter_core("target", SETTINGS) == {}
+    assert system.drafter_core_variable("target", SETTINGS) == {}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="cores are told apart on Linux")
 def test_process_can_be_put_behind_pinned_and_unpinned():
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
-        system.put_behind(process.pid)
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) == system.BEHIND
-        system.pin(process.pid, system.GIVEN[-1])
-        assert os.sched_getaffinity(process.pid) == {system.GIVEN[-1]}
-        system.pin(process.pid, None)
-        assert sorted(os.sched_getaffinity(process.pid)) == system.GIVEN
+        system.lower_priority(process.pid)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == system.DRAFTER_NICE
+        system.pin_to_core(process.pid, system.USABLE_CORES[-1])
+        assert os.sched_getaffinity(process.pid) == {system.USABLE_CORES[-1]}
+        system.pin_to_core(process.pid, None)
+        assert sorted(os.sched_getaffinity(process.pid)) == system.USABLE_CORES
         process.kill()
 
 

@@ -7,14 +7,20 @@ from statistics import fmean
 
 import pytest
 
-from outrider.orchestrator.core.policy.acceptance import CODE, FREE, HELD, REPEATING, TextProfiles
+from outrider.orchestrator.core.policy.acceptance import (
+    CODE_TEXT,
+    CONSTRAINED_TEXT,
+    GENERAL_TEXT,
+    REPEATING_TEXT,
+    TextProfiles,
+)
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.protocol.messages import InProcessDrafter
 from tests.harness.classes_of_text import HOLDS, auto, best_of, cold
 
 DEPTH = 4
-GOOD_IN = {"eagle3": CODE, "mtp": FREE}
+GOOD_IN = {"eagle3": CODE_TEXT, "mtp": GENERAL_TEXT}
 
 
 def chain(rng: random.Random, chance: float) -> int:
@@ -27,7 +33,7 @@ def learned() -> TextProfiles:
     estimates.add_drafters([InProcessDrafter(name) for name in GOOD_IN])
     texts = TextProfiles(estimates)
     for name, home in GOOD_IN.items():
-        for kind in (CODE, FREE):
+        for kind in (CODE_TEXT, GENERAL_TEXT):
             odds = texts.odds(kind, greedy=True)
             for _ in range(100):
                 held = chain(rng, 0.85 if kind == home else 0.35)
@@ -39,7 +45,7 @@ def learned() -> TextProfiles:
 @pytest.mark.parametrize("name", GOOD_IN)
 def test_rounds_determine_the_kind_of_a_text(name: str) -> None:
     texts, rng = learned(), random.Random(2)
-    for initial_kind in (CODE, FREE):
+    for initial_kind in (CODE_TEXT, GENERAL_TEXT):
         text = texts.open(initial_kind, greedy=True)
         for _ in range(10):
             texts.observe(text, name, DEPTH, chain(rng, 0.85))
@@ -48,13 +54,13 @@ def test_rounds_determine_the_kind_of_a_text(name: str) -> None:
 
 def test_kind_is_kept_after_one_rejection_and_always_with_a_grammar() -> None:
     texts = learned()
-    text = texts.open(CODE, greedy=True)
+    text = texts.open(CODE_TEXT, greedy=True)
     texts.observe(text, "eagle3", 1, 0)
-    assert text.kind == CODE
-    held = texts.open(HELD, greedy=True)
+    assert text.kind == CODE_TEXT
+    held = texts.open(CONSTRAINED_TEXT, greedy=True)
     for _ in range(20):
         texts.observe(held, "eagle3", DEPTH, DEPTH)
-    assert held.kind == HELD
+    assert held.kind == CONSTRAINED_TEXT
 
 
 def test_unseen_kind_uses_general_rates_until_observed() -> None:
@@ -62,11 +68,11 @@ def test_unseen_kind_uses_general_rates_until_observed() -> None:
     texts = TextProfiles(estimates)
     for _ in range(200):
         estimates.observe_chain(DEPTH, 0)
-    fresh = texts.odds(REPEATING, greedy=False)
-    assert fresh.holding().rate(0) == pytest.approx(estimates.holding().rate(0))
+    fresh = texts.odds(REPEATING_TEXT, greedy=False)
+    assert fresh.acceptance_of().rate(0) == pytest.approx(estimates.acceptance_of().rate(0))
     for _ in range(20):
         fresh.observe("", DEPTH, DEPTH)
-    assert fresh.holding().rate(0) > 0.6 > 0.1 > texts.odds(REPEATING, greedy=True).holding().rate(0)
+    assert fresh.acceptance_of().rate(0) > 0.6 > 0.1 > texts.odds(REPEATING_TEXT, greedy=True).acceptance_of().rate(0)
 
 
 def test_first_rejections_are_not_counted_at_every_level() -> None:
@@ -74,23 +80,23 @@ def test_first_rejections_are_not_counted_at_every_level() -> None:
     estimates = Estimates()
     estimates.add_drafters([InProcessDrafter("draft", agreement=0.6)])
     texts = TextProfiles(estimates)
-    text = texts.open(FREE, greedy=True)
+    text = texts.open(GENERAL_TEXT, greedy=True)
     for _ in range(7):
         estimates.in_process["draft"].observe(1, 0, 1.0)
         texts.observe(text, "draft", 1, 0)
-    assert 0.2 < text.odds.holding("draft").rate(0) < 0.5
+    assert 0.2 < text.odds.acceptance_of("draft").rate(0) < 0.5
     for _ in range(60):
         estimates.in_process["draft"].observe(1, 0, 1.0)
         texts.observe(text, "draft", 1, 0)
-    assert text.odds.holding("draft").rate(0) < 0.2
+    assert text.odds.acceptance_of("draft").rate(0) < 0.2
 
 
 def test_kind_without_observations_is_not_assigned() -> None:
     texts = learned()
-    text = texts.open(CODE, greedy=True)
+    text = texts.open(CODE_TEXT, greedy=True)
     for _ in range(20):
         texts.observe(text, "mtp", DEPTH, 2)
-    assert text.kind != REPEATING
+    assert text.kind != REPEATING_TEXT
 
 
 @pytest.mark.parametrize(("agreement", "held"), [(0.0, DEPTH), (1.0, 0), (1.0, DEPTH), (0.0, 0)])
@@ -98,26 +104,26 @@ def test_rates_of_zero_and_one_accept_contrary_observations(agreement: float, he
     estimates = Estimates()
     estimates.add_drafters([InProcessDrafter("mtp", agreement=agreement)])
     texts = TextProfiles(estimates)
-    text = texts.open(CODE, greedy=True)
+    text = texts.open(CODE_TEXT, greedy=True)
     for _ in range(40):
         texts.observe(text, "mtp", DEPTH, held)
-    again = texts.open(FREE, greedy=True)
+    again = texts.open(GENERAL_TEXT, greedy=True)
     texts.observe(again, "mtp", DEPTH, held)
-    assert 0 <= again.odds.holding("mtp").rate(0) <= 1
+    assert 0 <= again.odds.acceptance_of("mtp").rate(0) <= 1
 
 
 def test_text_starts_with_the_rates_of_its_kind_and_learns_its_own() -> None:
     errors = []
     for seed in range(8):
         texts, rng = learned(), random.Random(seed)
-        text = texts.open(CODE, greedy=True)
-        kind = texts.odds(CODE, greedy=True).holding("mtp").rate(0)
-        assert text.odds.holding("mtp").rate(0) == pytest.approx(1 - POLICY.optimism * (1 - kind))
+        text = texts.open(CODE_TEXT, greedy=True)
+        kind = texts.odds(CODE_TEXT, greedy=True).acceptance_of("mtp").rate(0)
+        assert text.odds.acceptance_of("mtp").rate(0) == pytest.approx(1 - POLICY.optimism * (1 - kind))
         accepted = [chain(rng, 0.6) for _ in range(20)]
         for held in accepted:
             texts.observe(text, "mtp", DEPTH, held)
         share = sum(accepted) / sum(min(held + 1, DEPTH) for held in accepted)
-        errors.append(abs(text.odds.holding("mtp").rate(0) - share))
+        errors.append(abs(text.odds.acceptance_of("mtp").rate(0) - share))
     assert fmean(errors) < 0.12
 
 
@@ -129,11 +135,11 @@ def test_auto_is_near_the_best_of_each_kind_with_misleading_prompts() -> None:
 def test_first_tokens_shift_the_rates_of_all_positions() -> None:
     """What its first tokens show is believed of the later ones, each place keeping its own odds."""
     texts = learned()
-    kind = texts.odds(CODE, greedy=True)
-    text = texts.open(CODE, greedy=True)
+    kind = texts.odds(CODE_TEXT, greedy=True)
+    text = texts.open(CODE_TEXT, greedy=True)
     for _ in range(12):
         texts.observe(text, "eagle3", 1, 1)
-    moved, believed = text.odds.holding("eagle3"), kind.holding("eagle3")
+    moved, believed = text.odds.acceptance_of("eagle3"), kind.acceptance_of("eagle3")
     assert all(believed.rate(place) < moved.rate(place) <= 1.0 for place in range(DEPTH))
     for _ in range(60):
         texts.observe(text, "eagle3", DEPTH, 0)

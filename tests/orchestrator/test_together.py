@@ -13,7 +13,7 @@ from outrider.orchestrator.events import (
     RequestBegan,
     RequestEnded,
     ToFront,
-    together,
+    merge_commits,
 )
 from outrider.protocol.messages import (
     Abilities,
@@ -105,7 +105,7 @@ def test_queued_tokens_are_merged_without_reordering() -> None:
         RequestEnded("a", "eos", Timings()),
         Committed("b", (9,)),
     ]
-    assert together(told) == [
+    assert merge_commits(told) == [
         RequestBegan("a", "ar"), Committed("a", (1, 2, 3, 4)), Committed("b", (7,)), Progress("b", 1, 2),
         Committed("b", (8, 9)), RequestEnded("a", "eos", Timings()),
     ]  # fmt: skip
@@ -116,7 +116,7 @@ def test_merged_tokens_keep_logprobs_origins_and_rounds() -> None:
     rounds = tuple(RoundRecord(n, "none", "none", 0, 0, 1, Span(n, n)) for n in range(2))
     first = Committed("a", (1,), rows.part(0, 1), (Origin.TARGET,), rounds[:1])
     second = Committed("a", (2, 3), rows.part(1, 3), (Origin.COPIED, Origin.TARGET), rounds[1:])
-    (told,) = together([first, second])
+    (told,) = merge_commits([first, second])
     assert isinstance(told, Committed) and told.tokens == (1, 2, 3) and told.logprobs is not None
     assert told.logprobs.ids.tolist() == rows.ids.tolist() and told.logprobs.values.tolist() == rows.values.tolist()
     assert told.origins == (Origin.TARGET, Origin.COPIED, Origin.TARGET) and told.rounds == rounds

@@ -14,7 +14,7 @@ from outrider.orchestrator.core.metrics import Trace
 def test_trace_drops_events_past_its_limit_and_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(metrics, "MOST_EVENTS", 5)
+    monkeypatch.setattr(metrics, "MAX_TRACE_EVENTS", 5)
     written = Trace(tmp_path / "trace.json")
     for number in range(20):
         written.mark("target", f"verify {number}", number)

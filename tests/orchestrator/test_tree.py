@@ -15,12 +15,12 @@ from outrider.orchestrator.core.proposal import (
     NgramIndex,
     Proposal,
     ProposalSource,
-    merged,
-    min_alternative,
+    merge_into_tree,
+    min_alternative_prob,
 )
 from outrider.protocol.messages import Alternatives, Outcome, Span
 from outrider.protocol.schema import Origin
-from outrider.protocol.trees import fault, lines
+from outrider.protocol.trees import token_paths, tree_fault
 from tests.orchestrator.test_copies import estimates
 
 FREE = (0.0,) * 40
@@ -81,8 +81,8 @@ def test_shared_prefixes_are_merged_and_the_rest_branches() -> None:
     drafts.add((4,), (0.35,), Origin.GUESSED)
     nodes = drafts.best(flat)
     tree = tokens(drafts, nodes), parents(drafts, nodes)
-    assert not fault(*tree)
-    assert lines(*tree) == [[10], [10, 11], [10, 11, 12], [10, 5], [10, 5, 6], [4]]
+    assert not tree_fault(*tree)
+    assert token_paths(*tree) == [[10], [10, 11], [10, 11, 12], [10, 5], [10, 5, 6], [4]]
     assert [drafts.by[node] for node in nodes] == [Origin.PREPARED] * 3 + [Origin.COPIED] * 2 + [Origin.GUESSED]
 
 
@@ -100,7 +100,7 @@ def test_grown_tree_is_the_best_of_its_size(seed: int) -> None:
         chain = [draws.randrange(3) for _ in range(3)]
         drafts.add(chain, [draws.uniform(0.05, 0.3) for _ in chain], Origin.DRAFTED)
     whole = drafts.best(lambda rows: 1.0)
-    nodes = {tuple(down): node for node, down in enumerate(lines(drafts.tokens, drafts.parents))}
+    nodes = {tuple(down): node for node, down in enumerate(token_paths(drafts.tokens, drafts.parents))}
     masses = drafts.masses()
     assert len(whole) == len(masses)
     for size in range(1, len(masses) + 1):
@@ -120,28 +120,30 @@ def test_differing_copy_is_added_beside_the_branch() -> None:
     known, ngrams = estimates(), NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2))
     for _ in range(50):
         known.observe_alternatives(ngrams.lookup(4), (3, 4, 5, 6))
-    found = merged(known, ngrams, hit(3, 9, 9), (), room=50)
+    found = merge_into_tree(known, ngrams, hit(3, 9, 9), (), max_chain_tokens=50)
     assert found is not None and found.lookup is Lookup.HIT and found.drafter == "draft-0"
-    assert [3, 9, 9] in lines(found.chain, found.parents) and [3, 4, 5, 6] in lines(found.chain, found.parents)
+    assert [3, 9, 9] in token_paths(found.chain, found.parents) and [3, 4, 5, 6] in token_paths(
+        found.chain, found.parents
+    )
     assert found.by.count(Origin.PREPARED) == len(found.drafter_nodes) == 3
     assert [found.chain[node] for node in found.drafter_nodes] == [3, 9, 9]
 
 
 def test_merged_is_none_if_proposals_agree_or_rows_are_costly() -> None:
     ngrams = NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2))
-    assert merged(estimates(), ngrams, hit(3, 4, 5), (), room=50) is None
-    assert merged(estimates(), ngrams, hit(), (), room=50) is None
+    assert merge_into_tree(estimates(), ngrams, hit(3, 4, 5), (), max_chain_tokens=50) is None
+    assert merge_into_tree(estimates(), ngrams, hit(), (), max_chain_tokens=50) is None
     dear = estimates(row_ms=9.0, drafted=1)
-    assert merged(dear, ngrams, hit(8), (), room=50) is None
-    assert min_alternative(dear, True) == 1.0 and min_alternative(estimates(), False) == 1.0
-    assert 0.0 < min_alternative(estimates(row_ms=0.1), True) < 0.3
+    assert merge_into_tree(dear, ngrams, hit(8), (), max_chain_tokens=50) is None
+    assert min_alternative_prob(dear, True) == 1.0 and min_alternative_prob(estimates(), False) == 1.0
+    assert 0.0 < min_alternative_prob(estimates(row_ms=0.1), True) < 0.3
 
 
 def test_alternatives_of_the_drafter_are_added_beside_its_tokens() -> None:
     beside = Alternatives((7, 8, 6), (-1, 0, 2), (0.5, 0.5, 0.5))
-    found = merged(estimates(), NgramIndex(), hit(3, 4), (), room=50, alternatives=beside)
+    found = merge_into_tree(estimates(), NgramIndex(), hit(3, 4), (), max_chain_tokens=50, alternatives=beside)
     assert found is not None and Origin.GUESSED in found.by
-    assert [7] in lines(found.chain, found.parents) and [3, 8] in lines(found.chain, found.parents)
+    assert [7] in token_paths(found.chain, found.parents) and [3, 8] in token_paths(found.chain, found.parents)
     assert 6 not in found.chain, "what it stood behind was cut off"
 
 
@@ -149,9 +151,9 @@ def test_tree_depth_fits_the_remaining_room() -> None:
     known, ngrams = estimates(), NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2))
     for _ in range(50):
         known.observe_alternatives(ngrams.lookup(4), (3, 4, 5, 6))
-    for room in (2, 3, 4):
-        found = merged(known, ngrams, hit(9, 9), (), room=room)
-        assert found is not None and found.depth == room
+    for max_chain_tokens in (2, 3, 4):
+        found = merge_into_tree(known, ngrams, hit(9, 9), (), max_chain_tokens=max_chain_tokens)
+        assert found is not None and found.depth == max_chain_tokens
 
 
 def test_tree_outcome_identifies_the_accepted_path() -> None:
@@ -164,7 +166,7 @@ def test_tree_outcome_identifies_the_accepted_path() -> None:
 
     assert tree.nodes(outcome(2)) == (0, 1) and tree.nodes(outcome(3, (0, 2, 3))) == (0, 2, 3)
     assert tree.origins((0, 2, 3)) == (Origin.PREPARED, Origin.COPIED, Origin.COPIED, Origin.TARGET)
-    assert tree.along((0, 2, 3)) == 1 and tree.depth == 3 and tree.line == (3, 9)
+    assert tree.count_on_chain((0, 2, 3)) == 1 and tree.depth == 3 and tree.line == (3, 9)
     for wrong in (outcome(3), outcome(2, (0,)), outcome(1, (2,)), outcome(2, (0, 4)), outcome(2, (1, 0))):
         assert tree.nodes(wrong) is None
     assert Proposal((3, 9)).nodes(outcome(2)) == range(2) and Proposal((3, 9)).nodes(outcome(3)) is None

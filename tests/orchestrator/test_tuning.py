@@ -10,7 +10,7 @@ import pytest
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.digest import CACHE
+from outrider.protocol.digest import CACHE_VARIABLE
 from outrider.protocol.errors import InvalidRequest
 
 RECORD = Tuning(
@@ -44,9 +44,9 @@ def test_each_temperature_class_has_its_own_record(tmp_path: Path) -> None:
 def test_nearest_prefers_a_record_of_the_temperature_class() -> None:
     warm, hot = replace(RECORD, temp=0.6), replace(RECORD, temp=1.2)
     everything = (hot, RECORD, warm)
-    assert [tuning.nearest(everything, temp) for temp in (0.0, 0.05, 0.8, 2.0)] == [RECORD, warm, warm, hot]
-    assert tuning.nearest((RECORD,), 0.8) == RECORD
-    assert tuning.nearest((), 0.0) is None
+    assert [tuning.nearest_record(everything, temp) for temp in (0.0, 0.05, 0.8, 2.0)] == [RECORD, warm, warm, hot]
+    assert tuning.nearest_record((RECORD,), 0.8) == RECORD
+    assert tuning.nearest_record((), 0.0) is None
 
 
 def test_missing_file_has_no_records(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def test_damaged_file_has_no_records(tmp_path: Path, content: str) -> None:
 
 
 def test_files_are_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE, str(tmp_path))
-    assert tuning.path_for(ServeSettings()).parent == tuning.memory_for(ServeSettings()).parent == tmp_path
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    assert tuning.tuning_path(ServeSettings()).parent == tuning.memory_path(ServeSettings()).parent == tmp_path
 
 
 def test_unwritable_folder_raises_invalid_request(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_unwritable_folder_raises_invalid_request(tmp_path: Path) -> None:
 def test_each_pair_and_thread_count_has_its_own_path() -> None:
     first = ServeSettings(model="a", draft_model="b")
     others = [ServeSettings(model="a", draft_model="c"), ServeSettings(model="a", draft_model="b", threads=2)]
-    assert len({tuning.path_for(settings) for settings in [first, *others]}) == 3
+    assert len({tuning.tuning_path(settings) for settings in [first, *others]}) == 3
 
 
 def test_other_implementations_of_workers_have_their_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,5 +84,5 @@ def test_other_implementations_of_workers_have_their_own_path(monkeypatch: pytes
     for name in ("", "one", "other"):
         if name:
             monkeypatch.setenv("OUTRIDER_WORKER_MODULES", f'{{"target": ["{name}"]}}')
-        paths |= {tuning.path_for(settings), tuning.memory_for(settings)}
+        paths |= {tuning.tuning_path(settings), tuning.memory_path(settings)}
     assert len(paths) == 6

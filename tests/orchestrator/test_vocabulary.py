@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer, models
 
-from outrider.orchestrator.pairing.tokenizer import difference, fingerprint, require_same
+from outrider.orchestrator.pairing.tokenizer import require_same_vocabulary, vocabulary_difference, vocabulary_digest
 from outrider.protocol.errors import ModelError
 
 WORDS = ["a", "b", "c", "<|end|>"]
@@ -25,7 +25,7 @@ def with_words(codec):
 
 
 def test_identical_vocabularies_have_no_difference(codec):
-    assert difference(codec, codec) == ""
+    assert vocabulary_difference(codec, codec) == ""
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_identical_vocabularies_have_no_difference(codec):
     ],
 )
 def test_padding_tokens_are_ignored(with_words, draft):
-    require_same(with_words(WORDS), with_words(draft))
-    require_same(with_words(draft), with_words(WORDS))
+    require_same_vocabulary(with_words(WORDS), with_words(draft))
+    require_same_vocabulary(with_words(draft), with_words(WORDS))
 
 
 @pytest.mark.parametrize(
@@ -52,25 +52,25 @@ def test_padding_tokens_are_ignored(with_words, draft):
 )
 def test_different_vocabularies_are_refused_with_the_difference(with_words, draft, words):
     with pytest.raises(ModelError, match=words):
-        require_same(with_words(WORDS), with_words(draft))
+        require_same_vocabulary(with_words(WORDS), with_words(draft))
 
 
 def test_fingerprint_depends_on_ordinary_tokens_only(with_words):
     """Of one family it is one: there only names in brackets differ."""
-    ours = fingerprint(with_words(WORDS))
+    ours = vocabulary_digest(with_words(WORDS))
     for family in ([*WORDS, "<|reserved_3|>", "[PAD]"], [*WORDS[:3], "<|eom|>"]):
-        assert fingerprint(with_words(family)) == ours
+        assert vocabulary_digest(with_words(family)) == ours
     for stranger in (["a", "c", "b", "<|end|>"], [*WORDS, "d"], ["a", "b", None, "<|end|>"]):
-        assert fingerprint(with_words(stranger)) != ours
+        assert vocabulary_digest(with_words(stranger)) != ours
 
 
 def test_vocabulary_error_names_both_models(with_words):
     with pytest.raises(ModelError, match=r"vocabularies of .*target and .*target differ"):
-        require_same(with_words(WORDS), with_words(["x"]))
+        require_same_vocabulary(with_words(WORDS), with_words(["x"]))
 
 
 def test_added_tokens_count_as_a_difference(codec):
     grown = Tokenizer.from_str(codec.tokenizer.to_str())
     grown.add_special_tokens(["<think>"])
-    assert "<think>" in difference(codec, replace(codec, tokenizer=grown))
+    assert "<think>" in vocabulary_difference(codec, replace(codec, tokenizer=grown))
     assert json.loads(codec.tokenizer.to_str())["added_tokens"], "the embedded tokenizer has added tokens of its own"

@@ -45,7 +45,7 @@ def test_users_of_one_gateway_share_its_turns():
         ((b"gate", b"y"), "y2"),
     ):
         queue.put(whose, item)
-    assert queue.first() == "x1" and len(queue) == 6
+    assert queue.peek() == "x1" and len(queue) == 6
     assert queue.drop((b"gate", b"y"), "y2") and not queue.drop((b"gate", b"z"), "y2")
     assert drain(queue) == ["x1", "a1", "y1", "a2", "x2"]
 

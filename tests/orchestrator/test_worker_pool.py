@@ -16,14 +16,14 @@ from msgspec import structs
 from outrider.orchestrator.core import supervisor
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.core.worker_registry import (
+    FROZEN_AFTER_PINGS,
+    LOST_AFTER_PINGS,
+    MAX_INVALID_MESSAGES,
+    MAX_STALL_RATIO,
     MAX_WORKERS,
-    MOST_INVALID,
-    QUIET,
-    SILENT,
-    SLACK,
-    UNKNOWN,
+    UNKNOWN_STALL_RATIO,
     WorkerLoss,
-    reads_alike,
+    is_kv_compatible,
 )
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.settings import ServeSettings
@@ -31,7 +31,7 @@ from outrider.orchestrator.sockets import Rate, RateLimiter
 from outrider.protocol import clock
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode
-from outrider.protocol.digest import digest
+from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import (
     Abilities,
@@ -51,7 +51,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.stats import KvCost
-from outrider.protocol.worker_link import heartbeat_of, routing_id
+from outrider.protocol.worker_link import heartbeat_id, routing_id
 
 WAIT_MS = 200_000
 
@@ -100,7 +100,7 @@ class Peer:
     def __init__(self, harness: PoolHarness, role: str, incarnation: int, identity: bytes | None = None) -> None:
         self.harness, self.role, self.incarnation, self.kv = harness, role, incarnation, KvCost()
         self.hot = harness.dealer(identity or routing_id(incarnation))
-        self.beat = harness.dealer(heartbeat_of(identity or routing_id(incarnation)))
+        self.beat = harness.dealer(heartbeat_id(identity or routing_id(incarnation)))
 
     def say(self, message: Message) -> None:
         self.hot.send_multipart(encode(message))
@@ -154,8 +154,8 @@ class PoolHarness:
     def __init__(self, directory: Path, settings: ServeSettings) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.pool = WorkerPool(self.context, settings, directory)
-        self.read, self._received = 0, self.pool.router.arrived
-        self.pool.router.arrived = self._receive  # type: ignore[method-assign]
+        self.read, self._received = 0, self.pool.router.receive_waiting
+        self.pool.router.receive_waiting = self._receive  # type: ignore[method-assign]
         self.dealers: list[Counted] = []
         self.said: list[tuple[str, Message]] = []
         self.spawned: dict[str, tuple[int, Spawned]] = {}
@@ -196,7 +196,7 @@ class PoolHarness:
         """The process that was spawned by this name, ready."""
         peer = Peer(self, name.partition("-")[0], self.spawned[name][0])
         peer.kv = kv or peer.kv
-        assert peer.hello(name) == Welcome(name, round(1000 * self.pool.seconds_a_ping))
+        assert peer.hello(name) == Welcome(name, round(1000 * self.pool.ping_interval_s))
         return peer
 
     def states(self) -> dict[str, str]:
@@ -342,7 +342,7 @@ def test_awaited_target_joins_and_rejoins_with_the_same_files(
 ) -> None:
     """Of the same files only, one at a time, and as the same model; the place keeps what it takes in between."""
     (tmp_path / "config.json").write_text("{}")
-    files = digest(tmp_path)
+    files = model_digest(tmp_path)
     harness = make_harness(await_target=True, model=str(tmp_path), draft_backend="none")
     assert harness.starts == [] and not harness.pool.ready and harness.pool.endpoint in harness.pool.stage
     other = Peer(harness, "target", 1).hello(files="0123-4567")
@@ -351,7 +351,7 @@ def test_awaited_target_joins_and_rejoins_with_the_same_files(
     assert first.hello(files=files + "77") == welcome("target-0") and harness.pool.ready and harness.losses() == []
     second = Peer(harness, "target", 3).hello(files=files + "77")
     assert isinstance(second, Shutdown) and "already has a target" in second.reason
-    (loss,) = harness.pass_time(QUIET + SILENT)
+    (loss,) = harness.pass_time(FROZEN_AFTER_PINGS + LOST_AFTER_PINGS)
     assert loss.gone and not loss.fatal and harness.states() == {"target-0": "restarting"} and not harness.pool.ready
     changed = Peer(harness, "target", 4).hello(files=files + "88")
     assert isinstance(changed, Shutdown) and "came back with another model" in changed.reason
@@ -364,9 +364,9 @@ def test_awaited_target_that_does_not_return_is_given_up(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     harness = make_harness(await_target=True, model=str(tmp_path), draft_backend="none")
-    Peer(harness, "target", 1).hello(files=digest(tmp_path))
-    assert [loss.fatal for loss in harness.pass_time(QUIET + SILENT)] == [False]
-    harness.seconds += supervisor.AWAITED_SECONDS
+    Peer(harness, "target", 1).hello(files=model_digest(tmp_path))
+    assert [loss.fatal for loss in harness.pass_time(FROZEN_AFTER_PINGS + LOST_AFTER_PINGS)] == [False]
+    harness.seconds += supervisor.TARGET_WAIT_SECONDS
     (loss,) = harness.losses()
     assert loss.fatal and "none has joined in its place for 10 minutes" in loss.why and harness.losses() == []
 
@@ -409,7 +409,7 @@ def test_messages_before_hello_concern_only_their_worker(harness: PoolHarness) -
     target.say(Loading("target", "reading weights"))
     target.say(Fault("target-0", None, "no such file"))
     harness.settle()
-    assert harness.pool.stage == "target: reading weights" and harness.pool.news
+    assert harness.pool.stage == "target: reading weights" and harness.pool.status_changed
     harness.spawned["target-0"][1].code = 3
     assert [(loss.why, loss.fatal) for loss in harness.losses()] == [("no such file", True)]
 
@@ -428,17 +428,17 @@ def test_paused_server_does_not_lose_workers(harness: PoolHarness) -> None:
 
 def test_silent_drafter_is_not_used_until_it_answers_again(harness: PoolHarness) -> None:
     target, draft = harness.worker("target-0"), harness.worker("draft-0")
-    losses = harness.pass_time(QUIET + 2, target)
+    losses = harness.pass_time(FROZEN_AFTER_PINGS + 2, target)
     assert [(loss.worker.name, loss.gone) for loss in losses] == [("draft-0", False)]
     assert harness.pool.drafters() == set() and harness.states()["draft-0"] == "frozen"
     assert not harness.spawned["draft-0"][1].killed
     assert harness.pass_time(1, target, draft) == [] and harness.pool.drafters() == {"draft-0"}
-    assert harness.pass_time(2 * SILENT, target, draft) == []
+    assert harness.pass_time(2 * LOST_AFTER_PINGS, target, draft) == []
 
 
 def test_silent_target_is_frozen_until_it_answers_again(harness: PoolHarness) -> None:
     target, draft = harness.worker("target-0"), harness.worker("draft-0")
-    assert harness.pass_time(SILENT - 1, draft) == []
+    assert harness.pass_time(LOST_AFTER_PINGS - 1, draft) == []
     assert harness.states()["target-0"] == "frozen" and harness.pool.has_target()
     harness.pass_time(1, target, draft)
     assert harness.states()["target-0"] == "ready"
@@ -448,7 +448,7 @@ def test_silent_target_is_frozen_until_it_answers_again(harness: PoolHarness) ->
 def test_worker_silent_too_long_is_killed_and_its_messages_dropped(harness: PoolHarness, name: str) -> None:
     peers = {each: harness.worker(each) for each in ("target-0", "draft-0")}
     peers_process = harness.spawned[name][1]
-    losses = harness.pass_time(SILENT, *(peer for each, peer in peers.items() if each != name))
+    losses = harness.pass_time(LOST_AFTER_PINGS, *(peer for each, peer in peers.items() if each != name))
     assert losses[-1].worker.name == name and "has not answered for 10 s" in losses[-1].why
     assert harness.states()[name] == "restarting" and peers_process.killed
     peers[name].say(Resync("r", 0))
@@ -457,12 +457,12 @@ def test_worker_silent_too_long_is_killed_and_its_messages_dropped(harness: Pool
     assert harness.said == [] and harness.states()[name] == "restarting"
 
 
-PINGS_A_SECOND = SILENT // 10
+PINGS_A_SECOND = LOST_AFTER_PINGS // 10
 
 
 @pytest.mark.parametrize(
     ("expected_s", "limit_s"),
-    [(0, 10 * UNKNOWN), (0.02, 10), (0.9, 10), (1.5, 1.5 * SLACK), (4, 4 * SLACK)],
+    [(0, 10 * UNKNOWN_STALL_RATIO), (0.02, 10), (0.9, 10), (1.5, 1.5 * MAX_STALL_RATIO), (4, 4 * MAX_STALL_RATIO)],
     ids=["unknown", "decoding", "a short piece", "a piece of a prompt", "a long one"],
 )
 def test_worker_without_progress_is_lost_after_ten_times_its_expected_time(
@@ -493,7 +493,7 @@ def test_restart_may_take_ten_times_the_last_load_time_after_news(
     kill(harness, "target-0")
     harness.pass_time(1)
     assert harness.starts[2:] == ["target-0"]
-    limit = int(max(load_s * SLACK, 10) * PINGS_A_SECOND)
+    limit = int(max(load_s * MAX_STALL_RATIO, 10) * PINGS_A_SECOND)
     assert harness.pass_time(limit - 2) == []
     loading = Peer(harness, "target", harness.spawned["target-0"][0])
     loading.say(Loading("target", "reading weights"))
@@ -503,13 +503,13 @@ def test_restart_may_take_ten_times_the_last_load_time_after_news(
 
 
 def test_first_start_has_no_time_limit(harness: PoolHarness) -> None:
-    assert harness.pass_time(100 * SILENT) == []
+    assert harness.pass_time(100 * LOST_AFTER_PINGS) == []
 
 
 def test_pings_answered_late_in_a_batch_count_as_progress(harness: PoolHarness) -> None:
     target = harness.worker("target-0")
     for _ in range(4):
-        harness.pass_time(SILENT - 1)
+        harness.pass_time(LOST_AFTER_PINGS - 1)
         target.answer(progress=1)
         harness.settle()
         assert [loss for loss in harness.losses() if loss.worker.role == "target"] == []
@@ -527,7 +527,7 @@ def test_given_up_joined_drafter_is_notified_and_frees_its_name(harness: PoolHar
     target = harness.worker("target-0")
     drafter = Peer(harness, "draft", 9)
     assert drafter.hello("studio") == welcome("studio")
-    assert harness.pass_time(SILENT, target)[-1].worker.name == "studio"
+    assert harness.pass_time(LOST_AFTER_PINGS, target)[-1].worker.name == "studio"
     assert "has not answered" in drafter.hear_farewell().reason
     assert Peer(harness, "draft", 10).hello("studio") == welcome("studio")
 
@@ -721,7 +721,7 @@ def test_failed_process_start_counts_as_a_death(harness: PoolHarness) -> None:
 
 def test_worker_is_not_restarted_before_its_old_process_ends(harness: PoolHarness) -> None:
     harness.worker("target-0")
-    harness.pass_time(SILENT)
+    harness.pass_time(LOST_AFTER_PINGS)
     harness.spawned["target-0"][1].code = None
     wait(harness, 10)
     assert harness.starts.count("target-0") == 1
@@ -771,7 +771,7 @@ def test_dismissed_head_learns_the_reason_when_it_comes_back(harness: PoolHarnes
 def test_joined_drafter_is_not_restarted(harness: PoolHarness) -> None:
     target = harness.worker("target-0")
     assert Peer(harness, "draft", 9).hello("studio") == welcome("studio")
-    harness.pass_time(SILENT, target)
+    harness.pass_time(LOST_AFTER_PINGS, target)
     wait(harness, 100)
     assert harness.states()["studio"] == "lost" and "studio" not in harness.starts
 
@@ -796,12 +796,12 @@ def test_joined_drafter_with_too_many_invalid_messages_is_dismissed(harness: Poo
     harness.worker("target-0")
     liar = Peer(harness, "draft", 7)
     assert liar.hello("studio") == welcome("studio")
-    for _ in range(MOST_INVALID - 1):
+    for _ in range(MAX_INVALID_MESSAGES - 1):
         harness.pool.record_invalid("studio", "vocabulary")
     assert harness.losses() == [] and "studio" in harness.pool.drafters()
     liar.hot.send(b"\xc1 no message")
     harness.settle()
-    assert invalid_counts(harness, "studio") == {"vocabulary": MOST_INVALID - 1, "frame": 1}
+    assert invalid_counts(harness, "studio") == {"vocabulary": MAX_INVALID_MESSAGES - 1, "frame": 1}
     [loss] = harness.losses()
     assert loss.gone and not loss.fatal and "tokens outside its own vocabulary (7)" in loss.why
     assert harness.pool.drafters() == set() and harness.losses() == []
@@ -817,7 +817,7 @@ def test_joined_drafter_with_too_many_invalid_messages_is_dismissed(harness: Poo
 def test_own_drafter_with_too_many_invalid_messages_is_not_restarted(harness: PoolHarness) -> None:
     harness.worker("target-0"), harness.worker("draft-0")
     assert harness.pool.ready
-    for _ in range(MOST_INVALID):
+    for _ in range(MAX_INVALID_MESSAGES):
         harness.pool.record_invalid("draft-0", "round")
     [loss] = harness.losses()
     assert loss.gone and not loss.fatal and harness.spawned["draft-0"][1].killed
@@ -828,10 +828,10 @@ def test_own_drafter_with_too_many_invalid_messages_is_not_restarted(harness: Po
 
 def test_invalid_messages_of_the_target_are_only_counted(harness: PoolHarness) -> None:
     target = harness.worker("target-0")
-    for _ in range(2 * MOST_INVALID):
+    for _ in range(2 * MAX_INVALID_MESSAGES):
         target.hot.send(b"")
     harness.settle()
-    assert invalid_counts(harness, "target-0") == {"frame": 2 * MOST_INVALID}
+    assert invalid_counts(harness, "target-0") == {"frame": 2 * MAX_INVALID_MESSAGES}
     assert harness.losses() == [] and harness.states()["target-0"] == "ready"
 
 
@@ -843,8 +843,8 @@ def test_flooding_stranger_is_rate_limited_and_others_are_served(
 ) -> None:
     target, stranger = harness.worker("target-0"), Peer(harness, "draft", 9)
     read: list[object] = []
-    decoded = harness.pool._decoded
-    harness.pool._decoded = lambda *sent: read.append(sent) or decoded(*sent)  # type: ignore
+    decoded = harness.pool._decode
+    harness.pool._decode = lambda *sent: read.append(sent) or decoded(*sent)  # type: ignore
     for _ in range(1000):
         stranger.say(Resync("r", 0))
     target.say(Resync("r", 0))
@@ -872,8 +872,8 @@ def test_flooding_drafter_is_dismissed(harness: PoolHarness, monkeypatch: pytest
 def test_unread_messages_are_bounded_with_one_warning(
     make_harness: Callable[..., PoolHarness], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("outrider.orchestrator.core.worker_pool.MOST_WAITING", 4)
-    monkeypatch.setattr("outrider.orchestrator.core.worker_pool.WARNINGS", Rate(1e-6, 1))
+    monkeypatch.setattr("outrider.orchestrator.core.worker_pool.MAX_QUEUED_MESSAGES", 4)
+    monkeypatch.setattr("outrider.orchestrator.core.worker_pool.WARNING_RATE", Rate(1e-6, 1))
     harness = make_harness()
     deaf = harness.worker("target-0")
     deaf.hot.setsockopt(zmq.RCVHWM, 4)
@@ -932,7 +932,7 @@ def test_prompts_of_a_quantized_target_need_the_same_kernels() -> None:
         structs.replace(made, role="prefill"),
         structs.replace(made, role="prefill", number_format="int8-onnxruntime-arm64"),
     )
-    assert reads_alike(same, made) and not reads_alike(other, made)
-    assert not reads_alike(structs.replace(same, files="g"), made)
+    assert is_kv_compatible(same, made) and not is_kv_compatible(other, made)
+    assert not is_kv_compatible(structs.replace(same, files="g"), made)
     exact = structs.replace(made, number_format="float32")
-    assert reads_alike(other, exact) and reads_alike(structs.replace(same, number_format=""), exact)
+    assert is_kv_compatible(other, exact) and is_kv_compatible(structs.replace(same, number_format=""), exact)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from msgspec import inspect as types
 
-from outrider.protocol.sampling import MAX_SEED, MOST_LOGPROBS, RULES, Grammar, SamplingParams
+from outrider.protocol.sampling import MAX_LOGPROBS, MAX_SEED, SAMPLING_RULES, Grammar, SamplingParams
 from outrider.protocol.schema import Array
 
 
@@ -70,8 +70,8 @@ def sampling() -> st.SearchStrategy[SamplingParams]:
         seed=st.none() | st.integers(0, MAX_SEED),
         stop=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
         ignore_eos=st.booleans(),
-        rule=st.sampled_from(RULES),
-        logprobs=st.none() | st.integers(0, MOST_LOGPROBS),
+        rule=st.sampled_from(SAMPLING_RULES),
+        logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
     ) | st.builds(SamplingParams, grammar=grammars())
 
 

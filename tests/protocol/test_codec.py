@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import msgpack
 from msgspec.structs import replace
 
-from outrider.protocol.codec import MESSAGES, decode, decode_all, encode, encode_all, request_of
+from outrider.protocol.codec import MESSAGES, decode, decode_all, encode, encode_all, read_request_id
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import (
     Autonomous,
@@ -55,7 +55,7 @@ def test_every_message_round_trips_through_the_codec(cls, random_message, same_m
     message = data.draw(random_message(cls))
     frames = [bytes(frame) for frame in encode(message)]
     assert same_message(decode(frames), message)
-    assert request_of(frames) == getattr(message, "request", None)
+    assert read_request_id(frames) == getattr(message, "request", None)
 
 
 def test_arrays_are_sent_as_raw_little_endian_frames_and_decoded_read_only():
@@ -171,7 +171,7 @@ def test_one_invalid_message_refuses_all_messages_sent_with_it():
 
 
 def test_oversized_frame_is_refused_before_sending(monkeypatch):
-    monkeypatch.setattr("outrider.protocol.codec.MAX_FRAME", 1000)
+    monkeypatch.setattr("outrider.protocol.codec.MAX_FRAME_BYTES", 1000)
     encode(Generate("q", "x" * 500, None, SamplingParams()))
     tokens = np.ones(251, np.int32)
     for long in (Generate("q", "x" * 1001, None, SamplingParams()), Generate("q", None, tokens, SamplingParams())):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from outrider.protocol import socket_files
-from outrider.protocol.endpoints import parse
+from outrider.protocol.endpoints import parse_endpoint
 from outrider.protocol.errors import EndpointError
-from outrider.protocol.socket_files import MAX_PATH, PrivateDirectory
+from outrider.protocol.socket_files import MAX_PATH_BYTES, PrivateDirectory
 
 KILLED = """
 import os, signal, sys, tempfile
@@ -34,7 +34,7 @@ def test_socket_directory_is_private_and_removed_on_close(temporary):
         assert stat.S_IMODE(private.path.stat().st_mode) == 0o700
         assert private.path.parent == temporary
         (private.path / "log").write_text("x")
-        assert parse(private.endpoint("workers")).path == str(private.path / "workers")
+        assert parse_endpoint(private.endpoint("workers")).path == str(private.path / "workers")
     private.close()
     assert not list(temporary.iterdir())
 
@@ -46,12 +46,12 @@ def test_invalid_socket_name_is_refused(temporary, name):
 
 
 def test_socket_directory_is_in_tmp_when_the_temporary_path_is_too_long(tmp_path, monkeypatch):
-    long = tmp_path / ("x" * MAX_PATH)
+    long = tmp_path / ("x" * MAX_PATH_BYTES)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with PrivateDirectory() as private:
         assert private.path.parent == Path("/tmp")
-        assert parse(private.endpoint("x" * socket_files.MAX_NAME))
+        assert parse_endpoint(private.endpoint("x" * socket_files.MAX_NAME_CHARACTERS))
 
 
 def test_directory_of_a_killed_process_is_removed_and_a_live_one_is_kept(temporary, run_and_be_killed):

@@ -5,24 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.protocol.codec import MESSAGES
-from tools.protocol_page import page
+from tools.protocol_page import render_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 
 def test_protocol_page_is_up_to_date():
-    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tools.protocol_page"
+    assert PAGE.read_text(encoding="utf-8") == render_page(), "run: python -m tools.protocol_page"
 
 
 def test_protocol_page_lists_every_message_and_field_once():
-    sections = {part.partition("\n")[0]: part for part in page().split("\n### ")[1:]}
+    sections = {part.partition("\n")[0]: part for part in render_page().split("\n### ")[1:]}
     for name, cls in MESSAGES.items():
         rows = [line for line in sections[name].splitlines() if line.startswith("| `")]
         assert [row.split("`")[1] for row in rows] == list(cls.__struct_fields__)
 
 
 def test_every_message_and_record_has_a_description():
-    assert all(not part.split("\n")[2].startswith(("|", "###")) for part in page().split("\n### ")[1:])
+    assert all(not part.split("\n")[2].startswith(("|", "###")) for part in render_page().split("\n### ")[1:])
     assert {"Span", "Branch", "Timings", "WorkerStats", "SamplingParams"} <= {
-        part.partition("\n")[0] for part in page().split("\n### ")
+        part.partition("\n")[0] for part in render_page().split("\n### ")
     }

@@ -12,10 +12,10 @@ import pytest
 import zmq
 
 from outrider.protocol import endpoints, socket_files
-from outrider.protocol.endpoints import Ipc, Tcp, bind, connect, parse, require_server
+from outrider.protocol.endpoints import Ipc, Tcp, bind, connect, parse_endpoint, require_server
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.keys import ServerKeys, make_pair
-from outrider.protocol.socket_files import MAX_PATH
+from outrider.protocol.socket_files import MAX_PATH_BYTES
 
 
 @pytest.fixture
@@ -52,13 +52,13 @@ def ipc(short):
     ],
 )
 def test_endpoints_round_trip_through_text(text, endpoint):
-    assert parse(text) == endpoint
-    assert parse(str(endpoint)) == endpoint
+    assert parse_endpoint(text) == endpoint
+    assert parse_endpoint(str(endpoint)) == endpoint
 
 
 def test_a_relative_path_becomes_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert parse("ipc://a/b") == Ipc(f"{tmp_path}/a/b")
+    assert parse_endpoint("ipc://a/b") == Ipc(f"{tmp_path}/a/b")
 
 
 @pytest.mark.parametrize(
@@ -72,16 +72,16 @@ def test_a_relative_path_becomes_absolute(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_invalid_endpoint_is_refused(text):
     with pytest.raises(EndpointError, match="expected"):
-        parse(text)
+        parse_endpoint(text)
 
 
 def test_path_longer_than_the_system_allows_is_refused():
     start = "/tmp/"
-    assert parse("ipc://" + start.ljust(MAX_PATH, "x"))
-    with pytest.raises(EndpointError, match=f"{MAX_PATH + 1} bytes; this system allows {MAX_PATH}"):
-        parse("ipc://" + start.ljust(MAX_PATH + 1, "x"))
+    assert parse_endpoint("ipc://" + start.ljust(MAX_PATH_BYTES, "x"))
+    with pytest.raises(EndpointError, match=f"{MAX_PATH_BYTES + 1} bytes; this system allows {MAX_PATH_BYTES}"):
+        parse_endpoint("ipc://" + start.ljust(MAX_PATH_BYTES + 1, "x"))
     with pytest.raises(EndpointError, match="bytes"):
-        parse("ipc://" + start.ljust(MAX_PATH - 1, "x") + "é")
+        parse_endpoint("ipc://" + start.ljust(MAX_PATH_BYTES - 1, "x") + "é")
 
 
 @pytest.mark.parametrize("text", ["tcp://127.0.0.1:0", "tcp://[::1]:0", "tcp://localhost:0"])
@@ -91,7 +91,7 @@ def test_port_zero_binds_a_free_port_and_reports_it(sockets, text):
         bound = bind(server, text)
     except EndpointError:
         pytest.skip("this machine has no such loopback address")
-    assert isinstance(parse(bound.endpoint), Tcp) and not bound.endpoint.endswith(":0")
+    assert isinstance(parse_endpoint(bound.endpoint), Tcp) and not bound.endpoint.endswith(":0")
     connect(client, bound.endpoint)
     client.send(b"hello")
     assert server.poll(10_000) and server.recv_multipart()[1:] == [b"hello"]
@@ -280,7 +280,7 @@ def test_connect_refuses_an_unreachable_endpoint(sockets, endpoint):
 
 
 def test_oversized_frame_is_dropped_and_other_clients_continue(sockets, ipc, monkeypatch):
-    monkeypatch.setattr(endpoints, "MAX_FRAME", 1000)
+    monkeypatch.setattr(endpoints, "MAX_FRAME_BYTES", 1000)
     server, flooding, honest = sockets(), sockets(zmq.DEALER), sockets(zmq.DEALER)
     with closing(bind(server, ipc)) as bound:
         connect(flooding, bound.endpoint)
@@ -293,9 +293,9 @@ def test_oversized_frame_is_dropped_and_other_clients_continue(sockets, ipc, mon
 
 def test_socket_for_other_machines_keeps_its_shorter_handshake(sockets):
     server, client, plain_server = sockets(), sockets(zmq.DEALER), sockets()
-    endpoints.prepare(server)
-    endpoints.prepare(client)
+    endpoints.set_remote_options(server)
+    endpoints.set_remote_options(client)
     with closing(bind(server, "tcp://127.0.0.1:0")) as bound, closing(bind(plain_server, "tcp://127.0.0.1:0")):
         connect(client, bound.endpoint)
-        assert server.handshake_ivl == client.handshake_ivl == endpoints.GIVE_UP_MS
-        assert plain_server.handshake_ivl == endpoints.HANDSHAKE_MS
+        assert server.handshake_ivl == client.handshake_ivl == endpoints.HEARTBEAT_TIMEOUT_MS
+        assert plain_server.handshake_ivl == endpoints.HANDSHAKE_TIMEOUT_MS

@@ -82,11 +82,12 @@ def ends(
 ) -> Iterator[tuple[Any, Any, Cable]]:
     """A ROUTER, a DEALER that it knows as `far`, and what is between; all is quicker by ten times. The ROUTER may
     still hold the first connection for sound when the second one comes."""
-    for name in ("ASK_MS", "GIVE_UP_MS", "CONNECT_MS", "AGAIN_MS", "AGAIN_MOST_MS"):
+    names = "HEARTBEAT_INTERVAL HEARTBEAT_TIMEOUT CONNECT_TIMEOUT RECONNECT_INTERVAL MAX_RECONNECT_INTERVAL"
+    for name in (f"{delay}_MS" for delay in names.split()):
         monkeypatch.setattr(endpoints, name, getattr(endpoints, name) // 10)
     router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
-    endpoints.prepare(router)
-    endpoints.prepare(dealer)
+    endpoints.set_remote_options(router)
+    endpoints.set_remote_options(dealer)
     if request.param == "one notices":
         router.heartbeat_ivl = dealer.heartbeat_ttl = 0
     dealer.identity = b"far"

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from msgspec import msgpack, structs
 
-from outrider.protocol.codec import MESSAGES, decode, encode, request_of
+from outrider.protocol.codec import MESSAGES, decode, encode, read_request_id
 from outrider.protocol.errors import InvalidRequest, ProtocolError, RefusedRequest
 from outrider.protocol.messages import Branch, Branches, Done, Features, Generate, Outcome, Span, Timings
 from outrider.protocol.sampling import SamplingParams
@@ -35,7 +35,7 @@ anything = st.recursive(
 
 def refuses_by_name(frames):
     """Decoding either works or raises ProtocolError with a sentence on one line."""
-    request_of(frames)
+    read_request_id(frames)
     try:
         decode(frames)
     except ProtocolError as error:
@@ -116,7 +116,7 @@ def test_version_mismatch_error_names_both_versions_and_the_remedy():
     for frames in (framed(CLOSE, version=later), [msgpack.encode([later])]):
         with pytest.raises(ProtocolError, match=f"version {later}, .* version {PROTOCOL_VERSION} .* same release"):
             decode(frames)
-    assert request_of(framed(CLOSE, version=later)) == "r"
+    assert read_request_id(framed(CLOSE, version=later)) == "r"
 
 
 @pytest.mark.parametrize("version", [True, None, 1.0, "1", [1]])
@@ -202,13 +202,13 @@ def test_out_of_range_sampling_raises_refused_request():
     with pytest.raises(RefusedRequest, match=r"^temp is -1.0; expected a number from 0 to 100") as caught:
         decode(generate_with(temp=-1.0))
     assert isinstance(caught.value, InvalidRequest) and caught.value.exit_code == InvalidRequest.exit_code
-    assert request_of(generate_with(temp=-1.0)) == "r"
+    assert read_request_id(generate_with(temp=-1.0)) == "r"
 
 
 def test_request_of_reads_only_the_request_field():
-    assert request_of(framed({"type": "Fault", "name": "target-0", "request": "r", "message": 7})) == "r"
+    assert read_request_id(framed({"type": "Fault", "name": "target-0", "request": "r", "message": 7})) == "r"
     for fields in ("r", ["r"], {"request": 1}, {"request": "x" * 65}, {}, {"name": "r"}):
-        assert request_of(framed(fields)) is None
+        assert read_request_id(framed(fields)) is None
 
 
 def test_sampling_of_a_wrong_type_is_a_protocol_error():

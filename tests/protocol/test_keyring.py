@@ -11,7 +11,7 @@ import zmq
 from zmq.utils import z85
 
 from outrider.protocol import keys
-from outrider.protocol.endpoints import keys_to
+from outrider.protocol.endpoints import find_client_keys
 from outrider.protocol.errors import EndpointError, KeyFault
 from outrider.protocol.keys import (
     CLIENT,
@@ -21,11 +21,11 @@ from outrider.protocol.keys import (
     Keyring,
     KnownServer,
     default_folder,
+    derive_pair,
     from_zmq,
+    key_bytes,
     make_pair,
-    pair_of,
     parse_key,
-    raw,
 )
 
 FAR = "tcp://studio.local:5556"
@@ -45,8 +45,8 @@ def secret(ring: Keyring) -> Path:
 
 def test_key_is_zeromqs_key_in_44_shell_safe_characters() -> None:
     public, hidden = zmq.curve_keypair()
-    pair = pair_of(from_zmq(hidden))
-    assert pair.public == from_zmq(public) and raw(pair.public) == z85.decode(public)
+    pair = derive_pair(from_zmq(hidden))
+    assert pair.public == from_zmq(public) and key_bytes(pair.public) == z85.decode(public)
     assert len(pair.public) == 44 and set(pair.public) <= set(
         "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+/="
     )
@@ -140,31 +140,31 @@ def test_allowed_keys_are_added_renamed_and_revoked(ring: Keyring) -> None:
 def test_trusted_key_for_host_and_port_precedes_that_for_the_host(ring: Keyring) -> None:
     other = make_pair().public
     ring.trust(KnownServer("studio.local", KEY))
-    assert keys_to(FAR, folder=ring.folder) == ClientKeys(ring.own(), KEY)
+    assert find_client_keys(FAR, folder=ring.folder) == ClientKeys(ring.own(), KEY)
     ring.trust(KnownServer("studio.local:5556", other))
-    assert keys_to(FAR, folder=ring.folder) == ClientKeys(ring.own(), other)
-    assert keys_to(FAR, KEY, ring.folder) == ClientKeys(ring.own(), KEY)
+    assert find_client_keys(FAR, folder=ring.folder) == ClientKeys(ring.own(), other)
+    assert find_client_keys(FAR, KEY, ring.folder) == ClientKeys(ring.own(), KEY)
     ring.forget("studio.local:5556")
-    assert keys_to(FAR, folder=ring.folder) == ClientKeys(ring.own(), KEY)
+    assert find_client_keys(FAR, folder=ring.folder) == ClientKeys(ring.own(), KEY)
     ring.forget("studio.local")
     with pytest.raises(KeyFault, match=r"is on another machine.* `outrider keys trust studio.local KEY`"):
-        keys_to(FAR, folder=ring.folder)
+        find_client_keys(FAR, folder=ring.folder)
     with pytest.raises(KeyFault, match="no trusted key for a server"):
         ring.forget("studio.local")
 
 
 def test_local_endpoint_needs_no_keys_unless_one_is_trusted(ring: Keyring, tmp_path: Path) -> None:
     for endpoint in ("ipc:///tmp/x", "tcp://127.0.0.1:5", "tcp://localhost:5"):
-        assert keys_to(endpoint, folder=tmp_path / "none") is None
-        assert keys_to(endpoint, folder=ring.folder) is None
-        assert keys_to(endpoint, KEY, ring.folder) == ClientKeys(ring.own(), KEY)
+        assert find_client_keys(endpoint, folder=tmp_path / "none") is None
+        assert find_client_keys(endpoint, folder=ring.folder) is None
+        assert find_client_keys(endpoint, KEY, ring.folder) == ClientKeys(ring.own(), KEY)
     ring.trust(KnownServer("127.0.0.1:5", KEY))
-    assert keys_to("tcp://127.0.0.1:5", folder=ring.folder) == ClientKeys(ring.own(), KEY)
-    assert keys_to("tcp://127.0.0.1:6", folder=ring.folder) is None
+    assert find_client_keys("tcp://127.0.0.1:5", folder=ring.folder) == ClientKeys(ring.own(), KEY)
+    assert find_client_keys("tcp://127.0.0.1:6", folder=ring.folder) is None
     with pytest.raises(EndpointError):
-        keys_to("nowhere", folder=ring.folder)
+        find_client_keys("nowhere", folder=ring.folder)
     with pytest.raises(KeyFault, match="is not a key"):
-        keys_to(FAR, "x", ring.folder)
+        find_client_keys(FAR, "x", ring.folder)
 
 
 def test_default_key_folder_follows_xdg_config_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

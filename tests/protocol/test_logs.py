@@ -42,7 +42,7 @@ def test_log_line_without_a_request_gets_the_current_request() -> None:
 PROGRAM = """
 import logging, sys, warnings
 from outrider.protocol import process
-process.set_up("info", sys.argv[1], "draft-0", int(sys.argv[2]))
+process.configure_logging("info", sys.argv[1], "draft-0", int(sys.argv[2]))
 logging.info("begun"); logging.debug("no"); logging.warning("slow"); warnings.warn("old")
 raise ValueError("bad")
 """

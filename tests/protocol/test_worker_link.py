@@ -15,7 +15,7 @@ from outrider.protocol.codec import decode, encode
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.messages import Close, Hello, Message, Ping, Pong, Shutdown, Welcome
 from outrider.protocol.socket_files import PrivateDirectory
-from outrider.protocol.worker_link import OrchestratorGone, WorkerLink, heartbeat_of, routing_id
+from outrider.protocol.worker_link import OrchestratorGone, WorkerLink, heartbeat_id, routing_id
 
 WAIT_MS = 200_000
 HELLO = Hello("draft", "studio", 7, 1, "mlx", "m", 10, 100, 1, 1)
@@ -42,7 +42,7 @@ class Orchestrator:
     def ping(self, serial: int) -> None:
         """Asks whether it lives until it has answered: its heartbeat may have to connect first."""
         while True:
-            self.say(Ping(serial), heartbeat_of(routing_id(7)))
+            self.say(Ping(serial), heartbeat_id(routing_id(7)))
             if self.socket.poll(50):
                 message = decode(self.socket.recv_multipart()[1:])
                 if isinstance(message, Pong) and message.serial == serial:
@@ -172,7 +172,7 @@ def test_shutdown_without_a_reason_is_received_as_shutdown(endpoint: str) -> Non
 
 
 def test_worker_gives_up_when_no_orchestrator_answers(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_link, "WELCOME_BACK_POLLS", 20)
+    monkeypatch.setattr(worker_link, "MAX_REJOIN_POLLS", 20)
     orchestrator, link = entered(endpoint)
     with link:
         orchestrator.close()

@@ -19,7 +19,7 @@ from outrider import EndpointError, Grammar, SamplingParams, WorkerError
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import http_process
 from outrider.orchestrator.machine.http_process import HttpListener
-from outrider.server.mapping import seed_of
+from outrider.server.mapping import derive_seed
 from tests.covering import matrix
 from tests.halts import pid_of, slowed
 from tests.server.house import STREAMS, TRIES, RunningServer, wait_until_up
@@ -76,7 +76,7 @@ def test_http_text_equals_that_of_the_python_client(pair: RunningServer, path: s
 
 def test_choices_have_their_own_seeds_in_the_order_of_prompts(pair: RunningServer) -> None:
     asked = post(pair, "/v1/completions", prompt=[PROMPT, [5, 6, 7]], n=2, seed=3, temperature=1.0, max_tokens=6).json()
-    seeds = [seed_of(3, index) for index in range(2)]
+    seeds = [derive_seed(3, index) for index in range(2)]
     sampling = [SamplingParams(max_tokens=6, temp=1.0, seed=seed) for seed in seeds]
     expected = [pair.client.generate(prompt, one).text for prompt in (PROMPT, [5, 6, 7]) for one in sampling]
     assert [choice["text"] for choice in asked["choices"]] == expected
@@ -210,7 +210,7 @@ def test_completion_logprobs_are_parallel_lists(other_ai: openai.OpenAI, stream:
 def test_best_of_returns_the_likeliest_texts(pair: RunningServer) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 8, "temperature": 1.2, "seed": 3}
     every = [
-        pair.client.generate(PROMPT, SamplingParams(max_tokens=8, temp=1.2, seed=seed_of(3, index), logprobs=0))
+        pair.client.generate(PROMPT, SamplingParams(max_tokens=8, temp=1.2, seed=derive_seed(3, index), logprobs=0))
         for index in range(4)
     ]
     ranked = sorted(every, key=lambda one: sum(row.logprob for row in one.logprobs or ()) / 8, reverse=True)
@@ -571,11 +571,11 @@ def test_lost_http_process_is_restarted_on_the_same_port(chat: RunningServer, mo
     until(lambda: httpx.get(f"{chat.url}/ready").json()["status"] == "ending")
     refused = post(chat, "/v1/chat/completions", messages=HELLO)
     assert refused.status_code == 503 and refused.headers["retry-after"]
-    monkeypatch.setattr(http_process, "TOO_SOON_SECONDS", math.inf)
+    monkeypatch.setattr(http_process, "MIN_UPTIME_SECONDS", math.inf)
     os.kill(before, signal.SIGKILL)
     with pytest.raises(WorkerError, match="exited with code -9"):  # one that has only just begun would end again
         until(lambda: process.check() is not None)
-    monkeypatch.setattr(http_process, "TOO_SOON_SECONDS", 0.0)
+    monkeypatch.setattr(http_process, "MIN_UPTIME_SECONDS", 0.0)
     process.check()
     wait_until_up(chat.url, process)
     assert process.pid != before

@@ -18,17 +18,17 @@ from pydantic import BaseModel, ValidationError
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.orchestrator.pairing.tokenizer import TextCodec
-from outrider.protocol.errors import InvalidRequest, PromptTooLong, UnknownDrafter, as_error, kind_of
+from outrider.protocol.errors import InvalidRequest, PromptTooLong, UnknownDrafter, error_kind, make_error
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.server.app import application
+from outrider.server.app import build_app
 from outrider.server.endpoints.chat import ChatRequest
 from outrider.server.endpoints.completions import CompletionRequest
 from outrider.server.endpoints.json_route import count_ignored
 from outrider.server.endpoints.messages import MessagesRequest
 from outrider.server.endpoints.responses import ResponsesRequest
 from outrider.server.endpoints.status import DetokenizeRequest
-from outrider.server.model.served import ServedModel, load_served
-from outrider.server.problems import problem_of
+from outrider.server.model.served import ServedModel, load_served_model
+from outrider.server.problems import to_problem
 from outrider.server.server_context import CallerClients
 from tests.server.scripted import write_scripted
 
@@ -44,7 +44,7 @@ Ask = Callable[..., httpx.Response]
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    return load_served("chatty", write_scripted(tmp_path_factory.mktemp("bad") / "chatty"), ("chatty",))
+    return load_served_model("chatty", write_scripted(tmp_path_factory.mktemp("bad") / "chatty"), ("chatty",))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def ask(chatty: ServedModel) -> Ask:
 
 def asking(model: ServedModel, base: str = "http://127.0.0.1:8080", **settings: Any) -> Ask:
     """`ask(path, method="POST", **httpx arguments)` of an application in this process."""
-    app = application(model, CallerClients(NOBODY), HttpSettings(**settings))
+    app = build_app(model, CallerClients(NOBODY), HttpSettings(**settings))
 
     def ask(path: str, method: str = "POST", **arguments: Any) -> httpx.Response:
         async def call() -> httpx.Response:
@@ -442,7 +442,7 @@ def test_body_over_the_size_limit_is_refused(chatty: ServedModel) -> None:
 
 
 def test_far_too_long_prompt_is_refused_without_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = asking(load_served(str(EMBEDDED_TARGET), EMBEDDED_TARGET, ()))
+    ask = asking(load_served_model(str(EMBEDDED_TARGET), EMBEDDED_TARGET, ()))
     monkeypatch.setattr(TextCodec, "encode", lambda *_: pytest.fail("it was tokenized"))
     for path in PATHS:
         body = json.loads(json.dumps(PATHS[path]).replace('"hi"', '"x"').replace('"x"', json.dumps("x" * 2_000_000)))
@@ -497,7 +497,7 @@ def test_valid_request_id_is_kept(ask: Ask) -> None:
 
 
 def test_tools_are_refused_for_a_model_without_a_template() -> None:
-    ask = asking(load_served(str(EMBEDDED_TARGET), EMBEDDED_TARGET, ()))
+    ask = asking(load_served_model(str(EMBEDDED_TARGET), EMBEDDED_TARGET, ()))
     for path, tools in ((CHAT, [TOOL]), (CLAUDE, [{"name": "f"}]), (RESPOND, [{"type": "function", "name": "f"}])):
         refused = ask(path, json={**PATHS[path], "tools": tools})
         assert refused.status_code == 400 and "no template" in error_message(refused, path == CLAUDE)
@@ -528,7 +528,7 @@ def test_docs_page_describes_every_path_and_field(ask: Ask) -> None:
 
 
 def test_openapi_is_generated_on_first_use(chatty: ServedModel) -> None:
-    app = application(chatty, CallerClients(NOBODY), HttpSettings())
+    app = build_app(chatty, CallerClients(NOBODY), HttpSettings())
     assert app.openapi_schema is None
     assert app.openapi() is app.openapi() and "chatty" in json.dumps(app.openapi_schema)
 
@@ -573,11 +573,11 @@ def test_http_settings_round_trip_through_json(tmp_path: Path) -> None:
 
 def test_unknown_drafter_error_names_the_speculation_field():
     """Only the orchestrator knows the drafters: the error crosses its socket by name."""
-    answered = as_error(kind_of(UnknownDrafter("")), "no drafter is called 'x' here; expected draft")
-    assert (problem_of(answered).status, problem_of(answered).param) == (400, "speculation")
+    answered = make_error(error_kind(UnknownDrafter("")), "no drafter is called 'x' here; expected draft")
+    assert (to_problem(answered).status, to_problem(answered).param) == (400, "speculation")
 
 
 def test_prompt_without_room_in_the_memory_for_texts_exceeds_the_context_too() -> None:
     """Clients shorten their conversation at this code, which is all that helps here."""
-    answered = as_error(kind_of(PromptTooLong("")), "the prompt has 9 tokens; expected at most 5, which fit")
-    assert (problem_of(answered).status, problem_of(answered).code) == (400, "context_length_exceeded")
+    answered = make_error(error_kind(PromptTooLong("")), "the prompt has 9 tokens; expected at most 5, which fit")
+    assert (to_problem(answered).status, to_problem(answered).code) == (400, "context_length_exceeded")

@@ -7,14 +7,14 @@ import asyncio
 import httpx
 from starlette.requests import Request
 
-from outrider.orchestrator.client.async_client import AsyncBaseClient, Grown
+from outrider.orchestrator.client.async_client import AsyncBaseClient, ChunkHandler
 from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.messages import Stats
-from outrider.server.app import application
-from outrider.server.model.served import load_served
+from outrider.server.app import build_app
+from outrider.server.model.served import load_served_model
 
 KEYS = ("first-key", "second-key")
 
@@ -34,14 +34,14 @@ class UnreachableClient(AsyncBaseClient):
     async def stats(self) -> Stats:
         raise EndpointError("nobody is here; expected somebody")
 
-    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
-        self.caller_names.append(dialogue.opening.client)
+    async def run_once(self, dialogue: Dialogue, on_chunk: ChunkHandler) -> None:
+        self.caller_names.append(dialogue.first_message.client)
         raise EndpointError("nobody is here; expected somebody")
 
 
 def test_caller_names_reveal_no_key_and_an_unreachable_backend_is_503() -> None:
     behind = UnreachableClient()
-    app = application(load_served("m", EMBEDDED_TARGET, ("m",)), behind, HttpSettings(api_keys=KEYS))
+    app = build_app(load_served_model("m", EMBEDDED_TARGET, ("m",)), behind, HttpSettings(api_keys=KEYS))
 
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app=app)

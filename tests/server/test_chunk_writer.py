@@ -16,10 +16,10 @@ from starlette.types import Message, Receive, Scope, Send
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
-from outrider.server.__main__ import config
+from outrider.server.__main__ import uvicorn_config
 from outrider.server.answers.choices import ChoiceState, PartUpdate, Splitter, StreamItem, TextPart
 from outrider.server.answers.run import EventStream, RequestRun
-from outrider.server.connection import _NAME, chunk_writer
+from outrider.server.connection import _CYCLE_EXTENSION, chunk_writer
 from outrider.server.model.served import TokenizedPrompt
 from outrider.server.problems import Problem
 
@@ -33,12 +33,12 @@ passed: list[int] = []
 class ScriptedRun(RequestRun):
     """A run with its words ready, which fails after them."""
 
-    over = False  # type: ignore[assignment]
+    is_done = False  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self._left: list[StreamItem] = [PartUpdate(CHOICE, TextPart(piece.decode())) for piece in PIECES]
 
-    async def ready(self, patience: float) -> list[StreamItem]:
+    async def poll(self, max_seconds: float) -> list[StreamItem]:
         if self._left:
             return [self._left.pop(0)]
         raise WorkerError("gone")
@@ -53,14 +53,14 @@ class PlainEvents:
     def begin(self) -> bytes:
         return BEGIN
 
-    def of(self, one: StreamItem) -> bytes:
+    def format_item(self, one: StreamItem) -> bytes:
         assert isinstance(one, PartUpdate)
         return one.part.text.encode()  # type: ignore[union-attr]
 
     def end(self) -> bytes:
         return b""
 
-    def failed(self, problem: Problem) -> bytes:
+    def format_error(self, problem: Problem) -> bytes:
         return f"data: {problem.message}\n\n".encode()
 
 
@@ -79,7 +79,7 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
     listener = socket.create_server(("127.0.0.1", 0))
-    set_up: uvicorn.Config = config(application, HttpSettings(port=0))  # type: ignore[arg-type]
+    set_up: uvicorn.Config = uvicorn_config(application, HttpSettings(port=0))  # type: ignore[arg-type]
     server = uvicorn.Server(set_up)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
@@ -121,7 +121,7 @@ class Connection:
     """One of uvicorn's answers, with a client that reads only while the writer waits for it."""
 
     def __init__(self) -> None:
-        self.scope: Scope = {"type": "http", "http_version": "1.1", "extensions": {_NAME: self}}
+        self.scope: Scope = {"type": "http", "http_version": "1.1", "extensions": {_CYCLE_EXTENSION: self}}
         self.flow = SimpleNamespace(write_paused=False, drain=self._drain)
         self.disconnected = False
         self.written: list[bytes] = []

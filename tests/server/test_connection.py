@@ -21,9 +21,9 @@ import uvicorn
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.server import connection
-from outrider.server.__main__ import config
-from outrider.server.app import application
-from outrider.server.model.served import load_served
+from outrider.server.__main__ import uvicorn_config
+from outrider.server.app import build_app
+from outrider.server.model.served import load_served_model
 from outrider.server.server_context import CallerClients
 
 TEXT, CLAUDE = "/v1/completions", "/v1/messages"
@@ -32,11 +32,11 @@ TEXT, CLAUDE = "/v1/completions", "/v1/messages"
 @contextmanager
 def listening(settings: HttpSettings) -> Iterator[tuple[str, int]]:
     """The server's own settings around an application without an orchestrator."""
-    app = application(
-        load_served("m", EMBEDDED_TARGET, ("m",)), CallerClients("ipc:///tmp/outrider-test-nobody"), settings
+    app = build_app(
+        load_served_model("m", EMBEDDED_TARGET, ("m",)), CallerClients("ipc:///tmp/outrider-test-nobody"), settings
     )
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(config(app, settings))
+    server = uvicorn.Server(uvicorn_config(app, settings))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     yield listener.getsockname()
@@ -100,8 +100,8 @@ def test_raw_request_has_its_status(address: tuple[str, int], parts: list[bytes]
 @pytest.fixture
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server with short timeouts for receiving headers and sending answers."""
-    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.5)
-    monkeypatch.setattr(connection, "READER_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "HEADER_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "READER_TIMEOUT_SECONDS", 0.5)
 
 
 @pytest.mark.usefixtures("short_timeouts")

@@ -28,7 +28,7 @@ CHOICES = [ChoiceState(index, TokenizedPrompt(()), SamplingParams(), Splitter())
 def test_streamed_event_equals_the_serialized_event(texts: list[str]) -> None:
     formatter = TextCompletionFormatter(AnswerPlan(MODEL, 1, CHOICES), CompletionRequest(prompt="x"), [""])
     for text in texts:
-        written = formatter.of(PartUpdate(CHOICES[1], TextPart(text)))
+        written = formatter.format_item(PartUpdate(CHOICES[1], TextPart(text)))
         found = json.loads(written.removeprefix(b"data: "))
         whole = Completion(**{**found, "choices": [CompletionChoice(index=1, text=text)]})
         assert written == event(whole.model_dump_json().encode()) and found["model"] == 'a"b'

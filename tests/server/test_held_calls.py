@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from outrider.grammar.compiler import Compiler, vocabulary_of
+from outrider.grammar.compiler import GrammarCompiler, get_vocabulary
 from outrider.protocol.sampling import Grammar
 from outrider.server.answers.choices import Splitter, TextPart, ThinkingPart
-from outrider.server.mapping import OutputFormat, answer_grammar, function
+from outrider.server.mapping import OutputFormat, build_answer_grammar, function
 from outrider.server.model.served import Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import SpanTags, ToolCall, tool_format
 from outrider.server.problems import Refused
@@ -89,10 +89,10 @@ class Model:
 
     def __init__(self, path: Path, name: str, marks: Sequence[str]) -> None:
         self.tokenizer = written(path, marks)
-        self.compiler = Compiler(path)
+        self.compiler = GrammarCompiler(path)
         template = "[ARGS]" if name == "mistral headed" else ""
         self.served: Any = SimpleNamespace(
-            vocabulary=vocabulary_of(self.tokenizer),
+            vocabulary=get_vocabulary(self.tokenizer),
             tools=tool_format(template, (), name.split()[0]),
             thinking=THINK,
             codec=SimpleNamespace(eos={self.tokenizer.token_to_id(END)}),
@@ -142,7 +142,7 @@ def tools_of(name: str) -> tuple[dict[str, Any], ...]:
 def test_required_call_is_generated_in_every_format(tmp_path: Path, name: str, special: bool) -> None:
     model, tools = Model(tmp_path, name, SPECIAL[name] if special else ()), tools_of(name)
     box = Toolbox(tools, must=True, strict=frozenset(["flat", "deep", "none"]))
-    grammar = answer_grammar(model.served, TokenizedPrompt(()), box, None)
+    grammar = build_answer_grammar(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     found = []
     every = {tool["function"]["name"] for tool in tools}
@@ -161,7 +161,7 @@ def test_required_call_is_generated_in_every_format(tmp_path: Path, name: str, s
 @pytest.mark.parametrize("name", ["json_tools", "mistral", "kimi_k2", "glm47"])
 def test_calls_can_be_limited_to_one(tmp_path: Path, name: str) -> None:
     model, box = Model(tmp_path, name, SPECIAL[name]), Toolbox(TOOLS, must=True, one=True)
-    grammar = answer_grammar(model.served, TokenizedPrompt(()), box, None)
+    grammar = build_answer_grammar(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     for seed in range(10):
         assert len(read(model.parts(model.text(grammar, seed), box, TokenizedPrompt(())), TOOLS)) == 1
@@ -176,7 +176,7 @@ def test_strict_tools_constrain_only_the_calls(tmp_path: Path, name: str, specia
     marks = (*SPECIAL[name], "<think>", "</think>") if special else ()
     model, tools, prompt = Model(tmp_path, name, marks), tools_of(name), TokenizedPrompt((), thoughts)
     box, seen = Toolbox(tools, strict=frozenset(["flat"])), set[type]()
-    grammar = answer_grammar(model.served, prompt, box, None)
+    grammar = build_answer_grammar(model.served, prompt, box, None)
     assert grammar is not None
     said = "<think>a <tool_call> b</think>\n\nI look." if thoughts is not Thoughts.NONE else "I look."
     said = said.removeprefix("<think>") if thoughts is Thoughts.BEGUN else said
@@ -207,7 +207,10 @@ def test_response_format_with_tools_allows_a_call_or_the_format(tmp_path: Path, 
         TokenizedPrompt((), thoughts),
     )
     box, form = Toolbox(TOOLS), FORMS[kind]
-    both, alone = answer_grammar(model.served, prompt, box, form), answer_grammar(model.served, prompt, Toolbox(), form)
+    both, alone = (
+        build_answer_grammar(model.served, prompt, box, form),
+        build_answer_grammar(model.served, prompt, Toolbox(), form),
+    )
     assert both is not None and alone is not None and (alone == form.grammar) == (thoughts is Thoughts.NONE)
     seen = set[type]()
     for seed in range(12):
@@ -237,7 +240,9 @@ def test_response_format_with_tools_allows_a_call_or_the_format(tmp_path: Path, 
 def test_unsatisfiable_tool_schema_error_names_the_tool(tmp_path: Path, parameters: dict[str, Any], words: str) -> None:
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
     with pytest.raises(Refused, match=words) as refused:
-        answer_grammar(model.served, TokenizedPrompt(()), Toolbox((function("f", None, parameters),), must=True), None)
+        build_answer_grammar(
+            model.served, TokenizedPrompt(()), Toolbox((function("f", None, parameters),), must=True), None
+        )
     assert refused.value.param == "tools"
 
 
@@ -245,18 +250,23 @@ def test_a_strict_tool_enforces_its_whole_schema(tmp_path: Path) -> None:
     """Other tools' schemas lose what the library does not support."""
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
     tools = (function("f", None, {"type": "object", "properties": {"x": {"type": "string", "format": "odd"}}}),)
-    assert answer_grammar(model.served, TokenizedPrompt(()), Toolbox(tools, must=True), None) is not None
+    assert build_answer_grammar(model.served, TokenizedPrompt(()), Toolbox(tools, must=True), None) is not None
     with pytest.raises(Refused, match=r"of f .*odd"):
-        answer_grammar(model.served, TokenizedPrompt(()), Toolbox(tools, must=True, strict=frozenset(["f"])), None)
+        build_answer_grammar(
+            model.served, TokenizedPrompt(()), Toolbox(tools, must=True, strict=frozenset(["f"])), None
+        )
 
 
 def test_unsupported_schema_constrains_only_the_start_of_a_call(tmp_path: Path) -> None:
     model, name = Model(tmp_path, "qwen3_coder", SPECIAL["qwen3_coder"]), "qwen3_coder"
     assert name in WITHOUT_DEEP
-    grammar = answer_grammar(model.served, TokenizedPrompt(()), Toolbox(TOOLS, must=True), None)
+    grammar = build_answer_grammar(model.served, TokenizedPrompt(()), Toolbox(TOOLS, must=True), None)
     assert grammar is not None
     assert accepts(model, grammar, "<tool_call>whatever <tool_call>") and not accepts(model, grammar, "no")
-    assert answer_grammar(model.served, TokenizedPrompt(()), Toolbox(TOOLS, strict=frozenset(["deep"])), None) is None
+    assert (
+        build_answer_grammar(model.served, TokenizedPrompt(()), Toolbox(TOOLS, strict=frozenset(["deep"])), None)
+        is None
+    )
 
 
 def accepts(model: Model, grammar: Grammar, text: str) -> bool:
@@ -298,7 +308,7 @@ def test_allowed_string_spellings_are_those_read_back_unchanged(
     """An allowed spelling is read as the same string; one that is not allowed is read as another."""
     model = Model(tmp_path, name, SPECIAL[name])
     box = Toolbox((function("f", None, {"properties": {"x": schema}, "required": ["x"]}),), must=True)
-    grammar = answer_grammar(model.served, TokenizedPrompt(()), box, None)
+    grammar = build_answer_grammar(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     for value in known + unknown:
         whole = text.format(value)
@@ -311,7 +321,7 @@ def test_end_tag_inside_a_value_does_not_end_the_call(tmp_path: Path) -> None:
     """Where the format's marks are bytes, a string may have them."""
     model = Model(tmp_path, "json_tools", ())
     box = Toolbox((function("f", None, {"properties": {"x": TEXT}}),), must=True)
-    grammar = answer_grammar(model.served, TokenizedPrompt(()), box, None)
+    grammar = build_answer_grammar(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     text = '<tool_call>{"name": "f", "arguments": {"x": "a</tool_call>b"}}</tool_call>'
     assert accepts(model, grammar, text)

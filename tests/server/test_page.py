@@ -15,12 +15,14 @@ from outrider import SamplingParams
 from tests.halts import pid_of, slowed, still
 from tests.server.house import KEY, RunningServer
 from tools.page import visit as visiting
-from tools.page.agreement import disagreements
-from tools.page.browser import browser, found
-from tools.page.visit import colours, done, figure, generate, timings
+from tools.page.agreement import find_differences
+from tools.page.browser import find_browser, run_browser
+from tools.page.visit import count_colours, generate, read_figure, read_timings, wait_until_done
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the test extra has it)")
-pytestmark = pytest.mark.skipif(found() is None, reason="there is no Chromium on the path (apt install chromium)")
+pytestmark = pytest.mark.skipif(
+    find_browser() is None, reason="there is no Chromium on the path (apt install chromium)"
+)
 
 PROMPT = "def fibonacci(n):"
 PATIENCE_MS = 200_000
@@ -29,7 +31,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    with browser() as opened:
+    with run_browser() as opened:
         yield opened
 
 
@@ -47,7 +49,7 @@ def visit(chromium: Any, pair: RunningServer) -> Iterator[Open]:
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
         page.goto(url)
-        visiting.ready(page, expected)
+        visiting.wait_until_ready(page, expected)
         page.complaints = complaints
         return page
 
@@ -59,7 +61,7 @@ def visit(chromium: Any, pair: RunningServer) -> Iterator[Open]:
 
 
 def fill(page: Any, tokens: int = 32, mode: str = "ssd", seed: int = 2, prompt: str = PROMPT) -> None:
-    visiting.fill(page, prompt, tokens, mode, 0.8, seed)
+    visiting.fill_form(page, prompt, tokens, mode, 0.8, seed)
 
 
 def expected_text(pair: RunningServer, tokens: int = 32, seed: int = 2) -> str:
@@ -74,12 +76,12 @@ def test_colours_and_figures_agree_with_the_timings(visit: Open, pair: RunningSe
     page = visit()
     fill(page, mode=mode)
     answer, lane = generate(page), page.locator(".lane")
-    while mode == "sd" and colours(lane)["target"] == 32:  # no draft came in time
+    while mode == "sd" and count_colours(lane)["target"] == 32:  # no draft came in time
         with slowed(pid_of(pair.client, "target")):
             answer = generate(page)
-    assert disagreements(lane, answer) == []
-    seen, times = colours(lane), timings(answer)
-    assert visiting.text(answer) == expected_text(pair) and seen.total() == 32 == int(figure(lane, "tokens"))
+    assert find_differences(lane, answer) == []
+    seen, times = count_colours(lane), read_timings(answer)
+    assert visiting.read_text(answer) == expected_text(pair) and seen.total() == 32 == int(read_figure(lane, "tokens"))
     assert times["cache_hits"] == 0 or mode in ("auto", "ssd")  # which draft what there is time for
     assert (seen["target"] == 32) == (mode == "ar") or mode in ("auto", "ssd")
 
@@ -93,7 +95,7 @@ def test_timeline_has_a_row_per_process_and_a_round_slider(visit: Open, pair: Ru
             answer = generate(page)
     rows = timeline.locator("text.row").all_text_contents()
     assert rows == ["target", "draft-0", "orchestrator"]
-    last = timings(answer)["rounds"] - 1
+    last = read_timings(answer)["rounds"] - 1
     slider = timeline.get_by_role("slider", name="Round")
     assert slider.get_attribute("aria-valuetext").startswith(f"Round {last} of {last}: ")
     slider.focus()
@@ -114,18 +116,18 @@ def test_race_ends_with_the_same_text_and_reports_the_speedup(visit: Open, pair:
     def race() -> None:
         answers.clear()
         page.get_by_role("button", name="Race").click()
-        done(page, "The same text, token for token: 32 tokens, seed ")
+        wait_until_done(page, "The same text, token for token: 32 tokens, seed ")
 
     race()
-    while not colours(page.locator(".lane").nth(1))["prepared"]:  # nothing prepared came in time
+    while not count_colours(page.locator(".lane").nth(1))["prepared"]:  # nothing prepared came in time
         with slowed(pid_of(pair.client, "target")):
             race()
     seed = int(re.search(r"seed (\d+)", page.get_by_role("status").inner_text())[1])  # type: ignore[index]
     ar, ssd = (page.locator(".lane").nth(place) for place in range(2))
     assert ar.locator(".text").text_content() == ssd.locator(".text").text_content() == expected_text(pair, seed=seed)
-    assert colours(ar) == Counter(target=32) and colours(ssd)["prepared"]
-    rates = [timings(answer)["predicted_per_second"] for answer in answers]
-    assert [figure(lane, "rate") for lane in (ar, ssd)] == [f"{rate:.1f}" for rate in rates]
+    assert count_colours(ar) == Counter(target=32) and count_colours(ssd)["prepared"]
+    rates = [read_timings(answer)["predicted_per_second"] for answer in answers]
+    assert [read_figure(lane, "rate") for lane in (ar, ssd)] == [f"{rate:.1f}" for rate in rates]
     assert f" {rates[1] / rates[0]:.2f} times the speed of AR" in page.get_by_role("status").inner_text()
     assert answers[0].request.timing["startTime"] < answers[1].request.timing["startTime"]
 
@@ -142,7 +144,7 @@ def test_different_texts_are_not_reported_as_equal(visit: Open) -> None:
     page.route("**/v1/chat/completions", another)
     fill(page, tokens=16)
     page.get_by_role("button", name="Race").click()
-    done(page, "The texts differ from token ")
+    wait_until_done(page, "The texts differ from token ")
 
 
 def test_stop_button_and_escape_cancel_the_request(visit: Open, pair: RunningServer) -> None:
@@ -162,14 +164,14 @@ def test_stop_button_and_escape_cancel_the_request(visit: Open, pair: RunningSer
                     page.get_by_role("button", name="Stop").click()
                 else:
                     page.keyboard.press(way)
-                done(page, "Stopped.")
+                wait_until_done(page, "Stopped.")
             break
         while (stats := pair.client.stats()).active:
             time.sleep(0.05)
         assert 3 < stats.totals.predicted_n - before < 400
     fill(page, tokens=4)
     page.get_by_role("button", name="Generate").click()
-    done(page)
+    wait_until_done(page)
 
 
 def test_error_message_of_the_server_is_shown(visit: Open) -> None:
@@ -184,7 +186,7 @@ def test_error_message_of_the_server_is_shown(visit: Open) -> None:
     alert.filter(has_text="The server does not answer. Is `outrider serve` still running?").wait_for()
     page.unroute("**/v1/chat/completions")
     page.get_by_role("button", name="Generate").click()
-    done(page)
+    wait_until_done(page)
     assert alert.count() == 0
     assert [words for words in page.complaints if "Failed to load resource" not in words] == []
     page.complaints.clear()  # the browser's own word of a status of 400, and of nobody there
@@ -223,13 +225,13 @@ def test_page_of_a_chat_model_keeps_a_conversation(visit: Open, chat: RunningSer
     assert "\n" in message.input_value() and first  # an example
     message.fill("Who are you?")
     message.press("Enter")
-    done(page)
+    wait_until_done(page)
     said = answers.inner_text()
     assert message.input_value() == "" and turns.all_inner_texts() == ["Who are you?"] and said
     page.get_by_label("Message").fill("And I?")
     page.get_by_role("button", name="Send").click()
     turns.nth(1).wait_for()
-    done(page)
+    wait_until_done(page)
     assert [body["messages"] for body in asked][1] == [
         {"role": "user", "content": "Who are you?"},
         {"role": "assistant", "content": said},
@@ -249,7 +251,7 @@ def test_page_of_a_chat_model_keeps_a_conversation(visit: Open, chat: RunningSer
     assert turns.count() == answers.count() == 0
     page.unroute("**/v1/chat/completions")
     message.press("Enter")
-    done(page)
+    wait_until_done(page)
     assert [one["content"] for one in asked[-1]["messages"]] == ["Lost?"]
 
 
@@ -276,7 +278,7 @@ def test_nothing_is_cut_off_or_scrolls_sideways(visit: Open) -> None:
     page = visit()
     fill(page)
     page.get_by_role("button", name="Race").click()
-    done(page, "The same text")
+    wait_until_done(page, "The same text")
     for width in (1440, 1280, 640, 360, 320):
         page.set_viewport_size({"width": width, "height": 450})
         assert page.evaluate("document.documentElement.scrollWidth") == width
@@ -296,9 +298,10 @@ def test_page_is_usable_by_keyboard_with_visible_focus(visit: Open) -> None:
     page.keyboard.press("Control+A")
     page.keyboard.type("12")
     page.keyboard.press("Control+Enter")
-    done(page)
+    wait_until_done(page)
     assert (
-        page.evaluate("document.activeElement.id") == "max-tokens" and figure(page.locator(".lane"), "tokens") == "12"
+        page.evaluate("document.activeElement.id") == "max-tokens"
+        and read_figure(page.locator(".lane"), "tokens") == "12"
     )
 
 
@@ -307,7 +310,7 @@ def test_axe_finds_no_violations_in_light_and_dark_mode(visit: Open) -> None:
     page = visit()
     fill(page)
     page.get_by_role("button", name="Race").click()
-    done(page, "The same text")
+    wait_until_done(page, "The same text")
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g)")
@@ -327,10 +330,10 @@ def test_required_api_key_is_requested_and_kept_for_the_tab(visit: Open, guarded
     page.get_by_role("alert").filter(has_text="no valid API key").wait_for()
     page.get_by_label("API key").fill(KEY)
     page.get_by_role("button", name="Generate").click()
-    done(page)
-    visiting.ready(page)
+    wait_until_done(page)
+    visiting.wait_until_ready(page)
     page.reload()
-    visiting.ready(page)
+    visiting.wait_until_ready(page)
     assert page.evaluate("[localStorage.length, document.cookie, location.href]") == [0, "", f"{guarded}/"]
     assert all("401" in words for words in page.complaints)
     page.complaints.clear()  # the browser's own word of each refusal

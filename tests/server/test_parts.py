@@ -18,10 +18,17 @@ from outrider.server.answers.choices import (
     Splitter,
     TextPart,
     ThinkingPart,
-    merged,
+    merge_updates,
 )
 from outrider.server.model.served import Thoughts, TokenizedPrompt, Toolbox
-from outrider.server.model.tool_format import SpanTags, ToolCall, ToolFormat, infer, thinking_tags, tool_format
+from outrider.server.model.tool_format import (
+    SpanTags,
+    ToolCall,
+    ToolFormat,
+    find_thinking_tags,
+    infer_parser,
+    tool_format,
+)
 
 THINK = SpanTags("<think>", "</think>")
 BOX = Toolbox(tools=({"type": "function", "function": {"name": "f", "parameters": {}}},))
@@ -106,9 +113,9 @@ def test_tool_formats_and_thinking_tags_are_inferred_as_by_mlx_lm() -> None:
         theirs = SimpleNamespace(
             chat_template=template, get_vocab=lambda found=vocabulary: found, encode=lambda *a, **b: []
         )
-        assert infer(template, vocabulary) == _infer_tool_parser(theirs)
+        assert infer_parser(template, vocabulary) == _infer_tool_parser(theirs)
         start, end, *_ = _infer_thinking(theirs)
-        assert thinking_tags(vocabulary) == (SpanTags(start, end) if start is not None else None)
+        assert find_thinking_tags(vocabulary) == (SpanTags(start, end) if start is not None else None)
 
 
 @pytest.mark.parametrize("rest", ["<tool_call>", '<tool_call>\n{"name": "f", "argu', "<tool_ca"])
@@ -124,15 +131,15 @@ def test_incomplete_call_is_dropped_when_the_text_was_cut(rest: str) -> None:
 def test_waiting_updates_of_a_choice_are_merged_unless_tags_were_between_their_texts() -> None:
     one, other = (ChoiceState(index, TokenizedPrompt(()), SamplingParams(), Splitter()) for index in (0, 1))
     before, after = Chunk("ab", (1,), ()), Chunk("c", (2,), ())
-    both = merged(PartUpdate(one, TextPart("ab", 3), (before,)), PartUpdate(one, TextPart("c", 5), (after,)))
+    both = merge_updates(PartUpdate(one, TextPart("ab", 3), (before,)), PartUpdate(one, TextPart("c", 5), (after,)))
     assert both == PartUpdate(one, TextPart("abc"), (before, after))
     assert isinstance(both.part, TextPart) and both.part.at == 3
-    thoughts = merged(PartUpdate(one, ThinkingPart("a")), PartUpdate(one, ThinkingPart("b")))
+    thoughts = merge_updates(PartUpdate(one, ThinkingPart("a")), PartUpdate(one, ThinkingPart("b")))
     assert thoughts == PartUpdate(one, ThinkingPart("ab"))
     call = PartUpdate(one, ToolCall("f", "{}"))
     for later in (PartUpdate(one, TextPart("c", 9)), PartUpdate(other, TextPart("c", 5)), call, KeepAlive("x")):
-        assert merged(PartUpdate(one, TextPart("ab", 3)), later) is None
-    assert merged(call, call) is None
+        assert merge_updates(PartUpdate(one, TextPart("ab", 3)), later) is None
+    assert merge_updates(call, call) is None
 
 
 def test_a_finished_choice_joins_text_and_thinking_and_keeps_each_call() -> None:

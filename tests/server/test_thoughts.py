@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.server.answers.usage import thought_tokens
+from outrider.server.answers.usage import count_thinking_tokens
 from outrider.server.model.tool_format import SpanTags
 
 TAGS = SpanTags("<think>", "</think>")
@@ -36,9 +36,9 @@ class Spelled:
     ],
 )
 def test_thinking_tokens_are_counted_between_tags(pieces: tuple[str, ...], begun: bool, expected: int) -> None:
-    assert thought_tokens(Spelled(*pieces), TAGS, begun, list(range(len(pieces)))) == expected  # type: ignore[arg-type]
+    assert count_thinking_tokens(Spelled(*pieces), TAGS, begun, list(range(len(pieces)))) == expected  # type: ignore[arg-type]
 
 
 def test_thinking_without_an_end_tag_extends_to_the_end_of_the_text() -> None:
     spelled = Spelled("a", "<think>", "b", "c")
-    assert thought_tokens(spelled, SpanTags("<think>", ""), False, [0, 1, 2, 3]) == 3  # type: ignore[arg-type]
+    assert count_thinking_tokens(spelled, SpanTags("<think>", ""), False, [0, 1, 2, 3]) == 3  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 
 from outrider.protocol.errors import ModelError
-from outrider.server.mapping import ToolSelection, toolbox
-from outrider.server.model.served import ServedModel, TemplateInput, Toolbox, load_served
+from outrider.server.mapping import ToolSelection, select_tools
+from outrider.server.model.served import ServedModel, TemplateInput, Toolbox, load_served_model
 from outrider.server.model.tool_format import tools_as_text
 from outrider.server.problems import Refused
 from tests.server.house import RunningServer, serving
@@ -61,7 +61,7 @@ def bare(scripted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(bare: Path) -> ServedModel:
-    return load_served("bare", bare, ("bare",))
+    return load_served_model("bare", bare, ("bare",))
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +85,18 @@ def test_tools_calls_and_results_become_text_of_the_messages() -> None:
 
 
 def test_tools_precede_the_first_user_message_if_system_is_refused(scripted: Path, tmp_path: Path) -> None:
-    stern = load_served("stern", folder_with(STERN, scripted, tmp_path / "stern"), ())
-    text = stern.codec.decode(stern.prompt(TemplateInput(HELLO, Toolbox((TOOL,)))).tokens)
+    stern = load_served_model("stern", folder_with(STERN, scripted, tmp_path / "stern"), ())
+    text = stern.codec.decode(stern.tokenize_conversation(TemplateInput(HELLO, Toolbox((TOOL,)))).tokens)
     assert text.startswith("<|im_start|>user\n") and "<tools>" in text and "\n\nhi<|im_end|>" in text
     with pytest.raises(ModelError, match="no system here"):
-        stern.prompt(TemplateInput([{"role": "system", "content": "x"}, *HELLO], Toolbox((TOOL,))))
+        stern.tokenize_conversation(TemplateInput([{"role": "system", "content": "x"}, *HELLO], Toolbox((TOOL,))))
 
 
 def test_tools_are_refused_when_the_fallback_is_disabled(bare: Path) -> None:
-    off = load_served("bare", bare, ("bare",), tool_fallback=False)
+    off = load_served_model("bare", bare, ("bare",), tool_fallback=False)
     assert off.tools is None and not off.tools_as_text
     with pytest.raises(Refused, match="leave tools out"):
-        toolbox(off, [TOOL], ToolSelection())
+        select_tools(off, [TOOL], ToolSelection())
 
 
 def test_model_description_mentions_the_tool_fallback(house: RunningServer, chat: RunningServer) -> None:

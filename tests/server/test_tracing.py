@@ -16,11 +16,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from outrider.orchestrator.http_settings import HttpSettings, tracing_wanted
+from outrider.orchestrator.http_settings import HttpSettings, is_tracing_enabled
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest
-from outrider.server.app import application
-from outrider.server.model.served import load_served
+from outrider.server.app import build_app
+from outrider.server.model.served import load_served_model
 from outrider.server.server_context import CallerClients
 from outrider.server.tracing import Tracing
 from tests.server.collector import Collector
@@ -37,8 +37,8 @@ class App:
     def __init__(self, endpoint: str) -> None:
         self.exporter = InMemorySpanExporter()
         tracing = Tracing("fib", SimpleSpanProcessor(self.exporter))
-        model = load_served("fib", EMBEDDED_TARGET, ("fib",))
-        self._app = application(model, CallerClients(endpoint), HttpSettings(), tracing)
+        model = load_served_model("fib", EMBEDDED_TARGET, ("fib",))
+        self._app = build_app(model, CallerClients(endpoint), HttpSettings(), tracing)
 
     def post(
         self, path: str, body: dict[str, Any], headers: dict[str, str]
@@ -167,7 +167,7 @@ def test_opentelemetry_sdk_is_not_imported_without_tracing() -> None:
 def test_tracing_is_enabled_by_a_flag_or_by_opentelemetrys_variables(
     endpoint: str | None, environment: dict[str, str], wanted: bool
 ) -> None:
-    assert tracing_wanted(HttpSettings(otlp_endpoint=endpoint), environment) is wanted
+    assert is_tracing_enabled(HttpSettings(otlp_endpoint=endpoint), environment) is wanted
 
 
 @pytest.mark.parametrize("url", ["collector:4318", "ftp://c", "http://", ""])

@@ -21,24 +21,24 @@ from outrider.server.answers.run import RequestRun
 from outrider.server.endpoints import chat, completions, messages
 from outrider.server.model.served import TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import tool_format
-from outrider.server.problems import problem_of
+from outrider.server.problems import to_problem
 
 
 class SilentRun(RequestRun):
     """A run that reads a prompt and is silent in between."""
 
-    over = False  # type: ignore[assignment]
+    is_done = False  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self._streams = {}
-        self._line = asyncio.Queue()
-        self._line.put_nowait(KeepAlive("prompt 512/4096"))
+        self._queue = asyncio.Queue()
+        self._queue.put_nowait(KeepAlive("prompt 512/4096"))
 
     async def next(self) -> list[StreamItem]:
         found = await super().next()
-        self.over = found == [KeepAlive("prompt 4096/4096")]
+        self.is_done = found == [KeepAlive("prompt 4096/4096")]
         if found == [KeepAlive("still here")]:
-            self._line.put_nowait(KeepAlive("prompt 4096/4096"))
+            self._queue.put_nowait(KeepAlive("prompt 4096/4096"))
         return found
 
 
@@ -56,8 +56,8 @@ def written(events: AnswerFormatter) -> list[bytes]:
 
     async def read() -> list[bytes]:
         silent_run, found = SilentRun(), list[bytes]()
-        while not silent_run.over:
-            found += map(events.of, await silent_run.next())
+        while not silent_run.is_done:
+            found += map(events.format_item, await silent_run.next())
         return found
 
     return asyncio.run(read())
@@ -65,7 +65,7 @@ def written(events: AnswerFormatter) -> list[bytes]:
 
 @pytest.fixture(autouse=True)
 def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_run, "SILENCE_SECONDS", 0.01)
+    monkeypatch.setattr(request_run, "KEEP_ALIVE_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -89,7 +89,7 @@ class HeldStream:
 
 def test_stream_whose_text_is_held_back_sends_keep_alives() -> None:
     client = SimpleNamespace(stream=lambda *_prompt, **_options: HeldStream())
-    timer = SimpleNamespace(grown=lambda _tokens: None, ended=lambda _result, _error: None)
+    timer = SimpleNamespace(record_tokens=lambda _tokens: None, finish=lambda _result, _error: None)
     box = Toolbox(({"type": "function", "function": {"name": "f", "parameters": {}}},))
 
     async def first() -> list[StreamItem]:
@@ -108,5 +108,5 @@ def test_stream_whose_text_is_held_back_sends_keep_alives() -> None:
     ("error", "status"), [(ServerBusy("x"), 429), (EndpointError("x"), 503), (WorkerError("x"), 503)]
 )
 def test_errors_of_a_busy_server_have_retry_after(error: OutriderError, status: int) -> None:
-    problem = problem_of(error)
+    problem = to_problem(error)
     assert problem.status == status and int(problem.headers["retry-after"]) > 0

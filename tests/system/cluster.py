@@ -16,14 +16,14 @@ from msgspec import structs
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.drafter import Drafter, TokenTree
-from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.mlx import MlxDrafter
-from outrider.engine.load_checks import abilities
+from outrider.engine.load_checks import probe_abilities
 from outrider.engine.loading import LoadedModel
-from outrider.grammar.compiler import Compiler
-from outrider.orchestrator.core.metrics import ORCHESTRATOR, Trace
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.orchestrator.core.metrics import ORCHESTRATOR_TRACK, Trace
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.protocol.messages import (
@@ -86,7 +86,7 @@ class Recorder(Trace):
         return True
 
     def add(self, track: str, name: str, span: Span, **args: Any) -> None:
-        if track == ORCHESTRATOR:
+        if track == ORCHESTRATOR_TRACK:
             self.sources[args["round"]] = name
         self.held.update(args.get("by", {}))
 
@@ -196,14 +196,14 @@ class Cluster(HonestWorkers):
             found["head"] = HeadDrafter(self._own_head, self._model.vocab_size)
         own = InProcessDrafters(found)
         publisher = FeaturePublisher(self._head) if self._head is not None else None
-        return TargetWorker(self._target_link, self._model, own=own, publisher=publisher)  # type: ignore[arg-type]
+        return TargetWorker(self._target_link, self._model, drafters=own, publisher=publisher)  # type: ignore[arg-type]
 
     def _new_drafter(self) -> DraftWorker | None:
         self._draft_link = self._new_link("draft-0")
         if self._watched is None:
             return None
-        compiler = Compiler(self._model.folder)
-        return DraftWorker(self._draft_link, self._watched, POLICIES[self._policy], compiler=compiler)
+        compiler = GrammarCompiler(self._model.folder)
+        return DraftWorker(self._draft_link, self._watched, FAN_OUT_POLICIES[self._policy], compiler=compiler)
 
     # --- what the rounds see --------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class Cluster(HonestWorkers):
         own = (abilities_of.InProcessDrafter("draft"),) if self._own is not None else ()
         own += (abilities_of.InProcessDrafter("head", is_head=True),) if self._own_head is not None else ()
         trees = self._trees and self.target.verifies_trees
-        return structs.replace(abilities(self._model), drafters=own, trees=trees)
+        return structs.replace(probe_abilities(self._model), drafters=own, trees=trees)
 
     def notes(self) -> list[str]:
         return [] if self.target_abilities.chains else [f"speculation is off: {self.target_abilities.why}"]
@@ -293,13 +293,13 @@ class Cluster(HonestWorkers):
             self._draft_worker.forget()
         self.lose_drafter()
         self._draft_worker = self._new_drafter()
-        self.rounds.on_drafter_found("draft-0")
+        self.rounds.on_drafter_ready("draft-0")
 
     def replace_target(self) -> None:
         """The target dies, and another one comes at once."""
         self.target = self._new_target()
         self.rounds.on_target_lost("target worker target-0 was lost", False)
-        self.rounds.on_target_found()
+        self.rounds.on_target_ready()
 
     def _finished(self, prompt_len: int) -> Run:
         last = self._told[-1]
@@ -333,7 +333,7 @@ class Cluster(HonestWorkers):
             self._deliver([*late, *self._draft(UNTIL_IDLE)])
         if not self._target_link.inbox:
             self._clock.skip(10_000_000_000)
-            self.rounds.on_time(self._clock())
+            self.rounds.on_tick(self._clock())
 
     def _turn_target(self) -> bool:
         """One turn of the target's loop and the delivery of its answers; False when it had nothing to do."""

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.heads.dflash import DFlash
-from outrider.drafters.heads.drafter import drafter_ahead
+from outrider.drafters.heads.drafter import make_for_draft_worker
 from outrider.drafters.heads.trees import BlockTree
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Features, Message
@@ -27,7 +27,7 @@ Heads = Callable[[LoadedModel], DFlash]
 
 
 def cluster(target: LoadedModel, head: DFlash, kind: type[Cluster] = Cluster, **other: Any) -> Cluster:
-    drafter = drafter_ahead(head, "dflash", target.vocab_size)
+    drafter = make_for_draft_worker(head, "dflash", target.vocab_size)
     return kind(target, drafter, VirtualClock(), **{"ngrams": False, "full_depth": True, **other})
 
 
@@ -89,7 +89,7 @@ def test_block_heads_cache_equals_a_fresh_read_after_each_round(target: LoadedMo
 
 def distance(head: DFlash, tree: BlockTree, rows: np.ndarray[Any, Any]) -> float:
     """How far what it remembers is from what a head does that is told these rows at once."""
-    fresh = drafter_ahead(head, "dflash", 10_000).open([1] * (len(rows) + 1), SamplingParams())
+    fresh = make_for_draft_worker(head, "dflash", 10_000).open([1] * (len(rows) + 1), SamplingParams())
     assert isinstance(fresh, BlockTree)
     fresh.add_features(0, rows)
     apart = 0.0

@@ -19,7 +19,7 @@ from mlx_lm.generate import generate_step
 from outrider import Client, Grammar, LocalCluster, SamplingParams
 from outrider.engine.loading import LoadedModel, load
 from outrider.orchestrator.client.dialogue import GenerationResult
-from outrider.orchestrator.core.proposal import LONGEST_COPY
+from outrider.orchestrator.core.proposal import MAX_COPY_TOKENS
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.codec import decode, encode
@@ -110,7 +110,7 @@ def test_every_depth_and_budget_gives_the_same_tokens(
     prompt = PROMPTS[0]
     result = client.generate(prompt.text, SAMPLED, mode="ssd", num_draft_tokens=depth, branches=branches)
     check_same(prompt, SAMPLED, result.token_ids, alone(prompt, SAMPLED).token_ids)
-    assert len(result.timings.drafted_by_position) <= max(depth, LONGEST_COPY)
+    assert len(result.timings.drafted_by_position) <= max(depth, MAX_COPY_TOKENS)
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])

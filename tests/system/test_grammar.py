@@ -199,7 +199,7 @@ def test_requests_sharing_forwards_keep_their_own_grammars(small_pair: Small, al
 
 
 def test_request_fails_when_its_grammar_exceeds_the_limits(make_cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "LIMITS", LLParserLimits(step_lexer_fuel=300, verbose_errors=False))
+    monkeypatch.setattr(compiler, "PARSER_LIMITS", LLParserLimits(step_lexer_fuel=300, verbose_errors=False))
     hard = SamplingParams(grammar=Grammar("regex", "go ((a|b)*a(a|b){12}|c{3,900}d)+"))
     with pytest.raises(RuntimeError, match="can't be followed after"):
         make_cluster("self", config=BYTES).run(PROMPT, hard, "ssd", END)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters.drafter import TokenTree
-from outrider.drafters.heads.drafter import drafter_ahead
+from outrider.drafters.heads.drafter import make_for_draft_worker
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.pair_kv_cache import PairKVCache
 from outrider.drafters.heads.trees import PairTree
@@ -67,7 +67,7 @@ class Lossy(Cluster):
 def cluster(
     target: LoadedModel, head: PairHead, kind: type[Cluster] = Cluster, cpu: OrtForward | None = None, **other: Any
 ) -> Cluster:
-    drafter = drafter_ahead(head, "eagle3", target.vocab_size, cpu=cpu)
+    drafter = make_for_draft_worker(head, "eagle3", target.vocab_size, cpu=cpu)
     return kind(target, drafter, VirtualClock(), **{"ngrams": False, "full_depth": True, **other})
 
 
@@ -171,7 +171,7 @@ def distance(head: PairHead, tree: PairTree, text: list[int], rows: np.ndarray[A
     apart = 0.0
     kept = tree.kv_rows.kv_cache.save(tree.kv_rows.sequence, max(columns) + 1)
     for own, true in zip(kept.layers, fresh._layers, strict=True):
-        for mine, theirs in zip(own, true.saved(len(text) - 1), strict=True):
+        for mine, theirs in zip(own, true.copy_columns(len(text) - 1), strict=True):
             apart = max(apart, float(mx.abs(mx.take(mine, mx.array(columns), axis=2) - theirs).max().item()))
     return apart
 
@@ -179,7 +179,7 @@ def distance(head: PairHead, tree: PairTree, text: list[int], rows: np.ndarray[A
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_recurrent_head_gets_one_row_a_round_and_equals_a_fresh_one(target: LoadedModel, mode: str) -> None:
     head, received_rows = recurrent_head(target), dict[int, np.ndarray[Any, Any]]()
-    fresh, seen, rows = drafter_ahead(head, "redrafter", target.vocab_size), set[int](), list[int]()
+    fresh, seen, rows = make_for_draft_worker(head, "redrafter", target.vocab_size), set[int](), list[int]()
 
     def check(tree: TokenTree, text: Sequence[int]) -> None:
         assert isinstance(tree, PairTree)
@@ -210,7 +210,7 @@ def test_recurrent_head_gets_one_row_a_round_and_equals_a_fresh_one(target: Load
 def test_missing_row_is_replaced_by_the_heads_mask_feature(target: LoadedModel) -> None:
     """P-EAGLE: in any number of rows not heard of, in one forward, and no more where the row has come."""
     head = parallel_feature_head(target, missing=77)
-    tree = drafter_ahead(head, "eagle3", target.vocab_size).open(PROMPT, sampling(0.0))
+    tree = make_for_draft_worker(head, "eagle3", target.vocab_size).open(PROMPT, sampling(0.0))
     assert isinstance(tree, PairTree)
     rows = head.fuse(mx.random.normal((8, 3 * 64)))
     tree.add_features(0, np.array(rows[: len(PROMPT) - 1]))

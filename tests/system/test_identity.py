@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 
-from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import SamplingParams
@@ -53,7 +53,7 @@ def check(small_pair: Small, plain: Plain) -> Check:
     return check_equals_plain
 
 
-@matrix(3, sampling=SAMPLINGS, depth=DEPTHS, branches=BRANCHES, policy=sorted(POLICIES), drafter=DRAFTERS)
+@matrix(3, sampling=SAMPLINGS, depth=DEPTHS, branches=BRANCHES, policy=sorted(FAN_OUT_POLICIES), drafter=DRAFTERS)
 def test_ssd_text_equals_plain_decoding(
     make_cluster: Make, check: Check, sampling: str, depth: int, branches: int, policy: str, drafter: str
 ) -> None:

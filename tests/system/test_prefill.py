@@ -45,7 +45,7 @@ def make(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Make:
     clock = VirtualClock()
     monkeypatch.setattr("outrider.protocol.clock.now", clock)
     bytes_per_token = KVLayout.of(model.model).bytes_per_token
-    monkeypatch.setattr("outrider.prefill_worker.worker.MAX_PIECE", PIECE * bytes_per_token)
+    monkeypatch.setattr("outrider.prefill_worker.worker.MAX_PIECE_BYTES", PIECE * bytes_per_token)
     return lambda way=unchanged, **settings: PrefillCluster(model, None, clock, way=way, **settings)
 
 

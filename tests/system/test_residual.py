@@ -19,7 +19,7 @@ from outrider.drafters.drafter import TokenTree
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.load_checks import open_tree
 from outrider.engine.loading import LoadedModel
-from outrider.engine.verify import BatchForward, VerifyInput, begin
+from outrider.engine.verify import BatchForward, VerifyInput, begin_forward
 from outrider.protocol.messages import Branches, Drafted, Message, Sparse, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ, one_hot
@@ -120,9 +120,9 @@ def test_texts_sharing_forwards_have_the_targets_distribution(
 
     def counting(asks: Sequence[VerifyInput], *others: Any) -> BatchForward:
         shared[len(asks)] += 1
-        return begin(asks, *others)
+        return begin_forward(asks, *others)
 
-    monkeypatch.setattr(model_runner, "begin", counting)
+    monkeypatch.setattr(model_runner, "begin_forward", counting)
     path = PATHS[name]
     cluster, texts = make(path), []
     for first in range(0, max(SEEDS, TOGETHER), TOGETHER):

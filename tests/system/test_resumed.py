@@ -9,7 +9,7 @@ import pytest
 
 from outrider import LocalCluster
 from outrider.orchestrator.cli.terminal import Screen
-from outrider.orchestrator.pairing.model_files import VARIABLE as MODEL
+from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE as MODEL
 from tests.harness import resume
 from tests.harness.random_identity import DIFFERENT
 from tests.tiny import Pair

@@ -154,7 +154,7 @@ def test_ranks_started_by_mlx_launch_join_and_rejoin(whole: LoadedModel, codec: 
         ring = ["-n", "2", "--backend", "ring", "--starting-port", str(free_ports(1)[0])]
         command = [str(Path(sys.executable).with_name("mlx.launch")), *ring, "--", *python("-m", "outrider")]
         command += ["worker", "target", "--shard", "--connect", endpoint]
-        environment = system.environment(child_environment(), 1)
+        environment = system.blas_environment(child_environment(), 1)
         launched.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True))
 
     def launch_when_asked() -> None:

@@ -19,7 +19,7 @@ import pytest
 from outrider import Client, GenerationResult, Grammar, LocalCluster, SamplingParams
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.pairing.model_files import VARIABLE as MODEL
+from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE as MODEL
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerStats
 from tests.halts import in_the_middle, slowed

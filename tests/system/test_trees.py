@@ -9,7 +9,7 @@ import pytest
 
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.trees import depths
+from outrider.protocol.trees import node_depths
 from tests.system.cluster import MIXED, Cluster, Run
 from tests.system.same import check_same
 from tests.system.test_identity import PROMPT, SAMPLINGS
@@ -27,7 +27,7 @@ def check(small_pair: Small, plain: Plain) -> Callable[[Run, str], None]:
         target, params = small_pair("self")[0], SAMPLINGS[sampling]
         check_same(target, PROMPT, params, run.tokens, plain(target, PROMPT, params))
         for round_ in run.rounds:
-            deepest = max(depths(round_.parents), default=len(round_.chain) - 1) + 1
+            deepest = max(node_depths(round_.parents), default=len(round_.chain) - 1) + 1
             assert round_.base_len + deepest < len(PROMPT) + LENGTH
 
     return check_equals_plain

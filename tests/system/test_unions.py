@@ -14,7 +14,7 @@ from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.trees import DraftTree, United, united
+from outrider.protocol.trees import DraftTree, TreeUnion, merge_trees
 from tests.system.cluster import AMPLE, MIXED, Cluster, Run
 from tests.system.links import VirtualClock
 from tests.target_worker.block_heads import block_head
@@ -109,6 +109,6 @@ def test_without_trees_branches_and_chains_of_a_head_are_both_accepted(
 
 def test_united_trees_contain_shared_nodes_once() -> None:
     first = DraftTree((1, 2, 3), (-1, 0, 0))
-    assert united(first, DraftTree((1, 3, 4)), 9) == United((1, 2, 3, 4), (-1, 0, 0, 2), (0, 2, 3))
-    assert united(DraftTree(), first, 9) == United((1, 2, 3), (-1, 0, 0), (0, 1, 2))
-    assert united(DraftTree((7, 8)), first, 3) == United((7, 8, 1), (-1, 0, -1), (2, None, None))
+    assert merge_trees(first, DraftTree((1, 3, 4)), 9) == TreeUnion((1, 2, 3, 4), (-1, 0, 0, 2), (0, 2, 3))
+    assert merge_trees(DraftTree(), first, 9) == TreeUnion((1, 2, 3), (-1, 0, 0), (0, 1, 2))
+    assert merge_trees(DraftTree((7, 8)), first, 3) == TreeUnion((7, 8, 1), (-1, 0, -1), (2, None, None))

@@ -144,7 +144,7 @@ def mtp_head(target: LoadedModel) -> Mtp:
     block = llama.TransformerBlock(target.model.args)
     form = MtpForm(after_norm=True, embedding_first=True)
     head = Mtp(form, H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024))
-    positions.install(head)
+    positions.patch_ropes(head)
     return head
 
 
@@ -172,7 +172,7 @@ def latent_head(target: LoadedModel) -> Mtp:
     block = deepseek_v3.DeepseekV3DecoderLayer(args, LAYERS)
     form = MtpForm(after_norm=False, embedding_first=True, together=False)
     head = Mtp(form, H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024))
-    positions.install(head)
+    positions.patch_ropes(head)
     return head
 
 

@@ -31,7 +31,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 def part_of(own: HeadDrafter, sampling: SamplingParams) -> HeadDraftSession:
     """One that has heard of three tokens."""
-    part = HeadDraftSession(own, own.follow(sampling))
+    part = HeadDraftSession(own, own.open_draft(sampling))
     part.draft.add_features(0, mx.ones((3, 64)))
     return part
 
@@ -75,7 +75,7 @@ def outcomes_of(
     ]
     link = FakeLink("target-0", deque(opens))
     own = InProcessDrafters({"own": drafter(made(target), target)}) if made else None
-    worker = TargetWorker(link, target, own=own)  # type: ignore[arg-type]
+    worker = TargetWorker(link, target, drafters=own)  # type: ignore[arg-type]
     answered(worker, link, ())
     draft = InProcess(3, min_prob=0.02) if own else None
     go = [Verify(o.request, 0, 1, 3, Autonomous(24, draft)) for o in opens]

@@ -14,7 +14,7 @@ import pytest
 from outrider.engine.kv_cache import CacheSlot, SeparateKVCache
 from outrider.engine.loading import load
 from outrider.engine.verify import verify
-from outrider.grammar.compiler import Compiler
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.target_worker.certificate import Claim, certify, main
@@ -63,7 +63,7 @@ def test_text_by_a_grammar_is_certified_only_with_that_grammar(model, params):
     params = replace(params, grammar=Grammar("regex", "[0-9]{30}"))
     slot = CacheSlot(
         model, SeparateKVCache(model.model), PROMPT, params,
-        Compiler(model.folder).constraint(params.grammar, (0,), len(PROMPT)),
+        GrammarCompiler(model.folder).constraint(params.grammar, (0,), len(PROMPT)),
     )  # fmt: skip
     for _ in range(LENGTH):
         verify(slot)

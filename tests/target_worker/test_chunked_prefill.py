@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outrider.target_worker.model_runner import (
+    MIN_CHUNK_TOKENS,
     READING_SHARE,
     READING_SHARE_WITH_CHAINS,
-    SMALLEST_PIECE,
     ChunkedPrefill,
 )
 
@@ -35,5 +35,5 @@ def test_prompt_piece_lengthens_a_forward_by_a_fixed_share(rows: int, usual: int
 
 
 def test_prompt_piece_is_smallest_beside_more_chains_than_usual() -> None:
-    more = (SMALLEST_PIECE + 60 - 30) * ROW_MS / (FIXED_MS + ROW_MS * 30)
+    more = (MIN_CHUNK_TOKENS + 60 - 30) * ROW_MS / (FIXED_MS + ROW_MS * 30)
     assert lengthened(60, usual=30) == pytest.approx(more)

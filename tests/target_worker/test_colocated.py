@@ -44,7 +44,7 @@ class WorkerUnderTest:
             colocated.drafter.open = counted  # type: ignore[method-assign]
         self.own = colocated
         own = InProcessDrafters({"draft": colocated} if colocated is not None else {})
-        self.worker = TargetWorker(self.link, markov(TABLE), own=own)  # type: ignore[arg-type]
+        self.worker = TargetWorker(self.link, markov(TABLE), drafters=own)  # type: ignore[arg-type]
         answered(self.worker, self.link, ())
 
     def exchange(self, *messages: Any, turns: int = 1000) -> list[Any]:

@@ -13,15 +13,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.checkpoint import stranger
+from outrider.drafters.heads.checkpoint import find_target_mismatch
 from outrider.drafters.heads.drafter import HeadDrafter
-from outrider.drafters.heads.early_exit import AdapterConfig, ExitAdapter, speedup
+from outrider.drafters.heads.early_exit import AdapterConfig, ExitAdapter, best_speedup
 from outrider.drafters.heads.load import load as load_head
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.verify import verify
-from outrider.protocol.digest import digest
+from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from tests.drafters.experts import gated_mlp, rms
@@ -116,7 +116,7 @@ def test_chains_equal_an_independent_forward(
     slots = [CacheSlot(target, held, [50 + n, 60, *range(70, 80)], SamplingParams()) for n in range(3)]
     for slot in slots:
         slot.feed_all_but(1)
-    followers = [own.follow_text(slot.sequence, SamplingParams()) for slot in slots]  # type: ignore[attr-defined]
+    followers = [own.open_exit_draft(slot.sequence, SamplingParams()) for slot in slots]  # type: ignore[attr-defined]
     draws, weights = np.random.default_rng(9), adapter_weights(scale)
 
     def adapted(x: Array) -> Array:
@@ -124,7 +124,7 @@ def test_chains_equal_an_independent_forward(
 
     for _ in range(6):
         some = [n for n in range(3) if draws.random() < 0.7]
-        chains = [followers[n].after(slots[n].tokens) for n in some]
+        chains = [followers[n].set_text(slots[n].tokens) for n in some]
         found = own.continuations(chains, [int(draws.integers(1, 5)) for _ in some])
         for n, chain in zip(some, (one.chain for one in found), strict=True):
             truth = by_numpy(target, [*slots[n].tokens, *chain[:-1]], layers, adapted)
@@ -209,14 +209,14 @@ def test_unusable_adapter_is_refused_with_a_reason(
 def test_fingerprint_of_another_target_is_noted(tmp_path: Path) -> None:
     """Of a target in another number format it is another, too; then it is said, and the trial tells."""
     markov = markov_llama(tmp_path / "markov")
-    config = AdapterConfig(2, 8, H, VOCAB_SIZE, LAYERS, target=digest(markov.folder))  # type: ignore[arg-type]
+    config = AdapterConfig(2, 8, H, VOCAB_SIZE, LAYERS, target=model_digest(markov.folder))  # type: ignore[arg-type]
     folder, fresh = tmp_path / "adapter", ExitAdapter(config)
     folder.mkdir()
     fresh.up.weight = mx.zeros_like(fresh.up.weight)
     fresh.save_weights(str(folder / "model.safetensors"))
     words = {"model_type": "early_exit_adapter", **asdict(config)}
     (folder / "config.json").write_text(json.dumps(words))
-    assert not stranger(folder, markov.folder)
+    assert not find_target_mismatch(folder, markov.folder)
     (folder / "config.json").write_text(json.dumps({**words, "target": OTHER}))
     note = drafter(markov, folder).note
     assert "2 of 4 layers and an adapter" in note and "by its fingerprint" in note
@@ -249,9 +249,9 @@ def test_target_not_trained_for_early_exit_is_noted(
 ) -> None:
     assert "use a model trained for early exit" in drafters(0).note
     with pytest.raises(CannotDraft, match="early-exit needs the target's whole output layer"):
-        load_head("early-exit", str(target.folder), target, lambda stage: None, alone=False)
+        load_head("early-exit", str(target.folder), target, lambda stage: None, unsharded=False)
 
 
 def test_exit_layer_is_chosen_by_the_expected_speedup() -> None:
     """A layer that agrees a little more is not worth twice the time."""
-    assert speedup(0.8, 0.25) > speedup(0.85, 0.5) > 1 > speedup(0.1, 0.25)
+    assert best_speedup(0.8, 0.25) > best_speedup(0.85, 0.5) > 1 > best_speedup(0.1, 0.25)

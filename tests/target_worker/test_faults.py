@@ -48,7 +48,7 @@ def poisoned(fault: Exception | None) -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def sound_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.load_checks.abilities", lambda model: Abilities())
+    monkeypatch.setattr("outrider.engine.load_checks.probe_abilities", lambda model: Abilities())
 
 
 def asked(request: str, tokens: list[int], sampling: SamplingParams = GREEDY) -> Open:
@@ -112,7 +112,7 @@ def test_fault_is_sent_only_after_all_ranks_have_answered() -> None:
     """It may have failed for another's death; then this process has ended by the time that all would have answered."""
 
     class Gone:
-        def assure(self) -> None:
+        def check_ranks(self) -> None:
             raise SystemExit(5)
 
     link, leader = FakeLink("target-0", deque()), Gone()

@@ -19,7 +19,7 @@ from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.messages import Autonomous, Close, InProcess, KvMemory, Open, Outcome, Prefilled, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafters import InProcessDrafters, _begins_at
+from outrider.target_worker.in_process_drafters import InProcessDrafters, _usable_prefix_length
 from outrider.target_worker.target_request import TargetRequest
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
@@ -45,7 +45,7 @@ class Conversation:
         self.own: HeadDrafter | None = drafter(head, model) if head is not None else None
         self.link = FakeLink("target-0")
         own = InProcessDrafters({"own": self.own}) if self.own else None
-        self.worker = TargetWorker(self.link, model, own=own)  # type: ignore[arg-type]
+        self.worker = TargetWorker(self.link, model, drafters=own)  # type: ignore[arg-type]
         answered(self.worker, self.link, [KvMemory(memory)])
 
     def begin(self, name: str, tokens: Sequence[int]) -> TargetRequest:
@@ -93,9 +93,9 @@ def assert_as_fresh(chat: Conversation, running: TargetRequest) -> None:
     hidden_states = HiddenStates(chat.model.model, chat.head.points, chat.head.fuse)
     hidden_states.forward(lambda: chat.model.model(mx.array([tokens]))[0], [(len(tokens), rows.append)])
     fresh = HeadDrafter(chat.head, chat.model.vocab_size)
-    again = fresh.follow(SamplingParams())
+    again = fresh.open_draft(SamplingParams())
     again.add_features(0, rows[0][:known])
-    fresh.continuations([again.after(tokens[: known + 1])], [1])
+    fresh.continuations([again.set_text(tokens[: known + 1])], [1])
     for mine, true in zip(heard.tree.save(known + 1).layers, again.tree.save(known + 1).layers, strict=True):
         for a, b in zip(mine, true, strict=True):
             assert float(mx.abs(a - b).max().item()) < 1e-3
@@ -178,7 +178,7 @@ def test_head_state_of_a_failed_request_is_not_kept(target: LoadedModel) -> None
     chat.write("a")
     assert chat.own is not None
     chat.worker._close("a", spoilt=True)
-    assert chat.own.prompt_cache.use.entries == 0 and running.over
+    assert chat.own.prompt_cache.use.entries == 0 and running.is_closed
 
 
 def test_head_without_keys_and_values_keeps_no_entries(target: LoadedModel) -> None:
@@ -214,16 +214,16 @@ def test_target_rereads_the_rows_that_any_of_several_heads_lacks(target: LoadedM
     slot = CacheSlot(target, open_kv_cache(target), [*PROMPT, *NEW], SamplingParams())
     own = [drafter(mtp_head(target), target) for _ in range(3)]
     for head, known in zip(own, (50, 45, 0), strict=True):
-        head.prompt_cache.allow(1 << 20)
+        head.prompt_cache.set_limit(1 << 20)
         if known:
-            heard = head.follow(SamplingParams())
+            heard = head.open_draft(SamplingParams())
             heard.add_features(0, mx.ones((known, 64)))
-            head.continuations([heard.after(PROMPT[: known + 1])], [1])
+            head.continuations([heard.set_text(PROMPT[: known + 1])], [1])
             heard.close(spoilt=False)
-    followers = [head.follow(SamplingParams()) for head in own]
-    assert _begins_at(slot, followers, 52) == 45
+    followers = [head.open_draft(SamplingParams()) for head in own]
+    assert _usable_prefix_length(slot, followers, 52) == 45
     for follower in followers:
         follower.add_features(45, mx.ones((4, 64)))
     for head, follower, length in zip(own, followers, (49, 49, 4), strict=True):
-        head.continuations([follower.after(slot.tokens[:50])], [1])
+        head.continuations([follower.set_text(slot.tokens[:50])], [1])
         assert len(follower.tree.pairs) == length

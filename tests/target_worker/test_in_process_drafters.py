@@ -58,7 +58,7 @@ def run(
         for n, prompt in enumerate(PROMPTS[:requests])
     ]
     link = FakeLink("target-0", deque(opens))
-    worker = TargetWorker(link, target, own=own)  # type: ignore[arg-type]
+    worker = TargetWorker(link, target, drafters=own)  # type: ignore[arg-type]
     found = {one.request: [("", one)] for one in answered(worker, link, ())}
     by = {o.request: cycle(turns[n % len(turns) :] + turns[: n % len(turns)]) for n, o in enumerate(opens)}
     while any(len(texts(rounds)) < LENGTH for rounds in found.values()):
@@ -111,7 +111,7 @@ def test_hidden_states_of_several_readers_are_tapped_once_and_split() -> None:
     early = SimpleNamespace(points=HiddenStatePoints(before_norm=True), fuse=lambda x: x)
     readers = HiddenStateReaders([half, norm, early])
     assert readers.points == HiddenStatePoints((1, 3), True, True)
-    first, second, third = readers.apart(readers.fuse(rows))
+    first, second, third = readers.split(readers.fuse(rows))
     assert first.dtype == mx.float16 and first[0].tolist() == [3, 4, 5, 0, 1, 2]
     assert second[0].tolist() == [4, 5, 6, 10, 11, 12]
     assert third[1].tolist() == [18, 19, 20]
@@ -120,7 +120,7 @@ def test_hidden_states_of_several_readers_are_tapped_once_and_split() -> None:
 def test_unusable_drafter_is_left_out_with_a_reason(target: LoadedModel, tmp_path: Path) -> None:
     head = write_feature_head(tmp_path / "head", target)
     kinds = [("eagle3", str(tmp_path / "none")), ("eagle3", str(head)), ("draft", str(tmp_path / "none"))]
-    loaded = in_process_drafters.load(kinds, target, lambda stage: None, alone=True, cost=lambda head, model: None)
+    loaded = in_process_drafters.load(kinds, target, lambda stage: None, unsharded=True, cost=lambda head, model: None)
     assert list(loaded.drafters) == ["eagle3-2"] == [one.name for one in loaded.infos]
     assert loaded.infos[0].is_head and loaded.infos[0].agreement > 0.1 and 0 < loaded.infos[0].weight < 1
     assert [words.split(" is not used: ")[0] for words in loaded.left_out] == [
@@ -166,11 +166,11 @@ def test_step_cost_is_the_time_of_a_drafted_token_per_target_step(
         now[0] += 2 * sum(depths)
         return drafted(lines, depths)
 
-    real = loading.step_cost(own, target)
+    real = loading.measure_step_cost(own, target)
     assert real is not None and 0 < real < math.inf
     monkeypatch.setattr(loading, "verify", step)
     monkeypatch.setattr(own, "continuations", chains)
-    assert loading.step_cost(own, target, lambda: now[0]) == pytest.approx(0.2)
+    assert loading.measure_step_cost(own, target, lambda: now[0]) == pytest.approx(0.2)
 
 
 def test_step_cost_is_measured_on_the_forwards_that_serve_the_target(
@@ -183,12 +183,12 @@ def test_step_cost_is_measured_on_the_forwards_that_serve_the_target(
         return forward(self, *args, **others)
 
     monkeypatch.setattr(OrtForward, "__call__", counted)
-    loading.step_cost(drafter(token_head(target), target), target)
+    loading.measure_step_cost(drafter(token_head(target), target), target)
     assert target.cpu is not None and target.cpu in called
 
 
 def test_kv_memory_is_divided_by_bytes_per_token(target: LoadedModel) -> None:
     own = four(target)
     whole = own.cost + KvCost(0, 1000)
-    left = own.allow(1_000_000, 100, whole)
+    left = own.divide_memory(1_000_000, 100, whole)
     assert left == pytest.approx(1_000_000 * 1000 / whole.per_token, rel=0.1)

@@ -15,15 +15,15 @@ import pytest
 from outrider.drafters.growth import Continuation
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import Head
-from outrider.drafters.heads.load import agreement
 from outrider.drafters.heads.load import load as load_head
-from outrider.drafters.heads.pair_kv_cache import MOST_WAITING
+from outrider.drafters.heads.load import measure_agreement
+from outrider.drafters.heads.pair_kv_cache import MAX_BUFFERED
 from outrider.engine.hidden_states import HiddenStates
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.verify import PrefillChunk, VerifyInput, begin
-from outrider.protocol.digest import digest
+from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward
+from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.messages import Autonomous, Coupled, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
@@ -79,7 +79,7 @@ def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int
     ]
     link = FakeLink("target-0", deque(opens))
     together = InProcessDrafters({"own": own} if own else {})
-    worker = TargetWorker(link, target, own=together)  # type: ignore[arg-type]
+    worker = TargetWorker(link, target, drafters=together)  # type: ignore[arg-type]
     found = answered(worker, link, ())
     draft = InProcess(DEPTH) if own else None
     go = [Verify(o.request, 0, 1, len(o.tokens) + 1, Autonomous(LENGTH, draft)) for o in opens]
@@ -121,7 +121,7 @@ def test_plain_rounds_and_received_chains_leave_no_gap_for_the_head(target: Load
     opened = Open("r", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
     link = FakeLink("target-0", deque([opened]))
     own = drafter(token_head(target), target)
-    worker = TargetWorker(link, target, own=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
+    worker = TargetWorker(link, target, drafters=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
     answered(worker, link, ())
     running, start = worker._running["r"], len(PROMPTS[0])
     for turn in range(6):
@@ -212,12 +212,12 @@ def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedM
     assert isinstance(held, FlatKVCache)
     held.tap_hidden_states(HiddenStates(target.model, head.points, head.fuse))
     slots = [CacheSlot(target, held, [50 + n, 60, *range(70, 90)], SamplingParams()) for n in range(3)]
-    followers = [own.follow(SamplingParams()) for _ in slots]
+    followers = [own.open_draft(SamplingParams()) for _ in slots]
     heard: list[list[mx.array]] = [[] for _ in slots]
     for slot, follower, rows in zip(slots, followers, heard, strict=True):
         slot.listener = lambda at, new, f=follower, r=rows: (f.add_features(at, new), r.append(new))
-    begin([], [PrefillChunk(slot, 10) for slot in slots]).verdicts()
-    begin([], [PrefillChunk(slot, 11) for slot in slots]).verdicts()
+    begin_forward([], [PrefillChunk(slot, 10) for slot in slots]).verdicts()
+    begin_forward([], [PrefillChunk(slot, 11) for slot in slots]).verdicts()
     draws = np.random.default_rng(7)
     logits = np.array(target.model(mx.arange(258)[:, None])[:, 0]).argmax(axis=-1)
     for number in range(16):
@@ -231,18 +231,20 @@ def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedM
             chains.append((tuple(chain), k))
         some = [n for n in range(3) if draws.random() < 0.8]
         own.continuations(
-            [followers[n].after(slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some]
+            [followers[n].set_text(slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some]
         )
-        verdicts = begin([VerifyInput(slot, chain) for slot, (chain, _) in zip(slots, chains, strict=True)]).verdicts()
+        verdicts = begin_forward(
+            [VerifyInput(slot, chain) for slot, (chain, _) in zip(slots, chains, strict=True)]
+        ).verdicts()
         assert [said(v).accepted for v in verdicts] == [k for _, k in chains]
-    own.continuations([f.after(s.tokens) for f, s in zip(followers, slots, strict=True)], [2, 3, 1])
+    own.continuations([f.set_text(s.tokens) for f, s in zip(followers, slots, strict=True)], [2, 3, 1])
     for slot, follower, rows in zip(slots, followers, heard, strict=True):
         features = mx.concatenate(rows)
         assert len(follower.tree.pairs) == len(slot.tokens) - 1 == features.shape[0]
         fresh = HeadDrafter(head, target.vocab_size)
-        again = fresh.follow(SamplingParams())
+        again = fresh.open_draft(SamplingParams())
         again.add_features(0, features)
-        fresh.continuations([again.after(slot.tokens)], [1])
+        fresh.continuations([again.set_text(slot.tokens)], [1])
         for mine, true in zip(layers_of(follower), layers_of(again), strict=True):
             for a, b in zip(mine, true, strict=True):
                 assert float(mx.abs(a - b).max().item()) < 1e-3
@@ -257,7 +259,7 @@ def test_recurrent_head_depends_only_on_the_newest_row(target: LoadedModel) -> N
     head = recurrent_head(target)
     own, fresh = drafter(head, target), drafter(head, target)
     draws = np.random.default_rng(5)
-    follower, text = own.follow(SamplingParams()), [3]
+    follower, text = own.open_draft(SamplingParams()), [3]
     for _ in range(12):
         count = int(draws.integers(1, 5))
         features = head.fuse(mx.array(draws.standard_normal((count, 64)).astype(np.float32)))
@@ -265,10 +267,10 @@ def test_recurrent_head_depends_only_on_the_newest_row(target: LoadedModel) -> N
         text += draws.integers(0, 258, count).tolist()
         assert follower.features.count == 1
         if draws.random() < 0.7:
-            again = fresh.follow(SamplingParams())
+            again = fresh.open_draft(SamplingParams())
             again.add_features(len(text) - 2, features[-1:])
             chain, other = (
-                d.continuations([f.after(text)], [3])[0].chain for d, f in ((own, follower), (fresh, again))
+                d.continuations([f.set_text(text)], [3])[0].chain for d, f in ((own, follower), (fresh, again))
             )
             assert chain == other and len(chain) == 3
             again.close(spoilt=True)
@@ -276,10 +278,10 @@ def test_recurrent_head_depends_only_on_the_newest_row(target: LoadedModel) -> N
 
 def test_head_restarts_behind_a_gap_in_its_rows(target: LoadedModel) -> None:
     own = drafter(random_head(target), target)
-    follower, text = own.follow(SamplingParams()), list(range(5, 45))
+    follower, text = own.open_draft(SamplingParams()), list(range(5, 45))
 
     def chain(count: int) -> tuple[int, ...]:
-        return own.continuations([follower.after(text[:count])], [2])[0].chain
+        return own.continuations([follower.set_text(text[:count])], [2])[0].chain
 
     follower.add_features(0, mx.ones((9, 64)))
     assert len(chain(10)) == 2 and len(follower.tree.pairs) == 9
@@ -295,14 +297,14 @@ def test_only_the_newest_rows_are_kept_while_nothing_is_drafted(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = drafter(random_head(target), target)
-    follower = own.follow(SamplingParams())
-    text = [n % 250 for n in range(MOST_WAITING + 300)]
+    follower = own.open_draft(SamplingParams())
+    text = [n % 250 for n in range(MAX_BUFFERED + 300)]
     for at in range(0, len(text) - 1, 100):
         follower.add_features(at, mx.ones((min(100, len(text) - 1 - at), 64)))
-    assert MOST_WAITING // 2 <= follower.features.count <= MOST_WAITING
+    assert MAX_BUFFERED // 2 <= follower.features.count <= MAX_BUFFERED
     monkeypatch.setattr(own, "context_length", 1 << 20)
-    assert len(own.continuations([follower.after(text)], [1])[0].chain) == 1
-    assert len(follower.tree.pairs) >= MOST_WAITING // 2
+    assert len(own.continuations([follower.set_text(text)], [1])[0].chain) == 1
+    assert len(follower.tree.pairs) >= MAX_BUFFERED // 2
 
 
 def test_non_finite_rows_end_only_the_drafting(
@@ -320,56 +322,56 @@ def test_failed_text_of_a_batch_does_not_affect_the_others(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = drafter(token_head(target), target)
-    followers = [own.follow(SamplingParams()) for _ in range(2)]
-    chains = [follower.after([5, 6, 7, 8]) for follower in followers]
+    followers = [own.open_draft(SamplingParams()) for _ in range(2)]
+    chains = [follower.set_text([5, 6, 7, 8]) for follower in followers]
     followers[0].add_features(0, mx.full((3, 64), mx.nan))
     followers[1].add_features(0, mx.zeros((3, 64)))
     found = own.continuations(chains, [3, 3])
     assert [len(one.chain) for one in found] == [0, 3]
     followers[1].add_features(3, mx.zeros((1, 64)))
-    assert len(own.continuations([followers[1].after([5, 6, 7, 8, 9])], [3])[0].chain) == 3
+    assert len(own.continuations([followers[1].set_text([5, 6, 7, 8, 9])], [3])[0].chain) == 3
 
 
 def test_wrong_pairing_of_rows_and_tokens_raises_a_doubt(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = agreement(feature_head(target), target)
+    right = measure_agreement(feature_head(target), target)
     assert right.own > max(right.others["tokens one further on"], right.others["tokens one further back"]) + 0.1
-    assert right.doubt == "" == agreement(token_head(target), target).doubt
-    assert "expected one that was trained for this target" in agreement(random_head(target), target).doubt
+    assert right.doubt == "" == measure_agreement(token_head(target), target).doubt
+    assert "expected one that was trained for this target" in measure_agreement(random_head(target), target).doubt
     shifted = feature_head(target)
     fuse = shifted.fuse
     monkeypatch.setattr(shifted, "fuse", lambda rows: mx.roll(fuse(rows), 1, axis=0))
-    assert "one further back" in agreement(shifted, target).doubt
+    assert "one further back" in measure_agreement(shifted, target).doubt
 
 
 def test_wrong_anchor_of_blocks_raises_a_doubt(target: LoadedModel) -> None:
-    assert agreement(block_feature_head(target), target).doubt == ""
-    other = agreement(block_feature_head(target, sample_from_anchor=False), target)
+    assert measure_agreement(block_feature_head(target), target).doubt == ""
+    other = measure_agreement(block_feature_head(target, sample_from_anchor=False), target)
     assert "with the first token drafted by the last one's own row" in other.doubt
 
 
 def test_head_with_the_fingerprint_of_another_target_is_noted(target: LoadedModel, tmp_path: Path) -> None:
     assert target.folder is not None
-    for known, other in ((digest(target.folder), False), ("0123456789abcdef-", True), ("Qwen/Qwen3-4B", False)):
+    for known, other in ((model_digest(target.folder), False), ("0123456789abcdef-", True), ("Qwen/Qwen3-4B", False)):
         own = load_head("dflash", str(write_block_head(tmp_path, target=known)), target, lambda stage: None)
         assert ("by its fingerprint, the head was trained for another target" in own.note) == other
     with pytest.raises(CannotDraft, match="dflash needs the target's whole output layer"):
-        load_head("dflash", str(tmp_path), target, lambda stage: None, alone=False)
+        load_head("dflash", str(tmp_path), target, lambda stage: None, unsharded=False)
 
 
 def test_residual_chain_of_a_head_has_a_fitting_q(target: LoadedModel) -> None:
     own = drafter(token_head(target), target)
-    follower = own.follow(SamplingParams(temp=0.8, seed=3, rule="residual"))
+    follower = own.open_draft(SamplingParams(temp=0.8, seed=3, rule="residual"))
     follower.add_features(0, mx.zeros((3, 64)))
-    (found,) = own.continuations([follower.after([5, 6, 7, 8])], [3])
+    (found,) = own.continuations([follower.set_text([5, 6, 7, 8])], [3])
     assert found.q is not None and found.q.fits(found.chain)
     assert (found.q.of(found.chain) == 1).all()
 
 
 def test_penalties_count_the_drafted_chain(target: LoadedModel) -> None:
     own = drafter(token_head(target), target)
-    free, bound = own.follow(SamplingParams()), own.follow(SamplingParams(repetition_penalty=50.0))
+    free, bound = own.open_draft(SamplingParams()), own.open_draft(SamplingParams(repetition_penalty=50.0))
     for follower in (free, bound):
         follower.add_features(0, mx.zeros((3, 64)))
-    lines: list[Any] = [free.after([5, 6, 7, 8]), bound.after([5, 6, 7, 8])]
+    lines: list[Any] = [free.set_text([5, 6, 7, 8]), bound.set_text([5, 6, 7, 8])]
     plain, other = own.continuations(lines, [18, 18])
     assert len(set(other.chain) - {5, 6, 7, 8}) == 18 and other.chain != plain.chain

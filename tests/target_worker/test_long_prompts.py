@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.engine.kv_cache import PREFILL
-from outrider.engine.verify import BatchForward, PrefillChunk, VerifyInput, VerifyOutput, begin
+from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS
+from outrider.engine.verify import BatchForward, PrefillChunk, VerifyInput, VerifyOutput, begin_forward
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Autonomous, Close, Halt, Message, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker import model_runner
-from outrider.target_worker.model_runner import SMALLEST_PIECE
+from outrider.target_worker.model_runner import MIN_CHUNK_TOKENS
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
@@ -45,7 +45,7 @@ class Machine:
         ) -> BatchForward:
             read = sum(reading.count for reading in readings)
             self.fed.append((len(asks), read))
-            forward = begin(asks, readings, after)
+            forward = begin_forward(asks, readings, after)
             settle = forward.verdicts
 
             def verdicts() -> list[VerifyOutput | OutriderError]:
@@ -55,7 +55,7 @@ class Machine:
             monkeypatch.setattr(forward, "verdicts", verdicts)
             return forward
 
-        monkeypatch.setattr(model_runner, "begin", counted)
+        monkeypatch.setattr(model_runner, "begin_forward", counted)
         monkeypatch.setattr("outrider.protocol.clock.now", lambda: self._now_ns)
         self.link = FakeLink("target-0", deque())
         monkeypatch.setattr(self.link, "poll", self._pass)
@@ -106,7 +106,7 @@ def test_prompt_piece_takes_about_half_a_step_per_reading_request(start: Start, 
     beside = [(asks, read) for asks, read in found if read]
     assert sum(read for _, read in beside) == newcomers * (LONG - 1)
     assert all(asks >= DECODING for asks, _ in beside)  # nobody is left out of a forward for it
-    most = max(newcomers * step_ms(each_ms) / each_ms / 2, SMALLEST_PIECE)
+    most = max(newcomers * step_ms(each_ms) / each_ms / 2, MIN_CHUNK_TOKENS)
     assert max(read for _, read in beside) <= 1.1 * most
     assert max(read for _, read in beside) >= 0.9 * most  # nor is the newcomer kept waiting for nothing
 
@@ -114,12 +114,12 @@ def test_prompt_piece_takes_about_half_a_step_per_reading_request(start: Start, 
 def test_prompt_without_decoding_requests_is_read_in_full_pieces(start: Start) -> None:
     machine = start(0.25)
     machine.exchange(*(Close(str(name)) for name in range(DECODING)), turns=5)
-    assert max(read for _, read in machine.read("a")) == PREFILL
+    assert max(read for _, read in machine.read("a")) == PREFILL_CHUNK_TOKENS
 
 
 def test_prompts_come_first_while_more_requests_wait_than_decode(start: Start) -> None:
     beside = [read for _, read in start(0.25).read(*"abcdefghi") if read]
-    assert beside[:2] == [PREFILL, PREFILL]  # then the first is read, and no more wait than decode
+    assert beside[:2] == [PREFILL_CHUNK_TOKENS] * 2  # then the first is read, and no more wait than decode
     assert max(beside[2:]) <= 1.1 * 8 * step_ms(0.25) / 0.25 / 2
 
 

@@ -133,7 +133,7 @@ def test_prompt_of_a_failed_request_is_not_cached(
 ) -> None:
     worker_under_test, prompt = WorkerUnderTest(model, ROOM), [*SYSTEM[:60], 5]
     with monkeypatch.context() as broken:
-        broken.setattr("outrider.engine.verify.BatchForward._scored", lambda *_: mx.full((1,), -1, mx.int32))
+        broken.setattr("outrider.engine.verify.BatchForward._choose_group", lambda *_: mx.full((1,), -1, mx.int32))
         worker_under_test.exchange(asked("bad", prompt))
     assert "NaN or infinite" in worker_under_test.told(Fault)["bad"].message
     worker_under_test.exchange(asked("good", prompt))

@@ -53,8 +53,8 @@ def two(monkeypatch: pytest.MonkeyPatch, strangers: Sequence[bytes] = ()) -> Ite
             try:
                 yield leader, member
             finally:
-                leader.end()
-                member.end()
+                leader.expect_end()
+                member.expect_end()
 
 
 def meet(leader: RankLeader, member: RankMember) -> None:
@@ -66,7 +66,7 @@ def meet(leader: RankLeader, member: RankMember) -> None:
 
 def die(line: RankLink) -> None:
     """What the system does with a process's connections."""
-    line.end()
+    line.expect_end()
     for lifeline in line._lifelines:
         lifeline.shutdown(socket.SHUT_RDWR)
 
@@ -77,11 +77,11 @@ def test_rank_of_the_same_kind_is_admitted_and_receives_broadcasts(monkeypatch: 
         entering.start()
         leader.admit(HELLO)
         entering.join(LIMIT)
-        assert leader.here == 1
+        assert leader.ranks_here == 1
         leader.broadcast(TextChange("open", 3), TextChange("mark", 3))
         assert member.receive() == [TextChange("open", 3), TextChange("mark", 3)]
         member.send(replace(FOUND, rank=1, host="book"))
-        leader.compare(FOUND)
+        leader.receive_hellos(FOUND)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_ranks_with_different_model_abilities_are_refused(monkeypatch: pytest.Mo
     with two(monkeypatch) as (leader, member):
         member.send(replace(FOUND, rank=1, found="a vocabulary of 10, texts have separate forwards"))
         with pytest.raises(WorkerError, match=r"abilities of the model: .* on machines of the same kind"):
-            leader.compare(FOUND)
+            leader.receive_hellos(FOUND)
 
 
 def test_assure_returns_once_all_ranks_have_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     with two(monkeypatch) as (leader, member):
         meet(leader, member)
-        asking = threading.Thread(target=leader.assure)
+        asking = threading.Thread(target=leader.check_ranks)
         asking.start()
         assert member.receive() == [Ping(0)] and asking.is_alive()
         member.send(Pong("rank", 0, 5))

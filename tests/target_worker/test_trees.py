@@ -16,7 +16,7 @@ from outrider.drafters.growth import Continuation
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Autonomous, Coupled, InProcess, Open, Outcome, Prepare, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.trees import fault
+from outrider.protocol.trees import tree_fault
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered, drafted_chain
@@ -60,7 +60,7 @@ def forked(chain: Sequence[int], draws: random.Random) -> tuple[tuple[int, ...],
             add(draws.choice([-1, at]), draws.choice([0, 258, 2**31 - 1, draws.randrange(258)]))
         at = add(at, token)
     tree = tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes)
-    assert not fault(*tree)
+    assert not tree_fault(*tree)
     return tree
 
 
@@ -161,7 +161,7 @@ def test_target_without_trees_takes_the_first_branch_of_a_drafted_tree(
     monkeypatch.setattr(own, "continuations", in_trees)
     opened = Open("0", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
     link = FakeLink("target-0", deque([opened]))
-    worker = TargetWorker(link, target, own=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
+    worker = TargetWorker(link, target, drafters=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
     worker._kv_cache.trees = False  # type: ignore[misc]
     found = answered(worker, link, ())
     go = Verify("0", 0, 1, len(PROMPTS[0]) + 1, Autonomous(LENGTH, InProcess(3)))

@@ -26,15 +26,15 @@ from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from tools.fleet import picture
 from tools.fleet.plan import LOSSES, ROUTINGS, Fleet, Loss, Scaling, Sizes, Traffic
-from tools.fleet.report import difference, losses, table
-from tools.fleet.service import recorded
+from tools.fleet.report import describe_difference, describe_loss, table
+from tools.fleet.service import record_service
 from tools.fleet.simulation import Outcome, Simulation
 from tools.simulation.profile import PROFILES, Profile
 
 PROFILE = PROFILES / "two-macs-ethernet.json"
-WARM_UP = 0.2  # share of the time that is not counted
-SHOWN = 10
-MOST_QUEUED_S = 1.0  # of the p99 in `need`
+WARM_UP_RATIO = 0.2  # share of the time that is not counted
+PROGRESS_SECONDS = 10
+MAX_QUEUED_SECONDS = 1.0  # of the p99 in `need`
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,91 +65,94 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     fleet, traffic = _fleet(options), _traffic(options)
     if options.what == "run":
-        _one(fleet, traffic, options)
+        _run_once(fleet, traffic, options)
     elif options.what == "load":
-        _loads(fleet, traffic, options)
+        _run_loads(fleet, traffic, options)
     elif options.what == "need":
-        _need(fleet, traffic, options)
+        _find_needed_engines(fleet, traffic, options)
     else:
-        _check(fleet, traffic, options)
+        _compare_flow_with_rounds(fleet, traffic, options)
     return 0
 
 
-def _one(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
+def _run_once(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
     loss = Loss(options.lose, options.at, options.back) if options.lose else None
     screen = Screen()
 
     def shown(second: float) -> None:
-        if second % SHOWN == 0:
+        if second % PROGRESS_SECONDS == 0:
             screen.show(f"second {second:.0f} of {traffic.seconds:.0f}")
 
-    outcome = Simulation(fleet, traffic, options.rounds, loss).run(WARM_UP * traffic.seconds, shown)
+    outcome = Simulation(fleet, traffic, options.rounds, loss).run(WARM_UP_RATIO * traffic.seconds, shown)
     screen.clear()
     print(table({f"{traffic.rate:g}": outcome}))
     without = None
     if loss is not None:
-        without = None if options.rounds else Simulation(fleet, traffic, False).run(WARM_UP * traffic.seconds)
-        print(losses(outcome, loss, without))
+        without = None if options.rounds else Simulation(fleet, traffic, False).run(WARM_UP_RATIO * traffic.seconds)
+        print(describe_loss(outcome, loss, without))
     if options.picture:
-        picture.over_time(outcome, loss, options.picture, without)
+        picture.draw_over_time(outcome, loss, options.picture, without)
     _write(options.out, [outcome])
 
 
-def _loads(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
+def _run_loads(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
     found = {}
     for rate in _rates(options.rates):
         simulation = Simulation(fleet, replace(traffic, rate=rate), options.rounds)
-        found[f"{rate:g}"] = simulation.run(WARM_UP * traffic.seconds)
+        found[f"{rate:g}"] = simulation.run(WARM_UP_RATIO * traffic.seconds)
     print(table(found))
     if options.picture:
-        picture.over_load(found, options.picture)
+        picture.draw_over_load(found, options.picture)
     _write(options.out, list(found.values()))
 
 
-def _need(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
-    """Prints the fewest engines for each load with a p99 of at most `MOST_QUEUED_S` in the queue."""
+def _find_needed_engines(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
+    """Prints the fewest engines for each load with a p99 of at most `MAX_QUEUED_SECONDS` in the queue."""
     print("| requests/s | engines | tok/s | targets busy |\n|---|---|---|---|")
     for rate in _rates(options.rates):
         load = replace(traffic, rate=rate)
 
         def enough(engines: int, load: Traffic = load) -> bool:
             sized = replace(fleet, engines=engines)
-            return Simulation(sized, load, options.rounds).run(WARM_UP * load.seconds).sums.queued[1] <= MOST_QUEUED_S
+            return (
+                Simulation(sized, load, options.rounds).run(WARM_UP_RATIO * load.seconds).sums.queued[1]
+                <= MAX_QUEUED_SECONDS
+            )
 
-        least = most = math.ceil(rate / _most(fleet, traffic))
+        least = most = math.ceil(rate / _max_request_rate(fleet, traffic))
         while not enough(most):
             least, most = most + 1, 2 * most
         least = bisect_left(range(most + 1), True, least, most, key=enough)
-        found = Simulation(replace(fleet, engines=least), load, options.rounds).run(WARM_UP * load.seconds).sums
+        found = Simulation(replace(fleet, engines=least), load, options.rounds).run(WARM_UP_RATIO * load.seconds).sums
         print(f"| {rate:g} | {least} | {found.rate:.0f} | {found.busy:.2f} |", flush=True)
 
 
-def _most(fleet: Fleet, traffic: Traffic) -> float:
+def _max_request_rate(fleet: Fleet, traffic: Traffic) -> float:
     """Returns the requests per second that an engine could answer if prompts took no time."""
-    paces = [recorded(fleet, profile, fleet.drafters)[0] for profile in fleet.profiles]
+    paces = [record_service(fleet, profile, fleet.drafters)[0] for profile in fleet.profiles]
     best = max(pace.rate * (n + 1) for service in paces for n, pace in enumerate(service))
     return best / (traffic.answer.median * math.exp(traffic.answer.sigma**2 / 2))
 
 
-def _check(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
+def _compare_flow_with_rounds(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
     """Compares flows with the real rounds on the same traffic."""
     for rate in _rates(options.rates):
         load = replace(traffic, rate=rate)
-        flow, rounds = (Simulation(fleet, load, real).run(WARM_UP * traffic.seconds) for real in (False, True))
+        flow, rounds = (Simulation(fleet, load, real).run(WARM_UP_RATIO * traffic.seconds) for real in (False, True))
         print(table({f"{rate:g}, rounds": rounds, f"{rate:g}, flow": flow}))
-        print(difference(flow, rounds), flush=True)
+        print(describe_difference(flow, rounds), flush=True)
 
 
 def _fleet(options: argparse.Namespace) -> Fleet:
     return Fleet(
         tuple(Profile.read(path) for path in options.profiles),
-        engines=values.whole("engines", options.engines, 1, 10_000),
-        drafters=values.whole("drafters", options.drafters, 1, 64),
-        zones=values.whole("zones", options.zones, 1, 1000),
+        engines=values.check_int("engines", options.engines, 1, 10_000),
+        drafters=values.check_int("drafters", options.drafters, 1, 64),
+        zones=values.check_int("zones", options.zones, 1, 1000),
         spread=options.spread,
-        active=values.whole("active", options.active, 1, 256),
+        active=values.check_int("active", options.active, 1, 256),
         ongoing=options.active + 1,
-        prompt_rate=values.number("prompt_rate", options.prompt_rate, 1.0, 1e9),
+        prompt_rate=values.check_float("prompt_rate", options.prompt_rate, 1.0, 1e9),
         routing=options.routing,
         scaling=_scaling(options.scale) if options.scale else None,
     )
@@ -165,17 +168,17 @@ def _scaling(text: str) -> Scaling:
 
 def _traffic(options: argparse.Namespace) -> Traffic:
     return Traffic(
-        values.number("rate", options.rate, 1e-6, 1e6),
-        values.number("seconds", options.seconds, 1.0, 1e6),
-        Sizes(values.whole("prompt", options.prompt, 1, 1 << 16)),
-        Sizes(values.whole("answer", options.answer, 1, 1 << 16)),
+        values.check_float("rate", options.rate, 1e-6, 1e6),
+        values.check_float("seconds", options.seconds, 1.0, 1e6),
+        Sizes(values.check_int("prompt", options.prompt, 1, 1 << 16)),
+        Sizes(values.check_int("answer", options.answer, 1, 1 << 16)),
         seed=options.seed,
     )
 
 
 def _rates(text: str) -> list[float]:
     try:
-        return [values.number("rate", float(part), 1e-6, 1e6) for part in text.split(",")]
+        return [values.check_float("rate", float(part), 1e-6, 1e6) for part in text.split(",")]
     except ValueError as error:
         raise InvalidRequest(f"rates is {text}; expected comma-separated numbers, like 4,8,12") from error
 

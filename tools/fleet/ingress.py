@@ -18,9 +18,9 @@ from tests.harness.virtual.world import World
 from tools.fleet.engine import Engine
 from tools.fleet.job import Job
 
-FIRST_BACKOFF, LAST_BACKOFF = 0.025, 0.5
+MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.025, 0.5
 VIRTUAL_NODES, FALLBACKS = 100, 2
-TASKS = 2  # at most, per engine
+MAX_TASKS_PER_ENGINE = 2  # at most, per engine
 
 
 class PowerOfTwo:
@@ -36,7 +36,7 @@ class PowerOfTwo:
         return sorted(two, key=lambda engine: engine.load)
 
 
-class Least:
+class LeastLoaded:
     """Chooses the engine with the fewest requests, as Outrider's ingress does for requests without a session."""
 
     in_order = True
@@ -52,11 +52,11 @@ class Sessions:
 
     def __init__(self) -> None:
         self._ring: list[tuple[int, Engine]] = []
-        self._of: Sequence[Engine] = ()
+        self._ring_engines: Sequence[Engine] = ()
 
     def candidates(self, job: Job, engines: Sequence[Engine]) -> list[Engine]:
-        if list(engines) != list(self._of):
-            self._of = tuple(engines)
+        if list(engines) != list(self._ring_engines):
+            self._ring_engines = tuple(engines)
             nodes = ((_hash(f"{engine.number}:{n}"), engine) for engine in engines for n in range(VIRTUAL_NODES))
             self._ring = sorted(nodes, key=lambda node: node[0])
         start = bisect_right(self._ring, _hash(job.session), key=lambda node: node[0])
@@ -68,7 +68,7 @@ def _hash(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
 
 
-Router = PowerOfTwo | Least | Sessions
+Router = PowerOfTwo | LeastLoaded | Sessions
 
 
 class IngressQueue:
@@ -89,18 +89,18 @@ class IngressQueue:
             self._queue.appendleft(job)
         else:
             self._queue.append(job)
-        if not self._router.in_order or self._tasks < TASKS * len(self.engines):
+        if not self._router.in_order or self._tasks < MAX_TASKS_PER_ENGINE * len(self.engines):
             self._tasks += 1
-            self._try(job, FIRST_BACKOFF)
+            self._run_task(job, MIN_BACKOFF_SECONDS)
 
-    def _try(self, of: Job, backoff: float) -> None:
+    def _run_task(self, of: Job, backoff: float) -> None:
         """Runs one routing task: in order, it assigns the first request until the queue is empty; else the one `of`."""
         while self._queue and (self._router.in_order or of in self._queue):
             job = self._queue[0] if self._router.in_order else of
             if not self._assign(job):
-                self._world.after(backoff, partial(self._try, of, min(2 * backoff, LAST_BACKOFF)))
+                self._world.after(backoff, partial(self._run_task, of, min(2 * backoff, MAX_BACKOFF_SECONDS)))
                 return
-            backoff = FIRST_BACKOFF
+            backoff = MIN_BACKOFF_SECONDS
         self._tasks -= 1
 
     def _assign(self, job: Job) -> bool:

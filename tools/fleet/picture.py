@@ -8,20 +8,27 @@ from pathlib import Path
 from outrider.bench import picture
 from tools.fleet.plan import Loss
 from tools.fleet.simulation import Outcome
-from tools.fleet.tally import smooth
+from tools.fleet.tally import smooth_rates
 
-DPI, SMOOTH = 80, 7
+DPI, SMOOTHING_SECONDS = 80, 7
 
 
-def over_time(outcome: Outcome, loss: Loss | None, path: Path, without: Outcome | None = None) -> None:
+def draw_over_time(outcome: Outcome, loss: Loss | None, path: Path, without: Outcome | None = None) -> None:
     """Draws tokens per second, also of the same traffic `without` the loss; below them requests and engines."""
-    figure = picture.figure(8.0, 4.6)
+    figure = picture.create_figure(8.0, 4.6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     samples = outcome.tally.samples
     seconds = len(samples) - 1
     if without is not None:
-        above.plot(range(seconds), smooth(without.tally, seconds, SMOOTH), color="0.7", label="without the loss")
-    above.plot(range(seconds), smooth(outcome.tally, seconds, SMOOTH), color="C0", label="tokens per second")
+        above.plot(
+            range(seconds),
+            smooth_rates(without.tally, seconds, SMOOTHING_SECONDS),
+            color="0.7",
+            label="without the loss",
+        )
+    above.plot(
+        range(seconds), smooth_rates(outcome.tally, seconds, SMOOTHING_SECONDS), color="C0", label="tokens per second"
+    )
     below.plot(range(len(samples)), [sample.running for sample in samples], color="C2", label="requests running")
     below.plot(range(len(samples)), [sample.waiting for sample in samples], color="C3", label="waiting")
     below.plot(range(len(samples)), [sample.engines for sample in samples], color="k", linestyle=":", label="engines")
@@ -36,9 +43,9 @@ def over_time(outcome: Outcome, loss: Loss | None, path: Path, without: Outcome 
     picture.save(figure, path, DPI)
 
 
-def over_load(outcomes: Mapping[str, Outcome], path: Path) -> None:
+def draw_over_load(outcomes: Mapping[str, Outcome], path: Path) -> None:
     """Draws tokens per second (left), and the time to first token and in the queue (right), by requests per second."""
-    figure = picture.figure(8.0, 3.2)
+    figure = picture.create_figure(8.0, 3.2)
     left, right = figure.subplots(1, 2)
     rates = [float(rate) for rate in outcomes]
     sums = [outcome.sums for outcome in outcomes.values()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.orchestrator.settings import BRANCHES, DRAFT_TOKENS
+from outrider.orchestrator.settings import DEFAULT_BRANCHES, DEFAULT_DRAFT_TOKENS
 from outrider.protocol.errors import InvalidRequest
 from tools.simulation.profile import Profile
 
@@ -87,8 +87,8 @@ class Fleet:
     remembers: int = 32768
     hop_ms: float = 0.2
     mode: str = "auto"
-    depth: int = DRAFT_TOKENS
-    branches: int = BRANCHES
+    depth: int = DEFAULT_DRAFT_TOKENS
+    branches: int = DEFAULT_BRANCHES
     routing: str = "power-of-two"
     scaling: Scaling | None = None
 

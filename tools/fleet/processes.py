@@ -19,10 +19,10 @@ from outrider.bench.timing import Latency
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol.sampling import SamplingParams
-from tools.simulation.environment import simulated
+from tools.simulation.environment import simulated_machine
 from tools.simulation.profile import Profile
-from tools.simulation.script import starts, write_script
-from tools.simulation.stand_in import write
+from tools.simulation.script import random_prompts, write_script
+from tools.simulation.stand_in import write_stand_in
 
 SPARE_TOKENS = 64
 
@@ -53,13 +53,13 @@ class Engines:
         self._stack = ExitStack()
         try:
             self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
-            write(self._folder)
-            self.starts = starts(texts)
+            write_stand_in(self._folder)
+            self.starts = random_prompts(texts)
             script, machine = self._folder / "script.json", self._folder / "profile.json"
             longest_text = SamplingParams(max_tokens=longest + SPARE_TOKENS, ignore_eos=True)
             write_script(script, self._folder, self.starts, [longest_text] * texts)
             machine.write_text(json.dumps(_fields(profile)))
-            self._stack.enter_context(simulated(machine, script))
+            self._stack.enter_context(simulated_machine(machine, script))
             self._clusters = [self._stack.enter_context(self._cluster(active)) for _ in range(count)]
         except BaseException:
             self.close()
@@ -90,7 +90,7 @@ class Engines:
         )  # fmt: skip
 
 
-def slowed(profile: Profile, times: float) -> Profile:
+def slow_down(profile: Profile, times: float) -> Profile:
     """Returns a profile with all times multiplied, so that this machine can simulate several such engines."""
 
     def slower(latency: Latency) -> Latency:
@@ -110,7 +110,7 @@ async def send(client: AsyncClient, ask: Ask, mode: str = "auto") -> Answer:
 
 
 @contextmanager
-def machine_busy() -> Iterator[list[float]]:
+def measure_busy() -> Iterator[list[float]]:
     """Yields a list that receives, at the end of the block, the share of all cores in use by any process."""
     share: list[float] = []
     psutil.cpu_percent()
@@ -129,7 +129,7 @@ def _fields(profile: Profile) -> dict[str, object]:
     }  # fmt: skip
 
 
-def rate(answers: Sequence[Answer]) -> float:
+def total_rate(answers: Sequence[Answer]) -> float:
     """Returns the tokens per second of all answers, from the first sending to the last end."""
     seconds = max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
     return sum(answer.tokens for answer in answers) / seconds

@@ -25,9 +25,9 @@ from tests.harness.virtual.world import World
 from tools.fleet.engine import Engine
 from tools.fleet.job import Job
 from tools.fleet.plan import Fleet, Sizes
-from tools.fleet.processes import Answer, Ask, Engines, machine_busy, rate, send, slowed
+from tools.fleet.processes import Answer, Ask, Engines, measure_busy, send, slow_down, total_rate
 from tools.fleet.rounds import RealRounds
-from tools.fleet.traffic import SPARE, drawn
+from tools.fleet.traffic import SPARE_TOKENS, draw_size
 from tools.simulation.profile import PROFILES, Profile
 from tools.simulation.script import PROMPT_TOKENS
 
@@ -49,14 +49,14 @@ class Phase:
     at_once: int
 
 
-def phases(starts: Sequence[tuple[int, ...]], each: int, gap: float, seed: int) -> list[Phase]:
+def make_phases(starts: Sequence[tuple[int, ...]], each: int, gap: float, seed: int) -> list[Phase]:
     rng = random.Random(f"real {seed}")
 
     def asks(at_random: bool) -> tuple[Ask, ...]:
         at, requests = 0.0, []
         for number in range(each):
             at += rng.expovariate(1 / gap) if at_random and number else 0.0
-            requests.append(Ask(starts[number % len(starts)], drawn(SIZES, rng), at))
+            requests.append(Ask(starts[number % len(starts)], draw_size(SIZES, rng), at))
         return tuple(requests)
 
     return [
@@ -105,7 +105,7 @@ class VirtualEngineRun:
         return [Answer(job.asked, job.first or 0.0, job.last, job.answer) for job in self._jobs]
 
     def _take(self, ask: Ask) -> None:
-        text = tuple(self._rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS + ask.tokens + SPARE))
+        text = tuple(self._rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS + ask.tokens + SPARE_TOKENS))
         job = Job(f"v{self._world.now}-{len(self._jobs)}", "one", self._world.now, text, PROMPT_TOKENS, ask.tokens)
         self._jobs.append(job)
         self._engine.take(job)
@@ -129,16 +129,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    slower = values.number("slower", options.slower, 1.0, 100.0)
-    profile = slowed(Profile.read(options.profile), slower)
-    requests = values.whole("requests", options.requests, 1, 1000)
+    slower = values.check_float("slower", options.slower, 1.0, 100.0)
+    profile = slow_down(Profile.read(options.profile), slower)
+    requests = values.check_int("requests", options.requests, 1, 1000)
     engines = Engines(profile, 1, SIZES.most, requests, SLOTS)
     try:
-        played = phases(engines.starts, requests, options.gap * slower, options.seed)
+        played = make_phases(engines.starts, requests, options.gap * slower, options.seed)
         virtual = VirtualEngineRun(profile, options.hop_ms)
         print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
         for phase in played:
-            with machine_busy() as busy:
+            with measure_busy() as busy:
                 real = asyncio.run(run_real(engines.clients[0], phase))
             print(_line(phase.name, real, virtual.play(phase), busy[0]), flush=True)
     finally:
@@ -147,7 +147,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _line(name: str, real: Sequence[Answer], virtual: Sequence[Answer], busy: float) -> str:
-    rates = rate(real), rate(virtual)
+    rates = total_rate(real), total_rate(virtual)
     firsts = [1000 * statistics.median(a.first - a.sent for a in answers) for answers in (real, virtual)]
     whole = [statistics.mean(a.ended - a.sent for a in answers) for answers in (real, virtual)]
     cells = [

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.engine.kv_cache import PREFILL
-from outrider.target_worker.model_runner import SMALLEST_PIECE
+from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS
+from outrider.target_worker.model_runner import MIN_CHUNK_TOKENS
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
 from tools.fleet.job import Job
 from tools.fleet.rounds import OnTokens
-from tools.fleet.service import Pace, Service
+from tools.fleet.service import Service, ServicePace
 
-NEARLY = 1e-6
+EPSILON = 1e-6
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Running:
     left: float
 
 
-class Recorded:
+class RecordedFlow:
     """A flow of tokens. `services` returns the recorded rates for the number of drafters left."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Recorded:
         self._remembered = Remembered(remembers)
         self._on_tokens, self._on_complete = on_tokens, on_complete
         self._running: list[Running] = []
-        self._since, self._busy, self._turn = world.now, 0.0, 0
+        self._since, self._busy, self._timer_number = world.now, 0.0, 0
 
     @property
     def busy(self) -> float:
@@ -53,24 +53,24 @@ class Recorded:
         text = job.text[: job.prompt + round(job.received)]
         unread = len(text) - self._remembered.find(text) if self._prompt_ms else 0
         self._running.append(Running(job, unread, job.answer - job.received))
-        self._go_on()
+        self._set_timer()
 
     def end(self) -> None:
         self._advance()
         self._running.clear()
-        self._turn += 1
+        self._timer_number += 1
 
     def lose_drafters(self, count: int, noticed: float) -> None:
         """Continues without these drafters at once. The rounds' waits until the loss is noticed are not simulated."""
-        self._changes(self._all - count)
+        self._set_drafters(self._all - count)
 
     def regain_drafters(self) -> None:
-        self._changes(self._all)
+        self._set_drafters(self._all)
 
-    def _changes(self, drafters: int) -> None:
+    def _set_drafters(self, drafters: int) -> None:
         self._advance()
         self._service = self._services(drafters)
-        self._go_on()
+        self._set_timer()
 
     def _speeds(self) -> tuple[float, float]:
         """Returns the tokens per second of the prompt being read, and of each decoding request."""
@@ -79,15 +79,17 @@ class Recorded:
         pace = self._service[max(decoding, 1) - 1]
         if not readers:
             return 0.0, pace.rate
-        piece = self._piece(pace, readers, decoding)
+        piece = self._piece_tokens(pace, readers, decoding)
         decode_ms = pace.forward_ms if decoding else 0.0
         forward_ms = decode_ms + piece * self._prompt_ms
         return 1000 * piece / forward_ms, pace.rate * decode_ms / forward_ms
 
-    def _piece(self, pace: Pace, readers: int, decoding: int) -> float:
+    def _piece_tokens(self, pace: ServicePace, readers: int, decoding: int) -> float:
         if readers > decoding:
-            return PREFILL
-        return min(max(pace.share * readers * pace.forward_ms / self._prompt_ms, SMALLEST_PIECE), PREFILL)
+            return PREFILL_CHUNK_TOKENS
+        return min(
+            max(pace.share * readers * pace.forward_ms / self._prompt_ms, MIN_CHUNK_TOKENS), PREFILL_CHUNK_TOKENS
+        )
 
     def _advance(self) -> None:
         """Credits the tokens that flowed since the last call."""
@@ -104,31 +106,31 @@ class Recorded:
                 self._on_tokens(one.job, brought, flows=seconds)
         if reader is not None:
             reader.unread = max(reader.unread - reading * seconds, 0.0)
-            reader.unread = 0.0 if reader.unread < NEARLY else reader.unread
+            reader.unread = 0.0 if reader.unread < EPSILON else reader.unread
 
-    def _go_on(self) -> None:
+    def _set_timer(self) -> None:
         """Sets a timer for the next prompt that is read completely or text that ends."""
-        self._turn += 1
+        self._timer_number += 1
         if not self._running:
             return
         reading, rate = self._speeds()
         reader = next((one for one in self._running if one.unread > 0), None)
         waits = [one.left / rate for one in self._running if one.unread <= 0 and rate > 0]
         waits += [reader.unread / reading] if reader is not None else []
-        turn = self._turn
-        self._world.after(max(min(waits), NEARLY), lambda: self._on_timer(turn))
+        turn = self._timer_number
+        self._world.after(max(min(waits), EPSILON), lambda: self._on_timer(turn))
 
     def _on_timer(self, turn: int) -> None:
-        if turn != self._turn:
+        if turn != self._timer_number:
             return
         reader = next((one for one in self._running if one.unread > 0), None)
         self._advance()
         if reader is not None and reader.unread <= 0:  # the same forward gives its first token
             reader.left -= 1
             self._on_tokens(reader.job, 1.0)
-        for one in [one for one in self._running if one.unread <= 0 and one.left <= NEARLY]:
+        for one in [one for one in self._running if one.unread <= 0 and one.left <= EPSILON]:
             self._running.remove(one)
             one.job.received = one.job.answer
             self._remembered.keep(one.job.text[: one.job.prompt + one.job.answer])
             self._on_complete(one.job)
-        self._go_on()
+        self._set_timer()

@@ -11,9 +11,9 @@ from tools.fleet.tally import percentile
 COLUMNS = (
     "requests/s", "sent", "tok/s", "good tok/s", "first token p50", "p99", "queued p50", "p99", "targets busy",
 )  # fmt: skip
-SMOOTH, AROUND = 10, 30
-# The fleet has recovered when SMOOTH seconds in a row reach this share of the rate before the loss.
-RECOVERED = 0.95
+SMOOTHING_SECONDS, WINDOW_SECONDS = 10, 30
+# The fleet has recovered when its smoothed rate reaches this share of the rate before the loss.
+RECOVERED_RATIO = 0.95
 
 
 def table(outcomes: Mapping[str, Outcome]) -> str:
@@ -27,41 +27,46 @@ def table(outcomes: Mapping[str, Outcome]) -> str:
     return "\n".join(lines)
 
 
-def losses(outcome: Outcome, loss: Loss, without: Outcome | None = None) -> str:
-    """Returns what the loss cost, also compared with the same traffic `without` it."""
+def describe_loss(outcome: Outcome, loss: Loss, without: Outcome | None = None) -> str:
+    """Returns a description of the cost of a loss, compared with the same traffic `without` it if given."""
     tally, found, at = outcome.tally, outcome.sums, int(loss.at)
     before = sum(tally.tokens[second] for second in range(at - 15, at)) / 15
     seconds = len(tally.samples) - 1
-    after = [sum(tally.tokens[second + n] for n in range(SMOOTH)) / SMOOTH for second in range(at, seconds - SMOOTH)]
+    after = [
+        sum(tally.tokens[second + n] for n in range(SMOOTHING_SECONDS)) / SMOOTHING_SECONDS
+        for second in range(at, seconds - SMOOTHING_SECONDS)
+    ]
     lowest = min(after, default=0.0)
-    whole = next((n for n in range(len(after)) if n > after.index(lowest) and after[n] >= RECOVERED * before), None)
+    whole = next(
+        (n for n in range(len(after)) if n > after.index(lowest) and after[n] >= RECOVERED_RATIO * before), None
+    )
     recovery = f"recovered after {whole} s" if whole is not None else "not recovered before the end"
     waiting = max(sample.waiting for sample in tally.samples[at:]) if tally.samples[at:] else 0
     interrupted = [job for job in tally.jobs if job.interruptions]
-    waits = [_queued(outcome, begin, begin + AROUND) for begin in (at - AROUND, at)]
-    missing = f" {_missing(outcome, without, at)}" if without is not None else ""
+    waits = [_count_queued(outcome, begin, begin + WINDOW_SECONDS) for begin in (at - WINDOW_SECONDS, at)]
+    missing = f" {_describe_missing(outcome, without, at)}" if without is not None else ""
     return (
-        f"lost at {loss.at:g} s: {before:.0f} tok/s before, at least {lowest:.0f} after ({SMOOTH} s), {recovery};"
-        f" at most {waiting} requests waited.{missing}\n"
+        f"lost at {loss.at:g} s: {before:.0f} tok/s before, at least {lowest:.0f} after ({SMOOTHING_SECONDS} s),"
+        f" {recovery}; at most {waiting} requests waited.{missing}\n"
         f"{found.interrupted} requests interrupted, {sum(job.is_complete for job in interrupted)} of them complete by"
         f" the end; longest gap p50 {found.gaps[0]:.1f} s, p99 {found.gaps[1]:.1f} s, longest {found.gaps[2]:.1f} s.\n"
-        f"Sent in the {AROUND} s before and after: first token p99 {waits[0][1]:.1f} and {waits[1][1]:.1f} s;"
+        f"Sent in the {WINDOW_SECONDS} s before and after: first token p99 {waits[0][1]:.1f} and {waits[1][1]:.1f} s;"
         f" over a second in the queue {waits[0][0]} and {waits[1][0]} requests."
     )
 
 
-def _missing(outcome: Outcome, without: Outcome, at: int) -> str:
+def _describe_missing(outcome: Outcome, without: Outcome, at: int) -> str:
     """Returns the share of tokens after the loss, of the tokens without it."""
-    spans = [sum(one.tally.tokens[second] for second in range(at, at + AROUND)) for one in (outcome, without)]
+    spans = [sum(one.tally.tokens[second] for second in range(at, at + WINDOW_SECONDS)) for one in (outcome, without)]
     end = len(outcome.tally.samples) - 1
     whole = [sum(one.tally.tokens[second] for second in range(at, end)) for one in (outcome, without)]
     return (
-        f"Share of the tokens without the loss: {spans[0] / spans[1]:.0%} in the {AROUND} s after,"
+        f"Share of the tokens without the loss: {spans[0] / spans[1]:.0%} in the {WINDOW_SECONDS} s after,"
         f" {whole[0] / whole[1]:.0%} until the end."
     )
 
 
-def _queued(outcome: Outcome, begin: float, end: float) -> tuple[int, float]:
+def _count_queued(outcome: Outcome, begin: float, end: float) -> tuple[int, float]:
     """Returns, of the requests sent in this time, how many queued for over a second, and the p99 of the first token."""
     now = len(outcome.tally.samples) - 1
     jobs = [job for job in outcome.tally.jobs if begin <= job.asked < end]
@@ -70,7 +75,7 @@ def _queued(outcome: Outcome, begin: float, end: float) -> tuple[int, float]:
     return waited, percentile(firsts, 0.99)
 
 
-def difference(one: Outcome, other: Outcome) -> str:
+def describe_difference(one: Outcome, other: Outcome) -> str:
     """Returns how far the first outcome differs from the second, in percent."""
     ours, theirs = one.sums, other.sums
     pairs = {

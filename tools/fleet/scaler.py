@@ -10,7 +10,7 @@ from tests.harness.virtual.world import World
 from tools.fleet.plan import Scaling
 
 # Seconds between two samples, and the number of samples in the mean.
-EVERY, SAMPLES = 1.0, 30
+SAMPLE_SECONDS, MEAN_SAMPLES = 1.0, 30
 
 
 class Scaler:
@@ -26,15 +26,15 @@ class Scaler:
     ) -> None:
         self._scaling, self._world = scaling, world
         self._counts, self._grow, self._shrink = counts, grow, shrink
-        self._seen: deque[int] = deque(maxlen=SAMPLES)
+        self._seen: deque[int] = deque(maxlen=MEAN_SAMPLES)
         self._coming, self._since, self._wish = 0, 0.0, 0
-        world.after(EVERY, self._sample)
+        world.after(SAMPLE_SECONDS, self._sample)
 
     def _sample(self) -> None:
         engines, requests = self._counts()
         self._seen.append(requests)
         self._decide(engines + self._coming)
-        self._world.after(EVERY, self._sample)
+        self._world.after(SAMPLE_SECONDS, self._sample)
 
     def _decide(self, engines: int) -> None:
         scaling, now = self._scaling, self._world.now

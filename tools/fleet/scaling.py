@@ -22,7 +22,7 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.protocol import values
-from tools.fleet.processes import Ask, Engines, machine_busy, rate, send, slowed
+from tools.fleet.processes import Ask, Engines, measure_busy, send, slow_down, total_rate
 from tools.simulation.profile import PROFILES, Profile
 
 PROFILE = PROFILES / "two-macs-ethernet.json"
@@ -38,17 +38,17 @@ class Turn:
     busy: float
 
 
-async def _together(clients: Sequence[AsyncClient], asks: Sequence[Ask], mode: str) -> float:
+async def _send_together(clients: Sequence[AsyncClient], asks: Sequence[Ask], mode: str) -> float:
     answers = await asyncio.gather(*(send(client, ask, mode) for client in clients for ask in asks))
-    return rate(answers)
+    return total_rate(answers)
 
 
-def turn(engines: Engines, count: int, tokens: int, at_once: int, mode: str) -> Turn:
+def measure_turn(engines: Engines, count: int, tokens: int, at_once: int, mode: str) -> Turn:
     """Measures `count` engines, each with the same texts."""
     asks = [Ask(start, tokens) for start in engines.starts[:at_once]]
     used = engines.cpu_seconds()
-    with machine_busy() as busy:
-        tokens_per_second = asyncio.run(_together(engines.clients[:count], asks, mode))
+    with measure_busy() as busy:
+        tokens_per_second = asyncio.run(_send_together(engines.clients[:count], asks, mode))
     seconds = count * at_once * tokens / tokens_per_second
     return Turn(tokens_per_second, (engines.cpu_seconds() - used) / seconds, busy[0])
 
@@ -64,17 +64,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    counts = [values.whole("engines", int(part), 1, 64) for part in options.engines.split(",")]
-    profile = slowed(Profile.read(options.profile), values.number("slower", options.slower, 1.0, 100.0))
-    at_once = values.whole("at_once", options.at_once, 1, TEXTS)
+    counts = [values.check_int("engines", int(part), 1, 64) for part in options.engines.split(",")]
+    profile = slow_down(Profile.read(options.profile), values.check_float("slower", options.slower, 1.0, 100.0))
+    at_once = values.check_int("at_once", options.at_once, 1, TEXTS)
     screen, found = Screen(), defaultdict[int, list[Turn]](list)
     engines = Engines(profile, max(counts), options.tokens, TEXTS, at_once)
     try:
-        turn(engines, max(counts), options.tokens, at_once, options.mode)  # lets the controller learn
-        for number in range(values.whole("rounds", options.rounds, 1, 100)):
+        measure_turn(engines, max(counts), options.tokens, at_once, options.mode)  # lets the controller learn
+        for number in range(values.check_int("rounds", options.rounds, 1, 100)):
             for count in counts:
                 screen.show(f"{count} engines, {number + 1} of {options.rounds}")
-                found[count].append(turn(engines, count, options.tokens, at_once, options.mode))
+                found[count].append(measure_turn(engines, count, options.tokens, at_once, options.mode))
     finally:
         screen.clear()
         engines.close()

@@ -14,16 +14,16 @@ from tests.harness.virtual.world import World
 from tools.fleet.job import Job
 from tools.fleet.plan import ROUTINGS, Fleet
 from tools.fleet.rounds import RealRounds
-from tools.fleet.traffic import SPARE
+from tools.fleet.traffic import SPARE_TOKENS
 from tools.simulation.profile import Profile
 
 # Seconds of each load that are not counted, and that are counted.
-LEARNING, COUNTED = 10.0, 20.0
-ANSWER, PROMPT = 200, 32
+LEARNING_SECONDS, MEASURED_SECONDS = 10.0, 20.0
+ANSWER_TOKENS, PROMPT_TOKENS = 200, 32
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ServicePace:
     """At one number of concurrent requests: tokens per second of each, milliseconds of a forward, and the share by
     which a waiting prompt may lengthen it."""
 
@@ -32,28 +32,28 @@ class Pace:
     share: float
 
 
-Service = tuple[Pace, ...]
+Service = tuple[ServicePace, ...]
 
 
-def recorded(fleet: Fleet, profile: Profile, drafters: int) -> tuple[Service, tuple[Tuning, ...]]:
+def record_service(fleet: Fleet, profile: Profile, drafters: int) -> tuple[Service, tuple[Tuning, ...]]:
     """Returns the paces of 1, 2, ... concurrent requests with `drafters` left, and what the controller has learned."""
     alone = replace(fleet, profiles=(), engines=1, zones=1, spread=False, prompt_rate=0.0, routing=ROUTINGS[0])
-    return _recorded(replace(alone, scaling=None), profile, drafters)
+    return _record_service(replace(alone, scaling=None), profile, drafters)
 
 
 @cache
-def _recorded(fleet: Fleet, profile: Profile, drafters: int) -> tuple[Service, tuple[Tuning, ...]]:
+def _record_service(fleet: Fleet, profile: Profile, drafters: int) -> tuple[Service, tuple[Tuning, ...]]:
     memory: tuple[Tuning, ...] = ()
     service = []
     for at_once in range(1, fleet.active + 1):
-        pace, memory = _pace(fleet, profile, drafters, at_once, memory)
+        pace, memory = _measure_pace(fleet, profile, drafters, at_once, memory)
         service.append(pace)
     return tuple(service), memory
 
 
-def _pace(
+def _measure_pace(
     fleet: Fleet, profile: Profile, drafters: int, at_once: int, memory: Sequence[Tuning]
-) -> tuple[Pace, tuple[Tuning, ...]]:
+) -> tuple[ServicePace, tuple[Tuning, ...]]:
     world, rng, received = World(), random.Random(f"service {at_once}"), [0.0]
 
     def on_tokens(job: Job, tokens: float, flows: float = 0.0) -> None:
@@ -61,8 +61,8 @@ def _pace(
         received[0] += tokens
 
     def another(number: int) -> None:
-        text = tuple(rng.randrange(VOCAB) for _ in range(PROMPT + ANSWER + SPARE))
-        rounds.begin(Job(f"r{number}", "", world.now, text, PROMPT, ANSWER))
+        text = tuple(rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS + ANSWER_TOKENS + SPARE_TOKENS))
+        rounds.begin(Job(f"r{number}", "", world.now, text, PROMPT_TOKENS, ANSWER_TOKENS))
 
     def on_complete(job: Job) -> None:
         world.after(0.0, lambda: another(int(job.name[1:]) + at_once))
@@ -73,12 +73,12 @@ def _pace(
     with world.running():
         for number in range(at_once):
             world.after(0.001 * number, lambda number=number: another(number))  # type: ignore[misc]
-        while world.now < LEARNING:
+        while world.now < LEARNING_SECONDS:
             world.step()
         before, rows, forwards, began = received[0], rounds.rows, rounds.forwards, world.now
-        while world.now < LEARNING + COUNTED:
+        while world.now < LEARNING_SECONDS + MEASURED_SECONDS:
             world.step()
     tokens, seconds, made = received[0] - before, world.now - began, rounds.forwards - forwards
     chains = rounds.rows - rows > 1.5 * made * at_once
     share = READING_SHARE_WITH_CHAINS if chains else READING_SHARE
-    return Pace(tokens / seconds / at_once, 1000 * seconds / made, share), rounds.learned()
+    return ServicePace(tokens / seconds / at_once, 1000 * seconds / made, share), rounds.learned()

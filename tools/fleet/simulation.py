@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from tests.harness.virtual.world import World
 from tools.fleet.engine import Engine, Machinery
-from tools.fleet.ingress import IngressQueue, Least, PowerOfTwo, Router, Sessions
+from tools.fleet.ingress import IngressQueue, LeastLoaded, PowerOfTwo, Router, Sessions
 from tools.fleet.job import Job
 from tools.fleet.plan import Fleet, Loss, Traffic
-from tools.fleet.recorded import Recorded
+from tools.fleet.recorded import RecordedFlow
 from tools.fleet.rounds import RealRounds
 from tools.fleet.scaler import Scaler
-from tools.fleet.service import Service, recorded
-from tools.fleet.tally import Sample, Sums, Tally, sums
+from tools.fleet.service import Service, record_service
+from tools.fleet.tally import Sample, Sums, Tally, sum_up
 from tools.fleet.traffic import Users
 
 LOST_ZONE = 0
@@ -22,7 +22,7 @@ LOST_ZONE = 0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The `tally` of the whole run, and `sums` without its warm-up."""
+    """The tally of the whole run, and its sums without the warm-up."""
 
     tally: Tally
     sums: Sums
@@ -36,14 +36,14 @@ class Simulation:
         self._fleet, self._traffic, self._real = fleet, traffic, real
         self._world, self._tally = World(), Tally()
         routers: dict[str, Router] = {
-            "power-of-two": PowerOfTwo(traffic.seed), "least": Least(), "sessions": Sessions()
+            "power-of-two": PowerOfTwo(traffic.seed), "least": LeastLoaded(), "sessions": Sessions()
         }  # fmt: skip
         self._ingress = IngressQueue(self._world, routers[fleet.routing], fleet.ongoing)
-        self._gone: list[Engine] = []
+        self._ended_engines: list[Engine] = []
         self._numbers = 0
         for number in range(fleet.engines):
-            self._add(fleet.zone(number))
-        self._users = Users(traffic, self._world, self._asked)
+            self._add_engine(fleet.zone(number))
+        self._users = Users(traffic, self._world, self._on_request)
         if fleet.scaling is not None:
             Scaler(fleet.scaling, self._world, self._counts, self._grow, self._shrink)
         if loss is not None:
@@ -54,16 +54,16 @@ class Simulation:
         busy_at_begin, alive_at_begin = 0.0, 0.0
         with self._world.running():
             for second in range(int(self._traffic.seconds) + 1):
-                self._until(second)
+                self._run_until(second)
                 self._sample()
                 shown(second)
                 if second == int(begin):
                     busy_at_begin, alive_at_begin = self._busy()
         busy, alive = self._busy()
         share = (busy - busy_at_begin) / max(alive - alive_at_begin, 1e-9)
-        return Outcome(self._tally, sums(self._tally, begin, self._traffic.seconds, share))
+        return Outcome(self._tally, sum_up(self._tally, begin, self._traffic.seconds, share))
 
-    def _until(self, second: float) -> None:
+    def _run_until(self, second: float) -> None:
         reached: list[bool] = []
         self._world.at(second, lambda: reached.append(True))
         while not reached:
@@ -72,12 +72,12 @@ class Simulation:
     def _busy(self) -> tuple[float, float]:
         """Returns the seconds in which targets worked, and in which they existed."""
         there = [(engine, self._world.now) for engine in self._ingress.engines if not engine.gone]
-        all_ = [*there, *((engine, engine.until) for engine in self._gone)]
+        all_ = [*there, *((engine, engine.until) for engine in self._ended_engines)]
         return sum(one.machinery.busy for one, _ in all_), sum(until - one.since for one, until in all_)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def _asked(self, job: Job) -> None:
+    def _on_request(self, job: Job) -> None:
         self._tally.jobs.append(job)
         self._ingress.take(job)
 
@@ -95,7 +95,7 @@ class Simulation:
 
     # --- engines --------------------------------------------------------------------------------------------------
 
-    def _add(self, zone: int) -> None:
+    def _add_engine(self, zone: int) -> None:
         engine = Engine(self._numbers, zone, self._fleet.active, self._world, self._on_answer)
         engine.machinery = self._machinery(engine)
         self._numbers += 1
@@ -103,14 +103,14 @@ class Simulation:
 
     def _machinery(self, engine: Engine) -> Machinery:
         fleet, profile = self._fleet, self._fleet.profile(engine.number)
-        _, memory = recorded(fleet, profile, fleet.drafters)
+        _, memory = record_service(fleet, profile, fleet.drafters)
         if self._real:
             return RealRounds(self._world, fleet, profile, self._on_tokens, engine.on_complete, memory)
 
         def of(drafters: int) -> Service:
-            return recorded(fleet, profile, drafters)[0]
+            return record_service(fleet, profile, drafters)[0]
 
-        return Recorded(
+        return RecordedFlow(
             self._world, of, fleet.drafters, fleet.prompt_rate, fleet.remembers, self._on_tokens, engine.on_complete
         )
 
@@ -122,13 +122,13 @@ class Simulation:
             lost = [engine for engine in self._ingress.engines if engine.zone == LOST_ZONE and not engine.gone]
             for engine in lost:
                 engine.end()
-            self._world.after(loss.engine, lambda: self._go_on_elsewhere(lost))
+            self._world.after(loss.engine, lambda: self._move_requests(lost))
             if loss.back is not None:
-                self._world.after(loss.back, lambda: self._come_back(len(lost)))
+                self._world.after(loss.back, lambda: self._restore_engines(len(lost)))
 
-    def _come_back(self, count: int) -> None:
+    def _restore_engines(self, count: int) -> None:
         for _ in range(count):
-            self._add(LOST_ZONE)
+            self._add_engine(LOST_ZONE)
 
     def _lose_drafters(self, loss: Loss) -> None:
         for engine in [engine for engine in self._ingress.engines if not engine.gone]:
@@ -138,11 +138,11 @@ class Simulation:
                 if loss.back is not None:
                     self._world.after(loss.back, engine.machinery.regain_drafters)
 
-    def _go_on_elsewhere(self, lost: Sequence[Engine]) -> None:
-        """Handles the noticed loss: requests of these engines go to others, which read prompts and answers again."""
+    def _move_requests(self, lost: Sequence[Engine]) -> None:
+        """Handles a loss once it is noticed: other engines take the requests and read prompts and answers again."""
         for engine in lost:
             self._ingress.engines.remove(engine)
-            self._gone.append(engine)
+            self._ended_engines.append(engine)
         for job in [job for engine in reversed(lost) for job in reversed(engine.take_all())]:
             job.interruptions += 1
             self._ingress.take(job)
@@ -155,18 +155,18 @@ class Simulation:
         return len(known), sum(engine.load for engine in known) + self._ingress.waiting
 
     def _grow(self) -> None:
-        self._add(self._fleet.zone(self._numbers))
+        self._add_engine(self._fleet.zone(self._numbers))
 
     def _shrink(self) -> None:
         """Removes the least loaded engine from the ingress's choice; it ends when its requests are complete."""
         engine = min((one for one in self._ingress.engines if one.known), key=lambda one: (one.load, -one.number))
         engine.known = False
-        self._leave(engine)
+        self._remove_when_idle(engine)
 
-    def _leave(self, engine: Engine) -> None:
+    def _remove_when_idle(self, engine: Engine) -> None:
         if engine.load:
-            self._world.after(1.0, lambda: self._leave(engine))
+            self._world.after(1.0, lambda: self._remove_when_idle(engine))
         elif engine in self._ingress.engines:
             engine.end()
             self._ingress.engines.remove(engine)
-            self._gone.append(engine)
+            self._ended_engines.append(engine)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from tools.fleet.job import Job
 
-# A request is served well with its first token within these seconds, and then this many tokens per second.
-GOOD_FIRST, GOOD_RATE = 10.0, 5.0
+# A request is served well if its first token comes within these seconds, and the others at least at this rate.
+MAX_FIRST_TOKEN_SECONDS, MIN_TOKENS_PER_SECOND = 10.0, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
-def sums(tally: Tally, begin: float, end: float, busy: float) -> Sums:
+def sum_up(tally: Tally, begin: float, end: float, busy: float) -> Sums:
     """Sums up this time. A request that never began has waited until `end`."""
     jobs = [job for job in tally.jobs if begin <= job.asked < end]
     seconds = end - begin
@@ -88,11 +88,11 @@ def sums(tally: Tally, begin: float, end: float, busy: float) -> Sums:
 def _is_good(job: Job) -> bool:
     if not job.is_complete or job.first is None:
         return False
-    pace = (job.answer - 1) / (job.last - job.first) if job.last > job.first else GOOD_RATE
-    return job.first - job.asked <= GOOD_FIRST and pace >= GOOD_RATE
+    pace = (job.answer - 1) / (job.last - job.first) if job.last > job.first else MIN_TOKENS_PER_SECOND
+    return job.first - job.asked <= MAX_FIRST_TOKEN_SECONDS and pace >= MIN_TOKENS_PER_SECOND
 
 
-def smooth(tally: Tally, seconds: int, over: int) -> Sequence[float]:
+def smooth_rates(tally: Tally, seconds: int, over: int) -> Sequence[float]:
     """Returns the tokens per second, each averaged over up to `over` seconds around it."""
     found = []
     for second in range(seconds):

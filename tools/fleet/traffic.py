@@ -13,10 +13,10 @@ from tools.fleet.job import Job
 from tools.fleet.plan import Sizes, Traffic
 
 # Tokens of the text after the answer, as many as a chain may reach.
-SPARE = 40
+SPARE_TOKENS = 40
 
 
-def drawn(sizes: Sizes, rng: random.Random) -> int:
+def draw_size(sizes: Sizes, rng: random.Random) -> int:
     return max(1, min(sizes.most, round(sizes.median * math.exp(rng.gauss(0.0, sizes.sigma)))))
 
 
@@ -31,9 +31,9 @@ class Session:
 
     def next_request(self, traffic: Traffic, now: float) -> Job:
         """Returns the next request: the whole conversation with more prompt tokens."""
-        prompt = self.tokens + self._words(drawn(traffic.prompt, self.rng))
-        answer = drawn(traffic.answer, self.rng)
-        text = prompt + self._words(answer + SPARE)
+        prompt = self.tokens + self._words(draw_size(traffic.prompt, self.rng))
+        answer = draw_size(traffic.answer, self.rng)
+        text = prompt + self._words(answer + SPARE_TOKENS)
         self.turns += 1
         self.tokens = text[: len(prompt) + answer]
         return Job(f"{self.name}-{self.turns}", self.name, now, text, len(prompt), answer)

@@ -29,11 +29,11 @@ from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import mixed_tokens
 from tools.fleet_failures import costs
-from tools.fleet_failures.fleet import running
-from tools.fleet_failures.hosts import hosts
-from tools.fleet_failures.reader import Wanted
-from tools.fleet_failures.report import FailureRow, row, table
-from tools.fleet_failures.rows import ExpectedText, Struck, strike
+from tools.fleet_failures.fleet import run_fleet
+from tools.fleet_failures.hosts import run_hosts
+from tools.fleet_failures.reader import WantedText
+from tools.fleet_failures.report import FailureRow, make_row, table
+from tools.fleet_failures.rows import ExpectedText, KillResult, kill_victim
 from tools.fleet_failures.victims import PROXY, VICTIMS, Victim
 
 COSTS = "costs"
@@ -52,17 +52,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    rows, repeats = chosen(options.rows), values.whole("repeats", options.repeats, 1, 1000)
-    readers, length = values.whole("readers", options.readers, 1, 16), values.whole("tokens", options.tokens, 64, 600)
-    pairs = values.whole("pairs", options.pairs, 2, 1000)
+    rows, repeats = parse_rows(options.rows), values.check_int("repeats", options.repeats, 1, 1000)
+    readers, length = (
+        values.check_int("readers", options.readers, 1, 16),
+        values.check_int("tokens", options.tokens, 64, 600),
+    )
+    pairs = values.check_int("pairs", options.pairs, 2, 1000)
     screen, measured, gate_costs = Screen(), list[FailureRow](), list[costs.Cost]()
-    texts = plain(readers, length, screen)
+    texts = generate_expected(readers, length, screen)
     with ExitStack() as stack:
         screen.show("starting hosts and fleet")
-        five_hosts = stack.enter_context(hosts())
-        fleet = stack.enter_context(running())
+        five_hosts = stack.enter_context(run_hosts())
+        fleet = stack.enter_context(run_fleet())
         for victim in sorted((v for v in VICTIMS if v.name in rows), key=lambda v: rows.index(v.name)):
-            measured.append(killed(victim, repeats, partial(strike, five_hosts, fleet, victim, texts), screen))
+            measured.append(
+                kill_repeatedly(victim, repeats, partial(kill_victim, five_hosts, fleet, victim, texts), screen)
+            )
             screen.clear()
             print(measured[-1], flush=True)
         if COSTS in rows:
@@ -75,19 +80,19 @@ def run(options: argparse.Namespace) -> int:
     return int(any(row.missed for row in measured) or any(cost.missed for cost in gate_costs))
 
 
-def killed(victim: Victim, repeats: int, kill: Callable[[], Struck], screen: Screen) -> FailureRow:
+def kill_repeatedly(victim: Victim, repeats: int, kill: Callable[[], KillResult], screen: Screen) -> FailureRow:
     """Kills a part `repeats` times. The row ends early if the fleet does not recover."""
-    kills: list[Struck] = []
+    kills: list[KillResult] = []
     try:
         for number in range(repeats):
             screen.show(f"{victim.name}: {number + 1} of {repeats}")
             kills.append(kill())
     except OutriderError as error:
-        return row(victim.name, kills, str(error))
-    return row(victim.name, kills)
+        return make_row(victim.name, kills, str(error))
+    return make_row(victim.name, kills)
 
 
-def chosen(names: str) -> list[str]:
+def parse_rows(names: str) -> list[str]:
     """Parses comma-separated names of rows.
 
     Raises:
@@ -100,9 +105,9 @@ def chosen(names: str) -> list[str]:
     return rows
 
 
-def plain(many: int, length: int, screen: Screen) -> list[ExpectedText]:
+def generate_expected(many: int, length: int, screen: Screen) -> list[ExpectedText]:
     """Returns `many` texts as the target generates them without a fleet."""
-    wanted = [Wanted(prompt, length, TEMPS[n % len(TEMPS)], n) for n, prompt in enumerate(mixed_tokens(many))]
+    wanted = [WantedText(prompt, length, TEMPS[n % len(TEMPS)], n) for n, prompt in enumerate(mixed_tokens(many))]
     texts = []
     with LocalCluster(progress=screen.show, draft_backend="none", mode="ar", memory=False) as cluster:
         for number, text in enumerate(wanted):

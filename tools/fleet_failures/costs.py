@@ -25,14 +25,14 @@ from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import mixed_tokens
 from tools.fleet_failures.clockwork import Clockwork
-from tools.fleet_failures.fleet import Fleet, answers, broadcast, until
-from tools.fleet_failures.reader import Wanted, events
-from tools.fleet_failures.rows import sessions
+from tools.fleet_failures.fleet import Fleet, broadcast, is_ready, wait_until
+from tools.fleet_failures.reader import WantedText, stream_events
+from tools.fleet_failures.rows import find_sessions
 
-NAME, LENGTH, WARM_UP = "clockwork", 128, 2
+APP_NAME, TEXT_TOKENS, WARM_UP_TURNS = "clockwork", 128, 2
 # Limits: milliseconds that a chunk arrives later, and how many times longer a request takes.
-LAG_MS, LONGER = 1.0, 1.03
-MS = 1e6
+MAX_LAG_MS, MAX_REQUEST_RATIO = 1.0, 1.03
+NS_PER_MS = 1e6
 
 T = TypeVar("T")
 
@@ -63,38 +63,38 @@ def measure(fleet: Fleet, pairs: int, screen: Screen) -> list[Cost]:
         WorkerError: a text from the ingress differs.
     """
     with asyncio.Runner() as runner:
-        return [*_lag(pairs, runner, screen), _longer(fleet, pairs, runner, screen)]
+        return [*_measure_lag(pairs, runner, screen), _measure_request_ratio(fleet, pairs, runner, screen)]
 
 
-def _lag(pairs: int, runner: asyncio.Runner, screen: Screen) -> list[Cost]:
+def _measure_lag(pairs: int, runner: asyncio.Runner, screen: Screen) -> list[Cost]:
     """Measures chunks from their sending by a server to their reader."""
     from ray import serve
 
-    from outrider.fleet.deployment import run
+    from outrider.fleet.deployment import deploy
 
     screen.show("starting an ingress with a clockwork")
-    wanted = Wanted((1, 2, 3), LENGTH, 0.0, 0)
+    wanted = WantedText((1, 2, 3), TEXT_TOKENS, 0.0, 0)
     with closing(Clockwork()) as clockwork:
-        run(
+        deploy(
             FleetPlan(ServeSettings(), attached=(clockwork.endpoint,), ingress=IngressPlan(http=HttpSettings(port=0))),
-            NAME,
+            APP_NAME,
         )
         try:
-            ingress = _ingress()
+            ingress = _wait_for_ingress()
             client = AsyncClient(clockwork.endpoint)
-            lags = _in_turns(
-                lambda: _stamps_by_ingress(ingress, wanted),
-                lambda: stamps_by_client(client, wanted, runner),
+            lags = _alternate(
+                lambda: _lags_by_ingress(ingress, wanted),
+                lambda: lags_by_client(client, wanted, runner),
                 pairs,
                 lambda number: screen.show(f"chunks: {number} of {pairs}"),
             )
         finally:
-            serve.delete(NAME)
+            serve.delete(APP_NAME)
     by_ingress, by_client = ([float(np.median(text)) for text in way] for way in lags)
     later = bootstrap([gate_ms - client_ms for gate_ms, client_ms in zip(by_ingress, by_client, strict=True)], _median)
     lags_ms = (("ingress", by_ingress), ("client", by_client))
     each = [Cost(f"a chunk by the {name}, ms p50", *_interval(bootstrap(ms, _median))) for name, ms in lags_ms]
-    return [Cost("a chunk later by the ingress, ms p50", *_interval(later), LAG_MS), *each]
+    return [Cost("a chunk later by the ingress, ms p50", *_interval(later), MAX_LAG_MS), *each]
 
 
 def _median(values: Sequence[float]) -> float:
@@ -105,40 +105,40 @@ def _interval(found: Interval) -> tuple[float, float, float]:
     return found.value, found.low, found.high
 
 
-def _longer(fleet: Fleet, pairs: int, runner: asyncio.Runner, screen: Screen) -> Cost:
+def _measure_request_ratio(fleet: Fleet, pairs: int, runner: asyncio.Runner, screen: Screen) -> Cost:
     """Measures whole requests of the tiny pair, both at the attached engine."""
     ingresses = fleet.ingresses()
-    session = next(name for name, engine in sessions(fleet, ingresses) if engine.kind == "attached")
+    session = next(name for name, engine in find_sessions(fleet, ingresses) if engine.kind == "attached")
     client = AsyncClient(fleet.attached.endpoint)
     prompts = mixed_tokens(pairs)
     texts: tuple[list[str], list[str]] = ([], [])
-    wanted = [Wanted(prompt, LENGTH, 0.0, 0) for prompt in prompts]
-    by_ingress, by_client = iter([*wanted[:WARM_UP], *wanted]), iter([*wanted[:WARM_UP], *wanted])
+    wanted = [WantedText(prompt, TEXT_TOKENS, 0.0, 0) for prompt in prompts]
+    by_ingress, by_client = iter([*wanted[:WARM_UP_TURNS], *wanted]), iter([*wanted[:WARM_UP_TURNS], *wanted])
 
     def through() -> Timed:
         began = time.perf_counter()
-        received = events(ingresses[0], next(by_ingress).body, session)
+        received = stream_events(ingresses[0], next(by_ingress).body, session)
         texts[0].append("".join(event["choices"][0]["text"] for event in received))
-        return Timed(LENGTH, time.perf_counter() - began)
+        return Timed(TEXT_TOKENS, time.perf_counter() - began)
 
     def straight() -> Timed:
         began = time.perf_counter()
-        texts[1].append(runner.run(_text(client, next(by_client))))
-        return Timed(LENGTH, time.perf_counter() - began)
+        texts[1].append(runner.run(_generate_text(client, next(by_client))))
+        return Timed(TEXT_TOKENS, time.perf_counter() - began)
 
-    times = _in_turns(through, straight, pairs, lambda number: screen.show(f"requests: {number} of {pairs}"))
+    times = _alternate(through, straight, pairs, lambda number: screen.show(f"requests: {number} of {pairs}"))
     if texts[0] != texts[1]:
         raise WorkerError("texts differ between the ingress and the client; expected the same for the same seed")
     slower = _interval(ratio(times[1], times[0]))
-    return Cost(f"a request of {LENGTH} tokens, by the ingress / by the client", *slower, LONGER)
+    return Cost(f"a request of {TEXT_TOKENS} tokens, by the ingress / by the client", *slower, MAX_REQUEST_RATIO)
 
 
-def _in_turns(
+def _alternate(
     first: Callable[[], T], second: Callable[[], T], pairs: int, show: Callable[[int], object]
 ) -> tuple[list[T], list[T]]:
     """Calls both `pairs` times in turn, after a warm-up, and returns their results."""
     functions, results = (first, second), (list[T](), list[T]())
-    for number in range(-WARM_UP, pairs):
+    for number in range(-WARM_UP_TURNS, pairs):
         show(max(number, 0))
         for index in (0, 1) if number % 2 else (1, 0):
             result = functions[index]()
@@ -147,39 +147,39 @@ def _in_turns(
     return results
 
 
-def _ingress() -> str:
-    until(lambda: broadcast("ingress", "url", NAME), "the clockwork's ingress does not start")
-    (url,) = broadcast("ingress", "url", NAME)
-    until(lambda: answers(url), "the clockwork's ingress does not answer")
+def _wait_for_ingress() -> str:
+    wait_until(lambda: broadcast("ingress", "url", APP_NAME), "the clockwork's ingress does not start")
+    (url,) = broadcast("ingress", "url", APP_NAME)
+    wait_until(lambda: is_ready(url), "the clockwork's ingress does not answer")
     return str(url)
 
 
-def _stamps_by_ingress(ingress: str, wanted: Wanted) -> list[float]:
+def _lags_by_ingress(ingress: str, wanted: WantedText) -> list[float]:
     lags: list[float] = []
-    for event in events(ingress, wanted.body):
-        lags += _under_way("".join(choice["text"] for choice in event["choices"]))
+    for event in stream_events(ingress, wanted.body):
+        lags += _lags_in_ms("".join(choice["text"] for choice in event["choices"]))
     return lags
 
 
-def stamps_by_client(client: AsyncClient, wanted: Wanted, runner: asyncio.Runner) -> list[float]:
+def lags_by_client(client: AsyncClient, wanted: WantedText, runner: asyncio.Runner) -> list[float]:
     lags: list[float] = []
 
     async def ask() -> None:
-        await client.stream(wanted.prompt, _sampling(wanted)).follow(lambda chunk: lags.extend(_under_way(chunk.text)))
+        await client.stream(wanted.prompt, _sampling(wanted)).follow(lambda chunk: lags.extend(_lags_in_ms(chunk.text)))
 
     runner.run(ask())
     return lags
 
 
-def _under_way(text: str) -> list[float]:
+def _lags_in_ms(text: str) -> list[float]:
     """Returns the milliseconds since each time in a text."""
     now = time.perf_counter_ns()
-    return [(now - int(sent)) / MS for sent in text.split()]
+    return [(now - int(sent)) / NS_PER_MS for sent in text.split()]
 
 
-async def _text(client: AsyncClient, wanted: Wanted) -> str:
+async def _generate_text(client: AsyncClient, wanted: WantedText) -> str:
     return (await client.stream(wanted.prompt, _sampling(wanted)).follow(lambda _: None)).text
 
 
-def _sampling(wanted: Wanted) -> SamplingParams:
+def _sampling(wanted: WantedText) -> SamplingParams:
     return SamplingParams(max_tokens=wanted.length, temp=wanted.temp, seed=wanted.seed, ignore_eos=True)

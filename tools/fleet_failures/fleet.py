@@ -21,9 +21,9 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import OutriderError, WorkerError
 from outrider.protocol.messages import Stats
 
-NAME, INGRESSES, PLACED = "failures", 2, 2
+NAME, INGRESS_COUNT, PLACED_COUNT = "failures", 2, 2
 DRAFTER = DrafterPlan(on="other-host", needs=Resources(ane=1))
-ASK_SECONDS, PATIENCE, LOOK_SECONDS = 2.0, 180.0, 0.05
+ASK_TIMEOUT_SECONDS, WAIT_TIMEOUT_SECONDS, POLL_SECONDS = 2.0, 180.0, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +103,16 @@ class Fleet:
             for place in broadcast(kind, "place"):
                 endpoint = place.own or place.endpoint
                 with suppress(OutriderError):
-                    engines.append(Engine(kind, endpoint, Client(endpoint, ASK_SECONDS / 2).stats()))
+                    engines.append(Engine(kind, endpoint, Client(endpoint, ASK_TIMEOUT_SECONDS / 2).stats()))
         return engines
 
     @property
     def is_complete(self) -> bool:
         """Whether all ingresses, engines and drafters and the controller work."""
-        if not self._healthy() or len(self.ingresses()) != INGRESSES or not all(map(answers, self.ingresses())):
+        if not self._healthy() or len(self.ingresses()) != INGRESS_COUNT or not all(map(is_ready, self.ingresses())):
             return False
         engines = [engine.kind for engine in self.engines() if engine.is_complete]
-        return sorted(engines) == ["attached", *["placed"] * PLACED]
+        return sorted(engines) == ["attached", *["placed"] * PLACED_COUNT]
 
     def wait_until_complete(self) -> None:
         """Waits until the fleet is complete.
@@ -120,7 +120,7 @@ class Fleet:
         Raises:
             WorkerError: it is not in time.
         """
-        until(lambda: self.is_complete, "the fleet does not become complete")
+        wait_until(lambda: self.is_complete, "the fleet does not become complete")
 
     def _healthy(self) -> bool:
         from ray import serve
@@ -129,23 +129,23 @@ class Fleet:
             app = serve.status().applications[NAME]
         except KeyError:
             return False
-        except _lost():
+        except _ray_errors():
             return False
         return all(deployment.status == "HEALTHY" for deployment in app.deployments.values())
 
 
 @contextmanager
-def running() -> Iterator[Fleet]:
+def run_fleet() -> Iterator[Fleet]:
     """Runs the complete fleet on the hosts that this process is connected to."""
     from ray import serve
 
-    from outrider.fleet.deployment import run
+    from outrider.fleet.deployment import deploy
 
     attached = Attached()
     try:
-        ingress = IngressPlan(count=INGRESSES, http=HttpSettings(port=0))
-        placed = Placed(PLACED, Resources(metal=1), DRAFTER)
-        run(FleetPlan(ServeSettings(memory=False), placed, (attached.endpoint,), ingress), NAME)
+        ingress = IngressPlan(count=INGRESS_COUNT, http=HttpSettings(port=0))
+        placed = Placed(PLACED_COUNT, Resources(metal=1), DRAFTER)
+        deploy(FleetPlan(ServeSettings(memory=False), placed, (attached.endpoint,), ingress), NAME)
         fleet = Fleet(attached)
         fleet.wait_until_complete()
         yield fleet
@@ -160,24 +160,24 @@ def broadcast(kind: str, method: str, name: str = NAME) -> list[Any]:
 
     try:
         handle = serve.get_deployment_handle(kind, name)
-        results: list[Any] = handle.broadcast(method).results(timeout_s=ASK_SECONDS)
-    except _lost():
+        results: list[Any] = handle.broadcast(method).results(timeout_s=ASK_TIMEOUT_SECONDS)
+    except _ray_errors():
         return []
     return results
 
 
-def until(condition: Callable[[], object], otherwise: str) -> None:
-    """Waits for a condition. Raises WorkerError after `PATIENCE` seconds."""
-    deadline = time.monotonic() + PATIENCE
+def wait_until(condition: Callable[[], object], otherwise: str) -> None:
+    """Waits for a condition. Raises WorkerError after `WAIT_TIMEOUT_SECONDS`."""
+    deadline = time.monotonic() + WAIT_TIMEOUT_SECONDS
     while not condition():
         if time.monotonic() > deadline:
-            raise WorkerError(f"{otherwise} within {PATIENCE:g} s")
-        time.sleep(LOOK_SECONDS)
+            raise WorkerError(f"{otherwise} within {WAIT_TIMEOUT_SECONDS:g} s")
+        time.sleep(POLL_SECONDS)
 
 
-def answers(ingress: str) -> bool:
+def is_ready(ingress: str) -> bool:
     """Whether the ingress reports that it is ready."""
-    connection = HTTPConnection(urlsplit(ingress).netloc, timeout=ASK_SECONDS)
+    connection = HTTPConnection(urlsplit(ingress).netloc, timeout=ASK_TIMEOUT_SECONDS)
     try:
         connection.request("GET", "/ready")
         return connection.getresponse().status == 200
@@ -187,14 +187,14 @@ def answers(ingress: str) -> bool:
         connection.close()
 
 
-def at_port(url: str) -> psutil.Process:
+def process_at_port(url: str) -> psutil.Process:
     """Returns the process that listens at this URL's port."""
     port = urlsplit(url).port
     listening = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
     return psutil.Process(next(c.pid for c in listening if c.laddr[1:] == (port,)))
 
 
-def _lost() -> tuple[type[Exception], ...]:
+def _ray_errors() -> tuple[type[Exception], ...]:
     """Returns the exceptions that Ray raises while a part of it is away."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException

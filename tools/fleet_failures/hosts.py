@@ -21,9 +21,9 @@ import psutil
 
 from outrider.target_worker.rank_link import free_ports
 
-OFFERS: tuple[Mapping[str, float], ...] = ({"metal": 1}, {"metal": 1}, {"ane": 2}, {"ane": 2})
+HOST_RESOURCES: tuple[Mapping[str, float], ...] = ({"metal": 1}, {"metal": 1}, {"ane": 2}, {"ane": 2})
 """The resources of the hosts besides the head."""
-PORTS = ("dashboard_agent_listen_port", "runtime_env_agent_port", "metrics_agent_port", "metrics_export_port")
+PORT_OPTIONS = ("dashboard_agent_listen_port", "runtime_env_agent_port", "metrics_agent_port", "metrics_export_port")
 """Ports to choose beforehand: a raylet that has to ask for one at start waits fifteen seconds, and then ends."""
 HEAD_AWAY_SECONDS = 2.0
 """Seconds without a head before it is restarted."""
@@ -70,7 +70,7 @@ class Hosts:
         return psutil.Process(server.process.pid)
 
     def named(self, title: str) -> psutil.Process:
-        """Returns the only process of all hosts with a title that begins like this."""
+        """Returns the only process of all hosts whose title begins with `title`."""
         nodes = self._cluster.list_all_nodes()
         processes = [process for node in nodes for process in _raylet(node).children(recursive=True)]
         (named,) = [process for process in processes if _title(process).startswith(title)]
@@ -78,7 +78,7 @@ class Hosts:
 
 
 @contextmanager
-def hosts() -> Iterator[Hosts]:
+def run_hosts() -> Iterator[Hosts]:
     """Runs five hosts, and connects this process to them."""
     with tempfile.TemporaryDirectory(prefix="orf", ignore_cleanup_errors=True) as folder:
         _configure(Path(os.environ.get("RAY_TMPDIR", folder)), Path(folder))
@@ -89,7 +89,7 @@ def hosts() -> Iterator[Hosts]:
         logging.getLogger(serve.__name__).setLevel(logging.ERROR)
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **_ports()})
         try:
-            for offers in OFFERS:
+            for offers in HOST_RESOURCES:
                 cluster.add_node(wait=False, num_cpus=1, resources=dict(offers), **_ports())
             ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
             cluster.wait_for_nodes()
@@ -117,7 +117,7 @@ def _configure(logs: Path, own: Path) -> None:
 
 def _ports() -> dict[str, int]:
     """Returns free ports for a host's own processes."""
-    return dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+    return dict(zip(PORT_OPTIONS, free_ports(len(PORT_OPTIONS)), strict=True))
 
 
 def _raylet(node: Any) -> psutil.Process:

@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 
 from outrider.bench.comparison.runs import Arrival
 
-PATH, SECONDS, AGAIN_SECONDS = "/v1/completions", 60.0, 0.05
-MOST_BREAKS = 200
-SESSION = "x-session-id"
+PATH, TIMEOUT_SECONDS, RETRY_SECONDS = "/v1/completions", 60.0, 0.05
+MAX_BREAKS = 200
+SESSION_HEADER = "x-session-id"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedText:
     """A text to generate: `length` tokens after a prompt."""
 
     prompt: tuple[int, ...]
@@ -43,7 +43,7 @@ class Wanted:
         }
 
 
-class Broken(Exception):
+class BrokenAnswer(Exception):
     """An incomplete answer; the message says what arrived instead."""
 
 
@@ -52,7 +52,7 @@ class Reader:
     """Reads a text with `read`; records its tokens, their arrivals, and each interruption (`breaks`)."""
 
     ingresses: Sequence[str]
-    wanted: Wanted
+    wanted: WantedText
     session: str
     tokens: list[int] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
@@ -63,18 +63,18 @@ class Reader:
         """Reads the whole text.
 
         Raises:
-            Broken: all ingresses failed, `MOST_BREAKS` times.
+            BrokenAnswer: all ingresses failed, `MAX_BREAKS` times.
         """
         self.sent = time.perf_counter()
         while len(self.tokens) < self.wanted.length:
             try:
                 self._ask(self.ingresses[len(self.breaks) % len(self.ingresses)])
-            except (OSError, HTTPException, Broken) as error:
+            except (OSError, HTTPException, BrokenAnswer) as error:
                 self.breaks.append(f"{type(error).__name__}: {error}")
-                if len(self.breaks) > MOST_BREAKS:
-                    raise Broken(self.breaks[-1]) from None
+                if len(self.breaks) > MAX_BREAKS:
+                    raise BrokenAnswer(self.breaks[-1]) from None
                 if len(self.breaks) > 1:
-                    time.sleep(AGAIN_SECONDS)
+                    time.sleep(RETRY_SECONDS)
 
     def goes_on(self, struck: float) -> bool:
         """Whether tokens have arrived since this time."""
@@ -88,7 +88,7 @@ class Reader:
         return [arrival.at for arrival in self.arrivals if arrival.at > struck]
 
     def _ask(self, ingress: str) -> None:
-        for event in events(ingress, self._body(), self.session):
+        for event in stream_events(ingress, self._body(), self.session):
             self._record(event)
 
     def _record(self, event: dict[str, Any]) -> None:
@@ -102,27 +102,27 @@ class Reader:
         return {**rest.body, "max_tokens": self.wanted.length - len(self.tokens), "return_token_ids": True}
 
 
-def events(ingress: str, body: dict[str, Any], session: str = "") -> Iterator[dict[str, Any]]:
+def stream_events(ingress: str, body: dict[str, Any], session: str = "") -> Iterator[dict[str, Any]]:
     """Yields the events of a streamed completion.
 
     Raises:
-        Broken: the request is refused, or the stream has an error or is incomplete.
+        BrokenAnswer: the request is refused, or the stream has an error or is incomplete.
         OSError, HTTPException: the connection failed.
     """
-    connection = HTTPConnection(urlsplit(ingress).netloc, timeout=SECONDS)
+    connection = HTTPConnection(urlsplit(ingress).netloc, timeout=TIMEOUT_SECONDS)
     try:
-        headers = {"content-type": "application/json", **({SESSION: session} if session else {})}
+        headers = {"content-type": "application/json", **({SESSION_HEADER: session} if session else {})}
         connection.request("POST", PATH, json.dumps({**body, "stream": True}), headers)
         answer = connection.getresponse()
         if answer.status != 200:
-            raise Broken(f"{answer.status}: {answer.read(400).decode(errors='replace')}")
+            raise BrokenAnswer(f"{answer.status}: {answer.read(400).decode(errors='replace')}")
         while not (line := answer.readline()).startswith(b"data: [DONE]"):
             if not line:
-                raise Broken("the stream ended before its text")
+                raise BrokenAnswer("the stream ended before its text")
             if line.startswith(b"data: "):
                 event = json.loads(line[6:])
                 if "error" in event:
-                    raise Broken(str(event["error"]["message"]))
+                    raise BrokenAnswer(str(event["error"]["message"]))
                 yield event
     finally:
         connection.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.fleet_failures.rows import Struck
+from tools.fleet_failures.rows import KillResult
 from tools.fleet_failures.victims import PROXY
 
 LIMIT_SECONDS = {"attached": 1.5}
@@ -48,7 +48,7 @@ class FailureRow:
         )
 
 
-def row(name: str, blows: Sequence[Struck], trouble: str = "") -> FailureRow:
+def make_row(name: str, blows: Sequence[KillResult], trouble: str = "") -> FailureRow:
     waits = tuple(wait for blow in blows for wait in blow.waits)
     errors = [error for blow in blows for error in blow.errors]
     p50, p99 = (float(np.percentile(waits, share)) if waits else float("nan") for share in (50, 99))

@@ -8,26 +8,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from outrider.protocol.errors import WorkerError
-from tools.fleet_failures.fleet import Engine, Fleet, at_port, until
+from tools.fleet_failures.fleet import Engine, Fleet, process_at_port, wait_until
 from tools.fleet_failures.hosts import Hosts
-from tools.fleet_failures.reader import Broken, Reader, Wanted
+from tools.fleet_failures.reader import BrokenAnswer, Reader, WantedText
 from tools.fleet_failures.victims import Scene, Victim
 
-STRUCK_AFTER = 24
+TOKENS_BEFORE_KILL = 24
 """Tokens that every reader has received before the kill."""
-MOST_SESSIONS = 60
+MAX_SESSIONS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedText:
     """A text to generate, and its tokens as the target generates them alone."""
 
-    wanted: Wanted
+    wanted: WantedText
     alone: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Struck:
+class KillResult:
     """The results of one kill. In seconds: each reader's wait for its next token, and the time until the fleet was
     complete again (`whole`)."""
 
@@ -38,7 +38,7 @@ class Struck:
     whole: float
 
 
-def strike(hosts: Hosts, fleet: Fleet, victim: Victim, texts: Sequence[ExpectedText]) -> Struck:
+def kill_victim(hosts: Hosts, fleet: Fleet, victim: Victim, texts: Sequence[ExpectedText]) -> KillResult:
     """Kills `victim` while clients read `texts`.
 
     Raises:
@@ -46,49 +46,54 @@ def strike(hosts: Hosts, fleet: Fleet, victim: Victim, texts: Sequence[ExpectedT
     """
     fleet.wait_until_complete()
     ingresses = fleet.ingresses()
-    session, engine, ingresses = _aimed(hosts, fleet, victim, ingresses)
+    session, engine, ingresses = _choose_session(hosts, fleet, victim, ingresses)
     blow = victim.aim(Scene(hosts, fleet, engine, ingresses[0]))
     readers = [Reader(ingresses, text.wanted, session) for text in texts]
     with ThreadPoolExecutor(len(readers)) as threads:
         reading = [threads.submit(reader.read) for reader in readers]
-        until(lambda: all(len(reader.tokens) >= STRUCK_AFTER for reader in readers), "readers receive no text")
+        wait_until(
+            lambda: all(len(reader.tokens) >= TOKENS_BEFORE_KILL for reader in readers), "readers receive no text"
+        )
         if any(future.done() for future in reading):
             raise WorkerError("a text was complete before the kill; expected longer texts (--tokens)")
         struck = time.perf_counter()
         blow.kill()
         blow.mend()
-        until(lambda: all(_moved(struck, *pair) for pair in zip(readers, reading, strict=True)), "no text continues")
+        wait_until(
+            lambda: all(_has_continued(struck, *pair) for pair in zip(readers, reading, strict=True)),
+            "no text continues",
+        )
         fleet.wait_until_complete()
         whole = time.perf_counter() - struck
         failed = [error for future in reading if (error := future.exception()) is not None]
-    if failed and not isinstance(failed[0], Broken):
+    if failed and not isinstance(failed[0], BrokenAnswer):
         raise failed[0]
     differ = sum(tuple(reader.tokens) != text.alone for reader, text in zip(readers, texts, strict=True))
     waits = tuple(reader.wait(struck) for reader in readers if reader.goes_on(struck))
-    return Struck(waits, len(texts), differ, tuple(error for reader in readers for error in reader.breaks), whole)
+    return KillResult(waits, len(texts), differ, tuple(error for reader in readers for error in reader.breaks), whole)
 
 
-def _moved(struck: float, reader: Reader, reading: Future[None]) -> bool:
+def _has_continued(struck: float, reader: Reader, reading: Future[None]) -> bool:
     return reading.done() or reader.goes_on(struck)
 
 
-def _aimed(hosts: Hosts, fleet: Fleet, victim: Victim, ingresses: list[str]) -> tuple[str, Engine, list[str]]:
+def _choose_session(hosts: Hosts, fleet: Fleet, victim: Victim, ingresses: list[str]) -> tuple[str, Engine, list[str]]:
     """Returns a session with an engine of the victim's kind, that engine, and ingresses, first one on another host."""
-    for session, engine in sessions(fleet, ingresses):
+    for session, engine in find_sessions(fleet, ingresses):
         if engine.kind != victim.kind:
             continue
         host = hosts.of(engine.actor) if engine.kind == "placed" else None
-        apart = [ingress for ingress in ingresses if hosts.of(at_port(ingress)) is not host]
+        apart = [ingress for ingress in ingresses if hosts.of(process_at_port(ingress)) is not host]
         if apart:
             return session, engine, [apart[0], *(ingress for ingress in ingresses if ingress != apart[0])]
     raise WorkerError(f"no session has an engine that is {victim.kind} and on a host without an ingress")
 
 
-def sessions(fleet: Fleet, ingresses: list[str]) -> Iterator[tuple[str, Engine]]:
+def find_sessions(fleet: Fleet, ingresses: list[str]) -> Iterator[tuple[str, Engine]]:
     """Yields new sessions with their engines."""
-    for number in range(MOST_SESSIONS):
+    for number in range(MAX_SESSIONS):
         session = f"session {time.monotonic_ns()} {number}"
         before = {engine.endpoint: engine.stats.finished for engine in fleet.engines()}
-        Reader(ingresses, Wanted((1, 2, 3), 1, 0.0, 0), session).read()
+        Reader(ingresses, WantedText((1, 2, 3), 1, 0.0, 0), session).read()
         after = [e for e in fleet.engines() if e.stats.finished > before.get(e.endpoint, e.stats.finished)]
         yield from ((session, engine) for engine in after)

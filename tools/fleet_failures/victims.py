@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from tools.fleet_failures.fleet import Engine, Fleet, at_port
+from tools.fleet_failures.fleet import Engine, Fleet, process_at_port
 from tools.fleet_failures.hosts import Hosts
 
 
@@ -23,7 +23,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Blow:
+class KillPlan:
     """`kill` kills a part; `mend` does what launchd or an operator would do then, for most parts nothing."""
 
     kill: Callable[[], object]
@@ -35,34 +35,36 @@ class Victim:
     """A part to kill. `aim` finds its processes beforehand, so that the kill takes no time. `kind`: of the engine."""
 
     name: str
-    aim: Callable[[Scene], Blow]
+    aim: Callable[[Scene], KillPlan]
     kind: str = "placed"
 
 
-def killing(process: psutil.Process) -> Callable[[], None]:
+def make_kill(process: psutil.Process) -> Callable[[], None]:
     return lambda: process.send_signal(signal.SIGKILL)
 
 
-def _node(scene: Scene) -> Blow:
+def _node(scene: Scene) -> KillPlan:
     node = scene.hosts.of(scene.engine.actor)
-    return Blow(scene.hosts.loss(node), lambda: scene.hosts.replace(node, {"metal": 1}))
+    return KillPlan(scene.hosts.loss(node), lambda: scene.hosts.replace(node, {"metal": 1}))
 
 
-def _drafters_node(scene: Scene) -> Blow:
+def _drafters_node(scene: Scene) -> KillPlan:
     node = scene.hosts.of(scene.engine.drafter)
-    return Blow(scene.hosts.loss(node), lambda: scene.hosts.replace(node, {"ane": 2}))
+    return KillPlan(scene.hosts.loss(node), lambda: scene.hosts.replace(node, {"ane": 2}))
 
 
 VICTIMS = (
-    Victim("actor", lambda at: Blow(killing(at.engine.actor))),
-    Victim("server", lambda at: Blow(killing(at.engine.server))),
-    Victim("target", lambda at: Blow(killing(at.engine.target))),
+    Victim("actor", lambda at: KillPlan(make_kill(at.engine.actor))),
+    Victim("server", lambda at: KillPlan(make_kill(at.engine.server))),
+    Victim("target", lambda at: KillPlan(make_kill(at.engine.target))),
     Victim("node", _node),
     Victim("drafter-node", _drafters_node),
-    Victim("attached", lambda at: Blow(killing(at.fleet.attached.process), at.fleet.attached.restart), "attached"),
-    Victim("ingress", lambda at: Blow(killing(at_port(at.ingress)))),
-    Victim("controller", lambda at: Blow(killing(at.hosts.named("ray::ServeController")))),
-    Victim("head", lambda at: Blow(killing(at.hosts.gcs), at.hosts.restart_head)),
+    Victim(
+        "attached", lambda at: KillPlan(make_kill(at.fleet.attached.process), at.fleet.attached.restart), "attached"
+    ),
+    Victim("ingress", lambda at: KillPlan(make_kill(process_at_port(at.ingress)))),
+    Victim("controller", lambda at: KillPlan(make_kill(at.hosts.named("ray::ServeController")))),
+    Victim("head", lambda at: KillPlan(make_kill(at.hosts.gcs), at.hosts.restart_head)),
 )
 PROXY = "proxy"
 """Ray Serve's proxy, which a fleet does not have: each ingress serves HTTP itself."""

@@ -12,7 +12,7 @@ from outrider.protocol.errors import InvalidRequest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSER_NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -25,25 +25,25 @@ FLAGS = (
 )
 
 
-def found() -> str | None:
+def find_browser() -> str | None:
     """Returns the path of a Chromium, or None."""
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
+    return next((path for name in BROWSER_NAMES if (path := shutil.which(name))), None)
 
 
 @contextmanager
-def browser(**options: Any) -> Iterator[Browser]:
+def run_browser(**options: Any) -> Iterator[Browser]:
     """Runs a headless browser.
 
     Raises:
         InvalidRequest: no browser or no playwright is installed.
     """
-    path = found()
+    path = find_browser()
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
         raise InvalidRequest("playwright is not installed; run: pip install playwright") from None
     if path is None:
-        raise InvalidRequest(f"no browser is installed; expected {' or '.join(NAMES)} on the path")
+        raise InvalidRequest(f"no browser is installed; expected {' or '.join(BROWSER_NAMES)} on the path")
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=path, args=list(FLAGS), **options)
         try:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from outrider.orchestrator.cli import run_as_program
 from tools.page import visit
-from tools.page.agreement import URL
-from tools.page.browser import browser
+from tools.page.agreement import DEFAULT_URL
+from tools.page.browser import run_browser
 
 PROMPT = "Write a Python function that returns the n-th Fibonacci number, and explain each line."
 WIDTH, HEIGHT = 1180, 900
@@ -20,7 +20,7 @@ WIDTH, HEIGHT = 1180, 900
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="path of the PNG")
-    parser.add_argument("--url", default=URL, help="URL of a running `outrider serve`")
+    parser.add_argument("--url", default=DEFAULT_URL, help="URL of a running `outrider serve`")
     parser.add_argument("--dark", action="store_true", help="use the dark colour scheme")
     parser.add_argument("--race", action="store_true", help="race AR and SSD")
     parser.add_argument("--prompt", default=PROMPT)
@@ -31,17 +31,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with browser() as chromium:
+    with run_browser() as chromium:
         page = chromium.new_page(
             viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="dark" if options.dark else "light"
         )
         page.set_default_timeout(visit.PATIENCE_MS)
         page.goto(options.url)
-        visit.ready(page)
-        visit.fill(page, options.prompt, options.max_tokens, options.mode, options.temperature, options.seed)
+        visit.wait_until_ready(page)
+        visit.fill_form(page, options.prompt, options.max_tokens, options.mode, options.temperature, options.seed)
         if options.race:
             page.get_by_role("button", name="Race").click()
-            visit.done(page, "The same text")
+            visit.wait_until_done(page, "The same text")
         else:
             visit.generate(page)
         page.screenshot(path=options.path, full_page=True)

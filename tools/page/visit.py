@@ -13,7 +13,7 @@ ORIGINS = ("prepared", "drafted", "head", "copied", "guessed", "target")
 PATIENCE_MS = 120_000
 
 
-def fill(page: Page, prompt: str, max_tokens: int, mode: str, temperature: float, seed: int) -> None:
+def fill_form(page: Page, prompt: str, max_tokens: int, mode: str, temperature: float, seed: int) -> None:
     """Fills in the form."""
     page.locator("#prompt").fill(prompt)  # labelled "Message" in a conversation
     page.get_by_label("Temperature").fill(str(temperature))
@@ -22,12 +22,12 @@ def fill(page: Page, prompt: str, max_tokens: int, mode: str, temperature: float
     page.get_by_label("Mode").select_option(mode)
 
 
-def ready(page: Page, words: str = "ready") -> None:
+def wait_until_ready(page: Page, words: str = "ready") -> None:
     """Waits until the page's server status has these words."""
     page.locator("#server", has_text=words).wait_for()
 
 
-def done(page: Page, words: str = "Done") -> None:
+def wait_until_done(page: Page, words: str = "Done") -> None:
     """Waits until the page's request status has these words."""
     page.locator("#status", has_text=words).wait_for()
 
@@ -36,32 +36,32 @@ def generate(page: Page) -> Response:
     """Generates a text, and returns the API's response when the text is complete."""
     with page.expect_response("**/v1/chat/completions") as answer:
         page.locator("#generate").click()
-    done(page)
+    wait_until_done(page)
     return answer.value
 
 
-def timings(answer: Response) -> dict[str, Any]:
+def read_timings(answer: Response) -> dict[str, Any]:
     """Returns the timings at the end of a response."""
     last: dict[str, Any] = _events(answer)[-1]["timings"]
     return last
 
 
-def text(answer: Response) -> str:
+def read_text(answer: Response) -> str:
     """Returns the text of a response."""
     return "".join(choice["delta"].get("content", "") for event in _events(answer) for choice in event["choices"])
 
 
-def colours(lane: Locator) -> Counter[str]:
+def count_colours(lane: Locator) -> Counter[str]:
     """Returns the number of shown tokens by origin, which sets their colour."""
     return Counter({origin: lane.locator(f".text .token.{origin}").count() for origin in ORIGINS})
 
 
-def legend(lane: Locator) -> Counter[str]:
+def read_legend(lane: Locator) -> Counter[str]:
     """Returns the counts that the page's legend shows by origin."""
     return Counter({origin: int(lane.locator(f"[data-count={origin}]").inner_text()) for origin in ORIGINS})
 
 
-def figure(lane: Locator, name: str) -> str:
+def read_figure(lane: Locator, name: str) -> str:
     """Returns one of the figures above the text."""
     return lane.locator(f"[data-figure={name}]").inner_text()
 

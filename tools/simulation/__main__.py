@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 from outrider.orchestrator.cli import main, run_as_program
-from tools.simulation.environment import simulated
+from tools.simulation.environment import simulated_machine
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     command: list[str] = options.command
     if command[0] == "bench" and not any(word.startswith("--peers") for word in command):
         command += ["--peers", "none"]
-    with simulated(options.profile, options.replay):
+    with simulated_machine(options.profile, options.replay):
         return main(command)
 
 

@@ -18,42 +18,47 @@ from itertools import accumulate
 from typing import cast
 
 from outrider.drafters.fan_out import best_first
-from outrider.orchestrator.core.next_round import after_miss, drafts_better, worth_hoping, worth_waiting
+from outrider.orchestrator.core.next_round import (
+    choose_fallback,
+    should_draft,
+    should_wait_for_branch,
+    should_wait_for_token,
+)
 from outrider.orchestrator.core.planner import Planner
-from outrider.orchestrator.core.policy.acceptance import FREE, TextProfile, kind_of
+from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, TextProfile, classify_text
 from outrider.orchestrator.core.policy.estimates import Copy
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import (
-    LONGEST_COPY,
+    MAX_COPY_TOKENS,
     CopyRound,
     Lookup,
     NgramIndex,
     Proposal,
     ProposalSource,
     best_tail,
-    copied,
-    filled,
+    extend_by_copy,
     longest_copy,
-    merged,
+    merge_into_tree,
+    propose_copy,
 )
 from outrider.orchestrator.events import Admit
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import ROOT
-from tools.simulation.odds import BEYOND_RANKS, KnownOdds
+from tools.simulation.odds import UNRANKED, KnownOdds
 from tools.simulation.profile import Profile
 
-WORKER = ""
-ROOM = 64
-MATCHED = 5  # the longest match that an n-gram lookup knows
-SHORTEST_MATCH = 2
+DRAFT_WORKER = ""
+ROOM_TOKENS = 64
+MAX_MATCH_TOKENS = 5  # the longest match that an n-gram lookup knows
+MIN_MATCH_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of text: how often a token of each drafter holds (`holds`), the share of its tokens, and of its prompt's,
-    that repeats earlier ones, in passages of `passage` tokens on average. `looks_code`: the front takes it for code.
-    `shows`: the prompt repeats itself, too; one to be edited is repeated in the answer only."""
+class TextKind:
+    """A kind of text. `holds`: how often a token of each drafter is right. `repeats`: the share of tokens that repeat
+    earlier ones, in passages of `passage` tokens on average. `looks_code`: the front takes it for code. `shows`: the
+    prompt repeats itself, too; a prompt to be edited does not, only the answer repeats it."""
 
     name: str
     holds: Mapping[str, float]
@@ -68,8 +73,8 @@ class Machine:
     """The costs of a machine in milliseconds.
 
     `own_ms`: a token of each in-process drafter. `all_cores`: the time of a forward on all cores, as a share of one
-    beside a drafter. `noise`: the standard deviation of a round's logarithm; every `outlier`th round takes ten times as
-    long. `cold_ms`: what the first forward of a worker takes in addition.
+    beside a drafter. `noise`: the standard deviation of the logarithm of a round's time; every `outlier`th round takes
+    ten times as long. `cold_ms`: what the first forward of a worker takes in addition.
     """
 
     profile: Profile
@@ -82,24 +87,24 @@ class Machine:
 
 
 class Text:
-    """One text with its luck, at position `at`; the server sets its `profile`."""
+    """One text and its random outcomes, generated up to position `at`; the server sets its `profile`."""
 
     is_empty = False
     profile: TextProfile
 
-    def __init__(self, kind: Kind, profile: Profile, length: int, rng: random.Random) -> None:
+    def __init__(self, kind: TextKind, profile: Profile, length: int, rng: random.Random) -> None:
         self.kind, self.length, self.at = kind, length, 0
-        size = length + 2 * ROOM
+        size = length + 2 * ROOM_TOKENS
         self.right = {drafter: [rng.random() < p for _ in range(size)] for drafter, p in kind.holds.items()}
         borders = tuple(accumulate(profile.bonus_ranks))
         ranks = (bisect_right(borders, rng.random()) for _ in range(size))
-        self.ranks = [rank if rank < len(borders) else BEYOND_RANKS for rank in ranks]
-        self._starts, self._ends = _passages(kind, size, rng)
+        self.ranks = [rank if rank < len(borders) else UNRANKED for rank in ranks]
+        self._starts, self._ends = _draw_passages(kind, size, rng)
         self._chance = [rng.random() for _ in range(size)]
-        self.prompt = _prompt(kind, rng)
-        self.ahead: tuple[Lookup, int, float, int] | None = None  # found, depth, since the last push, pushes until it
+        self.prompt = _draw_prompt(kind, rng)
+        self.ahead: tuple[Lookup, int, float, int] | None = None  # lookup, depth, ms since last push, missing pushes
         self.rounds = self.covered = 0
-        self.copy = self.lookup(LONGEST_COPY)
+        self.copy = self.lookup(MAX_COPY_TOKENS)
         self.copy_round: CopyRound | None = None
         self.silent = 0  # tokens since a draft worker last drafted
 
@@ -116,10 +121,10 @@ class Text:
         if length < 1 or (then and then[-1] != at) or at >= len(self._ends):
             return Copy()
         start, end = self._starts[at], self._ends[at]
-        if end and at - start >= SHORTEST_MATCH:
-            matched, held = min(at - start, MATCHED), end - at
+        if end and at - start >= MIN_MATCH_TOKENS:
+            matched, held = min(at - start, MAX_MATCH_TOKENS), end - at
         elif self._chance[at] < 0.35:
-            matched, held = SHORTEST_MATCH, int(self._chance[at] < 0.08)
+            matched, held = MIN_MATCH_TOKENS, int(self._chance[at] < 0.08)
         else:
             return Copy()
         return Copy(tuple(at + i + 1 if i < held else -(10**8) - at - i for i in range(length)), matched)
@@ -136,7 +141,7 @@ class Text:
         return tuple(path)
 
 
-def _passages(kind: Kind, size: int, rng: random.Random) -> tuple[list[int], list[int]]:
+def _draw_passages(kind: TextKind, size: int, rng: random.Random) -> tuple[list[int], list[int]]:
     """Returns for each position where the repeated passage around it begins and ends; 0, 0 outside of one."""
     starts, ends = [0] * size, [0] * size
     at, new = 0, kind.passage * (1 - kind.repeats) / max(kind.repeats, 1e-9)
@@ -149,7 +154,7 @@ def _passages(kind: Kind, size: int, rng: random.Random) -> tuple[list[int], lis
     return starts, ends
 
 
-def _prompt(kind: Kind, rng: random.Random) -> list[int]:
+def _draw_prompt(kind: TextKind, rng: random.Random) -> list[int]:
     """Returns a prompt in which words are as frequent as in a natural text, and passages repeat as in its text."""
     tokens: list[int] = []
     for _ in range(rng.choice((12, 60, 300, 700))):
@@ -169,7 +174,7 @@ class Server:
     rng: random.Random
     plan: Arm | None = None
     slower: float = 1.0
-    """How much longer the drafter's work takes than by the profile."""
+    """How many times as long as in the profile the drafter's work takes."""
     plans: Counter[Arm] = field(default_factory=Counter)
     _forwards: int = 0
     _last: Arm = field(default_factory=lambda: Arm("ar"))
@@ -179,7 +184,7 @@ class Server:
         the first `reading` plain ones, and more of others, since prompts are read more slowly beside chains."""
         running, spent, unread = list(texts), 0.0, float(reading)
         for text in running:
-            looks = kind_of(text.prompt, False, text.kind.looks_code)
+            looks = classify_text(text.prompt, False, text.kind.looks_code)
             text.profile = self.planner.profiles.open(looks, greedy=True)
         self.planner.set_load(len(running), unread > 0)
         while running:
@@ -194,7 +199,7 @@ class Server:
     def _round(self, texts: Sequence[Text], reading: float) -> float:
         planner, e, count = self.planner, self.planner.estimates, len(texts)
         first = texts[0]
-        kind, odds = (first.profile.kind, first.profile.odds) if count == 1 else (FREE, None)
+        kind, odds = (first.profile.kind, first.profile.odds) if count == 1 else (GENERAL_TEXT, None)
         policy = planner._policy(ADMIT, planner._sources("", 1 if self._has_worker else 0), kind, odds)
         plan = self.plan or policy.plan()
         self.plans[plan] += 1
@@ -204,7 +209,7 @@ class Server:
         noise = self.rng.lognormvariate(0.0, self.machine.noise) * reading
         if self.machine.outlier and self.rng.random() < 1 / self.machine.outlier:
             noise *= 10.0
-        resting = plan.rests_drafters(count)
+        resting = plan.leaves_drafters_idle(count)
         verify_ms = self.machine.profile.target(rows) * noise * (self.machine.all_cores if resting else 1.0)
         own_ms = max(step.own_ms for step in steps)
         asked = [step.asked_ms for step in steps if step.asked_ms]
@@ -218,7 +223,7 @@ class Server:
         if not plain:
             e.observe_verify(rows, verify_ms, rows // count, resting)
         for text, step in zip(texts, steps, strict=True):
-            self._settle(text, step, plan, round_ms, verify_ms, count)
+            self._record_round(text, step, plan, round_ms, verify_ms, count)
             policy.odds = text.profile.odds if count == 1 else policy.odds
             if text.rounds > 1:
                 policy.observe_round(plan, step.kept, round_ms)
@@ -229,12 +234,12 @@ class Server:
     def _has_worker(self) -> bool:
         return self.planner._settings.drafters > 0
 
-    def _settle(self, text: Text, step: Step, plan: Arm, round_ms: float, verify_ms: float, count: int) -> None:
+    def _record_round(self, text: Text, step: Step, plan: Arm, round_ms: float, verify_ms: float, count: int) -> None:
         """Reports a round as `Planner.on_outcome` does, and lets the draft worker work ahead."""
         e, proposal, profile = self.planner.estimates, step.proposal, text.profile
         nodes = text.accepted(proposal)
         kept = tuple(range(text.at + 1, text.at + len(nodes) + 2))
-        step.kept, along = len(kept), proposal.along(nodes)
+        step.kept, along = len(kept), proposal.count_on_chain(nodes)
         own = proposal.drafter if proposal.source is ProposalSource.HEAD else ""
         drafted = proposal.drafter_nodes
         e.observe_round(len(kept), round_ms)
@@ -255,7 +260,7 @@ class Server:
         text.rounds += 1
         text.silent += len(kept)
         text.ahead = (
-            self._ahead(text, line, len(nodes), off_line, plan, verify_ms, count) if plan.mode == "ssd" else None
+            self._work_ahead(text, line, len(nodes), off_line, plan, verify_ms, count) if plan.mode == "ssd" else None
         )
 
     def _judge_copy(self, text: Text, proposal: Proposal, kept: Sequence[int], count: int) -> None:
@@ -267,7 +272,7 @@ class Server:
         if drafted and copy.chain and proposal.chain[drafted[0]] != copy.chain[0]:
             e.observe_alternatives(copy, kept)
         text.at += len(kept)
-        text.copy, round_ = text.lookup(LONGEST_COPY), text.copy_round
+        text.copy, round_ = text.lookup(MAX_COPY_TOKENS), text.copy_round
         if round_ is not None:
             right = round_.right(range(round_.base_len + 1, text.at + 1))
             if right is None:
@@ -277,7 +282,7 @@ class Server:
                 profiles.observe_copies(text.profile, round_.rows, right)
         text.copy_round = CopyRound(text.at, text.copy, len(best_tail(e, text.copy).tokens))
 
-    def _ahead(
+    def _work_ahead(
         self, text: Text, line: Sequence[int], accepted: int, off_line: bool, plan: Arm, verify_ms: float, count: int
     ) -> tuple[Lookup, int, float, int]:
         """Lets the draft worker work ahead during a verify. Returns whether the outcome has a branch, its depth, the
@@ -291,7 +296,7 @@ class Server:
         pushes = max(int(window / step_ms), 0)
         full = accepted == len(line)
         at = text.at - 1
-        rank = text.ranks[at] + full if not (full and text.right[WORKER][at]) else 0
+        rank = text.ranks[at] + full if not (full and text.right[DRAFT_WORKER][at]) else 0
         found = not off_line and rank < self._fan_out(len(line), branches)[accepted]
         late = int(full and accepted > 0)
         depth = min(pushes - late, plan.depth)
@@ -317,13 +322,13 @@ class Server:
         e, ngrams, depth = self.planner.estimates, cast("NgramIndex", text), plan.depth
         if plan.mode == "ar":
             return Step(Proposal(autonomous=True))
-        tail = best_tail(e, longest_copy(ngrams, ROOM))
+        tail = best_tail(e, longest_copy(ngrams, ROOM_TOKENS))
         if plan.mode == "sd":
             if plan.drafter == NGRAM:
-                return Step(copied(tail.tokens) if tail.tokens else Proposal(autonomous=True))
-            if not drafts_better(e, tail, depth, plan.drafter):
-                return Step(copied(tail.tokens))
-            return self._own(text, plan, depth) if plan.drafter else self._asked(text, depth)
+                return Step(propose_copy(tail.tokens) if tail.tokens else Proposal(autonomous=True))
+            if not should_draft(e, tail, depth, plan.drafter):
+                return Step(propose_copy(tail.tokens))
+            return self._own_chain(text, plan, depth) if plan.drafter else self._requested_chain(text, depth)
         if text.ahead is None:
             return self._after_miss(text, plan, Lookup.NONE)
         lookup, deep, since, missing = text.ahead
@@ -331,13 +336,13 @@ class Server:
         e.observe_lookup(lookup is Lookup.HIT, text.covered)
         if lookup is Lookup.HIT and deep > 0:
             wait_ms = 0.0
-            while worth_waiting(e, deep, depth, since):
+            while should_wait_for_token(e, deep, depth, since):
                 wait_ms, since, deep = wait_ms + max(step_ms - since, 0.0), 0.0, deep + 1
             return self._branch(text, deep, Lookup.GROWN if wait_ms else Lookup.HIT, wait_ms)
         if missing:
-            choice = after_miss(e, tail, depth, True, plan.drafter)
+            choice = choose_fallback(e, tail, depth, True, plan.drafter)
             wait_ms = missing * step_ms - since
-            if worth_hoping(e, choice, depth, max(missing * e.depth_ms() - since, 0.0)):
+            if should_wait_for_branch(e, choice, depth, max(missing * e.depth_ms() - since, 0.0)):
                 if lookup is Lookup.HIT:
                     return self._branch(text, 1, Lookup.LATE, wait_ms)
                 step = self._after_miss(text, plan, Lookup.MISS)
@@ -347,22 +352,22 @@ class Server:
 
     def _after_miss(self, text: Text, plan: Arm, lookup: Lookup) -> Step:
         e = self.planner.estimates
-        tail = best_tail(e, longest_copy(cast("NgramIndex", text), ROOM))
-        choice = after_miss(e, tail, plan.depth, True, plan.drafter)
+        tail = best_tail(e, longest_copy(cast("NgramIndex", text), ROOM_TOKENS))
+        choice = choose_fallback(e, tail, plan.depth, True, plan.drafter)
         if choice.wait_for:
-            return self._asked(text, choice.wait_for, lookup)
+            return self._requested_chain(text, choice.wait_for, lookup)
         if choice.own:
-            return self._own(text, plan, choice.own, lookup)
-        tokens = copied(tail.tokens)
+            return self._own_chain(text, plan, choice.own, lookup)
+        tokens = propose_copy(tail.tokens)
         return Step(Proposal(tokens.chain, tokens.source, lookup, copied=tokens.copied))
 
-    def _own(self, text: Text, plan: Arm, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
+    def _own_chain(self, text: Text, plan: Arm, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
         chain = text.chain(plan.drafter, depth)
         proposal = Proposal(chain, ProposalSource.HEAD, lookup, drafter=plan.drafter)
         return Step(proposal, own_ms=depth * self.machine.own_ms[plan.drafter])
 
-    def _asked(self, text: Text, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
-        """A chain on request; a worker that has not drafted for long reads the text first."""
+    def _requested_chain(self, text: Text, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
+        """Returns a chain on request; a worker that has not drafted for long reads the text first."""
         e = self.planner.estimates
         work_ms = sum(self._draft_ms(1) for _ in range(depth))
         link_ms = 2 * self.machine.profile.link_ms + 0.2
@@ -370,21 +375,21 @@ class Server:
         text.silent = 0
         e.observe_draft(depth, work_ms)
         e.observe_link(link_ms)
-        chain = self._extended(text, Proposal(text.chain(WORKER, depth), ProposalSource.DRAFTER, lookup))
+        chain = self._extend(text, Proposal(text.chain(DRAFT_WORKER, depth), ProposalSource.DRAFTER, lookup))
         return Step(chain, asked_ms=work_ms + link_ms + behind)
 
     def _branch(self, text: Text, depth: int, lookup: Lookup, wait_ms: float) -> Step:
-        branch = Proposal(text.chain(WORKER, depth), ProposalSource.CACHE, lookup)
-        return Step(self._extended(text, branch), wait_ms=wait_ms)
+        branch = Proposal(text.chain(DRAFT_WORKER, depth), ProposalSource.CACHE, lookup)
+        return Step(self._extend(text, branch), wait_ms=wait_ms)
 
-    def _extended(self, text: Text, branch: Proposal) -> Proposal:
+    def _extend(self, text: Text, branch: Proposal) -> Proposal:
         e, ngrams = self.planner.estimates, cast("NgramIndex", text)
-        return merged(e, ngrams, branch, (), ROOM) or filled(e, ngrams, branch, (), ROOM)
+        return merge_into_tree(e, ngrams, branch, (), ROOM_TOKENS) or extend_by_copy(e, ngrams, branch, (), ROOM_TOKENS)
 
 
 @dataclass(slots=True)
 class Step:
-    """What a text verifies next, and the milliseconds before: of a wait, of a chain on request, of own drafting."""
+    """What a text verifies next, and the milliseconds of the wait, chain on request and own drafting before it."""
 
     proposal: Proposal
     wait_ms: float = 0.0

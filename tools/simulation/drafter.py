@@ -14,7 +14,7 @@ from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.drafter import Drafter
 from outrider.protocol.messages import Hello
 from outrider.protocol.worker_link import WorkerLink
-from tools.simulation.environment import complain, take_options
+from tools.simulation.environment import report_too_slow, take_options
 from tools.simulation.pace import Pace
 from tools.simulation.profile import Profile
 from tools.simulation.replay import PacedDrafter, ReplayDrafter, Script, SlowLink
@@ -29,11 +29,11 @@ def load_worker(own: argparse.Namespace, options: argparse.Namespace, link: Work
     profile = Profile.read(own.profile)
     if own.script is not None:
         options.backend, options.model = ReplayDrafter.backend, str(own.script)
-        drafter: Drafter = ReplayDrafter(Script.read(own.script)).erring_like(profile)
+        drafter: Drafter = ReplayDrafter(Script.read(own.script)).with_errors_of(profile)
     else:
         drafter = draft.load_drafter(options, link)
     slow = SlowLink(link, profile.link_ms)
-    pace = Pace(profile.draft, slow.nap, complain=partial(complain, link))
+    pace = Pace(profile.draft, slow.nap, complain=partial(report_too_slow, link))
     paced = PacedDrafter(drafter, profile.name, pace, lambda: slow.heard)
     return draft.worker_of(options, link.incarnation, paced, slow)
 

@@ -1,8 +1,8 @@
 """How the workers of a simulated machine are started, and how they report that they are too slow for it.
 
-`simulated` sets the environment in which every cluster starts the workers of this package, `take_options` is for the
-workers themselves. A worker whose forwards take longer than the profile's says so with the texts it works for, and in a
-file that `simulated` reads.
+`simulated_machine` sets the environment in which clusters start the workers of this package; `take_options` is for the
+workers themselves. A worker whose forwards take longer than the profile's reports that in a note to its server, and in
+a file that `simulated_machine` reads.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from unittest.mock import patch
 
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerNote
-from outrider.protocol.worker_link import WORKER_MODULES, Link
+from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE, Link
 from tools.simulation.profile import Profile
 
-LATE = "OUTRIDER_SIMULATION_LATE"
+LATE_FILE_VARIABLE = "OUTRIDER_SIMULATION_LATE"
 """The environment variable with the file for reports of workers that are too slow."""
 
 
 @contextmanager
-def simulated(profile: Path, script: Path | None = None) -> Iterator[Callable[[], None]]:
+def simulated_machine(profile: Path, script: Path | None = None) -> Iterator[Callable[[], None]]:
     """Lets clusters that start in this block simulate the profile's machine; drafters replay `script`, if there is one.
 
     Yields a check that the profile's times were kept since the last check. The end of the block does the same.
@@ -47,13 +47,15 @@ def simulated(profile: Path, script: Path | None = None) -> Iterator[Callable[[]
         drafter += ["--script", str(script.resolve())]
     modules = {"target": ["tools.simulation.target", *options], "draft": drafter}
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
-        check = partial(_check, Path(folder) / "late")
-        with patch.dict(os.environ, {WORKER_MODULES: json.dumps(modules), LATE: str(Path(folder) / "late")}):
+        check = partial(_check_not_late, Path(folder) / "late")
+        with patch.dict(
+            os.environ, {WORKER_MODULES_VARIABLE: json.dumps(modules), LATE_FILE_VARIABLE: str(Path(folder) / "late")}
+        ):
             yield check
         check()
 
 
-def _check(late: Path) -> None:
+def _check_not_late(late: Path) -> None:
     if late.exists():
         report = late.read_text(encoding="utf-8").splitlines()[0]
         late.unlink()
@@ -69,9 +71,9 @@ def take_options() -> argparse.Namespace:
     return options
 
 
-def complain(link: Link, why: str) -> None:
+def report_too_slow(link: Link, why: str) -> None:
     """Reports that the worker of this link is too slow."""
     link.send(WorkerNote(link.name, why))
-    if LATE in os.environ:
-        with open(os.environ[LATE], "a", encoding="utf-8") as file:
+    if LATE_FILE_VARIABLE in os.environ:
+        with open(os.environ[LATE_FILE_VARIABLE], "a", encoding="utf-8") as file:
             file.write(f"{link.name}: {why}\n")

@@ -10,7 +10,7 @@ from itertools import accumulate
 from outrider.drafters.fan_out import Calibration, ForkPoint
 from tools.simulation.profile import Profile
 
-BEYOND_RANKS = 1 << 16
+UNRANKED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Luck:
         borders = tuple(accumulate(profile.bonus_ranks))
         draws = tuple(rng.random() for _ in range(length))
         ranks = (bisect_right(borders, rng.random()) for _ in range(length))
-        return cls(draws, tuple(rank if rank < len(borders) else BEYOND_RANKS for rank in ranks))
+        return cls(draws, tuple(rank if rank < len(borders) else UNRANKED for rank in ranks))
 
 
 class KnownOdds(Calibration):
@@ -39,8 +39,8 @@ class KnownOdds(Calibration):
     def acceptance(self, position: int, gap: float | None = None) -> float:
         return self._right[min(position, len(self._right) - 1)]
 
-    def bonus_share(self, full: bool, rank: int, point: ForkPoint | None = None) -> float:
+    def bonus_probability(self, full: bool, rank: int, point: ForkPoint | None = None) -> float:
         if not full:
             return self._ranks[rank] if rank < len(self._ranks) else 0.0
         right = self._right[0]
-        return right if rank == 0 else (1 - right) * self.bonus_share(False, rank - 1)
+        return right if rank == 0 else (1 - right) * self.bonus_probability(False, rank - 1)

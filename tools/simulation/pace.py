@@ -13,22 +13,22 @@ import time
 from collections.abc import Callable
 
 from outrider.bench.timing import Latency
-from tools.simulation.profile import NOT_KEPT
+from tools.simulation.profile import TIMES_NOT_KEPT
 
 log = logging.getLogger(__name__)
 
-# Forwards may end this much late altogether, and this share of the simulated time more.
-LATE_SECONDS = 0.020
-LATE_SHARE = 0.03
-# The system's sleep takes too long, so the last stretch is a busy wait.
-AWAKE_SECONDS = 0.0002
+# Forwards may be late by this much in total, plus this share of the simulated time.
+MAX_LATE_SECONDS = 0.020
+MAX_LATE_RATIO = 0.03
+# The system's sleep takes too long, so the end of a wait is a busy wait.
+BUSY_WAIT_SECONDS = 0.0002
 
 
-def sleep(seconds: float) -> None:
-    """`time.sleep` that ends on time, within microseconds on an idle core."""
+def sleep_precisely(seconds: float) -> None:
+    """Sleeps like `time.sleep`, but ends on time, within microseconds on an idle core."""
     end = time.perf_counter() + seconds
-    if seconds > AWAKE_SECONDS:
-        time.sleep(seconds - AWAKE_SECONDS)
+    if seconds > BUSY_WAIT_SECONDS:
+        time.sleep(seconds - BUSY_WAIT_SECONDS)
     while time.perf_counter() < end:
         pass
 
@@ -43,7 +43,7 @@ class Pace:
     def __init__(
         self,
         latency: Latency,
-        nap: Callable[[float], None] = sleep,
+        nap: Callable[[float], None] = sleep_precisely,
         clock: Callable[[], float] = time.perf_counter,
         complain: Callable[[str], None] = log.warning,
     ) -> None:
@@ -77,9 +77,9 @@ class Pace:
             return
         self._late += now - self._busy_until
         self._busy_until = now
-        if self._late > LATE_SECONDS + LATE_SHARE * self._simulated:
+        if self._late > MAX_LATE_SECONDS + MAX_LATE_RATIO * self._simulated:
             self._complain(
-                f"{NOT_KEPT}: forwards ended {self._late * 1000:.0f} ms late in {self._simulated * 1000:.0f} ms of"
-                " simulated time; use a smaller model, a slower profile or an idle machine"
+                f"{TIMES_NOT_KEPT}: forwards ended {self._late * 1000:.0f} ms late in {self._simulated * 1000:.0f} ms"
+                " of simulated time; use a smaller model, a slower profile or an idle machine"
             )
             self._late = self._simulated = 0.0

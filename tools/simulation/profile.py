@@ -1,6 +1,6 @@
 """A latency profile: measurements of a machine we don't have, in a JSON file (docs/simulation.md lists its fields).
 
-Workers imitate it (`tools.simulation.pace`). Knows numbers; paces nothing.
+Workers imitate it (`tools.simulation.pace`); this module only reads the numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROFILES = Path(__file__).parent / "profiles"
 """The folder of the profiles that come with the project."""
 
 # The beginning of every worker's note that its own times were longer than the profile's.
-NOT_KEPT = "the times are not the profile's"
+TIMES_NOT_KEPT = "the times are not the profile's"
 
 Text = Annotated[str, Meta(min_length=1)]
 Count = Annotated[int, Meta(ge=1)]
@@ -54,7 +54,7 @@ class Profile:
         """Reads and checks a JSON profile.
 
         Raises:
-            InvalidRequest: the file is missing or is no JSON, or a field is missing or out of range.
+            InvalidRequest: the file is missing or not JSON, or a field is missing or out of range.
         """
         try:
             fields = msgspec.convert(json.loads(path.read_text(encoding="utf-8")), _ProfileFile, str_keys=True)

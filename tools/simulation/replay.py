@@ -30,10 +30,10 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
 from outrider.protocol.worker_link import WorkerLink
-from tools.simulation.pace import AWAKE_SECONDS, Pace
+from tools.simulation.pace import BUSY_WAIT_SECONDS, Pace
 from tools.simulation.profile import Profile
 
-_MASK = 2**64 - 1
+_MASK_64_BITS = 2**64 - 1
 # The purpose of a draw; the serial number of a wrong candidate is added to the last one.
 _ACCEPT, _RANK, _WRONG = 0, 1, 2
 
@@ -98,7 +98,7 @@ class ReplayDrafter:
         self.vocab_size = script.vocab_size
         self.context_length = script.context_length
 
-    def erring_like(self, profile: Profile) -> ReplayDrafter:
+    def with_errors_of(self, profile: Profile) -> ReplayDrafter:
         """Returns a drafter of the same texts with the acceptance and the bonus ranks of `profile`."""
         script = replace(self._script, acceptance=profile.acceptance, bonus_ranks=profile.bonus_ranks)
         return ReplayDrafter(script)
@@ -168,7 +168,7 @@ class ReplayTree:
         return [self._proposal(self._nodes[node]) for node in nodes]
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
-        return [self._ranked(self._nodes[node], count) for node in nodes]
+        return [self._ranked_candidates(self._nodes[node], count) for node in nodes]
 
     def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
         return None
@@ -198,7 +198,7 @@ class ReplayTree:
         right = truth is not None and self._draw(node, _ACCEPT) < shares[min(node.drafted, len(shares) - 1)]
         return truth if right and truth is not None else self._wrong(node, truth, 0)
 
-    def _ranked(self, node: _Node, count: int) -> list[Candidate]:
+    def _ranked_candidates(self, node: _Node, count: int) -> list[Candidate]:
         truth, best = self._truth(node), self._proposal(node)
         tokens = {best: None}
         true_rank = self._true_rank(node) if truth is not None and best != truth else None
@@ -230,9 +230,9 @@ class ReplayTree:
     def _draw(self, node: _Node, purpose: int) -> float:
         """Returns a hash in [0, 1): a round takes hundreds of draws, which must not delay a paced forward."""
         mixed = self._script.seed * 0x9E3779B97F4A7C15 + node.position * 0xBF58476D1CE4E5B9
-        mixed = (mixed + node.token * 0x94D049BB133111EB + purpose * 0xD6E8FEB86659FD93) & _MASK
+        mixed = (mixed + node.token * 0x94D049BB133111EB + purpose * 0xD6E8FEB86659FD93) & _MASK_64_BITS
         for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
-            mixed = (mixed ^ (mixed >> 31)) * multiplier & _MASK
+            mixed = (mixed ^ (mixed >> 31)) * multiplier & _MASK_64_BITS
         return ((mixed ^ (mixed >> 29)) >> 11) / 2**53
 
 
@@ -257,7 +257,7 @@ class PacedTree:
         self.inner, self._pace, self._ready = tree, pace, ready
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what takes no time from the wrapped tree."""
+        """Returns attributes of the wrapped tree: all that take no time."""
         return getattr(self.inner, name)
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
@@ -303,29 +303,29 @@ class SlowLink:
         self.heard = 0.0
         self._link = link
         self._delay = link_ms / 1000
-        self._coming: deque[tuple[float, Message]] = deque()
-        self._going: deque[tuple[float, Message]] = deque()
+        self._incoming: deque[tuple[float, Message]] = deque()
+        self._outgoing: deque[tuple[float, Message]] = deque()
 
     @property
     def name(self) -> str:
         return self._link.name
 
     def send(self, message: Message) -> None:
-        self._going.append((time.perf_counter() + self._delay, message))
+        self._outgoing.append((time.perf_counter() + self._delay, message))
         self._deliver()
 
     def receive(self, wait: bool) -> Message | None:
         while True:
             self._deliver()
-            if self._coming and self._coming[0][0] <= time.perf_counter():
-                self.heard, message = self._coming.popleft()
+            if self._incoming and self._incoming[0][0] <= time.perf_counter():
+                self.heard, message = self._incoming.popleft()
                 return message
             if not wait:
                 return None
-            if self._coming or self._going:
+            if self._incoming or self._outgoing:
                 time.sleep(SLICE_SECONDS)
             else:
-                self._arrived(self._link.receive(wait=True))
+                self._queue_incoming(self._link.receive(wait=True))
 
     def expect(self, milliseconds: float) -> None:
         self._link.expect(milliseconds)
@@ -335,16 +335,16 @@ class SlowLink:
         end = time.perf_counter() + seconds
         while (left := end - time.perf_counter()) > 0:
             self._deliver()
-            if left > AWAKE_SECONDS:
-                time.sleep(min(left - AWAKE_SECONDS, SLICE_SECONDS))
+            if left > BUSY_WAIT_SECONDS:
+                time.sleep(min(left - BUSY_WAIT_SECONDS, SLICE_SECONDS))
 
     def _deliver(self) -> None:
         now = time.perf_counter()
-        while self._going and self._going[0][0] <= now:
-            self._link.send(self._going.popleft()[1])
+        while self._outgoing and self._outgoing[0][0] <= now:
+            self._link.send(self._outgoing.popleft()[1])
         while (message := self._link.receive(wait=False)) is not None:
-            self._arrived(message)
+            self._queue_incoming(message)
 
-    def _arrived(self, message: Message | None) -> None:
+    def _queue_incoming(self, message: Message | None) -> None:
         if message is not None:
-            self._coming.append((time.perf_counter() + self._delay, message))
+            self._incoming.append((time.perf_counter() + self._delay, message))

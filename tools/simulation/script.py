@@ -14,7 +14,7 @@ from tools.simulation.stand_in import CONFIG
 PROMPT_TOKENS = 16
 
 
-def starts(count: int) -> list[tuple[int, ...]]:
+def random_prompts(count: int) -> list[tuple[int, ...]]:
     """Returns `count` prompts, always the same."""
     rng = random.Random(0)
     return [tuple(rng.randrange(2, CONFIG["vocab_size"]) for _ in range(PROMPT_TOKENS)) for _ in range(count)]

@@ -16,12 +16,12 @@ from functools import cache
 from itertools import accumulate
 from operator import mul
 
-from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from tools.simulation.odds import KnownOdds, Luck
 from tools.simulation.profile import Profile
 
-# The value of a millisecond is the rate itself, which a pilot run over this part of the text measures.
-PILOT_PART = 4
+# A millisecond is worth the rate itself, which a pilot run over the text's length divided by this measures.
+PILOT_DIVISOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +104,13 @@ class Simulator:
 
     def __init__(self, profile: Profile, policy: Policy, batch: int = 1, hop_ms: float = 0.0) -> None:
         self._profile, self._policy, self._batch = profile, policy, batch
-        self._hop, self._way = hop_ms, hop_ms + profile.link_ms
+        self._hop_ms, self._message_ms = hop_ms, hop_ms + profile.link_ms
         self._odds = KnownOdds(profile)
         self._target_ms, self._draft_ms = cache(profile.target), cache(profile.draft)
-        self._reach: list[float] = list(accumulate(map(self._odds.acceptance, range(policy.depth)), mul))
-        self._tokens: list[float] = [1.0, *(1.0 + total for total in accumulate(self._reach))]
-        self._fan_out = cache(self._fan_out_of)
-        self._worth = 0.0
+        self._reach_probability: list[float] = list(accumulate(map(self._odds.acceptance, range(policy.depth)), mul))
+        self._tokens: list[float] = [1.0, *(1.0 + total for total in accumulate(self._reach_probability))]
+        self._fan_out = cache(self._compute_fan_out)
+        self._tokens_per_ms = 0.0
 
     def run(self, tokens: int, seed: int = 0) -> Result:
         """Runs over random texts of `tokens` tokens, drawn from `seed`."""
@@ -119,8 +119,8 @@ class Simulator:
     def play(self, lucks: Sequence[Luck]) -> Result:
         """Runs over texts with these draws, until a text ends."""
         tokens = min(len(luck.draws) for luck in lucks) - self._policy.depth - 1
-        self._worth = self._batch / self._target_ms(self._batch)
-        self._worth = self._play(lucks, tokens // PILOT_PART).tokens_per_second / 1000
+        self._tokens_per_ms = self._batch / self._target_ms(self._batch)
+        self._tokens_per_ms = self._play(lucks, tokens // PILOT_DIVISOR).tokens_per_second / 1000
         return self._play(lucks, tokens)
 
     def _play(self, lucks: Sequence[Luck], length: int) -> Result:
@@ -137,11 +137,13 @@ class Simulator:
             if self._policy.mode == "ar":
                 now += verify_ms
                 continue
-            known = now + verify_ms + 2 * self._hop
+            known = now + verify_ms + 2 * self._hop_ms
             if self._policy.mode == "sd":
                 now = self._draft(streams, known)
             else:
-                now, free, found = self._look_up(streams, self._work(streams, max(now + self._way, free)), known)
+                now, free, found = self._look_up(
+                    streams, self._work_ahead(streams, max(now + self._message_ms, free)), known
+                )
                 hits += found
         return Result(tokens / now * 1000, tokens / rounds, hits / (rounds * len(streams)), now / rounds, busy / now)
 
@@ -171,9 +173,9 @@ class Simulator:
         for stream in streams:
             stream.chain = self._policy.depth
         chained_ms = (self._policy.depth - 1) * self._draft_ms(len(streams))
-        return known + 2 * self._way + self._draft_ms(unread) + chained_ms
+        return known + 2 * self._message_ms + self._draft_ms(unread) + chained_ms
 
-    def _work(self, streams: Sequence[Stream], start: float) -> Work:
+    def _work_ahead(self, streams: Sequence[Stream], start: float) -> Work:
         """Returns the work ahead. Branches that need the unfed end of a chain begin one forward later."""
         behind = sum(stream.behind for stream in streams)
         work = Work(start + (self._draft_ms(behind) if behind else 0.0))
@@ -188,8 +190,8 @@ class Simulator:
             work.ends.append(now)
         return work
 
-    def _fan_out_of(self, chain: int) -> list[int]:
-        return POLICIES[self._policy.fan_out]([None] * (chain + 1), self._policy.branches, self._odds)
+    def _compute_fan_out(self, chain: int) -> list[int]:
+        return FAN_OUT_POLICIES[self._policy.fan_out]([None] * (chain + 1), self._policy.branches, self._odds)
 
     def _depth(self, stream: Stream, forwards: int) -> int:
         """Returns the depth of the outcome's branch after `forwards` forwards; 0 if it does not exist (yet)."""
@@ -203,32 +205,32 @@ class Simulator:
 
     def _look_up(self, streams: Sequence[Stream], work: Work, known: float) -> tuple[float, float, int]:
         """Returns when the next verify begins, when the drafter handles its commit, and the number of hits."""
-        now = self._waited(streams, work, known)
-        pushed = work.done(now - self._way)
+        now = self._lookup_time(streams, work, known)
+        pushed = work.done(now - self._message_ms)
         missed = []
         for stream in streams:
             stream.served = self._depth(stream, pushed)
             if not stream.served:
                 missed.append(stream)
-        free, done = work.free(now + self._way)
-        length = self._after_miss(len(missed), len(streams), free - now).length if missed else 0
+        free, done = work.free(now + self._message_ms)
+        length = self._best_fallback(len(missed), len(streams), free - now).length if missed else 0
         if length:
-            grown = min(self._depth(stream, done) for stream in missed)  # tokens grown meanwhile are used
+            grown = min(self._depth(stream, done) for stream in missed)  # tokens grown in the meantime are used
             free += max(length - grown, 0) * self._draft_ms(len(missed))
-            now = free + self._way
+            now = free + self._message_ms
         for stream in streams:
-            self._go_on(stream, done, length)
+            self._set_next_chain(stream, done, length)
         return now, free, len(streams) - len(missed)
 
-    def _waited(self, streams: Sequence[Stream], work: Work, known: float) -> float:
+    def _lookup_time(self, streams: Sequence[Stream], work: Work, known: float) -> float:
         """Returns the time of the lookup: at once, or when waiting for the next forward no longer pays."""
         if not self._policy.anytime:
-            return max(known, work.ends[-1] + self._way)
-        now, pushed = known, work.done(known - self._way)
+            return max(known, work.ends[-1] + self._message_ms)
+        now, pushed = known, work.done(known - self._message_ms)
         while pushed < len(work.ends):
-            arrives = work.ends[pushed] + self._way
+            arrives = work.ends[pushed] + self._message_ms
             gain = sum(self._gain(stream, pushed, len(streams), work, now) for stream in streams)
-            if gain <= self._worth * (arrives - now):
+            if gain <= self._tokens_per_ms * (arrives - now):
                 break
             now, pushed = arrives, pushed + 1
         return now
@@ -237,22 +239,22 @@ class Simulator:
         """Returns the expected tokens, minus the cost of later times, that the next push adds to a stream."""
         depth = self._depth(stream, pushed)
         if depth:
-            return self._reach[depth] if depth < self._policy.depth else 0.0
+            return self._reach_probability[depth] if depth < self._policy.depth else 0.0
         if not self._policy.hoping or pushed > (stream.accepted > stream.fed):
             return 0.0
         full = stream.accepted == stream.chain
         count = self._fan_out(stream.chain)[stream.accepted]
-        prepared = sum(self._odds.bonus_share(full, rank) for rank in range(count))
+        prepared = sum(self._odds.bonus_probability(full, rank) for rank in range(count))
         step_ms = self._draft_ms(self._policy.branches * streams)
         hit = max(self._value(1, streams, depth, (depth - 1) * step_ms) for depth in range(1, self._policy.depth + 1))
-        return prepared * (hit - self._after_miss(1, streams, work.free(now + self._way)[0] - now).value)
+        return prepared * (hit - self._best_fallback(1, streams, work.free(now + self._message_ms)[0] - now).value)
 
-    def _after_miss(self, missed: int, streams: int, delay_ms: float) -> Fallback:
+    def _best_fallback(self, missed: int, streams: int, delay_ms: float) -> Fallback:
         """Returns the best fallback: a chain on request, or an AR step (length 0) while the drafter continues."""
         step_ms, whole = self._draft_ms(missed), self._policy.depth
 
         def fallback(length: int) -> Fallback:
-            wait_ms = delay_ms + length * step_ms + self._way if length else 0.0
+            wait_ms = delay_ms + length * step_ms + self._message_ms if length else 0.0
             return Fallback(length, self._value(missed, streams, length, wait_ms))
 
         if not self._policy.filled:
@@ -263,10 +265,10 @@ class Simulator:
         """Returns the expected tokens of `ours` streams with chains of `length`, minus the cost of wait and verify."""
         others = (streams - ours) * (1 + self._policy.depth)
         cost = wait_ms + self._target_ms(others + ours * (1 + length))
-        return ours * self._tokens[length] - self._worth * cost
+        return ours * self._tokens[length] - self._tokens_per_ms * cost
 
-    def _go_on(self, stream: Stream, done: int, length: int) -> None:
-        """Sets what the stream verifies next, and which of it the drafter has fed."""
+    def _set_next_chain(self, stream: Stream, done: int, length: int) -> None:
+        """Sets the chain that the stream verifies next, and how much of it the drafter has fed."""
         if stream.served:
             fed = done - (stream.accepted > stream.fed) - 1
             if stream.accepted == stream.chain and stream.rank == 0:

@@ -1,4 +1,4 @@
-"""Writes the target of a simulated machine: a tiny random model with almost free forwards.
+"""Writes the target of a simulated machine: a tiny random model whose forwards take almost no time.
 
 It has the embedded target's tokenizer. Its texts are meaningless; the replay drafter sets the acceptance.
 """
@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write(folder: Path) -> None:
+def write_stand_in(folder: Path) -> None:
     mx.random.seed(0)
     model = Model(ModelArgs.from_dict(CONFIG))
     weights = dict(tree_flatten(model.parameters()))

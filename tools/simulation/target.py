@@ -17,7 +17,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Hello
 from outrider.protocol.worker_link import WorkerLink
 from outrider.target_worker import __main__ as target
-from tools.simulation.environment import complain, take_options
+from tools.simulation.environment import report_too_slow, take_options
 from tools.simulation.pace import Pace
 from tools.simulation.profile import Profile
 
@@ -40,7 +40,7 @@ def load_worker(
     hello, worker = target.load_worker(options, leader, link)
     from tools.simulation.paced_runner import PacedRunner  # only now, as it imports MLX
 
-    worker.runner = PacedRunner(Pace(profile.target, clock=time.monotonic, complain=partial(complain, link)))
+    worker.runner = PacedRunner(Pace(profile.target, clock=time.monotonic, complain=partial(report_too_slow, link)))
     return replace(hello, note="; ".join(filter(None, [f"simulating {profile.name}", hello.note]))), worker
 
 

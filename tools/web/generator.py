@@ -14,9 +14,9 @@ from typing import Any
 
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import InvalidRequest, WorkerError
-from tools.web.reading import StreamTimes, stream_times
+from tools.web.reading import StreamTimes, parse_stream
 
-FILE = Path(__file__).with_name("locustfile.py")
+LOCUST_FILE = Path(__file__).with_name("locustfile.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def require_locust() -> None:
         raise InvalidRequest("locust, which sends the requests, is not installed; run: pip install locust")
 
 
-def poisson(count: int, rate: float, seed: str) -> list[float]:
+def poisson_times(count: int, rate: float, seed: str) -> list[float]:
     """Returns the times of `count` requests in seconds: a Poisson process with `rate` requests per second."""
     draws, at, times = random.Random(seed), 0.0, []
     for _ in range(count):
@@ -46,7 +46,7 @@ def poisson(count: int, rate: float, seed: str) -> list[float]:
     return times
 
 
-def generate(url: str, times: Sequence[float], bodies: Sequence[dict[str, Any]]) -> list[TimedAnswer]:
+def send_requests(url: str, times: Sequence[float], bodies: Sequence[dict[str, Any]]) -> list[TimedAnswer]:
     """Sends each body to the completions of `url` at its time. Returns all answers when all requests have ended.
 
     Raises:
@@ -58,7 +58,8 @@ def generate(url: str, times: Sequence[float], bodies: Sequence[dict[str, Any]])
         plan, answers = Path(name) / "plan.json", Path(name) / "answers"
         plan.write_text(json.dumps({"requests": requests, "answers": str(answers)}))
         ended = subprocess.run(
-            python("-m", "locust", "-f", str(FILE), "--headless", "--users", "1", "--host", url, "--only-summary"),
+            python("-m", "locust", "-f", str(LOCUST_FILE), "--headless", "--users", "1", "--host", url,
+                   "--only-summary"),
             env={**child_environment(), "PLAN": str(plan)}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         lines = answers.read_text().splitlines() if answers.is_file() else []
@@ -71,6 +72,6 @@ def _answer(record: dict[str, Any]) -> TimedAnswer:
     if record["error"]:
         return TimedAnswer(None, record["error"])
     try:
-        return TimedAnswer(stream_times(record["sent"], [(at, data.encode()) for at, data in record["events"]]))
+        return TimedAnswer(parse_stream(record["sent"], [(at, data.encode()) for at, data in record["events"]]))
     except WorkerError as error:
         return TimedAnswer(None, str(error))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outrider.bench import picture
-from outrider.bench.comparison.report import COLOURS, Percentiles
+from outrider.bench.comparison.report import RUNNER_COLOURS, Percentiles
 from outrider.bench.comparison.runs import Interval, Timed, bootstrap, nested_bootstrap, total_rate
 from tools.web.generator import TimedAnswer
 from tools.web.reading import StreamTimes
@@ -22,7 +22,7 @@ from tools.web.reading import StreamTimes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-OTHER_COLOURS = {"mlx-lm": COLOURS["mlx-lm"], "mlx-lm, draft": "#8d6a9f"}
+OTHER_COLOURS = {"mlx-lm": RUNNER_COLOURS["mlx-lm"], "mlx-lm, draft": "#8d6a9f"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class LatencyRow:
     errors: tuple[str, ...]
 
 
-def row(name: str, share: float, blocks: Sequence[Sequence[TimedAnswer]]) -> LatencyRow:
+def make_row(name: str, share: float, blocks: Sequence[Sequence[TimedAnswer]]) -> LatencyRow:
     """Sums up the blocks of one server."""
     found = [[answer.stream for answer in block if answer.stream is not None] for block in blocks]
     errors = tuple(answer.error for block in blocks for answer in block if answer.stream is None)
     return LatencyRow(
         name,
         share,
-        bootstrap([timed(block) for block in found], total_rate),
+        bootstrap([time_streams(block) for block in found], total_rate),
         _percentiles(found, lambda s: [1000 * (s.first - s.sent)]),
         _percentiles(found, lambda s: [1000 * (s.ended - s.first) / (s.tokens - 1)] if s.tokens > 1 else []),
         sum(len(block) for block in blocks),
@@ -53,7 +53,7 @@ def row(name: str, share: float, blocks: Sequence[Sequence[TimedAnswer]]) -> Lat
     )
 
 
-def timed(block: Sequence[StreamTimes]) -> Timed:
+def time_streams(block: Sequence[StreamTimes]) -> Timed:
     """Returns all tokens, and the seconds from the first sending to the last end."""
     seconds = max(stream.ended for stream in block) - min(stream.sent for stream in block)
     return Timed(sum(stream.tokens for stream in block), seconds)
@@ -93,7 +93,7 @@ def draw(rows: Sequence[LatencyRow], path: Path, title: str) -> None:
     Raises:
         InvalidRequest: the file can't be written.
     """
-    figure = picture.figure(5.2 * (len(PANELS) + 1), 4.2)
+    figure = picture.create_figure(5.2 * (len(PANELS) + 1), 4.2)
     from matplotlib.ticker import LogLocator
 
     first, *others = figure.subplots(1, len(PANELS) + 1)
@@ -131,4 +131,4 @@ def _line(axes: Axes, name: str, rows: Sequence[LatencyRow], values: Sequence[In
 
 
 def _colour(name: str) -> str | None:
-    return OTHER_COLOURS.get(name, COLOURS.get(name))
+    return OTHER_COLOURS.get(name, RUNNER_COLOURS.get(name))

@@ -17,17 +17,17 @@ from gevent.pool import Group
 from locust import FastHttpUser, task
 
 PLAN: dict[str, Any] = json.loads(Path(os.environ["PLAN"]).read_text())
-SECONDS = 600.0
+TIMEOUT_SECONDS = 600.0
 
 
-class Arrivals(FastHttpUser):  # type: ignore[misc]
+class PlannedUser(FastHttpUser):  # type: ignore[misc]
     """Sends requests without waiting for earlier answers."""
 
     concurrency = len(PLAN["requests"])
-    network_timeout = connection_timeout = SECONDS
+    network_timeout = connection_timeout = TIMEOUT_SECONDS
 
     @task  # type: ignore[untyped-decorator]
-    def all_of_them(self) -> None:
+    def send_plan(self) -> None:
         """Sends the whole plan once."""
         begun, group = time.perf_counter(), Group()
         with Path(PLAN["answers"]).open("w") as answers:

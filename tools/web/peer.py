@@ -23,10 +23,10 @@ from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import WorkerError
 
-START_S, END_S = 120.0, 10.0
+START_TIMEOUT_SECONDS, EXIT_TIMEOUT_SECONDS = 120.0, 10.0
 
 
-def as_float32(model: Path, to: Path) -> Path:
+def copy_as_float32(model: Path, to: Path) -> Path:
     """Copies the model's folder to `to` with float32 weights, and returns `to`."""
     shutil.copytree(model, to, ignore=shutil.ignore_patterns("*.safetensors*"))
     for file in model.glob("*.safetensors"):
@@ -49,7 +49,7 @@ def mlx_lm_server(model: Path, draft: Path | None, log: Path) -> Iterator[str]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             python("-m", "mlx_lm", "server", *command),
-            env=system.environment(child_environment(), os.cpu_count() or 1),
+            env=system.blas_environment(child_environment(), os.cpu_count() or 1),
             stdout=output,
             stderr=output,
         )
@@ -60,14 +60,14 @@ def mlx_lm_server(model: Path, draft: Path | None, log: Path) -> Iterator[str]:
     finally:
         process.terminate()
         try:
-            process.wait(END_S)
+            process.wait(EXIT_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
 def _wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + START_S
+    until = time.monotonic() + START_TIMEOUT_SECONDS
     while time.monotonic() < until and process.poll() is None:
         try:
             with urlopen(f"{url}/v1/models", timeout=5):

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from outrider.protocol.errors import WorkerError
 
 PATH = "/v1/completions"
-SECONDS = 600
+TIMEOUT_SECONDS = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class EventReader:
     """Sends requests to the server at `url` over one persistent connection."""
 
     def __init__(self, url: str) -> None:
-        self._connection = HTTPConnection(urlsplit(url).netloc, timeout=SECONDS)
+        self._connection = HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_SECONDS)
 
     def ask(self, body: dict[str, Any]) -> StreamTimes:
         """Sends a request, and reads its stream.
@@ -52,10 +52,10 @@ class EventReader:
         while line := answer.readline():
             if line.startswith(b"data: "):
                 events.append((time.perf_counter(), line[6:]))
-        return stream_times(sent, events)
+        return parse_stream(sent, events)
 
 
-def stream_times(sent: float, events: list[tuple[float, bytes]]) -> StreamTimes:
+def parse_stream(sent: float, events: list[tuple[float, bytes]]) -> StreamTimes:
     """Parses the events of a stream.
 
     Raises:

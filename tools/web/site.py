@@ -18,12 +18,12 @@ from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.pairing.model_files import ModelFiles
 from outrider.protocol.errors import WorkerError
 
-START_S, ASKED_S = 60.0, 5.0
+START_TIMEOUT_SECONDS, REQUEST_TIMEOUT_SECONDS = 60.0, 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A running HTTP server. `url` has no slash at its end."""
+    """A running HTTP server. `url` does not end with a slash."""
 
     url: str
     process: HttpProcess
@@ -41,7 +41,7 @@ class Site:
 
 
 @contextmanager
-def site(cluster: LocalCluster, model: ModelFiles, **settings: object) -> Iterator[Site]:
+def run_site(cluster: LocalCluster, model: ModelFiles, **settings: object) -> Iterator[Site]:
     """Runs HTTP for a cluster that serves `model`; `settings` are those of HttpSettings.
 
     Raises:
@@ -59,11 +59,11 @@ def site(cluster: LocalCluster, model: ModelFiles, **settings: object) -> Iterat
 
 
 def _wait_until_up(url: str, process: HttpProcess) -> None:
-    until = time.monotonic() + START_S
+    until = time.monotonic() + START_TIMEOUT_SECONDS
     while time.monotonic() < until:
         process.check()
         try:
-            with urlopen(f"{url}/health", timeout=ASKED_S):
+            with urlopen(f"{url}/health", timeout=REQUEST_TIMEOUT_SECONDS):
                 return
         except OSError:
             time.sleep(0.05)

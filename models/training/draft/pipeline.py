@@ -28,7 +28,7 @@ from models.training.heads.target import read_target
 from models.training.llama import Llama
 from models.training.loop import matrix_dtype, pick_device
 from models.training.storage import check_out, replacing
-from outrider.protocol.digest import digest
+from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def run(recipe: DraftRecipe, target: Path, out: Path, store: Path, *, text_only:
     model = read_target(target, device, matrix_dtype(device))
     layers = _layers(recipe, model)
     chat, cut = Chat(target), text.pieces(store)
-    form = text.form(digest(target), cut, recipe.seed)
+    form = text.form(model_digest(target), cut, recipe.seed)
     work = out.with_name(out.name + ".partial")
     held_out = _held_out(store, form, model, chat, Prompts(cut, seed=recipe.seed, held_out=True), recipe)
     kept = Store(store / "answers", form)

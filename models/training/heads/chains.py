@@ -95,7 +95,7 @@ class ChainLearner(Learner):
         """Returns the output layer's input for these vectors."""
 
     @abstractmethod
-    def onward(self, x: Tensor) -> Tensor:
+    def next_features(self, x: Tensor) -> Tensor:
         """Returns what replaces the next feature."""
 
     def forward(self, lesson: Lesson) -> list[Foretold]:
@@ -113,7 +113,7 @@ class ChainLearner(Learner):
             x, known = self.advance(feature, lesson.tokens[:, rows + step + 1], place, known)
             where = positions(lesson, rows + step + 1)
             found.append(Foretold(self.last(x).flatten(0, 1), where, self._decay**step))
-            feature = self.onward(x)
+            feature = self.next_features(x)
         return found
 
     def _followed(self, lesson: Lesson, rows: Tensor) -> Tensor:

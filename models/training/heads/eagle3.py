@@ -63,7 +63,7 @@ class Eagle3(ChainLearner):
         normed: Tensor = self.norm(x)
         return normed
 
-    def onward(self, x: Tensor) -> Tensor:
+    def next_features(self, x: Tensor) -> Tensor:
         return x
 
     @property

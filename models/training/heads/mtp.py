@@ -73,7 +73,7 @@ class Mtp(ChainLearner):
         normed: Tensor = self.final_layernorm(x)
         return normed
 
-    def onward(self, x: Tensor) -> Tensor:
+    def next_features(self, x: Tensor) -> Tensor:
         return self.last(x)
 
     @property

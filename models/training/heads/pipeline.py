@@ -32,7 +32,7 @@ from models.training.heads.target import read_target
 from models.training.llama import Llama
 from models.training.loop import Draws, Loop, autocast, pick_device
 from models.training.storage import Workspace, check_out, workspace
-from outrider.protocol.digest import digest
+from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def run(recipe: HeadRecipe, target: Path, out: Path, store: Path | None = None, 
     check(recipe, model.shape)
     text = corpus.gather(corpus.standard_library(), extra, seed=recipe.seed, held_out=recipe.held_out_files)
     form = StoreForm(
-        digest(target), text.digest(), recipe.seed, recipe.length, recipe.taps(model.shape), recipe.top,
+        model_digest(target), text.digest(), recipe.seed, recipe.length, recipe.taps(model.shape), recipe.top,
         recipe.temps, recipe.part,
     )  # fmt: skip
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))

@@ -58,7 +58,7 @@ class Redrafter(ChainLearner):
         out: Tensor = self.lm_head[0](narrow)
         return out
 
-    def onward(self, x: Tensor) -> Tensor:
+    def next_features(self, x: Tensor) -> Tensor:
         return x
 
     @property

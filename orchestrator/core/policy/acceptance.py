@@ -1,20 +1,20 @@
 """How often drafts are accepted: in all texts, in a kind of text, and in one text.
 
 `Average` follows its samples and forgets slowly. `Acceptance` estimates how often the tokens of a chain are accepted,
-`InProcessDrafts` acceptance and cost of one in-process drafter (by its trial at load until it has drafted).
+`InProcessStats` the acceptance and cost of one in-process drafter (from its trial at load until it has drafted).
 
-`TextProfiles` decides which kind a text is: its prompt gives a first guess, its rounds decide. A drafter that does
-badly in texts of one kind and well in those of another soon shows the kind; then the acceptance of that kind is
-expected here, also for drafters that have not drafted for the text yet.
+`TextProfiles` decides of which kind a text is: the prompt gives a first guess, the rounds decide. A drafter that does
+badly in texts of one kind and well in those of another soon reveals the kind; from then on the acceptance of that kind
+is expected in the text, also for drafters that have not drafted for it yet.
 
 `TextAcceptance` is the acceptance in one text, or in texts of one kind: that of the level above, moved by its own
-rounds. A text begins as its kind, a kind as all texts, and a drafter that never drafted there as elsewhere.
+rounds. A text begins with the acceptance of its kind, and a kind with that of all texts, drafter by drafter.
 
-`kind_of` gives the kind of a text before its first round. A prompt that repeats itself will continue so, and n-grams
-copy from it; a grammar leaves little to guess; code and prose, which the front distinguishes, suit different drafters.
+`classify_text` guesses the kind of a text before its first round. A prompt that repeats itself usually continues to,
+and n-grams copy from it; grammars leave few choices; code and prose, told apart by the front, suit different drafters.
 
-`Drift` decides whether an in-process drafter is still of use to a request: it is left out if it proposes nothing, or
-nothing that is accepted. `auto` leaves it long before that, since it measures rates.
+`DrafterUsage` decides whether an in-process drafter is still useful to a request: it is left out if it proposes
+nothing, or hardly anything that is accepted. `auto` stops using it long before that, since it measures rates.
 """
 
 from __future__ import annotations
@@ -33,11 +33,18 @@ from outrider.protocol.messages import InProcessDrafter
 if TYPE_CHECKING:
     from outrider.orchestrator.core.policy.estimates import Estimates
 
+MAX_POSITIONS = 64
+MIN_PROBABILITY = 0.02  # in a log-probability, so that no single chain decides
+GENERAL_TEXT, REPEATING_TEXT, CONSTRAINED_TEXT, CODE_TEXT = "", "repeating", "held", "code"
+
+# The kinds that a prompt only suggests; a grammar is certain.
+GUESSED_KINDS = (GENERAL_TEXT, CODE_TEXT, REPEATING_TEXT)
+
 
 class Average:
-    """The mean of the first samples, then an exponential moving average: no first sample, often slow, weighs most.
+    """The mean of the first samples, then an exponential moving average: the first, often slow, does not dominate.
 
-    Its `value`, for which it may also be called, is `prior` before the first sample.
+    Calling it returns its `value`, which is `prior` before the first sample.
     """
 
     def __init__(self, prior: float = 0.0, smoothing: float | None = None) -> None:
@@ -71,7 +78,7 @@ class CopyStats:
         self.share, self.rows, self.right = Average(), Average(), Average()
 
     def start_from(self, other: CopyStats) -> None:
-        """Begins from those of other texts."""
+        """Begins from the averages of other texts."""
         self.share.start_from(other.share())
         self.rows.start_from(other.rows())
         self.right.start_from(other.right())
@@ -82,10 +89,6 @@ class CopyStats:
         if rows:
             self.rows.add(rows)
             self.right.add(right)
-
-
-MAX_POSITIONS = 64
-SELDOM = 0.02  # the least probability in a likelihood, so that no chain decides alone
 
 
 class Acceptance:
@@ -104,18 +107,18 @@ class Acceptance:
         self.prior = POLICY.prior_rate if prior is None else prior
         self._weight, self._fade = weight or POLICY.prior_chains, fade or POLICY.fade
         self._tried = [0.0] * positions
-        self._held = [0.0] * positions
+        self._accepted = [0.0] * positions
 
     def add(self, chain_length: int, accepted: int) -> None:
         for index in range(min(accepted + 1, chain_length)):
             position = min(index, len(self._tried) - 1)
             self._tried[position] = self._fade * self._tried[position] + 1.0
-            self._held[position] = self._fade * self._held[position] + float(index < accepted)
+            self._accepted[position] = self._fade * self._accepted[position] + float(index < accepted)
 
     def start_from(self, rates: Sequence[float]) -> None:
         """Begins from `rates` by position, weighed as `prior_chains` rounds."""
         for position, rate in enumerate(rates[: len(self._tried)]):
-            self._tried[position], self._held[position] = POLICY.prior_chains, POLICY.prior_chains * min(rate, 1.0)
+            self._tried[position], self._accepted[position] = POLICY.prior_chains, POLICY.prior_chains * min(rate, 1.0)
 
     def known(self) -> tuple[float, ...]:
         """Returns the rates of the positions that have samples."""
@@ -123,21 +126,24 @@ class Acceptance:
         return tuple(self.rate(position) for position in range(count))
 
     def rate(self, position: int, without: Acceptance | None = None) -> float:
-        """Returns the probability at a position; the chains counted in `without`, a part of these, are left out."""
+        """Returns the probability at a position, without the chains that `without` (a part of this) has counted."""
         index = min(position, len(self._tried) - 1)
-        tried, held = self._tried[index], self._held[index]
+        tried, accepted = self._tried[index], self._accepted[index]
         if without is not None:
             tried = max(tried - without._tried[index], 0.0)
-            held = min(max(held - without._held[index], 0.0), tried)
-        return (held + self._weight * self._prior_rate(position)) / (tried + self._weight)
+            accepted = min(max(accepted - without._accepted[index], 0.0), tried)
+        return (accepted + self._weight * self._prior_rate(position)) / (tried + self._weight)
 
     def _prior_rate(self, position: int) -> float:
         """Returns the prior at a position, without this object's own chains: they must not count at two levels."""
         return self.prior.rate(position, without=self) if isinstance(self.prior, Acceptance) else self.prior
 
-    def likelihood(self, chain_length: int, accepted: int) -> float:
+    def log_likelihood(self, chain_length: int, accepted: int) -> float:
         """Returns the log-probability that exactly `accepted` tokens of a chain are accepted."""
-        rates = [min(max(self.rate(i), SELDOM), 1.0 - SELDOM) for i in range(min(accepted + 1, chain_length))]
+        rates = [
+            min(max(self.rate(i), MIN_PROBABILITY), 1.0 - MIN_PROBABILITY)
+            for i in range(min(accepted + 1, chain_length))
+        ]
         rejected = math.log(1.0 - rates[accepted]) if accepted < chain_length else 0.0
         return rejected + sum(map(math.log, rates[:accepted]))
 
@@ -154,7 +160,7 @@ class Acceptance:
         return total
 
 
-class Shifted(Acceptance):
+class ScaledAcceptance(Acceptance):
     """The acceptance in one text: that of `prior`, with the failure rate of all positions scaled by one factor.
 
     A text is hard or easy as a whole, so a few chains show it.
@@ -173,7 +179,7 @@ class Shifted(Acceptance):
         return max(1.0 - (1.0 - self._prior_rate(position)) * self._rejected / self._expected, 0.0)
 
 
-class InProcessDrafts:
+class InProcessStats:
     """One in-process drafter: `drafted` is its acceptance, `is_head` whether it reads the target's hidden states."""
 
     def __init__(self, drafter: InProcessDrafter) -> None:
@@ -198,7 +204,7 @@ class InProcessDrafts:
         return self._step_ms.is_known
 
     def step_ms(self, forward_ms: float) -> float:
-        """Returns the time for a token; before the first chain, by its trial and the target's `forward_ms`."""
+        """Returns the time for a token; before the first chain, its trial's share of the target's `forward_ms`."""
         return self._step_ms.value_or(self._weight * forward_ms)
 
 
@@ -213,13 +219,13 @@ class TextAcceptance:
         self._copied = Acceptance(prior=POLICY.prior_copied, positions=2)
         self._copies = CopyStats()
 
-    def holding(self, drafter: str = "") -> Acceptance:
+    def acceptance_of(self, drafter: str = "") -> Acceptance:
         """Returns the drafter's acceptance."""
         acceptance = self._drafted.get(drafter)
         if acceptance is None:
             is_text = isinstance(self.above, TextAcceptance)
-            acceptance = self._drafted[drafter] = Shifted() if is_text else Acceptance()
-        acceptance.prior = self.above.holding(drafter)
+            acceptance = self._drafted[drafter] = ScaledAcceptance() if is_text else Acceptance()
+        acceptance.prior = self.above.acceptance_of(drafter)
         return acceptance
 
     @property
@@ -233,7 +239,7 @@ class TextAcceptance:
             self._copied.add(drafted, accepted)
         else:
             self.rounds += 1
-            self.holding(drafter).add(drafted, min(accepted, drafted))
+            self.acceptance_of(drafter).add(drafted, min(accepted, drafted))
 
     def observe_copies(self, rows: int, right: int) -> None:
         """Records a round that n-grams alone would have made (`CopyStats`)."""
@@ -241,28 +247,21 @@ class TextAcceptance:
             self._copies.start_from(self.above.copies)
         self._copies.add(rows, right)
 
-    def likelihood(self, drafter: str, drafted: int, accepted: int) -> float:
+    def log_likelihood(self, drafter: str, drafted: int, accepted: int) -> float:
         """Returns the log-probability that exactly `accepted` tokens of a chain are accepted."""
-        acceptance = self._copied if drafter == NGRAM else self.holding(drafter)
-        return acceptance.likelihood(drafted, accepted)
+        acceptance = self._copied if drafter == NGRAM else self.acceptance_of(drafter)
+        return acceptance.log_likelihood(drafted, accepted)
 
 
-FREE, REPEATING, HELD, CODE = "", "repeating", "held", "code"
-
-
-def kind_of(tokens: Sequence[int], held: bool, code: bool = False) -> str:
-    """Returns the kind of a text; `held`: a grammar constrains it; `code`: it looks like a program."""
-    if held:
-        return HELD
-    other = CODE if code else FREE
-    pairs = list(pairwise(tokens[-POLICY.repeat_most :]))
-    if len(pairs) < POLICY.repeat_least:
+def classify_text(tokens: Sequence[int], constrained: bool, code: bool = False) -> str:
+    """Returns the kind of a text; `constrained`: by a grammar; `code`: it seems to be a program."""
+    if constrained:
+        return CONSTRAINED_TEXT
+    other = CODE_TEXT if code else GENERAL_TEXT
+    pairs = list(pairwise(tokens[-POLICY.max_repeat_tokens :]))
+    if len(pairs) < POLICY.min_repeat_pairs:
         return other
-    return REPEATING if len(pairs) - len(set(pairs)) >= POLICY.repeated_share * len(pairs) else other
-
-
-# The kinds that a prompt only suggests; a grammar is certain.
-LOOKS = (FREE, CODE, REPEATING)
+    return REPEATING_TEXT if len(pairs) - len(set(pairs)) >= POLICY.repeated_share * len(pairs) else other
 
 
 @dataclass(slots=True)
@@ -285,17 +284,21 @@ class TextProfiles:
     def odds(self, kind: str, greedy: bool) -> TextAcceptance:
         return self._odds[kind, greedy]
 
-    def open(self, looks: str, greedy: bool) -> TextProfile:
-        """Returns the profile of a new text that looks like one of this kind."""
-        others = [kind for kind in LOOKS if looks in LOOKS and self.odds(kind, greedy).rounds >= POLICY.known_rounds]
-        scores = dict.fromkeys(others, -POLICY.kind_doubt) | {looks: 0.0}
-        return TextProfile(looks, greedy, scores, TextAcceptance(self.odds(looks, greedy)))
+    def open(self, guessed_kind: str, greedy: bool) -> TextProfile:
+        """Returns the profile of a new text, of which the prompt suggests this kind."""
+        others = [
+            kind
+            for kind in GUESSED_KINDS
+            if guessed_kind in GUESSED_KINDS and self.odds(kind, greedy).rounds >= POLICY.min_known_rounds
+        ]
+        scores = dict.fromkeys(others, -POLICY.kind_switch_logprob) | {guessed_kind: 0.0}
+        return TextProfile(guessed_kind, greedy, scores, TextAcceptance(self.odds(guessed_kind, greedy)))
 
     def observe(self, text: TextProfile, drafter: str, drafted: int, accepted: int) -> None:
-        """Records the same in a text and in its kind, which becomes the one that its rounds are likeliest in."""
+        """Records a chain or copy in a text and in its kind: that in which the text's rounds are likeliest so far."""
         if drafted:
             for kind in text.scores:
-                text.scores[kind] += self.odds(kind, text.greedy).likelihood(drafter, drafted, accepted)
+                text.scores[kind] += self.odds(kind, text.greedy).log_likelihood(drafter, drafted, accepted)
             best = max(text.scores, key=text.scores.__getitem__)
             if text.scores[best] > text.scores[text.kind]:
                 text.kind = best
@@ -304,27 +307,27 @@ class TextProfiles:
             odds.observe(drafter, drafted, accepted)
 
     def observe_copies(self, text: TextProfile, rows: int, right: int) -> None:
-        """Records the same in a text and in its kind."""
+        """Records a round that n-grams alone would have made, in a text and in its kind."""
         for odds in (text.odds, self.odds(text.kind, text.greedy)):
             odds.observe_copies(rows, right)
 
 
 @dataclass(slots=True)
-class Drift:
-    """The recent use of one drafter to one request."""
+class DrafterUsage:
+    """How useful one drafter has recently been to one request: its `silent` rounds in a row, and its tokens."""
 
     silent: int = 0
     drafted: int = 0
-    held: int = 0
+    accepted: int = 0
 
-    def observe(self, drafted: int, held: int) -> str:
-        """Records a chain; returns why the drafter is of no use any more, empty if it is of use."""
+    def observe(self, drafted: int, accepted: int) -> str:
+        """Records a chain; returns why the drafter is no longer useful, or an empty string if it is."""
         self.silent = 0 if drafted else self.silent + 1
-        self.drafted, self.held = self.drafted + drafted, self.held + held
-        if self.silent >= POLICY.silent_rounds:
+        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
+        if self.silent >= POLICY.max_silent_rounds:
             return f"it proposed nothing in {self.silent} rounds"
-        if self.drafted >= POLICY.judged_tokens:
-            if self.held < POLICY.least_use * self.drafted:
-                return f"{self.held} of its last {self.drafted} tokens were accepted"
-            self.drafted, self.held = self.drafted // 2, self.held // 2
+        if self.drafted >= POLICY.min_judged_tokens:
+            if self.accepted < POLICY.min_accepted_share * self.drafted:
+                return f"{self.accepted} of its last {self.drafted} tokens were accepted"
+            self.drafted, self.accepted = self.drafted // 2, self.accepted // 2
         return ""

@@ -13,62 +13,62 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PolicyConstants:
-    """Rounds, samples and chains are counted, times are in milliseconds, all else are shares and factors."""
+    """Fields count rounds, samples or chains, or are times in milliseconds; all others are shares and factors."""
 
     # Averages and priors. A prior must be right where nothing was measured yet, and weigh little.
-    smoothing: float = 0.1  # least weight of a new sample in an average; at 0.05 -0.45, at 0.2 -0.2
+    smoothing: float = 0.1  # minimum weight of a new sample in an average; at 0.05 -0.45, at 0.2 -0.2
     fade: float = 0.99  # factor on older chains and forwards with each new one; at 0.98 -0.5
     prior_chains: float = 8.0  # weight of the prior of an acceptance or a hit rate, in chains; at 4 -0.2
     prior_rate: float = 0.7  # acceptance of a token, and hit rate; acceptance at 0.5 -1.2, at 0.85 -1.0
     prior_verify_ms: float = 10.0  # a forward of one row; at 40 -0.7
     prior_depth_ms: float = 3.0  # one more token on all branches; at 1 -0.6, at 10 -1.0
     cost_per_row: float = 0.1  # each further row, in units of the first; at 0.2 -0.75, at 0 the worst scene -4.4
-    prior_spread: float = 32.0  # weight of `cost_per_row` in the measured one, as a sum of squares; at 128 -0.9
+    cost_per_row_weight: float = 32.0  # weight of `cost_per_row` in the measured one, as a sum of squares; at 128 -0.9
 
     # Texts and their kinds.
     prior_rejections: float = 3.0  # weight of the kind's acceptance in one text, in rejections; at 1.5 or 8 -0.3
     optimism: float = 0.75  # a text begins with this share of its kind's rejections; at 0.5 -0.6, at 1 the worst -10
-    kind_doubt: float = 2.0  # log-probability by which another kind must explain the rounds better; never: -0.2
-    repeat_most: int = 512  # newest tokens of a prompt that show whether it repeats itself; all: -0.2, the worst -7
-    repeat_least: int = 24  # fewer pairs of tokens show nothing (test_drafters.py)
+    kind_switch_logprob: float = 2.0  # log-probability by which another kind must fit the rounds better; never: -0.2
+    max_repeat_tokens: int = 512  # newest tokens of a prompt checked for repetition; all: -0.2, the worst -7
+    min_repeat_pairs: int = 24  # fewer pairs of tokens show nothing (test_drafters.py)
     repeated_share: float = 0.3  # share of pairs that repeat in a repeating text (test_drafters.py)
 
     # Copies from the text.
     prior_copied: float = 0.5  # acceptance of a token; at 0.3 -0.5, at 0.7 -0.5
-    prior_alternative: float = 0.1  # the same where a drafter contradicts the copy; at 0.7 -0.5
+    prior_alternative: float = 0.1  # acceptance where a drafter contradicts the copy; at 0.7 -0.5
     copy_prior_chains: float = 2.0  # weight of both, in copies; at 8 -0.4
     copy_fade: float = 0.95  # as `fade`: texts that stop repeating are soon noticed (test_copies.py); at 0.99 -0.1
 
-    # In-process drafters that are of no use to a request in a fixed mode (test_drafters.py).
-    silent_rounds: int = 4  # rounds in a row without a proposed token
-    judged_tokens: int = 128  # or, of so many tokens,
-    least_use: float = 0.02  # less than this share accepted
+    # When a request in a fixed mode stops using an in-process drafter (test_drafters.py).
+    max_silent_rounds: int = 4  # rounds in a row without a proposed token
+    min_judged_tokens: int = 128  # or, after so many tokens,
+    min_accepted_share: float = 0.02  # less than this share of them accepted
 
     # Several draft workers (test_drafter_latency.py, test_draft_pool.py).
     latency_smoothing: float = 0.3  # as `smoothing`, for their latencies
     drafter_trial_rounds: int = 32  # a worker that is left out is tried again after so many rounds
 
     # K and B.
-    near: float = 0.93  # the widest B with this share of the best rate: drafters finish what they can; at 1 -0.2
-    breadth_rounds: int = 8  # between two forecasts of an open B in SSD, which take 0.1 ms
+    near: float = 0.93  # the widest B that reaches this share of the best rate is chosen; at 1 -0.2
+    breadth_interval_rounds: int = 8  # between two forecasts of an open B in SSD, which take 0.1 ms
 
     # Records of arms.
     episode_rounds: int = 12  # rounds under one plan; at 8 -0.7, at 24 -0.5
-    few_rounds: int = 4  # before the first choice, and in a trial; at 2 -2.9, at 8 -0.9
-    known_rounds: int = 36  # rounds of an arm, or of a kind of text, that are enough to know it; at 0 -0.6
+    min_episode_rounds: int = 4  # before the first choice, and in a trial; at 2 -2.9, at 8 -0.9
+    min_known_rounds: int = 36  # rounds of an arm, or of a kind of text, that are enough to know it; at 0 -0.6
     episode_fade: float = 0.9  # factor on older measurements with each episode; at 0.7 -2.0, at 1 -0.5
-    belief_ms: float = 250.0  # weight of a forecast or tuned rate; at 500 -1.3, at 1000 -2.3, at 0 -0.35
-    held_up: float = 2.0  # a round counts as so many usual ones at most (test_policy.py: one stall)
+    prior_weight_ms: float = 250.0  # weight of a forecast or tuned rate; at 500 -1.3, at 1000 -2.3, at 0 -0.35
+    max_stall_factor: float = 2.0  # a round counts as at most so many average ones (test_policy.py: one stall)
 
     # Changes and trials.
     # With many requests prompts are read more slowly beside chains, and texts end one by one, the last in few rows.
-    dearer: float = 1.025  # the same over AR for each doubling of the requests beyond two (test_concurrency.py)
+    gain_per_doubling: float = 1.025  # factor over AR per doubling of the requests beyond two (test_concurrency.py)
     stay_margin: float = 1.02  # another arm must be better by this factor; at 1 -0.9
     patience: int = 24  # episodes until an arm is tried again; 48 or never: -0.3
     promising: float = 0.9  # an estimate of this share of the best is tried after `patience`; any: -0.8 in crowds
     unlikely: int = 2  # times `patience` for the others (test_drafters.py); at 1 -0.2
-    longest_wait: int = 32  # limit of the wait's doubling with each trial; no doubling: -0.6 over longer lives
-    half_forgotten: float = 24  # episodes after which the formula's error in a crowd is halved (test_policy.py)
+    max_wait_factor: int = 32  # maximum factor on `patience`, doubled by each trial; no doubling: -0.6 over longer runs
+    error_half_life_episodes: float = 24  # after so many the formula's error in a crowd is halved (test_policy.py)
 
 
 POLICY = PolicyConstants()

@@ -1,11 +1,11 @@
 """Live estimates of costs in milliseconds and of probabilities.
 
-`Estimates` is fed with measured spans and outcomes, and read by the fallback and the policy; it reads no clock. The
-time of a forward depends on its rows, whatever requests they belong to; the worth of a millisecond is the tokens that
-all requests gain in it.
+`Estimates` receives measured spans and outcomes; the fallback and the policy read it. It reads no clock. The time of a
+forward depends on its rows, whichever requests they belong to; a millisecond is worth the tokens that all requests
+gain in it.
 
 `Slope` follows its samples and forgets slowly. `RowCosts` estimates the time of a forward by its rows: more rows never
-take less. `DrafterLatency` is that of one of several draft workers.
+take less. `DrafterLatency` estimates how soon the work of one of several draft workers arrives.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from outrider.orchestrator.core.policy.acceptance import Acceptance, Average, CopyStats, InProcessDrafts
+from outrider.orchestrator.core.policy.acceptance import Acceptance, Average, CopyStats, InProcessStats
 from outrider.orchestrator.core.policy.constants import POLICY
-from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning
-from outrider.orchestrator.settings import BRANCHES
+from outrider.orchestrator.core.policy.tuning import TunedArm, TunedDrafter, Tuning
+from outrider.orchestrator.settings import DEFAULT_BRANCHES
 from outrider.protocol.messages import InProcessDrafter
-from outrider.protocol.trees import common
+from outrider.protocol.trees import common_prefix_length
+
+# Up to `MAX_EXACT_ROWS` each number of rows has its own average; beyond, each doubling has `BUCKETS_PER_DOUBLING`.
+MAX_EXACT_ROWS = 16
+
+BUCKETS_PER_DOUBLING = 8
+MAX_VERIFY_ROWS = 64  # in a forward that measures the cost of a row; one with more also reads a prompt
+MAX_MATCH_TOKENS = 5  # a longer match counts as one of this length; `NgramIndex` finds none
 
 
 class Slope:
@@ -38,13 +45,13 @@ class Slope:
         count = max(self._n, 1.0)
         spread = self._xx - self._x**2 / count
         covariance = self._xy - self._x * self._y / count
-        return (covariance + POLICY.prior_spread * prior) / (spread + POLICY.prior_spread)
+        return (covariance + POLICY.cost_per_row_weight * prior) / (spread + POLICY.cost_per_row_weight)
 
 
 class DrafterLatency:
     """How soon the work of one drafter arrives: `lag_ms` from a message to the first tokens, `step_ms` from one push to
-    the next, in milliseconds of the orchestrator's clock (0: not known). Its speed, its link and its work for other
-    requests are one number. `left_out`: rounds since its last task.
+    the next, in milliseconds of the orchestrator's clock (0: not known). Both include its speed, its link and its work
+    for other requests. `left_out`: rounds since its last task.
     """
 
     def __init__(self) -> None:
@@ -64,7 +71,7 @@ class DrafterLatency:
         self.lag_ms.add(max(milliseconds - (tokens - 1) * step, step))
 
     def observe_overdue(self, milliseconds: float) -> None:
-        """Records that nothing came for this long; twice that is expected."""
+        """Records that nothing arrived for this long; a latency of twice that is then expected."""
         if milliseconds > self.lag_ms():
             self.lag_ms.add(2 * milliseconds)
 
@@ -87,11 +94,6 @@ class DrafterLatency:
         return (1.0 + left_ms / self.step_ms()) / depth
 
 
-# Up to EXACT_ROWS every number of rows has an average of its own; beyond, PARTS averages share each power of two.
-EXACT_ROWS = 16
-PARTS = 8
-
-
 class RowCosts:
     """Milliseconds by rows: averages, made monotone where they contradict each other, and interpolated linearly."""
 
@@ -103,7 +105,7 @@ class RowCosts:
     def add(self, rows: int, milliseconds: float) -> None:
         bucket = _bucket(rows)
         average, weight, updated = self._averages.get(bucket, (milliseconds, 0.0, self._count))
-        milliseconds = min(milliseconds, POLICY.held_up * average)  # a stall says little
+        milliseconds = min(milliseconds, POLICY.max_stall_factor * average)  # limits the effect of a stall
         weight *= POLICY.fade ** (self._count - updated)
         average += max(1.0 / (weight + 1.0), POLICY.smoothing) * (milliseconds - average)
         self._averages[bucket] = average, min(weight + 1.0, 1.0 / POLICY.smoothing), self._count
@@ -118,7 +120,7 @@ class RowCosts:
                 (rows, ms, weight * POLICY.fade ** (self._count - updated))
                 for rows, (ms, weight, updated) in sorted(self._averages.items())
             ]
-            self._curve = _monotone(weighed)
+            self._curve = _fit_monotone(weighed)
         return tuple(self._curve)
 
     def __call__(self, rows: float) -> float | None:
@@ -128,38 +130,38 @@ class RowCosts:
             return None
         at = bisect_left(points, (rows,))
         if at == len(points):
-            return points[-1][1] * usual(rows) / usual(points[-1][0])
+            return points[-1][1] * prior_cost(rows) / prior_cost(points[-1][0])
         above, ms = points[at]
         if above == rows:
             return ms
         if at == 0:
-            return self._below(rows)
+            return self._extrapolate_below(rows)
         below, less = points[at - 1]
         return less + (ms - less) * (rows - below) / (above - below)
 
-    def _below(self, rows: float) -> float:
-        """Extrapolates to fewer rows than the first point: linearly, but at least by proportion to it."""
+    def _extrapolate_below(self, rows: float) -> float:
+        """Extrapolates to fewer rows than the first point: linearly, but never below its proportional share."""
         (first, ms), *others = self.points
         if not others:
-            return ms * usual(rows) / usual(first)
+            return ms * prior_cost(rows) / prior_cost(first)
         second, more = others[0]
         return max(ms - (more - ms) * (first - rows) / (second - first), ms * rows / first)
 
 
 def _bucket(rows: int) -> int:
-    """Returns the number of rows under which `rows` are averaged."""
-    if rows <= EXACT_ROWS:
+    """Returns the bucket of `rows`, named by a number of rows; all rows of a bucket share an average."""
+    if rows <= MAX_EXACT_ROWS:
         return rows
-    step = max((1 << rows.bit_length() - 1) // PARTS, 1)
+    step = max((1 << rows.bit_length() - 1) // BUCKETS_PER_DOUBLING, 1)
     return round(rows / step) * step
 
 
-def usual(rows: float) -> float:
+def prior_cost(rows: float) -> float:
     """Returns the prior cost of `rows`, in units of one row."""
     return 1.0 + POLICY.cost_per_row * (rows - 1)
 
 
-def _monotone(weighed: Sequence[tuple[int, float, float]]) -> list[tuple[int, float]]:
+def _fit_monotone(weighed: Sequence[tuple[int, float, float]]) -> list[tuple[int, float]]:
     """Returns the rising curve nearest to (rows, milliseconds, weight) (pool adjacent violators)."""
     pools: list[tuple[float, float, list[int]]] = []
     for rows, ms, weight in weighed:
@@ -174,14 +176,10 @@ def _monotone(weighed: Sequence[tuple[int, float, float]]) -> list[tuple[int, fl
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Tokens that followed the text's last `matched` tokens before; the longer the match, the likelier they recur."""
+    """Tokens that followed the text's last `matched` tokens earlier; the longer the match, the likelier they recur."""
 
     chain: tuple[int, ...] = ()
     matched: int = 0
-
-
-MOST_ROWS = 64  # of a forward that shows what a row costs; one with more also reads a prompt
-LONGEST_MATCH = 5  # a longer one counts as this; `NgramIndex` knows none
 
 
 class Estimates:
@@ -189,9 +187,9 @@ class Estimates:
 
     With several draft workers the estimates are those of the fastest one, which has the share `part` of a round's
     branches: `link_ms` is the round-trip time to it, `depth_ms` the recent time for one more token on each of a
-    request's branches. `pipelined_ms` is the time from one token of plain decoding to the next, by the texts in a
-    forward, `turnaround_ms` the target's idle time between an outcome and the verify of a hit. A `drafter` that is
-    named is one of those `in_process`.
+    request's branches. `pipelined_ms` is the time from one token of plain decoding to the next, by the number of texts
+    in a forward, `turnaround_ms` the target's idle time between an outcome and the verify of a hit. A `drafter`
+    argument names one of those `in_process`.
     """
 
     def __init__(self) -> None:
@@ -200,7 +198,7 @@ class Estimates:
         self.drafted = Acceptance()
         self.verified = Acceptance(1.0)
         self._copied, self._alternatives = (
-            [Acceptance(prior, POLICY.copy_prior_chains, 2, POLICY.copy_fade) for _ in range(LONGEST_MATCH + 1)]
+            [Acceptance(prior, POLICY.copy_prior_chains, 2, POLICY.copy_fade) for _ in range(MAX_MATCH_TOKENS + 1)]
             for prior in (POLICY.prior_copied, POLICY.prior_alternative)
         )
         self._verify_ms = RowCosts()
@@ -212,17 +210,17 @@ class Estimates:
         self._step_ms = Average()
         self.depth_ms = Average(POLICY.prior_depth_ms)
         self.link_ms = Average()
-        self._link_alone_ms = Average()
+        self._idle_link_ms = Average()
         self._round_tokens = Average()
         self._round_ms = Average()
         self.hit_rate = Average()
-        self._covered = Average()
-        for average in (self.hit_rate, self._covered):
+        self._complete_hit_rate = Average()
+        for average in (self.hit_rate, self._complete_hit_rate):
             average.start_from(POLICY.prior_rate, POLICY.prior_chains)
-        self._branches = Average(BRANCHES)
+        self._branches = Average(DEFAULT_BRANCHES)
         self.turnaround_ms = Average()
-        self.in_process: dict[str, InProcessDrafts] = {}
-        self._in_process_known: dict[str, InProcessKnown] = {}
+        self.in_process: dict[str, InProcessStats] = {}
+        self._tuned_drafters: dict[str, TunedDrafter] = {}
         self.copies = CopyStats()
 
     # --- observations ---------------------------------------------------------------------------------------------
@@ -240,13 +238,13 @@ class Estimates:
         self._step_ms.start_from(tuning.draft_ms)
         self.depth_ms.start_from(tuning.depth_ms)
         self.link_ms.start_from(tuning.link_ms)
-        self._link_alone_ms.start_from(tuning.link_ms)
+        self._idle_link_ms.start_from(tuning.link_ms)
         self.turnaround_ms.start_from(tuning.turnaround_ms)
-        for average in (self.hit_rate, self._covered):
+        for average in (self.hit_rate, self._complete_hit_rate):
             average.start_from(min(tuning.hit_rate, 1.0))
-        self._branches.start_from(max((choice.branches for choice in tuning.choices), default=0) or BRANCHES)
+        self._branches.start_from(max((choice.branches for choice in tuning.choices), default=0) or DEFAULT_BRANCHES)
         self.drafted.start_from(tuning.acceptance)
-        self._in_process_known |= {known.name: known for known in tuning.own}
+        self._tuned_drafters |= {known.name: known for known in tuning.own}
 
     def snapshot(self, choices: tuple[TunedArm, ...], temp: float) -> Tuning:
         """Returns the estimates as a record that `start_from` takes."""
@@ -255,17 +253,17 @@ class Estimates:
             verify_ms=self._verify_ms.points,
             depth_ms=self.depth_ms(),
             draft_ms=self.step_ms(),
-            link_ms=self._link_alone_ms(),
+            link_ms=self._idle_link_ms(),
             turnaround_ms=self.turnaround_ms(),
             acceptance=self.drafted.known(),
-            hit_rate=self.covered(BRANCHES),
+            hit_rate=self.hit_rate_of(DEFAULT_BRANCHES),
             choices=choices,
             temp=temp,
             plain_ms=self.pipelined_ms.points,
             all_cores_ms=self._all_cores_ms.points,
             trees_ms=self._trees_ms.points,
             own=tuple(
-                InProcessKnown(drafts.name, drafts.step_ms(0.0), drafts.drafted.known())
+                TunedDrafter(drafts.name, drafts.step_ms(0.0), drafts.drafted.known())
                 for drafts in self.in_process.values()
                 if drafts.is_known
             ),
@@ -275,16 +273,16 @@ class Estimates:
         """Adds the in-process drafters that are new."""
         for drafter in drafters:
             if drafter.name not in self.in_process:
-                drafts = self.in_process[drafter.name] = InProcessDrafts(drafter)
-                known = self._in_process_known.get(drafter.name)
+                drafts = self.in_process[drafter.name] = InProcessStats(drafter)
+                known = self._tuned_drafters.get(drafter.name)
                 if known is not None:
                     drafts.start_from(known.step_ms, known.acceptance)
 
     def observe_verify(self, rows: int, milliseconds: float, own: int | None = None, all_cores: bool = False) -> None:
-        """Records a forward of `rows`, `own` of them one request's (None: all); `all_cores`: no draft worker computed,
-        so that it had all of them."""
+        """Records a forward of `rows`, of which one request has `own` (None: all). `all_cores`: no draft worker
+        computed meanwhile, so the forward had all cores."""
         (self._all_cores_ms if all_cores else self._verify_ms).add(rows, milliseconds)
-        if rows <= MOST_ROWS:
+        if rows <= MAX_VERIFY_ROWS:
             self._row_ms.add(rows, milliseconds)
         self._other_rows.add(rows - (rows if own is None else own))
 
@@ -304,20 +302,22 @@ class Estimates:
         self.verified.add(drafted, drafted if verified is None else verified)
 
     def observe_copy(self, copy: Copy, committed: Sequence[int]) -> int:
-        """Records a copy, verified or not, and the tokens that came; returns how many of the copy's were right."""
-        held = common(copy.chain, committed)
-        self.copied(copy.matched).add(min(len(copy.chain), len(committed)), held)
-        return held
+        """Records a copy, verified or not, and the `committed` tokens; returns how many of its tokens were right."""
+        right = common_prefix_length(copy.chain, committed)
+        self.copied(copy.matched).add(min(len(copy.chain), len(committed)), right)
+        return right
 
     def observe_alternatives(self, copy: Copy, committed: Sequence[int]) -> None:
-        """Records the same for a copy whose first token a drafter contradicted."""
-        self.alternatives(copy.matched).add(min(len(copy.chain), len(committed)), common(copy.chain, committed))
+        """Records a copy whose first token a drafter contradicted, and the `committed` tokens."""
+        self.alternatives(copy.matched).add(
+            min(len(copy.chain), len(committed)), common_prefix_length(copy.chain, committed)
+        )
 
     def observe_link(self, milliseconds: float) -> None:
         """Records the time of a chain on request beyond its drafting; with several requests that includes a queue."""
         self.link_ms.add(milliseconds)
         if self.active == 1:
-            self._link_alone_ms.add(milliseconds)
+            self._idle_link_ms.add(milliseconds)
 
     def observe_round(self, tokens: int, milliseconds: float) -> None:
         """Records the tokens and the duration of one request's round."""
@@ -328,25 +328,25 @@ class Estimates:
         """Records a hit or miss; `branches`: how many were requested, 0 unless all of them were there in time."""
         self.hit_rate.add(float(hit))
         if branches:
-            self._covered.add(float(hit))
+            self._complete_hit_rate.add(float(hit))
             self._branches.add(branches)
 
     # --- the target -----------------------------------------------------------------------------------------------
 
     def forward_ms(self, rows: float, all_cores: bool = False) -> float:
-        """Returns c(M), the time of a forward of `rows` in all, beside draft workers or on `all_cores`; of the other
-        kind where there is none of that."""
-        beside, alone = self._verify_ms, self._all_cores_ms
-        known = (alone, beside, self.pipelined_ms) if all_cores else (beside, alone, self.pipelined_ms)
+        """Returns c(M), the time of a forward of `rows` in all: while draft workers compute, or on `all_cores`. If
+        there is no such measurement, the other kind is used."""
+        shared, whole = self._verify_ms, self._all_cores_ms
+        known = (whole, shared, self.pipelined_ms) if all_cores else (shared, whole, self.pipelined_ms)
         measured = (milliseconds for costs in known if (milliseconds := costs(rows)) is not None)
-        return next(measured, POLICY.prior_verify_ms * usual(rows))
+        return next(measured, POLICY.prior_verify_ms * prior_cost(rows))
 
     def verify_ms(self, rows: int) -> float:
         """Returns the time of a forward with `rows` of one request and the recent average of the others' rows."""
         return self.forward_ms(rows + (round(self._other_rows.value) if self.active > 1 else 0))
 
     def rows(self, depth: int) -> float:
-        """Returns E[rows] of the verify of a draft worker's chain of `depth` tokens, of which it has those that pay."""
+        """Returns E[rows] of the verify of a draft worker's chain of `depth` tokens, cut to those that pay."""
         return self.verified.expected_tokens(depth)
 
     def row_ms(self) -> float:
@@ -369,7 +369,7 @@ class Estimates:
         """Whether a draft worker has ever answered a request for a chain."""
         return self._step_ms.is_known
 
-    def holding(self, drafter: str = "") -> Acceptance:
+    def acceptance_of(self, drafter: str = "") -> Acceptance:
         """Returns the drafter's acceptance."""
         return self.in_process[drafter].drafted if drafter else self.drafted
 
@@ -382,8 +382,8 @@ class Estimates:
         return tokens * self.in_process[drafter].step_ms(self.forward_ms(1))
 
     def chain_ms(self, tokens: int) -> float:
-        """Returns the same for an idle draft worker."""
-        return tokens * self.step_ms() + self._link_alone_ms()
+        """Returns the time from the request for a chain of `tokens` to its arrival from an idle draft worker."""
+        return tokens * self.step_ms() + self._idle_link_ms()
 
     def step_ms(self) -> float:
         """Returns the time for a token of a chain on request."""
@@ -393,21 +393,21 @@ class Estimates:
         """Returns the time for one more token on each of `branches`, over all requests and draft workers."""
         branches = max(round(branches * self.part), 1)
         measured = self._trees_ms(branches)
-        return self.depth_ms() * usual(branches) / usual(BRANCHES) if measured is None else measured
+        return self.depth_ms() * prior_cost(branches) / prior_cost(DEFAULT_BRANCHES) if measured is None else measured
 
     # --- odds and worth -------------------------------------------------------------------------------------------
 
     def copied(self, matched: int) -> Acceptance:
         """Returns the acceptance of copies after a match of this length."""
-        return self._copied[min(matched, LONGEST_MATCH)]
+        return self._copied[min(matched, MAX_MATCH_TOKENS)]
 
     def alternatives(self, matched: int) -> Acceptance:
         """Returns the acceptance of copies whose first token a drafter contradicts."""
-        return self._alternatives[min(matched, LONGEST_MATCH)]
+        return self._alternatives[min(matched, MAX_MATCH_TOKENS)]
 
-    def covered(self, branches: int) -> float:
+    def hit_rate_of(self, branches: int) -> float:
         """Returns the hit rate when all of `branches` are there in time."""
-        missed = 1.0 - self._covered()
+        missed = 1.0 - self._complete_hit_rate()
         return max(1.0 - missed * math.sqrt(self._branches() / max(branches, 1)), 0.0)
 
     def request_tokens_per_ms(self) -> float:

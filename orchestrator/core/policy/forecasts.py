@@ -21,11 +21,14 @@ from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.protocol.heads import NGRAM
 
+CANDIDATE_DEPTHS = (1, 2, 3, 4, 5, 6, 8)
+CANDIDATE_BREADTHS = (1, 2, 4, 8, 16, 32)
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Times, each measured alone: `verify_ms(M)` is c(M), `chain_ms(K)` a chain on request including the link,
-    `tree_ms(K)` the work ahead for full depth K, `turnaround_ms` the target's idle time between two verifies on a hit.
+    `tree_ms(K)` drafting ahead to full depth K, `turnaround_ms` the target's idle time between two verifies on a hit.
 
     With `at_once` requests, `step_ms` is for one token of each, `tree_ms` for a tree of each, `verify_ms(M)` for M rows
     in all, and `chain_ms` for one chain.
@@ -74,7 +77,7 @@ def round_ms(costs: Costs, kind: RoundKind) -> float:
 
 
 def mixed_rate(costs: Costs, kinds: Sequence[RoundKind]) -> float:
-    """Theorem 7 for any mix of rounds: their expected tokens over their expected time."""
+    """Returns the rate of any mix of rounds by theorem 7: their expected tokens over their expected time."""
     return costs.at_once * sum(k.share * k.tokens for k in kinds) / sum(k.share * round_ms(costs, k) for k in kinds)
 
 
@@ -83,22 +86,22 @@ def ar_rate(costs: Costs) -> float:
 
 
 def sd_rate(costs: Costs, odds: Odds, depth: int) -> float:
-    """Draft, then verify, in turn: T_SD is `chain_ms(K)` in units of c(K+1)."""
+    """Returns the rate of drafting and verifying in turn: T_SD is `chain_ms(K)` in units of c(K+1)."""
     return mixed_rate(costs, [RoundKind(1.0, odds.rows(depth), odds.tokens(depth), asked=depth)])
 
 
 def ssd_rate(costs: Costs, odds: Odds, depth: int) -> float:
-    """Theorem 7. After a miss the better of an AR step and a chain on request counts."""
+    """Returns the rate by theorem 7; after a miss, the better of an AR step and a chain on request counts."""
     hit = RoundKind(odds.hit, odds.rows(depth), odds.tokens(depth), ahead=depth)
-    asking = RoundKind(1.0 - odds.hit, odds.rows(depth), odds.tokens(depth), asked=depth)
-    stepping = RoundKind(1.0 - odds.hit, 1, 1.0, ahead=depth)
+    request_miss = RoundKind(1.0 - odds.hit, odds.rows(depth), odds.tokens(depth), asked=depth)
+    plain_miss = RoundKind(1.0 - odds.hit, 1, 1.0, ahead=depth)
     worth = hit.tokens / round_ms(costs, hit)
-    miss = max(asking, stepping, key=lambda kind: kind.tokens - worth * round_ms(costs, kind))
+    miss = max(request_miss, plain_miss, key=lambda kind: kind.tokens - worth * round_ms(costs, kind))
     return mixed_rate(costs, [hit, miss])
 
 
 def joint_rate(costs: Costs, odds: Odds, depth: int, own: Odds, own_ms: float) -> float:
-    """SSD where an in-process drafter drafts after a miss, in `own_ms`.
+    """Returns the rate of SSD in which an in-process drafter drafts after a miss, which takes `own_ms`.
 
     No branch is prepared for an accepted token of that chain, so a hit can follow only if its first token is rejected.
     """
@@ -106,10 +109,6 @@ def joint_rate(costs: Costs, odds: Odds, depth: int, own: Odds, own_ms: float) -
     missed = (1.0 - odds.hit) / max(1.0 - odds.hit * first_accepted, 1e-9)
     hit = RoundKind(1.0 - missed, odds.rows(depth), odds.tokens(depth), ahead=depth)
     return mixed_rate(costs, [hit, RoundKind(missed, depth + 1, own.tokens(depth), own_ms=own_ms)])
-
-
-DEPTHS = (1, 2, 3, 4, 5, 6, 8)
-BREADTHS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +129,9 @@ class Arm:
         """The arm without K and B."""
         return Arm(self.mode, drafter=self.drafter)
 
-    def rests_drafters(self, at_once: int) -> bool:
-        """Whether no draft worker computes during its verifies, so that in `auto` the target has all cores. In SD by a
-        draft worker it drafts for other requests meanwhile, if there are any."""
+    def leaves_drafters_idle(self, at_once: int) -> bool:
+        """Whether no draft worker computes during its verifies, so that in `auto` the target has all cores. In SD with
+        a draft worker, it drafts for other requests meanwhile, if there are any."""
         return self.mode == "ar" or (self.mode == "sd" and (bool(self.drafter) or at_once == 1))
 
 
@@ -157,50 +156,50 @@ class Forecasts:
         self._all_cores_ms = cache(partial(self.estimates.forward_ms, all_cores=True))
         self._tokens = cache(self._expected_tokens)
 
-    def of(self, arm: Arm) -> Forecast:
+    def forecast(self, arm: Arm) -> Forecast:
         """Returns the best plan of this arm, and its rate."""
         if arm.mode == "ar":
             return Arm("ar", 1, self.branches), ar_rate(self._costs(arm, 1))
         if arm.drafter == NGRAM:
-            return Arm("sd", self.max_depth, self.branches, NGRAM), self._copying(self._costs(arm, 1))
-        allowed = [depth for depth in DEPTHS if depth <= self.max_depth] or [self.max_depth]
+            return Arm("sd", self.max_depth, self.branches, NGRAM), self._copying_rate(self._costs(arm, 1))
+        allowed = [depth for depth in CANDIDATE_DEPTHS if depth <= self.max_depth] or [self.max_depth]
         depths = [arm.depth] if arm.depth else allowed
         if arm.drafter:
-            forecast = self._joint if arm.mode == "ssd" else self._in_process
-            return max((forecast(arm, depth) for depth in depths), key=itemgetter(1))
+            of_depth = self._forecast_joint if arm.mode == "ssd" else self._forecast_in_process
+            return max((of_depth(arm, depth) for depth in depths), key=itemgetter(1))
         if arm.mode == "sd":
-            return self._best("sd", depths, [self.branches])
-        narrower = [] if self.fixed else [breadth for breadth in BREADTHS if breadth < self.branches]
+            return self._forecast_drafted("sd", depths, [self.branches])
+        narrower = [] if self.fixed else [breadth for breadth in CANDIDATE_BREADTHS if breadth < self.branches]
         breadths = [arm.branches] if arm.branches else [self.branches, *reversed(narrower)]
-        return self._best("ssd", depths, breadths)
+        return self._forecast_drafted("ssd", depths, breadths)
 
-    def _best(self, mode: str, depths: Iterable[int], breadths: Iterable[int]) -> Forecast:
+    def _forecast_drafted(self, mode: str, depths: Iterable[int], breadths: Iterable[int]) -> Forecast:
         forecasts: list[Forecast] = []
         for breadth in breadths:
             costs = self._costs(Arm(mode), breadth)
-            odds = Odds(self._tokens, self.estimates.covered(breadth), self.estimates.rows)
+            odds = Odds(self._tokens, self.estimates.hit_rate_of(breadth), self.estimates.rows)
             rate = sd_rate if mode == "sd" else ssd_rate
             forecasts += [(Arm(mode, depth, breadth), rate(costs, odds, depth)) for depth in depths]
         best = max(rate for _, rate in forecasts)
         widest = max(plan.branches for plan, rate in forecasts if rate >= min(POLICY.near * best, best))
         return max((forecast for forecast in forecasts if forecast[0].branches == widest), key=itemgetter(1))
 
-    def _in_process(self, arm: Arm, depth: int) -> Forecast:
+    def _forecast_in_process(self, arm: Arm, depth: int) -> Forecast:
         """Returns the forecast of chains by an in-process drafter; requests that share a verify share the drafting."""
         verify_ms = self._costs(arm, 1).verify_ms(self.at_once * (depth + 1))
         round_ms = self.estimates.in_process_ms(depth, arm.drafter) + verify_ms
         rate = self.at_once * self._tokens(depth, arm.drafter) / round_ms
         return replace(arm, depth=depth, branches=self.branches), rate
 
-    def _joint(self, arm: Arm, depth: int) -> Forecast:
+    def _forecast_joint(self, arm: Arm, depth: int) -> Forecast:
         """Returns the forecast of branches by draft workers with in-process chains after a miss."""
         breadth, e = arm.branches or self.branches, self.estimates
-        odds = Odds(self._tokens, e.covered(breadth), e.rows)
+        odds = Odds(self._tokens, e.hit_rate_of(breadth), e.rows)
         own = Odds(partial(self._tokens, drafter=arm.drafter), 0.0)
         rate = joint_rate(self._costs(arm, breadth), odds, depth, own, e.in_process_ms(depth, arm.drafter))
         return Arm("ssd", depth, breadth, arm.drafter), rate
 
-    def _copying(self, costs: Costs) -> float:
+    def _copying_rate(self, costs: Costs) -> float:
         """Returns the rate of rounds that verify n-gram chains, and make a plain step where no request has one."""
         n, copies = self.at_once, self.odds.copies
         share = copies.share()
@@ -210,14 +209,14 @@ class Forecasts:
 
     def _expected_tokens(self, depth: int, drafter: str = "") -> float:
         """Returns E[tokens] of a round with a chain of K; a tuned K above the maximum counts as the maximum."""
-        return self.odds.holding(drafter).expected_tokens(min(depth, max(self.max_depth, DEPTHS[-1])))
+        return self.odds.acceptance_of(drafter).expected_tokens(min(depth, max(self.max_depth, CANDIDATE_DEPTHS[-1])))
 
     def _costs(self, arm: Arm, breadth: int) -> Costs:
         e, n = self.estimates, self.at_once
         depth_ms = e.trees_ms(n * max(breadth, 1))
         return Costs(
             e.plain_ms(n),
-            self._all_cores_ms if arm.rests_drafters(n) else self._verify_ms,
+            self._all_cores_ms if arm.leaves_drafters_idle(n) else self._verify_ms,
             e.chain_ms,
             lambda depth: (depth + 1) * depth_ms,
             e.turnaround_ms(),

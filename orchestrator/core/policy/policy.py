@@ -4,9 +4,9 @@ With one request, an arm's rate is its forecast (`forecasts`) times the error of
 (`ArmRecord`), and trials of other arms are rare. With several requests, the policy begins with a few rounds of AR,
 which cost little and set the rate to beat; it trusts measurements over forecasts, tries an unmeasured arm whose
 forecast is good enough, and returns to AR when no arm pays. A tuned arm comes first with one request and stays, with
-its K and B, until another arm is measured to be better. All requests of a policy follow one plan, so plain decoding is
-plain for all. Measurements are kept by load, since the best arm may differ with each. The policy reads no clock and
-draws nothing at random: the same observations give the same plans. Rates are in tokens per millisecond.
+its K and B, until another arm is measured to be better. All requests of a policy follow one plan, so none drafts
+under plain decoding. Measurements are kept by load, since the best arm may differ with each. The policy reads no clock
+and draws nothing at random: the same observations give the same plans. Rates are in tokens per millisecond.
 """
 
 from __future__ import annotations
@@ -28,38 +28,40 @@ MEASURED, MEASURED_BEFORE = "measured", "measured before"
 
 @dataclass(slots=True)
 class ArmRecord:
-    """The measurements of an arm, and the tokens that the formula `promised` for the same rounds with one request; old
-    episodes fade.
+    """The measurements of an arm, and the tokens that the formula forecast for the same rounds (`forecast_tokens`) with
+    one request; old episodes fade.
 
-    `prior_rate` is a rate from a tuning or an earlier server, `waits` the factor on the wait until the next trial
+    `prior_rate` is a rate from a tuning or an earlier server, `wait_factor` the factor on the wait until the next trial
     (each trial doubles it), `source` the origin of the numbers (empty: there are none).
     """
 
     tokens: float = 0.0
     milliseconds: float = 0.0
-    promised: float = 0.0
+    forecast_tokens: float = 0.0
     rounds: float = 0.0
     prior_rate: float = 0.0
     last_episode: float = 0.0
-    waits: int = 1
+    wait_factor: int = 1
     source: str = ""
     _squares: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     @property
     def rate(self) -> float | None:
         """The measured rate over all texts, the prior rate included; None without either."""
-        prior_ms = POLICY.belief_ms if self.prior_rate else 0.0
+        prior_ms = POLICY.prior_weight_ms if self.prior_rate else 0.0
         total_ms = prior_ms + self.milliseconds
         return (self.prior_rate * prior_ms + self.tokens) / total_ms if total_ms > 0 else None
 
-    def rate_where(self, formula: float) -> float:
+    def corrected_rate(self, formula: float) -> float:
         """Estimates the rate from the forecast `formula`: at first the prior rate or the forecast itself, with more
         measurements the forecast times its error in this arm's rounds."""
         prior = self.prior_rate or formula
-        if self.promised <= 0:
+        if self.forecast_tokens <= 0:
             return prior
-        corrected = formula * self.tokens / self.promised
-        return (prior * POLICY.belief_ms + corrected * self.milliseconds) / (POLICY.belief_ms + self.milliseconds)
+        corrected = formula * self.tokens / self.forecast_tokens
+        return (prior * POLICY.prior_weight_ms + corrected * self.milliseconds) / (
+            POLICY.prior_weight_ms + self.milliseconds
+        )
 
     @property
     def noise(self) -> float:
@@ -70,17 +72,21 @@ class ArmRecord:
         rate = self.tokens / self.milliseconds
         return math.sqrt(max(tokens - 2 * rate * mixed + rate**2 * milliseconds, 0.0)) / self.milliseconds
 
-    def counted(self, milliseconds: float) -> float:
-        """Returns the time that counts for a round of `milliseconds` (`held_up`)."""
-        return min(milliseconds, POLICY.held_up * self.milliseconds / self.rounds) if self.rounds else milliseconds
+    def cap_stall(self, milliseconds: float) -> float:
+        """Returns the time that counts for a round of `milliseconds` (`max_stall_factor`)."""
+        return (
+            min(milliseconds, POLICY.max_stall_factor * self.milliseconds / self.rounds)
+            if self.rounds
+            else milliseconds
+        )
 
     def add(self, tokens: float, milliseconds: float, episode: float, each: bool) -> None:
-        """Adds a round. Older rounds fade with every episode since the last one (`each`), or else once at most."""
+        """Adds a round. Older rounds fade with every episode since the last one if `each`, otherwise once at most."""
         age = episode - self.last_episode
         fade = POLICY.episode_fade ** (age if each else min(age, 1.0))
         self.tokens = self.tokens * fade + tokens
         self.milliseconds = self.milliseconds * fade + milliseconds
-        self.promised *= fade
+        self.forecast_tokens *= fade
         self.rounds = self.rounds * fade + 1
         new = (tokens**2, tokens * milliseconds, milliseconds**2)
         self._squares = tuple(fade * total + square for total, square in zip(self._squares, new, strict=True))
@@ -90,14 +96,14 @@ class ArmRecord:
 
 @dataclass(slots=True)
 class ArmTrial:
-    """A trial of an arm that is not known to be the best: `to_beat` is the best rate, `seen` the trial's own rounds."""
+    """A trial of an arm that is not known to be the best: `best_rate` is the best one's, `seen` the trial's rounds."""
 
-    to_beat: float
+    best_rate: float
     seen: ArmRecord = field(default_factory=ArmRecord)
 
     def is_hopeless(self, rounds: int) -> bool:
         """Whether its rate, after this many rounds, is below the best by more than its own standard error."""
-        return rounds >= POLICY.few_rounds and (self.seen.rate or math.inf) + self.seen.noise < self.to_beat
+        return rounds >= POLICY.min_episode_rounds and (self.seen.rate or math.inf) + self.seen.noise < self.best_rate
 
 
 @dataclass(slots=True)
@@ -121,36 +127,39 @@ class Policy:
     _plan: Arm | None = None
     _arm: Arm | None = None
     _counted_ms: float = 0.0
-    _home: Arm | None = None
+    _tuned_best: Arm | None = None
     _tuned: dict[Arm, Arm] = field(default_factory=dict)
-    _by_load: dict[int, dict[Arm, ArmRecord]] = field(default_factory=dict)
+    _records_by_load: dict[int, dict[Arm, ArmRecord]] = field(default_factory=dict)
     _episode: float = 0.0
     _rounds: int = 0
     _trial: ArmTrial | None = None
-    _is_first: bool = False
-    _reading: bool = False
-    _leaving: bool = False
-    _read_beside: int = 0
-    _warm_up: int = 0
+    _is_baseline: bool = False
+    _is_reading_prompt: bool = False
+    _load_fell: bool = False
+    _rounds_while_reading: int = 0
+    _warm_up_rounds: int = 0
 
     def start_from(self, choices: Iterable[TunedArm]) -> None:
         """Begins from these arms, best first: their K and B, and their rates as priors, soon outweighed by rounds."""
         for choice in choices:
             branches = choice.branches if choice.mode == "ssd" else 0
             arm = Arm(choice.mode, choice.depth, branches, choice.drafter)
-            if arm.kind not in self._kinds or choice.tokens_per_second <= 0:
+            if arm.kind not in self._base_arms or choice.tokens_per_second <= 0:
                 continue
             source = MEASURED_BEFORE if choice.measured else "tune's forecast"
             if choice.depth and self._tuned.setdefault(arm.kind, arm) != arm:
                 continue  # from an older tuning
-            rate, records = choice.tokens_per_second / 1000, self._by_load.setdefault(_load(choice.at_once), {})
+            rate, records = (
+                choice.tokens_per_second / 1000,
+                self._records_by_load.setdefault(_load_class(choice.at_once), {}),
+            )
             records[arm] = ArmRecord(prior_rate=rate, source=source)
-            if choice.at_once == 1 and self._home is None:
-                self._home = arm
+            if choice.at_once == 1 and self._tuned_best is None:
+                self._tuned_best = arm
 
     def learned(self) -> Iterator[TunedArm]:
         """Yields the measured arms in the form that `start_from` takes."""
-        for load, records in self._by_load.items():
+        for load, records in self._records_by_load.items():
             for arm, record in records.items():
                 if record.rate is not None and record.source == MEASURED:
                     rate = 1000 * record.rate
@@ -161,18 +170,18 @@ class Policy:
 
         `reading`: the target still reads a prompt. With several requests no trial begins meanwhile.
         """
-        if _load(active) != _load(self._active):
-            self._add_promised()
-            self._plan, self._leaving = None, active < self._active
+        if _load_class(active) != _load_class(self._active):
+            self._add_forecast_tokens()
+            self._plan, self._load_fell = None, active < self._active
         self._active = max(active, 1)
-        self._reading = reading and active > 1
+        self._is_reading_prompt = reading and active > 1
 
     def plan(self) -> Arm:
         """Returns the plan for the next round, and chooses again when that is due."""
         if self._plan is None or self.is_due:
             self._episode += self._rounds / self._active / POLICY.episode_rounds
             self._rounds = 0
-            self._plan = self._choose(passing=self._plan is None)
+            self._plan = self._choose(is_new_load=self._plan is None)
         return self._plan
 
     @property
@@ -181,150 +190,156 @@ class Policy:
         if self._plan is None:
             return True
         rounds = self._rounds // self._active
-        hopeless = self._trial is not None and self._trial.is_hopeless(rounds - self._warm_up)
-        enough = POLICY.few_rounds if self._is_short else POLICY.episode_rounds
+        hopeless = self._trial is not None and self._trial.is_hopeless(rounds - self._warm_up_rounds)
+        enough = POLICY.min_episode_rounds if self._is_short else POLICY.episode_rounds
         return rounds >= enough or hopeless
 
     @property
     def _is_short(self) -> bool:
         """Whether the episode is a short one: the first AR rounds of a load, or, with one request, a new arm."""
         if self._active > 1 or self._arm is None:
-            return self._is_first
-        return self._trial is None and self._records[self._arm].rounds < POLICY.known_rounds
+            return self._is_baseline
+        return self._trial is None and self._records[self._arm].rounds < POLICY.min_known_rounds
 
     def observe_round(self, plan: Arm, tokens: int, milliseconds: float) -> None:
-        """Records a round of one request under `plan`; the others are taken to gain as many tokens in that time."""
+        """Records a round of one request under `plan`; the others are assumed to gain as many tokens in that time."""
         if plan != self._plan or self._arm is None:
             return
-        self._read_beside = self._read_beside + 1 if self._reading else 0
-        if 0 < self._read_beside <= 2 * POLICY.known_rounds * self._active:
+        self._rounds_while_reading = self._rounds_while_reading + 1 if self._is_reading_prompt else 0
+        if 0 < self._rounds_while_reading <= 2 * POLICY.min_known_rounds * self._active:
             return
         self._rounds += 1
-        if self._rounds > self._warm_up * self._active and milliseconds > 0:
+        if self._rounds > self._warm_up_rounds * self._active and milliseconds > 0:
             all_tokens = tokens * self._active
             record = self._records.setdefault(self._arm, ArmRecord())
-            milliseconds = record.counted(milliseconds)
+            milliseconds = record.cap_stall(milliseconds)
             self._counted_ms += milliseconds
             record.add(all_tokens, milliseconds, self._episode, self._active > 1)
             if self._trial is not None:
                 if self._trial.seen.rate is None:
-                    record.waits = min(record.waits * 2, POLICY.longest_wait)
+                    record.wait_factor = min(record.wait_factor * 2, POLICY.max_wait_factor)
                 self._trial.seen.add(all_tokens, milliseconds, 0, each=False)
 
     @property
-    def _kinds(self) -> tuple[Arm, ...]:
+    def _base_arms(self) -> tuple[Arm, ...]:
         """The arms without K and B."""
         joint = [Arm("ssd", drafter=other) for other in self.others if other != NGRAM] if "ssd" in self.modes else []
         return (*map(Arm, self.modes), *(Arm("sd", drafter=other) for other in self.others), *joint)
 
     @property
     def _records(self) -> dict[Arm, ArmRecord]:
-        return self._by_load.setdefault(_load(self._active), {})
+        return self._records_by_load.setdefault(_load_class(self._active), {})
 
-    def _choose(self, passing: bool) -> Arm:
-        """Chooses the arm and plan of the next rounds; `passing`: another load has just begun."""
+    def _choose(self, is_new_load: bool) -> Arm:
+        """Chooses the arm and plan of the next rounds; `is_new_load`: another load has just begun."""
         forecasts = self._forecasts(self._active)
-        self._add_promised()
-        guesses = self._worths({arm: rate * self._error(arm, rate) for arm, (_, rate) in forecasts.items()})
-        rates = self._worths(self._rates_here(forecasts))
-        before, self._trial, self._is_first = self._trial, None, False
-        if passing and self._leaving:
-            return self._take_expected(rates, guesses, forecasts)
+        self._add_forecast_tokens()
+        guesses = self._ar_equivalents(
+            {arm: rate * self._forecast_error(arm, rate) for arm, (_, rate) in forecasts.items()}
+        )
+        rates = self._ar_equivalents(self._current_rates(forecasts))
+        before, self._trial, self._is_baseline = self._trial, None, False
+        if is_new_load and self._load_fell:
+            return self._choose_expected(rates, guesses, forecasts)
         if not rates and self._active > 1 and Arm("ar") in guesses:
-            self._is_first = True
-            return self._take(Arm("ar"), forecasts, "baseline for the other arms")
+            self._is_baseline = True
+            return self._adopt(Arm("ar"), forecasts, "baseline for the other arms")
         best = max(rates, key=rates.__getitem__)
-        current = next((arm for arm in (self._arm, self._home) if arm in rates), best)
-        if rates[best] < self._to_leave(current, best, rates[current]):
+        current = next((arm for arm in (self._arm, self._tuned_best) if arm in rates), best)
+        if rates[best] < self._rate_to_switch(current, best, rates[current]):
             best = current
-        goes_on = before is not None and (before.seen.rate or 0.0) > before.to_beat and self._active == 1
-        if goes_on and self._arm in rates and self._arm != best:
+        trial_continues = before is not None and (before.seen.rate or 0.0) > before.best_rate and self._active == 1
+        if trial_continues and self._arm in rates and self._arm != best:
             self._trial = before
-            return self._take(self._arm, forecasts, "better than the best so far")
-        overdue = None if self._reading else self._overdue(best, rates, forecasts, guesses)
-        if overdue is not None:
-            self._trial = ArmTrial(rates[best] * self._dearer(overdue))
-            return self._take(overdue, forecasts, self._why_try(overdue, rates))
-        return self._take(best, forecasts, self._why_best(best, rates[best]))
+            return self._adopt(self._arm, forecasts, "better than the best so far")
+        trial_arm = None if self._is_reading_prompt else self._find_due_trial(best, rates, forecasts, guesses)
+        if trial_arm is not None:
+            self._trial = ArmTrial(rates[best] * self._required_gain(trial_arm))
+            return self._adopt(trial_arm, forecasts, self._explain_trial(trial_arm, rates))
+        return self._adopt(best, forecasts, self._explain_best(best, rates[best]))
 
-    def _add_promised(self) -> None:
-        """Records what the formula promises for the rounds since the last choice, by the estimates that they updated.
+    def _add_forecast_tokens(self) -> None:
+        """Records the tokens that the formula forecasts for the rounds since the last choice, by updated estimates.
 
-        Wrong estimates, as all priors are, must not count as an error of the formula.
+        Errors of the estimates, which all priors have, must not count as errors of the formula.
         """
         counted, self._counted_ms = self._counted_ms, 0.0
         if counted and self._plan is not None and self._arm is not None and self._active == 1:
-            self._records[self._arm].promised += self._formula(1).of(self._plan)[1] * counted
+            self._records[self._arm].forecast_tokens += self._formula(1).forecast(self._plan)[1] * counted
 
-    def _take_expected(self, rates: dict[Arm, float], guesses: dict[Arm, float], forecasts: dict[Arm, Forecast]) -> Arm:
-        """Chooses after requests have left: the others may leave soon, so nothing is tried, and an arm unmeasured at
-        this load counts as it did at a larger one."""
-        others = {arm: guess / POLICY.stay_margin for arm, guess in guesses.items() if self._differs(arm, forecasts)}
+    def _choose_expected(
+        self, rates: dict[Arm, float], guesses: dict[Arm, float], forecasts: dict[Arm, Forecast]
+    ) -> Arm:
+        """Chooses after requests have ended: the others may end soon, so nothing is tried, and an arm unmeasured
+        at this load counts with its rate at a larger one."""
+        others = {
+            arm: guess / POLICY.stay_margin for arm, guess in guesses.items() if self._beats_alternative(arm, forecasts)
+        }
         expected = others | rates
         best = max(expected, key=expected.__getitem__)
-        why = self._why_best(best, rates[best]) if best in rates else "expected from its rate with more requests"
-        return self._take(best, forecasts, why)
+        why = self._explain_best(best, rates[best]) if best in rates else "expected from its rate with more requests"
+        return self._adopt(best, forecasts, why)
 
-    def _why_best(self, arm: Arm, worth: float) -> str:
+    def _explain_best(self, arm: Arm, worth: float) -> str:
         """Explains the best arm; only a measured rate is shown, since a forecast is not comparable with a run's."""
         source = self._records[arm].source
         if source in (MEASURED, MEASURED_BEFORE):
-            return f"fastest {source} ({worth * self._dearer(arm) * 1000:.0f} tokens/s)"
+            return f"fastest {source} ({worth * self._required_gain(arm) * 1000:.0f} tokens/s)"
         return f"fastest by {source}" if source else "expected to be fastest, not measured yet"
 
-    def _dearer(self, arm: Arm) -> float:
-        """Returns by which factor an arm must beat plain decoding."""
-        return math.pow(POLICY.dearer, max(_load(self._active) - 1, 0)) if arm.mode != "ar" else 1.0
+    def _required_gain(self, arm: Arm) -> float:
+        """Returns the factor by which an arm must beat plain decoding."""
+        return math.pow(POLICY.gain_per_doubling, max(_load_class(self._active) - 1, 0)) if arm.mode != "ar" else 1.0
 
-    def _worths(self, rates: dict[Arm, float]) -> dict[Arm, float]:
-        """Converts rates to the rates of plain decoding that are worth as much."""
-        return {arm: rate / self._dearer(arm) for arm, rate in rates.items()}
+    def _ar_equivalents(self, rates: dict[Arm, float]) -> dict[Arm, float]:
+        """Converts rates to the rates of plain decoding that they must exceed."""
+        return {arm: rate / self._required_gain(arm) for arm, rate in rates.items()}
 
-    def _rates_here(self, forecasts: dict[Arm, Forecast]) -> dict[Arm, float]:
+    def _current_rates(self, forecasts: dict[Arm, Forecast]) -> dict[Arm, float]:
         """Returns the rates of the measured arms at this load; with one request those of all arms for this text."""
         if self._active > 1:
-            return _rates(self._records)
+            return _measured_rates(self._records)
         rates = {}
         for arm, (_, formula) in forecasts.items():
             record = self._records.setdefault(arm, ArmRecord(last_episode=self._episode))
-            if record.source or self._differs(arm, forecasts):
-                rates[arm] = record.rate_where(formula)
+            if record.source or self._beats_alternative(arm, forecasts):
+                rates[arm] = record.corrected_rate(formula)
         return rates
 
-    def _why_try(self, arm: Arm, rates: dict[Arm, float]) -> str:
+    def _explain_trial(self, arm: Arm, rates: dict[Arm, float]) -> str:
         if self._records[arm].source:
-            return f"not measured for {self._age(arm):.0f} episodes"
+            return f"not measured for {self._episodes_since(arm):.0f} episodes"
         return "another K may be better" if arm.kind in {rated.kind for rated in rates} else "not measured yet"
 
-    def _to_leave(self, current: Arm, other: Arm, rate: float) -> float:
+    def _rate_to_switch(self, current: Arm, other: Arm, rate: float) -> float:
         """Returns the rate that `other` must reach to replace `current`; chance alone must not replace a tuned arm."""
-        is_tuned = current == self._home and self._active == 1
+        is_tuned = current == self._tuned_best and self._active == 1
         noise = math.hypot(self._records[current].noise, self._records[other].noise) if is_tuned else 0.0
         return rate * POLICY.stay_margin + noise
 
-    def _overdue(
+    def _find_due_trial(
         self, best: Arm, rates: dict[Arm, float], forecasts: dict[Arm, Forecast], guesses: dict[Arm, float]
     ) -> Arm | None:
-        """Returns the arm whose trial is due, the one with the best estimate if there are several; None if none is."""
+        """Returns the arm whose trial is due: of several, the one with the best estimate; None if there is none."""
         for arm in sorted(guesses, key=lambda arm: -guesses[arm]):
-            if arm == best or not self._differs(arm, forecasts):
+            if arm == best or not self._beats_alternative(arm, forecasts):
                 continue
             self._records.setdefault(arm, ArmRecord(last_episode=self._episode))
-            if self._age(arm) >= self._patience(arm, rates, rates[best], guesses[arm]):
+            if self._episodes_since(arm) >= self._episodes_to_trial(arm, rates, rates[best], guesses[arm]):
                 return arm
-        self._records[best].waits = 1
+        self._records[best].wait_factor = 1
         return None
 
-    def _patience(self, arm: Arm, rates: dict[Arm, float], best: float, guess: float) -> int:
-        """Returns after how many episodes an arm is tried; 0 for a promising one never measured at this load."""
-        patience = self._records[arm].waits * POLICY.patience
-        if arm.mode == "ar" and self._active > 1:  # measured in the first rounds of the load, when much else goes on
+    def _episodes_to_trial(self, arm: Arm, rates: dict[Arm, float], best: float, guess: float) -> int:
+        """Returns the number of episodes until an arm is tried; 0 for a promising one never measured at this load."""
+        patience = self._records[arm].wait_factor * POLICY.patience
+        if arm.mode == "ar" and self._active > 1:  # its record is from the first, unsteady rounds at the load
             return patience // 4
         if max(guess, rates.get(arm, 0.0)) <= POLICY.promising * best:
             return POLICY.unlikely * patience
         return patience if arm in rates else 0
 
-    def _differs(self, arm: Arm, forecasts: dict[Arm, Forecast]) -> bool:
+    def _beats_alternative(self, arm: Arm, forecasts: dict[Arm, Forecast]) -> bool:
         """Whether the arm's forecast is better than its alternative's: another K's than the tuned one's of its kind,
         and that of SSD with an in-process drafter than that of SSD without."""
         if arm.mode == "ssd" and arm.drafter and forecasts[arm][1] < forecasts[Arm("ssd")][1]:
@@ -335,45 +350,47 @@ class Policy:
         (plan, rate), (tuned_plan, tuned_rate) = forecasts[arm], forecasts[tuned]
         return plan.depth != tuned_plan.depth and rate > tuned_rate
 
-    def _take(self, arm: Arm, forecasts: dict[Arm, Forecast], why: str) -> Arm:
+    def _adopt(self, arm: Arm, forecasts: dict[Arm, Forecast], why: str) -> Arm:
         plan, _ = forecasts[arm]
         settings = {"ar": "", "sd": f", K = {plan.depth}"}.get(plan.mode, f", K = {plan.depth}, B = {plan.branches}")
         by = f" by {plan.drafter}" if plan.drafter else ""
-        self._warm_up = int(arm != self._arm)
+        self._warm_up_rounds = int(arm != self._arm)
         self._arm, self.why = arm, f"{plan.mode}{by}{settings}: {why}"
         return plan
 
-    def _age(self, arm: Arm) -> float:
+    def _episodes_since(self, arm: Arm) -> float:
         return self._episode - self._records[arm].last_episode
 
-    def _error(self, arm: Arm, rate: float) -> float:
+    def _forecast_error(self, arm: Arm, rate: float) -> float:
         """Returns the arm's measured rate over its forecast `rate`, at the nearest load; 1 if nothing was measured."""
-        here = _load(self._active)
-        rates = {load: _rates(records).get(arm) for load, records in self._by_load.items()}
+        here = _load_class(self._active)
+        rates = {load: _measured_rates(records).get(arm) for load, records in self._records_by_load.items()}
         measured = {load: value for load, value in rates.items() if value is not None}
         if not measured:
             return 1.0
         nearest = min(measured, key=lambda load: abs(load - here))
         forecast = rate if nearest == here else self._forecasts(1 << nearest)[arm][1]
-        age = self._episode - self._by_load[nearest][arm].last_episode if self._active > 1 else 0
-        return math.pow(measured[nearest] / forecast, 0.5 ** (abs(nearest - here) + age / POLICY.half_forgotten))
+        age = self._episode - self._records_by_load[nearest][arm].last_episode if self._active > 1 else 0
+        return math.pow(
+            measured[nearest] / forecast, 0.5 ** (abs(nearest - here) + age / POLICY.error_half_life_episodes)
+        )
 
     def _forecasts(self, at_once: int) -> dict[Arm, Forecast]:
         """Returns the forecast of each arm. Tuned arms count for one request only, as tune measures them."""
-        arms = [*(self._tuned.values() if at_once == 1 else ()), *self._kinds]
+        arms = [*(self._tuned.values() if at_once == 1 else ()), *self._base_arms]
         formula = self._formula(at_once)
-        return {arm: formula.of(arm) for arm in arms}
+        return {arm: formula.forecast(arm) for arm in arms}
 
     def _formula(self, at_once: int) -> Forecasts:
         odds = self.odds if self.odds is not None and at_once == 1 else self.estimates
         return Forecasts(self.estimates, odds, at_once, self.max_depth, self.branches, self.fixed)
 
 
-def _rates(records: dict[Arm, ArmRecord]) -> dict[Arm, float]:
+def _measured_rates(records: dict[Arm, ArmRecord]) -> dict[Arm, float]:
     """Returns the rates of the arms that have one."""
     return {arm: rate for arm, record in records.items() if record.source and (rate := record.rate) is not None}
 
 
-def _load(active: int) -> int:
+def _load_class(active: int) -> int:
     """Returns the class of load: 0 for one request, 1 for two, 2 up to four, 3 up to eight, ..."""
     return max(active - 1, 0).bit_length()

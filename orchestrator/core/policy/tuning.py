@@ -27,17 +27,18 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.digest import cache_folder, replace_file
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.worker_link import WORKER_MODULES
+from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT_VERSION = 2
 
 
 Time = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
 """Milliseconds, or another number that is not negative."""
 ForwardTime = Annotated[float, Meta(ge=1e-3, le=sys.float_info.max)]
 TimesByCount = tuple[tuple[Annotated[int, Meta(ge=1)], ForwardTime], ...]
+WRITE_INTERVAL_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class TunedArm:
 
 
 @dataclass(frozen=True, slots=True)
-class InProcessKnown:
+class TunedDrafter:
     """An in-process drafter: the time for a token of its chains, and their acceptance by position."""
 
     name: str
@@ -91,7 +92,7 @@ class Tuning:
     all_cores_ms: TimesByCount = ()
     trees_ms: TimesByCount = ()
     prefill_from: Annotated[int, Meta(ge=0)] = 0
-    own: tuple[InProcessKnown, ...] = ()
+    own: tuple[TunedDrafter, ...] = ()
 
     @property
     def is_greedy(self) -> bool:
@@ -107,18 +108,18 @@ class TuningFile:
     tunings: tuple[Tuning, ...] = ()
 
 
-def path_for(settings: ServeSettings) -> Path:
+def tuning_path(settings: ServeSettings) -> Path:
     """Returns the file of tune's records for this pair; `settings` must name folders (see `pairing`)."""
-    return _file("tuning", _pair(settings))
+    return _record_path("tuning", _pair_key(settings))
 
 
-def memory_for(settings: ServeSettings) -> Path:
+def memory_path(settings: ServeSettings) -> Path:
     """Returns the file of what servers of this pair learned; its name depends on the drafters and their processes."""
-    key = [*_pair(settings), settings.ngrams, settings.colocate]
-    return _file("memory", [*key, list(settings.head)] if settings.head else key)
+    key = [*_pair_key(settings), settings.ngrams, settings.colocate]
+    return _record_path("memory", [*key, list(settings.head)] if settings.head else key)
 
 
-def _pair(settings: ServeSettings) -> list[object]:
+def _pair_key(settings: ServeSettings) -> list[object]:
     key: list[object] = [
         settings.model,
         settings.draft_model,
@@ -128,16 +129,16 @@ def _pair(settings: ServeSettings) -> list[object]:
     ]
     key += [f"{settings.shards} ranks"] if settings.shards > 1 else []
     key += [settings.head_in] if settings.head_in != "target" else []
-    modules = os.environ.get(WORKER_MODULES)
+    modules = os.environ.get(WORKER_MODULES_VARIABLE)
     return key if modules is None else [*key, modules]
 
 
-def _file(kind: str, key: Sequence[object]) -> Path:
+def _record_path(kind: str, key: Sequence[object]) -> Path:
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     return cache_folder() / f"{kind}-{name}.json"
 
 
-def nearest(tunings: Sequence[Tuning], temp: float) -> Tuning | None:
+def nearest_record(tunings: Sequence[Tuning], temp: float) -> Tuning | None:
     """Returns the record of the nearest temperature, one of the same class if possible; None without records."""
     return min(tunings, key=lambda tuning: (tuning.is_greedy != (temp == 0), abs(tuning.temp - temp)), default=None)
 
@@ -156,7 +157,7 @@ def save(tuning: Tuning, path: Path) -> None:
 
 def write(records: Sequence[Tuning], path: Path, after: str = "") -> None:
     """Replaces the file's records atomically; `after`: see `TuningFile`. Raises OSError."""
-    replace_file(path, json.dumps(asdict(TuningFile(FORMAT, after, tuple(records))), indent=1))
+    replace_file(path, json.dumps(asdict(TuningFile(FORMAT_VERSION, after, tuple(records))), indent=1))
 
 
 def load(path: Path, after: str | None = None) -> tuple[Tuning, ...]:
@@ -171,7 +172,7 @@ def load(path: Path, after: str | None = None) -> tuple[Tuning, ...]:
     except (OSError, msgspec.MsgspecError) as error:
         log.warning("ignoring %s: %s", path, error)
         return ()
-    return file.tunings if file.format == FORMAT and after in (None, file.after) else ()
+    return file.tunings if file.format == FORMAT_VERSION and after in (None, file.after) else ()
 
 
 def digest(path: Path) -> str:
@@ -182,29 +183,26 @@ def digest(path: Path) -> str:
         return ""
 
 
-SECONDS = 60
-
-
 class PolicyStore:
     """The file of what `auto` learned; `path` None: nothing is kept."""
 
     def __init__(self, path: Path | None, now_ns: int) -> None:
         self._path = path
-        self._after = ""
+        self._tuning_digest = ""
         self._written_ns = now_ns
-        self._complained = False
+        self._has_warned = False
 
     def read(self, tuned: Path) -> tuple[Tuning, ...]:
-        """Returns what an earlier server learned; nothing if the tuning at `tuned` is not the one that it began from.
+        """Returns what an earlier server learned; nothing if it started from another tuning than that at `tuned`.
 
         The file names that tuning by its digest, since clocks do not show which file is newer.
         """
-        self._after = digest(tuned)
-        return () if self._path is None else load(self._path, self._after)
+        self._tuning_digest = digest(tuned)
+        return () if self._path is None else load(self._path, self._tuning_digest)
 
     def is_due(self, now_ns: int) -> bool:
-        """Whether the last write was more than `SECONDS` ago."""
-        return self._path is not None and now_ns - self._written_ns > SECONDS * SECOND_NS
+        """Whether the last write was more than `WRITE_INTERVAL_SECONDS` ago."""
+        return self._path is not None and now_ns - self._written_ns > WRITE_INTERVAL_SECONDS * SECOND_NS
 
     def write(self, learned: Sequence[Tuning], now_ns: int) -> None:
         """Writes what was learned; if that is nothing, the file stays as it is."""
@@ -212,10 +210,10 @@ class PolicyStore:
         if self._path is None or not learned:
             return
         try:
-            write(learned, self._path, self._after)
-            self._complained = False
+            write(learned, self._path, self._tuning_digest)
+            self._has_warned = False
         except OSError as error:
-            level = logging.INFO if self._complained else logging.WARNING
-            self._complained = True
+            level = logging.INFO if self._has_warned else logging.WARNING
+            self._has_warned = True
             message = "what auto learned can't be saved in %s: %s; the next server starts without it"
             log.log(level, message, self._path, error.strerror)

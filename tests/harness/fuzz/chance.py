@@ -10,7 +10,7 @@ from msgspec import inspect as types
 
 from outrider.protocol.codec import MESSAGES
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.sampling import RULES, SamplingParams
+from outrider.protocol.sampling import SAMPLING_RULES, SamplingParams
 from outrider.protocol.schema import Array
 
 FEW = 4
@@ -50,7 +50,7 @@ def _sampling(rng: random.Random) -> SamplingParams:
         logit_bias=rng.choice(((), ((rng.randrange(300), -100.0),))),
         seed=rng.choice((0, 1, 2**32 - 1)),
         stop=rng.choice(((), ("a",))),
-        rule=rng.choice(RULES),
+        rule=rng.choice(SAMPLING_RULES),
         logprobs=rng.choice((None, None, 2)),
     )
 

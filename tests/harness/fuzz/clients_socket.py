@@ -33,7 +33,7 @@ from outrider.orchestrator.events import (
 )
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
+from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.sockets import ClientSocket
 from outrider.protocol.codec import MESSAGES
@@ -91,14 +91,14 @@ class ClientsSocketFuzz:
         self._stack = ExitStack()
         directory = self._stack.enter_context(PrivateDirectory())
         self._context: zmq.Context[Any] = zmq.Context()
-        with patch("outrider.orchestrator.sockets.CLIENTS", ENDLESS):
+        with patch("outrider.orchestrator.sockets.CLIENT_RATE", ENDLESS):
             self.clients = ClientSocket(self._context, endpoint or directory.endpoint("clients"))
         self._lines = ThreadQueues(
             Mailbox[ToCore](self._context), Mailbox[ToFront](self._context), Mailbox[FrontOrder](self._context)
         )
         core = ReadyCore(self._lines.core, self._lines.events)
         pair = choose_pair(ServeSettings())
-        front = Front(pair, Admission(pair, read_pair(pair)), self.clients, self._lines, core.stats, lambda _: None)
+        front = Front(pair, Admission(pair, load_pair(pair)), self.clients, self._lines, core.stats, lambda _: None)
         self._threads = [threading.Thread(target=body, daemon=True) for body in (front.run, core.run)]
         for thread in self._threads:
             thread.start()

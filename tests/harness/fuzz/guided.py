@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import atheris
 
 with atheris.instrument_imports(include=["outrider.protocol"]):
-    from outrider.protocol.codec import MESSAGES, decode_all, encode_all, request_of
+    from outrider.protocol.codec import MESSAGES, decode_all, encode_all, read_request_id
     from outrider.protocol.errors import ProtocolError
     from tests.harness.fuzz.chance import some
 
@@ -34,7 +34,7 @@ def frames_of(data: bytes) -> Iterator[bytes]:
 
 def one(data: bytes) -> None:
     frames = list(frames_of(data))
-    request_of(frames)
+    read_request_id(frames)
     try:
         received = decode_all(frames)
     except ProtocolError as error:

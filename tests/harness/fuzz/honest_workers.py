@@ -26,7 +26,7 @@ from outrider.protocol.messages import (
     Verify,
     Welcome,
 )
-from outrider.protocol.worker_link import heartbeat_of, routing_id
+from outrider.protocol.worker_link import heartbeat_id, routing_id
 from tests.harness.fuzz.fuzz_target import Frames
 
 VOCABULARY = 5000
@@ -116,7 +116,7 @@ def _span() -> Span:
 
 def _identities(incarnation: int) -> tuple[bytes, bytes]:
     hot = routing_id(incarnation)
-    return hot, heartbeat_of(hot)
+    return hot, heartbeat_id(hot)
 
 
 def _dealer(context: zmq.Context[Any], endpoint: str, identity: bytes) -> zmq.Socket[bytes]:

@@ -10,7 +10,7 @@ import socket
 from contextlib import suppress
 
 from outrider.protocol.codec import encode
-from outrider.protocol.endpoints import Tcp, parse
+from outrider.protocol.endpoints import Tcp, parse_endpoint
 from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.fuzz.clients_socket import ClientsSocketFuzz
@@ -28,7 +28,7 @@ class WireFuzz(ClientsSocketFuzz):
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng, "tcp://127.0.0.1:0")
-        where = parse(self.clients.endpoint)
+        where = parse_endpoint(self.clients.endpoint)
         self._port = where.port if isinstance(where, Tcp) else 0
         self._line: socket.socket | None = None
         self._left = self._connections = 0

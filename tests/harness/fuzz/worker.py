@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.codec import MESSAGES, decode_all
@@ -103,7 +103,7 @@ class WorkerFuzz:
         self._link = Link()
         drafter = MlxDrafter(tiny()) if not target else None
         self._worker = (
-            DraftWorker(self._link, drafter, POLICIES["best-first"])
+            DraftWorker(self._link, drafter, FAN_OUT_POLICIES["best-first"])
             if drafter is not None
             else TargetWorker(self._link, tiny())  # type: ignore[arg-type]
         )

@@ -64,7 +64,7 @@ class WorkersSocketFuzz:
         self._stack = ExitStack()
         directory = self._stack.enter_context(PrivateDirectory())
         self._context: zmq.Context[Any] = zmq.Context()
-        with patch(f"{POOL}.DRAFTERS", ENDLESS), patch(f"{POOL}.STRANGERS", ENDLESS):
+        with patch(f"{POOL}.DRAFTER_RATE", ENDLESS), patch(f"{POOL}.STRANGER_RATE", ENDLESS):
             self._pool = WorkerPool(self._context, ServeSettings(), directory.path)
         incarnations: dict[str, int] = {}
 
@@ -132,17 +132,17 @@ class WorkersSocketFuzz:
             arrived = list(self._pool.receive())
             arrived.sort(key=lambda arrival: type(arrival[1]).__name__ == "Outcome")
             self._rounds.handle(arrived, now())
-        self._pool.router.watch()
+        self._pool.router.update_connections()
         for worker in self._pool.arrivals():
             if worker.role == "target":
-                self._rounds.on_target_found()
+                self._rounds.on_target_ready()
             else:
-                self._rounds.on_drafter_found(worker.name)
+                self._rounds.on_drafter_ready(worker.name)
         for loss in self._pool.losses(now()):
             if loss.worker.role == "target":
                 raise FuzzFailure(f"the target was lost: {loss.why}")
             self._rounds.on_drafter_lost(loss.worker.name, loss.why, now())
-        self._rounds.on_time(now())
+        self._rounds.on_tick(now())
         self._pool.flush()
         for peer in self._honest:
             answer = target if peer.role == "target" else drafter

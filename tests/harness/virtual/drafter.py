@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.protocol.messages import Message
 from tests.harness.virtual.world import World
 from tools.simulation.pace import Pace
@@ -51,7 +51,7 @@ class VirtualDrafter:
         script = Script(texts, profile.acceptance, profile.bonus_ranks, VOCAB, seed=machine.seed)
         pace = Pace(profile.draft, self._nap, world.clock)
         drafter = PacedDrafter(ReplayDrafter(script), profile.name, pace, world.clock)
-        self._worker = DraftWorker(self, drafter, POLICIES[machine.fan_out])
+        self._worker = DraftWorker(self, drafter, FAN_OUT_POLICIES[machine.fan_out])
 
     def hear(self, message: Message) -> None:
         """Delivers a message that is sent now after its latency."""

@@ -144,7 +144,7 @@ class VirtualEngine:
         for name in self._names():
             if name not in self._drafters and not self.gone:
                 self._drafters[name] = self._started(name)
-                self.rounds.on_drafter_found(name)
+                self.rounds.on_drafter_ready(name)
 
     def _do_without(self, lost: Sequence[VirtualDrafter]) -> None:
         if self.gone:
@@ -174,4 +174,4 @@ class VirtualEngine:
 
     def _on_time(self) -> None:
         if not self.gone:
-            self.rounds.on_time(self.world.now_ns())
+            self.rounds.on_tick(self.world.now_ns())

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.protocol.messages import Verify
-from outrider.protocol.trees import depths, line, walk
+from outrider.protocol.trees import accepted_path, chain_parents, node_depths
 
 
 def held(text: Sequence[int], verify: Verify) -> tuple[int, ...]:
     """Returns the accepted nodes of a verified chain or tree."""
-    parents, rest = verify.parents or line(len(verify.chain)), text[verify.base_len :]
-    choices = [rest[place] if place < len(rest) else 0 for place in (0, *(depth + 1 for depth in depths(parents)))]
-    return walk(verify.chain, parents, choices)
+    parents, rest = verify.parents or chain_parents(len(verify.chain)), text[verify.base_len :]
+    choices = [rest[place] if place < len(rest) else 0 for place in (0, *(depth + 1 for depth in node_depths(parents)))]
+    return accepted_path(verify.chain, parents, choices)
 
 
 def path_of(nodes: tuple[int, ...]) -> tuple[int, ...] | None:

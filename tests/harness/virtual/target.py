@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from outrider.engine.kv_cache import PREFILL
+from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS
 from outrider.protocol.messages import (
     Close,
     Coupled,
@@ -18,7 +18,7 @@ from outrider.protocol.messages import (
     Span,
     Verify,
 )
-from outrider.target_worker.model_runner import READING_SHARE, READING_SHARE_WITH_CHAINS, SMALLEST_PIECE
+from outrider.target_worker.model_runner import MIN_CHUNK_TOKENS, READING_SHARE, READING_SHARE_WITH_CHAINS
 from tests.harness.virtual.known_text import held, path_of
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
@@ -145,12 +145,12 @@ class PacedTarget:
 
     def _pieces(self, readers: Sequence[Playing], rows: int, decoding: int) -> list[tuple[Playing, int]]:
         """Returns the next pieces of prompts in order of arrival, by the rule of `target_worker.model_runner`."""
-        room, found = PREFILL, []
+        room, found = PREFILL_CHUNK_TOKENS, []
         if len(readers) <= decoding:
             share = READING_SHARE_WITH_CHAINS if rows > decoding else READING_SHARE
             beside_ms = self._profile.target(max(rows, decoding))
             fits = share * len(readers) * beside_ms / max(self._prompt_ms, 1e-9)
-            room = int(min(max(fits, SMALLEST_PIECE), PREFILL))
+            room = int(min(max(fits, MIN_CHUNK_TOKENS), PREFILL_CHUNK_TOKENS))
         for playing in readers:
             count = min(playing.unread, room)
             if count:
