@@ -204,7 +204,9 @@ def test_openblas_is_installed_once_by_root_and_only_reported_to_others(copy, tm
     python = copy / ".venv/bin/python"
     with_venv(copy)
     python.write_text(
-        python.read_text().replace('*"-c "*|', '*blas_notes*) exit 1 ;;\n*NO_OPENBLAS_NOTE*) echo "NO BLAS" >&2 ;;\n*"-c "*|')
+        python.read_text().replace(
+            '*"-c "*|', '*blas_notes*) exit 1 ;;\n*NO_OPENBLAS_NOTE*) echo "NO BLAS" >&2 ;;\n*"-c "*|'
+        )
     )
     for user, wanted in (("1000", False), ("0", True)):
         executable(tools / "id", f"echo {user}")
