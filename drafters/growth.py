@@ -39,7 +39,6 @@ MAX_CHILDREN = 3
 """The maximum number of tokens after a token: the chain's own and its alternatives."""
 
 Result = TypeVar("Result")
-
 Steps = Generator[TreeFeed, list[int], Result]
 """Yields feeds for its tree, and is sent the new nodes."""
 

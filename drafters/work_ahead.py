@@ -45,11 +45,9 @@ _MAX_TOKENS_WITH_CHAIN = 16  # committed tokens that can be fed together with th
 
 # Below this many measurements there is no estimate.
 MIN_MEASUREMENTS = 8.0
-
 _FORWARDS_PER_ROUND = 3  # if rows are expensive
 
 Value = TypeVar("Value")
-
 _FORWARD_ACTION = "the draft's forward"  # what failed, in errors
 
 

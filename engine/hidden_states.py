@@ -27,7 +27,6 @@ ForwardHook = Callable[[Any, Any], None]
 _FINAL_NORM_NAMES = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm", "output_norm")
 _EMBEDDING_NAMES = ("embed_tokens", "wte", "tok_embeddings", "embeddings", "word_embeddings", "embed_in")
 BEFORE_NORM, AFTER_NORM = "before", "after"
-
 HiddenStatesCallback = Callable[[mx.array], None]
 """A callback that receives the hidden states of a part's tokens, [N, W], lazy."""
 

@@ -62,7 +62,6 @@ History = mx.array | Sequence[int]
 """The tokens before a row's own choice: a sequence of ints, or a 1-axis integer array that may be lazy."""
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
-
 _ROUNDING_ERROR, _RELATIVE_ERROR = 1e-4, 2e-6  # bounds of the rounding errors of scores: absolute, and relative
 _PROBABILITY_SUM_ERROR = 2e-3  # the error of a sum of a vocabulary's probabilities in float32
 _NOISE_BLOCK_POSITIONS, _MAX_KEPT_NOISE = 8, 32  # positions whose noise is computed at a time (on the CPU: 1), and kept

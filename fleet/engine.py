@@ -50,7 +50,6 @@ DRAFTER_BUNDLE = 1
 """The drafter's index in the placement group; the engine is 0."""
 
 RESTART_DELAY_SECONDS = 1.0
-
 DRAFTER_SETTINGS = (
     "model", "draft_model", "draft_backend", "draft_prefill", "fan_out", "threads", "cpu_kernels", "log_level",
     "log_format",

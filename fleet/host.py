@@ -43,7 +43,6 @@ DEFAULT_PORT = 6379
 STARTED_MESSAGE = "Ray runtime started."
 START_TIMEOUT_SECONDS = 180.0
 STOP_TIMEOUT_SECONDS = 30.0
-
 NO_DASHBOARD_FLAG = "--include-dashboard=false"
 """Used when a head restarts: with the dashboard, the raylet's agents start too late, and the raylet ends after 15 s."""
 

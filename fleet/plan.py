@@ -37,7 +37,6 @@ Offers = Mapping[str, float]
 
 REMEDY = "run `outrider fleet join` on a host that does, or lower the needs"
 TOP_KEYS = ("model", "draft_model", "engine", "placed", "attached", "ingress", "scale")
-
 RESERVED_SETTINGS = ("model", "draft_model", "endpoint", "workers_endpoint", "advertise", "await_target", "keyed")
 """Server settings that the fleet sets itself, or that have another place in the file."""
 

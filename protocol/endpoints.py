@@ -40,7 +40,6 @@ BACKLOG = 128
 """Connections that the system queues until they are accepted."""
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,253})")
 HEARTBEAT_INTERVAL_MS = 500
-
 HEARTBEAT_TIMEOUT_MS = 2000
 """TCP repeats a lost packet after about 200 ms, then after 400: a working link is never silent for so long."""
 
@@ -222,9 +221,14 @@ class BoundSocket:
 
     def hang_up(self, descriptor: int) -> None:
         """Closes a connection to this port, unless its descriptor now belongs to another file."""
-        with suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as connection:
-            if self.lock is None and connection.getsockname()[1:2] == self._listener.getsockname()[1:2]:
-                connection.shutdown(sockets.SHUT_RDWR)
+        with suppress(OSError), ExitStack() as undo:
+            duplicate = os.dup(descriptor)
+            undo.callback(os.close, duplicate)
+            connection = sockets.socket(fileno=duplicate)  # raises for a file that is no socket
+            undo.pop_all()
+            with connection:
+                if self.lock is None and connection.getsockname()[1:2] == self._listener.getsockname()[1:2]:
+                    connection.shutdown(sockets.SHUT_RDWR)
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket and frees the endpoint; unsent messages have `linger_ms`. A second call does nothing."""

@@ -32,7 +32,6 @@ current_request: ContextVar[str | None] = ContextVar("current_request", default=
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.005
 _FINALIZER = "__del__"
-
 Handler = Callable[[int, FrameType | None], object]
 
 

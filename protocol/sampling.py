@@ -25,7 +25,6 @@ MAX_COUNT, MAX_SEED = 2**31 - 1, 2**63 - 1
 MIN_TEMPERATURE = 1e-3
 MAX_LOGPROBS = 20
 SAMPLING_RULES = ("coupled", "residual")
-
 PRESETS: Mapping[str, Mapping[str, float]] = {
     "greedy": {"temp": 0.0},
     "balanced": {"temp": 0.7, "top_p": 0.95},

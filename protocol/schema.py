@@ -20,13 +20,11 @@ from msgspec import Meta, Struct
 
 T = TypeVar("T")
 MAX_TOKENS = 2**24
-
 MAX_FRAME_BYTES = 2**26
 """Bytes of a frame: `MAX_TOKENS` tokens. A peer that announces more is disconnected before memory is allocated."""
 
 # Usually a chain and its bonus token; more if a drafter was left out for a while.
 MAX_COMMIT_TOKENS = 4096
-
 MAX_CHAIN = 64
 MAX_ALTERNATIVES = 16
 MAX_BRANCHES = 1024
@@ -38,15 +36,10 @@ Real = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 """A finite float; an int is accepted as the float of the same value."""
 
 Many = Annotated[tuple[T, ...], Meta(max_length=MAX_ITEMS)]
-
 Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-
 Serial = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
 Nanoseconds = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
 Depth = Annotated[int, Meta(ge=0, le=MAX_CHAIN)]
 """The number of tokens of a chain, bounded to bound a worker's work."""
 
@@ -54,15 +47,10 @@ Breadth = Annotated[int, Meta(ge=0, le=MAX_BRANCHES)]
 """The number of branches."""
 
 RequestId = Annotated[str, Meta(max_length=64)]
-
 Name = Annotated[str, Meta(max_length=4096)]
-
 ClientName = Annotated[str, Meta(max_length=64)]
-
 Text = Annotated[str, Meta(max_length=MAX_CHARACTERS)]
-
 Chain = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN)]
-
 ChainOdds = Annotated[tuple[Annotated[float, Meta(ge=0.0, le=1.0)], ...], Meta(max_length=MAX_CHAIN)]
 """The probability that each token of a chain is accepted if those before it are; (): not known."""
 
@@ -79,7 +67,6 @@ CommitTokens = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN + 1)]
 """A commit: the accepted tokens of a chain, then the bonus token."""
 
 Committed = Annotated[tuple[Token, ...], Meta(max_length=MAX_COMMIT_TOKENS)]
-
 ChunkTokens = Many[Token]
 """The tokens of a chunk, in the header: a client that just woke up needs as long for an array as for all the rest."""
 

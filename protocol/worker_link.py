@@ -77,7 +77,6 @@ CPU_KERNELS_VARIABLE = "OUTRIDER_CPU_KERNELS"
 """The environment variable that sets what computes a worker's forwards on a CPU, one of `CPU_KERNEL_CHOICES`."""
 
 CPU_KERNEL_CHOICES = ("auto", "mlx")
-
 WORKER_MODULES_VARIABLE = "OUTRIDER_WORKER_MODULES"
 """The environment variable that replaces a worker's implementation: a JSON object from its role (target, draft,
 prefill) to a list of a module and its first arguments; the worker's usual arguments follow them."""

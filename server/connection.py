@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 _CYCLE_EXTENSION = "outrider.cycle"
 HEADER_TIMEOUT_SECONDS = 20.0
 READER_TIMEOUT_SECONDS = 120.0
-
 FILES_PER_CONNECTION = 4
 """Connections may use a quarter of the process's limit on open files; their requests need the rest."""
 

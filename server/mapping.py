@@ -31,7 +31,6 @@ from outrider.server.schemas import ContentPart, Generation, Sampling
 
 RANDOM_SEED_RANGE = 2**32
 _CONVERTED_FIELDS = {"max_tokens", "stop", "logprobs", "grammar", "logit_bias"}
-
 _COPIED_FIELDS = {one.name for one in dataclasses.fields(SamplingParams)} - _CONVERTED_FIELDS
 """Fields of SamplingParams that a request may have under the same names."""
 

@@ -36,7 +36,6 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 log = logging.getLogger(__name__)
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/"})
-
 METRICS_PATH = "/metrics"
 """Also public on loopback; it contains no prompts or answers."""
 

@@ -28,14 +28,12 @@ DEFAULT_PROMPT = "def read_lines(path):\n"
 
 # The picture starts here, after the warm-up of a request.
 FIRST_DRAWN_ROUND = 8
-
 PICTURE_TOKENS = 400
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 COMMON = (
     "--prompt", "--rounds", "--out", "--temp", "--num-draft-tokens", "--branches", "--model", "--draft-model",
     "--draft-backend", "--threads",
 )  # fmt: skip
-
 UNUSED = (*flags.MULTI_REQUEST_SETTINGS, "colocate", "head", "head_in", "memory", "prompt_cache", "trace")
 """Overlap times a draft worker on one text, and sets --trace itself."""
 

@@ -55,7 +55,6 @@ COMMON = (
     "--temp", "--measure", "--model", "--draft-model", "--draft-backend", "--head", "--threads", "--prefill-workers",
     "--log-level",
 )  # fmt: skip
-
 UNUSED = (
     *flags.MULTI_REQUEST_SETTINGS, "colocate", "head_in", "ngrams", "trees", "branch_depth", "prompt_cache", "memory",
     "trace",

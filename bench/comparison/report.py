@@ -45,7 +45,6 @@ PANEL_COLUMNS = 2
 TITLE_WIDTH = 64
 
 Rounds = Sequence[Sequence[Reply]]
-
 FIXED_MODES = ("ar", "sd", "ssd")
 RUNNER_COLOURS = {
     "ar": "#5c9fd4",

@@ -221,6 +221,8 @@ def main() -> int:
     parser.add_argument("--probe", action="store_true", help="convert it and try Core ML, which can take minutes")
     parser.add_argument("--prompts", action="store_true", help="measure only what reads its prompts faster")
     options = parser.parse_args()
+    if options.prompts and options.model is None:
+        parser.error("--prompts needs --model")
     try:
         if options.prompts:
             times = selection.get_prompt_times(Packages(find_model_folder(options.model)), log.info)

@@ -18,6 +18,7 @@ import json
 import mmap
 import os
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -107,12 +108,12 @@ def apply(folder: Path, weights: Path) -> None:
                 for run in runs
                 for page in range(run.source // _PAGE_BYTES, (run.source + run.length) // _PAGE_BYTES)
             }
+            begins, ends = [run.source for run in runs], [run.source + run.length for run in runs]
             for address, start, stop in _mappings(weights):
-                for run in runs:
+                for run in runs[bisect_right(ends, start) : bisect_left(begins, stop)]:
                     first, end = max(start, run.source), min(stop, run.source + run.length)
-                    if first < end:
-                        _map_over(address + first - start, end - first, file.fileno(), run.place + first - run.source)
-                        missing.difference_update(range(first // _PAGE_BYTES, end // _PAGE_BYTES))
+                    _map_over(address + first - start, end - first, file.fileno(), run.place + first - run.source)
+                    missing.difference_update(range(first // _PAGE_BYTES, end // _PAGE_BYTES))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelError(f"its file of biases can't be used: {error}") from error
     if missing:

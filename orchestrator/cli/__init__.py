@@ -43,7 +43,6 @@ COMMANDS = {
     "pull": "download a model ahead of its first use",
     "completion": "print a completion script for bash, zsh or fish",
 }
-
 MLX_COMMANDS = {name: f"outrider.bench.commands.{name}" for name in ("bench", "tune", "overlap", "convert")}
 """Commands that import MLX, which this package may not do: they are only named here, and imported when run."""
 

@@ -63,14 +63,11 @@ HELP_TEXT = """\
 A pasted text is one message. Alt-Enter, or a backslash at the end of a line,
 starts a new line; three double quotes start a block, three more end it.
 Tab completes commands. To send text that begins with /, type a space first."""
-
 COMMANDS = ("/clear", "/help", "/quit", "/save ", "/undo")
-
 QUIT_COMMANDS = ("/quit", "/exit", "/bye")
 """/quit, and its names in other chat programs."""
 
 NO_TEMPLATE_NOTE = "Note: this model has no chat template: it continues your text instead of answering."
-
 MAX_QUOTED = 60
 """The length to which a note cuts a quoted message."""
 

@@ -26,7 +26,6 @@ from outrider.protocol.sampling import PRESETS, SAMPLING_RULES, Grammar, Samplin
 _SETTINGS = {field.name: field for record in (ServeSettings, HttpSettings) for field in dataclasses.fields(record)}
 _DEFAULTS = ServeSettings()
 _SAMPLING_DEFAULTS = dataclasses.asdict(SamplingParams())
-
 MULTI_REQUEST_SETTINGS = ("max_active", "max_waiting", "await_target")
 """Settings that have no effect on a cluster with a single client that no other process can join."""
 

@@ -65,7 +65,6 @@ MAX_NEW_LEAD_TIME_RATIO = 0.9
 MIN_SIMILAR_DEPTH_RATIO = 0.75
 
 Latencies = Mapping[str, DrafterLatency]
-
 Models = Mapping[str, object]
 """The model of each drafter: drafters with the same model rank outcomes equally."""
 
@@ -75,7 +74,6 @@ MAX_LOSSES = 2
 TARGET_MESSAGES = (Outcome, Features, Prefilled, Resync, Fault)
 DRAFTER_MESSAGES = (Branches, Drafted, Prefilled, Resync, Fault)
 LATE = "late"
-
 INVALID_KINDS = {
     "role": "messages that drafters must not send",
     "request": "messages about requests that are not its own",

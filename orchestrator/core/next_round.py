@@ -47,7 +47,6 @@ from outrider.protocol.messages import Drafted, Halt, Prepare, Verify
 MAX_FIRST_WAIT_MS = 2000.0
 
 PLAIN_DECODING = Proposal(autonomous=True)
-
 Step = Proposal | DrafterWait
 """What a request does next: it verifies, or waits for drafters first."""
 

@@ -53,7 +53,6 @@ MIN_NGRAM_SIZE = 2
 
 # The core indexes a piece at a time, well under a millisecond, and keeps the last tokens (the window), some 15 MiB.
 INDEX_PIECE_TOKENS = 256
-
 INDEX_WINDOW_TOKENS = 1 << 15
 MAX_TREE_NODES = 32
 MAX_COPY_TOKENS = 12

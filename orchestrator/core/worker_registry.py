@@ -48,13 +48,11 @@ MAX_CLOCK_DRIFT_RATIO = 200e-6
 
 # After `LOST_AFTER_PINGS` unanswered pings a worker is lost; after `FROZEN_AFTER_PINGS` a drafter is not waited for.
 LOST_AFTER_PINGS = 40
-
 FROZEN_AFTER_PINGS = 8
 
 # A worker that answers may go without progress for `MAX_STALL_RATIO` times its expected time, at least for
 # `LOST_AFTER_PINGS` pings; if that time is unknown, for `UNKNOWN_STALL_RATIO` times `LOST_AFTER_PINGS` pings.
 MAX_STALL_RATIO = 10
-
 UNKNOWN_STALL_RATIO = 6
 MIN_RESTART_WAIT_NS, MAX_RESTART_WAIT_NS = 250_000_000, 60_000_000_000
 MAX_DEATHS = 5
@@ -62,7 +60,6 @@ STEADY_AFTER_NS = 60_000_000_000
 
 # An honest drafter sends no invalid message, however late its messages come, so a few are enough to disconnect it.
 MAX_INVALID_MESSAGES = 8
-
 EMPTY_HELLO = Hello("target", "", 0, 0, "", "", 0, 0, 0, 0)
 """Replaces the HELLO of a worker that has not sent one."""
 

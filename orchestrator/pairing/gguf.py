@@ -31,12 +31,10 @@ VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 GROUP_SIZE = 32
 UNQUANTIZED_KINDS = ("F32", "F16", "BF16")
-
 _WEIGHTS_PER_PIECE = 2**24
 """Weights unpacked at a time; each then takes about ten bytes."""
 
 Bytes = NDArray[np.uint8]
-
 Floats = NDArray[np.float32]
 
 MlxTensor: TypeAlias = "dict[str, NDArray[Any]]"

@@ -192,10 +192,11 @@ def _model_config(file: GgufFile, known: GgufArchitecture, dtype: str) -> dict[s
     name = file.architecture
     heads, kv_heads = _head_counts(file)
     hidden = file.whole(f"{name}.embedding_length")
-    vocabulary, width = file.tensors["token_embd.weight"].shape
-    if width != hidden:
+    vocabulary, *width = file.tensors["token_embd.weight"].shape
+    if width != [hidden]:
+        sizes = " x ".join(map(str, width)) or "no"
         raise ModelError(
-            f"{file.path} has embeddings of {width} numbers, but an embedding_length of {hidden}; download it again"
+            f"{file.path} has embeddings of {sizes} numbers, but an embedding_length of {hidden}; download it again"
         )
     config: dict[str, Any] = {
         "architectures": [known.class_name],

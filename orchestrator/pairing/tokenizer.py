@@ -50,7 +50,6 @@ MAX_SAMPLES = 3
 _BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 _FILLER = re.compile(r"reserved|unused|placeholder|dummy|extra_\d|extra_id|^\W*control_\d|^\W*pad\W*$", re.IGNORECASE)
 JINJA_FILE = "chat_template.jinja"
-
 Message: TypeAlias = Mapping[str, Any]
 """A message as templates expect it: `role` and `content`, and optionally `tool_calls`, `tool_call_id`, `name`, ..."""
 
@@ -251,11 +250,19 @@ def _is_filler(token: str) -> bool:
 
 
 def chat_template(folder: Path) -> str | None:
-    """Returns the chat template in a model's folder; None if there is none."""
-    if (folder / JINJA_FILE).is_file():
-        return (folder / JINJA_FILE).read_text(encoding="utf-8")
-    for file in ("chat_template.json", "tokenizer_config.json"):
-        template = _default_template(read_json(folder / file).get("chat_template"))
+    """Returns the chat template in a model's folder; None if there is none.
+
+    Raises:
+        ModelError: its file can't be read.
+    """
+    file = folder / JINJA_FILE
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} can't be read as text ({error}); download the model again") from None
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        template = _default_template(read_json(folder / name).get("chat_template"))
         if template is not None:
             return template
     return None

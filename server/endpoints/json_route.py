@@ -37,7 +37,6 @@ _UNION_ALTERNATIVES = frozenset({"str", "int", "float", "bool", "none"})
 _MIN_SIMILARITY = 0.9
 _MAX_COUNTED_NAMES = 200
 _MAX_NAME = 80
-
 _IGNORABLE_FIELDS = frozenset({"include", "stream_options", "timeout", "truncation"})
 """Fields of some paths that other paths may ignore."""
 

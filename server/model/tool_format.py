@@ -51,7 +51,6 @@ FALLBACK_NOTE = (
     "The chat template of this model has no tools: they are described in the system prompt, and calls are held to a"
     " grammar. --no-tool-fallback refuses tools instead."
 )
-
 _INSTRUCTION = """You may call functions to answer the user. These are the functions, a JSON object each:
 <tools>
 {tools}

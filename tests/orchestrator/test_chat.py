@@ -55,6 +55,12 @@ def test_jinja_file_takes_precedence_over_config(model_folder):
     assert chat_template(model_folder) == "from file"
 
 
+def test_unreadable_jinja_file_is_a_model_error(model_folder):
+    (model_folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match=r"chat_template.jinja can't be read as text"):
+        chat_template(model_folder)
+
+
 def test_default_is_chosen_among_several_templates(model_folder):
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     write_config(model_folder, chat_template=named)

@@ -386,6 +386,7 @@ def test_non_gguf_files_are_refused(tmp_path):
         ({"metadata": {"tokenizer.ggml.merges": ["q q"]}}, "the merge 'q q', which does not make a token"),
         ({"metadata": {"llama.attention.head_count": 0}}, "has 0 heads"),
         ({"metadata": {"llama.embedding_length": 32}}, "has embeddings of 64 numbers, but an embedding_length of 32"),
+        ({"tensors": {"token_embd.weight": np.ones(64, np.float32)}}, "has embeddings of no numbers"),
     ],
 )  # fmt: skip
 def test_inconsistent_file_error_names_the_fault(tmp_path, changes, said):

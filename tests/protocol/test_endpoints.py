@@ -299,3 +299,15 @@ def test_socket_for_other_machines_keeps_its_shorter_handshake(sockets):
         connect(client, bound.endpoint)
         assert server.handshake_ivl == client.handshake_ivl == endpoints.HEARTBEAT_TIMEOUT_MS
         assert plain_server.handshake_ivl == endpoints.HANDSHAKE_TIMEOUT_MS
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
+def test_descriptor_that_now_belongs_to_a_file_is_left_alone(sockets, tmp_path):
+    """A connection may end before it is hung up, and its descriptor may be another file's by then."""
+    bound = bind(sockets(), "tcp://127.0.0.1:0")
+    with closing(bound), open(tmp_path / "file", "w") as file:
+        before = len(os.listdir("/proc/self/fd"))
+        bound.hang_up(file.fileno())
+        assert len(os.listdir("/proc/self/fd")) == before
+        file.write("still open")
+        file.flush()

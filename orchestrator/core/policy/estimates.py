@@ -24,7 +24,6 @@ from outrider.protocol.trees import common_prefix_length
 
 # Up to `MAX_EXACT_ROWS` each number of rows has its own average; beyond, each doubling has `BUCKETS_PER_DOUBLING`.
 MAX_EXACT_ROWS = 16
-
 BUCKETS_PER_DOUBLING = 8
 MAX_VERIFY_ROWS = 64  # in a forward that measures the cost of a row; one with more also reads a prompt
 MAX_MATCH_TOKENS = 5  # a longer match counts as one of this length; `NgramIndex` finds none
