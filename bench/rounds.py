@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 SOURCE_COLOURS = {
     "hit": "#2a9d4e",
     "late": "#8fcf9f",

@@ -42,7 +42,6 @@ from outrider.protocol.worker_link import Link, WorkerLoop
 
 log = logging.getLogger(__name__)
 
-
 LATENCY_DECAY = 0.95
 _MAX_FORWARDS_BETWEEN_CHUNKS = 8  # forwards for other requests between two pieces of a prompt
 

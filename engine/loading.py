@@ -38,9 +38,7 @@ from outrider.protocol.errors import ModelError, first_line, wrap_model_errors
 if TYPE_CHECKING:
     from outrider.engine.ranks import Ranks
 
-
 log = logging.getLogger(__name__)
-
 
 _LAST_LEVEL_CACHE_BYTES = 24 * 2**20
 _CONTEXT_LENGTH_KEYS = (

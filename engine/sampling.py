@@ -54,7 +54,6 @@ _LOG1P = (
     1.0,
 )
 
-
 MIN_NOISE, MAX_NOISE = -2.9, 17.4
 """The bounds of the noise."""
 

@@ -42,7 +42,6 @@ from outrider.protocol.socket_files import PrivateDirectory
 
 log = logging.getLogger(__name__)
 
-
 NAMESPACE = "serve"
 """The namespace of Ray Serve's actors. Their runtime contexts report another one."""
 

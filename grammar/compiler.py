@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
     from tokenizers import AddedToken, Tokenizer
 
-
 TOKENIZER_FILE = "tokenizer.json"
 MAX_CACHED_GRAMMARS = 32
 # Allows at most one space between JSON tokens, because weak models fill their budget with white space. Without a

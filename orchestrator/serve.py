@@ -57,7 +57,6 @@ SWITCH_INTERVAL_SECONDS = 0.0002
 
 log = logging.getLogger(__name__)
 
-
 Event = Announcement | signal.Signals
 """What the main thread waits for: an announcement, or a signal to end the server."""
 

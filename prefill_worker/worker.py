@@ -34,7 +34,6 @@ StageCallback = Callable[[str], None]
 Pieces = Generator[list[PromptKv]]
 """The keys and values of a prompt, packed by `engine.kv_cache.KVLayout`: a list after each forward."""
 
-
 log = logging.getLogger(__name__)
 
 

@@ -28,7 +28,6 @@ Buffer: TypeAlias = bytes | memoryview
 SMALL_ARRAY_ITEMS = 64
 MAX_REASON_CHARACTERS = 200
 
-
 MESSAGES: dict[str, type[Message]] = {
     name: cls
     for module in (rounds, clients, workers)

@@ -221,11 +221,13 @@ class BoundSocket:
 
     def hang_up(self, descriptor: int) -> None:
         """Closes a connection to this port, unless its descriptor now belongs to another file."""
-        with suppress(OSError), ExitStack() as undo:
+        with suppress(OSError):
             duplicate = os.dup(descriptor)
-            undo.callback(os.close, duplicate)
-            connection = sockets.socket(fileno=duplicate)  # raises for a file that is no socket
-            undo.pop_all()
+            try:
+                connection = sockets.socket(fileno=duplicate)
+            except OSError:  # it is no socket's
+                os.close(duplicate)
+                return
             with connection:
                 if self.lock is None and connection.getsockname()[1:2] == self._listener.getsockname()[1:2]:
                     connection.shutdown(sockets.SHUT_RDWR)

@@ -12,12 +12,10 @@ from outrider.protocol.errors import InvalidRequest
 
 PROTOCOL_VERSION = 1
 
-
 try:
     PACKAGE_VERSION = version("outrider")
 except PackageNotFoundError:  # run from a source tree that was never installed
     PACKAGE_VERSION = "0+source"
-
 
 EXTRA_MODULES = {
     "serve": ("fastapi", "uvicorn", "prometheus_client"),

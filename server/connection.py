@@ -21,7 +21,6 @@ from outrider.server.problems import Problem, is_anthropic
 
 log = logging.getLogger(__name__)
 
-
 _CYCLE_EXTENSION = "outrider.cycle"
 HEADER_TIMEOUT_SECONDS = 20.0
 READER_TIMEOUT_SECONDS = 120.0

@@ -26,7 +26,6 @@ from outrider.protocol.stats import Durations
 if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import RequestSpan
 
-
 FINISH_REASONS = ("eos", "stop", "length", "cancelled")
 WORKER_STATES = ("starting", "ready", "refused", "frozen", "restarting", "lost")
 ERROR_KINDS = tuple(name for name, kind in vars(errors).items() if isinstance(kind, type))

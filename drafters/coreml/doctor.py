@@ -72,9 +72,8 @@ def measure_device(model: Path, device: mx.DeviceType) -> Placement:
         def step(rows: int) -> None:
             mx.eval(kv_cache.forward([Feed(slot, [0] * rows, rows)]))
 
-        one, eight = (
-            round(trial.median_ms(partial(step, rows), _TIMED_CALLS, _WARM_UP_CALLS), 3) for rows in (1, _TREE_ROWS)
-        )
+        steps = (partial(step, rows) for rows in (1, _TREE_ROWS))
+        one, eight = (round(trial.median_ms(timed, _TIMED_CALLS, _WARM_UP_CALLS), 3) for timed in steps)
     finally:
         mx.set_default_device(default)
     if device == mx.gpu:

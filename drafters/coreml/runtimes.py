@@ -32,7 +32,6 @@ from outrider.protocol.errors import ModelError, OutriderError, WorkerError, fir
 Inputs = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[np.float32]]
 
-
 RuntimeState = Any
 """One request's cache inside a runtime; opaque to the host."""
 

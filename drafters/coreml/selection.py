@@ -127,10 +127,8 @@ def select_package(packages: PackageSource, tell: Tell, thorough: bool = False) 
     """
     if not runtimes.is_available():
         return Selection(f"{runtimes.MACOS_ONLY_MESSAGE}; drafting with MLX instead")
-    kept, new = (
-        TrialStore(packages.source_hash),
-        [form for form in packages.variants if not packages.is_converted(form)],
-    )
+    kept = TrialStore(packages.source_hash)
+    new = [form for form in packages.variants if not packages.is_converted(form)]
     rows: list[TrialResult] = []
     chosen: TrialResult | None = None
     for units in PREFERRED_UNITS:

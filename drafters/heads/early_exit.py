@@ -54,7 +54,6 @@ from outrider.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
-
 _MAX_CHAIN_TOKENS = 8
 _TRIAL_TOKENS = 64
 _MIN_AGREEMENT = 0.1

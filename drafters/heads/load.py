@@ -44,7 +44,6 @@ from outrider.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
-
 _BUILDERS = {"dflash": dflash.build, "eagle3": eagle3.build, "redrafter": redrafter.build}
 _MIN_AGREEMENT = 0.1  # a head of this target agrees far more often, an untrained one far less often
 _MIN_AGREEMENT_GAIN = 0.1

@@ -13,7 +13,6 @@ the graph gets further columns for the biases (`graph.Builder`), which cost a fi
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import mmap
 import os
@@ -21,15 +20,16 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 
+from outrider.engine.ort.graph import Array
+from outrider.protocol.digest import file_hash
 from outrider.protocol.errors import ModelError
-
-Array = np.ndarray[Any, Any]
 
 IS_SUPPORTED = sys.platform == "linux"
 _PAGES_FILE, _INDEX_FILE = "biases.bin", "biases.json"
@@ -75,19 +75,14 @@ def write(graph: Path, weights: Path, biases: Mapping[str, tuple[Array, Array]])
         replaced = _replace(content[begin : begin + length], rounded, exact)
         if replaced is None:
             raise ModelError("its packed weights have no place for exact biases")
-        first, end = (begin + byte for byte in replaced)
-        pages.update(range(first // _PAGE_BYTES, -(-end // _PAGE_BYTES)))
-    runs, checksum, place = list[_Run](), hashlib.sha256(), 0
+        pages.update(_pages(*(begin + byte for byte in replaced)))
+    runs = list[_Run]()
     with open(graph.parent / _PAGES_FILE, "wb") as file:
         for first, stop in _consecutive_ranges(sorted(pages)):
-            part = (
-                content[first * _PAGE_BYTES : stop * _PAGE_BYTES].tobytes().ljust((stop - first) * _PAGE_BYTES, b"\0")
-            )
-            file.write(part)
-            checksum.update(part)
-            runs.append(_Run(first * _PAGE_BYTES, place, len(part)))
-            place += len(part)
-    index = {"sha256": checksum.hexdigest(), "runs": [astuple(run) for run in runs]}
+            run = _Run(first * _PAGE_BYTES, file.tell(), (stop - first) * _PAGE_BYTES)
+            file.write(content[run.source : run.source + run.length].tobytes().ljust(run.length, b"\0"))
+            runs.append(run)
+    index = {"sha256": file_hash(graph.parent / _PAGES_FILE), "runs": [astuple(run) for run in runs]}
     (graph.parent / _INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
 
 
@@ -100,20 +95,16 @@ def apply(folder: Path, weights: Path) -> None:
     try:
         index = json.loads((folder / _INDEX_FILE).read_text(encoding="utf-8"))
         runs = [_Run(*map(int, run)) for run in index["runs"]]
-        with open(folder / _PAGES_FILE, "rb", buffering=0) as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != index["sha256"]:
-                raise ModelError("its file of biases is damaged")
-            missing = {
-                page
-                for run in runs
-                for page in range(run.source // _PAGE_BYTES, (run.source + run.length) // _PAGE_BYTES)
-            }
-            begins, ends = [run.source for run in runs], [run.source + run.length for run in runs]
+        if file_hash(folder / _PAGES_FILE) != index["sha256"]:
+            raise ModelError("its file of biases is damaged")
+        begins, ends = [run.source for run in runs], [run.source + run.length for run in runs]
+        missing = {page for begin, end in zip(begins, ends, strict=True) for page in _pages(begin, end)}
+        with open(folder / _PAGES_FILE, "rb") as file:
             for address, start, stop in _mappings(weights):
                 for run in runs[bisect_right(ends, start) : bisect_left(begins, stop)]:
                     first, end = max(start, run.source), min(stop, run.source + run.length)
                     _map_over(address + first - start, end - first, file.fileno(), run.place + first - run.source)
-                    missing.difference_update(range(first // _PAGE_BYTES, end // _PAGE_BYTES))
+                    missing.difference_update(_pages(first, end))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelError(f"its file of biases can't be used: {error}") from error
     if missing:
@@ -150,6 +141,11 @@ def _to_bytes(numbers: Array) -> bytes:
     return np.where(bits == 2**31, np.uint32(0), bits).tobytes()
 
 
+def _pages(first: int, end: int) -> range:
+    """Returns the pages that contain bytes from `first` to before `end`."""
+    return range(first // _PAGE_BYTES, -(-end // _PAGE_BYTES))
+
+
 def _consecutive_ranges(numbers: list[int]) -> Iterator[tuple[int, int]]:
     """Yields the first and the end of each sequence of consecutive numbers."""
     breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
@@ -171,10 +167,16 @@ def _mappings(file: Path) -> Iterator[tuple[int, int, int]]:
 
 def _map_over(address: int, length: int, file: int, offset: int) -> None:
     """Maps a part of a file, privately, in place of what is mapped at an address."""
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     protection, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
-    if library.mmap(address, length, protection, kind, file, offset) != address:
+    if _libc_mmap()(address, length, protection, kind, file, offset) != address:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
+
+
+@cache
+def _libc_mmap() -> Any:
+    """Returns libc's mmap: Python's own can't map at an address."""
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.restype = ctypes.c_void_p
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    return function

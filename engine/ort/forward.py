@@ -34,7 +34,6 @@ from outrider.protocol.worker_link import CPU_KERNEL_CHOICES, CPU_KERNELS_VARIAB
 
 log = logging.getLogger(__name__)
 
-
 _MASKED_SCORE = -65504.0  # the lowest float16: such a column gets the weight 0
 _MIN_QUERIES = 2  # with one query ONNX Runtime computes attention by another path, with other bits
 _MAX_PIECE_TOKENS = 128  # each further head of a group writes as many columns beyond the text
@@ -365,10 +364,8 @@ def check_logits(
         ModelError: the logits are not the model's own, or depend on what else is fed in the same forward.
     """
     tokens = np.array([(7919 * i + 13) % forward.vocab_size for i in range(_CHECK_TOKENS)], np.int32)
-    expected, logits = (
-        own(tokens[:_REFERENCE_TOKENS]),
-        feed_in_pieces(forward, tokens, (_REFERENCE_TOKENS,), features=features),
-    )
+    expected = own(tokens[:_REFERENCE_TOKENS])
+    logits = feed_in_pieces(forward, tokens, (_REFERENCE_TOKENS,), features=features)
     mean = float(deviations(expected, mx.array(logits)).mean())
     if not mean <= (_TOLERANCE_INT8 if forward.quantised else _TOLERANCE_FLOAT32):
         raise ModelError(f"its logits differ from the model's own by {mean:.2g} of their standard deviation")

@@ -107,11 +107,8 @@ class CachedGraph:
     @classmethod
     def of(cls, model: Path) -> CachedGraph | None:
         """Returns the cached graph, existing or not, of the model in this folder; None: it is not cached."""
-        if (
-            not _MIN_WEIGHT_BYTES
-            <= sum(file.stat().st_size for file in model.glob("*.safetensors"))
-            <= _MAX_WEIGHT_BYTES
-        ):
+        size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        if not _MIN_WEIGHT_BYTES <= size <= _MAX_WEIGHT_BYTES:
             return None
         code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]
         state = json.dumps([model_digest(model), code, kernel_name(), num_threads(), drafter_core() is None])

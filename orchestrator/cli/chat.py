@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-
 PROMPT, CONTINUATION, FENCE = "> ", "... ", '"""'
 
 ORIGINS = {

@@ -25,7 +25,6 @@ DRAIN_SECONDS = 30
 
 log = logging.getLogger(__name__)
 
-
 COMMON = (
     "--model", "--draft-model", "--mode", "--host", "--port", "--api-key", "--endpoint", "--workers-endpoint",
     "--max-active", "--kv-memory", "--log-level",

@@ -50,7 +50,6 @@ from outrider.protocol.trees import chain_parents, tree_fault
 if TYPE_CHECKING:
     from outrider.orchestrator.core.worker_pool import WorkerPool
 
-
 # Records kept of requests that have ended: a drafter still busy with an older one was given up long ago.
 MAX_ENDED_REQUESTS = 2048
 MAX_RECORDED_ROUNDS = 8

@@ -35,9 +35,7 @@ from outrider.protocol.stats import Durations, Tally
 if TYPE_CHECKING:
     from outrider.orchestrator.core.request import Request, SettledRound
 
-
 log = logging.getLogger(__name__)
-
 
 TARGET_DRAFTER_TRACK = "target's drafter"
 """The track of an in-process drafter, in the target's process."""

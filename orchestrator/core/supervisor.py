@@ -24,7 +24,6 @@ from outrider.protocol.worker_link import INCARNATION_BITS
 
 log = logging.getLogger(__name__)
 
-
 STDIN = 0
 STOP_GRACE_SECONDS = 5.0
 TARGET_WAIT_SECONDS = 600

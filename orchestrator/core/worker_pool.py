@@ -70,7 +70,6 @@ MAX_QUEUED_MESSAGES = 1024
 # Unknown peers must not fill the log: ten warnings at once, then one every ten seconds.
 WARNING_RATE = Rate(0.1, 10)
 
-
 # A drafter sends a few messages per forward; an unknown peer sends little besides HELLO.
 DRAFTER_RATE, STRANGER_RATE = Rate(20_000, 20_000), Rate(10, 40)
 

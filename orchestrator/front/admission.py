@@ -35,7 +35,6 @@ from outrider.protocol.sampling import Grammar, SamplingParams
 
 log = logging.getLogger(__name__)
 
-
 CODE_SAMPLE_TOKENS = 512  # at the end of a prompt
 MIN_CODE_CHARS = 80  # shorter prompts are not taken for code
 CODE_SYMBOL_RATIO = 0.05

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from jinja2.nodes import Node
     from jinja2.parser import Parser
 
-
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 MAX_SAMPLES = 3
 _BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)

@@ -26,7 +26,6 @@ from outrider.server.schemas import AnthropicErrorBody, ApiRequest, OpenAIErrorB
 
 log = logging.getLogger(__name__)
 
-
 BODY_TIMEOUT_SECONDS = 60.0
 ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 SCHEMA_REF_PREFIX = "#/components/schemas/"

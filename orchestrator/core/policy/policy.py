@@ -149,11 +149,8 @@ class Policy:
             source = MEASURED_BEFORE if choice.measured else "tune's forecast"
             if choice.depth and self._tuned.setdefault(arm.kind, arm) != arm:
                 continue  # from an older tuning
-            rate, records = (
-                choice.tokens_per_second / 1000,
-                self._records_by_load.setdefault(_load_class(choice.at_once), {}),
-            )
-            records[arm] = ArmRecord(prior_rate=rate, source=source)
+            records = self._records_by_load.setdefault(_load_class(choice.at_once), {})
+            records[arm] = ArmRecord(prior_rate=choice.tokens_per_second / 1000, source=source)
             if choice.at_once == 1 and self._tuned_best is None:
                 self._tuned_best = arm
 

@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
 
-
 Time = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
 """Milliseconds, or another number that is not negative."""
 ForwardTime = Annotated[float, Meta(ge=1e-3, le=sys.float_info.max)]
