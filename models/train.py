@@ -2,8 +2,8 @@
 
 The command reads this Python's standard library, learns a tokenizer, trains the target, distils the draft from it and
 writes DIR/target, DIR/draft and DIR/training.json. With `--head KIND --target MODEL` it trains a head for that model
-instead, and with `--draft --target MODEL` a draft model, both on text that the model writes itself. After an
-interruption the same command continues. Needs the extra `train`.
+instead, and with `--draft --target MODEL` a draft model or, with `--ngrams`, a table of n-grams, all from text that the
+model writes itself. After an interruption the same command continues. Needs the extra `train`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.protocol.errors import InvalidRequest, OutriderError
 _OF_PAIRS = ("preset", "target_tokens", "draft_tokens")
 _OF_BOTH = ("target", "store", "text_tokens", "vocab", "rate")
 _OF_HEADS = ("tokens", "length", "hidden", "steps", "visible_prefix")
-_OF_DRAFTS = ("layers", "mlp", "minutes", "coupled", "begin_as", "text_only", "export")
+_OF_DRAFTS = ("layers", "mlp", "minutes", "coupled", "begin_as", "text_only", "export", "ngrams")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,9 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail("stopped; the same command continues from the last checkpoint", 130)
-    sys.stderr.write(
-        f"the {_kind_of(options)} is in {options.out}\n" if not options.text_only else "the text is complete\n"
-    )
+    made = "table of n-grams" if options.ngrams else _kind_of(options)
+    sys.stderr.write(f"the {made} is in {options.out}\n" if not options.text_only else "the text is complete\n")
     return 0
 
 
@@ -86,12 +85,16 @@ def _make(options: argparse.Namespace) -> None:
 
 
 def _make_draft(options: argparse.Namespace, out: Path) -> None:
+    from models.training.draft import ngrams
     from models.training.draft import pipeline as drafts
     from outrider.orchestrator.pairing.model_files import find_model
 
     target = find_model(str(options.target)).folder
     if options.export:
         drafts.publish(out, target)
+        return
+    if options.ngrams:
+        ngrams.write(out, options.store.resolve())
         return
     names = ("layers", "vocab", "mlp", "text_tokens", "minutes", "rate", "batch_tokens", "coupled", "begin_as")
     asked = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -182,6 +185,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     draft.add_argument("--text-only", action="store_true", help="only write text; another run may train meanwhile")
     draft.add_argument("--export", action="store_true", help="write the best draft so far; the run may continue")
+    draft.add_argument(
+        "--ngrams",
+        action="store_true",
+        help="write the n-grams of --store (or of the stores in it) to the file --out",
+    )
     return parser
 
 

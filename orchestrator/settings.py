@@ -130,6 +130,10 @@ class ServeSettings:
     fan_out: str = _enum("best-first", ("best-first", "geometric", "uniform"), DRAFTING, help="how outcomes are chosen")
     branch_depth: str = _enum("auto", ("auto", "full"), DRAFTING, help="full: wait until branches are K tokens deep")
     ngrams: bool = switch(True, DRAFTING, help="do not draft by copying from the text (n-grams)")
+    ngram_table: str | None = setting(
+        None, values.check_text, DRAFTING, "FILE",
+        help="n-grams of the target's texts, used where a text repeats nothing (default: those that come with --model)",
+    )  # fmt: skip
     trees: bool = switch(
         False, DRAFTING, help="verify drafts of several drafters as one tree, if that pays and the target can"
     )
@@ -320,6 +324,7 @@ class Settings(TypedDict, total=False):
     fan_out: str
     branch_depth: str
     ngrams: bool
+    ngram_table: str | None
     trees: bool
     threads: int
     cpu_kernels: str

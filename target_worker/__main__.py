@@ -20,7 +20,7 @@ from outrider.engine.models_only import models_only
 from outrider.protocol import worker_link
 from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import CannotDraft, OutriderError
-from outrider.protocol.heads import DRAFT_MODEL, HEAD_KINDS
+from outrider.protocol.heads import DRAFT_MODEL, HEAD_KINDS, NGRAM
 from outrider.protocol.messages import Hello, Loading
 from outrider.protocol.process import configure_logging
 from outrider.protocol.worker_link import WorkerLink, end_with_parent
@@ -55,9 +55,10 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     report("checking the model")
     found = probe_abilities(model)
     kv_cache = leader.open_shared_kv_cache(model) if leader is not None else None
-    loaded = in_process_drafters.load(options.own if found.chains else (), model, report, leader is None)
+    own, ngrams = (options.own, options.ngrams) if found.chains else ((), None)
+    loaded = in_process_drafters.load(own, model, report, leader is None, ngrams=ngrams)
     found = replace(found, drafters=loaded.infos, left_out=loaded.left_out)
-    notes = [f"drafting in this process with {info.model}" for info in loaded.infos]
+    notes = [f"drafting in this process with {info.model}" for info in loaded.infos if info.name != NGRAM]
     notes += [*loaded.left_out, *loaded.doubts]
     drafters = InProcessDrafters(loaded.drafters)
     memory.set_limits(model.weight_bytes + drafters.weight_bytes)  # each load has set them for one model only
@@ -148,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True)
     drafts = f"draft in this process with a model ({DRAFT_MODEL}) or a head ({', '.join(HEAD_KINDS)}); repeatable"
     parser.add_argument("--own", nargs=2, action="append", default=[], metavar=("KIND", "PATH"), help=drafts)
+    parser.add_argument("--ngrams", metavar="TABLE", help="look n-grams up, also in this table (empty: in no table)")
     features = "publish the features that this head reads in the draft worker"
     parser.add_argument("--tell", nargs=2, metavar=("KIND", "PATH"), help=features)
     parser.add_argument("--shards", type=int, default=1, help="ranks on this machine, each with a part of the model")

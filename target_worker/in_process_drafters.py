@@ -1,9 +1,10 @@
 """The drafters in the target's process. They draft in turn with the verify, so they need no messages and do
 not work ahead.
 
-A drafter is a draft model (`InProcessModel`), a head that reads the target's hidden states (`HeadDrafter`), or an early
-exit of the target (`ExitDrafter`). `InProcessDrafters` holds them by name and opens a session in each for each request;
-`load` loads them when the target starts. A drafter that can't be loaded is left out with a note.
+A drafter is a draft model (`InProcessModel`), a head that reads the target's hidden states (`HeadDrafter`), an early
+exit of the target (`ExitDrafter`), or n-grams (`NgramDrafter`). `InProcessDrafters` holds them by name and opens a
+session in each for each request; `load` loads them when the target starts. A drafter that can't be loaded is left out
+with a note.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from outrider.drafters.heads import load as heads
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.early_exit import ExitDrafter
 from outrider.drafters.mlx import MlxDrafter
+from outrider.drafters.ngrams import NgramDraft, NgramDrafter
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, check_in_vocabulary, start_drafting
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, HiddenStatesListener, KVCache
@@ -31,8 +33,9 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import OutriderError, wrap_model_errors
-from outrider.protocol.heads import DRAFT_MODEL, unique_names
-from outrider.protocol.messages import workers
+from outrider.protocol.heads import DRAFT_MODEL, NGRAM, unique_names
+from outrider.protocol.messages import InProcess, workers
+from outrider.protocol.ngrams import NgramTable
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 
@@ -45,7 +48,7 @@ CostMeasure = Callable[[HeadDrafter, LoadedModel], float | None]
 class DraftTurn:
     """A request that drafts up to `depth` tokens in forwards that `batcher` shares; `work`: None if it can't draft."""
 
-    batcher: DraftBatcher | HeadDrafter
+    batcher: DraftBatcher | HeadDrafter | NgramDrafter
     work: Any
     depth: int
 
@@ -84,10 +87,9 @@ class ModelDraftSession:
         except DrafterFault as error:
             log.warning("%s", error)
 
-    def turn(self, tokens: Sequence[int], depth: int, threshold: float = 1.0) -> DraftTurn:
-        """Prepares a draft of `depth` tokens after the committed `tokens`, which extend those of the call before.
+    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn:
+        """Prepares the draft that is `asked` for after the committed `tokens`, which extend those of the call before.
 
-        With `threshold` below 1 the draft has alternatives, too: tokens accepted with a probability above `threshold`.
         Nothing is drafted once the text is longer than the draft model's context.
         """
         work, new = self._work, tokens[self._work.committed_len :] if self._work is not None else ()
@@ -98,9 +100,9 @@ class ModelDraftSession:
             work = None
         if work is None or len(tokens) >= self._drafter.context_length:
             self.close(spoilt=False)
-            return DraftTurn(self._batcher, None, depth)
-        work.commit(new, BranchTask(None, depth, min_prob=threshold))
-        return DraftTurn(self._batcher, work, depth)
+            return DraftTurn(self._batcher, None, asked.depth)
+        work.commit(new, BranchTask(None, asked.depth, min_prob=asked.min_prob))
+        return DraftTurn(self._batcher, work, asked.depth)
 
     def close(self, spoilt: bool) -> None:
         """Ends drafting; the text's state may serve later texts, unless a failure has `spoilt` it."""
@@ -120,16 +122,31 @@ class HeadDraftSession:
     drafter: HeadDrafter
     draft: HeadDraft
 
-    def turn(self, tokens: Sequence[int], depth: int, threshold: float = 1.0) -> DraftTurn:
+    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn:
         """See `ModelDraftSession.turn`."""
-        return DraftTurn(self.drafter, self.draft.set_text(tokens, threshold), depth)
+        return DraftTurn(self.drafter, self.draft.set_text(tokens, asked.min_prob), asked.depth)
 
     def close(self, spoilt: bool) -> None:
         """See `ModelDraftSession.close`."""
         self.draft.close(spoilt)
 
 
-DraftSession = ModelDraftSession | HeadDraftSession
+@dataclass(frozen=True, slots=True)
+class NgramSession:
+    """A request of the n-grams."""
+
+    drafter: NgramDrafter
+    draft: NgramDraft
+
+    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn:
+        """See `ModelDraftSession.turn`."""
+        return DraftTurn(self.drafter, self.draft.set_text(tokens, asked.row_costs), asked.depth)
+
+    def close(self, spoilt: bool) -> None:
+        """See `ModelDraftSession.close`. Later texts could use nothing."""
+
+
+DraftSession = ModelDraftSession | HeadDraftSession | NgramSession
 
 
 class InProcessModel:
@@ -144,7 +161,7 @@ class InProcessModel:
         self.calibration = Calibration()
 
 
-InProcessProposer = InProcessModel | HeadDrafter
+InProcessProposer = InProcessModel | HeadDrafter | NgramDrafter
 
 
 class InProcessDrafters:
@@ -206,6 +223,9 @@ class InProcessDrafters:
             if isinstance(proposer, InProcessModel):
                 sessions[name] = partial(ModelDraftSession, proposer, slot.tokens, sampling, progress, constraint())
                 continue
+            if isinstance(proposer, NgramDrafter):
+                sessions[name] = partial(NgramSession, proposer, proposer.open_draft(sampling))
+                continue
             if isinstance(proposer, ExitDrafter):
                 drafts[name] = proposer.open_exit_draft(slot.sequence, sampling, constraint())
             sessions[name] = partial(HeadDraftSession, proposer, drafts[name])
@@ -223,7 +243,7 @@ class InProcessDrafters:
 
     @property
     def _caches(self) -> list[PromptCache]:
-        return [proposer.prompt_cache for proposer in self._drafters.values()]
+        return [own.prompt_cache for own in self._drafters.values() if not isinstance(own, NgramDrafter)]
 
     def _listener(self, listeners: Sequence[HiddenStatesListener]) -> HiddenStatesListener:
         def on_features(position: int, features: mx.array) -> None:
@@ -257,10 +277,13 @@ def load(
     progress: Callable[[str], None],
     unsharded: bool,
     cost: CostMeasure = heads.measure_step_cost,
+    ngrams: str | None = None,
 ) -> LoadedDrafters:
     """Loads drafters, each a kind (`DRAFT_MODEL` or one of `protocol.heads.HEAD_KINDS`) with the folder of its files.
 
-    `unsharded`: the whole model is in this process (see `drafters.heads.load`); `cost` then measures a head.
+    `unsharded`: the whole model is in this process (see `drafters.heads.load`); `cost` then measures a head. `ngrams`:
+    the file of a table of n-grams, "" without one; None: no n-grams. They are used where ONNX Runtime computes: MLX
+    begins a forward before the tokens of the one before are known, and n-grams in between would have to wait for them.
     """
     drafters: dict[str, InProcessProposer] = {}
     infos, left_out, doubts = [], [], []
@@ -279,6 +302,12 @@ def load(
         weight = _relative_cost(drafter, model, cost if unsharded else None)
         is_head = isinstance(drafter, HeadDrafter)
         infos.append(workers.InProcessDrafter(name, path, is_head, agreement, weight))
+    if ngrams is not None and unsharded and model.cpu is not None:
+        try:
+            drafters[NGRAM] = NgramDrafter(NgramTable.load(ngrams) if ngrams else None)
+            infos.append(workers.InProcessDrafter(NGRAM, ngrams, False, -1.0, 0.0))
+        except OutriderError as error:
+            left_out.append(str(error))
     return LoadedDrafters(drafters, tuple(infos), tuple(left_out), tuple(doubts))
 
 

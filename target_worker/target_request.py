@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
+from msgspec import structs
 
 from outrider.drafters.growth import Continuation
 from outrider.drafters.heads.head import Head
@@ -276,9 +277,9 @@ class TargetRequest:
             raise InvalidRequest(f"this target has no in-process drafter {self.drafter!r}; expected {known}")
         if self.drafter not in self._drafting:
             self._drafting[self.drafter] = self.drafters[self.drafter]()
-        threshold = self.draft.min_prob if self.takes_trees else 1.0
-        depth = min(self.draft.depth, self.max_tokens - 1)
-        return self._drafting[self.drafter].turn(self.slot.tokens, depth, threshold)
+        min_prob, depth = self.draft.min_prob if self.takes_trees else 1.0, min(self.draft.depth, self.max_tokens - 1)
+        asked = structs.replace(self.draft, depth=depth, min_prob=min_prob)
+        return self._drafting[self.drafter].turn(self.slot.tokens, asked)
 
     def set_proposal(self, draft: Continuation | OutriderError, span: Span) -> None:
         """Sets the draft, or the error that `next_input` raises.

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
 from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Branches, Drafted, DraftWork, RoundRecord, Span, Timings
 from outrider.protocol.schema import Origin
 from outrider.protocol.stats import Durations, Tally
@@ -112,7 +113,7 @@ class RoundSums:
         if proposal.lookup is not Lookup.NONE:
             (self.misses_at if proposal.lookup.missed else self.hits_at)[entry.after] += 1
             self.after_misses[proposal.source] += proposal.lookup is Lookup.MISS
-        if proposal.drafter:
+        if proposal.drafter not in ("", NGRAM):
             others = (Origin.COPIED, Origin.PREPARED) if proposal.source is ProposalSource.HEAD else (Origin.COPIED,)
             self.accepted_by_drafter[proposal.drafter] += sum(origin not in others for origin in by)
         self.accepted_by_origin.update(by)

@@ -14,8 +14,9 @@ by its expected time and some slack.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import sub
 
 from msgspec import structs
 
@@ -41,10 +42,14 @@ from outrider.orchestrator.core.request import CachedBranch, DrafterWait, Reques
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
-from outrider.protocol.messages import Drafted, Halt, Prepare, Verify
+from outrider.protocol.messages import Drafted, Halt, InProcessDrafter, Prepare, Verify
+from outrider.protocol.ngrams import MAX_COPY_TOKENS
 
 # The limit of a wait for a drafter that may not have drafted before, or that full depth requires.
 MAX_FIRST_WAIT_MS = 2000.0
+
+# A target that looks n-grams up by itself gets new costs of rows when those of its first tokens have changed this much.
+MAX_COST_CHANGE, MAX_COMPARED_COSTS = 0.15, 4
 
 PLAIN_DECODING = Proposal(autonomous=True)
 Step = Proposal | DrafterWait
@@ -135,10 +140,12 @@ def max_wait_ms(expected_ms: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Proposer:
-    """Decides the next step by the request's mode; with `full_depth` each round waits for all branches in full."""
+    """Decides the next step by the request's mode; with `full_depth` each round waits for all branches in full.
+    `target_has_ngrams`: whether the target looks n-grams up by itself, which saves a message a round."""
 
     estimates: Estimates
     full_depth: bool
+    target_has_ngrams: Callable[[], bool]
 
     def next_step(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
         """Returns the step after the outcome that made `committed` final."""
@@ -151,6 +158,8 @@ class Proposer:
         tail = self._best_tail(request)
         drafter = request.plan.drafter
         if drafter == NGRAM or not (drafter or request.draft.drafters):  # n-grams are the only source
+            if self.target_has_ngrams() and not self.full_depth:
+                return self._propose_ngrams()
             return propose_copy(tail.tokens) if tail.tokens or self.full_depth else PLAIN_DECODING
         if not self._is_reproducible(request) and not should_draft(
             self.estimates, tail, request.max_draft_tokens, drafter
@@ -177,6 +186,13 @@ class Proposer:
             copied=0,
         )
 
+    def _propose_ngrams(self) -> Proposal:
+        """Returns the proposal of n-grams that the target looks up by itself, round after round."""
+        costs = tuple(self.estimates.row_costs(MAX_COPY_TOKENS))
+        return Proposal(
+            source=ProposalSource.NGRAM, autonomous=True, draft=MAX_COPY_TOKENS, drafter=NGRAM, row_costs=costs
+        )
+
     def _copy_for_tree(self, request: Request) -> tuple[int, ...]:
         """Returns the copy that pays in one tree with an in-process chain."""
         if not request.takes_trees:
@@ -194,10 +210,14 @@ class Proposer:
         )
 
     def should_continue(self, request: Request) -> bool:
-        """Whether an autonomous target should continue by itself: the next proposal would be the same."""
-        step = self.next_step(request, (), 0)
-        is_same = isinstance(step, Proposal) and step.autonomous and step.drafter == request.round.proposal.drafter
-        return is_same or request.max_chain_tokens < 1
+        """Whether an autonomous target should continue by itself: the next proposal would be about the same."""
+        step, under_way = self.next_step(request, (), 0), request.round.proposal
+        if request.max_chain_tokens < 1:
+            return True
+        if isinstance(step, DrafterWait) or not step.autonomous or step.drafter != under_way.drafter:
+            return False
+        changes = map(sub, step.row_costs[:MAX_COMPARED_COSTS], under_way.row_costs)
+        return max(map(abs, changes), default=0.0) <= MAX_COST_CHANGE
 
     def _best_tail(self, request: Request) -> CopiedTail:
         """Returns the part of a copy after the committed text that is worth its rows."""
@@ -324,6 +344,10 @@ class Proposer:
         return limit_ms if self.estimates.active == 1 else min(limit_ms, self.estimates.verify_ms(1))
 
 
+def _has_ngrams(drafters: Iterable[InProcessDrafter]) -> bool:
+    return any(drafter.name == NGRAM for drafter in drafters)
+
+
 class NextRound:
     """Begins rounds and waits."""
 
@@ -334,7 +358,7 @@ class NextRound:
         self._draft_pool = draft_pool
         self._planner = planner
         self._metrics = metrics
-        self._proposer = Proposer(planner.estimates, full_depth)
+        self._proposer = Proposer(planner.estimates, full_depth, lambda: _has_ngrams(workers.target_abilities.drafters))
 
     def open(self, request: Request, offered: bool) -> None:
         """Begins a request, or continues it on a new target: sends OPEN to the target and the drafters, which read the

@@ -14,13 +14,14 @@ from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest_record
-from outrider.orchestrator.core.proposal import MAX_COPY_TOKENS, CopyRound, Lookup, best_tail, longest_copy
+from outrider.orchestrator.core.proposal import CopyRound, Lookup, best_tail, longest_copy
 from outrider.orchestrator.core.request import DrafterWait, Request, SettledRound
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import DRAFT_MODEL, JOINT_SEPARATOR, NGRAM, is_joint
 from outrider.protocol.messages import Drafted, InProcessDrafter
+from outrider.protocol.ngrams import MAX_COPY_TOKENS
 
 MAX_REQUESTED_POLICIES = 64  # policies for a requested K or B
 
@@ -170,7 +171,7 @@ class Planner:
                 self.profiles.observe(request.planning.text, drafter, drafted, accepted)
             if not proposal.draft:
                 estimates.observe_chain(drafted, accepted, len(proposal.drafter_nodes))
-            elif proposal.chain and outcome.drafted is not None:
+            elif proposal.drafter != NGRAM and proposal.chain and outcome.drafted is not None:
                 drafting_ms = outcome.drafted.span.milliseconds
                 estimates.in_process[proposal.drafter].observe(len(proposal.drafter_nodes), accepted, drafting_ms)
         if proposal.lookup is Lookup.HIT:
@@ -185,7 +186,9 @@ class Planner:
     def check_in_process_drafter(self, ended: SettledRound) -> str:
         """Leaves out an in-process drafter that is no longer useful to the request, and returns a note if it does."""
         request, drafter, planning = ended.request, ended.proposal.drafter, ended.request.planning
-        if not ended.proposal.draft or drafter in planning.left_out or request.remaining < ended.plan.depth:
+        if not ended.proposal.draft or drafter == NGRAM or drafter in planning.left_out:
+            return ""
+        if request.remaining < ended.plan.depth:
             return ""
         why = planning.drafter_usage.setdefault(drafter, DrafterUsage()).observe(
             ended.proposal.depth, ended.outcome.accepted
@@ -202,11 +205,11 @@ class Planner:
         planning, sequence, pending = request.planning, request.sequence, request.planning.pending_copy
         if pending is not None and pending.base_len == ended.outcome.base_len:
             copy, nodes = pending.copy, proposal.drafter_nodes
-            right = self.estimates.observe_copy(copy, kept)
+            right = self.estimates.copied.add(copy, kept)
             if self._learns_text_kind(request):
                 self.profiles.observe(planning.text, NGRAM, min(len(copy.chain), len(kept)), right)
             if nodes and copy.chain and proposal.chain[nodes[0]] != copy.chain[0]:
-                self.estimates.observe_alternatives(copy, kept)
+                self.estimates.alternatives.add(copy, kept)
         if not sequence.ngrams.is_empty:
             copy = longest_copy(sequence.ngrams, MAX_COPY_TOKENS)
             rows = len(best_tail(self.estimates, copy).tokens)
@@ -232,7 +235,7 @@ class Planner:
 
     def _sources(self, named: str, workers: int, left_out: Collection[str] = ()) -> DraftSources:
         """Returns what may draft for a request: only the drafters that it has `named`, if any."""
-        in_process = tuple(self._in_process_drafters())
+        in_process = tuple(drafter for drafter in self._in_process_drafters() if drafter.name != NGRAM)
         self.estimates.add_drafters(in_process)
         others = tuple(drafter.name for drafter in in_process if drafter.name not in left_out)
         others += (NGRAM,) if self._settings.ngrams and (in_process or workers or named == NGRAM) else ()

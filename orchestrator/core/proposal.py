@@ -2,9 +2,6 @@
 
 `Proposal` is the chain or tree of one round, with its source.
 
-`NgramIndex` finds copies, for misses and for longer chains: the tokens that followed the last time the text ended like
-this (prompt lookup). It needs no worker, so the loss of one does not affect it.
-
 `DraftTrie` merges drafts of any origin into one tree. A node's mass is the probability that it is accepted: the product
 of the odds down to it. The expected tokens of a round are 1 plus the sum of the masses, so the best tree of M nodes has
 the M heaviest; c(M) decides how many. If nothing else pays, the tree is a chain.
@@ -18,13 +15,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import accumulate, cycle, islice
+from itertools import accumulate
 from operator import mul
 
-from outrider.orchestrator.core.policy.estimates import Copy, Estimates
+from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import (
     Alternatives,
     Autonomous,
@@ -35,6 +33,7 @@ from outrider.protocol.messages import (
     Outcome,
     Sparse,
 )
+from outrider.protocol.ngrams import MAX_COPY_TOKENS, Copy, NgramIndex
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import MAX_CHAIN, Origin
 from outrider.protocol.trees import (
@@ -48,14 +47,7 @@ from outrider.protocol.trees import (
     node_depths,
 )
 
-MAX_NGRAM_SIZE = 5
-MIN_NGRAM_SIZE = 2
-
-# The core indexes a piece at a time, well under a millisecond, and keeps the last tokens (the window), some 15 MiB.
-INDEX_PIECE_TOKENS = 256
-INDEX_WINDOW_TOKENS = 1 << 15
 MAX_TREE_NODES = 32
-MAX_COPY_TOKENS = 12
 
 # Few alternatives to a chain's token are likelier than this. If a row costs more tokens, none are requested.
 MAX_ROW_COST_TOKENS = 0.3
@@ -105,9 +97,10 @@ class Proposal:
     The last tokens (`self.copied`) are n-gram copies; those before may be from a `drafter`. `q` holds the distributions
     that the chain was drawn from, if any. With `parents` the tokens are a tree; `by` holds the origin of each token if
     they differ. With `autonomous` the target continues by itself after this round, plainly or with an in-process
-    drafter. That drafter drafts `draft` tokens a round, and alternatives with a probability of more than `min_prob`;
-    its chain comes with the outcome. With `draft` but not `autonomous` it does so for this round only, and `chain`
-    forms one tree with that chain. `offered` is the length of a draft worker's chain before it was cut to what pays.
+    drafter. That drafter drafts `draft` tokens a round, and alternatives likelier than `min_prob`, or, if it copies
+    n-grams, what is worth `row_costs` (`Estimates.row_costs`). Its chain comes with the outcome. With `draft` but not
+    `autonomous` it does so for this round only, and `chain` forms one tree with that chain. `offered` is the length of
+    a draft worker's chain before it was cut to what pays.
     """
 
     chain: tuple[int, ...] = ()
@@ -121,6 +114,7 @@ class Proposal:
     parents: tuple[int, ...] = ()
     by: tuple[Origin, ...] = ()
     min_prob: float = 1.0
+    row_costs: tuple[float, ...] = ()
     offered: int = 0
 
     @property
@@ -162,7 +156,9 @@ class Proposal:
         first = set(first_branch(drafted.parents)) if drafted.parents else range(len(drafted.tokens))
         by = tuple(self.origin if node in first else Origin.GUESSED for node in range(len(drafted.tokens)))
         if not self.chain:
-            return replace(self, chain=drafted.tokens, parents=drafted.parents, by=by if drafted.parents else ())
+            copied = len(drafted.tokens) if self.drafter == NGRAM else 0
+            by = by if drafted.parents else ()
+            return replace(self, chain=drafted.tokens, parents=drafted.parents, by=by, copied=copied)
         union = merge_trees(drafted, DraftTree(self.chain, self.parents), MAX_CHAIN)
         sent = {place: origin for place, origin in zip(union.places, self.by, strict=True) if place is not None}
         by += tuple(sent[node] for node in range(len(drafted.tokens), len(union.tokens)))
@@ -192,7 +188,7 @@ class Proposal:
         self, sampling: SamplingParams, max_tokens: int
     ) -> Coupled | OneHot | Sparse | DraftInProcess | Autonomous:
         """Returns the proposal as VERIFY carries it. `max_tokens`: by how many the request may still grow."""
-        own = InProcess(self.draft, self.drafter, self.min_prob) if self.draft else None
+        own = InProcess(self.draft, self.drafter, self.min_prob, self.row_costs) if self.draft else None
         if self.autonomous:
             return Autonomous(max_tokens, own)
         if own is not None:
@@ -200,66 +196,6 @@ class Proposal:
         if not sampling.is_residual:
             return Coupled(self.chain, self.parents)
         return OneHot(self.chain) if self.q is None else Sparse(self.chain, self.q)
-
-
-class NgramIndex:
-    """The n-grams of the last `INDEX_WINDOW_TOKENS` of a request's text, with the position after their last occurrence.
-
-    Tokens are appended at once and indexed when there is time; until then a lookup does not find them.
-    """
-
-    def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self._tokens: list[int] = []
-        self._followed_at: dict[tuple[int, ...], int] = {}
-        self._indexed = 0
-        self.extend(tokens)
-        self.index_more(len(self._tokens))
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it has no tokens."""
-        return not self._tokens
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether there are tokens to index."""
-        return self._indexed < len(self._tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Appends tokens, and indexes them unless earlier ones are still to be indexed."""
-        behind = self.is_behind
-        self._tokens += tokens
-        if not behind:
-            self.index_more(INDEX_PIECE_TOKENS)
-
-    def index_more(self, count: int) -> None:
-        """Indexes up to `count` more tokens."""
-        if not self._indexed:
-            self._indexed = max(len(self._tokens) - INDEX_WINDOW_TOKENS, 0)
-        for end in range(self._indexed, min(self._indexed + count, len(self._tokens))):
-            for gram in self._ngrams_before(end - INDEX_WINDOW_TOKENS):  # those that left the window are dropped
-                if self._followed_at.get(gram) == end - INDEX_WINDOW_TOKENS:
-                    del self._followed_at[gram]
-            for gram in self._ngrams_before(end):
-                self._followed_at[gram] = end
-            self._indexed = end + 1
-
-    def _ngrams_before(self, end: int) -> Iterator[tuple[int, ...]]:
-        """Returns the n-grams before the token at `end`."""
-        return (tuple(self._tokens[end - n : end]) for n in range(MIN_NGRAM_SIZE, min(MAX_NGRAM_SIZE, end) + 1))
-
-    def lookup(self, length: int, then: Sequence[int] = ()) -> Copy:
-        """Returns `length` tokens that followed the longest known suffix of the text and `then` when it last occurred.
-
-        A copy may continue with its own beginning, because a text that repeats itself continues to repeat.
-        """
-        tail = [*self._tokens[-MAX_NGRAM_SIZE:], *then][-MAX_NGRAM_SIZE:]
-        for n in range(len(tail), MIN_NGRAM_SIZE - 1, -1):
-            at = self._followed_at.get(tuple(tail[-n:]))
-            if at is not None:
-                following = [*self._tokens[at : at + length], *then]
-                return Copy(tuple(islice(cycle(following), max(length, 0))), n)
-        return Copy()
 
 
 class DraftTrie:
@@ -330,17 +266,11 @@ class CopiedTail:
     gain: float = 0.0
 
 
-def best_tail(estimates: Estimates, copy: Copy, held: float = 1.0) -> CopiedTail:
-    """Returns the best beginning of `copy` after tokens that are all accepted with probability `held`."""
-    best, tokens, reach = CopiedTail(), 0.0, held
-    acceptance, row = estimates.copied(copy.matched), estimates.tokens_per_ms() * estimates.row_ms()
-    for index in range(len(copy.chain)):
-        reach *= acceptance.rate(index)
-        tokens += reach
-        gain = tokens - row * (index + 1)
-        if gain > best.gain:
-            best = CopiedTail(copy.chain[: index + 1], gain)
-    return best
+def best_tail(estimates: Estimates, copy: Copy, after: int = 0, held: float = 1.0) -> CopiedTail:
+    """Returns the best beginning of `copy` `after` this many tokens that are all accepted with probability `held`."""
+    costs = estimates.row_costs(after + len(copy.chain))[after:]
+    length, gain = estimates.copied.best_length(copy, costs, held)
+    return CopiedTail(copy.chain[:length], gain)
 
 
 def longest_copy(ngrams: NgramIndex, max_chain_tokens: int) -> Copy:
@@ -383,14 +313,14 @@ def extend_by_copy(
         max_chain_tokens: the maximum length of the chain.
         odds: of the branch's tokens, by the drafter; (): unknown, and the branch is kept whole or replaced.
     """
-    longest, row = min(MAX_COPY_TOKENS, max_chain_tokens), estimates.tokens_per_ms() * estimates.row_ms()
-    whole = len(branch.chain)
+    longest, whole = min(MAX_COPY_TOKENS, max_chain_tokens), len(branch.chain)
+    costs = estimates.row_costs(whole)
     reached = list(accumulate(odds or map(estimates.drafted.rate, range(whole)), mul, initial=1.0))
     best, most = branch, -math.inf
     for kept in range(whole + 1) if odds else {whole, 0}:
         chain = branch.chain[:kept]
-        tail = best_tail(estimates, ngrams.lookup(longest - kept, (*committed, *chain)), reached[kept])
-        gain = sum(reached[1 : kept + 1]) - row * kept + tail.gain
+        tail = best_tail(estimates, ngrams.lookup(longest - kept, (*committed, *chain)), kept, reached[kept])
+        gain = sum(reached[1 : kept + 1]) - costs[kept] + tail.gain
         if gain > most and (kept or odds or tail.tokens):
             alone = replace(propose_copy(tail.tokens), lookup=branch.lookup, offered=branch.offered)
             begun = replace(branch, chain=chain + tail.tokens, copied=len(tail.tokens))
@@ -434,12 +364,13 @@ def merge_into_tree(
             if parent < len(chain):  # which may have been truncated
                 drafts.add((*chain[: parent + 1], token), [*[0.0] * (parent + 1), share], Origin.GUESSED)
     if forks:
-        shared, acceptance = drafts.count_shared(instead.chain), estimates.alternatives(instead.matched)
+        shared, rate = drafts.count_shared(instead.chain), estimates.alternatives.rate
         positions = range(len(instead.chain))  # the first that no other source proposes counts as position 0
-        drafts.add(instead.chain, [acceptance.rate(max(at - shared, 0)) for at in positions], Origin.COPIED)
+        odds_of_copy = [rate(instead.evidence, max(position - shared, 0)) for position in positions]
+        drafts.add(instead.chain, odds_of_copy, Origin.COPIED)
     after = ngrams.lookup(longest - len(chain), (*committed, *chain))
-    tail = best_tail(estimates, after, math.prod(rates)).tokens
-    follows = [estimates.copied(after.matched).rate(position) for position in range(len(tail))]
+    tail = best_tail(estimates, after, len(chain), math.prod(rates)).tokens
+    follows = [estimates.copied.rate(after.evidence, position) for position in range(len(tail))]
     drafts.add((*chain, *tail), [*[0.0] * len(chain), *follows], Origin.COPIED)
     worth = None if estimates.active == 1 else estimates.tokens_per_ms()
     fixed = estimates.turnaround_ms()
@@ -457,10 +388,10 @@ def copy_for_tree(estimates: Estimates, copy: Copy, drafter: str, depth: int) ->
 
     The two are assumed to be right independently of each other; a token that both propose costs one row.
     """
-    drafted, copies, row = estimates.acceptance_of(drafter), estimates.copied(copy.matched), estimates.row_ms()
+    drafted, row = estimates.acceptance_of(drafter), estimates.row_ms()
     reach, gain, best, count = 1.0, 0.0, 0.0, 0
     for position in range(len(copy.chain)):
-        reach *= copies.rate(position)
+        reach *= estimates.copied.rate(copy.evidence, position)
         both = reach * drafted.reach(position) if position < depth else 0.0
         gain += reach - both - estimates.tokens_per_ms() * row * (1.0 - both)
         if gain > best:

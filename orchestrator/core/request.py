@@ -26,10 +26,11 @@ from dataclasses import dataclass, field
 from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.policy.acceptance import DrafterUsage, TextProfile
 from outrider.orchestrator.core.policy.forecasts import Arm
-from outrider.orchestrator.core.proposal import CopyRound, Lookup, NgramIndex, Proposal, ProposalSource
+from outrider.orchestrator.core.proposal import CopyRound, Lookup, Proposal, ProposalSource
 from outrider.orchestrator.events import Admit
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Alternatives, Branches, Coupled, Drafted, Outcome
+from outrider.protocol.ngrams import NgramIndex
 from outrider.protocol.schema import Origin
 from outrider.protocol.trees import SparseQ
 

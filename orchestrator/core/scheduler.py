@@ -23,7 +23,6 @@ from outrider.orchestrator.core.next_round import NextRound
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.acceptance import classify_text
 from outrider.orchestrator.core.policy.tuning import Tuning
-from outrider.orchestrator.core.proposal import INDEX_PIECE_TOKENS
 from outrider.orchestrator.core.remote_prefills import RemotePrefills
 from outrider.orchestrator.core.request import (
     CacheBudget,
@@ -54,6 +53,7 @@ from outrider.protocol.messages import (
     Resync,
     WorkerNote,
 )
+from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, NgramTable
 
 # After so many deaths of the target in a row without a token, a request runs alone (a suspect), or fails (guilty).
 SUSPECT_AFTER_DEATHS, FAIL_AFTER_DEATHS = 2, 3
@@ -100,6 +100,7 @@ class Scheduler:
         self.metrics = RoundMetrics(trace)
         self._planner = Planner(settings, tunings, memory, lambda: workers.target_abilities.drafters)
         self._draft_pool = DraftPool(workers, self._planner.estimates, settings.full_depth)
+        self._ngram_table = NgramTable.load(settings.ngram_table) if settings.ngram_table else None
         self._requests: dict[str, Request] = {}
         self._next_round = NextRound(workers, self._draft_pool, self._planner, self.metrics, settings.full_depth)
         self._remote_prefills = RemotePrefills(workers, self._next_round.send_again, settings.prefill_from or 1)
@@ -122,6 +123,7 @@ class Scheduler:
         self._open_waiting()
         self._workers.flush_and_yield()
         if self._settings.ngrams and admit.mode != "ar":
+            request.sequence.ngrams.table = self._ngram_table
             request.sequence.ngrams.extend(request.sequence.tokens)
         self._emit(RequestBegan(request.id, admit.mode, tuple(request.sequence.notes)))
 

@@ -6,6 +6,7 @@ Loading the tokenizers is a separate step, since it can run while the workers lo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from outrider.orchestrator.pairing.model_files import (
     EMBEDDED_TARGET,
@@ -23,6 +24,7 @@ from outrider.orchestrator.pairing.tokenizer import ModelText, load_codec, load_
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.heads import HEAD_KINDS, TARGET_HEADS
+from outrider.protocol.ngrams import NgramTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     if draft is None and settings.draft_backend in ("mlx", "auto"):
         if settings.colocate:
             raise ModelError(f"no draft model comes with {model}; expected --draft-model with --colocate")
-        settings = replace(settings, draft_backend="ngram")
-        if not settings.head and model not in PULLED_MODELS:
+        settings = replace(settings, draft_backend="ngram" if settings.ngrams else "none")
+        if settings.ngrams and not settings.head and model not in PULLED_MODELS:
             note = "there is no draft model (--draft-model), so drafts come only from n-grams of the text"
             notes = (*notes, note)
     keep = settings.gguf_keep_precision
@@ -65,6 +67,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
         head=heads,
         model=str(target_files.folder),
         draft_model=str(draft_files.folder) if draft_files else None,
+        ngram_table=_find_ngram_table(settings, model, target_files),
     )
     return ChosenPair(folders, target_files, draft_files, (*notes, *left_out))
 
@@ -93,6 +96,25 @@ def _find_default_draft(settings: ServeSettings, model: str) -> str | None:
         draft = make_draft(PULLED_MODELS[model], find_model(model, keep_precision=settings.gguf_keep_precision).folder)
         return None if draft is None else str(draft)
     return None
+
+
+def _find_ngram_table(settings: ServeSettings, model: str, target: ModelFiles) -> str | None:
+    """Returns the file of n-grams that is given or comes with this model; None if there is none, or none are used.
+
+    Raises:
+        ModelError: it can't be read, or has tokens that the target lacks.
+    """
+    path, pulled = settings.ngram_table, PULLED_MODELS.get(model)
+    if path is None and pulled is not None and pulled.ngrams is not None and pulled.ngrams.is_file():
+        path = str(pulled.ngrams)
+    if path is None or not settings.ngrams:
+        return None
+    greatest = NgramTable.load(path).max_token
+    if target.vocab_size is not None and greatest >= target.vocab_size:
+        raise ModelError(
+            f"{path} has token {greatest}, but {target.name} has only {target.vocab_size}; make one from its texts"
+        )
+    return str(Path(path).resolve())
 
 
 def _find_embedded_head(kind: str) -> str:

@@ -175,7 +175,8 @@ class Wheel:
 @dataclass(frozen=True, slots=True)
 class PulledModel:
     """A model with a short name. `size`: bytes to download. `terms`: the URL of terms that must be accepted first;
-    None: there are none. `draft`: the folder of its stored draft model (see `assemble_draft`); it may not exist."""
+    None: there are none. `draft`: the folder of its stored draft model (see `assemble_draft`); `ngrams`: its table of
+    n-grams. Both may not exist."""
 
     name: str
     title: str
@@ -186,6 +187,7 @@ class PulledModel:
     wheels: tuple[Wheel, ...]
     terms: str | None = None
     draft: Path | None = None
+    ngrams: Path | None = None
     chat: bool = True
 
     @property
@@ -223,6 +225,7 @@ PULLED_MODELS = {
                 ),
             ),
             draft=MODELS_FOLDER / "smollm2" / "draft",
+            ngrams=MODELS_FOLDER / "smollm2" / "ngrams.safetensors",
         ),
         PulledModel(
             name="gemma3-270m",

@@ -134,12 +134,14 @@ class Sparse(Record, frozen=True, tag=True):
 class InProcess(Record, frozen=True):
     """A draft of `depth` tokens by the in-process drafter of this name (`abilities.InProcessDrafter`; "": the first).
 
-    It also drafts alternatives with a probability above `min_prob`; 1: none.
+    It also drafts alternatives with a probability above `min_prob`; 1: none. N-grams are verified as far as they are
+    worth `row_costs`, which are those of 0, 1, ... draft tokens, in tokens.
     """
 
     depth: Annotated[int, Meta(ge=1, le=MAX_CHAIN)]
     drafter: Name = ""
     min_prob: Real = 1.0
+    row_costs: Annotated[tuple[Real, ...], Meta(max_length=MAX_CHAIN + 1)] = ()
 
 
 class DraftInProcess(Record, frozen=True, tag=True):

@@ -19,11 +19,11 @@ from outrider.orchestrator.core.policy.acceptance import (
     REPEATING_TEXT,
     TextProfile,
 )
-from outrider.orchestrator.core.policy.estimates import Copy
 from outrider.orchestrator.core.policy.forecasts import CANDIDATE_DEPTHS, Arm
 from outrider.orchestrator.events import Admit
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import InProcessDrafter
+from outrider.protocol.ngrams import Copy
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.settings import round_settings
 
@@ -75,7 +75,7 @@ class Machine:
         estimates = self.planner.estimates
         estimates.observe_verify(depth + 1, took_ms)
         copied = self._held(HOLDS[kind][NGRAM], COPIED)
-        estimates.observe_copy(Copy((1,) * COPIED, 3), (1,) * copied + (0,))
+        estimates.copied.add(Copy((1,) * COPIED, 3), (1,) * copied + (0,))
         estimates.copies.add(COPIED, copied)
         texts = self.planner.profiles
         texts.observe(text, NGRAM, COPIED, copied)

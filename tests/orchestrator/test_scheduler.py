@@ -11,7 +11,6 @@ import pytest
 
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.forecasts import Arm
-from outrider.orchestrator.core.proposal import INDEX_PIECE_TOKENS, NgramIndex
 from outrider.orchestrator.core.request import Request, SettledRound
 from outrider.orchestrator.events import Admit, Committed
 from outrider.protocol.heads import NGRAM
@@ -31,6 +30,7 @@ from outrider.protocol.messages import (
     Verify,
     WorkerNote,
 )
+from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, NgramIndex
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 from tests.harness.settings import round_settings

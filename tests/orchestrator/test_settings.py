@@ -96,7 +96,8 @@ def test_memory_sizes_are_parsed_to_bytes(said, count):
 def test_every_setting_round_trips_through_flags():
     said = ServeSettings(
         model="m", draft_model="d", draft_backend="coreml", num_draft_tokens=7, branches=3, fan_out="uniform",
-        branch_depth="full", ngrams=False, trees=True, mode="sd", endpoint="tcp://127.0.0.1:5", threads=2, max_active=3,
+        branch_depth="full", ngrams=False, ngram_table="-t", trees=True,
+        mode="sd", endpoint="tcp://127.0.0.1:5", threads=2, max_active=3,
         trace=Path("t.json"), log_level="debug", log_format="json", keys=Path("-k"),
         worker_timeout=5, max_waiting=6, kv_memory=7, prompt_cache=False,
         memory=False, shards=2, drafters=3, pin_cores=False, cpu_kernels="mlx",

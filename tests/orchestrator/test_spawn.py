@@ -47,8 +47,11 @@ def test_worker_commands_follow_the_settings():
     target = spawn.worker_command("target", "target-0", "ipc:///e", SETTINGS, 9)
     assert target[1:] == [
         "-P", "-m", "outrider.target_worker", "--endpoint", "ipc:///e", "--name", "target-0", "--model", "/m",
-        "--log-level", "info", "--parent-fd", "9",
+        "--log-level", "info", "--ngrams", "", "--parent-fd", "9",
     ]  # fmt: skip
+    with_table = spawn.worker_command("target", "target-0", "ipc:///e", replace(SETTINGS, ngram_table="/t"))
+    assert with_table[with_table.index("--ngrams") + 1] == "/t"
+    assert "--ngrams" not in spawn.worker_command("target", "target-0", "ipc:///e", replace(SETTINGS, ngrams=False))
     draft = spawn.worker_command("draft", "draft-0", "ipc:///e", SETTINGS)
     assert draft[3:] == [
         "outrider.draft_worker", "--endpoint", "ipc:///e", "--name", "draft-0", "--model", "/d", "--log-level", "info",

@@ -12,13 +12,13 @@ from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.proposal import (
     DraftTrie,
     Lookup,
-    NgramIndex,
     Proposal,
     ProposalSource,
     merge_into_tree,
     min_alternative_prob,
 )
 from outrider.protocol.messages import Alternatives, Outcome, Span
+from outrider.protocol.ngrams import NgramIndex
 from outrider.protocol.schema import Origin
 from outrider.protocol.trees import token_paths, tree_fault
 from tests.orchestrator.test_copies import estimates
@@ -119,7 +119,7 @@ def hit(*chain: int) -> Proposal:
 def test_differing_copy_is_added_beside_the_branch() -> None:
     known, ngrams = estimates(), NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2))
     for _ in range(50):
-        known.observe_alternatives(ngrams.lookup(4), (3, 4, 5, 6))
+        known.alternatives.add(ngrams.lookup(4), (3, 4, 5, 6))
     found = merge_into_tree(known, ngrams, hit(3, 9, 9), (), max_chain_tokens=50)
     assert found is not None and found.lookup is Lookup.HIT and found.drafter == "draft-0"
     assert [3, 9, 9] in token_paths(found.chain, found.parents) and [3, 4, 5, 6] in token_paths(
@@ -150,7 +150,7 @@ def test_alternatives_of_the_drafter_are_added_beside_its_tokens() -> None:
 def test_tree_depth_fits_the_remaining_room() -> None:
     known, ngrams = estimates(), NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2))
     for _ in range(50):
-        known.observe_alternatives(ngrams.lookup(4), (3, 4, 5, 6))
+        known.alternatives.add(ngrams.lookup(4), (3, 4, 5, 6))
     for max_chain_tokens in (2, 3, 4):
         found = merge_into_tree(known, ngrams, hit(9, 9), (), max_chain_tokens=max_chain_tokens)
         assert found is not None and found.depth == max_chain_tokens
@@ -175,7 +175,7 @@ def test_tree_outcome_identifies_the_accepted_path() -> None:
 def test_contradicted_copies_have_their_own_acceptance_rate() -> None:
     found = Estimates()
     copy = NgramIndex((1, 2, 3, 4, 5, 1, 2)).lookup(3)
-    before = found.copied(copy.matched).rate(0)
+    before = found.copied.rate(copy.evidence, 0)
     for _ in range(30):
-        found.observe_alternatives(copy, (9,))
-    assert found.alternatives(copy.matched).rate(0) < 0.05 and found.copied(copy.matched).rate(0) == before
+        found.alternatives.add(copy, (9,))
+    assert found.alternatives.rate(copy.evidence, 0) < 0.05 and found.copied.rate(copy.evidence, 0) == before

@@ -19,11 +19,11 @@ from mlx_lm.generate import generate_step
 from outrider import Client, Grammar, LocalCluster, SamplingParams
 from outrider.engine.loading import LoadedModel, load
 from outrider.orchestrator.client.dialogue import GenerationResult
-from outrider.orchestrator.core.proposal import MAX_COPY_TOKENS
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Done, Generate
+from outrider.protocol.ngrams import MAX_COPY_TOKENS
 from outrider.target_worker.certificate import Claim, certify
 from tests.covering import matrix
 from tests.halts import pid_of, still

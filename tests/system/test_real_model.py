@@ -45,6 +45,7 @@ COPY = (
     " evening came."
 )
 """Its answer repeats the prompt, so drafts are accepted however late the drafter is."""
+QUESTION = "Give me three reasons why people in cities should plant trees."
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,17 @@ def test_speculation_changes_no_token(client: Client, temp: float) -> None:
     assert speculated.token_ids == plain.token_ids
     assert speculated.timings.draft_n_accepted > 0
     assert plain.timings.draft_n == 0
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_ngrams_of_the_models_texts_save_forwards_and_change_no_token(client: Client, temp: float) -> None:
+    """Hardly any of the prompt's words are in the answer, so what is accepted comes from the table."""
+    sampling = SamplingParams(max_tokens=64, temp=temp, seed=7)
+    plain = client.generate(QUESTION, sampling, mode="ar")
+    copied = client.generate(QUESTION, sampling, mode="sd", drafter="ngram")
+    assert copied.token_ids == plain.token_ids
+    assert copied.timings.rounds < 0.95 * plain.timings.rounds
+    assert copied.timings.rounds + copied.timings.draft_n_accepted == plain.timings.rounds
 
 
 def test_output_is_certified_and_an_altered_one_is_not(

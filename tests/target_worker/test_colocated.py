@@ -220,10 +220,10 @@ def test_requests_that_draft_together_get_the_chains_of_single_requests(monkeypa
     class Fails(Exception):
         pass
 
-    def turn(self: ModelDraftSession, tokens: list[int], depth: int, least: float = 1.0) -> Any:
+    def turn(self: ModelDraftSession, tokens: list[int], asked: InProcess) -> Any:
         if tokens[:2] == [5, 5] and len(tokens) > 12:
             raise Fails
-        return own_turn(self, tokens, depth, least)
+        return own_turn(self, tokens, asked)
 
     own_turn = ModelDraftSession.turn
     monkeypatch.setattr(ModelDraftSession, "turn", turn)

@@ -19,12 +19,14 @@ from outrider.drafters.heads import load as loading
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.mlx import MlxDrafter
+from outrider.drafters.ngrams import NgramDrafter
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReaders
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.verify import VerifyOutput
 from outrider.protocol.messages import Autonomous, Halt, InProcess, Open, Outcome, Verify
+from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, NgramTable, save_table
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.target_worker import in_process_drafters
@@ -34,6 +36,7 @@ from tests.system.links import FakeLink, answered, drafted_chain
 from tests.target_worker.heads import drafter, feature_head, markov_llama, mtp_head, token_head, write_feature_head
 
 LENGTH, DEPTH = 24, 3
+FREE_ROWS = (0.0,) * (DEPTH + 1)
 PROMPTS = [[40, 41, 42], [7, 8], [90], [100 + n for n in range(30)]]
 
 
@@ -65,7 +68,7 @@ def run(
         words, names = [], {request: next(each) for request, each in by.items()}
         for request, name in names.items():
             running = worker._running[request]
-            at, draft = len(running.slot.tokens), InProcess(DEPTH, name) if name else None
+            at, draft = len(running.slot.tokens), InProcess(DEPTH, name, row_costs=FREE_ROWS) if name else None
             words += [Verify(request, 0, running.round + 1, at, Autonomous(9, draft))]
             words += [Halt(request, 0)]
         for one in answered(worker, link, words):
@@ -87,6 +90,39 @@ def test_text_is_the_targets_own_with_any_drafter_in_any_round(target: LoadedMod
         assert texts(rounds)[:LENGTH] == texts(alone[request])[:LENGTH]
     drafted = {name for rounds in found.values() for name, a in rounds if drafted_chain(a)}
     assert drafted == {"token", "draft", "feature", "mtp"}
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_ngrams_of_a_table_change_no_token_and_save_rounds(target: LoadedModel, temp: float, tmp_path: Path) -> None:
+    alone = run(target, InProcessDrafters({}), [""], temp, 4)
+    written = [[*PROMPTS[int(request)], *texts(rounds)] for request, rounds in alone.items()]
+    known = {text[at : at + 3]: (text[at + 3], 0.9) for text in map(tuple, written) for at in range(len(text) - 3)}
+    wrong = {text[at : at + 2]: (text[at], 0.9) for text in map(tuple, written) for at in range(len(text) - 2)}
+    for entries, fewer in ((known, True), (wrong, False)):
+        save_table(tmp_path / "table", entries, {})
+        own = InProcessDrafters({"ngram": NgramDrafter(NgramTable.load(tmp_path / "table"))})
+        found = run(target, own, ["ngram"], temp, 4)
+        for request, rounds in found.items():
+            assert texts(rounds)[:LENGTH] == texts(alone[request])[:LENGTH]
+        count, count_alone = (sum(map(len, of.values())) for of in (found, alone))
+        assert not fewer or count < 0.6 * count_alone
+        assert any(drafted_chain(outcome) for rounds in found.values() for _, outcome in rounds)
+
+
+def test_residual_copy_comes_with_a_certain_q(target: LoadedModel) -> None:
+    """Verification by rejection sampling then keeps the target's distribution, as for any other certain proposal."""
+    draft = NgramDrafter().open_draft(SamplingParams(temp=1.0, seed=3, rule="residual"))
+    found = draft.set_text([1, 2, 3, 4, 1, 2], FREE_ROWS).continuation(2)
+    assert found.chain == (3, 4) and found.q is not None
+    assert found.q.ids.tolist() == [[3], [4]] and found.q.probs.tolist() == [[1.0], [1.0]]
+    assert draft.set_text([1, 2, 3, 4, 1, 2, 9], FREE_ROWS).continuation(2) == Continuation()
+
+
+def test_long_prompt_is_indexed_over_several_rounds() -> None:
+    draft = NgramDrafter().open_draft(SamplingParams())
+    text = [*range(4 * INDEX_PIECE_TOKENS), *range(800, 804)]
+    found = [draft.set_text(text[: len(text) - 3 + n], FREE_ROWS).continuation(2).chain for n in range(4)]
+    assert found[0] == () and found[-1] == (804, 805)
 
 
 def test_drafter_beside_others_drafts_the_chains_of_a_single_drafter(target: LoadedModel) -> None:

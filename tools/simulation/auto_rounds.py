@@ -26,13 +26,10 @@ from outrider.orchestrator.core.next_round import (
 )
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, TextProfile, classify_text
-from outrider.orchestrator.core.policy.estimates import Copy
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import (
-    MAX_COPY_TOKENS,
     CopyRound,
     Lookup,
-    NgramIndex,
     Proposal,
     ProposalSource,
     best_tail,
@@ -43,6 +40,7 @@ from outrider.orchestrator.core.proposal import (
 )
 from outrider.orchestrator.events import Admit
 from outrider.protocol.heads import NGRAM
+from outrider.protocol.ngrams import MAX_COPY_TOKENS, Copy, NgramIndex
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import ROOT
 from tools.simulation.odds import UNRANKED, KnownOdds
@@ -266,11 +264,11 @@ class Server:
     def _judge_copy(self, text: Text, proposal: Proposal, kept: Sequence[int], count: int) -> None:
         """Reports how copies would have done, as `Planner` does."""
         e, profiles, copy, drafted = self.planner.estimates, self.planner.profiles, text.copy, proposal.drafter_nodes
-        held = e.observe_copy(copy, kept)
+        held = e.copied.add(copy, kept)
         if count == 1:
             profiles.observe(text.profile, NGRAM, min(len(copy.chain), len(kept)), held)
         if drafted and copy.chain and proposal.chain[drafted[0]] != copy.chain[0]:
-            e.observe_alternatives(copy, kept)
+            e.alternatives.add(copy, kept)
         text.at += len(kept)
         text.copy, round_ = text.lookup(MAX_COPY_TOKENS), text.copy_round
         if round_ is not None:

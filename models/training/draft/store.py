@@ -69,7 +69,7 @@ class Store:
         """Reads new shards."""
         for path in sorted(self._folder.glob("shard-*.safetensors")):
             if path.name not in self._seen:
-                self.answers += _read(path)
+                self.answers += read_shard(path)
                 self._seen.add(path.name)
 
     def add(self, answers: Sequence[Answer]) -> None:
@@ -102,7 +102,8 @@ class Store:
         return shares.topk(count).indices.sort().values
 
 
-def _read(path: Path) -> list[Answer]:
+def read_shard(path: Path) -> list[Answer]:
+    """Returns the answers of a shard. Raises InvalidRequest if it is damaged."""
     from safetensors import safe_open
 
     try:

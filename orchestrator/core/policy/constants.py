@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.protocol.ngrams import COPY_FADE, COPY_PRIOR_CHAINS, PRIOR_COPIED
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyConstants:
@@ -34,10 +36,10 @@ class PolicyConstants:
     repeated_share: float = 0.3  # share of pairs that repeat in a repeating text (test_drafters.py)
 
     # Copies from the text.
-    prior_copied: float = 0.5  # acceptance of a token; at 0.3 -0.5, at 0.7 -0.5
+    prior_copied: float = PRIOR_COPIED  # acceptance of a token; at 0.3 -0.5, at 0.7 -0.5
     prior_alternative: float = 0.1  # acceptance where a drafter contradicts the copy; at 0.7 -0.5
-    copy_prior_chains: float = 2.0  # weight of both, in copies; at 8 -0.4
-    copy_fade: float = 0.95  # as `fade`: texts that stop repeating are soon noticed (test_copies.py); at 0.99 -0.1
+    copy_prior_chains: float = COPY_PRIOR_CHAINS  # weight of both, in copies; at 8 -0.4
+    copy_fade: float = COPY_FADE  # as `fade`: texts that stop repeating are soon noticed (test_copies.py); at 0.99 -0.1
 
     # When a request in a fixed mode stops using an in-process drafter (test_drafters.py).
     max_silent_rounds: int = 4  # rounds in a row without a proposed token

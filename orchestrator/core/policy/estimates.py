@@ -13,20 +13,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from outrider.orchestrator.core.policy.acceptance import Acceptance, Average, CopyStats, InProcessStats
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.tuning import TunedArm, TunedDrafter, Tuning
 from outrider.orchestrator.settings import DEFAULT_BRANCHES
 from outrider.protocol.messages import InProcessDrafter
-from outrider.protocol.trees import common_prefix_length
+from outrider.protocol.ngrams import CopyAcceptance
 
 # Up to `MAX_EXACT_ROWS` each number of rows has its own average; beyond, each doubling has `BUCKETS_PER_DOUBLING`.
 MAX_EXACT_ROWS = 16
 BUCKETS_PER_DOUBLING = 8
 MAX_VERIFY_ROWS = 64  # in a forward that measures the cost of a row; one with more also reads a prompt
-MAX_MATCH_TOKENS = 5  # a longer match counts as one of this length; `NgramIndex` finds none
 
 
 class Slope:
@@ -173,14 +171,6 @@ def _fit_monotone(weighed: Sequence[tuple[int, float, float]]) -> list[tuple[int
     return [(rows, ms) for ms, _, pooled in pools for rows in pooled]
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Tokens that followed the text's last `matched` tokens earlier; the longer the match, the likelier they recur."""
-
-    chain: tuple[int, ...] = ()
-    matched: int = 0
-
-
 class Estimates:
     """Costs and odds of the workers and the texts; `active` requests share the workers.
 
@@ -196,10 +186,9 @@ class Estimates:
         self.part = 1.0
         self.drafted = Acceptance()
         self.verified = Acceptance(1.0)
-        self._copied, self._alternatives = (
-            [Acceptance(prior, POLICY.copy_prior_chains, 2, POLICY.copy_fade) for _ in range(MAX_MATCH_TOKENS + 1)]
-            for prior in (POLICY.prior_copied, POLICY.prior_alternative)
-        )
+        weight, fade, alternative = POLICY.copy_prior_chains, POLICY.copy_fade, POLICY.prior_alternative
+        self.copied = CopyAcceptance(POLICY.prior_copied, weight, fade)
+        self.alternatives = CopyAcceptance(alternative, weight, fade, table_prior=alternative)
         self._verify_ms = RowCosts()
         self._all_cores_ms = RowCosts()
         self.pipelined_ms = RowCosts()
@@ -300,18 +289,6 @@ class Estimates:
         self.drafted.add(drafted, min(accepted, drafted))
         self.verified.add(drafted, drafted if verified is None else verified)
 
-    def observe_copy(self, copy: Copy, committed: Sequence[int]) -> int:
-        """Records a copy, verified or not, and the `committed` tokens; returns how many of its tokens were right."""
-        right = common_prefix_length(copy.chain, committed)
-        self.copied(copy.matched).add(min(len(copy.chain), len(committed)), right)
-        return right
-
-    def observe_alternatives(self, copy: Copy, committed: Sequence[int]) -> None:
-        """Records a copy whose first token a drafter contradicted, and the `committed` tokens."""
-        self.alternatives(copy.matched).add(
-            min(len(copy.chain), len(committed)), common_prefix_length(copy.chain, committed)
-        )
-
     def observe_link(self, milliseconds: float) -> None:
         """Records the time of a chain on request beyond its drafting; with several requests that includes a queue."""
         self.link_ms.add(milliseconds)
@@ -352,6 +329,11 @@ class Estimates:
         """Returns the time that one more row adds to a forward."""
         first = self.forward_ms(1)
         return min(max(self._row_ms.value(POLICY.cost_per_row * first), 0.0), first)
+
+    def row_costs(self, count: int) -> list[float]:
+        """Returns what the verify of 0, 1, ... `count` draft tokens costs, in tokens: those of the target's time."""
+        worth, first = self.tokens_per_ms(), self.verify_ms(1)
+        return [worth * (self.verify_ms(1 + tokens) - first) for tokens in range(count + 1)]
 
     def plain_ms(self, texts: int) -> float:
         """Returns the time of a step of plain decoding, pipelined, with this many texts."""
@@ -395,14 +377,6 @@ class Estimates:
         return self.depth_ms() * prior_cost(branches) / prior_cost(DEFAULT_BRANCHES) if measured is None else measured
 
     # --- odds and worth -------------------------------------------------------------------------------------------
-
-    def copied(self, matched: int) -> Acceptance:
-        """Returns the acceptance of copies after a match of this length."""
-        return self._copied[min(matched, MAX_MATCH_TOKENS)]
-
-    def alternatives(self, matched: int) -> Acceptance:
-        """Returns the acceptance of copies whose first token a drafter contradicts."""
-        return self._alternatives[min(matched, MAX_MATCH_TOKENS)]
 
     def hit_rate_of(self, branches: int) -> float:
         """Returns the hit rate when all of `branches` are there in time."""

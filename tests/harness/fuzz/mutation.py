@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 from msgspec import msgpack
@@ -102,7 +103,7 @@ class Mutator:
             return value + rng.choice((-1, 1, rng.randint(-300, 300)))
         if self._seen and rng.random() < 0.3:
             return self._leaf(msgpack.decode(rng.choice(self._seen)[0]))
-        return rng.choice(ODD)
+        return deepcopy(rng.choice(ODD))  # or a later change inside it could put a list into itself
 
     def _leaf(self, value: Any) -> Any:
         while isinstance(value, list | dict) and value and self._rng.random() < 0.9:
