@@ -53,7 +53,7 @@ def digests_match(ours: str, theirs: str) -> bool:
     return config == other_config and (weights == other_weights or not (weights and other_weights))
 
 
-def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
+def replace_file(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Writes a file atomically: readers see the old file or the new one. Creates missing folders. Raises OSError.
 
     `mode`: the permissions of the file, less the process's umask.
@@ -62,7 +62,7 @@ def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
         part = Path(folder, path.name)
         part.touch(mode)
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
         part.replace(path)
 
 

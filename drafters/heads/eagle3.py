@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,9 +34,12 @@ from outrider.drafters.heads.head import MaskedHead, PairHead
 from outrider.drafters.heads.layers import Attention, DraftVocabulary, LayerSizes
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
-from outrider.engine.ort.graph import Builder, DecoderLayers
+from outrider.engine.ort.layers import DecoderLayers
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import head_kind
+
+if TYPE_CHECKING:
+    from outrider.engine.ort.graph import Builder
 
 _DEFAULT_DEPTH = 8  # of the published training recipes
 

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from outrider.drafters.heads.layers import BlockLink
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
-from outrider.engine.ort.graph import DecoderLayers
+from outrider.engine.ort.layers import DecoderLayers
 from outrider.protocol.errors import ModelError
 
 NOT_FINITE_MESSAGE = "the head's vectors are not finite: its weights or the target's rows exceed its number format"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,8 +24,11 @@ from outrider.drafters.heads.head import PairHead
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.graph import Builder, DecoderLayers
+from outrider.engine.ort.layers import DecoderLayers
 from outrider.protocol.errors import CannotDraft
+
+if TYPE_CHECKING:
+    from outrider.engine.ort.graph import Builder
 
 _LAYER_PREFIX = "layers.0."
 _MLX_LM_LAYER_PREFIX = "model.layers.0."

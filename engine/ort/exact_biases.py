@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
-from outrider.engine.ort.graph import Array
+from outrider.engine.ort.layers import Array
 from outrider.protocol.digest import file_hash
 from outrider.protocol.errors import ModelError
 
@@ -62,6 +61,8 @@ def write(graph: Path, weights: Path, biases: Mapping[str, tuple[Array, Array]])
         ModelError: the packed weights do not contain them.
         OSError: the files can't be written.
     """
+    import onnx  # only here: later loads of the model do without
+
     packed = {
         initializer.name: entry.value
         for initializer in onnx.load(os.fspath(graph), load_external_data=False).graph.initializer

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,49 +26,30 @@ import numpy as np
 
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
 from outrider.engine.memory import release_memory
-from outrider.engine.ort.graph import SUPPORTED_MODEL_TYPES, Array, DecoderLayers, Layout, build, levels, to_numpy
+from outrider.engine.ort.embedding import Embedding
+from outrider.engine.ort.layers import SUPPORTED_MODEL_TYPES, Array, DecoderLayers, Layout, to_numpy
 from outrider.engine.ort.sessions import CachedGraph, Sessions, arena_shrink_options, kernel_name
 from outrider.engine.positions import Ints
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line, wrap_model_errors
 from outrider.protocol.worker_link import CPU_KERNEL_CHOICES, CPU_KERNELS_VARIABLE
+
+if TYPE_CHECKING:
+    from outrider.engine.ort.graph import Graph
 
 log = logging.getLogger(__name__)
 
 _MASKED_SCORE = -65504.0  # the lowest float16: such a column gets the weight 0
 _MIN_QUERIES = 2  # with one query ONNX Runtime computes attention by another path, with other bits
 _MAX_PIECE_TOKENS = 128  # each further head of a group writes as many columns beyond the text
+_MIN_PIECE_TOKENS, _MAX_PIECE_SCORES = 32, 1 << 16  # scores: tokens x columns, of which attention makes copies
 _ANGLE_BLOCK_POSITIONS = 512  # positions whose angles are tabulated at a time
 _MAX_BINDINGS = 16  # bindings that are kept
-_LONG_FORWARD_TOKENS = 128  # longer forwards leave much free memory, which is then returned
 _REFERENCE_TOKENS = 3  # tokens that MLX computes: for a quantised model each takes as long as ten by ONNX Runtime
 _TOLERANCE_FLOAT32, _TOLERANCE_INT8 = 1e-3, 0.5  # allowed mean of `deviations`: float32, and 8 bits
 _CHECK_TOKENS, _NEIGHBOUR_TOKENS = 11, 3  # tokens: of the checked text, and of texts in the same forward
 
 Features = Callable[[Ints], Array | None]
 """A function that returns the features [T, W] of tokens [T]; None for a model, which needs none."""
-
-
-class Embedding:
-    """A model's embedding in numpy."""
-
-    def __init__(self, layer: nn.Module, factor: float) -> None:
-        self._factor = np.float32(factor)
-        self._bits = 0
-        if isinstance(layer, nn.QuantizedEmbedding):
-            self._weight, self._bits = levels(layer)
-            self._scales, self._biases = to_numpy(layer.scales), to_numpy(layer.biases)
-        else:
-            self._weight = to_numpy(layer.weight)
-
-    def __call__(self, tokens: Ints) -> Array:
-        """Returns the rows [T, H] of tokens [T]."""
-        rows: Array = self._weight[tokens]
-        if self._bits:
-            q = rows if self._bits == 8 else np.stack([rows & 15, rows >> 4], axis=-1)
-            scales = self._scales[tokens]
-            apart = q.reshape(len(tokens), scales.shape[1], -1) * scales[..., None]
-            rows = (apart + self._biases[tokens][..., None]).reshape(len(tokens), -1)
-        return rows * self._factor if self._factor != 1 else rows
 
 
 class OrtForward:
@@ -78,7 +59,7 @@ class OrtForward:
     def __init__(self, decoder: DecoderLayers, cached: CachedGraph | None = None) -> None:
         """Opens the sessions. Raises ModelError if ONNX Runtime can't compute these modules."""
         layout = Layout.of(decoder)
-        self._sessions = Sessions.open(partial(build, decoder, layout), cached)
+        self._sessions = Sessions.open(partial(_build, decoder, layout), cached)
         self._heads = layout.heads
         self.shapes, self._ropes, self._masks = layout.shapes, layout.ropes, layout.masks
         self.quantised, self.width, self._outputs = layout.quantised, layout.width, layout.outputs
@@ -87,7 +68,8 @@ class OrtForward:
         self._head_tokens = np.array(decoder.tokens) if decoder.tokens is not None else None
         self.vocab_size = decoder.vocab_size
         self.min_rows = 1
-        self._embedding = Embedding(decoder.embedding, decoder.factor)
+        folder = cached.folder if cached is not None and cached.exists else None
+        self._embedding = Embedding(decoder.embedding, decoder.factor, folder)
         self._angles: list[tuple[Array, Array]] = []
         self._bindings: dict[Any, Any] = {}
         self._tabulate_angles(_ANGLE_BLOCK_POSITIONS)
@@ -166,8 +148,8 @@ class OrtForward:
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        session.run_with_iobinding(binding, arena_shrink_options() if len(tokens) >= _LONG_FORWARD_TOKENS else None)
-        if len(tokens) >= _LONG_FORWARD_TOKENS:
+        session.run_with_iobinding(binding, arena_shrink_options() if segments[0].long else None)
+        if segments[0].long:  # such forwards leave much free memory
             release_memory()
         results = {
             name: array[: len(tokens) if name.startswith("layer") else len(wanted)] for name, array in outputs.items()
@@ -218,6 +200,13 @@ class OrtForward:
         halves = [table[..., table.shape[-1] // 2 :] for table in tables]  # in the first halves sines are negated
         self._angles = [(half[0].astype(self.kv_dtype), half[1].astype(self.kv_dtype)) for half in halves]
         self._bindings.clear()
+
+
+def _build(decoder: DecoderLayers, layout: Layout, exact: bool) -> Graph:
+    """Builds the graph. Later loads of the model find it on disk, and do without the 10 MiB that onnx takes."""
+    from outrider.engine.ort.graph import build
+
+    return build(decoder, layout, exact)
 
 
 def _count_queries(part: Segment, heads: tuple[int, int]) -> int:
@@ -297,16 +286,18 @@ def _mask(parts: Sequence[Segment], arrangement: _Arrangement, window: int | Non
 
 def _split_into_runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
     """Yields the first token and the segments of each run: all short segments together, and pieces of each long one,
-    which would pad the others."""
+    which would pad the others. The more columns a piece sees, the fewer tokens it has."""
     short = [segment for segment in segments if not segment.long]
     begin = sum(segment.count for segment in short)
     if short:
         yield 0, short
     for segment in segments[len(short) :]:
-        for start in range(segment.start, segment.end, _MAX_PIECE_TOKENS):
-            piece = replace(segment, start=start, count=min(_MAX_PIECE_TOKENS, segment.end - start))
+        start = segment.start
+        while start < segment.end:
+            most = min(max(_MAX_PIECE_SCORES // max(start, 1), _MIN_PIECE_TOKENS), _MAX_PIECE_TOKENS)
+            piece = replace(segment, start=start, count=min(most, segment.end - start))
             yield begin, [piece]
-            begin += piece.count
+            begin, start = begin + piece.count, start + piece.count
 
 
 def is_enabled() -> bool:

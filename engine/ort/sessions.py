@@ -20,15 +20,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnxruntime as ort
 
 from outrider.engine.ort import exact_biases
-from outrider.engine.ort.graph import Graph
 from outrider.protocol.digest import cache_folder, model_digest, replace_file
 from outrider.protocol.errors import ModelError, first_line
 from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
+
+if TYPE_CHECKING:
+    from outrider.engine.ort.graph import Graph
 
 log = logging.getLogger(__name__)
 

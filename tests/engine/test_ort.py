@@ -24,7 +24,8 @@ from outrider.engine.loading import LoadedModel, load
 from outrider.engine.ort import forward, graph
 from outrider.engine.ort import forward as ort_forward
 from outrider.engine.ort.forward import OrtForward
-from outrider.engine.ort.graph import Affine, DecoderLayers, Layout, build
+from outrider.engine.ort.graph import Affine, build
+from outrider.engine.ort.layers import DecoderLayers, Layout
 from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from mlx_lm.utils import load_model, quantize_model, save_model
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import load
-from outrider.engine.ort import exact_biases, forward, sessions
+from outrider.engine.ort import embedding, exact_biases, forward, graph, sessions
 from outrider.protocol.digest import CACHE_VARIABLE
+from outrider.protocol.errors import ModelError
 from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
 
 TOKENS = [(7 * i) % 250 for i in range(40)]
@@ -67,9 +70,43 @@ def test_cached_graph_is_used_without_another_build_or_check(
 ) -> None:
     first = logits(model)
     assert [path.name for path in kept(tmp_path)[0].iterdir()]
-    monkeypatch.setattr(forward, "build", fail_if_called)
+    monkeypatch.setattr(graph, "build", fail_if_called)
+    monkeypatch.setattr(embedding, "_to_rows", fail_if_called)
     monkeypatch.setattr(forward, "check_logits", fail_if_called)
     assert np.array_equal(logits(model), first)
+
+
+@pytest.mark.parametrize(("bits", "factor"), [(4, 1.0), (8, 3.0), (6, 1.0), (None, 2.0)])
+def test_rows_of_an_embedding_are_the_modules_from_memory_and_from_a_file(
+    tmp_path: Path, bits: int | None, factor: float
+) -> None:
+    layer: nn.Module = nn.Embedding(300, 96)
+    if bits is not None:
+        layer = nn.QuantizedEmbedding.from_embedding(layer, 32, bits)
+    tokens = np.array([299, 0, 7, 7])
+    expected = np.array(layer(mx.array(tokens))) * factor
+    for folder in (None, tmp_path, tmp_path):
+        assert np.allclose(embedding.Embedding(layer, factor, folder)(tokens), expected, atol=1e-6)
+    kept_rows = embedding.Embedding(layer, factor, tmp_path)
+    os.truncate(tmp_path / "embedding.bin", 40)
+    with pytest.raises(ModelError, match="has become shorter"):
+        kept_rows(tokens)
+
+
+def test_later_loads_of_a_model_do_without_onnx(model: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from outrider.engine.models_only import models_only; models_only()\n"
+        "from outrider.engine.ort import sessions; sessions._MIN_WEIGHT_BYTES = 0\n"
+        "from outrider.engine.loading import load; assert load(Path(sys.argv[1])).cpu is not None\n"
+        "print('onnx' in sys.modules)"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code, str(model)], capture_output=True, text=True, timeout=100, check=True
+        )
+        for _ in range(2)
+    ]
+    assert [run.stdout.strip() for run in found] == ["True", "False"]
 
 
 def test_changed_model_file_or_kernel_replaces_the_cached_graph(
@@ -87,7 +124,9 @@ def test_changed_model_file_or_kernel_replaces_the_cached_graph(
     assert kept(tmp_path) != [new]
 
 
-@pytest.mark.parametrize("name", ["graph.onnx", "weights.bin", "checked.json", "biases.bin", "biases.json"])
+@pytest.mark.parametrize(
+    "name", ["graph.onnx", "weights.bin", "checked.json", "biases.bin", "biases.json", "embedding.bin"]
+)
 def test_damaged_cache_file_is_rebuilt(model: Path, tmp_path: Path, name: str) -> None:
     first = logits(model)
     file = kept(tmp_path)[0] / name

@@ -27,7 +27,7 @@ from outrider.drafters.heads.redrafter import Redrafter
 from outrider.engine import positions
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.ort.forward import OrtForward
-from outrider.engine.ort.graph import DecoderLayers
+from outrider.engine.ort.layers import DecoderLayers
 from outrider.protocol.errors import ModelError
 from tests.drafters import nextn_heads
 from tests.tiny import VOCAB_SIZE, write_model

@@ -1,0 +1,175 @@
+"""The modules that a graph computes, of a dense mlx-lm model or of a draft head, and the layout of its inputs.
+
+Knows what `ort.graph` can build; that module imports onnx, which only the first load of a model needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from outrider.engine.cache import window_of
+from outrider.engine.hidden_states import ReducedLMHead, find_backbone, find_embedding, find_final_norm
+from outrider.engine.positions import RopeTable, rope_signature
+from outrider.protocol.errors import ModelError
+
+if TYPE_CHECKING:
+    from outrider.engine.ort.graph import Builder
+
+Array = np.ndarray[Any, Any]
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
+
+InputBuilder = Callable[["Builder"], tuple[str, str]]
+"""Adds the inputs of the first layer and of its attention, computed from `x` and `features`; returns their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The shape of a layer's keys and values, and its `window`; None: it sees all tokens."""
+
+    kv_heads: int
+    width: int
+    window: int | None
+
+    @classmethod
+    def of(cls, attention: nn.Module, window: int | None) -> LayerShape:
+        return cls(int(attention.n_kv_heads), _input_width(attention.o_proj) // int(attention.n_heads), window)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayers:
+    """The modules that a graph computes. `windows`: each layer's; None: it sees all tokens.
+
+    `factor`: embeddings are multiplied by it. `output` computes the logits of all tokens, or only of these `tokens`, of
+    a vocabulary of `vocab_size`. `begin`: builds the input of a head, which reads features besides tokens;
+    `gives_normed`: the head's vectors are returned after the norm. `rounded`: dense layers are rounded to 8 bits.
+    """
+
+    layers: Sequence[nn.Module]
+    windows: Sequence[int | None]
+    embedding: nn.Module
+    norm: nn.Module
+    output: nn.Module
+    vocab_size: int
+    tokens: mx.array | None = None
+    factor: float = 1.0
+    begin: InputBuilder | None = None
+    gives_normed: bool = False
+    rounded: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module, model_type: str) -> DecoderLayers:
+        """Returns a model's modules. Raises ModelError: one of them can't be found."""
+        with as_model_error():
+            backbone, layers = find_backbone(model)
+            windows = [window_of(cache) for cache in make_prompt_cache(model)]
+            norm, table = find_final_norm(backbone), find_embedding(backbone)
+            output, tokens = _find_output_module(model, table), None
+            vocab_size = int(output.vocab_size if isinstance(output, ReducedLMHead) else output.weight.shape[0])
+            if isinstance(output, ReducedLMHead):
+                output, tokens = output.rows, output.tokens
+            factor = 1.0
+            if model_type.startswith("gemma3"):
+                rounded = mx.array(int(norm.weight.size) ** 0.5, mx.bfloat16).astype(mx.float32)
+                factor = float(rounded.item())  # type: ignore[arg-type]
+            return cls(layers, windows, table, norm, output, vocab_size, tokens, factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a graph's inputs look like. `heads`: each layer's query heads and key heads; `angles`: each layer's rope, an
+    index of `ropes`; `masks`: their windows."""
+
+    shapes: list[LayerShape]
+    heads: tuple[int, int]
+    angles: list[int]
+    ropes: list[RopeTable]
+    masks: list[int | None]
+    quantised: bool
+    width: int
+    outputs: int
+
+    @classmethod
+    def of(cls, decoder: DecoderLayers) -> Layout:
+        """Reads no weights.
+
+        Raises:
+            ModelError: a layer is not supported.
+        """
+        with as_model_error():
+            attentions = [layer.self_attn for layer in decoder.layers]
+            shapes = [LayerShape.of(own, window) for own, window in zip(attentions, decoder.windows, strict=True)]
+            heads = {(int(own.n_heads), shape.kv_heads) for own, shape in zip(attentions, shapes, strict=True)}
+            if len(heads) > 1:
+                raise TypeError("layers with different numbers of heads are not supported")
+            used = [(rope_signature(own.rope), shape.width) for own, shape in zip(attentions, shapes, strict=True)]
+            known = list(dict.fromkeys(used))
+            ropes = [_make_rope_table(attentions[used.index(key)].rope, key[1]) for key in known]
+            angles = [known.index(key) for key in used]
+            masks = list(dict.fromkeys(decoder.windows))
+            parts = [decoder.output, *(part for layer in decoder.layers for part in layer.modules())]
+            quantised = decoder.rounded
+            quantised |= any(isinstance(part, nn.QuantizedLinear | nn.QuantizedEmbedding) for part in parts)
+            hidden, outputs = int(decoder.norm.weight.size), int(decoder.output.weight.shape[0])
+            return cls(shapes, heads.pop(), angles, ropes, masks, quantised, hidden, outputs)
+
+    @property
+    def kv_dtype(self) -> np.dtype[Any]:
+        """The format of keys, values, angles and masks: float16 for a quantised model, which rounds activations more
+        than that, else float32."""
+        return np.dtype(np.float16 if self.quantised else np.float32)
+
+
+@contextmanager
+def as_model_error() -> Iterator[None]:
+    """Turns the errors that an unsupported model causes, such as missing attributes, into ModelError."""
+    try:
+        yield
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        raise ModelError(f"ONNX Runtime can't compute this model: {error}") from error
+
+
+def levels(layer: nn.Module) -> tuple[Array, int]:
+    """Returns a quantised layer's rows of packed levels, in 4 or 8 bits; other widths become 8, without rounding."""
+    q, bits = np.array(layer.weight).view(np.uint8), int(layer.bits)
+    q = q.reshape(len(q), -1)
+    if bits in (4, 8):
+        return q, bits
+    single = np.unpackbits(q, axis=-1, bitorder="little").reshape(len(q), -1, bits)
+    return np.packbits(single, axis=-1, bitorder="little")[..., 0], 8
+
+
+def to_numpy(array: mx.array) -> Array:
+    """Returns a float32 copy that numpy owns."""
+    return np.array(array.astype(mx.float32), dtype=np.float32)
+
+
+def _find_output_module(model: nn.Module, table: nn.Module) -> nn.Module:
+    """Returns the module that computes logits: the model's output layer, or its embedding."""
+    for module in model.modules():
+        own = module.get("lm_head") if isinstance(module, dict) else None
+        if isinstance(own, nn.Module):
+            return own
+    return table
+
+
+def _input_width(layer: nn.Module) -> int:
+    """Returns the width of a layer's input."""
+    if isinstance(layer, nn.QuantizedLinear):
+        return int(layer.scales.shape[1] * layer.group_size)
+    return int(layer.weight.shape[1])
+
+
+def _make_rope_table(rope: nn.Module, width: int) -> RopeTable:
+    table = RopeTable.of(rope, width)
+    if table is None or not table.rotates_whole_head:
+        raise TypeError("its rope can't be tabulated for whole heads")
+    return table
