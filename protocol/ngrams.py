@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ TABLE_PROBABILITIES = (0.2, 0.35, 0.5, 0.7)
 EVIDENCE_CLASSES = MAX_NGRAM_SIZE + 1 + len(TABLE_PROBABILITIES)
 
 PRIOR_COPIED, COPY_PRIOR_CHAINS, COPY_FADE = 0.5, 2.0, 0.95
-_KEY_FACTOR, _KEY_BITS = 6364136223846793005, 64
+_KEY_FACTOR, _KEY_BITS = 6364136223846793005, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class CopyAcceptance:
 class NgramTable:
     """What a model often writes after one to TABLE_NGRAM_SIZE tokens: for each n-gram the likeliest token.
 
-    Of an n-gram only a key of 32 bits is kept; that of another one is taken for it once in 50,000 lookups, which costs
-    a rejected token at most.
+    Of an n-gram only a key of 24 bits is kept, in the file as the gap to the one before. With 40,000 n-grams one of 140
+    lookups takes another n-gram for it, which costs a rejected token at most.
     """
 
     def __init__(self, keys: NDArray[np.uint32], tokens: NDArray[np.uint32], shares: NDArray[np.uint8]) -> None:
@@ -127,16 +127,16 @@ class NgramTable:
 
         try:
             arrays = load_file(path)
-            keys, tokens, shares = arrays["keys"], arrays["tokens"].astype(np.uint32), arrays["shares"]
-            is_table = keys.ndim == 1 and (keys.dtype.name, shares.dtype.name) == ("uint32", "uint8")
-            is_table = is_table and keys.shape == tokens.shape == shares.shape and bool((keys[1:] > keys[:-1]).all())
+            gaps, tokens, shares = arrays["gaps"], arrays["tokens"], arrays["shares"]
+            is_table = gaps.shape == tokens.shape == shares.shape == (gaps.size,) and shares.dtype == np.uint8
+            is_table = is_table and gaps.dtype.kind == tokens.dtype.kind == "u" and bool(gaps[1:].all())
         except (OSError, SafetensorError, LookupError, ValueError) as error:
             raise ModelError(
                 f"{path} is not a table of n-grams ({first_line(error)}); expected a file of train.py --ngrams"
             ) from error
         if not is_table:
-            raise ModelError(f"{path} is not a table of n-grams; expected keys in ascending order, tokens and shares")
-        return cls(keys, tokens, shares)
+            raise ModelError(f"{path} is not a table of n-grams; expected gaps of keys, tokens and shares")
+        return cls(np.cumsum(gaps, dtype=np.uint32), tokens.astype(np.uint32), shares)
 
     @property
     def max_token(self) -> int:
@@ -169,8 +169,8 @@ def ngram_keys(tokens: Sequence[int]) -> Iterator[int]:
     """Yields the keys of the n-grams at the end of `tokens`, of one token, two, up to TABLE_NGRAM_SIZE."""
     key = 0
     for token in islice(reversed(tokens), TABLE_NGRAM_SIZE):
-        key = (key * _KEY_FACTOR + token + 1) * _KEY_FACTOR % (1 << _KEY_BITS)
-        yield key >> 32
+        key = (key * _KEY_FACTOR + token + 1) * _KEY_FACTOR % (1 << 64)
+        yield key >> 64 - _KEY_BITS
 
 
 class NgramIndex:
@@ -241,10 +241,14 @@ def save_table(path: str | Path, entries: dict[tuple[int, ...], tuple[int, float
     from safetensors.numpy import save_file
 
     by_key = {list(ngram_keys(gram))[-1]: entry for gram, entry in entries.items()}
-    keys = np.array(sorted(by_key), np.uint32)
-    following = [by_key[int(key)] for key in keys]
+    following = [by_key[key] for key in sorted(by_key)]
+    gaps = np.array([key - before for before, key in pairwise([0, *sorted(by_key)])], np.uint32)
     tokens, shares = np.array([token for token, _ in following], np.uint32), [share for _, share in following]
-    small = tokens.astype(np.uint16) if tokens.max(initial=0) < 1 << 16 else tokens
     rounded = np.clip(np.rint(np.array(shares) * 255), 0, 255).astype(np.uint8)
-    header = {name: str(value) for name, value in about.items()}
-    save_file({"keys": keys, "tokens": small, "shares": rounded}, path, header)
+    arrays = {"gaps": _shrink(gaps), "tokens": _shrink(tokens), "shares": rounded}
+    save_file(arrays, path, {name: str(value) for name, value in about.items()})
+
+
+def _shrink(array: NDArray[np.uint32]) -> NDArray[Any]:
+    """Returns an array in 16 bits if its numbers allow it."""
+    return array.astype(np.uint16) if array.max(initial=0) < 1 << 16 else array
