@@ -126,8 +126,8 @@ class TextChunk(RequestMessage, frozen=True):
     chunk.
 
     `logprobs`, `origins` and `rounds` are present if the request asked for them. Origins are 0 target, 1 prepared, 2
-    drafted just in time, 3 copied from the text, 4 drafted by a head, 5 an alternative of a tree. `rounds` are those
-    that produced the tokens.
+    drafted just in time, 3 an n-gram of the text or a table, 4 drafted by a head, 5 an alternative of a tree. `rounds`
+    are those that produced the tokens.
     """
 
     text: Text

@@ -6,7 +6,7 @@ const WORDS = {
   cache: "a prepared branch",
   drafter: "a chain drafted just in time",
   head: "a chain drafted by a head",
-  ngram: "a chain copied from the text",
+  ngram: "a chain of n-grams, from the text or a table",
 };
 const LOOKUPS = { hit: "hit", grown: "hit, after waiting for it to grow", late: "miss: its branch came too late", miss: "miss" };
 const MARKS = { hit: "hit", grown: "hit", late: "late", miss: "miss" };

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from outrider.orchestrator.core.policy.estimates import RowCosts
+from outrider.orchestrator.core.policy.estimates import Estimates, RowCosts
 
 
 def learned(*seen: tuple[int, float]) -> RowCosts:
@@ -50,3 +50,24 @@ def test_cost_follows_a_machine_that_became_slower() -> None:
 def test_old_sample_yields_to_contradicting_new_ones() -> None:
     costs = learned(*[(8, 40.0)] * 5, *[(16, 20.0), (4, 12.0)] * 200)
     assert (costs(8) or 0.0) <= 1.2 * 20.0
+
+
+def test_row_costs_are_the_measured_ones_in_tokens() -> None:
+    found = Estimates()
+    for _ in range(50):
+        found.observe_round(1, 10.0)
+        for rows, milliseconds in ((1, 10.0), (2, 11.0), (3, 15.0)):
+            found.observe_verify(rows, milliseconds)
+    assert found.row_costs(2) == pytest.approx([0.0, 0.1, 0.5], abs=0.05)
+
+
+def test_disturbed_measurement_does_not_keep_rows_from_being_measured_again() -> None:
+    """Nothing but plain rounds follows it, since more rows seem to cost too much."""
+    found = Estimates()
+    found.observe_round(1, 10.0)
+    found.observe_verify(1, 10.0)
+    found.observe_verify(2, 90.0)
+    assert found.row_costs(1)[1] > 2
+    for _ in range(400):
+        found.observe_verify(1, 10.0)
+    assert found.row_costs(1)[1] < 0.3

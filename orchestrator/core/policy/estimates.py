@@ -98,6 +98,7 @@ class RowCosts:
         self._averages: dict[int, tuple[float, float, int]] = {}  # by `_bucket`: milliseconds, weight, time of update
         self._count = 0
         self._curve: list[tuple[int, float]] | None = None
+        self._weighed: list[tuple[int, float, float]] = []  # (rows, milliseconds, weight) behind the curve
 
     def add(self, rows: int, milliseconds: float) -> None:
         bucket = _bucket(rows)
@@ -113,12 +114,16 @@ class RowCosts:
     def points(self) -> tuple[tuple[int, float], ...]:
         """(rows, milliseconds), both rising."""
         if self._curve is None:
-            weighed = [
+            self._weighed = [
                 (rows, ms, weight * POLICY.fade ** (self._count - updated))
                 for rows, (ms, weight, updated) in sorted(self._averages.items())
             ]
-            self._curve = _fit_monotone(weighed)
+            self._curve = _fit_monotone(self._weighed)
         return tuple(self._curve)
+
+    def weight(self, rows: int) -> float:
+        """Returns the weight of what was measured for `rows` and more; it fades while others are measured."""
+        return sum(weight for measured, _, weight in self._weighed if measured >= rows) if self.points else 0.0
 
     def __call__(self, rows: float) -> float | None:
         """Returns the milliseconds for `rows`, an expected number; None until something was measured."""
@@ -319,7 +324,10 @@ class Estimates:
 
     def verify_ms(self, rows: int) -> float:
         """Returns the time of a forward with `rows` of one request and the recent average of the others' rows."""
-        return self.forward_ms(rows + (round(self._other_rows.value) if self.active > 1 else 0))
+        return self.forward_ms(rows + self._rows_of_others())
+
+    def _rows_of_others(self) -> int:
+        return round(self._other_rows.value) if self.active > 1 else 0
 
     def rows(self, depth: int) -> float:
         """Returns E[rows] of the verify of a draft worker's chain of `depth` tokens, cut to those that pay."""
@@ -331,9 +339,18 @@ class Estimates:
         return min(max(self._row_ms.value(POLICY.cost_per_row * first), 0.0), first)
 
     def row_costs(self, count: int) -> list[float]:
-        """Returns what the verify of 0, 1, ... `count` draft tokens costs, in tokens: those of the target's time."""
-        worth, first = self.tokens_per_ms(), self.verify_ms(1)
-        return [worth * (self.verify_ms(1 + tokens) - first) for tokens in range(count + 1)]
+        """Returns what the verify of 0, 1, ... `count` draft tokens costs, in tokens: those of the target's time.
+
+        If rows seem to cost more than the prior says, measurements that are few or old count less: a disturbed one
+        would otherwise keep this number of rows from ever being verified, and so measured, again.
+        """
+        worth, first, others = self.tokens_per_ms(), self.verify_ms(1), self._rows_of_others()
+        costs = []
+        for tokens in range(count + 1):
+            weight = sum(curve.weight(1 + tokens + others) for curve in (self._verify_ms, self._all_cores_ms))
+            measured, prior = self.verify_ms(1 + tokens) - first, POLICY.cost_per_row * first * tokens
+            costs.append(worth * min(measured, (weight * measured + prior) / (weight + 1.0)))
+        return costs
 
     def plain_ms(self, texts: int) -> float:
         """Returns the time of a step of plain decoding, pipelined, with this many texts."""
