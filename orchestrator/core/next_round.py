@@ -211,9 +211,9 @@ class Proposer:
 
     def should_continue(self, request: Request) -> bool:
         """Whether an autonomous target should continue by itself: the next proposal would be about the same."""
-        step, under_way = self.next_step(request, (), 0), request.round.proposal
         if request.max_chain_tokens < 1:
             return True
+        step, under_way = self.next_step(request, (), 0), request.round.proposal
         if isinstance(step, DrafterWait) or not step.autonomous or step.drafter != under_way.drafter:
             return False
         changes = map(sub, step.row_costs[:MAX_COMPARED_COSTS], under_way.row_costs)
