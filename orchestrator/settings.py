@@ -324,7 +324,7 @@ class Settings(TypedDict, total=False):
     fan_out: str
     branch_depth: str
     ngrams: bool
-    ngram_table: str | None
+    ngram_table: str | os.PathLike[str] | None
     trees: bool
     threads: int
     cpu_kernels: str
