@@ -17,7 +17,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.machine.spawn import child_environment
@@ -82,15 +84,27 @@ def traced(folder: Path) -> dict[str, list[str]]:
         raise OutriderError(f"the traced program failed: {done.stderr.strip()[-2000:]}")
     begin, end = (int(at / BUCKET_S) for at in json.loads((folder / "window").read_text()))
     deadline = time.monotonic() + LAST_REPORT_S
-    while len(list(folder.glob("*.json"))) <= len(ROLES) and time.monotonic() < deadline:
+    reports = _read_reports(folder)
+    while {role for role, _ in reports} < {"client", *ROLES.values()} and time.monotonic() < deadline:
         time.sleep(BUCKET_S)  # workers end shortly after the program
+        reports = _read_reports(folder)
     found: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(folder.glob("*.json")):
-        report = json.loads(path.read_text())
-        role = next((role for word, role in ROLES.items() if word in report["command"]), "client")
+    for role, report in reports:
         files = [file for file, when in report["calls"].items() if any(begin < at < end for at in when)]
         found[role] += [str(Path(file).resolve().relative_to(ROOT)) for file in files]
     return found
+
+
+def _read_reports(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the complete reports, with the role of the process that wrote each."""
+    reports = []
+    for path in sorted(folder.glob("*.json")):
+        with suppress(ValueError):  # it is being written
+            report = json.loads(path.read_text())
+            reports.append(
+                (next((role for word, role in ROLES.items() if word in report["command"]), "client"), report)
+            )
+    return reports
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

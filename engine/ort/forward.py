@@ -148,8 +148,9 @@ class OrtForward:
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        session.run_with_iobinding(binding, arena_shrink_options() if segments[0].long else None)
-        if segments[0].long:  # such forwards leave much free memory
+        leaves_free_memory = segments[0].long and len(tokens) >= _MIN_PIECE_TOKENS
+        session.run_with_iobinding(binding, arena_shrink_options() if leaves_free_memory else None)
+        if leaves_free_memory:
             release_memory()
         results = {
             name: array[: len(tokens) if name.startswith("layer") else len(wanted)] for name, array in outputs.items()
