@@ -17,9 +17,6 @@ from outrider.protocol.trees import one_hot
 class NgramDrafter:
     """Proposes copies from a request's text, or else from `table`, as long as they are worth their rows."""
 
-    note = ""
-    agreement: float | None = None
-
     def __init__(self, table: NgramTable | None = None) -> None:
         self.table = table
         self.weight_bytes = table.nbytes if table is not None else 0

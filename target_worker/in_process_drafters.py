@@ -290,7 +290,7 @@ def load(
     for name, (kind, path) in zip(unique_names(kind for kind, _ in wanted), wanted, strict=True):
         try:
             if kind == DRAFT_MODEL:
-                drafter: InProcessProposer = InProcessModel(MlxDrafter.load(path, progress))
+                drafter: InProcessModel | HeadDrafter = InProcessModel(MlxDrafter.load(path, progress))
             else:
                 drafter = heads.load(kind, path, model, progress, unsharded)
         except OutriderError as error:

@@ -44,18 +44,18 @@ class Embedding:
 
     def __call__(self, tokens: Ints) -> Array:
         """Returns the rows [T, H] of tokens [T]."""
-        stored = self._read(tokens)
-        if not self._groups:
-            rows: Array = stored.view(np.float32)
-            return rows * self._factor if self._factor != 1 else rows
+        rows = self._read(tokens)
+        rows = self._dequantise(rows) if self._groups else rows.view(np.float32)
+        return rows * self._factor if self._factor != 1 else rows
+
+    def _dequantise(self, stored: Array) -> Array:
         split = self._level_bytes, self._level_bytes + 4 * self._groups
         q, *parts = np.split(stored, split, axis=1)
         scales, biases = (np.ascontiguousarray(part).view(np.float32) for part in parts)
         if self._bits == 4:
             q = np.stack([q & 15, q >> 4], axis=-1)
-        apart = q.reshape(len(tokens), self._groups, -1) * scales[..., None]
-        rows = (apart + biases[..., None]).reshape(len(tokens), -1)
-        return rows * self._factor if self._factor != 1 else rows
+        apart: Array = q.reshape(len(stored), self._groups, -1) * scales[..., None]
+        return (apart + biases[..., None]).reshape(len(stored), -1)
 
     def _read(self, tokens: Ints) -> Array:
         """Returns the rows [T, size of a row] of tokens [T]."""

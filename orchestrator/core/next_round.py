@@ -155,11 +155,12 @@ class Proposer:
             return Proposal()
         if request.plan.mode == "ssd" and request.draft.drafters:
             return self.look_up(request, committed, now_ns)
-        tail = self._best_tail(request)
         drafter = request.plan.drafter
-        if drafter == NGRAM or not (drafter or request.draft.drafters):  # n-grams are the only source
-            if self.target_has_ngrams() and not self.full_depth:
-                return self._propose_ngrams()
+        only_ngrams = drafter == NGRAM or not (drafter or request.draft.drafters)
+        if only_ngrams and self.target_has_ngrams() and not self.full_depth:
+            return self._propose_ngrams()
+        tail = self._best_tail(request)
+        if only_ngrams:
             return propose_copy(tail.tokens) if tail.tokens or self.full_depth else PLAIN_DECODING
         if not self._is_reproducible(request) and not should_draft(
             self.estimates, tail, request.max_draft_tokens, drafter

@@ -186,9 +186,8 @@ class Planner:
     def check_in_process_drafter(self, ended: SettledRound) -> str:
         """Leaves out an in-process drafter that is no longer useful to the request, and returns a note if it does."""
         request, drafter, planning = ended.request, ended.proposal.drafter, ended.request.planning
-        if not ended.proposal.draft or drafter == NGRAM or drafter in planning.left_out:
-            return ""
-        if request.remaining < ended.plan.depth:
+        is_judged = ended.proposal.draft and drafter != NGRAM and drafter not in planning.left_out
+        if not is_judged or request.remaining < ended.plan.depth:
             return ""
         why = planning.drafter_usage.setdefault(drafter, DrafterUsage()).observe(
             ended.proposal.depth, ended.outcome.accepted

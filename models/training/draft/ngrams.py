@@ -23,8 +23,8 @@ _PRIOR_COUNT = 0.5  # how often the shorter n-gram's share counts
 _SAME_SHARE = 0.12  # an n-gram that says the same as the shorter one, up to this, is left out
 
 
-def write(out: Path, store: Path) -> int:
-    """Writes the table of all answers in `store`, a folder of stores or one, to the file `out`; returns its entries.
+def write(out: Path, store: Path) -> None:
+    """Writes the table of all answers in `store`, a folder of stores or one, to the file `out`.
 
     Raises:
         InvalidRequest: there are no answers, or a shard is damaged.
@@ -33,10 +33,8 @@ def write(out: Path, store: Path) -> int:
     if not shards:
         raise InvalidRequest(f"{store} has no text of a target; write some with --text-only first")
     counts, positions = _count(answer for shard in shards for answer in read_shard(shard))
-    entries = _select(counts)
     with replacing(out) as temporary:
-        save_table(temporary, entries, {"positions": positions})
-    return len(entries)
+        save_table(temporary, _select(counts), {"positions": positions})
 
 
 def _count(answers: Iterable[Answer]) -> tuple[dict[Ngram, dict[int, float]], int]:
