@@ -57,8 +57,8 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     kv_cache = leader.open_shared_kv_cache(model) if leader is not None else None
     own, ngrams = (options.own, options.ngrams) if found.chains else ((), None)
     loaded = in_process_drafters.load(own, model, report, leader is None, ngrams=ngrams)
-    found = replace(found, drafters=loaded.infos, left_out=loaded.left_out)
-    notes = [f"drafting in this process with {info.model}" for info in loaded.infos if info.name != NGRAM]
+    found = replace(found, ngrams=NGRAM in loaded.drafters, drafters=loaded.infos, left_out=loaded.left_out)
+    notes = [f"drafting in this process with {info.model}" for info in loaded.infos]
     notes += [*loaded.left_out, *loaded.doubts]
     drafters = InProcessDrafters(loaded.drafters)
     memory.set_limits(model.weight_bytes + drafters.weight_bytes)  # each load has set them for one model only

@@ -305,7 +305,6 @@ def load(
     if ngrams is not None and unsharded and model.cpu is not None:
         try:
             drafters[NGRAM] = NgramDrafter(NgramTable.load(ngrams) if ngrams else None)
-            infos.append(workers.InProcessDrafter(NGRAM, ngrams, False, -1.0, 0.0))
         except OutriderError as error:
             left_out.append(str(error))
     return LoadedDrafters(drafters, tuple(infos), tuple(left_out), tuple(doubts))

@@ -14,7 +14,7 @@ by its expected time and some slack.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import sub
 
@@ -42,7 +42,7 @@ from outrider.orchestrator.core.request import CachedBranch, DrafterWait, Reques
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
-from outrider.protocol.messages import Drafted, Halt, InProcessDrafter, Prepare, Verify
+from outrider.protocol.messages import Drafted, Halt, Prepare, Verify
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
 
 # The limit of a wait for a drafter that may not have drafted before, or that full depth requires.
@@ -345,10 +345,6 @@ class Proposer:
         return limit_ms if self.estimates.active == 1 else min(limit_ms, self.estimates.verify_ms(1))
 
 
-def _has_ngrams(drafters: Iterable[InProcessDrafter]) -> bool:
-    return any(drafter.name == NGRAM for drafter in drafters)
-
-
 class NextRound:
     """Begins rounds and waits."""
 
@@ -359,7 +355,7 @@ class NextRound:
         self._draft_pool = draft_pool
         self._planner = planner
         self._metrics = metrics
-        self._proposer = Proposer(planner.estimates, full_depth, lambda: _has_ngrams(workers.target_abilities.drafters))
+        self._proposer = Proposer(planner.estimates, full_depth, lambda: workers.target_abilities.ngrams)
 
     def open(self, request: Request, offered: bool) -> None:
         """Begins a request, or continues it on a new target: sends OPEN to the target and the drafters, which read the

@@ -234,7 +234,7 @@ class Planner:
 
     def _sources(self, named: str, workers: int, left_out: Collection[str] = ()) -> DraftSources:
         """Returns what may draft for a request: only the drafters that it has `named`, if any."""
-        in_process = tuple(drafter for drafter in self._in_process_drafters() if drafter.name != NGRAM)
+        in_process = tuple(self._in_process_drafters())
         self.estimates.add_drafters(in_process)
         others = tuple(drafter.name for drafter in in_process if drafter.name not in left_out)
         others += (NGRAM,) if self._settings.ngrams and (in_process or workers or named == NGRAM) else ()

@@ -46,7 +46,8 @@ class Target(HonestWorkers):
         lengths: Sequence[int] = (12,),
     ) -> None:
         self._row_ms, self._lengths = row_ms, cycle(lengths)
-        self.target_abilities = Abilities(drafters=(InProcessDrafter(drafter),))
+        named = drafter == "ngram"
+        self.target_abilities = Abilities(ngrams=named, drafters=() if named else (InProcessDrafter(drafter),))
         self.sent: list[Any] = []
         self.events: list[Any] = []
         self.accepted = accepted
