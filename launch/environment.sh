@@ -80,9 +80,13 @@ install_all() {
 
 # For programs that run MLX in their own process; the orchestrator does it for the workers of a cluster.
 preload_openblas() {
-    local library
-    library="$("$python" -P -c 'from outrider.orchestrator.machine.system import find_openblas; print(find_openblas() or "")')"
-    if [ -n "$library" ]; then export LD_PRELOAD="$library${LD_PRELOAD:+:$LD_PRELOAD}"; fi
+    local setting
+    while IFS= read -r setting; do export "${setting?}"; done < <("$python" -P -c '
+import os
+from outrider.orchestrator.machine.system import OPENBLAS_CORE_VARIABLE, blas_environment
+made = blas_environment(dict(os.environ), 1)
+print(*(f"{name}={made[name]}" for name in ("LD_PRELOAD", OPENBLAS_CORE_VARIABLE) if name in made), sep="\n")
+')
 }
 
 has_openblas() { "$python" -P -c 'from outrider.orchestrator.machine.system import blas_notes; raise SystemExit(bool(blas_notes()))'; }

@@ -1,4 +1,5 @@
-"""What every process needs: a log, signal handlers that may raise, and the release of free memory to the system.
+"""What every process needs: a log, signal handlers that may raise, the release of free memory to the system, and the
+CPU's instruction sets.
 
 Logs are lines of text or JSON objects, one per line, by the standard library's logging. A line about a request has its
 id in a field, from `extra` or from the current context. A process that a server started writes to the server's log;
@@ -19,6 +20,8 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
 from types import FrameType, TracebackType
 
 LOG_FORMATS = ("text", "json")
@@ -33,6 +36,15 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.005
 _FINALIZER = "__del__"
 Handler = Callable[[int, FrameType | None], object]
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """Returns the instruction sets of this machine's CPU by Linux's names, such as avx2; empty on other systems."""
+    if not sys.platform.startswith("linux"):
+        return frozenset()
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    return frozenset(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
 
 
 def configure_logging(level: str, form: str, process: str, shared_fd: int | None = None) -> None:

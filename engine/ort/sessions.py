@@ -27,6 +27,7 @@ import onnxruntime as ort
 from outrider.engine.ort import exact_biases
 from outrider.protocol.digest import cache_folder, model_digest, replace_file
 from outrider.protocol.errors import ModelError, first_line
+from outrider.protocol.process import cpu_flags
 from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
 
 if TYPE_CHECKING:
@@ -243,11 +244,7 @@ def drafter_core() -> int | None:
 @cache
 def kernel_name() -> str:
     """Returns the name of the kernels on which a quantised forward's bits depend: others may choose another token."""
-    flags: set[str] = set()
-    if sys.platform == "linux":
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        flags = set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
-    instructions = next((flag for flag in _CPU_FLAGS if flag in flags), platform.machine())
+    instructions = next((flag for flag in _CPU_FLAGS if flag in cpu_flags()), platform.machine())
     return f"int8-onnxruntime-{ort.__version__}-{instructions.replace('_', '-')}"
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError, InvalidRequest
+from outrider.protocol.process import cpu_flags
 from outrider.protocol.version import install_command
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE, DRAFTER_CORE_VARIABLE
 
@@ -39,6 +40,9 @@ BLAS_VARIABLE = "OUTRIDER_OPENBLAS"
 """The environment variable that sets the library to preload; empty: none, so that MLX uses its wheel's BLAS."""
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _OPENBLAS_NAMES = ("openblas", "openblasp", "openblaso")
+OPENBLAS_CORE_VARIABLE = "OPENBLAS_CORETYPE"
+_OPENBLAS_CORES = {"avx512f": "SkylakeX", "avx2": "Haswell"}
+"""OpenBLAS's kernels by what a CPU must have, the best first."""
 _find_library = cache(find_library)
 MLX_LIBRARY = Path("lib", "libmlx.so")
 
@@ -97,7 +101,16 @@ def blas_environment(base: dict[str, str], threads: int, kernels: str | None = N
     loaded = base.get("LD_PRELOAD", "")
     if library is not None and "openblas" not in loaded:
         changed["LD_PRELOAD"] = f"{loaded}:{library}".strip(":")
-    return changed
+    return openblas_core() | changed
+
+
+def openblas_core() -> dict[str, str]:
+    """Returns the environment variable that names OpenBLAS's kernels for this CPU, if known.
+
+    OpenBLAS chooses kernels by the CPU's model, and for a model newer than itself those of the first 64-bit ones.
+    """
+    core = next((core for flag, core in _OPENBLAS_CORES.items() if flag in cpu_flags()), None)
+    return {OPENBLAS_CORE_VARIABLE: core} if core is not None else {}
 
 
 def require_mlx() -> None:

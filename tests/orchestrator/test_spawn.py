@@ -168,6 +168,16 @@ def test_openblas_is_preloaded_if_found(monkeypatch):
     assert system.blas_environment({"LD_PRELOAD": "/my/libopenblas.so"}, 1)["LD_PRELOAD"] == "/my/libopenblas.so"
 
 
+@pytest.mark.parametrize(
+    ("flags", "core"), [({"avx512f", "avx2"}, "SkylakeX"), ({"avx2"}, "Haswell"), ({"asimd"}, None)]
+)
+def test_openblas_uses_kernels_that_the_cpu_has(monkeypatch, flags, core):
+    """It does not know CPUs that are newer than itself, and took kernels without AVX for them."""
+    monkeypatch.setattr(system, "cpu_flags", lambda: flags)
+    assert system.blas_environment({}, 1).get(system.OPENBLAS_CORE_VARIABLE) == core
+    assert system.blas_environment({system.OPENBLAS_CORE_VARIABLE: "Zen"}, 1)[system.OPENBLAS_CORE_VARIABLE] == "Zen"
+
+
 def test_openblas_library_can_be_chosen_or_disabled(monkeypatch, tmp_path):
     monkeypatch.setattr(system, "needs_openblas", lambda: True)
     mine = tmp_path / "libopenblas.so.0"
