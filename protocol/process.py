@@ -1,5 +1,4 @@
-"""What every process needs: a log, signal handlers that may raise, the release of free memory to the system, and the
-CPU's instruction sets.
+"""What every process needs: a log, signal handlers that may raise, the release of free memory, and what the CPU can do.
 
 Logs are lines of text or JSON objects, one per line, by the standard library's logging. A line about a request has its
 id in a field, from `extra` or from the current context. A process that a server started writes to the server's log;
@@ -39,12 +38,18 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 @cache
-def cpu_flags() -> frozenset[str]:
-    """Returns the instruction sets of this machine's CPU by Linux's names, such as avx2; empty on other systems."""
-    if not sys.platform.startswith("linux"):
-        return frozenset()
-    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    return frozenset(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
+def cpu_fields() -> dict[str, str]:
+    """Returns what Linux tells about the first CPU, such as its `model name`; empty on other systems."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split("\n\n")[0]
+    except OSError:
+        return {}
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+
+
+def cpu_flags() -> list[str]:
+    """Returns the CPU's instruction sets by Linux's names, such as avx2; empty on other systems."""
+    return (cpu_fields().get("flags") or cpu_fields().get("Features", "")).split()
 
 
 def configure_logging(level: str, form: str, process: str, shared_fd: int | None = None) -> None:

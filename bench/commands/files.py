@@ -21,6 +21,7 @@ from outrider.orchestrator.pairing.tokenizer import load_codec, load_text
 from outrider.orchestrator.settings import MODES, ServeSettings
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.process import cpu_fields, cpu_flags
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,11 +55,9 @@ def write_results(
 def describe_machine(settings: ServeSettings) -> dict[str, Any]:
     """Describes this machine. Kernels differ by the vector instructions of the CPU."""
     processor: dict[str, Any] = {"name": platform.processor(), "cores": os.cpu_count()}
-    with suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split("\n\n")[0]
-        fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+    if fields := cpu_fields():
         processor["name"] = fields.get("model name", processor["name"])
-        processor["vectors"] = [one for one in fields.get("flags", "").split() if one.startswith(("avx", "amx"))]
+        processor["vectors"] = [one for one in cpu_flags() if one.startswith(("avx", "amx"))]
     versions = {}
     for name in REPORTED_LIBRARIES:
         with suppress(PackageNotFoundError):  # not installed

@@ -92,6 +92,9 @@ def blas_notes() -> tuple[str, ...]:
 def blas_environment(base: dict[str, str], threads: int, kernels: str | None = None) -> dict[str, str]:
     """Returns the environment `base` with OpenBLAS preloaded, if it is needed and found, and `threads` BLAS threads.
 
+    OpenBLAS would choose kernels by the CPU's model, and for a model newer than itself those of the first 64-bit ones.
+    So they are named by what the CPU has, unless `base` names some.
+
     `kernels`: what computes forwards on a CPU (`protocol.worker_link`); None: as in `base`.
     """
     changed = {**base, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
@@ -101,16 +104,8 @@ def blas_environment(base: dict[str, str], threads: int, kernels: str | None = N
     loaded = base.get("LD_PRELOAD", "")
     if library is not None and "openblas" not in loaded:
         changed["LD_PRELOAD"] = f"{loaded}:{library}".strip(":")
-    return openblas_core() | changed
-
-
-def openblas_core() -> dict[str, str]:
-    """Returns the environment variable that names OpenBLAS's kernels for this CPU, if known.
-
-    OpenBLAS chooses kernels by the CPU's model, and for a model newer than itself those of the first 64-bit ones.
-    """
     core = next((core for flag, core in _OPENBLAS_CORES.items() if flag in cpu_flags()), None)
-    return {OPENBLAS_CORE_VARIABLE: core} if core is not None else {}
+    return changed if core is None else {OPENBLAS_CORE_VARIABLE: core, **changed}
 
 
 def require_mlx() -> None:

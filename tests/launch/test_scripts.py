@@ -152,7 +152,7 @@ def test_mac_check_shows_progress_preloads_blas_and_writes_a_report(copy, tmp_pa
     executable(
         copy / ".venv/bin/python",
         'case "$*" in\n'
-        '*blas_environment*) echo LD_PRELOAD=/lib/such-a-blas.so ;;\n'
+        "*blas_environment*) echo LD_PRELOAD=/lib/such-a-blas.so ;;\n"
         '*"-c "*|*"--version"*|*"pip install"*) exit 0 ;;\n'
         '*survey*) echo "survey: half way" >&2; echo "a table, $LD_PRELOAD"; exit 3 ;;\n'
         '*) echo "on the way" >&2; echo "result" ;;\n'
