@@ -23,9 +23,9 @@ from typing import Any, Literal
 from outrider.grammar.compiler import as_part, check_grammar
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import MAX_SEED, Grammar, SamplingParams
-from outrider.server.model.call_grammar import Rules, arguments_of, one_of, write_calls
+from outrider.server.model.call_grammar import Rules, arguments_of, one_of, without_unreadable_patterns, write_calls
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
-from outrider.server.model.tool_format import ToolFormat
+from outrider.server.model.tool_format import ToolFormat, replace_lone_surrogates
 from outrider.server.problems import Refused
 from outrider.server.schemas import ContentPart, Generation, Sampling
 
@@ -78,7 +78,8 @@ def parse_arguments(arguments: str | dict[str, Any]) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments or "{}")
+        text = json.dumps(json.loads(arguments or "{}"), ensure_ascii=False)
+        return json.loads(replace_lone_surrogates(text))
     except (ValueError, RecursionError):
         return arguments  # invalid JSON of an earlier turn must not end the conversation
 
@@ -285,7 +286,7 @@ def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> Outp
         return replace(form, loose=False)
     except InvalidRequest as error:
         if form.loose:
-            schema = json.loads(form.grammar.text)
+            schema = without_unreadable_patterns(json.loads(form.grammar.text))
             schema["x-guidance"] = {**schema.get("x-guidance", {}), "lenient": True}
             lenient = Grammar.json_schema(schema)  # without what the library does not support
             with suppress(InvalidRequest):

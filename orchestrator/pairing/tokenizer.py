@@ -25,7 +25,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -55,6 +55,7 @@ Message: TypeAlias = Mapping[str, Any]
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """The variables that `render_template` sets itself, which a caller's keyword may not replace."""
 
+_END_MARK = "\ue000\ue001\ue000"  # private characters, which no template writes or changes
 MAX_CHARACTER_BYTES = 4  # bytes, so tokens at most
 
 
@@ -309,18 +310,21 @@ def render_template(
         ) from None
 
 
-def cut_after_message(rendered: str, last: str) -> str:
-    """Cuts a rendered conversation after the text of its `last` message, so that the model continues that text.
+def render_open(render: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
+    """Renders a conversation up to the end of its last message's text, so that the model continues that text.
+
+    A second rendering with a mark at the end of the text shows what the template writes after it.
 
     Raises:
-        InvalidRequest: the template has changed the text, so that its end can't be found.
+        InvalidRequest: the text is empty, or the template has changed it, so that its end can't be found.
     """
-    text = last.strip()
-    place = rendered.rfind(text)
-    if not text or place < 0:
+    last = messages[-1]
+    text = str(last.get("content") or "")
+    rendered = render(messages)
+    _, mark, after = render([*messages[:-1], {**last, "content": text + _END_MARK}]).rpartition(_END_MARK)
+    if not (text.strip() and mark and rendered.endswith(after)):
         raise InvalidRequest("the final message can't be continued: its text is empty, or the chat template changes it")
-    kept = last.lstrip()  # with its trailing spaces, if the template kept them
-    return rendered[: place + len(kept if rendered.startswith(kept, place) else text)]
+    return rendered.removesuffix(after)
 
 
 @lru_cache(maxsize=4)

@@ -52,8 +52,9 @@ Part = TextPart | ThinkingPart | ToolCall
 class Splitter:
     """Splits a choice's text. Tags that the model does not use, or the request did not enable, are ordinary text.
 
-    White space between a tag and the following text is dropped, or only line breaks if the output has a format. A tool
-    call that can't be parsed becomes text, unless the text was cut off inside it.
+    Thinking can only begin before the text. White space between a tag and the following text is dropped, or only line
+    breaks if the output has a format. A tool call that can't be parsed becomes text, unless the text was cut off inside
+    it.
     """
 
     def __init__(
@@ -111,6 +112,9 @@ class Splitter:
             before = self._pending[:place]
             if not self._in_call:
                 yield from self._emit_text(before)
+                if self._span is None and mark not in self._starts:  # it stands in the middle of the text
+                    self._drop(place)
+                    continue
             elif self._by_grammar and not self._parse_calls(before):
                 self._search_start = place + len(mark)
                 continue
@@ -150,6 +154,8 @@ class Splitter:
             self._after_mark = not text
         if not text:
             return []
+        if self._span is None and self._thinking is not None and not text.isspace():
+            self._starts.pop(self._thinking.start, None)
         return [ThinkingPart(text) if self._span is not None else TextPart(text, self._at + whole - len(text))]
 
     def _emit_calls(self, text: str, complete: bool) -> list[Part]:

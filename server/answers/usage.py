@@ -91,17 +91,19 @@ def count_reasoning_tokens(plan: AnswerPlan) -> ReasoningTokens:
 
 
 def count_thinking_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list[int]) -> int:
-    """Counts the thinking tokens, tags included, by the bytes of each token."""
+    """Counts the thinking tokens, tags included, by the bytes of each token. Thinking only begins before the text."""
     pieces = [spelling.of(token) for token in tokens]
     text, ends = b"".join(pieces), list(accumulate(map(len, pieces)))
     first, last = tags.start.encode(), tags.end.encode()
-    start = 0 if begun else text.find(first)
+    start = 0 if begun else len(text) - len(text.lstrip())
+    is_open = begun or text.startswith(first, start)
     count = 0
-    while start >= 0:
+    while is_open:
         found = text.find(last, start) if last else -1
         end = found + len(last) if found >= 0 else len(text)
         count += min(bisect_left(ends, end) + 1, len(ends)) - bisect_right(ends, start)
-        start = text.find(first, end)
+        start = len(text) - len(text[end:].lstrip())
+        is_open = text.startswith(first, start)
     return count
 
 

@@ -328,7 +328,11 @@ def to_conversation(model: ServedModel, payload: CountTokensRequest) -> Template
     if system := join_text(given, "system"):
         messages.append({"role": "system", "content": system})
     for place, turn in enumerate(payload.messages):
-        messages += _convert_turn(turn, f"messages.{place}.content")
+        for message in _convert_turn(turn, f"messages.{place}.content"):
+            if messages and message["role"] == messages[-1]["role"] == "user":  # consecutive turns are one
+                messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{message['content']}"}
+            else:
+                messages.append(message)
     keywords = dict(payload.chat_template_kwargs or {})
     if payload.thinking is not None:
         keywords.setdefault("enable_thinking", payload.thinking.type != "disabled")

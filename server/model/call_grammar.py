@@ -36,6 +36,7 @@ _IDENTIFIER = rf"(?!(?:{'|'.join(kwlist)})$)[^\W\d]\w*"
 _LINE_BREAK_BLOCK = "@nl", "@nl", "@nl"
 _ANNOTATION_KEYS = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
 _SUBSCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_UNREADABLE = re.compile(r"\(\?<?[=!]|\\[1-9]")
 _LITERAL_KEYS = {"enum", "const", "required"}
 _PLAIN_OBJECT_KEYS = {"type", "properties", "required", "$defs", "definitions"}
 _SEPARABLE_KEYS = _PLAIN_OBJECT_KEYS | {"additionalProperties", "x-guidance"}
@@ -332,6 +333,7 @@ def arguments_of(function: dict[str, Any], strict: bool) -> Schema:
         InvalidRequest: the schema does not describe an object.
     """
     schema = _strip_annotations(function["parameters"])
+    schema = schema if strict else without_unreadable_patterns(schema)
     if "object" not in (kind := schema.get("type", "object")):
         raise InvalidRequest(f"arguments are to be {kind!r}; expected a schema of an object")
     closed = {"additionalProperties": False} if "properties" in schema and not set(schema) - _PLAIN_OBJECT_KEYS else {}
@@ -386,6 +388,25 @@ def _fill_in(rules: Rules, text: str, name: str = "") -> str:
             case _:
                 found.append(rules.literal(piece.replace("@name", name)))
     return " ".join(found)
+
+
+def without_unreadable_patterns(schema: Any) -> Any:
+    """Removes the patterns that llguidance rejects: those with look-around or back references."""
+    if isinstance(schema, list):
+        return [without_unreadable_patterns(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in _SUBSCHEMA_MAPS and isinstance(value, dict):
+            found[key] = {
+                name: without_unreadable_patterns(one)
+                for name, one in value.items()
+                if key != "patternProperties" or not _UNREADABLE.search(name)
+            }
+        elif not (key == "pattern" and isinstance(value, str) and _UNREADABLE.search(value)):
+            found[key] = value if key in _LITERAL_KEYS else without_unreadable_patterns(value)
+    return found
 
 
 def _strip_annotations(schema: Any) -> Any:

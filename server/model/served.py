@@ -18,9 +18,9 @@ from outrider.orchestrator.pairing.tokenizer import (
     Message,
     TextCodec,
     chat_template,
-    cut_after_message,
     join_messages,
     load_codec,
+    render_open,
     render_template,
 )
 from outrider.protocol.errors import InvalidRequest, ModelError, PromptTooLong
@@ -32,6 +32,7 @@ from outrider.server.model.tool_format import (
     find_thinking_tags,
     tool_format,
     tools_as_text,
+    with_short_ids,
 )
 
 EMBEDDED = "outrider-embedded"
@@ -139,34 +140,38 @@ class ServedModel:
             if source.keywords:
                 raise InvalidRequest(f"{self.id} has no chat template; leave out the template's arguments")
             return self.tokenize_text(join_messages(source.messages))
-        text = self._tools_as_text(self.template, source) if self.tools_as_text else self._render(self.template, source)
         if source.continue_final:
-            text = cut_after_message(text, str(source.messages[-1].get("content") or ""))
+            text = render_open(lambda of: self._render(replace(source, messages=of)), source.messages)
+        else:
+            text = self._render(source)
         thoughts = self._thinking_mode(text, source)
         if thoughts is Thoughts.BEGUN and self.thinking is not None and source.keywords.get("enable_thinking") is False:
             text, thoughts = f"{text}{self.thinking.end}\n\n", Thoughts.NONE
         return TokenizedPrompt(self._tokenize(text, special=False), thoughts)
 
-    def _render(self, template: str, source: TemplateInput) -> str:
+    def _render(self, source: TemplateInput) -> str:
+        if not self.tools_as_text:
+            return self._apply_template(source)
+        tools = source.box.tools
+        plain = replace(source, messages=tools_as_text(source.messages, tools), box=Toolbox())
+        try:
+            return self._apply_template(plain)
+        except ModelError:
+            if not tools or source.messages[0]["role"] == "system":
+                raise
+        messages = tools_as_text(source.messages, tools, in_system=False)  # some templates refuse system messages
+        return self._apply_template(replace(plain, messages=messages))
+
+    def _apply_template(self, source: TemplateInput) -> str:
+        is_mistral = self.tools is not None and self.tools.name == "mistral"
         return render_template(
-            template,
-            source.messages,
+            self.template or "",
+            with_short_ids(source.messages) if is_mistral else source.messages,
             self.codec.special,
             tools=list(source.box.tools) or None,
             answer=source.answer and not source.continue_final,
             keywords=source.keywords,
         )
-
-    def _tools_as_text(self, template: str, source: TemplateInput) -> str:
-        tools = source.box.tools
-        plain = replace(source, messages=tools_as_text(source.messages, tools), box=Toolbox())
-        try:
-            return self._render(template, plain)
-        except ModelError:
-            if not tools or source.messages[0]["role"] == "system":
-                raise
-        messages = tools_as_text(source.messages, tools, in_system=False)  # some templates refuse system messages
-        return self._render(template, replace(plain, messages=messages))
 
     def _tokenize(self, text: str, special: bool) -> tuple[int, ...]:
         """Tokenizes `text`, unless it is certainly too long, which would take seconds."""
@@ -181,10 +186,17 @@ class ServedModel:
     def _thinking_mode(self, text: str, source: TemplateInput) -> Thoughts:
         if self.thinking is None:
             return Thoughts.NONE
-        if text.rfind(self.thinking.start) > text.rfind(self.thinking.end):
+        start, end = self.thinking.start, self.thinking.end
+        begins_turn = source.answer and not source.continue_final
+        if begins_turn:  # a tag that a message mentions begins no thinking
+            is_open = text.rstrip().endswith(start)
+        else:
+            own = str(source.messages[-1].get("content") or "") if source.continue_final else text
+            is_open = own.rfind(start) > own.rfind(end)
+        if is_open:
             return Thoughts.BEGUN
-        begins = source.answer and not source.continue_final and not text.rstrip().endswith(self.thinking.end)
-        return Thoughts.OPTIONAL if begins and source.keywords.get("enable_thinking") is not False else Thoughts.NONE
+        may_begin = begins_turn and not text.rstrip().endswith(end)
+        return Thoughts.OPTIONAL if may_begin and source.keywords.get("enable_thinking") is not False else Thoughts.NONE
 
 
 def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fallback: bool = True) -> ServedModel:

@@ -7,7 +7,9 @@ in Hermes' style, for models whose template does not support tools.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -160,6 +162,7 @@ def _to_tool_call(parsed: dict[str, Any]) -> ToolCall:
     if not isinstance(name, str) or not name:
         raise InvalidToolCall("it names no function")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    name, text = replace_lone_surrogates(name), replace_lone_surrogates(text)
     return ToolCall(name, text, own if isinstance(own, str) else None)
 
 
@@ -207,6 +210,29 @@ def tools_as_text(
         joined = f"{words}\n\n{instruction}" if in_system else f"{instruction}\n\n{words}"
         return [{**converted[0], "content": joined}, *converted[1:]]
     return [{"role": role, "content": instruction}, *converted]
+
+
+def with_short_ids(messages: Iterable[Message]) -> list[Message]:
+    """Replaces the ids of calls and results by nine letters and digits, as Mistral's templates require; equal ids stay
+    equal."""
+    found: list[Message] = []
+    for message in messages:
+        one = dict(message)
+        if one.get("tool_calls"):
+            one["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in one["tool_calls"]]
+        if "tool_call_id" in one:
+            one["tool_call_id"] = _short_id(one["tool_call_id"])
+        found.append(one)
+    return found
+
+
+def replace_lone_surrogates(text: str) -> str:
+    """Replaces halves of surrogate pairs, which JSON's escapes can write but UTF-8 can't, by question marks."""
+    return text.encode(errors="replace").decode()
+
+
+def _short_id(own: str) -> str:
+    return own if re.fullmatch("[A-Za-z0-9]{9}", own) else hashlib.sha256(own.encode()).hexdigest()[:9]
 
 
 def _message_to_text(message: Message) -> Message:

@@ -425,6 +425,9 @@ def test_messages_api_answers_counts_tokens_and_stops(claude: anthropic.Anthropi
     assert answer.stop_reason == "end_turn" and answer.usage.output_tokens == 5
     counted = claude.messages.count_tokens(model="chatty", messages=HELLO, system="Be kind.")
     assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+    turns: Any = [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]
+    joined = claude.messages.count_tokens(model="chatty", messages=[{"role": "user", "content": "a\n\nb"}])
+    assert claude.messages.count_tokens(model="chatty", messages=turns) == joined  # consecutive turns are one
     stopped = claude.messages.create(model="chatty", max_tokens=20, messages=HELLO, stop_sequences=["zzz", ", dear"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", ", dear")
     assert claude.messages.create(model="chatty", max_tokens=2, messages=HELLO).stop_reason == "max_tokens"

@@ -20,6 +20,7 @@ from outrider.server.answers.choices import (
     ThinkingPart,
     merge_updates,
 )
+from outrider.server.mapping import parse_arguments
 from outrider.server.model.served import Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import (
     SpanTags,
@@ -92,6 +93,26 @@ def test_parts_do_not_depend_on_how_the_text_is_chunked() -> None:
 def test_calls_that_are_cut_off_or_unreadable_are_kept_as_text(text: str, thoughts: Thoughts, expected: Any) -> None:
     splitter = Splitter(THINK, json_tools(), BOX, thoughts)
     assert joined(splitter.feed(text) + splitter.finish()) == expected
+
+
+@pytest.mark.parametrize("thoughts", [Thoughts.OPTIONAL, Thoughts.NONE])
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_thinking_tag_inside_the_answer_is_text(thoughts: Thoughts, size: int) -> None:
+    text = f"<think>Hm</think> Write <think> first, then </think>. {CALL}"
+    splitter = Splitter(THINK, json_tools(), BOX, thoughts)
+    parts = [part for at in range(0, len(text), size) for part in splitter.feed(text[at : at + size])]
+    said = [("T", "Hm"), ("S", "Write <think> first, then </think>. "), ("C", '{"x": "<b>"}')]
+    assert joined(parts + splitter.finish()) == said
+
+
+def test_half_a_surrogate_pair_in_a_call_is_replaced() -> None:
+    """JSON can escape it, UTF-8 can't encode it; a model writes it, or a client sends it back."""
+    splitter = Splitter(None, json_tools(), BOX)
+    text = '<tool_call>{"name": "f", "arguments": {"x": "\\ud83d"}}</tool_call>'
+    assert joined(splitter.feed(text) + splitter.finish()) == [("C", '{"x": "?"}')]
+    assert parse_arguments('{"x": "\\ud83d"}') == {"x": "?"} and parse_arguments('{"x": "\\ud83d\\ude00"}') == {
+        "x": "😀"
+    }
 
 
 def test_unexpected_tags_are_kept_as_text() -> None:

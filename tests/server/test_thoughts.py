@@ -26,11 +26,13 @@ class Spelled:
         (("<think>", "Hm", "m", "</think>", "Four"), False, 4),
         (("Hm", "m", "</think>", "Four"), True, 3),
         (("Hm", "m</th", "ink>Fo", "ur"), True, 3),
-        (("So ", "<think>", "Hm", "</think>", "four", ""), False, 3),
+        (("\n", "<think>", "Hm", "</think>", "four", ""), False, 3),
+        (("So ", "<think>", "Hm", "</think>", "four", ""), False, 0),
         (("<think>", "Hm", "m"), False, 3),
         (("Hm", "m"), True, 2),
         (("Four",), False, 0),
-        (("Hm</think>a", "b<think>", "c", "</think>", "d"), True, 4),
+        (("Hm</think>a", "b<think>", "c", "</think>", "d"), True, 1),
+        (("Hm</think>", " <think>", "c", "</think>", "d"), True, 4),
         (("Hmé", "</think>", "ü"), True, 2),
         ((), True, 0),
     ],
@@ -40,5 +42,5 @@ def test_thinking_tokens_are_counted_between_tags(pieces: tuple[str, ...], begun
 
 
 def test_thinking_without_an_end_tag_extends_to_the_end_of_the_text() -> None:
-    spelled = Spelled("a", "<think>", "b", "c")
-    assert count_thinking_tokens(spelled, SpanTags("<think>", ""), False, [0, 1, 2, 3]) == 3  # type: ignore[arg-type]
+    spelled = Spelled("<think>", "b", "c")
+    assert count_thinking_tokens(spelled, SpanTags("<think>", ""), False, [0, 1, 2]) == 3  # type: ignore[arg-type]

@@ -244,6 +244,23 @@ def test_constraints_outside_the_grammar_are_checked_afterwards_unless_strict(
     assert any("text.format: choice 0" in note for note in answer["outrider"]["notes"]) is (ones == 2)
 
 
+def test_pattern_that_no_grammar_can_enforce_is_left_out_unless_strict(chat: RunningServer) -> None:
+    """JSON Schema allows look-around, and clients' libraries write it; the grammar's library rejects it."""
+    city = {"type": "string", "maxLength": 8, "pattern": "^(?!x).*$"}
+    schema = {"type": "object", "properties": {"city": city}, "required": ["city"], "additionalProperties": False}
+    form: dict[str, Any] = {"name": "s", "schema": schema}
+    body: dict[str, Any] = {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": form}}
+    assert set(json.loads(message(post(chat, **body))["content"])) == {"city"}
+    function = {"name": "get_weather", "parameters": schema}
+    for tool in ({**function}, {**function, "strict": True}):
+        asked = {"messages": HELLO, "tools": [{"type": "function", "function": tool}], "tool_choice": NAMED}
+        answer = post(chat, **asked)
+        if tool.get("strict"):
+            assert answer.status_code == 400 and "look-around" in answer.text
+        else:
+            assert set(calls(answer)[0][1]) == {"city"}
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("city", ["Paris", "Rome"])
 def test_unconstrained_tool_arguments_are_validated_afterwards(chat: RunningServer, city: str, strict: bool) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ import httpx
 import jsonschema
 import pytest
 
-from outrider.protocol.errors import ModelError
+from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.server.mapping import ToolSelection, select_tools
-from outrider.server.model.served import ServedModel, TemplateInput, Toolbox, load_served_model
-from outrider.server.model.tool_format import tools_as_text
+from outrider.server.model.served import ServedModel, TemplateInput, Thoughts, Toolbox, load_served_model
+from outrider.server.model.tool_format import SpanTags, tools_as_text
 from outrider.server.problems import Refused
 from tests.server.house import RunningServer, serving
 from tests.server.scripted import ANSWER, PLAIN, text_of
@@ -90,6 +92,48 @@ def test_tools_precede_the_first_user_message_if_system_is_refused(scripted: Pat
     assert text.startswith("<|im_start|>user\n") and "<tools>" in text and "\n\nhi<|im_end|>" in text
     with pytest.raises(ModelError, match="no system here"):
         stern.tokenize_conversation(TemplateInput([{"role": "system", "content": "x"}, *HELLO], Toolbox((TOOL,))))
+
+
+@pytest.mark.parametrize("begun", ["<", "e", "im", "|", "end", "\n", "A <|im_end|> b", "two  words "])
+def test_continued_message_ends_with_its_own_text(model: ServedModel, begun: str) -> None:
+    source = TemplateInput([*HELLO, {"role": "assistant", "content": f"a{begun}"}], continue_final=True)
+    text = model.codec.decode(model.tokenize_conversation(source).tokens)
+    assert text == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\na{begun}"
+
+
+def test_continued_message_needs_text(model: ServedModel) -> None:
+    with pytest.raises(InvalidRequest, match="its text is empty"):
+        model.tokenize_conversation(TemplateInput([{"role": "assistant", "content": " "}], continue_final=True))
+
+
+def test_tag_in_a_message_begins_no_thinking(model: ServedModel) -> None:
+    thinks = replace(model, thinking=SpanTags("<think>", "</think>"))
+    asked: Any = [{"role": "user", "content": "What does the <think> tag do?"}]
+    assert thinks.tokenize_conversation(TemplateInput(asked)).thoughts is Thoughts.OPTIONAL
+    opening = replace(thinks, template=f"{BARE}<think>\n")
+    assert opening.tokenize_conversation(TemplateInput(asked)).thoughts is Thoughts.BEGUN
+    begun = TemplateInput([*HELLO, {"role": "assistant", "content": "<think>Hm"}], continue_final=True)
+    assert thinks.tokenize_conversation(begun).thoughts is Thoughts.BEGUN
+
+
+def test_mistral_templates_receive_ids_of_nine_characters(scripted: Path, tmp_path: Path) -> None:
+    """Equal ids stay equal, so that the template can match calls and results."""
+    picky = """{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id|length != 9 %}
+    {{- raise_exception('nine') }}{% endif %}[{{ c.id }}]{% endfor %}
+    {%- if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}{% endfor %}"""
+    folder = folder_with(picky, scripted, tmp_path / "picky")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tool_parser_type": "mistral"}))
+    mistral = load_served_model("picky", folder, ())
+    call: Any = {"id": "call_0123456789abcdef", "function": {"name": "get_weather", "arguments": {}}}
+    kept: Any = {**call, "id": "abcdefgh9"}
+    talk: Any = [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": [call, kept]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "22 C"},
+    ]
+    text = mistral.codec.decode(mistral.tokenize_conversation(TemplateInput(talk, Toolbox((TOOL,)))).tokens)
+    assert (found := re.fullmatch(r"\[([0-9a-f]{9})\]\[abcdefgh9\]\((.{9})\)", text)) and found[1] == found[2]
 
 
 def test_tools_are_refused_when_the_fallback_is_disabled(bare: Path) -> None:
