@@ -31,6 +31,7 @@ MAX_BRANCHES = 1024
 MAX_ITEMS = 2**16
 MAX_CHARACTERS = 2**26
 MAX_AXIS_LENGTH = 2**24
+MAX_SERIAL = 2**63 - 1
 
 Real = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 """A finite float; an int is accepted as the float of the same value."""
@@ -38,8 +39,8 @@ Real = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Many = Annotated[tuple[T, ...], Meta(max_length=MAX_ITEMS)]
 Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Serial = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Nanoseconds = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Serial = Annotated[int, Meta(ge=0, le=MAX_SERIAL)]
+Nanoseconds = Annotated[int, Meta(ge=0, le=MAX_SERIAL)]
 Depth = Annotated[int, Meta(ge=0, le=MAX_CHAIN)]
 """The number of tokens of a chain, bounded to bound a worker's work."""
 
@@ -47,7 +48,8 @@ Breadth = Annotated[int, Meta(ge=0, le=MAX_BRANCHES)]
 """The number of branches."""
 
 RequestId = Annotated[str, Meta(max_length=64)]
-Name = Annotated[str, Meta(max_length=4096)]
+MAX_NAME_CHARACTERS = 4096
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
 ClientName = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=MAX_CHARACTERS)]
 Chain = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN)]
@@ -160,3 +162,8 @@ class Logprobs(Record, frozen=True, eq=False):
 def concat_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
     """Concatenates rows that have the same number of columns."""
     return Logprobs(np.concatenate([p.ids for p in parts]), np.concatenate([p.values for p in parts]))
+
+
+def clip(text: str) -> str:
+    """Returns a text that fits into a `Name`: its beginning, if it is longer."""
+    return text if len(text) <= MAX_NAME_CHARACTERS else text[: MAX_NAME_CHARACTERS - 1] + "…"

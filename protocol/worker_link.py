@@ -97,8 +97,11 @@ def heartbeat_id(hot: bytes) -> bytes:
     return hot + b"/heartbeat"
 
 
-class OrchestratorGone(WorkerError):
-    """The orchestrator no longer answers; only a worker that was started by hand survives that."""
+class OrchestratorGone(Exception):
+    """The orchestrator no longer answers; only a worker that was started by hand survives that.
+
+    No OutriderError: a message may be received in the middle of a request's work, which has not failed.
+    """
 
 
 class WorkerLink:

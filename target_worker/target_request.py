@@ -167,6 +167,11 @@ class TargetRequest:
         return self.unread > 0 and self.awaits is None and not self.offered
 
     @property
+    def can_resume(self) -> bool:
+        """True if the request that reads the beginning of its prompt has done so, or never will."""
+        return self.awaits is not None and self.awaits.is_ready
+
+    @property
     def decodes_plainly(self) -> bool:
         """True if another plain step follows the one under way."""
         return self.autonomous and not (self.draft or self.halting or self.is_closed) and self.max_tokens > 1

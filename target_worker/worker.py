@@ -127,7 +127,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
     @property
     def _has_work(self) -> bool:
         running = self._running.values()
-        return self.runner.is_busy or any(r.has_next or (r.unread and not (r.is_closed or r.offered)) for r in running)
+        return self.runner.is_busy or any(r.has_next or r.can_read or r.can_resume for r in running)
 
     def _handle_messages(self, wait: bool) -> None:
         message = self._link.receive(wait=wait)
@@ -234,7 +234,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
 
     def _resume_waiting(self) -> None:
         """Continues requests that waited until another one had read their common prefix."""
-        for running in [r for r in self._running.values() if r.awaits is not None and r.awaits.is_ready]:
+        for running in [r for r in self._running.values() if r.can_resume]:
             try:
                 self._prefixes.begin(running)
                 self._report_cached(running)

@@ -146,7 +146,7 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
 
     async def follow(self, dialogue: Dialogue, on_chunk: ChunkHandler) -> None:
         """Runs one dialogue to its end; calls `on_chunk` with each chunk in the loop iteration that receives it."""
-        while True:
+        while not dialogue.is_closed:
             try:
                 await self.run_once(dialogue, on_chunk)
                 return
@@ -200,6 +200,7 @@ class AsyncStream(BaseStream[AsyncBaseClient, AsyncGenerator[Chunk, None]]):
 
     async def end(self) -> None:
         """Asks the server to end the text; the loop continues until the end arrives, with finish_reason cancelled."""
+        self._dialogue.is_ending = True
         self._dialogue.cancel()
 
 
@@ -236,6 +237,8 @@ class AsyncClient(EndpointClient, AsyncBaseClient):
             socket.send(dialogue.first_message)
             dialogue.was_sent = True
             dialogue.cancel = lambda: socket.send(Cancel(dialogue.request))
+            if dialogue.is_ending:  # `end` was called while no server answered
+                dialogue.cancel()
             await socket.wait_until_done(patience, dialogue.request)
         finally:
             dialogue.cancel = lambda: None

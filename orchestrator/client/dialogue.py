@@ -238,6 +238,7 @@ class Dialogue:
         self.over = False
         self.was_sent = False
         self.is_closed = False
+        self.is_ending = False
         self.cancel: Callable[[], None] = lambda: None
         self._begun = False
         self._progress = progress

@@ -331,6 +331,7 @@ class DraftPool:
         if is_awaited and state.asked_ns:
             self._latencies[name].observe_chain(len(message.chain), _ms_since(state.asked_ns, now_ns))
         state.done = state.done or is_awaited
+        request.draft.losses.pop(name, None)
         return is_awaited
 
     def expire(self, request: Request, now_ns: int) -> None:

@@ -30,7 +30,7 @@ from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Branches, Drafted, DraftWork, RoundRecord, Span, Timings
-from outrider.protocol.schema import Origin
+from outrider.protocol.schema import MAX_SERIAL, Origin
 from outrider.protocol.stats import Durations, Tally
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ class RequestMetrics:
             turnaround_ms=tuple(ns / MILLISECOND_NS for ns in sums.turnarounds_ns),
             verify_ms=sums.verify_ns / MILLISECOND_NS,
             idle_ms=sums.idle_ns / MILLISECOND_NS,
-            peak_bytes=sum(self._peaks.values()),
+            peak_bytes=min(sum(self._peaks.values()), MAX_SERIAL),
             resumed=self.resumed,
             rejoined=self.rejoined,
             draft_n_accepted_by=tuple(Tally(name, count) for name, count in sorted(sums.accepted_by_drafter.items())),

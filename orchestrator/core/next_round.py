@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import sub
 
 from msgspec import structs
@@ -44,6 +45,7 @@ from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Drafted, Halt, Prepare, Verify
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
+from outrider.protocol.schema import MAX_BRANCHES
 
 # The limit of a wait for a drafter that may not have drafted before, or that full depth requires.
 MAX_FIRST_WAIT_MS = 2000.0
@@ -451,7 +453,7 @@ class NextRound:
         ahead = request.plan.mode == "ssd" and not self._proposer.should_merge_in_process(request)
         if not ahead or round_.wait or request.admit.sampling.is_residual or self._planner.may_replan(request):
             return
-        for committed, branch in request.draft.complete(request.plan.depth):
+        for committed, branch in islice(request.draft.complete(request.plan.depth), MAX_BRANCHES):
             if max_chain_tokens > len(committed) and request.truncate_at_end(committed)[1] is None:
                 prepared[committed] = self._proposer.branch(request, branch, committed)
         round_.prepared = prepared

@@ -31,7 +31,7 @@ from outrider.orchestrator.events import Admit
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Alternatives, Branches, Coupled, Drafted, Outcome
 from outrider.protocol.ngrams import NgramIndex
-from outrider.protocol.schema import Origin
+from outrider.protocol.schema import Origin, clip
 from outrider.protocol.trees import SparseQ
 
 NO_RANKS = range(0)
@@ -188,6 +188,7 @@ class SequenceState:
 
     def add_note(self, words: str) -> None:
         """Adds a note, unless it is there already."""
+        words = clip(words)  # it may hold the end of a process's log
         if words not in self.notes:
             self.notes.append(words)
 

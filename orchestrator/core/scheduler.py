@@ -167,6 +167,7 @@ class Scheduler:
             if for_good:
                 self._fail(request, why)
             elif request.round.is_open:
+                self._remote_prefills.forget(request)
                 self._next_round.suspend(request)
                 sequence.add_note(f"the text continued after a pause: {why}")
                 sequence.deaths += 1

@@ -59,6 +59,7 @@ from outrider.protocol.messages import (
     Welcome,
     WorkerStats,
 )
+from outrider.protocol.schema import clip
 from outrider.protocol.worker_link import heartbeat_id, routing_id
 
 log = logging.getLogger(__name__)
@@ -164,8 +165,8 @@ class WorkerPool:
         drafters = [worker for worker in self._registry.all() if worker.role == "draft" and worker.spawned]
         refused = [worker.fault for worker in drafters if worker.state in ("refused", "lost")]
         if not abilities.chains:
-            return [f"speculation is off: {abilities.why}"]
-        return [*(f"no draft model: {why}" for why in refused), *abilities.left_out]
+            return [clip(f"speculation is off: {abilities.why}")]
+        return [clip(note) for note in (*(f"no draft model: {why}" for why in refused), *abilities.left_out)]
 
     def drafters(self) -> set[str]:
         """Returns the names of the drafters that are ready."""

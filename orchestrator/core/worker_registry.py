@@ -40,6 +40,7 @@ from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.digest import digests_match
 from outrider.protocol.keys import DRAFTER, PREFILL
 from outrider.protocol.messages import Branches, Drafted, Hello, Message, Span, WorkerStats
+from outrider.protocol.schema import clip
 from outrider.protocol.stats import CacheUse, Tally
 from outrider.protocol.worker_link import heartbeat_id, routing_id
 
@@ -260,14 +261,14 @@ class Worker:
             context_length=hello.context_length,
             parameters=hello.parameters,
             weight_bytes=hello.weight_bytes,
-            note=self.fault or hello.note,
+            note=clip(self.fault or hello.note),
             kv=hello.kv,
             cache=self.cache,
             restarts=self.restarts.done,
             lies=tuple(Tally(kind, count) for kind, count in sorted(self.invalid.items())),
             round_trip_ms=self.clock.round_trip_ns / MILLISECOND_NS,
             clock_ahead_ms=0.0 if self.spawned else self.clock.ahead_ns(clock.now()) / MILLISECOND_NS,
-            fingerprint="-".join(filter(None, (hello.files, hello.number_format))),
+            fingerprint=clip("-".join(filter(None, (hello.files, hello.number_format)))),
         )
 
     def __str__(self) -> str:
@@ -401,6 +402,8 @@ class WorkerRegistry:
                 f"the name {hello.name} is taken in this cluster by {theirs}; choose another for {_describe(hello)}, or"
                 " omit it to get one"
             )
+        if hello.name == TARGET_NAME:
+            return f"the name {TARGET_NAME} is the target's; choose another, or omit it to get one"
         if sum(worker.state != "lost" for worker in self.all()) >= MAX_WORKERS:
             return f"the cluster has {MAX_WORKERS} workers, the maximum; stop one first"
         return None

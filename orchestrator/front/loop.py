@@ -51,6 +51,7 @@ from outrider.protocol.messages import (
     Timings,
     WorkerStats,
 )
+from outrider.protocol.schema import MAX_SERIAL
 from outrider.protocol.stats import KvUse, Tally
 from outrider.protocol.version import PACKAGE_VERSION
 
@@ -350,7 +351,7 @@ class Front:
         if budget is None:
             return KvUse()
         used = sum(budget.cost.of(len(t.admit.tokens) + t.tokens) for t in list(self._active.values()))
-        return KvUse(budget.limit, used, self._reserved_bytes())
+        return KvUse(budget.limit, min(used, MAX_SERIAL), min(self._reserved_bytes(), MAX_SERIAL))
 
 
 def queue_path(sender: bytes, client: str, key: str) -> QueuePath:

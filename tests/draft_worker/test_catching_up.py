@@ -18,7 +18,7 @@ from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import load
 from outrider.protocol.messages import Branches, Close, Commit, Drafted, Message, Open, Prefilled, Resync, Shutdown
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
+from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE, OrchestratorGone
 from tests.system.links import FakeLink, Idle
 from tools.simulation.replay import ReplayDrafter, Script
 
@@ -282,3 +282,19 @@ def test_trees_of_other_requests_grow_while_a_prompt_is_read(
     worker_under_test.finish()
     assert not worker_under_test.sent(Resync)
     assert worker_under_test.columns() == TEXT[:21] and worker_under_test.columns(1) == TEXT[:4001]
+
+
+def test_dismissal_during_a_prompt_ends_the_worker(
+    worker_under_test: WorkerUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no failure of the prompt's request, after which the worker would go on as if it were still a member."""
+
+    def dismissed(_: FakeLink, wait: bool) -> Message | None:
+        raise OrchestratorGone("the cluster dismissed this worker")
+
+    def sent(link: FakeLink, message: Message) -> None:
+        monkeypatch.setattr(FakeLink, "receive", dismissed)
+
+    monkeypatch.setattr(FakeLink, "send", sent)
+    with pytest.raises(OrchestratorGone):
+        worker_under_test.finish(begin(4000))

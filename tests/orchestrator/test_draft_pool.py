@@ -6,10 +6,25 @@ from collections.abc import Callable
 
 import pytest
 
+from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.events import Admit, RequestEnded
-from outrider.protocol.messages import Branch, Branches, Commit, Drafted, Fault, Message, Open, Prepare, Resync, Span
+from outrider.protocol.codec import decode, encode
+from outrider.protocol.messages import (
+    Branch,
+    Branches,
+    Commit,
+    Done,
+    Drafted,
+    Fault,
+    Message,
+    Open,
+    Prepare,
+    Resync,
+    Span,
+)
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import MAX_BRANCHES, MAX_SERIAL
 from tests.orchestrator.cluster_in_process import Cluster
 from tests.orchestrator.test_scheduler import PROMPT, random_text, script
 from tools.simulation.replay import Script
@@ -205,3 +220,21 @@ def test_timings_count_accepted_tokens_per_drafter() -> None:
     held = {tally.name: tally.count for tally in timings.draft_n_accepted_by}
     assert set(held) <= {"draft-0", "draft-1", "draft-2"} and len(held) > 1
     assert sum(held.values()) == timings.draft_n_accepted
+
+
+def test_no_more_branches_are_prepared_than_one_message_holds() -> None:
+    """Each message is within its limit, but together they are more than PREPARE can carry."""
+    made = begun(others=0, branches=8, steps=0)
+    for count in range(130):
+        entries = tuple(Branch((8 * count + number,), (8, 9, 10)) for number in range(8))
+        message = Branches("r", 0, 0, len(PROMPT), 3, entries, NONE, final=count == 129)
+        made.rounds.handle([("draft-0", message)], 0)
+    (prepared,) = [message for message in made.sent_to_target if isinstance(message, Prepare)]
+    assert len(decode(encode(prepared)).committed) == MAX_BRANCHES  # type: ignore[union-attr]
+
+
+def test_sum_of_reported_memory_is_limited_to_what_a_message_can_carry() -> None:
+    metrics = RequestMetrics()
+    metrics.on_peak_memory("target-0", 1 << 30)
+    metrics.on_peak_memory("draft-0", MAX_SERIAL)
+    encode(Done("q", "eos", metrics.timings(1, 0)))

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.client import Client
-from outrider.orchestrator.client.dialogue import GenerationResult
+from outrider.orchestrator.client.dialogue import Dialogue, GenerationResult
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded, ToFront
 from outrider.orchestrator.pairing.tokenizer import TextCodec, TextStream
 from outrider.protocol.errors import EndpointError, InvalidRequest, ServerStopped
@@ -113,6 +113,44 @@ def test_async_client_continues_on_the_next_server(make_stand: Make, codec: Text
         return stream.result.text
 
     assert asyncio.run(run()) == TEXT
+
+
+@pytest.mark.parametrize("how", ["close", "end"])
+def test_async_stream_stops_while_its_client_looks_for_a_server(
+    make_stand: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    retries, retry = list[Exception](), Dialogue.retry
+
+    def retry_soon(self: Dialogue, error: Exception) -> float:
+        retries.append(error)
+        return min(retry(self, error), 0.05)
+
+    monkeypatch.setattr(Dialogue, "retry", retry_soon)
+    first = make_stand().start()
+    first.core.play = continues_text(codec, 5)
+
+    async def run() -> list[int]:
+        stream, seen = AsyncClient(first.endpoint, reconnect=True).stream("x"), list[int]()
+
+        async def read() -> None:
+            async for chunk in stream:
+                seen.extend(chunk.token_ids)
+
+        reading = asyncio.create_task(read())
+        while len(seen) < 5:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(first.stop)
+        while len(retries) < 2:
+            await asyncio.sleep(0.01)
+        await getattr(stream, how)()
+        second = make_stand()
+        second.core.play = continues_text(codec, 7)  # it goes on until it is cancelled
+        second.start()
+        await asyncio.wait_for(reading, JOIN_SECONDS)
+        assert how == "end" or not second.core.told
+        return seen
+
+    assert len(asyncio.run(run())) <= 7
 
 
 @pytest.mark.parametrize("in_order", [True, False])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from outrider.orchestrator.events import Committed, RequestEnded
-from outrider.protocol.messages import Failed, Open, Verify
+from outrider.protocol.codec import encode
+from outrider.protocol.messages import Done, Failed, Hello, Message, Open, Prefilled, Verify
 from tests.orchestrator.mortal import FailingCluster, random_text
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
@@ -58,6 +60,31 @@ def test_returning_drafter_gets_hits_in_the_same_request(ngrams: bool) -> None:
     assert ended.timings.cache_hits > before + 10
     assert ended.timings.rejoined == 1
     assert ended.notes == ("speculation: draft worker draft-0 ended with code -9", "speculation: draft-0 drafts again")
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_drafter_that_answers_between_its_deaths_is_taken_back(mode: str) -> None:
+    cluster = FailingCluster([random_text(1)], ngrams=False)
+    cluster.begin(mode, 300)
+    for _ in range(3):
+        cluster.turns(20)
+        cluster.kill_drafter()
+        cluster.turns(3)
+        cluster.find_drafter()
+    assert cluster.rounds._requests["r0"].draft.drafters
+
+
+def test_long_reason_of_a_death_is_shortened_to_what_a_message_can_carry() -> None:
+    """It may end with a line of the worker's log."""
+    cluster = FailingCluster([random_text(1)])
+    cluster.begin("ssd")
+    cluster.turns(5)
+    cluster.rounds.on_drafter_lost("draft-0", "x" * 5000, 0)
+    cluster.worker = None
+    cluster.to_the_end()
+    ended = cluster.end("r0")
+    assert isinstance(ended, RequestEnded)
+    encode(Done("q", ended.reason, ended.timings, ended.notes))
 
 
 def test_request_waiting_for_a_dead_drafter_continues_at_once() -> None:
@@ -299,3 +326,35 @@ def test_counts_are_right_after_target_deaths_during_drafter_waits(mode: str) ->
     told = [event for event in cluster.told if isinstance(event, Committed)]
     assert cluster.text_of("r0") == expected_tokens(cluster, length=120) and times.resumed == 5
     assert times.cache_misses == followed and times.rounds == len(told)
+
+
+class PrefillingCluster(FailingCluster):
+    """A failing cluster with a prefill worker, which reads no prompt to its end."""
+
+    def prefill_workers(self) -> set[str]:
+        return {"prefill-0"}
+
+    def hello(self, name: str) -> Hello:
+        return replace(super().hello(name), role="prefill" if name.startswith("prefill") else "draft")
+
+    def send_worker(self, name: str, message: Message) -> None:
+        self.sent_to_drafters.append((name, message))
+
+    def begin_prompts(self) -> None:
+        for request in list(self.rounds._requests.values()):
+            if request.round.is_open:
+                self.rounds.handle([("target-0", Prefilled(request.id, request.round.epoch, 0, 11))], 0)
+
+
+def test_prefill_of_a_suspended_request_ends_with_its_target() -> None:
+    """Its prefill worker's death must not bring it back beside a request that runs alone, or to no target at all."""
+    cluster = PrefillingCluster([random_text(1), random_text(2)])
+    cluster.begin("ar")
+    for _ in range(2):
+        cluster.begin_prompts()
+        cluster.kill_target()
+        cluster.find_target()
+    assert cluster.opened[-1] == ["r0"]
+    sent = len(cluster.sent_to_target)
+    cluster.rounds.on_prefill_worker_lost("prefill-0")
+    assert not [message for message in cluster.sent_to_target[sent:] if message.request == "r1"]  # type: ignore[union-attr]

@@ -344,6 +344,8 @@ def test_awaited_target_joins_and_rejoins_with_the_same_files(
     (tmp_path / "config.json").write_text("{}")
     files = model_digest(tmp_path)
     harness = make_harness(await_target=True, model=str(tmp_path), draft_backend="none")
+    impostor = Peer(harness, "draft", 9).hello("target-0")
+    assert isinstance(impostor, Shutdown) and "the name target-0 is the target's" in impostor.reason
     assert harness.starts == [] and not harness.pool.ready and harness.pool.endpoint in harness.pool.stage
     other = Peer(harness, "target", 1).hello(files="0123-4567")
     assert isinstance(other, Shutdown) and "expected the same files on both" in other.reason

@@ -94,11 +94,11 @@ def test_tools_precede_the_first_user_message_if_system_is_refused(scripted: Pat
         stern.tokenize_conversation(TemplateInput([{"role": "system", "content": "x"}, *HELLO], Toolbox((TOOL,))))
 
 
-@pytest.mark.parametrize("begun", ["<", "e", "im", "|", "end", "\n", "A <|im_end|> b", "two  words "])
+@pytest.mark.parametrize("begun", ["<", "e", "im", "|", "end", "A <|im_end|> b", "two  words "])
 def test_continued_message_ends_with_its_own_text(model: ServedModel, begun: str) -> None:
-    source = TemplateInput([*HELLO, {"role": "assistant", "content": f"a{begun}"}], continue_final=True)
+    source = TemplateInput([*HELLO, {"role": "assistant", "content": begun}], continue_final=True)
     text = model.codec.decode(model.tokenize_conversation(source).tokens)
-    assert text == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\na{begun}"
+    assert text == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{begun}"
 
 
 def test_continued_message_needs_text(model: ServedModel) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from outrider.engine.kv_cache import FlatKVCache
 from outrider.engine.loading import LoadedModel, load
@@ -18,7 +19,7 @@ from outrider.protocol.messages import CacheReport, Close, Fault, KvMemory, Open
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import CacheUse
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, Idle, answered
 
 Bonus = Callable[[Sequence[int]], int]
 ROOM = KvMemory(1 << 26)
@@ -164,3 +165,15 @@ def test_finished_and_cancelled_requests_free_all_their_rows(model: LoadedModel)
     assert worker_under_test.use.bytes == 0, "nobody but this one has reserved anything"
     worker_under_test.exchange(Close("long"), KvMemory(0))
     assert not any(worker_under_test.worker._kv_cache.state()), "every row was given back"
+
+
+def test_request_behind_one_that_is_read_elsewhere_leaves_the_worker_idle(model: LoadedModel) -> None:
+    """It waits for a common prefix that a prefill worker may read: until then there is nothing to do."""
+    link = FakeLink("target-0")
+    worker = TargetWorker(link, model)  # type: ignore[arg-type]
+    link.inbox.append(ROOM)
+    for name in ("read-elsewhere", "waits"):
+        link.inbox.append(replace(asked(name, SYSTEM), offered=True))
+        with pytest.raises(Idle):
+            for _ in range(20):
+                worker.turn()

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -167,15 +168,50 @@ def marks(draft: Draft, batch: Batch, *, temp: float, top: int = 32) -> Marks:
 
 
 def _marks(draft: Draft, hidden: Tensor, ids: Tensor, target: Tensor, temp: float, top: int) -> tuple[Tensor, ...]:
-    logits = draft.logits(hidden).float()
     names = draft.names[ids]
     known = names >= 0
-    found = logits.gather(1, names.clamp(min=0))
-    log_q = found - logits.logsumexp(dim=-1, keepdim=True)
-    divergence = -(target.exp() * log_q * known).sum(dim=-1)
-    best = logits.detach().argmax(dim=-1) == names[:, 0]
-    warm = torch.where(known, found / temp, -math.inf) - (logits / temp).logsumexp(dim=-1, keepdim=True)
+    found, sums, warm_sums, likeliest = _LogSums.apply(draft.logits(hidden), names.clamp(min=0), temp)
+    divergence = -(target.exp() * (found - sums) * known).sum(dim=-1)
+    best = likeliest[:, 0] == names[:, 0]
+    warm = torch.where(known, found / temp, -math.inf) - warm_sums
     return divergence, best, coupled(target[:, :top], warm[:, :top], temp)
+
+
+class _LogSums(torch.autograd.Function):
+    """Computes the logits of `names` [P, n] and three columns [P, 1]: the log-sum-exp of all `logits` [P, V], that of
+    logits / `temp`, and the likeliest token. It goes through pieces that stay in a CPU's cache: the autograd of single
+    operations would pass the whole matrix about 20 times through memory, which costs more than the matrix products."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, names: Tensor, temp: float) -> tuple[Tensor, ...]:
+        parts = []
+        for piece in logits.split(_rows_in_cache(logits)):
+            whole = piece.float()
+            parts.append((whole.logsumexp(1, True), (whole / temp).logsumexp(1, True), whole.max(1, True).indices))
+        sums, warm_sums, likeliest = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(logits, names, sums, warm_sums)
+        ctx.temp = temp
+        ctx.mark_non_differentiable(likeliest)
+        return logits.gather(1, names).float(), sums, warm_sums, likeliest
+
+    @staticmethod
+    def backward(ctx: Any, *of: Tensor) -> tuple[Tensor, None, None]:
+        by_name, by_sum, by_warm_sum, _ = of
+        logits, names, sums, warm_sums = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        step = _rows_in_cache(logits)
+        for at in range(0, len(logits), step):
+            rows = slice(at, at + step)
+            whole = logits[rows].float()
+            warm = (whole / ctx.temp).sub_(warm_sums[rows]).exp_().mul_(by_warm_sum[rows] / ctx.temp)
+            whole.sub_(sums[rows]).exp_().mul_(by_sum[rows]).add_(warm)
+            gradient[rows] = whole.scatter_add_(1, names[rows], by_name[rows])
+        return gradient, None, None
+
+
+def _rows_in_cache(logits: Tensor) -> int:
+    """Returns how many rows are computed at once: all on a GPU."""
+    return len(logits) if logits.is_cuda else 16
 
 
 def coupled(target: Tensor, draft: Tensor, temp: float) -> Tensor:

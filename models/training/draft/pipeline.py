@@ -34,7 +34,7 @@ from outrider.protocol.errors import InvalidRequest
 log = logging.getLogger(__name__)
 
 _LEAST_TOKENS = 10_000  # of text, before training begins
-_SLOTS = {"cpu": 64, "cuda": 768}
+_SLOTS = {"cpu": 128, "cuda": 768}
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
 _LENS_ANSWERS = 64  # for the initial lens
 _WRITING = 0.4  # largest share of the minutes for text

@@ -107,26 +107,74 @@ What is the main point of this text?;Give me the key points of this text as a li
 Summarise this for a beginner:;TL;DR;Write an abstract of the following:;
 In one paragraph, what does the following say?"""
 _OPENINGS = {
-    "chat": """;;;What;How;Why;Can you;I;My;Write a;Give me;Explain;Tell me;Is it;Name;Which;Suggest;Describe;Compare;
-Help me;Who;I have;I want to;Should I;Plan;Make a list of;Write an email;Write a short story about;Hi""",
+    "chat": """;;;;What;How;Why;Can you;I;My;Write a;Give me;Explain;Tell me;Is it;Name;Which;Suggest;Describe;Compare;
+Help me;Who;I have;I want to;Should I;Plan;Make a list of;Write an email;Write a short story about;Hi;What is the;
+How do I;How does a;What should I;Why do;Give me five;Write a short;Write a letter to;Imagine you are;My friend;
+My neighbour;I often;I am learning;You are a;Tell me a story about;What are the;Name three;Explain in simple words;
+What happens when;Could you;Please;I would like to;Write a dialogue between;Write a speech;Is there;Where;When;
+What do you think about;Recommend;I need;Write a poem;In two sentences, explain;Our;We are planning;Someone told me""",
     "code": """Write a;Write a Python function that;Write a Python program that;Write a function in JavaScript;
 How do I;Write an SQL query;Write a class;Explain this code:;Fix this code:;Write a shell script that;
-I have a Python;Write a regular expression;Implement a;Write a C++ program;Write an HTML page;Why does this code""",
+I have a Python;Write a regular expression;Implement a;Write a C++ program;Write an HTML page;Why does this code;
+Write a Python function `;Write a Python class `;Write a JavaScript function that;Write a bash script that;
+Add type hints to this function:;What does this function do?;Write a test for;Implement a function in C;
+Write a Python script that reads;What is wrong with this code?;Translate this function to Python:;
+Write a decorator that;Write a generator;How can I sort;Refactor this code:;Write a Java method;Write a Rust function;
+Given a list of;Write a unit test for this function:;Write a Dockerfile;Explain the difference between;
+Write a SQL statement;Write a function that takes;Complete this function:;Make this function faster:""",
     "mathematics": """A;If;What is;Solve;A train;A shop;Tom has;There are;A farmer;Find the;Calculate;How many;
-Maria buys;The sum of;Simplify;In a class;A rectangle;A car""",
+Maria buys;The sum of;Simplify;In a class;A rectangle;A car;A gardener;A bottle holds;Two;Three;A hotel has;Anna;
+Solve for x:;What is the probability;A box contains;A phone costs;Show that;Prove that;The price of;A bus;
+The area of;A triangle;Factor;Expand;Evaluate;A number;The average of;Lisa runs;A recipe needs;Compute;An investment;
+Write the number;Convert;Is;Which is larger;A cyclist;Each;Find two numbers""",
     "summary": """Summarise this text in two sentences:;Summarize the following text:;
 Give me the key points of this text as a list:;What is the main point of this text?;Please summarize this article.;
-Write a headline for this text:;Summarize this email:;Write a short summary of the following report.""",
+Write a headline for this text:;Summarize this email:;Write a short summary of the following report.;
+Summarize the text below in about three sentences.;Could you give me a brief summary of this?;
+Summarize the following passage in one paragraph.;What are the most important points of the following text?;
+Summarize this for someone who has no time to read it.;Give a summary of the following in at most 50 words.;
+Write three bullet points that summarize this text.;Sum up this letter in one sentence.;
+Summarize the meeting notes below.;What does the following article say? Answer in three sentences.;
+Read the text and summarize it for a child.;Condense the following text to its main idea.;
+Summarize the story below in a few sentences.;Write an abstract of the following text.""",
     "extraction": """Extract name, email and city from the text as JSON.;
 Return a JSON object with the keys product, price and quantity.;Extract the people and places of this text as JSON.;
 Convert the text to JSON with title, date and place.;Find all dates and amounts in this text. Answer with JSON.;
-List every name in this text as a JSON array.;Extract the data of this order as JSON.""",
+List every name in this text as a JSON array.;Extract the data of this order as JSON.;
+Return the contact data in this text as JSON: name, company, phone, email. JSON only.;
+Read the text and return a JSON array with one object for each person, with the keys "name", "age" and "city".;
+Return JSON with the keys "event", "date", "time" and "place" for the following announcement.;
+From the text, extract "customer", "items" and "total" as JSON.;
+Make a JSON object of this recipe with the keys "title", "ingredients" and "steps".;
+Extract the symptoms and the duration from this note as JSON.;
+Turn the following job advertisement into JSON: "title", "company", "salary", "requirements".;
+Give me the flight's number, departure and arrival as JSON.;
+Extract all products with their prices. Answer with a JSON array only.;
+Which persons, organisations and dates does the text mention? Answer as JSON.;
+Extract these fields as JSON: "title", "author", "year", "publisher".;
+Fill a JSON object with "from", "to", "subject" and "deadline" from this email.;
+Return the address in this text as JSON with "street", "number", "postcode" and "city".""",
     "editing": """Correct the spelling and grammar of this text:;Rewrite this text in the past tense:;
 Make this text more formal:;Make this email more polite:;Rewrite this text to make it more concise:;
 Rewrite this text in simpler words:;Replace the name in this text by Anna and return it whole:;
-Make this text friendlier:;Fix the typos in this paragraph and return it:;Rewrite this text in the first person:""",
+Make this text friendlier:;Fix the typos in this paragraph and return it:;Rewrite this text in the first person:;
+Correct all mistakes in the paragraph below.;
+Put this text into the past tense.;
+Rewrite the following text in the third person. Change nothing else.;
+Replace every occurrence of the town's name by Springfield. Return the whole text.;
+Proofread the following text and return the corrected version only.;
+Rewrite the email below so that it sounds more professional.;Change this text to American spelling.;
+Put the following text into the present tense and return all of it.;Remove all adjectives from this text.;
+Divide this text into paragraphs and leave the words as they are.;Rewrite this letter to be less formal.;
+Add a suitable closing sentence to the following text and return it whole.;
+Improve the style of this text without changing its meaning.;Turn the sentences of this text into a bulleted list.""",
 }
-_TEXTS = """Dear;Hi;The;Last week;On Monday;When;A new;My name is;In 2019;Every;We;It was;By;I;After;This;Hello;There"""
+_TEXTS = """Dear;Hi;The;Last week;On Monday;When;A new;My name is;In 2019;Every;We;It was;By;I;After;This;Hello;There;
+Dear Mr;Dear Ms;I am writing;Each day;Last winter;The village;The company;Researchers;Order number;
+The meeting;At the;In the;For many years;She;He;They;Our;My;Thank you;To whom it may concern;Yesterday;On Friday;
+In March;During;Although;Because;One day;The old;Many people;According to;The city council;A study;The museum;
+Please;Good morning;Once;Two;Three;Most;Scientists;The river;The school;The first;Before;While;If;As;Water;Birds;
+Buses;The new library;Invoice;Ingredients;We are looking for;Name;Flight;Patient;Subject"""
 _NAMES = [
     "Anna",
     "Ben",

@@ -81,7 +81,7 @@ class _Room:
     def __init__(self, room: Tensor) -> None:
         self.room = room  # [2, slots, kv_heads, length, head_dim]
         self.rows = self.lengths = torch.empty(0, dtype=torch.long)
-        self.masks: list[Tensor] = []  # [slots, 1, 1, length] of each group of slots
+        self.masks: list[Tensor] = []  # [slots, 1, 1, length] of each group of slots, to be added
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if keys.shape[2] > 1:  # a prompt, alone in its slot
@@ -162,10 +162,7 @@ class Writer:
         rows = [row for row, slot in enumerate(self._slots) if slot is not None]
         slots = [slot for slot in self._slots if slot is not None]
         lengths = torch.tensor([1 if slot is None else len(slot.tokens) for slot in self._slots], device=self._device)
-        masks = [
-            (torch.arange(int(of.max()), device=self._device) < of[:, None])[:, None, None]
-            for of in lengths.split(_GROUP)
-        ]
+        masks = [_mask(of, self._dtype) for of in lengths.split(_GROUP)]
         for room in self._rooms:  # an empty slot computes an arbitrary token
             room.rows, room.lengths = torch.arange(len(self._slots), device=self._device), lengths - 1
             room.masks = masks
@@ -203,3 +200,11 @@ class Writer:
             places = torch.searchsorted(sums, drawn * sums[:, -1:], right=True)
             chosen[warm] = places[:, 0].clamp(max=sums.shape[1] - 1)
         return chosen
+
+
+def _mask(lengths: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns what hides the rows behind each length [slots, 1, 1, longest]. A CPU adds floats faster than it applies
+    booleans."""
+    rows = torch.arange(int(lengths.max()), device=lengths.device)
+    hidden = torch.zeros(len(lengths), len(rows), dtype=dtype, device=lengths.device)
+    return hidden.masked_fill_(rows >= lengths[:, None], -torch.inf)[:, None, None]
