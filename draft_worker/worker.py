@@ -17,7 +17,7 @@ from enum import Enum
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import Calibration, FanOut
 from outrider.drafters.growth import BranchTask, Continuation, ReadyBranches
-from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, check_in_vocabulary, start_drafting
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, check_in_context, check_in_vocabulary, start_drafting
 from outrider.engine.memory import PeakMemory
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.constraint import Constraint
@@ -308,6 +308,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             self._link.send(Resync(request=message.request, epoch=message.epoch))
             return
         check_in_vocabulary(self._drafter, (*message.tokens, *(message.verifying or ())))
+        check_in_context(self._drafter, running.work.committed_len + len(message.tokens))
         now_ns = clock.now()
         if running.is_next(message):
             self._batcher.capacity.record_round((now_ns - running.committed_ns) / clock.MILLISECOND_NS)

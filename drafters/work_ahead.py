@@ -199,12 +199,17 @@ def start_drafting(
         DrafterFault: the drafter can't handle these tokens.
     """
     check_in_vocabulary(drafter, tokens)
-    if len(tokens) >= drafter.context_length:
+    check_in_context(drafter, len(tokens))
+    return WorkAhead(drafter.open(tokens, sampling, progress, constraint, cached), eos, fan_out, calibration)
+
+
+def check_in_context(drafter: Drafter, length: int) -> None:
+    """Checks that a text of this length leaves room for a draft. Raises DrafterFault if it does not."""
+    if length >= drafter.context_length:
         raise DrafterFault(
-            f"the text has {len(tokens)} tokens and the draft model's context is {drafter.context_length}; drafting is"
+            f"the text has {length} tokens and the draft model's context is {drafter.context_length}; drafting is"
             " off for this request"
         )
-    return WorkAhead(drafter.open(tokens, sampling, progress, constraint, cached), eos, fan_out, calibration)
 
 
 def check_in_vocabulary(drafter: Drafter, tokens: Sequence[int]) -> None:

@@ -58,7 +58,7 @@ def ensure_capacity(buffer: mx.array | None, rows: int, columns: int, like: mx.a
         if columns <= had_columns
         else -(-(columns + columns // 8) // _BUFFER_STEP_COLUMNS) * _BUFFER_STEP_COLUMNS
     )
-    grown = mx.zeros((rows, like.shape[1], columns, like.shape[3]), like.dtype)
+    grown = mx.zeros((rows, like.shape[1], columns, like.shape[3]), like.dtype if buffer is None else buffer.dtype)
     if buffer is not None:
         grown[:had_rows, :, :had_columns] = buffer
     return grown

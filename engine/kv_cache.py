@@ -333,8 +333,13 @@ class KVLayout:
     tensors: tuple[mx.array, ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> KVLayout:
-        """Returns the layout of a model whose caches hold only keys and values; computes nothing."""
+    def of(cls, model: nn.Module, cpu: OrtForward | None = None) -> KVLayout:
+        """Returns the layout of a model whose caches hold only keys and values; computes nothing.
+
+        `cpu`: computes its forwards, in a number format of its own.
+        """
+        if cpu is not None:
+            return cls(tuple(column for column in cpu.columns for _ in range(2)))
         caches: list[Any] = make_prompt_cache(model)
         model(mx.zeros((1, 1), mx.int32), cache=caches)
         arrays = [array for cache in caches for leaf in flatten_caches(cache) for array in (leaf.keys, leaf.values)]

@@ -190,8 +190,7 @@ class DenseKVRows(KVRows):
     @cached_property
     def number_format(self) -> mx.Dtype:
         """The format of the columns, without computing any."""
-        cpu = self.rows.cpu
-        return cpu.columns[0].dtype if cpu is not None else KVLayout.of(self.rows.model).tensors[0].dtype
+        return KVLayout.of(self.rows.model, self.rows.cpu).tensors[0].dtype
 
     @staticmethod
     def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:

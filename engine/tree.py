@@ -429,7 +429,7 @@ class Tree:
         self._nodes = dict(sorted(kept.items()))
         pending = [node for key, node in self._nodes.items() if key != self.root]
         dead = self._layout.end - self._layout.prefix - len(self._recent) - len(pending)
-        if dead <= _MAX_UNUSED_COLUMNS:
+        if dead <= _MAX_UNUSED_COLUMNS and len(self._recent) < _INITIAL_WINDOW_COLUMNS:
             return
         prefix = self._layout.prefix
         self.kv_rows.keep(prefix, self._layout.compact(self._recent, [node.column for node in pending]))

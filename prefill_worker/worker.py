@@ -103,7 +103,7 @@ class MlxReader:
         self.parameters, self.weight_bytes = model.parameters, model.weight_bytes
         self.number_format = model.number_format
         self._kv_cache = kv_cache
-        self._layout = KVLayout.of(model.model)
+        self._layout = KVLayout.of(model.model, model.cpu)
         self.prompt_cache = PromptCache(measure_sequence_cost(kv_cache))
 
     @classmethod

@@ -38,10 +38,6 @@ class DraftTree:
     parents: tuple[int, ...] = ()
     odds: tuple[float, ...] = ()
 
-    @property
-    def is_chain(self) -> bool:
-        return is_chain(self.parents)
-
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
     """Returns the length of the common prefix."""

@@ -135,13 +135,13 @@ class ModelRunner:
         flight = _launch(members, asks, readings, clock.now())
         if isinstance(flight, InFlightForward):
             return flight
-        if len(parts) == 1:
+        if not _can_run_alone([part for _, part in parts]):
             failed.append(VerifyResult(parts[0][0], flight, Span(started_ns, clock.now()), 0))
             return None
         for (request, part), length in zip(parts, fed, strict=True):
             verdict = _run_alone(part, length)
             if verdict is not None:
-                rows = _count_rows([part]) if isinstance(part, VerifyInput) else 0
+                rows = int(isinstance(part, VerifyInput))
                 failed.append(VerifyResult(request, verdict, Span(started_ns, clock.now()), rows))
         return None
 
@@ -224,25 +224,31 @@ def _launch(
 def _retry_failed(
     flight: InFlightForward, verdicts: Sequence[VerifyOutput | OutriderError]
 ) -> list[VerifyOutput | OutriderError]:
-    """Repeats each failed request in a forward of its own, because another request may have caused the failure."""
-    if len(flight.members) + len(flight.readers) == 1:
+    """Repeats each failed request alone: another request, or a token of its draft, may have caused the failure."""
+    asks = flight.forward.asks
+    if not flight.readers and not _can_run_alone(asks):
         return list(verdicts)
     return [
         (_run_alone(ask, fed) or verdict) if isinstance(verdict, OutriderError) and not member.is_closed else verdict
-        for member, ask, fed, verdict in zip(flight.members, flight.forward.asks, flight.fed, verdicts, strict=False)
+        for member, ask, fed, verdict in zip(flight.members, asks, flight.fed, verdicts, strict=False)
     ]
 
 
-def _run_alone(part: VerifyInput | PrefillChunk, fed: int) -> VerifyOutput | OutriderError | None:
-    """Returns the verdict of a forward over one text only, of which `fed` tokens had been fed before, or its error.
+def _can_run_alone(parts: Sequence[VerifyInput | PrefillChunk]) -> bool:
+    """Returns whether running each part alone differs from the forward over all of them."""
+    return len(parts) > 1 or any(isinstance(part, VerifyInput) and part.chain for part in parts)
 
-    None: it has read a piece of a prompt.
+
+def _run_alone(part: VerifyInput | PrefillChunk, fed: int) -> VerifyOutput | OutriderError | None:
+    """Returns the verdict of a forward over one text only, without its draft, or its error.
+
+    `fed`: how many of its tokens had been fed before. None: it has read a piece of a prompt.
     """
     try:
         with wrap_model_errors("the target's forward"):
             part.slot.sequence.roll_back(fed)
             if isinstance(part, VerifyInput):
-                return begin_forward([part]).verdicts()[0]
+                return begin_forward([VerifyInput(part.slot)]).verdicts()[0]
             begin_forward([], [part])
     except OutriderError as error:
         return error

@@ -87,7 +87,7 @@ class KVImport:
     """Imports keys and values into the `kv_cache` of `model`, in which they are a text's only state."""
 
     def __init__(self, model: LoadedModel, kv_cache: FlatKVCache) -> None:
-        self._kv_cache, self._layout = kv_cache, KVLayout.of(model.model)
+        self._kv_cache, self._layout = kv_cache, KVLayout.of(model.model, model.cpu)
 
     def take(self, running: TargetRequest, message: PromptKv) -> None:
         """Appends the part that the text lacks; after a gap or an error the target reads the rest."""

@@ -229,7 +229,7 @@ def make_ort_forward(head: Head, target: LoadedModel) -> OrtForward | None:
             decoder = head.decoder(DecoderLayers.of(target.model, target.model_type))
             windows = [None] * len(decoder.layers)
             forward = OrtForward(replace(decoder, windows=windows, factor=1.0, rounded=True))
-            width = head.points.count * int(target.config["hidden_size"])
+            width = head.points.count * int(HeadTarget.of(target).config["hidden_size"])
             rows = np.random.default_rng(0).standard_normal((_NUM_TEST_FEATURES, width))
             features = np.array(head.fuse(mx.array(rows, mx.float32)).astype(mx.float32))
 
@@ -253,7 +253,7 @@ def measure_step_cost(
     tokens = draws.integers(0, min(target.vocab_size, 9), _TRIAL_PROMPT_TOKENS).tolist()
     slot, draft = CacheSlot(target, open_kv_cache(target), tokens, sampling), drafter.open_draft(sampling)
     slot.feed_all_but(1)
-    width, read_len = drafter.head.points.count * int(target.config["hidden_size"]), 0
+    width, read_len = drafter.head.points.count * int(HeadTarget.of(target).config["hidden_size"]), 0
     steps, chains = list[float](), list[float]()
     try:
         for _ in range(_TRIAL_TURNS):

@@ -123,29 +123,26 @@ class Builder:
         return name
 
     def linear(self, x: str, layers: Sequence[nn.Module]) -> str:
-        """Adds layers with the same input x [R, K], concatenated: [R, sum of N]."""
-        if all(isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding) for layer in layers):
+        """Adds layers with the same input x [R, K], concatenated: [R, sum of N]. Layers of one form are one product."""
+        first = layers[0]
+        if len({_linear_form(layer) for layer in layers}) > 1:
+            return str(self.op("Concat", *(self.linear(x, [layer]) for layer in layers), axis=-1))
+        if isinstance(first, nn.QuantizedLinear | nn.QuantizedEmbedding):
             parts = [Affine.of(layer) for layer in layers]
-            if len({(part.bits, part.group) for part in parts}) > 1:
-                return str(self.op("Concat", *(self.linear(x, [layer]) for layer in layers), axis=-1))
             rows = zip(*((part.q, part.scales, part.biases) for part in parts), strict=True)
             q, scales, shifts = map(np.concatenate, rows)
             product = self._affine(x, Affine(q, scales, shifts, parts[0].bits))
-        elif all(type(layer).__name__ in ("Linear", "Embedding", "HeadEmbedding") for layer in layers):
+        elif type(first).__name__ in ("Linear", "Embedding", "HeadEmbedding"):
             dense = np.concatenate([to_numpy(layer.weight) for layer in layers])
             if self.rounded and dense.shape[1] % _GROUP_SIZE == 0:
                 product = self._affine(x, Affine.rounded(dense))
             else:
                 product = str(self.op("MatMul", x, self.weight(dense.T)))
         else:
-            kinds = ", ".join({type(layer).__name__ for layer in layers})
-            raise TypeError(f"layers of kind {kinds} are not supported")
-        biases = [layer.get("bias") for layer in layers]
-        if all(bias is None for bias in biases):
+            raise TypeError(f"layers of kind {type(first).__name__} are not supported")
+        if "bias" not in first:
             return product
-        if any(bias is None for bias in biases):
-            raise TypeError("some layers with the same input have a bias and others have none, which is not supported")
-        return str(self.op("Add", product, self.weight(np.concatenate([to_numpy(bias) for bias in biases]))))
+        return str(self.op("Add", product, self.weight(np.concatenate([to_numpy(layer.bias) for layer in layers]))))
 
     def _affine(self, x: str, whole: Affine) -> str:
         """Adds a quantised product. Activations are rounded to 8 bits by block.
@@ -313,6 +310,11 @@ def _projections(attention: nn.Module) -> list[nn.Module]:
     if "qkv_proj" in attention:
         return [attention.qkv_proj]
     return [attention.q_proj, attention.k_proj, attention.v_proj]
+
+
+def _linear_form(layer: nn.Module) -> tuple[object, ...]:
+    """Returns what layers must have in common to be one product."""
+    return type(layer), getattr(layer, "bits", None), getattr(layer, "group_size", None), "bias" in layer
 
 
 def _norm_parameters(layer: nn.Module) -> tuple[Array, float]:

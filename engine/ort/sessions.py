@@ -110,11 +110,13 @@ class CachedGraph:
     @classmethod
     def of(cls, model: Path) -> CachedGraph | None:
         """Returns the cached graph, existing or not, of the model in this folder; None: it is not cached."""
-        size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        files = [(file.name, file.stat()) for file in sorted(model.glob("*.safetensors"))]
+        size = sum(stat.st_size for _, stat in files)
         if not _MIN_WEIGHT_BYTES <= size <= _MAX_WEIGHT_BYTES:
             return None
         code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]
-        state = json.dumps([model_digest(model), code, kernel_name(), num_threads(), drafter_core() is None])
+        written = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]  # the digest samples the weights
+        state = json.dumps([model_digest(model), written, code, kernel_name(), num_threads()])
         return cls(cache_folder() / "graphs" / _short_hash(os.fspath(model.resolve())) / _short_hash(state))
 
     @property
@@ -179,14 +181,18 @@ class CachedGraph:
     def min_rows(self) -> int | None:
         """The number of rows that forwards must have, as found by the check; None: there was no check yet."""
         with suppress(OSError, ValueError, TypeError, KeyError):
-            return int(json.loads((self.folder / _CHECKED_FILE).read_text())["least"])
+            checked = json.loads((self.folder / _CHECKED_FILE).read_text())
+            return int(checked["least"]) if checked["all_cores"] or drafter_core() is None else None
         return None
 
     def record_check(self, min_rows: int) -> None:
         """Records that the graph has passed the check, with this minimum of rows."""
         if self.exists:
             with suppress(OSError):
-                replace_file(self.folder / _CHECKED_FILE, json.dumps({"least": min_rows}))
+                replace_file(
+                    self.folder / _CHECKED_FILE,
+                    json.dumps({"least": min_rows, "all_cores": drafter_core() is not None}),
+                )
 
 
 def _to_ort_values(graph: Graph) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def _added_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[i
 
 def _special_ids(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
     """Returns the ids of tokens with a role, by Hugging Face's name of the role."""
-    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    roles = {"bos_token": "bos", "eos_token": "eos", "eot_token": "eot", "unk_token": "unknown", "pad_token": "padding"}
     special = {}
     for name, key in roles.items():
         token = file.whole(f"tokenizer.ggml.{key}_token_id", -1)
@@ -171,7 +171,7 @@ def _special_ids(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _config_ids(tokens: Sequence[str], types: Sequence[int], special: dict[str, int]) -> dict[str, int | list[int]]:
-    named = [] if "eos_token" not in special else [special["eos_token"]]
+    named = [special[role] for role in ("eos_token", "eot_token") if role in special]
     ends = [place for place, token in enumerate(tokens) if token in _END_TOKENS and types[place] == _CONTROL]
     ids: dict[str, int | list[int]] = {"eos_token_id": list(dict.fromkeys([*named, *ends]))}
     return ids | ({"bos_token_id": special["bos_token"]} if "bos_token" in special else {})

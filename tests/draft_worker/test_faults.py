@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import load
-from outrider.protocol.messages import Branches, CacheReport, Close, Fault, KvMemory, Open
+from outrider.protocol.messages import Branches, CacheReport, Close, Commit, Fault, KvMemory, Open
 from outrider.protocol.sampling import SamplingParams
 from tests.system.links import FakeLink, answered
 from tools.simulation.replay import ReplayDrafter, Script
@@ -69,3 +70,16 @@ def test_next_orchestrator_hears_of_the_prompt_cache(tiny_model) -> None:
     answered(worker, link, [KvMemory(2**30), opened, Close("r")])
     worker.forget()
     assert any(isinstance(sent, CacheReport) and sent.use.bytes for sent in answered(worker, link, [KvMemory(2**30)]))
+
+
+def test_drafting_ends_where_the_draft_models_context_does(tiny_model) -> None:
+    """The target's may be longer; the drafter must not feed tokens at positions that its model does not have."""
+    link = FakeLink("draft-0")
+    model = replace(load(tiny_model("llama")), context_length=48)
+    worker = DraftWorker(link, MlxDrafter(model), FAN_OUT_POLICIES["best-first"])
+    answered(worker, link, [Open("r", 0, 0, np.arange(2, 42, dtype=np.int32), SamplingParams(), (), 2, 4, ())])
+    assert not any(isinstance(a, Fault) for a in answered(worker, link, [Commit("r", 0, 1, 43, (5, 6, 7), (), 2, 4)]))
+    found = answered(worker, link, [Commit("r", 0, 2, 48, (5, 6, 7, 8, 9), (), 2, 4)])
+    (fault,) = [answer for answer in found if isinstance(answer, Fault)]
+    assert fault.request == "r" and "context is 48" in fault.message
+    assert not answered(worker, link, [Commit("r", 0, 3, 50, (5, 6), (), 2, 4)]) or not worker._running

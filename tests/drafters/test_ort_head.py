@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,9 @@ def test_loaded_heads_use_onnx_runtime_and_keep_no_second_copy_of_its_weights(
     follower = own.open_draft(SamplingParams())
     follower.add_features(0, own.head.fuse(mx.ones((3, own.head.points.count * H))))
     assert len(own.continuations([follower.set_text([5, 6, 7, 8])], [3])[0].chain) == 3
+
+
+def test_head_of_a_multimodal_targets_text_model_uses_onnx_runtime_too(target: LoadedModel) -> None:
+    """Its config has the text model's values one level deeper."""
+    config = {"model_type": "gemma3", "text_config": target.config, "vocab_size": target.vocab_size}
+    assert make_ort_forward(random_head(target), replace(target, config=config)) is not None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, ReadyBranches
-from outrider.drafters.work_ahead import DraftBatcher, WorkAhead
+from outrider.drafters.mlx import MlxDrafter
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, start_drafting
 from outrider.protocol.sampling import SamplingParams
 from tests.alone import advanced, continued
 from tools.simulation.replay import ReplayDrafter, Script
@@ -152,3 +155,18 @@ def test_drafters_that_divide_outcomes_prepare_those_of_a_single_one(policy: str
     parts = [prepared(4, 0), prepared(5, 4), prepared(3, 9)]
     assert [len(part) for part in parts] == [4, 5, 3]
     assert set.union(*parts) == prepared(12, 0)
+
+
+def test_work_space_of_a_text_whose_drafts_are_all_right_stays_small(tiny_model: Callable[..., Path]) -> None:
+    """No column is wasted there, so only the text's length tells when to gather them; what they see grows with its
+    square."""
+    work = start_drafting(
+        MlxDrafter.load(str(tiny_model("llama")), lambda _: None), [5, 6, 7], SamplingParams(max_tokens=900), (),
+        FAN_OUT_POLICIES["uniform"], Calibration(),
+    )  # fmt: skip
+    batcher = DraftBatcher()
+    for _ in range(70):
+        (continuation,) = batcher.continuations([work], [8])
+        work.commit([*continuation.chain, 9], BranchTask(None, 8))
+    layout = work.tree._layout  # type: ignore[attr-defined]
+    assert work.committed_len > 600 and layout.end - layout.prefix < 300

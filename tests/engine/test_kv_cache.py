@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.models import llama
 
 from outrider.engine import flat, hidden_states, load_checks
+from outrider.engine.cache import ensure_capacity
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
@@ -184,3 +185,9 @@ def test_batched_requests_generate_the_texts_of_single_requests(loaded: Loaded, 
     for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
         done = slot.tokens[len(prompt) :]
         assert done == truth[: len(done)]
+
+
+def test_buffer_keeps_its_number_format_as_it_grows() -> None:
+    """A forward of other kernels, such as the first layers for an early exit, has rows in another one."""
+    grown = ensure_capacity(mx.ones((1, 2, 8, 4), mx.float16), 1, 100, mx.zeros((1, 2, 1, 4), mx.float32))
+    assert grown.dtype == mx.float16 and grown.shape[2] >= 100 and float(grown[:, :, :8].sum()) == 64

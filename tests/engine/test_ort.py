@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model, quantize_model
+from mlx_lm.utils import load_model, quantize_model, save_model
 
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
@@ -162,6 +162,24 @@ def test_logits_are_bit_equal_at_every_forward_width(
         parts = [fed(kv_cache, sequence, tokens[i : i + width], width > 16) for i in range(0, len(tokens), width)]
         assert np.array_equal(np.concatenate(parts), truth), width
         kv_cache.close(sequence)
+
+
+def test_matrices_with_one_input_may_be_quantised_differently(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """As in Q4_K_M files, whose v_proj has six bits, kept in half precision."""
+    model, config = load_model(tiny_model("llama"))
+    model, config = quantize_model(
+        model, config, 32, 4, quant_predicate=lambda path, of: hasattr(of, "to_quantized") and "v_proj" not in path
+    )
+    save_model(tmp_path, model)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mixed = load(tmp_path)
+    assert mixed.cpu is not None
+    kv_cache, tokens = open_kv_cache(mixed), some_tokens(3, 40)
+    truth = fed(kv_cache, kv_cache.open(), tokens, True)
+    for width in (1, 2, 7):
+        sequence = kv_cache.open()
+        parts = [fed(kv_cache, sequence, tokens[i : i + width], False) for i in range(0, len(tokens), width)]
+        assert np.array_equal(np.concatenate(parts), truth), width
 
 
 def test_text_can_pass_the_end_of_the_tabulated_angles(loaded: Loaded) -> None:

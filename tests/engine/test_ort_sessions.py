@@ -124,6 +124,34 @@ def test_changed_model_file_or_kernel_replaces_the_cached_graph(
     assert kept(tmp_path) != [new]
 
 
+def test_weights_that_change_in_place_replace_the_cached_graph(model: Path, tmp_path: Path) -> None:
+    """The digest of a model reads the beginning of each tensor only."""
+    before = logits(model)
+    (old,) = kept(tmp_path)
+    file = model / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    end = 8 + int.from_bytes(raw[:8], "little") + header["model.embed_tokens.weight"]["data_offsets"][1]
+    raw[end - 5000 : end] = bytes(5000)
+    file.write_bytes(raw)
+    assert not np.array_equal(logits(model), before) and kept(tmp_path) != [old]
+
+
+def test_processes_with_and_without_a_drafters_core_share_the_cached_graph(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of one core does not speak for two, so it is made again; the graph is the same."""
+    logits(model)
+    (graph_folder,) = kept(tmp_path)
+    monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(max(os.sched_getaffinity(0))))
+    logits(model)
+    assert kept(tmp_path) == [graph_folder]
+    monkeypatch.delenv(DRAFTER_CORE_VARIABLE)
+    monkeypatch.setattr(sessions.CachedGraph, "record_check", fail_if_called)
+    logits(model)
+    assert kept(tmp_path) == [graph_folder]
+
+
 @pytest.mark.parametrize(
     "name", ["graph.onnx", "weights.bin", "checked.json", "biases.bin", "biases.json", "embedding.bin"]
 )

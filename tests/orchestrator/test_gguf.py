@@ -267,6 +267,12 @@ def test_end_token_of_the_chat_format_ends_the_text(file):
     assert text.codec.decode(text.tokens("a")) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_end_of_turn_token_of_the_metadata_ends_the_text(tmp_path):
+    """Whatever its name is."""
+    file = write_gguf(tmp_path / "a.gguf", metadata={"tokenizer.ggml.eot_token_id": 9})
+    assert 9 in load_text(find_model(str(file))).codec.eos
+
+
 def test_two_gguf_files_form_a_pair(file, tmp_path):
     draft = write_gguf(tmp_path / "draft.gguf", kind="Q4_0")
     pair = choose_pair(ServeSettings(model=str(file), draft_model=str(draft)))

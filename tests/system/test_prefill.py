@@ -14,10 +14,11 @@ from msgspec import structs
 
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVLayout
 from outrider.engine.load_checks import open_kv_cache
-from outrider.engine.loading import LoadedModel
+from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import Close, Message, Prefill, PromptKv
 from outrider.protocol.sampling import SamplingParams
+from tests.engine.test_ort_sessions import quantised
 from tests.system.links import VirtualClock
 from tests.system.prefill_cluster import PrefillCluster, Way
 from tests.system.same import check_same
@@ -165,3 +166,15 @@ def test_kv_transfer_is_bit_exact(model: LoadedModel, dtype: mx.Dtype) -> None:
     assert all(mx.array_equal(array, same) for array, same in zip(flat, back, strict=True))
     with pytest.raises(ProtocolError, match="run the same model on both sides"):
         layout.unpack(packed, 8)
+
+
+def test_prompt_of_a_quantised_model_arrives_in_the_targets_number_format(
+    tiny_model: Callable[..., Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch, plain: Plain
+) -> None:
+    """ONNX Runtime keeps keys and values in float16, whatever the module's own forward has."""
+    model = load(quantised(tiny_model("llama", **SMALL), tmp_path / "model"))
+    monkeypatch.setattr("outrider.protocol.clock.now", clock := VirtualClock())
+    assert model.cpu is not None and KVLayout.of(model.model, model.cpu).tensors[0].dtype == mx.float16
+    run = PrefillCluster(model, None, clock, way=unchanged).run(PROMPT, GREEDY)
+    check_same(model, PROMPT, GREEDY, run.tokens, plain(model, PROMPT, GREEDY))
+    assert run.timings.prefill_n == len(PROMPT) - 1

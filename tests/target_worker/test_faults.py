@@ -65,23 +65,19 @@ FAULTS = [*RAISED, None]
 
 @pytest.mark.parametrize("fault", FAULTS, ids=repr)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, RESIDUAL], ids=["greedy", "sampled", "residual"])
-def test_failed_verify_ends_only_its_own_request(
-    fault: Exception | None, sampling: SamplingParams, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_draft_that_the_model_fails_on_costs_only_its_round(fault: Exception | None, sampling: SamplingParams) -> None:
+    """Plain decoding never meets such a token, and a drafter must not be able to end a text."""
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, poisoned(fault))  # type: ignore[arg-type]
-    first = answered(worker, link, [asked("sound", [1, 2], sampling), asked("doomed", [1, 2], sampling)])
+    first = answered(worker, link, [asked("plain", [1, 2], sampling), asked("drafted", [1, 2], sampling)])
     assert not faults(first) and len(first) == 2
-
-    chain = Verify("doomed", 0, 1, 3, (OneHot if sampling is RESIDUAL else Coupled)((POISON, 1)))
-    found = answered(worker, link, [chain])
-    assert list(faults(found)) == ["doomed"]
-    assert ("doomed", 1) in {(vars(record).get("request"), vars(record).get("round")) for record in caplog.records}
-    assert "NaN or infinite" in found[-1].message if fault is None else type(fault).__name__ in found[-1].message
-
-    next_proposal = [Verify("sound", 0, 1, 3, Autonomous(3))]
-    assert [type(answer) for answer in answered(worker, link, next_proposal)] == [Outcome] * 3
-    assert not faults(answered(worker, link, [asked("next", [1, 3], sampling)]))
+    proposal = (OneHot if sampling is RESIDUAL else Coupled)((POISON, 1))
+    for messages in ([Verify("drafted", 0, 1, 3, proposal)], [Verify("plain", 0, 1, 3)]):  # alone, then together
+        first += answered(worker, link, messages)
+    first += answered(worker, link, [Verify("drafted", 0, 2, 4, proposal), Verify("plain", 0, 2, 4)])
+    assert not faults(first) and all(answer.accepted == 0 for answer in first if isinstance(answer, Outcome))
+    said = [[answer.bonus for answer in first if answer.request == name] for name in ("plain", "drafted")]
+    assert said[0] == said[1] and len(said[0]) == 3
 
 
 def test_failed_verify_leaves_the_recurrent_state_of_others(
@@ -96,15 +92,15 @@ def test_failed_verify_leaves_the_recurrent_state_of_others(
         return plain(self, tokens, *rest, **others)
 
     monkeypatch.setattr(qwen3_next.Model, "__call__", call)
-    doomed, texts = Verify("doomed", 0, 1, 3, Coupled((POISON, 1))), list[list[int]]()
-    for more in ([], [doomed]):
+    poisoned, texts = Verify("poisoned", 0, 1, 3, Coupled((POISON, 1))), list[list[int]]()
+    for more in ([], [poisoned]):
         link = FakeLink("target-0", deque())
         worker = TargetWorker(link, model)  # type: ignore[arg-type]
-        answered(worker, link, [asked("sound", [40, 41, 42]), asked("doomed", [50, 51])])
+        answered(worker, link, [asked("sound", [40, 41, 42]), asked("poisoned", [50, 51])])
         found = answered(worker, link, [Verify("sound", 0, 1, 4), *more])
         found += answered(worker, link, [Verify("sound", 0, 2, 5, Autonomous(8))])
-        assert list(faults(found)) == [verify.request for verify in more]
-        texts.append([answer.bonus for answer in found if isinstance(answer, Outcome)])
+        assert not faults(found)
+        texts.append([answer.bonus for answer in found if isinstance(answer, Outcome) and answer.request == "sound"])
     assert texts[0] == texts[1] and len(texts[0]) == 9
 
 
@@ -131,10 +127,13 @@ def test_failed_prompt_ends_only_its_own_request(fault: Exception | None) -> Non
     assert [answer.request for answer in found if isinstance(answer, Outcome)] == ["sound"]
 
 
-def test_failed_plain_round_ends_only_its_own_request() -> None:
+@pytest.mark.parametrize("fault", FAULTS, ids=repr)
+def test_failed_plain_round_ends_only_its_own_request(
+    fault: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
     table = np.full((6, 6), -9.0, np.float32)
     table[np.arange(6), (np.arange(6) + 1) % 6] = 9.0  # 1, 2, 3, 4, poison
-    model = replace(markov(table), model=Poisoned(None))
+    model = replace(markov(table), model=Poisoned(fault))
     model.model._table = mx.array(table)
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, model)  # type: ignore[arg-type]
@@ -142,4 +141,6 @@ def test_failed_plain_round_ends_only_its_own_request() -> None:
     found = answered(worker, link, [Verify("doomed", 0, 1, 3, Autonomous(10))])
     assert [answer.bonus for answer in found if isinstance(answer, Outcome)] == [3, 4, 5]
     assert list(faults(found)) == ["doomed"]
+    assert ("doomed", 4) in {(vars(record).get("request"), vars(record).get("round")) for record in caplog.records}
+    assert "NaN or infinite" in found[-1].message if fault is None else type(fault).__name__ in found[-1].message
     assert len(answered(worker, link, [Verify("sound", 0, 1, 2, Autonomous(2))])) == 2
