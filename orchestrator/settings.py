@@ -269,6 +269,8 @@ class ServeSettings:
             yield f"draft_prefill {self.draft_prefill} is for drafters on MLX; leave it out with {self.draft_backend}"
         if self.draft_backend == "ngram" and not self.ngrams:
             yield "draft_backend ngram drafts nothing without ngrams; leave out one of the two settings"
+        if self.ngram_table is not None and not self.ngrams:
+            yield "ngram_table is not used without ngrams; leave out one of the two settings"
         if self.draft_backend == "none" and self.mode in ("sd", "ssd") and not self.head:
             yield f"mode {self.mode} needs a drafter; expected a draft_backend that drafts, or mode ar"
         if self.mode == "ssd" and not self.can_work_ahead:

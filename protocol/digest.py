@@ -81,7 +81,10 @@ def cache_folder() -> Path:
     """Returns `$OUTRIDER_CACHE`, or `outrider` in the user's cache folder; it need not exist."""
     named = os.environ.get(CACHE_VARIABLE)
     if named:
-        return Path(named).expanduser().absolute()
+        try:
+            return Path(named).expanduser().absolute()
+        except RuntimeError as error:
+            raise ModelError(f"{CACHE_VARIABLE} is {named}, which is not a folder: {error}") from None
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # there is no home folder

@@ -81,6 +81,8 @@ def parse_endpoint(text: str) -> Endpoint:
     Raises:
         EndpointError: the text is no endpoint, a port is out of range, or a path is too long for a unix socket.
     """
+    if not isinstance(text, str):
+        raise EndpointError(f"{text!r} is not an endpoint; expected ipc://PATH or tcp://HOST:PORT")
     scheme, _, rest = text.partition("://")
     if scheme == "ipc":
         return _parse_ipc(text, rest)

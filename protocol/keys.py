@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import fcntl
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -170,40 +172,68 @@ class Keyring:
 
     def allow(self, new: AllowedKey) -> None:
         """Allows a key, under its name; replaces the entry of the same key and role."""
-        others = [other for other in self.allowed() if (other.role, other.key) != (new.role, new.key)]
-        taken = next((other for other in others if other.name == new.name and other.key != new.key), None)
-        if taken is not None:
-            raise KeyFault(f"the {taken.role} {taken.key} has the name {new.name}; choose another name, or revoke it")
-        self._write(self.allowed_file, [*map(str, others), str(new)])
+        with self._locked():
+            others = [other for other in self.allowed() if (other.role, other.key) != (new.role, new.key)]
+            taken = next((other for other in others if other.name == new.name and other.key != new.key), None)
+            if taken is not None:
+                raise KeyFault(
+                    f"the {taken.role} {taken.key} has the name {new.name}; choose another name, or revoke it"
+                )
+            self._write(self.allowed_file, [*map(str, others), str(new)])
 
     def revoke(self, key_or_name: str) -> list[AllowedKey]:
         """Removes a key, or all keys of a name, from the allowed ones; returns what was removed."""
-        allowed = self.allowed()
-        revoked = [entry for entry in allowed if key_or_name in (entry.key, entry.name)]
-        if not revoked:
-            raise KeyFault(f"no allowed key is called {key_or_name!r}; `outrider keys list` lists them all")
-        self._write(self.allowed_file, [str(entry) for entry in allowed if entry not in revoked])
-        return revoked
+        with self._locked():
+            allowed = self.allowed()
+            revoked = [entry for entry in allowed if key_or_name in (entry.key, entry.name)]
+            if not revoked:
+                raise KeyFault(f"no allowed key is called {key_or_name!r}; `outrider keys list` lists them all")
+            self._write(self.allowed_file, [str(entry) for entry in allowed if entry not in revoked])
+            return revoked
 
     def servers(self) -> tuple[KnownServer, ...]:
         """Returns the trusted servers."""
         servers = []
         for line in self._lines(self._servers):
             place, _, key = line.partition(" ")
-            servers.append(KnownServer(place, parse_key(key)))
+            try:
+                servers.append(KnownServer(place, parse_key(key)))
+            except KeyFault:
+                raise KeyFault(f"{self._servers} has the line {line[:60]!r}; expected PLACE KEY") from None
         return tuple(servers)
 
     def trust(self, server: KnownServer) -> None:
         """Saves the key of a server; replaces an earlier key for the same place."""
-        others = [str(other) for other in self.servers() if other.place != server.place]
-        self._write(self._servers, [*others, str(server)])
+        if not server.place.isprintable() or server.place.split() != [server.place]:
+            raise KeyFault(f"{server.place!r} is not a place; expected HOST or HOST:PORT, without spaces")
+        with self._locked():
+            others = [str(other) for other in self.servers() if other.place != server.place]
+            self._write(self._servers, [*others, str(server)])
 
     def forget(self, place: str) -> None:
         """Removes the key of the server at that place."""
-        left = [server for server in self.servers() if server.place != place]
-        if len(left) == len(self.servers()):
-            raise KeyFault(f"there is no trusted key for a server at {place!r}; `outrider keys list` lists them all")
-        self._write(self._servers, list(map(str, left)))
+        with self._locked():
+            servers = self.servers()
+            left = [server for server in servers if server.place != place]
+            if len(left) == len(servers):
+                raise KeyFault(
+                    f"there is no trusted key for a server at {place!r}; `outrider keys list` lists them all"
+                )
+            self._write(self._servers, list(map(str, left)))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lets one process at a time read and rewrite a file; the lock ends with its holder."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise KeyFault(f"{self.folder} can't be used ({error.strerror}); expected a folder of your own") from None
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
 
     def _lines(self, path: Path) -> Iterator[str]:
         """Yields the lines of a file; none if there is no file."""

@@ -146,6 +146,10 @@ def _check_stops(name: str, given: object) -> tuple[str, ...]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, Sequence) or any(not isinstance(text, str) or not text for text in texts):
         raise InvalidRequest(f"{name} is {given!r}; expected a text or a list of texts that are not empty")
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:  # half a surrogate pair, or a byte of a command line that is not UTF-8
+        raise InvalidRequest(f"{name} is {given!r}; expected Unicode text") from None
     return tuple(values.plain_str(text) for text in texts)
 
 

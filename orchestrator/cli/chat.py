@@ -278,7 +278,8 @@ class Chat:
         say(f"outrider chat: {error}")
         say("Start the server again and continue? [Y/n] ", end="")
         try:
-            return sys.stdin.readline().strip().lower() in ("", "y", "yes")
+            answer = sys.stdin.readline()  # empty: Ctrl-D, or the terminal is gone
+            return bool(answer) and answer.strip().lower() in ("", "y", "yes")
         except KeyboardInterrupt:
             return False
 
@@ -321,7 +322,7 @@ class Chat:
                 text = self._conversation.undo()
                 say("There is no message to remove." if text is None else f"Removed with its answer: {_shorten(text)}")
             case "/save", file if file:
-                self._conversation.save(Path(file).expanduser())
+                self._conversation.save(Path(file))
                 say(f"The conversation is saved to {file}.")
             case _:
                 say(f"unknown command {entry.text.strip()!r} (see /help); to send it as text, start with a space")

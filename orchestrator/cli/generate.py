@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import stat
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from outrider.orchestrator.client.dialogue import EMPTY_PROMPT, GenerationResult
 from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.model_files import default_model, find_model, is_on_disk
 from outrider.orchestrator.pairing.tokenizer import Message, ModelText, load_text
+from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import SamplingParams
@@ -76,10 +78,15 @@ class Conversation:
 
     def save(self, path: Path) -> None:
         """Writes the file that `load_messages` reads. Raises InvalidRequest if the file can't be written."""
+        text = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n"
         try:
-            path.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InvalidRequest(f"{path} can't be written ({error.strerror}); choose another file") from None
+            real = path.expanduser().resolve()
+            real.parent.stat()  # no folder is created
+            mode = stat.S_IMODE(real.stat().st_mode) if real.exists() else 0o666
+            replace_file(real, text, mode)  # an earlier conversation stays if this one doesn't fit on the disk
+        except (OSError, RuntimeError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise InvalidRequest(f"{path} can't be written ({why}); choose another file") from None
 
 
 def load_messages(system_prompt: str | None, path: Path | None) -> tuple[Message, ...]:

@@ -379,6 +379,8 @@ class ClientSelector(Generic[C]):
     """Chooses the client of a server for `Resumed` and `AsyncResumed`, at first the one that answered last."""
 
     def __init__(self, clients: Sequence[C]) -> None:
+        if not isinstance(clients, Sequence) or not all(isinstance(one, EndpointClient) for one in clients):
+            raise InvalidRequest(f"clients is {clients!r}; expected a list of clients, such as [Client(A), Client(B)]")
         if not clients:
             raise InvalidRequest("Resumed needs at least one client")
         super().__init__()

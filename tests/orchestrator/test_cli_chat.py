@@ -12,6 +12,7 @@ import subprocess
 import termios
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -98,6 +99,22 @@ def test_quit_exit_and_bye_end_the_chat(served, talk, templated, name):
     served.core.play = says(served.codec, "yes")
     code, _, err = talk("one", name, "never said")
     assert code == 0 and "unknown command" not in err and len(prompts(served)) == 1
+
+
+def test_conversation_that_does_not_fit_on_the_disk_leaves_the_saved_one(served, talk, tmp_path, monkeypatch):
+    file = tmp_path / "talk.json"
+    file.write_text("the old one")
+    file.chmod(0o600)
+
+    def full(self, *_):
+        raise OSError(27, "File too large")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        _, _, err = talk(f"/save {file}")
+    assert "can't be written (File too large)" in err and file.read_text() == "the old one"
+    talk(f"/save {file}")
+    assert json.loads(file.read_text()) == [] and file.stat().st_mode & 0o777 == 0o600
 
 
 def test_without_a_template_turns_are_concatenated_with_a_note(served, talk):
@@ -361,9 +378,10 @@ def test_dead_server_is_restarted_if_the_user_agrees(served, chat_with_own_serve
     assert err.count("/help lists") == 1
 
 
+@pytest.mark.parametrize("answer", [("n",), ()], ids=["no", "ctrl-d"])
 @pytest.mark.parametrize("person", [True, False])
-def test_dead_server_ends_the_chat_unless_a_restart_is_accepted(served, chat_with_own_servers, person):
-    code, _, err = chat_with_own_servers("one", "n", dead=1, person=person)
+def test_dead_server_ends_the_chat_unless_a_restart_is_accepted(served, chat_with_own_servers, person, answer):
+    code, _, err = chat_with_own_servers("one", *answer, dead=1, person=person)
     assert code == WorkerError.exit_code and err.endswith("outrider chat: the server died (signal 9)\n")
     assert ("[Y/n]" in err) is person and not served.core.told
 
@@ -425,6 +443,8 @@ def test_failed_request_is_reported_and_ends_only_piped_input(served, talk, temp
         ("/bake", "unknown command '/bake' (see /help)"),
         ("/save", "unknown command '/save' (see /help)"),
         ("/save /no/such/folder/x", "can't be written"),
+        ("/save ~nosuchuser/x", "can't be written"),
+        ("half a pair \ud83d", "the text can't be encoded as UTF-8"),
         ("", ""),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -40,7 +41,18 @@ def test_sizes_are_read_from_text_config(model_folder):
 
 @pytest.mark.parametrize("name", ["/no/such/path", "./nope", "~/nope-nope", "nope", "a/b/c", "org/na me"])
 def test_missing_path_raises_model_error(name):
-    with pytest.raises(ModelError, match=r"no such path: .*expected a model's folder, a GGUF file or"):
+    with pytest.raises(ModelError, match=r"no such path: .*expected a name of `outrider pairs`, a model's folder"):
+        find_model(name)
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 300, "/proc/1/fd/x"])
+def test_path_that_cannot_be_looked_up_raises_model_error(name, monkeypatch):
+    def forbidden(self, *_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    if name.startswith("/proc"):
+        monkeypatch.setattr(Path, "exists", forbidden)
+    with pytest.raises(ModelError, match=r"can't be opened \(.*expected a name of `outrider pairs`"):
         find_model(name)
 
 

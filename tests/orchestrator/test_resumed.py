@@ -209,6 +209,12 @@ def test_invalid_server_list_prints_one_sentence(
     assert sentence in said.err and len(said.err.splitlines()) == 1 and not said.out
 
 
+@pytest.mark.parametrize("clients", [[], ["ipc:///tmp/a"], None, "ipc:///tmp/a"])
+def test_resumed_needs_a_list_of_clients(clients: Any) -> None:
+    with pytest.raises(InvalidRequest, match="client"):
+        Resumed(clients)
+
+
 # --- the end is lost ----------------------------------------------------------------------------------------------
 
 LOST_ENDS = int(os.environ.get("OUTRIDER_LOST_ENDS", "60"))

@@ -46,6 +46,7 @@ from outrider.protocol.errors import InvalidRequest
         ({"draft_backend": "none", "mode": "ssd"}, "mode ssd needs a drafter"),
         ({"advertise": True}, "advertise needs workers_endpoint"),
         ({"draft_backend": "ngram", "ngrams": False}, "drafts nothing"),
+        ({"ngram_table": "table.safetensors", "ngrams": False}, "not used without ngrams"),
         *(
             ({"colocate": True, "draft_backend": b}, f"can't use draft_backend {b}")
             for b in ("coreml", "ngram", "none")
@@ -96,7 +97,7 @@ def test_memory_sizes_are_parsed_to_bytes(said, count):
 def test_every_setting_round_trips_through_flags():
     said = ServeSettings(
         model="m", draft_model="d", draft_backend="coreml", num_draft_tokens=7, branches=3, fan_out="uniform",
-        branch_depth="full", ngrams=False, ngram_table="-t", trees=True,
+        branch_depth="full", ngrams=False, trees=True,
         mode="sd", endpoint="tcp://127.0.0.1:5", threads=2, max_active=3,
         trace=Path("t.json"), log_level="debug", log_format="json", keys=Path("-k"),
         worker_timeout=5, max_waiting=6, kv_memory=7, prompt_cache=False,
@@ -105,7 +106,7 @@ def test_every_setting_round_trips_through_flags():
         advertise=True, gguf_keep_precision=True,
     )  # fmt: skip
     colocated = ServeSettings(model="m", draft_model="d", colocate=True)
-    waiting = ServeSettings(await_target=True)
+    waiting = ServeSettings(await_target=True, ngram_table="-t")
     read = ServeSettings(prefill_workers=2, prefill_from=9, prefill_backend="coreml")
     by_head = ServeSettings(model="m", draft_model="d", draft_backend="eagle3")
     by_own_head = ServeSettings(model="m", draft_backend="mtp", head=("mtp", "-x"))

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
-from outrider.protocol.errors import ModelError
+from outrider.protocol.errors import InvalidRequest, ModelError
 from tests.orchestrator.tiny_tokenizers import BYTE_FALLBACK, byte_fallback
 
 TEXTS = ["def f(x):\n    return x\n", " leading", "héllo 你好 👩‍🔬", "<|endoftext|>tail", ""]
@@ -106,6 +106,11 @@ def test_missing_tokenizer_raises_model_error(model_folder):
         (model_folder / name).unlink()
     with pytest.raises(ModelError, match="tokenizer"):
         load_codec(find_model(str(model_folder)))
+
+
+def test_text_that_is_not_unicode_is_refused(model_folder):
+    with pytest.raises(InvalidRequest, match="can't be encoded as UTF-8"):
+        load_codec(find_model(str(model_folder))).encode("half a pair \ud83d")
 
 
 def test_other_threads_run_while_a_long_text_is_tokenized():

@@ -67,7 +67,7 @@ def test_a_relative_path_becomes_absolute(tmp_path, monkeypatch):
         "", "x", "/tmp/x", "http://h:1", "inproc://x", "ipc:/x", "ipc://", "ipc://@x", "ipc://*", "ipc:///tmp/",
         "ipc:///tmp/a\0b", "ipc:///tmp/a\nb", "tcp://", "tcp://h", "tcp://:5", "tcp://h:", "tcp://h:x", "tcp://h:-1",
         "tcp://h:65536", "tcp://h:99999999999", "tcp://h:٣", "tcp://a b:1", "tcp://::1:5", "tcp://[::1:5",
-        "tcp://[zz]:5", "tcp://h/p:1", "tcp://eth0;1.2.3.4:5",
+        "tcp://[zz]:5", "tcp://h/p:1", "tcp://eth0;1.2.3.4:5", None, b"ipc:///tmp/a",
     ],
 )  # fmt: skip
 def test_invalid_endpoint_is_refused(text):

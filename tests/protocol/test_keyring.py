@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -135,6 +138,35 @@ def test_allowed_keys_are_added_renamed_and_revoked(ring: Keyring) -> None:
     assert ring.revoke(other) == [AllowedKey(DRAFTER, other, "mini-2")] and ring.allowed() == ()
     with pytest.raises(KeyFault, match="no allowed key is called 'laptop'"):
         ring.revoke("laptop")
+
+
+@pytest.mark.parametrize("place", ["", " ", "my studio", "a\nb"])
+def test_place_with_spaces_is_refused_and_the_list_stays_readable(ring: Keyring, place: str) -> None:
+    with pytest.raises(KeyFault, match="is not a place; expected HOST or HOST:PORT"):
+        ring.trust(KnownServer(place, KEY))
+    assert ring.servers() == ()
+
+
+def test_invalid_line_of_the_trusted_list_is_named(ring: Keyring) -> None:
+    ring.trust(KnownServer("studio.local", KEY))
+    (ring.folder / "servers").write_text(f"studio.local x {KEY}\n")
+    with pytest.raises(KeyFault, match=r"servers has the line 'studio.local x .*expected PLACE KEY"):
+        ring.servers()
+
+
+def test_changes_by_several_processes_at_once_are_all_kept(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads the list, changes it and writes it again."""
+    write = Keyring._write
+
+    def slowly(self: Keyring, *arguments: Any) -> None:
+        time.sleep(0.02)
+        write(self, *arguments)
+
+    monkeypatch.setattr(Keyring, "_write", slowly)
+    entries = [AllowedKey(CLIENT, make_pair().public, f"n{number}") for number in range(5)]
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(lambda entry: Keyring(ring.folder).allow(entry), entries))
+    assert {entry.name for entry in ring.allowed()} == {entry.name for entry in entries}
 
 
 def test_trusted_key_for_host_and_port_precedes_that_for_the_host(ring: Keyring) -> None:

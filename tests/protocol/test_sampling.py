@@ -60,6 +60,7 @@ def test_single_stop_string_needs_no_list() -> None:
     ("given", "words"),
     [
         ({"stop": ""}, "stop is ''; expected a text or a list of texts that are not empty"),
+        ({"stop": "\ud83d"}, "expected Unicode text"),
         ({"stop": ["a", ""]}, "texts that are not empty"),
         ({"stop": {"a"}}, "expected a text or a list"),
         ({"stop": None}, "expected a text or a list"),
