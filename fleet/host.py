@@ -322,7 +322,7 @@ def read_token(folder: Path) -> Path:
         raise KeyFault(f"{file} can't be read ({error}); expected a copy of the head's token") from None
     if mode & _OTHER_USERS:
         raise KeyFault(
-            f"{file} can be read by other users (mode {stat.S_IMODE(mode):o}); close it with `chmod"
+            f"{file} can be read by other users (mode {stat.S_IMODE(mode):o}); restrict it with `chmod"
             f" 600 {file}`, and make a new"
             " token if someone else may have read this one"
         )

@@ -162,7 +162,7 @@ class FleetPlan:
                 " own; expected mlx or coreml"
             )
         if on == "other-host" and self.engine.draft_model is None and self.engine.model is not None:
-            raise InvalidRequest("placed.drafter has nothing to draft with; expected draft_model beside model")
+            raise InvalidRequest("placed.drafter has no draft model; expected draft_model in addition to model")
 
 
 def check_fits(placed: Placed, hosts: Sequence[Offers]) -> None:

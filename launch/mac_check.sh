@@ -77,7 +77,7 @@ cd "$root" || exit 1
 printf '# Outrider on a Mac\n\n%s, %s, draft `%s`, target `%s`\n' "$(date -u +%Y-%m-%dT%H:%MZ)" \
     "$(git rev-parse --short HEAD 2>/dev/null || printf 'no commit')" "$draft" "$target" >>"$report"
 
-step "This machine, and what each placement costs" "$python" -P -m outrider.drafters.coreml.doctor --model "$draft" --probe
+step "This machine, and the time per token of each placement" "$python" -P -m outrider.drafters.coreml.doctor --model "$draft" --probe
 step "From which length on prompts are read by Core ML for a draft on MLX" \
     "$python" -P -m outrider.drafters.coreml.doctor --model "$draft" --prompts
 step "Tests that need macOS" "$python" -m pytest -m macos -rs -v --timeout 1800 tests/coreml

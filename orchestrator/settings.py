@@ -94,11 +94,11 @@ class ServeSettings:
     mode: str = _enum("auto", MODES, SPECULATION, help="how tokens are generated")
     num_draft_tokens: int | None = count(
         None, 1, MAX_DRAFT_TOKENS, SPECULATION, "K",
-        help=f"draft tokens a round (default: {DEFAULT_DRAFT_TOKENS}); n-gram chains may be longer",
+        help=f"draft tokens per round (default: {DEFAULT_DRAFT_TOKENS}); n-gram chains may be longer",
     )  # fmt: skip
     branches: int | None = count(
         None, 1, MAX_REQUESTED_BRANCHES, SPECULATION, "B",
-        help=f"outcomes to prepare for in a round (default: {DEFAULT_BRANCHES})",
+        help=f"outcomes to prepare per round (default: {DEFAULT_BRANCHES})",
     )  # fmt: skip
     model: str | None = setting(
         None, values.check_text, MODELS, "ID|PATH",
@@ -121,28 +121,28 @@ class ServeSettings:
     drafters: int = count(1, 1, MAX_DRAFTERS, DRAFTING, help="draft processes, which share the outcomes")
     draft_prefill: str = setting(
         "auto", values.check_text, DRAFTING, "auto|mlx|coreml|PACKAGE",
-        help="the backend that reads the prompts of an mlx drafter",
+        help="the backend for prefill of an MLX drafter",
     )  # fmt: skip
     draft_device: str = _enum(
         "auto", ("auto", "cpu"), DRAFTING, help="the device of draft workers on MLX; auto: the target's"
     )
     colocate: bool = switch(False, DRAFTING, help="draft in the target's process")
     fan_out: str = _enum("best-first", ("best-first", "geometric", "uniform"), DRAFTING, help="how outcomes are chosen")
-    branch_depth: str = _enum("auto", ("auto", "full"), DRAFTING, help="full: wait until branches are K tokens deep")
+    branch_depth: str = _enum("auto", ("auto", "full"), DRAFTING, help="full: wait until branches have K tokens")
     ngrams: bool = switch(True, DRAFTING, help="do not draft by copying from the text (n-grams)")
     ngram_table: str | None = setting(
         None, values.check_text, DRAFTING, "FILE",
-        help="n-grams of the target's texts, used where a text repeats nothing (default: those that come with --model)",
+        help="a table of n-grams for texts that repeat nothing (default: the one that comes with --model)",
     )  # fmt: skip
     trees: bool = switch(
-        False, DRAFTING, help="verify drafts of several drafters as one tree, if that pays and the target can"
+        False, DRAFTING, help="verify drafts of several drafters as one tree, if the target can and it is faster"
     )
     threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products")
     cpu_kernels: str = _enum(
         "auto", CPU_KERNEL_CHOICES, WORKERS,
         help="the kernels on a CPU; auto: ONNX Runtime, or MLX for models that it does not support",
     )  # fmt: skip
-    pin_cores: bool = switch(True, WORKERS, help="let target and drafter run on any core, on a machine that has two")
+    pin_cores: bool = switch(True, WORKERS, help="do not pin target and drafter to a core each (two cores)")
     shards: int = count(1, 1, 64, WORKERS, help="ranks of the target on this machine")
     prefill_workers: int = count(0, 0, MAX_DRAFTERS, WORKERS, help="processes that read long prompts")
     prefill_from: int | None = count(
@@ -150,7 +150,7 @@ class ServeSettings:
         help="the shortest prompt for prefill workers (default: as measured by tune, else 512)",
     )  # fmt: skip
     prefill_backend: str = _enum("mlx", ("mlx", "coreml"), WORKERS, help="backend of prefill workers")
-    await_target: bool = switch(False, WORKERS, help="start no target; one joins by `outrider worker target`")
+    await_target: bool = switch(False, WORKERS, help="start no target; wait for `outrider worker target`")
     worker_timeout: int = count(
         10, 1, 86_400, WORKERS, "SECONDS", help="seconds of silence before a worker is considered dead"
     )
@@ -160,15 +160,15 @@ class ServeSettings:
     max_waiting: int = count(256, 0, 1_000_000, MEMORY, help="requests that may wait; more are refused")
     kv_memory: int | None = setting(
         None, values.check_size, MEMORY, "SIZE",
-        help="memory for keys and values in all workers, such as 2GB (default: half of what the weights leave)",
+        help="memory for keys and values in all workers, such as 2GB (default: half of what the weights leave free)",
     )  # fmt: skip
     prompt_cache: bool = switch(True, MEMORY, help="read every prompt in full")
-    memory: bool = switch(True, MEMORY, help="mode auto does not use what it learned before, and saves nothing")
+    memory: bool = switch(True, MEMORY, help="neither load nor save what mode auto has learned")
     keys: Path | None = _path(LOGS, "FOLDER", help="the folder of your keys (default: ~/.config/outrider/keys)")  # noqa: RUF009
     trace: Path | None = _path(LOGS, help="write a timeline for chrome://tracing or Perfetto")  # noqa: RUF009
     log_level: str = _enum("warning", LOG_LEVELS, LOGS, help="the lowest level that is logged")
     log_format: str = _enum(
-        "text", process.LOG_FORMATS, LOGS, help="json: an object a line on stderr, from every process"
+        "text", process.LOG_FORMATS, LOGS, help="json: one object per line on stderr, from every process"
     )
     endpoint: str | None = setting(
         None, values.check_text, ENDPOINTS, "ENDPOINT",

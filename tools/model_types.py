@@ -176,7 +176,7 @@ def render_page(head: str, rows: Sequence[ModelTypeRow]) -> str:
 
 mlx-lm {version("mlx-lm")}, MLX {version("mlx")} on a CPU: {built}.
 As targets {counts[SPECULATES] + counts[COPIES]} speculate ({counts[COPIES]} of them by copies), \
-{counts[DECODES]} decode only, {counts[REFUSED]} are refused; {counts[WRONG]} say another text than mlx-lm, \
+{counts[DECODES]} decode only, {counts[REFUSED]} are refused; {counts[WRONG]} generate another text than mlx-lm, \
 {counts[FAILED]} fail.
 As drafts {drafts["tree"]} grow a tree in one row, {drafts["rows"]} in rows, {drafts["no"]} are refused.
 

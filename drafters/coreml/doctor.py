@@ -218,7 +218,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.doctor", description=__doc__)
     parser.add_argument("--model", help="the draft: a model directory or a Hugging Face id")
     parser.add_argument("--probe", action="store_true", help="convert it and try Core ML, which can take minutes")
-    parser.add_argument("--prompts", action="store_true", help="measure only what reads its prompts faster")
+    parser.add_argument(
+        "--prompts", action="store_true", help="measure only whether prefill is faster on Core ML or MLX"
+    )
     options = parser.parse_args()
     if options.prompts and options.model is None:
         parser.error("--prompts needs --model")

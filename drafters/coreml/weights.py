@@ -318,7 +318,7 @@ def _check_tied_head(path: Path, tied: bool) -> None:
     if head is None and not tied:
         raise ModelError(
             f"{path}: config.json says the output head is untied, but the checkpoint has no lm_head.weight; "
-            "expected one of the two to change (tie_word_embeddings: true)"
+            "set tie_word_embeddings to true, or add lm_head.weight"
         )
     if tied and head is not None and (embedding is None or not mx.array_equal(head, embedding)):
         raise ModelError(

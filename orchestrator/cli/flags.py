@@ -116,7 +116,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str]
     add("--logprobs", type=int, metavar="N", help=each)
     add("--sampling", dest="rule", metavar="|".join(SAMPLING_RULES), help="how drafts are accepted")
     add("--saguaro", type=float, metavar="C", help="residual: weight of tokens with a prepared branch (default: 1)")
-    add("--q-width", type=int, metavar="M", help="residual: tokens that the draft's distribution is cut to")
+    add("--q-width", type=int, metavar="M", help="residual: keep the M likeliest tokens of the draft's distribution")
 
 
 class _OfflineAction(argparse.Action):

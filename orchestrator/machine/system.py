@@ -33,8 +33,9 @@ from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE, DRAFTER_CORE_VAR
 
 NO_OPENBLAS_NOTE = (
     "no OpenBLAS was found; ONNX Runtime computes the default model and most others on a CPU and doesn't need it"
-    " (docs/exactness.md), but with a model that MLX computes, verifying M tokens costs M times one token instead of"
-    " 1.2 to 1.4 times; install it (Debian, Ubuntu: apt install libopenblas0-pthread; Fedora: dnf install openblas)"
+    " (docs/exactness.md), but with a model that MLX computes, verifying M tokens takes M times as long as one"
+    " instead of 1.2 to 1.4 times; install it (Debian, Ubuntu: apt install libopenblas0-pthread; Fedora: dnf install"
+    " openblas)"
 )
 BLAS_VARIABLE = "OUTRIDER_OPENBLAS"
 """The environment variable that sets the library to preload; empty: none, so that MLX uses its wheel's BLAS."""

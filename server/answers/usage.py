@@ -203,4 +203,4 @@ def _find_violation(schema: Any, text: str) -> str | None:
 
 
 def _refuse_retrieval(_uri: str) -> Any:
-    raise ValueError("no schema is fetched from elsewhere")
+    raise ValueError("remote references in schemas are not supported")

@@ -175,7 +175,7 @@ def _check_content_type(request: Request) -> None:
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
         raise Refused(
-            f"the body is compressed ({coding[:40]}), and no compressed body is read here; send it as it is",
+            f"the body is compressed ({coding[:40]}), which is not supported; send it uncompressed",
             status=415,
             details="request_body_encoding_unsupported",
         )

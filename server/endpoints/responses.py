@@ -410,7 +410,7 @@ def _tool_choice(payload: ResponsesRequest) -> ToolSelection:
 
 def to_conversation(model: ServedModel, payload: ResponsesRequest) -> TemplateInput:
     if payload.top_logprobs and logprobs(payload) is None:
-        raise Refused(f"top_logprobs: none are wanted; expected {_INCLUDE_LOGPROBS} in include", "top_logprobs")
+        raise Refused(f"top_logprobs: not requested; add {_INCLUDE_LOGPROBS} to include", "top_logprobs")
     box = _select_tools(model, payload)
     messages: list[dict[str, Any]] = []
     if payload.instructions:

@@ -229,8 +229,7 @@ async def model(name: str, context: ContextDependency) -> Model:
 async def embeddings(context: ContextDependency) -> Response:
     """Rejects embeddings, which frameworks request along with chat completions."""
     raise Refused(
-        f"embeddings are not served here: {context.model.id} is a model that writes text, and Outrider has none that"
-        " makes embeddings; point the embeddings' base URL at a server that does",
+        f"embeddings are not supported: {context.model.id} generates text; use the base URL of another server for them",
         status=404,
     )
 

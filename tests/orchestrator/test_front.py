@@ -472,7 +472,7 @@ def test_longest_prompt_gets_the_remaining_context(stand, codec):
     stand.core.play = says(codec, "x", "length")
     result = stand.client().generate([5] * 1023, SamplingParams(max_tokens=50))
     assert stand.core.wait_for(Admit)[0].sampling.max_tokens == 1
-    assert any("the context is full then" in note for note in result.notes)
+    assert any("the context would be full" in note for note in result.notes)
 
 
 def test_modes_that_need_a_drafter_are_refused_without_one(make_stand, codec):
@@ -544,7 +544,7 @@ def test_sampling_drafters_add_no_note_for_residual_sampling(make_stand, codec, 
     stand = make_stand(draft_backend=backend).start()
     stand.core.play = says(codec, "x")
     result = stand.client().generate("x", SamplingParams(temp=1.0, rule="residual"))
-    assert not any("does not draw" in note for note in result.notes)
+    assert not any("does not sample" in note for note in result.notes)
 
 
 def test_head_adds_a_note_for_residual_sampling(make_stand, codec):
@@ -552,7 +552,7 @@ def test_head_adds_a_note_for_residual_sampling(make_stand, codec):
     stand.core.play = says(codec, "x")
     for sampling, noted in ((SamplingParams(temp=1.0, rule="residual"), True), (SamplingParams(temp=1.0), False)):
         result = stand.client().generate("x", sampling)
-        assert any("does not draw" in note for note in result.notes) is noted
+        assert any("does not sample" in note for note in result.notes) is noted
 
 
 def test_flooding_client_is_refused_and_others_are_served(make_stand, monkeypatch, caplog):

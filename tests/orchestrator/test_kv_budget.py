@@ -90,7 +90,7 @@ def test_oversized_prompt_is_refused_and_oversized_output_is_cut(stand, codec):
         (admit,) = stand.core.wait_for(Admit)
     assert len(admit.tokens) + admit.sampling.max_tokens == 20
     notes = stand.admission.accept(ask("b", max_tokens=300), "r9").notes
-    assert any("kv_memory (0.0 MB) is full then" in note for note in notes)
+    assert any("kv_memory (0.0 MB) would be full" in note for note in notes)
 
 
 def test_cluster_without_room_for_one_context_does_not_start(make_stand):

@@ -388,7 +388,7 @@ def test_embeddings_are_refused_with_the_reason(ask: Ask) -> None:
     for path in ("/v1/embeddings", "/embeddings"):
         refused = ask(path, json={"model": "chatty", "input": "x"})
         assert refused.status_code == 404
-        assert "embeddings are not served here: chatty is a model that writes text" in error_message(refused)
+        assert "embeddings are not supported: chatty generates text" in error_message(refused)
 
 
 def test_the_version_is_returned(ask: Ask) -> None:

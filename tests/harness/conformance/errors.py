@@ -92,7 +92,7 @@ def _(at: Servers) -> None:
 @cases.add("LangChain's and LlamaIndex's practice")
 def _(at: Servers) -> None:
     """Embeddings are a 404 with the reason."""
-    refused(at.chat.post("/v1/embeddings", input="x"), "embeddings are not served here", status=404)
+    refused(at.chat.post("/v1/embeddings", input="x"), "embeddings are not supported", status=404)
 
 
 @cases.add("OpenAI's reference")
