@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Protocol
 from weakref import finalize
 
@@ -28,7 +29,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
 from outrider.engine.cache import flatten_caches
-from outrider.engine.flat import Bools, FlatCache, Ints, LayerKVs, NodeSegment, Segment
+from outrider.engine.flat import Bools, FlatCache, Floats, Ints, LayerKVs, NodeSegment, Segment
 from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS, KVLayout, ModelRows
 from outrider.engine.loading import LoadedModel, cache_per_model
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
@@ -41,6 +42,10 @@ _ORT_PREFILL_CHUNK_TOKENS = 128  # as fast per token as 512, and other requests 
 
 ReadProgress = Callable[[int, int], None] | None
 """A function that takes the tokens read so far and all tokens; it may raise to end the reading."""
+
+Array = mx.array | Floats
+Row = tuple[Array, int]
+"""An array [N, ...] and the index of one of its rows."""
 
 States = tuple[tuple[mx.array, ...], ...]
 """One tuple for each recurrent layer; the first axis of each array is the forward's rows."""
@@ -342,16 +347,31 @@ class RecurrentKVRows(DenseKVRows):
         sources = [self._column_states[parent] for parent in parents]
         for layer, cache in enumerate(self.rows.recurrent):
             for i in range(len(cache.cache)):
-                cache.cache[i] = _gather([(source.states[layer][i], source.row) for source in sources])
+                cache.cache[i] = gather_rows([(source.states[layer][i], source.row) for source in sources])
 
 
-def _gather(rows: Sequence[tuple[mx.array, int]]) -> mx.array:
-    """Returns one array of these rows; rows of a single array are taken in one operation."""
-    first = rows[0][0]
-    if all(array is first for array, _ in rows):
-        picks = [row for _, row in rows]
-        return first if picks == list(range(first.shape[0])) else first[mx.array(picks)]
-    return mx.concatenate([array[row : row + 1] for array, row in rows])
+def gather_rows(rows: Sequence[Row], dtype: mx.Dtype = mx.float32) -> Array:
+    """Returns the rows as one array; consecutive rows of one array are taken from it together. `dtype`: see
+    `join_arrays`."""
+    parts: list[Array] = []
+    for _, group in groupby(rows, key=lambda row: id(row[0])):
+        own = list(group)
+        array, indices = own[0][0], [index for _, index in own]
+        if not isinstance(array, mx.array):
+            parts.append(array[indices])
+            continue
+        whole = indices == list(range(array.shape[0]))
+        parts.append(array if whole else mx.take(array, mx.array(indices), axis=0))
+    joined: Array = join_arrays(parts, dtype)
+    return joined
+
+
+def join_arrays(parts: Sequence[Any], dtype: mx.Dtype) -> Any:
+    """Returns the parts as one array, which is numpy's if all are; else those of numpy are converted to `dtype`."""
+    if all(isinstance(part, np.ndarray) for part in parts):
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    arrays = [part if isinstance(part, mx.array) else mx.array(part).astype(dtype) for part in parts]
+    return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
 
 
 def _group_by_depth(start: int, parents: Sequence[int]) -> list[list[int]]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 from weakref import finalize
 
@@ -34,11 +33,10 @@ from outrider.drafters.heads.pair_kv_cache import (
     Features,
     HeadKVCache,
     PairKVCache,
-    Row,
     SavedPairs,
 )
 from outrider.engine.flat import Ints, NodeSegment, Segment
-from outrider.engine.kv_rows import KVRows, NewRows, ReadProgress
+from outrider.engine.kv_rows import KVRows, NewRows, ReadProgress, Row, gather_rows, join_arrays
 from outrider.engine.prompt_cache import SavedPrefix
 from outrider.protocol.errors import ModelFault
 
@@ -107,7 +105,7 @@ class PairKVRows(FeatureKVRows):
         """Reads the committed tokens that wait for the next forward."""
         if self._unread:
             self._read(
-                [token for token, _ in self._unread], _gather([row for _, row in self._unread], self.kv_cache.dtype)
+                [token for token, _ in self._unread], gather_rows([row for _, row in self._unread], self.kv_cache.dtype)
             )
             self._unread = []
 
@@ -215,7 +213,7 @@ class PairBatch:
         """Returns the stand-ins for the next features and the logits of the wanted pairs; see `PairKVCache.feed`."""
         wanted = np.array(self._wanted, np.int32) if len(self._wanted) < len(self._features) else None
         return kv_cache.feed(
-            _concatenate(self._tokens, mx.int32), _gather(self._features, kv_cache.dtype), self.segments, wanted
+            join_arrays(self._tokens, mx.int32), gather_rows(self._features, kv_cache.dtype), self.segments, wanted
         )
 
 
@@ -228,30 +226,7 @@ def are_finite(numbers: Features) -> LazyBool:
 
 def gather(rows: Sequence[Row]) -> mx.array:
     """Returns the rows as one array [T, W]."""
-    return mx.array(_gather(rows, mx.float32))
-
-
-def _gather(rows: Sequence[Row], dtype: mx.Dtype) -> Features:
-    """Returns the rows as one array; consecutive rows of one array are taken from it together."""
-    parts: list[Features] = []
-    for _, group in groupby(rows, key=lambda row: id(row[0])):
-        own = list(group)
-        array, indices = own[0][0], [index for _, index in own]
-        if not isinstance(array, mx.array):
-            parts.append(array[indices])
-            continue
-        whole = indices == list(range(array.shape[0]))
-        parts.append(array if whole else mx.take(array, mx.array(indices), axis=0))
-    joined: Features = _concatenate(parts, dtype)
-    return joined
-
-
-def _concatenate(parts: Sequence[Any], dtype: mx.Dtype) -> Any:
-    """Returns the parts as one array, which is numpy's if all are."""
-    if all(isinstance(part, np.ndarray) for part in parts):
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-    arrays = [part if isinstance(part, mx.array) else mx.array(part).astype(dtype) for part in parts]
-    return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
+    return mx.array(gather_rows(rows))
 
 
 @dataclass(slots=True, eq=False)

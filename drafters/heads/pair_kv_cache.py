@@ -20,13 +20,12 @@ import numpy as np
 
 from outrider.drafters.heads.head import BlockHead, Head, PairHead
 from outrider.engine.flat import FlatRows, Floats, Ints, NodeSegment, Segment
+from outrider.engine.kv_rows import Row
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import MIN_PREFIX_TOKENS, SavedPrefix
 from outrider.engine.steps import Step
 
 Features = mx.array | Floats
-Row = tuple[Features, int]
-"""An array [N, W] and the index of one of its rows."""
 
 MAX_BUFFERED = 2048
 
