@@ -332,7 +332,7 @@ def arguments_of(function: dict[str, Any], strict: bool) -> Schema:
     Raises:
         InvalidRequest: the schema does not describe an object.
     """
-    schema = _strip_annotations(function["parameters"])
+    schema = _prune(function["parameters"], lambda key, _: key in _ANNOTATION_KEYS)
     schema = schema if strict else without_unreadable_patterns(schema)
     if "object" not in (kind := schema.get("type", "object")):
         raise InvalidRequest(f"arguments are to be {kind!r}; expected a schema of an object")
@@ -392,33 +392,25 @@ def _fill_in(rules: Rules, text: str, name: str = "") -> str:
 
 def without_unreadable_patterns(schema: Any) -> Any:
     """Removes the patterns that llguidance rejects: those with look-around or back references."""
+
+    def is_unreadable(key: str, value: Any) -> bool:
+        return key == "pattern" and isinstance(value, str) and _UNREADABLE.search(value) is not None
+
+    return _prune(schema, is_unreadable)
+
+
+def _prune(schema: Any, unwanted: Callable[[str, Any], bool]) -> Any:
+    """Returns a schema without the keywords that are `unwanted`, by name and value; a pattern that names properties
+    counts as a `pattern`."""
     if isinstance(schema, list):
-        return [without_unreadable_patterns(one) for one in schema]
+        return [_prune(one, unwanted) for one in schema]
     if not isinstance(schema, dict):
         return schema
     found = {}
     for key, value in schema.items():
         if key in _SUBSCHEMA_MAPS and isinstance(value, dict):
-            found[key] = {
-                name: without_unreadable_patterns(one)
-                for name, one in value.items()
-                if key != "patternProperties" or not _UNREADABLE.search(name)
-            }
-        elif not (key == "pattern" and isinstance(value, str) and _UNREADABLE.search(value)):
-            found[key] = value if key in _LITERAL_KEYS else without_unreadable_patterns(value)
-    return found
-
-
-def _strip_annotations(schema: Any) -> Any:
-    """Removes annotations from a schema."""
-    if isinstance(schema, list):
-        return [_strip_annotations(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {}
-    for key, value in schema.items():
-        if key in _SUBSCHEMA_MAPS and isinstance(value, dict):
-            found[key] = {name: _strip_annotations(one) for name, one in value.items()}
-        elif key not in _ANNOTATION_KEYS:
-            found[key] = value if key in _LITERAL_KEYS else _strip_annotations(value)
+            kept = [name for name in value if key != "patternProperties" or not unwanted("pattern", name)]
+            found[key] = {name: _prune(value[name], unwanted) for name in kept}
+        elif not unwanted(key, value):
+            found[key] = value if key in _LITERAL_KEYS else _prune(value, unwanted)
     return found
