@@ -74,7 +74,7 @@ class FeatureListener:
         self._features: list[tuple[int, mx.array]] = []
 
     def on_features(self, position: int, rows: mx.array) -> None:
-        """Adds features; an `engine.kv_cache.Listener`."""
+        """Adds features; an `engine.kv_cache.HiddenStatesListener`."""
         if self.fault:
             return
         surplus = rows.shape[0] - self._reach if self._reach is not None else 0

@@ -10,7 +10,7 @@ report of each round when it has ended.
 
 `Trace` writes the work of every process on one clock as a Chrome/Perfetto trace (open it at ui.perfetto.dev). All spans
 are CLOCK_MONOTONIC nanoseconds of this machine. Workers send theirs with their answers; those of other machines have
-been converted to this clock (`worker_registry.FarClock`).
+been converted to this clock (`worker_registry.RemoteClock`).
 """
 
 from __future__ import annotations
