@@ -211,7 +211,7 @@ def _build(decoder: DecoderLayers, layout: Layout, exact: bool) -> Graph:
 
 
 def _count_queries(part: Segment, heads: tuple[int, int]) -> int:
-    """Returns how many queries a segment has in attention, with these `heads` (see `graph.Layout`)."""
+    """Returns how many queries a segment has in attention, with these `heads` (see `layers.Layout`)."""
     return max(heads[0] // heads[1] * part.count, _MIN_QUERIES)
 
 
