@@ -107,13 +107,17 @@ def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Over
     """Runs `rounds` rounds of each kind over text that the target generated, so that each verify accepts its chain.
 
     Raises:
+        InvalidRequest: that text exceeds a context.
         WorkerError: a worker was lost or did not answer.
     """
     depth, branches = pair.settings.depth, pair.settings.breadth
+    tokens, length = load_codec(pair.target).encode(prompt), (WARM_UP_ROUNDS + rounds) * (depth + 1) + 1
+    most = min(model.context_length or 1 << 31 for model in (pair.target, pair.draft) if model is not None)
+    if (needed := len(tokens) + length) > most:
+        raise InvalidRequest(f"{rounds} rounds need {needed} tokens, and the context is {most}; expected fewer rounds")
     with workbench(pair.settings, screen.show) as bench:
         screen.show("timing rounds")
-        tokens = load_codec(pair.target).encode(prompt)
-        text, _ = bench.text(tokens, (WARM_UP_ROUNDS + rounds) * (depth + 1) + 1, GREEDY)
+        text, _ = bench.text(tokens, length, GREEDY)
         timed = partial(bench.rounds, (len(tokens), text), GREEDY, depth, rounds)
         verify = timed(lambda at: bench.verify(at.number, at.base_len, at.chain).work, drafter=False)
         ahead = timed(lambda at: bench.work_ahead(at, depth, branches), target=False)

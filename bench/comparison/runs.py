@@ -69,8 +69,8 @@ class Timed:
 
 
 def total_rate(runs: Sequence[Timed]) -> float:
-    """Returns the tokens per second of all runs together."""
-    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+    """Returns the tokens per second of all runs together; 0 if each has only one token."""
+    return Timed(sum(run.tokens for run in runs), sum(run.seconds for run in runs)).rate
 
 
 def ratio(ours: Sequence[Timed], theirs: Sequence[Timed]) -> Interval:
@@ -78,7 +78,8 @@ def ratio(ours: Sequence[Timed], theirs: Sequence[Timed]) -> Interval:
     pairs = list(zip(ours, theirs, strict=True))
 
     def of(chosen: Sequence[tuple[Timed, Timed]]) -> float:
-        return total_rate([pair[0] for pair in chosen]) / total_rate([pair[1] for pair in chosen])
+        rate = total_rate([pair[1] for pair in chosen])
+        return total_rate([pair[0] for pair in chosen]) / rate if rate else 1.0  # texts of one token take no decoding
 
     return bootstrap(pairs, of)
 

@@ -205,7 +205,7 @@ def load_head_weights(
         CannotDraft: some are missing, not supported, have another shape, or are not finite.
     """
     wanted = dict(tree_flatten(head.parameters()))
-    unknown = [key for key in sorted(set(weights) - set(wanted)) if not key.startswith(unused)]
+    unknown = [key for key in sorted(set(weights) - set(wanted)) if not key.startswith(unused) or key.endswith(".bias")]
     if unknown:
         raise CannotDraft(f"{name} has {', '.join(unknown[:3])}, which is not supported")
     missing = sorted(set(wanted) - set(weights))
@@ -214,6 +214,8 @@ def load_head_weights(
     for key, shape in ((key, wanted[key].shape) for key in wanted):
         if weights[key].shape != shape:
             raise CannotDraft(f"{name}: {key} is {weights[key].shape}, expected {shape} by config.json and this target")
+        if not mx.issubdtype(weights[key].dtype, mx.floating):  # float8 is read as uint8
+            raise CannotDraft(f"{name} is quantized; use the head as it was published")
     dtype = _compute_dtype(max((weights[key] for key in wanted), key=lambda weight: weight.nbytes).dtype)
     chosen = [(key, weights[key].astype(mx.float32 if key in exact else dtype)) for key in wanted]
     head.load_weights(chosen)

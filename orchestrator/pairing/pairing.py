@@ -46,9 +46,9 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     model, note = default_model() if settings.model is None else (settings.model, None)
     notes = () if note is None else (note,)
     draft = _find_default_draft(settings, model) if settings.draft_model is None else settings.draft_model
-    if draft is None and settings.draft_backend in ("mlx", "auto"):
-        if settings.colocate:
-            raise ModelError(f"no draft model comes with {model}; expected --draft-model with --colocate")
+    if draft is None and settings.needs_draft_model:
+        if settings.colocate or settings.draft_backend == "coreml":
+            raise ModelError(f"no draft model comes with {model}; expected --draft-model with --colocate or coreml")
         settings = replace(settings, draft_backend="ngram" if settings.ngrams else "none")
         if settings.ngrams and not settings.head and model not in PULLED_MODELS:
             note = "there is no draft model (--draft-model), so drafts come only from n-grams of the text"

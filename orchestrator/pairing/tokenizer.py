@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 MAX_SAMPLES = 3
 _BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
-_FILLER = re.compile(r"reserved|unused|placeholder|dummy|extra_\d|extra_id|^\W*control_\d|^\W*pad\W*$", re.IGNORECASE)
+_FILLER = re.compile(r"reserved|unused|placeholder|dummy|extra_\d|extra_id|^\W*(control_\d|pad\d*\W*$)", re.IGNORECASE)
 JINJA_FILE = "chat_template.jinja"
 Message: TypeAlias = Mapping[str, Any]
 """A message as templates expect it: `role` and `content`, and optionally `tool_calls`, `tool_call_id`, `name`, ..."""

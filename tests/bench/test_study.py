@@ -92,6 +92,8 @@ def test_ratio_of_total_rates_is_within_its_interval() -> None:
     assert found.value == pytest.approx(1.5)
     assert found.low <= 1.5 + 1e-9
     assert found.high >= 1.5 - 1e-9
+    found = ratio([Timed(0, 0.0), Timed(90, 1.0)], [Timed(0, 0.0), Timed(60, 1.0)])  # a text of one token
+    assert (found.value, found.low, found.high) == pytest.approx((1.5, 1.0, 1.5))
 
 
 def test_bootstrap_interval_covers_the_mean_as_often_as_it_should() -> None:
@@ -264,3 +266,8 @@ def test_in_process_drafter_has_its_own_track_in_the_targets_process(tmp_path: P
 def test_overlap_efficiency_outside_zero_to_one_is_explained(both: float, word: str) -> None:
     found = _format_table(Overlap(9, 4, 16, 10.0, 6.0, both, 10.0, 6.0))
     assert ("Above 1" in found, "Below 0" in found) == (word == "Above 1", word == "Below 0")
+
+
+def test_rounds_beyond_a_models_context_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["overlap", "--model", "tiny", "--rounds", "1000", "--out", str(tmp_path)]) == 2
+    assert "tokens, and the context is 1024; expected fewer rounds" in capsys.readouterr().err

@@ -115,6 +115,8 @@ def test_a_head_of_another_target_is_refused(
         ({"norm.weight": np.ones(7)}, r"norm.weight is \(7,\), expected \(48,\)"),
         ({"d2t": np.zeros(3, np.int64)}, r"maps \(3,\) tokens"),
         ({"fc.scales": np.ones(3)}, "is quantized"),
+        ({"fc.weight": np.ones((H, 3 * H), np.uint8), "fc.weight_scale": np.ones(H)}, "is quantized"),
+        ({"midlayer.mlp.up_proj.bias": np.ones(40)}, "layers.0.mlp.up_proj.bias, which is not supported"),
         ({"norm.weight": np.full(H, np.inf, np.float32)}, "NaN or infinite"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,25 @@ def test_an_assembled_draft_computes_as_the_trained_one(
 def test_a_draft_without_an_evaluation_is_not_exported(target: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="no draft that has been judged"):
         pipeline.publish(tmp_path / "draft", target)
+
+
+def test_a_run_without_time_left_is_published_into_an_empty_folder(
+    run_folder: Path, target: Path, tmp_path: Path
+) -> None:
+    for name in ("draft.partial", "store"):
+        shutil.copytree(run_folder / name, tmp_path / name)
+    (tmp_path / "draft").mkdir()
+    pipeline.run(replace(RECIPE, minutes=0.0), target, tmp_path / "draft", tmp_path / "store")
+    assert (tmp_path / "draft" / "training.json").is_file()
+
+
+def test_a_chat_template_runs_in_a_sandbox(target: Path, tmp_path: Path) -> None:
+    shutil.copytree(target, tmp_path / "target")
+    config = tmp_path / "target" / "tokenizer_config.json"
+    escape = "{{ cycler.__init__.__globals__.os.getcwd() }}"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": escape}))
+    with pytest.raises(ModelError, match="chat template failed"):
+        Chat(tmp_path / "target").question(prompts.Prompt(0, "chat", "Hello"))
 
 
 def test_a_stored_draft_contains_no_weights_of_its_target(draft: Path) -> None:

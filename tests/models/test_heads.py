@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, save_config
 
 from models import train
 from models.training import corpus
@@ -159,6 +162,20 @@ CHAINS = {
     "redrafter": {"hidden": 48},
     "redrafter, wide": {"hidden": 128},
 }
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_target_in_groups_of_64_is_read(target: Path, tmp_path: Path, bits: int) -> None:
+    """mlx-lm's own size."""
+    model, config = load_model(target)
+    nn.quantize(model, 64, bits, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] == 64)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    save_config(config | {"quantization": {"group_size": 64, "bits": bits}}, tmp_path / "config.json")
+    layer = model.model.layers[0].mlp.up_proj
+    steps = [part.astype(mx.float32) for part in (layer.scales, layer.biases)]
+    whole = mx.dequantize(layer.weight, *steps, group_size=64, bits=bits)
+    read = read_target(tmp_path, CPU, torch.float32).state_dict()["layers.0.mlp.up_proj.weight"]
+    assert np.allclose(read.numpy(), np.array(whole), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -29,7 +29,7 @@ def write(folder: Path, weights: dict[str, Tensor], outputs: Tensor, target: Sha
         steps, scales, biases = quantise(tensor)
         stem = f"model.{name.removesuffix('.weight')}"
         tensors |= {f"{stem}.weight": packed(steps), f"{stem}.scales": scales, f"{stem}.biases": biases}
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, folder / "model.safetensors", metadata={"format": "mlx"})
     mlp = weights["layers.0.mlp.gate_proj.weight"].shape[0]

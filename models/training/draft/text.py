@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-import jinja2
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from models.training import corpus
@@ -21,6 +19,8 @@ from models.training.draft.store import Answer, Store, StoreForm
 from models.training.draft.writer import Question, Writer
 from models.training.llama import Llama
 from models.training.storage import replacing
+from outrider.orchestrator.pairing.model_files import find_model
+from outrider.orchestrator.pairing.tokenizer import load_text, render_template
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 log = logging.getLogger(__name__)
@@ -40,41 +40,29 @@ class Chat:
     """A model's tokenizer and chat template, from its folder."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-            path = folder / "chat_template.jinja"
-            template = path.read_text(encoding="utf-8") if path.exists() else config["chat_template"]
-            end = config.get("eos_token")
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"{folder} has no tokenizer with a chat template ({error}); use a chat model") from error
-        if not isinstance(template, str):
-            raise ModelError(f"{folder} has several chat templates; expected one")
-        self._template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(template)
-        name = end["content"] if isinstance(end, dict) else end
-        ending = self._tokenizer.token_to_id(str(name))
-        if ending is None:
-            raise ModelError(f"{folder}: the tokenizer lacks its end token {name!r}; download the model again")
-        self.end = frozenset({ending})
-        self._special = {name: config.get(name) for name in ("bos_token", "eos_token")}
+        self._text = load_text(find_model(str(folder)))
+        self.end = self._text.codec.eos
+        if self._text.template is None or not self.end:
+            raise ModelError(f"{folder} has no chat template, or no end token; use a chat model")
 
     def counts(self, texts: Iterable[str], vocab: int) -> Tensor:
         """Returns how often each token occurs in these texts [vocab]."""
         found = torch.zeros(vocab, dtype=torch.float64)
-        for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False):
+        for encoding in self._text.codec.tokenizer.encode_batch(list(texts), add_special_tokens=False):
             found.index_add_(0, torch.tensor(encoding.ids), torch.ones(len(encoding.ids), dtype=torch.float64))
         return found
 
     def question(self, prompt: Prompt) -> Question:
         """Returns the prompt in tokens. The limit of its answer depends on its number."""
+        codec = self._text.codec
         if prompt.kind == PLAIN:
-            return Question(prompt.number, prompt.kind, (), self._tokenizer.encode(prompt.text).ids[:512], 0)
+            return Question(prompt.number, prompt.kind, (), list(codec.encode(prompt.text)[:512]), 0)
         messages = [{"role": "user", "content": prompt.text + _END_OF_MESSAGE * prompt.is_open}]
-        text = self._template.render(messages=messages, add_generation_prompt=True, **self._special)
+        text = render_template(str(self._text.template), messages, codec.special)
         limit = int(np.random.default_rng(prompt.number).integers(*_LIMITS))
-        ids, *rest = (self._tokenizer.encode(of, add_special_tokens=False).ids for of in text.split(_END_OF_MESSAGE))
+        ids, *rest = (codec.encode(of, special=False) for of in text.split(_END_OF_MESSAGE))
         temps = (TEMPS[prompt.number // (2 * len(KINDS)) % len(TEMPS)],) if prompt.is_open else TEMPS
-        return Question(prompt.number, prompt.kind, temps, ids, limit, *map(tuple, rest))
+        return Question(prompt.number, prompt.kind, temps, list(ids), limit, *rest)
 
 
 def pieces(store: Path) -> Pieces:

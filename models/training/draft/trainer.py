@@ -97,7 +97,7 @@ class Trainer:
 
     def run(self, minutes: float | None, grow: Callable[[], None] = lambda: None) -> None:
         """Trains for `minutes`, all runs counted together (None: without end). Calls `grow` before every step."""
-        saved = time.monotonic()
+        saved, loss = time.monotonic(), 0.0
         while minutes is None or self.progress.seconds < 60 * minutes:
             grow()
             done = 0.0 if minutes is None else self.progress.seconds / (60 * minutes)
@@ -107,7 +107,7 @@ class Trainer:
             if time.monotonic() - saved >= self._form.save_s:
                 self._save()
                 saved = time.monotonic()
-        self._judge(loss if self.progress.step else 0.0)
+        self._judge(loss)
         self._save()
 
     def _step(self, done: float) -> float:

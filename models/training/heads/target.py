@@ -19,19 +19,18 @@ from models.training.recipe import Shape
 from outrider.protocol.errors import ModelError
 
 FAMILIES = ("llama", "mistral")
-_GROUP = 32  # numbers per scale
 
 
 def read_target(folder: Path, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Llama:
     """Returns the model in `folder`, with matrices as `dtype`. Raises ModelError for a model without support."""
     shape = _shape(_config(folder), folder)
     model = Llama(shape, seed=0)
-    weights = _weights(folder)
     wanted = model.state_dict()
+    weights = _weights(folder, wanted)
     missing = sorted(set(wanted) - set(weights))
     if missing:
         raise ModelError(f"{folder} lacks {', '.join(missing[:3])}; expected all of a Llama's weights")
-    model.load_state_dict({key: weights[key] for key in wanted})
+    model.load_state_dict(weights)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         if parameter.dim() >= 2:
@@ -76,7 +75,8 @@ def _shape(config: Mapping[str, Any], folder: Path) -> Shape:
         raise ModelError(f"{folder / 'config.json'} lacks {error}; expected a Llama's sizes") from error
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
+def _weights(folder: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns those of the `wanted` weights that the folder has."""
     found: dict[str, Tensor] = {}
     try:
         for file in sorted(folder.glob("*.safetensors")):
@@ -84,18 +84,24 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} can't be read ({error}); fetch the model again") from error
     return {
-        key: _whole(value, found[f"{stem}.scales"], found[f"{stem}.biases"]) if packed else value.float()
-        for key, value in found.items()
-        if not key.endswith((".scales", ".biases"))
+        key: _whole(*parts, columns=place.shape[1]) if len(parts) > 1 else found[key].float()
+        for key, place in wanted.items()
+        if key in found
         for stem in (key.removesuffix(".weight"),)
-        for packed in (f"{stem}.scales" in found,)
+        for parts in ([found[name] for name in (key, f"{stem}.scales", f"{stem}.biases") if name in found],)
     }
 
 
-def _whole(packed: Tensor, scales: Tensor, biases: Tensor) -> Tensor:
-    """Returns a matrix that MLX has quantised: 4 or 8 bits per number, w = scale * q + bias by groups."""
+def _whole(packed: Tensor, scales: Tensor, biases: Tensor, columns: int) -> Tensor:
+    """Returns a matrix that MLX has quantised: 4 or 8 bits per number, w = scale * q + bias by groups.
+
+    Raises:
+        ModelError: it has other bits per number.
+    """
     octets = packed.view(torch.uint8)
-    bits = 8 * octets.shape[1] // (scales.shape[1] * _GROUP)
+    bits = 8 * octets.shape[1] // columns
+    if bits not in (4, 8):
+        raise ModelError(f"the target has weights of {bits} bits; expected 4, 8 or 16")
     steps = octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
     grouped = steps.unflatten(1, (scales.shape[1], -1)).float()
     return (grouped * scales.float()[..., None] + biases.float()[..., None]).flatten(1)
