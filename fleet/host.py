@@ -105,9 +105,14 @@ def undetected_resources(host: Resources) -> dict[str, float]:
     return {name: many for name, many in host.as_ray().items() if name in MAC_RESOURCES}
 
 
+def start_time(process: psutil.Process) -> float:
+    """Returns when a process began; on Linux since the boot, because psutil adds a time that the clock changes."""
+    return round(process.create_time() - (psutil.boot_time() if sys.platform == "linux" else 0), 2)
+
+
 @dataclass(frozen=True, slots=True)
 class HostProcess:
-    """A running Ray process: whether it is the `head`, the fleet's address, its pid and start time."""
+    """A running Ray process: whether it is the `head`, the fleet's address, its pid and `start_time`."""
 
     head: bool
     address: str
@@ -118,7 +123,7 @@ class HostProcess:
         """Returns the process; None if it has ended."""
         with suppress(psutil.Error):
             process = psutil.Process(self.pid)
-            if process.create_time() == self.began and process.status() != psutil.STATUS_ZOMBIE:
+            if start_time(process) == self.began and process.status() != psutil.STATUS_ZOMBIE:
                 return process
         return None
 
@@ -203,7 +208,7 @@ class FleetHost:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        running = HostProcess(head, address, process.pid, psutil.Process(process.pid).create_time())
+        running = HostProcess(head, address, process.pid, start_time(psutil.Process(process.pid)))
         try:
             self._wait_until_started(process)
         except BaseException:

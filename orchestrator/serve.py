@@ -238,7 +238,9 @@ def _end_on_signals(events: SimpleQueue[Event]) -> Iterator[None]:
         # A SimpleQueue may be put to from a signal handler.
         events.put(signal.Signals(number))
 
-    previous = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    numbers = (signal.SIGINT, signal.SIGTERM) if nohup else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:

@@ -73,7 +73,7 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+        if self.cycle is None or self.cycle.response_complete:  # a part of headers, or of a body that is not read
             self._start_header_timer()
         elif self._header_timer is not None:  # the headers have arrived
             self._header_timer.cancel()

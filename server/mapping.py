@@ -159,7 +159,7 @@ def to_sampling_params(
 
 
 def _parse_logit_bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
-    wrong = ", ".join(repr(key[:40]) for key in given or {} if not (key.isascii() and key.isdigit()))
+    wrong = ", ".join(repr(key[:40]) for key in given or {} if not re.fullmatch("[0-9]{1,20}", key))
     if wrong:
         raise Refused(f"logit_bias: {wrong[:200]} is not a token id; expected whole numbers as strings", "logit_bias")
     return tuple((int(token), bias) for token, bias in (given or {}).items())

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # OpenTelemetry is optional
 
 FINISH_REASONS = ("eos", "stop", "length", "cancelled")
 WORKER_STATES = ("starting", "ready", "refused", "frozen", "restarting", "lost")
-ERROR_KINDS = tuple(name for name, kind in vars(errors).items() if isinstance(kind, type))
+ERROR_KINDS = tuple(name for name, kind in vars(errors).items() if errors.OutriderError in getattr(kind, "__mro__", ()))
 _PREFIX = "outrider:"
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Values = float | Mapping[Any, float]

@@ -98,14 +98,14 @@ class ServerContext:
         caller, most = identify_caller(request), self.settings.max_streams_per_key
         if most is not None and self._running[caller] >= most:
             raise Refused(
-                f"{most} of your requests are running, the maximum (--max-streams-per-key); try again later",
+                f"{most} of your answers are running, the maximum (--max-streams-per-key); try again later",
                 status=429,
                 code="rate_limit_exceeded",
             )
-        self._running[caller] += 1
         plan = formatter.plan
+        self._running[caller] += len(plan.choices)
         start_timer = partial(ChoiceTimer, self.metrics, request.scope["state"]["span"], plan.is_chat)
-        client, release = self.backend.client(request), partial(self._release, caller)
+        client, release = self.backend.client(request), partial(self._release, caller, len(plan.choices))
         name = hashlib.sha256(caller.encode()).hexdigest()[:16]  # a key must not reach another machine
         run = RequestRun(client, plan, start_timer, release, self.settings.request_timeout, name)
         if stream:
@@ -116,8 +116,8 @@ class ServerContext:
             await run.close()
         return json_response(formatter.format_response())
 
-    def _release(self, caller: str) -> None:
-        self._running[caller] -= 1
+    def _release(self, caller: str, answers: int) -> None:
+        self._running[caller] -= answers
         if not self._running[caller]:
             del self._running[caller]
 

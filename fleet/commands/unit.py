@@ -13,10 +13,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from outrider.orchestrator import settings
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import say
+from outrider.orchestrator.machine.spawn import python
 from outrider.protocol.endpoints import Tcp, is_local, parse_reachable
 from outrider.protocol.errors import InvalidRequest
 
@@ -24,6 +26,9 @@ SERVICE_NAME = "dev.outrider.engine"
 RESTART_DELAY_SECONDS = 5
 STOP_TIMEOUT_SECONDS = 40
 """Longer than `outrider serve` takes to drain."""
+
+PATHS = ("model", "draft_model", "head", "draft_prefill", "ngram_table", "keys", "trace")
+"""Settings that may be paths."""
 
 SERVICE_MANAGERS = ("launchd", "systemd")
 DEFAULT_MANAGER = SERVICE_MANAGERS[0] if sys.platform == "darwin" else SERVICE_MANAGERS[1]
@@ -55,7 +60,8 @@ def launchd_plist(command: Sequence[str], user: str, home: str) -> str:
 
 
 def systemd_unit(command: Sequence[str], user: str, home: str) -> str:
-    """Returns a systemd unit that does the same as the property list of `launchd_plist`."""
+    """Returns a systemd unit that does the same as the property list of `launchd_plist`. KillMode: SIGTERM ends the
+    server only, because it needs its workers until it has drained."""
     return f"""[Unit]
 Description=An engine of an Outrider fleet
 Wants=network-online.target
@@ -66,6 +72,7 @@ ExecStart={" ".join(map(_quote, command))}
 User={user}
 Environment={_quote(f"HOME={home}")}
 WorkingDirectory={home}
+KillMode=mixed
 Restart=always
 RestartSec={RESTART_DELAY_SECONDS}
 TimeoutStopSec={STOP_TIMEOUT_SECONDS}
@@ -97,8 +104,8 @@ def run(options: argparse.Namespace) -> int:
     if not isinstance(where, Tcp):
         raise InvalidRequest(f"{options.endpoint} is reachable only from this host; expected tcp://HOST:PORT")
     chosen = settings.ServeSettings(**{**flags.settings_of(options), "endpoint": str(where)})
-    chosen = replace(chosen, model=_make_absolute(chosen.model), draft_model=_make_absolute(chosen.draft_model))
-    command = (sys.executable, "-m", "outrider", "serve", "--no-http", *settings.to_flags(chosen))
+    chosen = replace(chosen, **{name: _make_absolute(getattr(chosen, name)) for name in PATHS})
+    command = python("-m", "outrider", "serve", "--no-http", *settings.to_flags(chosen))
     unit = (command, options.user, str(options.home))
     if options.kind == "launchd":
         print(launchd_plist(*unit), end="")
@@ -113,7 +120,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _make_absolute(name: str | None) -> str | None:
-    """Makes a model's path absolute; other names stay as they are."""
-    folder = Path(name or "").expanduser()
-    return str(folder.absolute()) if name and folder.exists() else name
+def _make_absolute(given: Any) -> Any:
+    """Makes paths absolute, because the service runs in the home directory; other names stay as they are."""
+    if isinstance(given, tuple):
+        return tuple(map(_make_absolute, given))
+    path = Path(given or "").expanduser()
+    return str(path.absolute()) if given and (isinstance(given, Path) or path.exists()) else given

@@ -191,7 +191,7 @@ def _tokenize(payload: TokenizeRequest, model: ServedModel) -> TokenizeResponse:
         tokens = list(model.tokenize_conversation(to_conversation(model, payload)).tokens)
     else:
         special = payload.add_special if payload.add_special_tokens is None else payload.add_special_tokens
-        tokens = list(model.codec.encode(str(given[0]), special))
+        tokens = list(model.encode(str(given[0]), special))
     spelled = [model.codec.spelling.of(token) for token in tokens]
     return TokenizeResponse(
         tokens=list(map(_piece, tokens, spelled)) if payload.with_pieces else tokens,

@@ -127,7 +127,7 @@ class ServedModel:
         """
         if not text:
             raise InvalidRequest("the prompt is empty; expected text, or at least one token")
-        return TokenizedPrompt(self._tokenize(text, special=True))
+        return TokenizedPrompt(self.encode(text, special=True))
 
     def tokenize_conversation(self, source: TemplateInput) -> TokenizedPrompt:
         """Applies the chat template and tokenizes. Without a template the text is used as it is (`join_messages`).
@@ -147,7 +147,7 @@ class ServedModel:
         thoughts = self._thinking_mode(text, source)
         if thoughts is Thoughts.BEGUN and self.thinking is not None and source.keywords.get("enable_thinking") is False:
             text, thoughts = f"{text}{self.thinking.end}\n\n", Thoughts.NONE
-        return TokenizedPrompt(self._tokenize(text, special=False), thoughts)
+        return TokenizedPrompt(self.encode(text, special=False), thoughts)
 
     def _render(self, source: TemplateInput) -> str:
         if not self.tools_as_text:
@@ -173,8 +173,8 @@ class ServedModel:
             keywords=source.keywords,
         )
 
-    def _tokenize(self, text: str, special: bool) -> tuple[int, ...]:
-        """Tokenizes `text`, unless it is certainly too long, which would take seconds."""
+    def encode(self, text: str, special: bool) -> tuple[int, ...]:
+        """Tokenizes `text`. Raises PromptTooLong if it is certainly too long, because that would take seconds."""
         room = self.context_length
         if room is not None and len(text) >= room * self.longest_token:
             raise PromptTooLong(

@@ -28,6 +28,7 @@ from outrider.fleet.host import (
     is_loopback,
     read_token,
     require_free,
+    start_time,
 )
 from outrider.orchestrator.cli import main
 from outrider.protocol.errors import EndpointError, KeyFault
@@ -62,7 +63,7 @@ def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcess]:
     found = psutil.Process(process.pid)
     while not found.children():
         pass
-    yield HostProcess(False, "192.0.2.1:6379", process.pid, found.create_time())
+    yield HostProcess(False, "192.0.2.1:6379", process.pid, start_time(found))
     for one in (*found.children(recursive=True), found) if found.is_running() else ():
         one.kill()
     process.wait()
@@ -132,15 +133,25 @@ def test_unit_prints_a_service_file_and_the_next_step(run: Run, tmp_path: Path) 
     plist = plistlib.loads(out.encode())
     assert code == 0 and plist["KeepAlive"] and plist["UserName"] == "ann"
     command = plist["ProgramArguments"]
-    assert command[1:5] == ["-m", "outrider", "serve", "--no-http"]
-    assert {f"--model={tmp_path}", "--endpoint=tcp://10.0.0.1:7777", "--max-active=4"} == set(command[5:])
+    assert command[1:6] == ["-P", "-m", "outrider", "serve", "--no-http"]
+    assert {f"--model={tmp_path}", "--endpoint=tcp://10.0.0.1:7777", "--max-active=4"} == set(command[6:])
     assert "launchctl bootstrap" in err and "outrider keys trust 10.0.0.1:7777" in err
     code, out, err = run("unit", "tcp://127.0.0.1:7777", "--for", "systemd", *flags)
     unit = configparser.ConfigParser(interpolation=None)
     unit.optionxform = str  # type: ignore[assignment, method-assign]
     unit.read_string(out)
-    assert shlex.split(unit["Service"]["ExecStart"])[1:5] == command[1:5] and unit["Service"]["Restart"] == "always"
+    assert shlex.split(unit["Service"]["ExecStart"])[1:6] == command[1:6] and unit["Service"]["Restart"] == "always"
+    assert unit["Service"]["KillMode"] == "mixed"
     assert "systemctl enable" in err and "keys" not in err
+
+
+def test_paths_in_a_unit_are_absolute(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "heads").mkdir()
+    flags = ("--head", "heads", "--head", "mtp", "--keys", "keys", "--trace", "t.json")
+    _, out, _ = run("unit", "tcp://10.0.0.1:7777", "--for", "systemd", *flags)
+    for word in (f"--head={tmp_path}/heads", "--head=mtp", f"--keys={tmp_path}/keys", f"--trace={tmp_path}/t.json"):
+        assert word in out
 
 
 def test_systemd_unit_escapes_the_words_of_its_command() -> None:
@@ -170,6 +181,12 @@ def test_only_processes_started_here_are_ended(family: HostProcess) -> None:
     assert process.is_running()
     end_process(family)
     assert family.process() is None and not psutil.wait_procs(own, 10)[1]
+
+
+def test_a_process_is_known_after_the_clock_was_set(family: HostProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    after = psutil.boot_time() + 3600
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: after)  # type: ignore[attr-defined]
+    assert family.process() is not None
 
 
 def test_running_process_is_found_and_ended_by_a_later_command(family: HostProcess, tmp_path: Path, run: Run) -> None:

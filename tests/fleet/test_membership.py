@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from outrider.fleet.host import FleetHost, HostProcess
+from outrider.fleet.host import FleetHost, HostProcess, start_time
 from outrider.orchestrator.cli import main
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
@@ -93,7 +93,7 @@ def test_an_address_without_a_head_is_refused(call: Callable[..., Result]) -> No
 def at_head(hosts: Any, folder: Path) -> Path:
     """Makes this process appear to have started the head."""
     own = psutil.Process()
-    FleetHost(folder).keep(HostProcess(True, hosts.address, own.pid, own.create_time()))
+    FleetHost(folder).keep(HostProcess(True, hosts.address, own.pid, start_time(own)))
     return folder
 
 

@@ -8,9 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from queue import SimpleQueue
 
 import pytest
 
+from outrider.orchestrator import serve
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from tests.orchestrator.stand import says
@@ -113,6 +115,16 @@ def test_signal_during_a_finalizer_takes_effect_after_it(name, code):
     )
     assert (done.returncode, done.stdout) == (code, b"whole\n") and b"Exception ignored" not in done.stderr
     assert done.stderr == b"" or name == "SIGINT"
+
+
+@pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL], ids=["nohup", "terminal"])
+def test_server_started_by_nohup_survives_its_terminal(before):
+    own = signal.signal(signal.SIGHUP, before)
+    try:
+        with serve._end_on_signals(SimpleQueue()):
+            assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) == (before == signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGHUP, own)
 
 
 def corrupt(folder):

@@ -491,10 +491,11 @@ def test_answer_that_exceeds_its_timeout_fails_with_504(chat: RunningServer, pat
     until(lambda: chat.client.stats().active == 0)
 
 
-def test_concurrent_answers_per_caller_are_limited(chat: RunningServer, ai: openai.OpenAI) -> None:
-    body = json.dumps({"messages": HELLO, "chat_template_kwargs": {"long": True}, "stream": True}).encode()
+@pytest.mark.parametrize("n", [1, STREAMS])
+def test_concurrent_answers_per_caller_are_limited(chat: RunningServer, ai: openai.OpenAI, n: int) -> None:
+    body = json.dumps({"messages": HELLO, "chat_template_kwargs": {"long": True}, "stream": True, "n": n}).encode()
     with ExitStack() as stack:
-        for _ in range(STREAMS):
+        for _ in range(STREAMS // n):
             stack.enter_context(raw(chat, body))
         until(lambda: chat.client.stats().active == STREAMS)
         refused = post(chat, "/v1/chat/completions", messages=HELLO)

@@ -23,7 +23,7 @@ from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.app import build_app
 from outrider.server.endpoints.chat import ChatRequest
 from outrider.server.endpoints.completions import CompletionRequest
-from outrider.server.endpoints.json_route import count_ignored
+from outrider.server.endpoints.json_route import count_ignored, find_ignored_fields
 from outrider.server.endpoints.messages import MessagesRequest
 from outrider.server.endpoints.responses import ResponsesRequest
 from outrider.server.endpoints.status import DetokenizeRequest
@@ -160,6 +160,7 @@ WRONG_FOR_CHAT_AND_COMPLETIONS = [
     ({"stop": [""]}, "stop"),
     ({"stop": ["x"] * 5000}, "stop"),
     ({"logit_bias": {"a": 1, "7": 2, "b": 3}}, "logit_bias: 'a', 'b' is not a token id"),
+    ({"logit_bias": {"9" * 5000: 1}}, f"logit_bias: '{'9' * 40}' is not a token id"),
     ({"logit_bias": {"5": 1e9}}, "logit_bias"),
     ({"guided_choice": []}, "guided_choice"),
     ({"structured_outputs": {"choice": ["x"]}, "json_schema": {}}, "expected one of them"),
@@ -350,6 +351,7 @@ def test_the_log_of_unknown_fields_is_bounded(caplog: pytest.LogCaptureFixture) 
     for number in range(1000):
         count_ignored(counts, CHAT, [f"field{number}"])
     assert len(caplog.records) < 210 and "'others' of a request" in caplog.records[-1].getMessage()
+    assert find_ignored_fields(CompletionRequest.model_validate({"prompt": "x", "y" * 100_000: 1})) == ["y" * 80]
 
 
 def test_thread_is_refused_with_the_error_code_anthropic_clients_expect(ask: Ask) -> None:
@@ -450,6 +452,7 @@ def test_far_too_long_prompt_is_refused_without_tokenizing(monkeypatch: pytest.M
         assert refused.status_code == 400 and "2000000 characters" in error_message(refused, path == CLAUDE)
         assert "the model's context of 1024" in refused.text and "/" not in error_message(refused, path == CLAUDE)
         assert path == CLAUDE or refused.json()["error"]["code"] == "context_length_exceeded"
+    assert ask("/tokenize", json={"content": "x" * 2_000_000}).status_code == 400
 
 
 def test_api_key_is_required_when_configured(chatty: ServedModel) -> None:

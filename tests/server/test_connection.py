@@ -110,6 +110,13 @@ def test_connection_with_slow_headers_is_closed(address: tuple[str, int], parts:
     assert response_to(address, *parts, pause=0.1) == b""
 
 
+@pytest.mark.usefixtures("short_timeouts")
+@pytest.mark.parametrize("late", [b"x", b"x" * 9], ids=["part", "all"])
+def test_connection_with_a_late_body_that_is_not_read_is_closed(address: tuple[str, int], late: bytes) -> None:
+    asked = b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+    assert status(response_to(address, asked, late, pause=0.2)) == 200
+
+
 def test_silent_connections_do_not_delay_others(address: tuple[str, int]) -> None:
     silent = [socket.create_connection(address) for _ in range(50)]
     assert b" 200 " in response_to(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")

@@ -9,8 +9,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from outrider.protocol import errors
 from outrider.protocol.messages import Stats, Timings, WorkerStats
-from outrider.server.metrics import process_metrics
+from outrider.server.metrics import ERROR_KINDS, process_metrics
 from tests.server.house import RunningServer
 
 TALK = [{"role": "user", "content": "hi"}]
@@ -53,6 +54,11 @@ def test_names_types_and_helps_follow_prometheus_conventions(pair: RunningServer
             assert {sample.name.removeprefix(family.name) for sample in family.samples} <= {"_total"}, family.name
         if family.type == "histogram" and not family.name.endswith("_tokens"):
             assert family.name.endswith("_seconds")
+
+
+def test_failures_are_counted_by_errors_only() -> None:
+    assert "WorkerError" in ERROR_KINDS
+    assert all(issubclass(getattr(errors, name), errors.OutriderError) for name in ERROR_KINDS)
 
 
 def test_histograms_are_cumulative_and_complete(pair: RunningServer) -> None:
