@@ -8,7 +8,11 @@ are special or look like a tag.
 from __future__ import annotations
 
 import json
+import math
+import re
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +38,11 @@ _WHITESPACE_KEYS = {"whitespace_pattern", "whitespace_flexible", "item_separator
 # A fifth of the library's default, because a short grammar such as a{1000}{1000} must not take a second.
 PARSER_LIMITS = LLParserLimits(initial_lexer_fuel=200_000, verbose_errors=False)
 MAX_CACHED_CHECKS = 128
+COMPILE_STACK_BYTES = 2**28  # the library recurses along chains of rules, and a stack overflow would end the process
+_STACK_SIZE_LOCK = threading.Lock()  # the size for new threads is the whole process's
+# The library makes a state for each remainder: 9,973 take 0.1 s, and a million 20 s or more, in every process.
+MAX_REMAINDERS = 20_000
+_MULTIPLE = re.compile(r"multipleOf\W{1,8}([\d.]{1,40})")
 
 
 class GrammarCompiler:
@@ -85,9 +94,18 @@ class GrammarCompiler:
 
 
 def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
-    """Compiles a grammar. Raises InvalidRequest if it can't be compiled."""
+    """Compiles a grammar, on a thread with a large stack. Raises InvalidRequest if it can't be compiled."""
+    multiples = [int(digits.replace(".", "") or 0) for digits in _MULTIPLE.findall(grammar.text)]
+    if math.lcm(*(number // math.gcd(number, 10**64) for number in multiples if number)) > MAX_REMAINDERS:
+        raise InvalidRequest(f"the {grammar.name} can't be used: its multipleOf is too large; leave it out")
     try:
-        matcher = LLMatcher(tokenizer, _to_llguidance(grammar), log_level=0, limits=PARSER_LIMITS)
+        with ThreadPoolExecutor(1) as pool:
+            text = _to_llguidance(grammar)
+            with _STACK_SIZE_LOCK:
+                usual = threading.stack_size(COMPILE_STACK_BYTES)
+                compiling = pool.submit(LLMatcher, tokenizer, text, log_level=0, limits=PARSER_LIMITS)
+                threading.stack_size(usual)
+            matcher = compiling.result()
     except Exception as error:  # the GBNF converter raises plain Exception
         raise InvalidRequest(f"the {grammar.name} can't be used: {error}") from None
     if matcher.is_error():
@@ -168,17 +186,18 @@ def check_grammar(grammar: Grammar, vocabulary: Vocabulary = EMPTY_VOCABULARY) -
     constraint = GrammarConstraint(matcher, tokenizer, 0)
     constraint.allowed([()])
     constraint.check(())
-    if not _can_roll_back(matcher):
-        raise InvalidRequest(
-            f"the {grammar.name} can't be used: it has max_tokens= or stop=; expected a repetition, or suffix="
-        )
+    if why := _rollback_error(matcher):
+        raise InvalidRequest(f"the {grammar.name} can't be used: {why}")
 
 
-def _can_roll_back(matcher: LLMatcher) -> bool:
+def _rollback_error(matcher: LLMatcher) -> str:
+    """Returns why a first token can't be taken and rolled back; empty: it can."""
     copy = matcher.deep_copy()
     allowed = int.from_bytes(copy.compute_bitmask(), "little")
     copy.try_consume_tokens([(allowed & -allowed).bit_length() - 1])
-    return bool(copy.rollback(1))
+    if not copy.is_error():
+        copy.rollback(1)
+    return str(copy.get_error()).strip()
 
 
 class _ByteTokenizer:

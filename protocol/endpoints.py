@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from outrider.protocol.errors import EndpointError, KeyFault, OutriderError
+from outrider.protocol.errors import EndpointError, KeyFault, OutriderError, ServerBusy
 from outrider.protocol.keys import ClientKeys, Keyring, ServerKeys, key_bytes, parse_key
 from outrider.protocol.schema import MAX_FRAME_BYTES
 from outrider.protocol.socket_files import MAX_PATH_BYTES, SocketLock
@@ -328,13 +328,18 @@ def require_server(endpoint: str) -> None:
 
     Raises:
         EndpointError: no server is there. On another machine, only: its host can't be found.
+        ServerBusy: this process has as many open files as it can have.
     """
     where = parse_endpoint(endpoint)
     if isinstance(where, Tcp):
         _resolve_host(where.host)
     if not is_local(where):
         return
-    with sockets.socket(_address_family(where)) as probe:
+    try:
+        probe = sockets.socket(_address_family(where))
+    except OSError as error:
+        raise ServerBusy(f"this process has too many requests in flight ({error}); wait for some to finish") from None
+    with probe:
         probe.settimeout(LOCAL_TIMEOUT_SECONDS)
         refusal = probe.connect_ex(where.path if isinstance(where, Ipc) else (where.host, where.port))
     if refusal in _NO_SERVER_ERRNOS:

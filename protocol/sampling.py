@@ -164,9 +164,9 @@ class SamplingParams:
     """How tokens are chosen and when generation ends.
 
     `temperature` is an alias of `temp`. 0 is greedy. Below `MIN_TEMPERATURE` it becomes 0, because float32 can't hold a
-    score of logit / `temp` together with the noise that decides between near equals. `top_p` 1, `min_p` 0, `top_k` 0,
-    penalties of 0 and `repetition_penalty` 1 are off. With `seed` None a seed is drawn and reported. Penalties look at
-    the last `*_context_size` tokens, prompt included.
+    score of logit / `temp` together with the noise that decides between near equals; so it does if `top_p` is 0.
+    `top_p` 1, `min_p` 0, `top_k` 0, penalties of 0 and `repetition_penalty` 1 are off. With `seed` None a seed is drawn
+    and reported. Penalties look at the last `*_context_size` tokens, prompt included.
 
     `rule` sets how proposals are verified above temperature 0: "coupled" or "residual" (docs/exactness.md). For
     residual sampling a draft proposes from its `q_width` most likely tokens, with the weight of those that the work
@@ -222,7 +222,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Checks the fields. The codec, which sets them itself, calls it, too."""
         values.check_fields(self)
-        if self.temp < MIN_TEMPERATURE:
+        if self.temp < MIN_TEMPERATURE or self.top_p == 0.0:
             values.set_field(self, "temp", 0.0)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(

@@ -6,6 +6,7 @@ The server ends when this process ends, for whatever reason. Knows nothing of wo
 from __future__ import annotations
 
 import math
+import os
 import signal
 import subprocess
 import weakref
@@ -40,6 +41,7 @@ class LocalCluster:
             raise values.unknown_keyword_error("LocalCluster", settings, (*Settings.__annotations__, "progress"))
         checked = ServeSettings(**cast("dict[str, Any]", settings))
         self._models = " and ".join(filter(None, (checked.model, checked.draft_model))) or "the default model"
+        self._owner = os.getpid()
         self._process = subprocess.Popen(
             python("-m", "outrider", "serve", "--no-http", "--for-parent", *to_flags(checked)),
             stdin=subprocess.PIPE,
@@ -96,8 +98,8 @@ class LocalCluster:
             raise make_error(unfinished.kind, unfinished.message)
 
     def _shut_down(self) -> ShutdownFailure | None:
-        """Ends the server; returns what it could not finish."""
-        if self._process.stdout is None or self._process.stdout.closed:
+        """Ends the server; returns what it could not finish. Does nothing in a process forked from the owner."""
+        if os.getpid() != self._owner or self._process.stdout is None or self._process.stdout.closed:
             return None
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)  # a process forked from this one may hold the server's stdin open
@@ -132,7 +134,7 @@ class LocalCluster:
         raise WorkerError(f"the server exited with code {code} before it was ready; see its stderr")
 
     def _raise_if_ended(self) -> None:
-        code = self._process.poll()
+        code = self._process.poll() if os.getpid() == self._owner else None  # only the owner may wait for it
         if code is not None:
             how = f"died (signal {-code})" if code < 0 else f"ended with code {code}"
             raise ServerStopped(f"the server {how} during this request; start it again")

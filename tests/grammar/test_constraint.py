@@ -174,8 +174,11 @@ def test_a_grammar_is_compiled_once() -> None:
         ("grammar", "start: start", "leads nowhere|can't be followed"),
         ("grammar", 'root ::= "a" [', "can't be used"),
         ("grammar", "start: <nowhere>", "unknown special token"),
-        ("grammar", "start: some\nsome[max_tokens=3]: /a*/", "it has max_tokens= or stop="),
-        ("grammar", 'start: some "b"\nsome[stop="b"]: /a*/', "it has max_tokens= or stop="),
+        ("grammar", "start: some\nsome[max_tokens=3]: /a*/", "not supported with max_tokens="),
+        ("grammar", 'start: some "b"\nsome[stop="b"]: /a*/', "not supported with max_tokens="),
+        ("grammar", 'root ::= "a" root', "Too many items"),
+        ("json_schema", '{"type": "integer", "multipleOf": 99999989}', "multipleOf is too large"),
+        ("json_schema", '{"allOf": [{"multipleOf": 997}, {"multipleOf": 9.91}]}', "multipleOf is too large"),
         ("llguidance", '{"grammars": []}', "empty"),
     ],
 )
@@ -192,6 +195,9 @@ def test_grammar_that_cannot_be_compiled_is_refused_with_a_reason(kind: str, tex
         ("regex", "[a-z]+ \u00e9*"),
         ("grammar", 'start: "a" start | "b"'),
         ("grammar", 'root ::= "a" root | "b" [0-9]+'),
+        ("grammar", "start: a0\n" + "".join(f"a{n}: a{n + 1}\n" for n in range(4000)) + 'a4000: "x"'),
+        ("json_schema", '{"type": "integer", "multipleOf": 1048576}'),
+        ("json_schema", '{"type": "number", "multipleOf": 0.05}'),
     ],
 )
 def test_valid_grammar_is_accepted(kind: str, text: str) -> None:

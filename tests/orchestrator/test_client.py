@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from outrider.orchestrator.client.client import Patience
 from outrider.orchestrator.client.dialogue import CHECKS, GenerateFields, GenerationResult
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, Stop
 from outrider.protocol.endpoints import probe
-from outrider.protocol.errors import EndpointError, InvalidRequest, ServerStopped, WorkerError
+from outrider.protocol.errors import EndpointError, InvalidRequest, ServerBusy, ServerStopped, WorkerError
 from outrider.protocol.messages import StatsQuery, Timings
 from outrider.protocol.sampling import SamplingFields, SamplingParams
 from outrider.protocol.socket_files import PrivateDirectory
@@ -115,6 +117,16 @@ def test_missing_server_socket_fails_without_waiting(make, tmp_path, monkeypatch
             asyncio.run(result)
 
 
+def test_too_many_open_files_are_a_busy_process(stand, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    client = stand.client()
+    monkeypatch.setattr(socket, "socket", refuse)
+    with pytest.raises(ServerBusy, match="too many requests in flight"):
+        client.generate("x")
+
+
 @pytest.fixture
 def mute():
     """The endpoint of a socket that takes everything and never answers."""
@@ -147,7 +159,7 @@ def test_local_cluster_is_waited_for_while_it_lives(mute, make):
     """Silent for an hour on a machine with too much to do, then ended."""
     cluster = object.__new__(LocalCluster)
     cluster.own_endpoint, ended = mute, [None]
-    cluster._process = SimpleNamespace(poll=lambda: ended[0])
+    cluster._process, cluster._owner = SimpleNamespace(poll=lambda: ended[0]), os.getpid()
     patience = make(cluster).patience()
     for _ in range(3600):
         assert isinstance(patience.on_silence(), StatsQuery)

@@ -11,6 +11,11 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import Grammar, SamplingParams
 
 
+def test_top_p_of_zero_is_greedy() -> None:
+    assert SamplingParams(temp=0.8, top_p=0).temp == 0.0
+    assert SamplingParams(temp=0.8, top_p=1e-6).temp == 0.8
+
+
 def test_presets_have_increasing_temperatures() -> None:
     temps = [preset().temp for preset in (SamplingParams.greedy, SamplingParams.balanced, SamplingParams.creative)]
     assert temps[0] == 0.0 and temps == sorted(set(temps))

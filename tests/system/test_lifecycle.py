@@ -318,6 +318,20 @@ def test_dropped_cluster_ends_without_close(served: Pair) -> None:
     assert process.wait(LIMIT) == 0
 
 
+def test_forked_process_may_use_the_cluster_and_leave_its_block(served: Pair) -> None:
+    with LocalCluster(model=served.target, draft_model=served.draft) as cluster:
+        child = os.fork()
+        if not child:
+            try:
+                with cluster:
+                    cluster.client().generate("x", max_tokens=2)
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert cluster.client().generate("x", max_tokens=2).finish_reason == "length"
+
+
 def test_paused_processes_continue_without_changing_the_text(served: Pair) -> None:
     """Longer than a drafter is waited for, and the server longer than any worker may be silent."""
     with LocalCluster(model=served.target, draft_model=served.draft, worker_timeout=4) as running:
