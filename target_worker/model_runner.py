@@ -14,7 +14,7 @@ from outrider.engine.forward_cost import DECAY, ForwardCost
 from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS
 from outrider.engine.verify import BatchForward, PrefillChunk, VerifyInput, VerifyOutput, begin_forward
 from outrider.protocol import clock
-from outrider.protocol.errors import OutriderError, wrap_model_errors
+from outrider.protocol.errors import ModelFault, OutriderError, wrap_model_errors
 from outrider.protocol.messages import Span
 from outrider.target_worker.target_request import TargetRequest, draft_together
 
@@ -240,19 +240,23 @@ def _can_run_alone(parts: Sequence[VerifyInput | PrefillChunk]) -> bool:
 
 
 def _run_alone(part: VerifyInput | PrefillChunk, fed: int) -> VerifyOutput | OutriderError | None:
-    """Returns the verdict of a forward over one text only, without its draft, or its error.
+    """Returns the verdict of a forward over one text only, or its error; without its draft if the model fails on that.
 
     `fed`: how many of its tokens had been fed before. None: it has read a piece of a prompt.
     """
+    verdict: VerifyOutput | OutriderError | None = None
     try:
         with wrap_model_errors("the target's forward"):
             part.slot.sequence.roll_back(fed)
             if isinstance(part, VerifyInput):
-                return begin_forward([VerifyInput(part.slot)]).verdicts()[0]
-            begin_forward([], [part])
+                verdict = begin_forward([part]).verdicts()[0]
+            else:
+                begin_forward([], [part])
     except OutriderError as error:
-        return error
-    return None
+        verdict = error
+    if isinstance(verdict, ModelFault) and isinstance(part, VerifyInput) and part.chain:
+        return _run_alone(VerifyInput(part.slot), fed)
+    return verdict
 
 
 def _count_rows(asks: Iterable[VerifyInput]) -> int:

@@ -38,7 +38,7 @@ COMMANDS = {
     "tune": "measure which settings are fastest on this machine",
     "overlap": "measure how much drafting and verifying overlap",
     "convert": "convert a model to a Core ML package",
-    "doctor": "show this machine's hardware and the time per token of each placement",
+    "doctor": "show this machine's hardware and what each placement takes",
     "pairs": "list model pairs, or check one",
     "pull": "download a model ahead of its first use",
     "completion": "print a completion script for bash, zsh or fish",

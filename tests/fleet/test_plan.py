@@ -98,7 +98,7 @@ def test_resources_are_converted_to_rays_names():
         ({"placed": {"drafter": "mars"}}, "placed.drafter: on is 'mars'; expected one of same-host"),
         ({"placed": {"drafter": "none"}, "model": "a", "draft_model": "b"}, "placed.drafter is none; expected one or"),
         ({"placed": {"drafter": {"on": "none", "needs": {"ane": 1}}}}, "expected no needs, or a drafter"),
-        ({"placed": {"drafter": "other-host"}, "model": "a"}, "expected draft_model beside model"),
+        ({"placed": {"drafter": "other-host"}, "model": "a"}, "expected draft_model in addition to model"),
         ({"placed": {"drafter": "other-host"}, "engine": {"draft_backend": "ngram"}}, "has no process of its own"),
         ({"placed": {"drafter": "none"}, "engine": {"mode": "ssd"}}, "drafter is none: mode ssd needs a drafter"),
         ({"placed": {}, "engine": {"max_actve": 1}}, "engine has the key 'max_actve'; did you mean max_active?"),
