@@ -97,10 +97,10 @@ def heartbeat_id(hot: bytes) -> bytes:
     return hot + b"/heartbeat"
 
 
-class OrchestratorGone(Exception):
+class OrchestratorGone(BaseException):
     """The orchestrator no longer answers; only a worker that was started by hand survives that.
 
-    No OutriderError: a message may be received in the middle of a request's work, which has not failed.
+    No Exception: a message may be received in the middle of a request's work, which has not failed.
     """
 
 

@@ -16,7 +16,18 @@ from outrider.drafters.drafter import Drafter, TokenTree
 from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import load
-from outrider.protocol.messages import Branches, Close, Commit, Drafted, Message, Open, Prefilled, Resync, Shutdown
+from outrider.protocol.messages import (
+    Branches,
+    Close,
+    Commit,
+    Drafted,
+    Fault,
+    Message,
+    Open,
+    Prefilled,
+    Resync,
+    Shutdown,
+)
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE, OrchestratorGone
 from tests.system.links import FakeLink, Idle
@@ -292,9 +303,13 @@ def test_dismissal_during_a_prompt_ends_the_worker(
     def dismissed(_: FakeLink, wait: bool) -> Message | None:
         raise OrchestratorGone("the cluster dismissed this worker")
 
+    faults = list[Message]()
+
     def sent(link: FakeLink, message: Message) -> None:
+        faults.extend([message] if isinstance(message, Fault) else [])
         monkeypatch.setattr(FakeLink, "receive", dismissed)
 
     monkeypatch.setattr(FakeLink, "send", sent)
     with pytest.raises(OrchestratorGone):
         worker_under_test.finish(begin(4000))
+    assert not faults
