@@ -99,13 +99,13 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     if math.lcm(*(number // math.gcd(number, 10**64) for number in multiples if number)) > MAX_REMAINDERS:
         raise InvalidRequest(f"the {grammar.name} can't be used: its multipleOf is too large; leave it out")
     try:
-        with ThreadPoolExecutor(1) as pool:
-            text = _to_llguidance(grammar)
-            with _STACK_SIZE_LOCK:
-                usual = threading.stack_size(COMPILE_STACK_BYTES)
-                compiling = pool.submit(LLMatcher, tokenizer, text, log_level=0, limits=PARSER_LIMITS)
+        with ThreadPoolExecutor(1) as pool, _STACK_SIZE_LOCK:  # the lock ends first, then the compilation
+            usual = threading.stack_size(COMPILE_STACK_BYTES)
+            try:
+                future = pool.submit(LLMatcher, tokenizer, _to_llguidance(grammar), log_level=0, limits=PARSER_LIMITS)
+            finally:
                 threading.stack_size(usual)
-            matcher = compiling.result()
+        matcher = future.result()
     except Exception as error:  # the GBNF converter raises plain Exception
         raise InvalidRequest(f"the {grammar.name} can't be used: {error}") from None
     if matcher.is_error():
