@@ -58,12 +58,9 @@ def run(options: argparse.Namespace) -> int:
     screen.clear()
     if done.returncode != 0:
         raise WorkerError(f"this machine can't be examined: {REPORT_MODULE} ended with code {done.returncode}")
-    if options.json:
-        print(done.stdout.strip())
-    else:
-        print(_format_report(json.loads(done.stdout)))
-        for head in options.head:
-            print(_describe_head(head, options.model or embedded_pair()[0]))
+    report = json.loads(done.stdout)
+    report["heads"] = {head: _find_kind(head, options.model or embedded_pair()[0]) for head in options.head}
+    print(json.dumps(report) if options.json else _format_report(report))
     return 0
 
 
@@ -91,16 +88,21 @@ def _format_report(report: dict[str, Any]) -> str:
     if report["placements"]:
         lines += ["", f"drafting with {report['model']}: milliseconds for 1 token, and for 8 tokens at once"]
         lines += [_format_placement(place) for place in report["placements"]]
+    lines += [_describe_head(head, kind) for head, kind in report["heads"].items()]
     return "\n".join(lines)
 
 
-def _describe_head(name: str, target: str) -> str:
-    """Describes a head's kind, by its config.json alone; only a target that loads the head tests how well it drafts."""
+def _find_kind(head: str, target: str) -> str | None:
+    """Returns a head's kind, by its config.json alone: only a target that loads the head tests how well it drafts.
+    None: it is unknown."""
     model = find_model(target, weights=False)
-    if name in TARGET_HEADS:
-        return f"head {name}: part of the target; the target looks for it when it is loaded"
-    kind = find_head_kind(find_model(name, weights=False).folder, model.folder)
-    return f"head {name}: {kind or 'of an unknown kind; expected one of ' + ', '.join(HEAD_KINDS)}"
+    return head if head in TARGET_HEADS else find_head_kind(find_model(head, weights=False).folder, model.folder)
+
+
+def _describe_head(head: str, kind: str | None) -> str:
+    if head in TARGET_HEADS:
+        return f"head {head}: part of the target; the target looks for it when it is loaded"
+    return f"head {head}: {kind or 'of an unknown kind; expected one of ' + ', '.join(HEAD_KINDS)}"
 
 
 def _describe_learned() -> str:

@@ -18,6 +18,8 @@ from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.runtimes import STAND_IN_VARIABLE
 from outrider.drafters.coreml.selection import Packages
 from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
+from outrider.orchestrator.cli import main
+from outrider.orchestrator.pairing.model_files import TINY
 from tests.coreml.conftest import GOOD, SIZES, Bench
 from tools import coreml_survey as survey
 
@@ -170,3 +172,15 @@ def test_default_devices_are_left_as_they_were(tiny_model: Callable[..., Path]) 
     before = mx.default_device()
     doctor.measure_device(tiny_model("llama", **SIZES), mx.cpu)
     assert mx.default_device() == before
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_command_names_the_kind_of_each_head(tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "recurrent_drafting_drafter"}))
+    heads = ["--head", str(tmp_path), "--head", "mtp"]
+    assert main(["doctor", "--model", TINY, "--draft-model", TINY, *heads, *(["--json"] if as_json else [])]) == 0
+    printed = capsys.readouterr().out
+    if as_json:
+        assert json.loads(printed)["heads"] == {str(tmp_path): "redrafter", "mtp": "mtp"}
+    else:
+        assert f"head {tmp_path}: redrafter\nhead mtp: part of the target" in printed

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +26,7 @@ from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import WorkerError
 from outrider.target_worker.certificate import Claim, certify
 from outrider.target_worker.rank_link import free_ports
-from tests.target_worker.heads import markov_llama, write_feature_head
+from tests.target_worker.heads import markov_llama, write_feature_head, write_recurrent_head
 
 LIMIT = 200.0
 PROMPT = "def fibonacci(n):"
@@ -128,9 +128,12 @@ def test_drafter_can_run_in_rank_0_and_an_invalid_shard_count_is_refused(whole: 
 
 
 @pytest.mark.skipif(not LONG_FORM, reason="starts one more cluster; OUTRIDER_RANKS=1 does")
-def test_head_can_run_in_rank_0_unless_it_needs_the_whole_output_layer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "write"), [("eagle3", write_feature_head), ("redrafter", write_recurrent_head)])
+def test_head_can_run_in_rank_0_unless_it_needs_the_whole_output_layer(
+    tmp_path: Path, kind: str, write: Callable[[Path, LoadedModel], Path]
+) -> None:
     target = markov_llama(tmp_path / "target")
-    head = write_feature_head(tmp_path / "head", target)
+    head = write(tmp_path / "head", target)
     params = SamplingParams(max_tokens=24, temp=0.8, seed=3, ignore_eos=True)
     heads = [head, "early-exit"]
     with LocalCluster(
@@ -140,7 +143,7 @@ def test_head_can_run_in_rank_0_unless_it_needs_the_whole_output_layer(tmp_path:
         alone, by_head = (client.generate([40, 41, 42], params, mode=mode) for mode in ("ar", "sd"))
         left = ranks(cluster)
     assert alone.token_ids == by_head.token_ids
-    assert [one.name for one in by_head.timings.draft_n_accepted_by] == ["eagle3"]
+    assert [one.name for one in by_head.timings.draft_n_accepted_by] == [kind]
     assert any("early-exit is not used" in note and "use it without shards" in note for note in by_head.notes)
     until_gone(left)
 

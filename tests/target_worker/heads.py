@@ -150,6 +150,20 @@ def mtp_head(target: LoadedModel) -> Mtp:
 
 def recurrent_head(target: LoadedModel) -> Redrafter:
     """A ReDrafter that knows the token after the bonus by the target's row; its state is random and says little."""
+    config, arrays = _recurrent(target)
+    return redrafter.build(config, arrays, HeadTarget.of(target))
+
+
+def write_recurrent_head(folder: Path, target: LoadedModel) -> Path:
+    """The same, as a checkpoint."""
+    config, arrays = _recurrent(target)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    return folder
+
+
+def _recurrent(target: LoadedModel) -> tuple[dict[str, Any], dict[str, mx.array]]:
     model, draws = target.model.model, np.random.default_rng(2)
     table = _embedding(target)
     rows = table / np.linalg.norm(table, axis=-1, keepdims=True) / np.array(model.norm.weight)
@@ -160,8 +174,7 @@ def recurrent_head(target: LoadedModel) -> Redrafter:
     weights |= {f"rnn_{name}.weight": draws.standard_normal((H, H)) for name in "uw"}
     sizes = {"hidden_size": H, "vocab_size": VOCAB_SIZE, "exit_dim": 2 * H, "num_draft_layers": 0, "rnn": True}
     arrays = {key: mx.array(value.astype(np.float32)) for key, value in weights.items()}
-    config = {"model_type": "recurrent_drafting_drafter", **sizes}
-    return redrafter.build(config, arrays, HeadTarget.of(target))
+    return {"model_type": "recurrent_drafting_drafter", **sizes}, arrays
 
 
 def latent_head(target: LoadedModel) -> Mtp:
