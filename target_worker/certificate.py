@@ -32,8 +32,9 @@ from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
 
-# The tolerated error of a difference of two logits: at least this, or one step of the format for each of the two.
-MIN_TOLERANCE = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 1.5e-1}
+# The tolerated error of a difference of two logits: at least this, or one step of the format for each of the two. Sums
+# of float32 depend on the order of the BLAS's kernels: 3e-4 was measured with those for AVX2.
+MIN_TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1.5e-1}
 SCORE_ROUNDING_ERROR = 1e-5  # of scores in float32 that include noise up to 16; in logits it counts T times
 SUM_ROUNDING_ERROR = 1e-5  # of the sum of probabilities for top-p
 TOKENS_PER_PROGRESS = 16

@@ -15,7 +15,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
 from outrider.protocol.sampling import SamplingParams
 
-TIE = 1e-4
+TIE = 5e-4
 
 
 @dataclass(frozen=True, slots=True)
