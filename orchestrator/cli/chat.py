@@ -1,6 +1,7 @@
 """Chats with a model in the terminal, on a cluster of its own or a running server. /help lists commands and keys.
 
-Ctrl-C stops an answer, Ctrl-D quits. Text goes to stdout, everything else to stderr.
+Ctrl-C stops an answer, Ctrl-D quits. Temperature and filters default to the model's generation_config.json. Text goes
+to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, pluralize
 from outrider.orchestrator.pairing.tokenizer import TextStream
 from outrider.protocol.errors import InvalidRequest, OutriderError, PromptTooLong, ServerStopped
+from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 
 if TYPE_CHECKING:
@@ -221,7 +223,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_conversation_flags(parser)
     parser.add_argument("--colors", action="store_true", help="colour tokens by their origin, such as draft or target")
     add_connect_flags(parser)
-    flags.add_sampling_flags(parser, ("logprobs",))
+    flags.add_sampling_flags(parser, ("logprobs",), recommended=True)
     flags.add_request_flags(parser)
     flags.add_cluster_flags(parser, flags.MULTI_REQUEST_SETTINGS)
 
@@ -238,8 +240,11 @@ class Chat:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._conversation = Conversation(load_messages(options.system_prompt, options.chat))
-        self._sampling = flags.sampling_of(options)
+        given = flags.given_sampling(options)
+        SamplingParams(**given)  # a value out of range is reported before the model is looked for
         self._text = load_model_text(options)
+        defaults = {} if options.preset is not None else self._text.sampling
+        self._sampling = SamplingParams(**{**defaults, **given})
         self._screen = Screen()
         self._own_server = options.connect is None
         self._interactive = sys.stdin.isatty()

@@ -83,19 +83,24 @@ def add_setting(add: Callable[..., object], name: str) -> None:
         add(f"--{flag}", **options | ({"action": "append"} if isinstance(field.default, tuple) else {}))
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Adds the flags that say how tokens are chosen and where the text ends. `without`: see `_make_adder`."""
-    add = _make_adder(parser, "sampling", without)
+def add_sampling_flags(
+    parser: argparse.ArgumentParser, without: Collection[str] = (), recommended: bool = False
+) -> None:
+    """Adds the flags that say how tokens are chosen and where the text ends. `without`: see `_make_adder`.
+
+    `recommended`: temperature and filters default to what the model's files recommend.
+    """
+    add, own = _make_adder(parser, "sampling", without), "the model's, or " if recommended else ""
     add("--max-tokens", "-m", "-n", type=int, metavar="N", help="generate at most N tokens")
     add("--min-tokens", type=int, metavar="N", help="generate at least N tokens before the model may end the text")
     presets = "; ".join(map(_format_preset, PRESETS))
     add("--preset", choices=PRESETS, help=f"named settings: {presets} (default: none)")
-    add("--temp", "--temperature", type=float, metavar="T", help="temperature (default: 0, the likeliest token)")
-    top = "sample from the likeliest tokens whose probabilities add up to P (default: 1, all)"
+    add("--temp", "--temperature", type=float, metavar="T", help=f"temperature (default: {own}0, the likeliest token)")
+    top = f"sample from the likeliest tokens whose probabilities add up to P (default: {own}1, all)"
     add("--top-p", type=float, metavar="P", help=top)
-    least = "leave out tokens less likely than P times the likeliest token (default: 0, none)"
+    least = f"leave out tokens less likely than P times the likeliest token (default: {own}0, none)"
     add("--min-p", type=float, metavar="P", help=least)
-    add("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens (default: 0, all)")
+    add("--top-k", type=int, metavar="N", help=f"sample from the N likeliest tokens (default: {own}0, all)")
     add("--seed", type=int, metavar="N", help="the same seed gives the same text (default: random)")
     for name, neutral in (("repetition", "1"), ("presence", "0"), ("frequency", "0")):
         penalty = f"penalty for tokens already in the text, {PENALTIES[name]} (default: {neutral}, none)"

@@ -80,9 +80,19 @@ ARCHITECTURES = {
     "phi3": GgufArchitecture("phi3", "Phi3ForCausalLM", {**_FUSED, **_FUSED_MLP}),
 }
 
+_SAMPLING_KEYS = {
+    "temperature": ("general.sampling.temp", GgufFile.number),
+    "top_p": ("general.sampling.top_p", GgufFile.number),
+    "top_k": ("general.sampling.top_k", GgufFile.whole),
+    "min_p": ("general.sampling.min_p", GgufFile.number),
+}
 
-def write_model(file: GgufFile, folder: Path, keep_precision: bool = False) -> None:
+
+def write_model(
+    file: GgufFile, folder: Path, keep_precision: bool = False, sampling: Mapping[str, float] | None = None
+) -> None:
     """Writes the model into an empty folder. `keep_precision`: types that MLX can't store stay in half precision.
+    `sampling`: values for generation_config.json that the file does not have.
 
     Raises:
         ModelError: the file has another architecture or is incomplete.
@@ -99,7 +109,8 @@ def write_model(file: GgufFile, folder: Path, keep_precision: bool = False) -> N
     config = _model_config(file, known, dtype) | _quantization_config(bits)
     ids = gguf_tokenizer.write_tokenizer(file, folder, config["vocab_size"])
     _write_json(folder / "config.json", config | ids)
-    _write_json(folder / "generation_config.json", ids)
+    own = {name: read(file, key) for name, (key, read) in _SAMPLING_KEYS.items() if key in file.metadata}
+    _write_json(folder / "generation_config.json", {**(sampling or {}), **own, **ids})
     for number, shard in enumerate(_group_shards(_convert_tensors(file, known, names, bits, dtype)), start=1):
         name = "model.safetensors" if number == 1 else f"model-{number:05}.safetensors"  # mlx-lm needs no index
         (folder / name).write_bytes(save(shard, {"format": "mlx"}))

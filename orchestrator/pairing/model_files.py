@@ -51,7 +51,7 @@ _EXPECTED_NAME = (
     "expected a name of `outrider pairs`, a model's folder, a GGUF file or a Hugging Face id such as org/name"
 )
 _TINY_NOTE = "using the tiny test model (--model tiny) instead, whose answers make little sense"
-_CONVERSION_VERSION = 3
+_CONVERSION_VERSION = 4
 """The version of the conversion; increased when the same GGUF file is converted differently."""
 
 
@@ -187,12 +187,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _convert_gguf(find: Callable[[], Path], keep_precision: bool, sha256: str) -> Path:
     form = f"{'half' if keep_precision else 'mlx'}{_CONVERSION_VERSION}"
+    sampling = next((model.sampling for model in PULLED_MODELS.values() if model.sha256 == sha256), None)
 
     def convert(folder: Path) -> None:
         from outrider.orchestrator.pairing.gguf import read_gguf  # deferred: most models don't need it
         from outrider.orchestrator.pairing.gguf_model import write_model
 
-        write_model(read_gguf(find()), folder, keep_precision)
+        write_model(read_gguf(find()), folder, keep_precision, sampling)
 
     return make_once(f"gguf/{sha256[:24]}-{form}", convert, "model.safetensors")
 

@@ -24,8 +24,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,8 @@ class Wheel:
 class PulledModel:
     """A model with a short name. `size`: bytes to download. `terms`: the URL of terms that must be accepted first;
     None: there are none. `draft`: the folder of its stored draft model (see `assemble_draft`); `ngrams`: its table of
-    n-grams. Both may not exist."""
+    n-grams. Both may not exist. `sampling`: what the model's authors recommend, in the terms of
+    generation_config.json."""
 
     name: str
     title: str
@@ -195,6 +196,7 @@ class PulledModel:
     draft: Path | None = None
     ngrams: Path | None = None
     chat: bool = True
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def folder(self) -> str:
@@ -232,6 +234,7 @@ PULLED_MODELS = {
             ),
             draft=MODELS_FOLDER / "smollm2" / "draft",
             ngrams=MODELS_FOLDER / "smollm2" / "ngrams.safetensors",
+            sampling={"temperature": 0.2, "top_p": 0.9},
         ),
         PulledModel(
             name="gemma3-270m",

@@ -38,6 +38,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from outrider.orchestrator.pairing.model_files import ModelFiles, read_json
 from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -366,10 +367,12 @@ def _default_template(value: object) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """A model's tokenizer and chat template; `template`: None if there is none, or it is not to be used."""
+    """A model's tokenizer and chat template; `template`: None if there is none, or it is not to be used. `sampling`:
+    the values of SamplingParams that its generation_config.json recommends."""
 
     codec: TextCodec
     template: str | None
+    sampling: Mapping[str, float]
 
     def tokens(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
         """Returns the tokens of a user's text, or of a conversation to answer.
@@ -392,13 +395,31 @@ def join_messages(messages: Sequence[Message]) -> str:
     return "".join(f"{begin}{message.get('content') or ''}" for begin, message in zip(begins, messages, strict=True))
 
 
+_SAMPLING_KEYS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+
+
 def load_text(model: ModelFiles, template: bool = True) -> ModelText:
     """Loads a model's tokenizer and chat template; `template` False: the tokenizer only.
 
     Raises:
         ModelError: its files can't be read.
     """
-    return ModelText(load_codec(model), chat_template(model.folder) if template else None)
+    used = chat_template(model.folder) if template else None
+    return ModelText(load_codec(model), used, read_default_sampling(model.folder))
+
+
+def read_default_sampling(folder: Path) -> dict[str, float]:
+    """Returns the values of SamplingParams in a model's generation_config.json, except for those out of range."""
+    config = read_json(folder / "generation_config.json")
+    if not config.get("do_sample", True):
+        return {}
+    found = dict[str, float]()
+    for theirs, ours in _SAMPLING_KEYS.items():
+        with suppress(InvalidRequest):
+            if config.get(theirs) is not None:
+                SamplingParams(**{ours: config[theirs]})
+                found[ours] = config[theirs]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

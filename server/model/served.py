@@ -20,6 +20,7 @@ from outrider.orchestrator.pairing.tokenizer import (
     chat_template,
     join_messages,
     load_codec,
+    read_default_sampling,
     render_open,
     render_template,
 )
@@ -36,7 +37,6 @@ from outrider.server.model.tool_format import (
 )
 
 EMBEDDED = "outrider-embedded"
-_SAMPLING_KEYS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fall
         template=template,
         thinking=find_thinking_tags(vocabulary) if template is not None else None,
         tools=tool_format(template, vocabulary, FALLBACK_FORMAT) if worded else tools,
-        defaults=_read_default_sampling(folder),
+        defaults=read_default_sampling(folder),
         longest_token=max(map(len, vocabulary)),
         loaded_at=int(time.time()),
         tools_as_text=worded,
@@ -233,11 +233,3 @@ def default_names(name: str, folder: Path) -> tuple[str, ...]:
         return (EMBEDDED, name)
     path = Path(name).expanduser()
     return (path.resolve().name, name) if path.exists() else (name,)
-
-
-def _read_default_sampling(folder: Path) -> dict[str, float]:
-    config = read_json(folder / "generation_config.json")
-    if not config.get("do_sample", True):
-        return {}
-    found = {ours: config.get(theirs) for theirs, ours in _SAMPLING_KEYS.items()}
-    return {name: value for name, value in found.items() if isinstance(value, int | float) and value is not True}

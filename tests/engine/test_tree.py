@@ -34,7 +34,7 @@ PENALISED = SamplingParams(temp=0.7, seed=5, repetition_penalty=1.3, frequency_p
 SETTINGS = {"greedy": GREEDY, "sampled": SAMPLED, "filtered": FILTERED, "penalised": PENALISED}
 
 ROUNDING = 2e-3
-"""Sums of float32 depend on the kernels of the BLAS (8e-4 was seen with those for AVX2); a wrong mask costs far more."""
+"""Sums of float32 depend on the BLAS's kernels (8e-4 was seen with those for AVX2); a wrong mask costs far more."""
 
 
 def expected(model: LoadedModel, params: SamplingParams, text: Sequence[int]) -> np.ndarray:

@@ -31,7 +31,7 @@ def test_prompt_equals_transformers_chat_template(model_folder):
     text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert render_template(TEMPLATE, [{"role": "user", "content": " hi <there> "}], codec.special) == text
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert ModelText(codec, chat_template(model_folder)).tokens(" hi <there> ") == tuple(expected)
+    assert ModelText(codec, chat_template(model_folder), {}).tokens(" hi <there> ") == tuple(expected)
 
 
 def test_generation_tags_are_ignored_as_by_transformers(model_folder):

@@ -94,6 +94,21 @@ def test_each_turn_sends_the_whole_conversation(served, talk, templated):
     assert prompts(served) == expected
 
 
+@pytest.mark.parametrize(
+    ("flags", "temp", "top_p"),
+    [((), 0.6, 0.9), (("--temp", "0"), 0.0, 0.9), (("--preset", "balanced"), 0.7, 0.95), (("--top-p", "1"), 0.6, 1.0)],
+)
+def test_sampling_is_the_models_own_unless_flags_or_a_preset_say_otherwise(
+    served, talk, templated, monkeypatch, flags, temp, top_p
+):
+    own = {"temp": 0.6, "top_p": 0.9}
+    monkeypatch.setattr("outrider.orchestrator.pairing.tokenizer.read_default_sampling", lambda folder: own)
+    served.core.play = says(served.codec, "yes")
+    assert talk("one", flags=flags)[0] == 0
+    (sampling,) = [event.sampling for event in served.core.told if isinstance(event, Admit)]
+    assert (sampling.temp, sampling.top_p) == (temp, top_p)
+
+
 @pytest.mark.parametrize("name", ["/quit", "/exit", "/bye"])
 def test_quit_exit_and_bye_end_the_chat(served, talk, templated, name):
     served.core.play = says(served.codec, "yes")

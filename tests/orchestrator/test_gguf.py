@@ -8,6 +8,7 @@ import random
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -24,7 +25,7 @@ from outrider.orchestrator.pairing.gguf import read_gguf
 from outrider.orchestrator.pairing.gguf_model import write_model
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
-from outrider.orchestrator.pairing.tokenizer import load_text
+from outrider.orchestrator.pairing.tokenizer import load_text, read_default_sampling
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.digest import CACHE_VARIABLE
 from outrider.protocol.errors import ModelError
@@ -306,6 +307,13 @@ def test_threads_hashing_one_file_agree(file, cache, monkeypatch):
         with ThreadPoolExecutor(4) as pool:
             assert set(pool.map(pulled.content_hash, [file] * 4)) == {"0123"}
     assert len(list((cache / "hashes").iterdir())) == 20
+
+
+def test_sampling_of_the_file_comes_before_that_of_a_known_model(tmp_path, monkeypatch):
+    file = write_gguf(tmp_path / "a.gguf", metadata={"general.sampling.temp": 0.6, "general.sampling.top_k": 20})
+    known = replace(pulled.PULLED_MODELS["smollm2"], sha256=pulled.content_hash(file))
+    monkeypatch.setitem(pulled.PULLED_MODELS, "smollm2", known)
+    assert read_default_sampling(converted(file)) == {"temp": 0.6, "top_p": known.sampling["top_p"], "top_k": 20}
 
 
 def test_unfinished_conversion_is_redone(file, cache):

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pairing.tokenizer import load_codec
+from outrider.orchestrator.pairing.tokenizer import load_codec, load_text
 from outrider.protocol.errors import InvalidRequest, ModelError
 from tests.orchestrator.tiny_tokenizers import BYTE_FALLBACK, byte_fallback
 
@@ -81,6 +81,19 @@ def test_end_tokens_come_from_generation_config_config_and_tokenizer(model_folde
     assert ends() == {0, 5, 6}
     change(model_folder, "generation_config.json", eos_token_id=7)
     assert ends() == {0, 7}, "generation_config.json takes config.json's place, as in mlx-lm"
+
+
+def test_recommended_sampling_is_read_except_for_values_out_of_range(model_folder):
+    def sampling():
+        return load_text(find_model(str(model_folder))).sampling
+
+    assert sampling() == {}
+    change(model_folder, "generation_config.json", temperature=0.6, top_p=0.95, top_k=20, min_p=None, do_sample=True)
+    assert sampling() == {"temp": 0.6, "top_p": 0.95, "top_k": 20}
+    change(model_folder, "generation_config.json", temperature="warm", top_p=7, top_k=-1)
+    assert sampling() == {}
+    change(model_folder, "generation_config.json", temperature=0.6, do_sample=False)
+    assert sampling() == {}
 
 
 def test_truncation_in_the_file_does_not_cut_a_prompt(model_folder):

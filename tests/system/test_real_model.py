@@ -63,6 +63,10 @@ def client() -> Iterator[Client]:
             yield cluster.client()
 
 
+def test_default_model_comes_with_the_sampling_that_its_authors_recommend(client: Client) -> None:
+    assert load_text(find_model(NAME)).sampling == {"temp": 0.2, "top_p": 0.9}
+
+
 def test_default_model_answers_a_question(client: Client) -> None:
     result = client.generate("What is the capital of France? Answer in one sentence.", SamplingParams(max_tokens=32))
     assert "Paris" in result.text
