@@ -1,7 +1,7 @@
 /** Sends the page's requests to the server's API, with its key. */
 
 const KEY = "outrider-api-key";
-const GONE = "The server does not answer. Is `outrider serve` still running?";
+export const GONE = "The server does not answer. Is `outrider serve` still running?";
 
 /** A request that the server refused, or that could not be sent; `message` is a sentence. */
 export class Refused extends Error {
@@ -17,10 +17,11 @@ export function keep(key) {
   else sessionStorage.removeItem(KEY);
 }
 
-/** Returns the status and JSON at `path`. Raises Refused if the server does not answer. */
+/** Returns the JSON at `path`. Raises Refused. */
 export async function look(path) {
   const response = await asked(path, {});
-  return { status: response.status, body: await response.json() };
+  if (!response.ok && path !== "ready") throw await refusal(response); // its status of 503 comes with the state
+  return response.json();
 }
 
 /** Yields the events of a streamed answer to `body`: `{progress}` of the prompt, then chunks. Raises Refused. */
@@ -55,11 +56,9 @@ async function asked(path, options) {
 }
 
 async function refusal(response) {
-  try {
-    return new Refused((await response.json()).error.message, response.status);
-  } catch {
-    return new Refused(`The server answered with status ${response.status} and no reason.`, response.status);
-  }
+  const body = await response.json().catch(() => null);
+  const words = body?.error?.message ?? `The server answered with status ${response.status} and no reason.`;
+  return new Refused(words, response.status);
 }
 
 async function* lines(bytes) {
@@ -75,7 +74,7 @@ async function* lines(bytes) {
     }
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refused(GONE);
+    throw new Refused("The answer is incomplete; the connection to the server was lost.");
   } finally {
     reader.releaseLock();
   }

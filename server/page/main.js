@@ -1,6 +1,6 @@
 /** The page: reads the form, runs one request at a time, and shows the status. */
 
-import { Refused, keep, look } from "./api.js";
+import { GONE, Refused, keep, look } from "./api.js";
 import { Lane } from "./lane.js";
 import { race } from "./race.js";
 
@@ -8,12 +8,14 @@ const EMBEDDED = "outrider-embedded";
 const EXAMPLES = { code: "def fibonacci(n):", text: "Once upon a time", chat: "Why is the sky blue? Answer in three sentences." };
 const CHAT_TOKENS = 512;
 const LOOK_AGAIN_MS = 2000;
+const NEEDS_KEY = "needs an API key";
 const PHONE = matchMedia("(max-width: 56rem)");
 const find = (selector) => document.querySelector(selector);
 const form = find("#ask");
 let running = null;
 let model = null; // as /v1/models describes it
 let talk = []; // the conversation so far, as messages
+let looking = null; // the timer of the next look at the server
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
@@ -45,23 +47,24 @@ find("#legend .hint").before(find("#lane").content.querySelector(".timeline .key
 find(".settings").open = !PHONE.matches;
 greet();
 
-/** Polls the server until it is ready, and shows the key field if the server requires a key. */
+/** Shows the server's state, and looks again until it is ready or needs a key. */
 async function greet() {
+  clearTimeout(looking);
+  let state = "";
   try {
-    const { status, body } = await look("v1/models");
-    find("#key").hidden = status !== 401 && !find("#api-key").value;
-    find("#model").textContent = body.data?.[0].id ?? "";
-    if (status === 401) {
-      find("#server").textContent = "needs an API key";
-      return;
-    }
-    dress(body.data[0]);
-    const ready = (await look("ready")).body.status;
-    find("#server").textContent = ready;
-    if (ready !== "ready") setTimeout(greet, LOOK_AGAIN_MS);
+    const { data } = await look("v1/models");
+    find("#model").textContent = data[0].id;
+    find("#key").hidden = !find("#api-key").value;
+    dress(data[0]);
+    state = (await look("ready")).status;
+    if (find("#problem").textContent === GONE) complain(null);
   } catch (error) {
-    find("#server").textContent = "unreachable";
-    complain(error);
+    state = error.status === 401 ? NEEDS_KEY : error.message;
+    if (error.status === 401) find("#key").hidden = false;
+    if (!(error instanceof Refused)) throw error;
+  } finally {
+    find("#server").textContent = state;
+    if (!["ready", NEEDS_KEY].includes(state)) looking = setTimeout(greet, LOOK_AGAIN_MS);
   }
 }
 
@@ -92,6 +95,7 @@ async function begin(run) {
   try {
     say(await run(body(), running.signal));
   } catch (error) {
+    if (error.status === 0 || error.status >= 500) greet();
     if (error.name === "AbortError") say("Stopped.");
     else complain(error);
   } finally {

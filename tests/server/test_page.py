@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(
 PROMPT = "def fibonacci(n):"
 PATIENCE_MS = 200_000
 Open = Callable[..., Any]
+API = re.compile(r"/(v1/.*|ready)$")
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +191,26 @@ def test_error_message_of_the_server_is_shown(visit: Open) -> None:
     assert alert.count() == 0
     assert [words for words in page.complaints if "Failed to load resource" not in words] == []
     page.complaints.clear()  # the browser's own word of a status of 400, and of nobody there
+
+
+def test_page_looks_at_a_lost_server_until_it_is_back(visit: Open) -> None:
+    page = visit()
+    state, alert = page.locator("#server"), page.locator("#problem")
+    page.route(API, lambda route: route.abort())
+    fill(page)
+    page.get_by_role("button", name="Generate").click()
+    state.filter(has_text="The server does not answer.").wait_for()
+    assert alert.is_visible()
+    page.unroute(API)
+    visiting.wait_until_ready(page)
+    assert not alert.is_visible()
+    page.route(API, lambda route: route.fulfill(status=502, content_type="text/html", body="<h1>Bad gateway</h1>"))
+    page.reload()
+    state.filter(has_text="The server answered with status 502 and no reason.").wait_for()
+    page.unroute(API)
+    visiting.wait_until_ready(page)
+    assert all("Failed to load resource" in words for words in page.complaints)
+    page.complaints.clear()
 
 
 # --- a conversation ---------------------------------------------------------------------------------------------------
