@@ -46,6 +46,7 @@ export async function* chat(body, signal) {
 
 async function asked(path, options) {
   const key = sessionStorage.getItem(KEY);
+  if (/[^\x21-\x7e]/.test(key)) throw new Refused("The API key contains a character that no key has; copy it again.", 401);
   const headers = { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
   try {
     return await fetch(path, { ...options, headers });

@@ -23,10 +23,8 @@ form.addEventListener("submit", (event) => {
 });
 find("#race").addEventListener("click", () => form.reportValidity() && begin(together));
 find("#stop").addEventListener("click", () => running?.abort());
-find("#api-key").addEventListener("change", (event) => {
-  keep(event.target.value);
-  greet();
-});
+find("#api-key").addEventListener("input", (event) => keep(event.target.value));
+find("#api-key").addEventListener("change", greet);
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
   if (event.key !== "Enter") return;
