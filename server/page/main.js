@@ -123,7 +123,7 @@ async function converse(lane, body, signal) {
   try {
     await lane.run(body, signal, following(lane));
   } finally {
-    if (lane.text && turn.isConnected) {
+    if (lane.tokens.length && turn.isConnected) {
       lane.node.classList.add("answer");
       talk = [...body.messages, { role: "assistant", content: lane.text }];
     } else {

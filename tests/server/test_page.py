@@ -65,6 +65,16 @@ def fill(page: Any, tokens: int = 32, mode: str = "ssd", seed: int = 2, prompt: 
     visiting.fill_form(page, prompt, tokens, mode, 0.8, seed)
 
 
+def template(page: Any, **keywords: bool) -> None:
+    """Adds keywords of the chat template to the page's requests."""
+
+    def another(route: Any) -> None:
+        body = json.loads(route.request.post_data)
+        route.continue_(post_data=json.dumps({**body, "chat_template_kwargs": keywords}))
+
+    page.route("**/v1/chat/completions", another)
+
+
 def expected_text(pair: RunningServer, tokens: int = 32, seed: int = 2) -> str:
     return pair.client.generate(PROMPT, SamplingParams(max_tokens=tokens, temp=0.8, seed=seed), mode="ar").text
 
@@ -274,6 +284,20 @@ def test_page_of_a_chat_model_keeps_a_conversation(visit: Open, chat: RunningSer
     message.press("Enter")
     wait_until_done(page)
     assert [one["content"] for one in asked[-1]["messages"]] == ["Lost?"]
+
+
+def test_answer_that_is_only_reasoning_so_far_is_kept(visit: Open, chat: RunningServer) -> None:
+    page = visit(chat.url)
+    template(page, enable_thinking=True)
+    page.get_by_label("Max tokens").fill("3")
+    page.get_by_label("Message").fill("2 + 2?")
+    page.get_by_role("button", name="Send").click()
+    wait_until_done(page, "Cut off at max tokens.")
+    assert page.locator(".turn").inner_text() == "2 + 2?" and "Hmm" in page.locator(".lane .text").inner_text()
+    page.get_by_label("Message").fill("And then?")
+    page.get_by_role("button", name="Send").click()
+    page.locator(".turn").nth(1).wait_for()
+    wait_until_done(page)
 
 
 # --- who can use it -------------------------------------------------------------------------------------------------
