@@ -21,11 +21,15 @@ export class Lane {
   }
 
   /** Sends `body` and shows the answer until it is complete or `signal` stops it; calls `grown` after each change. */
-  async run(body, signal, grown = () => {}) {
-    for await (const event of chat(body, signal)) {
-      if (event.progress) this.#reading(event.progress);
-      else this.#take(event);
-      grown();
+  async run(body, signal, grown) {
+    try {
+      for await (const event of chat(body, signal)) {
+        if (event.progress) this.#reading(event.progress);
+        else this.#take(event);
+        grown();
+      }
+    } finally {
+      this.#wait("");
     }
     this.painter.close(this.text);
     this.timeline.draw();

@@ -36,7 +36,7 @@ find("#anew").addEventListener("click", () => {
   running?.abort();
   talk = [];
   find("#talk").replaceChildren();
-  find("#lanes").replaceChildren();
+  clear();
   talking(false);
   say("");
   form.prompt.focus();
@@ -83,11 +83,8 @@ function dress(found) {
 async function begin(run) {
   if (running) return;
   running = new AbortController();
-  complain(null);
   find("#talk").append(...find("#lanes").querySelectorAll(".answer"));
-  find("#lanes").replaceChildren();
-  find("#times").hidden = true;
-  find("#times").replaceChildren();
+  clear();
   busy(true);
   if (find("#lanes").getBoundingClientRect().top > innerHeight / 2) find("#lanes").scrollIntoView();
   try {
@@ -100,6 +97,14 @@ async function begin(run) {
     busy(false);
     running = null;
   }
+}
+
+/** Removes what the last run showed. */
+function clear() {
+  complain(null);
+  find("#lanes").replaceChildren();
+  find("#times").hidden = true;
+  find("#times").replaceChildren();
 }
 
 async function generate(body, signal) {
@@ -127,9 +132,10 @@ async function converse(lane, body, signal) {
       lane.node.classList.add("answer");
       talk = [...body.messages, { role: "assistant", content: lane.text }];
     } else {
+      if (turn.isConnected) form.prompt.value ||= asked.content;
       turn.remove();
       lane.node.remove();
-      form.prompt.value ||= asked.content;
+      talking(talk.length > 0);
     }
   }
 }

@@ -223,6 +223,16 @@ def test_page_looks_at_a_lost_server_until_it_is_back(visit: Open) -> None:
     page.complaints.clear()
 
 
+def test_failed_stream_leaves_the_reason_and_no_progress(visit: Open) -> None:
+    page = visit()
+    error = json.dumps({"error": {"message": "the target was lost"}})
+    body = f": prompt 1/9\n\ndata: {error}\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.get_by_role("button", name="Generate").click()
+    page.get_by_role("alert").filter(has_text="the target was lost").wait_for()
+    assert not page.locator(".lane .waiting").is_visible()
+
+
 # --- a conversation ---------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +308,23 @@ def test_answer_that_is_only_reasoning_so_far_is_kept(visit: Open, chat: Running
     page.get_by_role("button", name="Send").click()
     page.locator(".turn").nth(1).wait_for()
     wait_until_done(page)
+
+
+def test_new_conversation_clears_the_race_and_the_error_before_it(visit: Open, chat: RunningServer) -> None:
+    page = visit(chat.url)
+    generate(page)
+    page.get_by_label("Message").fill("Faster?")
+    page.get_by_role("button", name="Race").click()
+    wait_until_done(page, "The same text")
+    anew, times, alert = page.locator("#anew"), page.locator("#times"), page.locator("#problem")
+    assert times.is_visible()
+    anew.click()
+    assert not times.is_visible() and not anew.is_visible()
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=429, json={"error": {"message": "full"}}))
+    page.get_by_role("button", name="Send").click()
+    alert.filter(has_text="full").wait_for()
+    assert not anew.is_visible()  # the message is in the form again
+    page.complaints.clear()
 
 
 # --- who can use it -------------------------------------------------------------------------------------------------
