@@ -90,6 +90,7 @@ async function begin(run) {
   try {
     say(await run(body(), running.signal));
   } catch (error) {
+    running.abort(); // so that the server stops, too
     if (error.status === 0 || error.status >= 500) greet();
     if (error.name === "AbortError") say("Stopped.");
     else complain(error);

@@ -65,6 +65,12 @@ def fill(page: Any, tokens: int = 32, mode: str = "ssd", seed: int = 2, prompt: 
     visiting.fill_form(page, prompt, tokens, mode, 0.8, seed)
 
 
+def endless(page: Any, tokens: int = 100_000) -> None:
+    """Lets the scripted chat model write one text forever."""
+    template(page, long=True)
+    page.get_by_label("Max tokens").fill(str(tokens))
+
+
 def template(page: Any, **keywords: bool) -> None:
     """Adds keywords of the chat template to the page's requests."""
 
@@ -231,6 +237,17 @@ def test_failed_stream_leaves_the_reason_and_no_progress(visit: Open) -> None:
     page.get_by_role("button", name="Generate").click()
     page.get_by_role("alert").filter(has_text="the target was lost").wait_for()
     assert not page.locator(".lane .waiting").is_visible()
+
+
+def test_failure_of_the_page_itself_cancels_the_request(visit: Open, chat: RunningServer) -> None:
+    page = visit(chat.url)
+    endless(page)
+    page.evaluate("JSON.parse = (parse => text => String(text).includes('tock') ? parse('') : parse(text))(JSON.parse)")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_role("alert").wait_for()
+    while chat.client.stats().active:
+        time.sleep(0.05)
+    page.complaints.clear()  # the failure, for the console
 
 
 # --- a conversation ---------------------------------------------------------------------------------------------------
