@@ -5,6 +5,8 @@ import { ofRounds, ofTimings, show } from "./figures.js";
 import { Painter } from "./painter.js";
 import { Timeline } from "./timeline.js";
 
+const EVERY_MS = 50; // each time, the browser lays the whole text out again
+
 export class Lane {
   /** Adds a lane with `title` at the end of `place`. */
   constructor(place, title) {
@@ -17,6 +19,8 @@ export class Lane {
     this.timeline = new Timeline(this.node.querySelector(".timeline"));
     this.found = ofRounds([]);
     this.text = "";
+    this.fresh = []; // tokens that are not shown yet
+    this.waiting = null;
     place.append(made);
   }
 
@@ -26,10 +30,11 @@ export class Lane {
       for await (const event of chat(body, signal)) {
         if (event.progress) this.#reading(event.progress);
         else this.#take(event);
-        grown();
+        this.waiting ??= setTimeout(() => this.#show(grown), EVERY_MS);
       }
     } finally {
       this.#wait("");
+      this.#show(grown);
     }
     this.painter.close(this.text);
     this.timeline.draw();
@@ -60,11 +65,19 @@ export class Lane {
     if (choice?.speculation) this.#wait("");
     this.text += choice?.delta.content ?? "";
     this.reason = choice?.finish_reason ?? this.reason;
-    this.painter.add(choice?.speculation?.origins ?? []);
+    this.fresh.push(...(choice?.speculation?.origins ?? []));
     this.timeline.add(choice?.speculation?.rounds ?? []);
-    this.found = event.timings ? ofTimings(event.timings) : ofRounds(this.timeline.rounds);
-    show(this.list, this.found);
+    this.timings = event.timings ?? this.timings;
     if (event.outrider) this.#ended(event.outrider);
+  }
+
+  #show(grown) {
+    clearTimeout(this.waiting);
+    this.waiting = null;
+    this.painter.add(this.fresh.splice(0));
+    this.found = this.timings ? ofTimings(this.timings) : ofRounds(this.timeline.rounds);
+    show(this.list, this.found);
+    grown();
   }
 
   #ended({ seed, mode, notes }) {

@@ -83,7 +83,10 @@ function dress(found) {
 async function begin(run) {
   if (running) return;
   running = new AbortController();
-  find("#talk").append(...find("#lanes").querySelectorAll(".answer"));
+  for (const answer of find("#lanes").querySelectorAll(".answer")) {
+    for (const part of answer.querySelectorAll(":scope > :not(.said), .key")) part.remove(); // a long talk keeps texts only
+    find("#talk").append(answer);
+  }
   clear();
   busy(true);
   if (find("#lanes").getBoundingClientRect().top > innerHeight / 2) find("#lanes").scrollIntoView();

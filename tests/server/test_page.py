@@ -250,6 +250,19 @@ def test_failure_of_the_page_itself_cancels_the_request(visit: Open, chat: Runni
     page.complaints.clear()  # the failure, for the console
 
 
+def test_events_that_arrive_together_are_drawn_together(visit: Open, chat: RunningServer) -> None:
+    page = visit(chat.url)
+    one = {"delta": {"content": "a "}, "speculation": {"origins": [{"text": "a ", "origin": "target"}]}}
+    events = [{"choices": [one]}] * 1000 + [{"choices": [], "outrider": {"seed": 1, "mode": "ar", "notes": []}}]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.evaluate("drawn = 0; Element.prototype.scrollIntoView = () => drawn++")
+    page.get_by_role("button", name="Send").click()
+    wait_until_done(page)
+    assert count_colours(page.locator(".lane")) == Counter(target=1000)
+    assert page.evaluate("drawn") < 500
+
+
 # --- a conversation ---------------------------------------------------------------------------------------------------
 
 
@@ -295,7 +308,7 @@ def test_page_of_a_chat_model_keeps_a_conversation(visit: Open, chat: RunningSer
         {"role": "assistant", "content": said},
         {"role": "user", "content": "And I?"},
     ]
-    assert answers.count() == 2 and page.locator(".timeline:visible").count() == 1
+    assert answers.count() == 2 and page.locator("main .timeline, main .figures").count() == 2  # the last answer's
     for width in (1280, 320):
         page.set_viewport_size({"width": width, "height": 600})
         assert beyond(page) == []
