@@ -149,12 +149,14 @@ function talking(is) {
   find("#anew").hidden = !is;
 }
 
-/** Keeps the end of a growing text visible until the reader scrolls. */
+/** Keeps the end of a growing text visible, unless the reader has scrolled up or past it. */
 function following(lane) {
-  let follows = true;
-  const leave = () => (follows = false);
-  for (const kind of ["wheel", "touchmove"]) addEventListener(kind, leave, { once: true, passive: true });
-  return () => follows && lane.end?.scrollIntoView({ block: "nearest" });
+  let reached = scrollY;
+  return () => {
+    if (!lane.end || scrollY < reached || lane.end.getBoundingClientRect().top < 0) return;
+    lane.end.scrollIntoView({ block: "nearest" });
+    reached = scrollY;
+  };
 }
 
 async function together(body, signal) {

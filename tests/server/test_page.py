@@ -357,6 +357,24 @@ def test_new_conversation_clears_the_race_and_the_error_before_it(visit: Open, c
     page.complaints.clear()
 
 
+def test_text_does_not_pull_back_a_reader_who_scrolls_by_keyboard(visit: Open, chat: RunningServer) -> None:
+    page = visit(chat.url, viewport={"width": 1280, "height": 400})
+    endless(page)
+    count = "document.querySelectorAll('.lane .token').length"
+    with slowed(pid_of(chat.client, "target")):
+        page.get_by_role("button", name="Send").click()
+        while page.evaluate("scrollY") < 100:
+            time.sleep(0.05)
+        page.evaluate("document.activeElement.blur()")
+        page.keyboard.press("Home")
+        before = page.evaluate(count)
+        while page.evaluate(count) < before + 20:
+            time.sleep(0.05)
+        assert page.evaluate("scrollY") == 0
+        page.get_by_role("button", name="Stop").click()
+        wait_until_done(page, "Stopped.")
+
+
 # --- who can use it -------------------------------------------------------------------------------------------------
 
 
