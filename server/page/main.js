@@ -25,6 +25,8 @@ find("#race").addEventListener("click", () => form.reportValidity() && begin(tog
 find("#stop").addEventListener("click", () => running?.abort());
 find("#api-key").addEventListener("input", (event) => keep(event.target.value));
 find("#api-key").addEventListener("change", greet);
+const unfold = (event) => (find(".settings").open ||= find(".settings").contains(event.target));
+form.addEventListener("invalid", unfold, true); // a folded field could not show what is wrong
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
   if (event.key !== "Enter") return;

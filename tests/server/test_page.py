@@ -263,6 +263,15 @@ def test_events_that_arrive_together_are_drawn_together(visit: Open, chat: Runni
     assert page.evaluate("drawn") < 500
 
 
+def test_settings_unfold_if_one_of_them_is_invalid(visit: Open) -> None:
+    page = visit()
+    page.get_by_label("Max tokens").fill("")
+    page.locator("summary").click()
+    page.get_by_role("button", name="Generate").click()
+    page.locator("#max-tokens:focus").wait_for()
+    assert page.get_by_label("Max tokens").is_visible()
+
+
 # --- a conversation ---------------------------------------------------------------------------------------------------
 
 
