@@ -127,6 +127,7 @@ async function converse(lane, body, signal) {
   const asked = body.messages.at(-1);
   const turn = find("#talk").appendChild(document.createElement("p"));
   turn.className = "turn";
+  turn.dir = "auto";
   turn.textContent = asked.content;
   talking(true);
   form.prompt.value = "";

@@ -384,6 +384,18 @@ def test_text_does_not_pull_back_a_reader_who_scrolls_by_keyboard(visit: Open, c
         wait_until_done(page, "Stopped.")
 
 
+def test_right_to_left_text_is_written_from_the_right(visit: Open, chat: RunningServer) -> None:
+    page = visit(chat.url)
+    page.get_by_label("Message").fill("שלום")
+    direction = "node => getComputedStyle(node).direction"
+    assert page.get_by_label("Message").evaluate(direction) == "rtl"
+    generate(page)
+    assert page.locator(".turn").evaluate(direction) == "rtl"
+    assert page.locator(".lane .text").evaluate(direction) == "ltr"
+    page.locator(".lane .text").evaluate("node => (node.textContent = 'שלום')")
+    assert page.locator(".lane .text").evaluate(direction) == "rtl"
+
+
 # --- who can use it -------------------------------------------------------------------------------------------------
 
 
