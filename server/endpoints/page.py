@@ -56,7 +56,7 @@ async def docs(request: Request) -> Response:
 def _reference(described: Mapping[str, Any]) -> Iterator[str]:
     """Yields a heading for each path and method, and a table of the body's fields."""
     yield f"<h1>{escape(described['info']['title'])} {escape(described['info']['version'])}</h1>"
-    yield '<p>The same for programs: <a href="/openapi.json">/openapi.json</a></p>'
+    yield '<p>The same for programs: <a href="openapi.json">/openapi.json</a></p>'
     shapes = described["components"]["schemas"]
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
