@@ -8,6 +8,7 @@ const EMBEDDED = "outrider-embedded";
 const EXAMPLES = { code: "def fibonacci(n):", text: "Once upon a time", chat: "Why is the sky blue? Answer in three sentences." };
 const CHAT_TOKENS = 512;
 const LOOK_AGAIN_MS = 2000;
+const SCROLL_KEYS = ["ArrowUp", "ArrowDown", "PageUp", "PageDown", "Home", "End", " "];
 const NEEDS_KEY = "needs an API key";
 const PHONE = matchMedia("(max-width: 56rem)");
 const find = (selector) => document.querySelector(selector);
@@ -16,6 +17,7 @@ let running = null;
 let model = null; // as /v1/models describes it
 let talk = []; // the conversation so far, as messages
 let looking = null; // the timer of the next look at the server
+let scrolls = false; // the reader does: smoothly, which another scrolling would end
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
@@ -25,10 +27,13 @@ find("#race").addEventListener("click", () => form.reportValidity() && begin(tog
 find("#stop").addEventListener("click", () => running?.abort());
 find("#api-key").addEventListener("input", (event) => keep(event.target.value));
 find("#api-key").addEventListener("change", greet);
+for (const kind of ["wheel", "touchmove"]) addEventListener(kind, () => (scrolls = true), { passive: true });
+addEventListener("scrollend", () => (scrolls = false));
 const unfold = (event) => (find(".settings").open ||= find(".settings").contains(event.target));
 form.addEventListener("invalid", unfold, true); // a folded field could not show what is wrong
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
+  if (SCROLL_KEYS.includes(event.key) && !event.target.closest("textarea, input")) scrolls = true;
   if (event.key !== "Enter") return;
   const sends = model?.chat_template && event.target === form.prompt && !event.shiftKey && !event.isComposing;
   if (sends) event.preventDefault();
@@ -155,8 +160,9 @@ function talking(is) {
 /** Keeps the end of a growing text visible, unless the reader has scrolled up or past it. */
 function following(lane) {
   let reached = scrollY;
+  scrolls = false;
   return () => {
-    if (!lane.end || scrollY < reached || lane.end.getBoundingClientRect().top < 0) return;
+    if (!lane.end || scrolls || scrollY < reached || lane.end.getBoundingClientRect().top < 0) return;
     lane.end.scrollIntoView({ block: "nearest" });
     reached = scrollY;
   };

@@ -376,6 +376,8 @@ def test_text_does_not_pull_back_a_reader_who_scrolls_by_keyboard(visit: Open, c
             time.sleep(0.05)
         page.evaluate("document.activeElement.blur()")
         page.keyboard.press("Home")
+        while page.evaluate("scrollY"):
+            time.sleep(0.05)
         before = page.evaluate(count)
         while page.evaluate(count) < before + 20:
             time.sleep(0.05)
