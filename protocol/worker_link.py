@@ -127,8 +127,8 @@ class WorkerLink:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._connect(endpoint, routing_id(self.incarnation))
         self._socket.setsockopt(zmq.RCVTIMEO, IDLE_POLL_MS)
-        if keys is not None:
-            self._socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)  # if the key is refused, sending would block forever
+        if parent_fd is None:
+            self._socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)  # if it is refused, sending would block forever
         self._endpoint = endpoint
         self._by_hand = parent_fd is None
         self._has_joined = False

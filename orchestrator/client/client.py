@@ -340,7 +340,7 @@ class Client(EndpointClient, BaseClient):
         """Returns the server's workers and totals."""
         patience = self.patience()
         with self.open_socket() as socket:
-            socket.send_multipart(encode(patience.on_silence()))
+            _send(socket, encode(patience.on_silence()))
             while True:
                 answer = self._receive(socket, patience)
                 if isinstance(answer, Stats):
@@ -351,7 +351,7 @@ class Client(EndpointClient, BaseClient):
         cancellation = encode(Cancel(dialogue.request))  # encoded now: a program that exits may have unloaded the codec
         socket = self.open_socket()
         try:
-            socket.send_multipart(encode(dialogue.first_message))
+            _send(socket, encode(dialogue.first_message))
             dialogue.was_sent = True
             while not (dialogue.over or dialogue.is_closed):
                 answer = self._receive(socket, patience, dialogue.request)
@@ -360,19 +360,22 @@ class Client(EndpointClient, BaseClient):
                     yield chunk
         finally:
             if not dialogue.over:
-                with suppress(zmq.Again):
-                    socket.send_multipart(cancellation, flags=zmq.NOBLOCK)
+                _send(socket, cancellation)
             socket.close(linger=FLUSH_MS)
 
     def _receive(self, socket: zmq.Socket[bytes], patience: Patience, about: str | None = None) -> Message | None:
         """Returns the next message, or None after a silence, in which case a query was sent."""
         if not socket.poll(patience.poll_ms):
-            query = encode(patience.on_silence(about))
-            with suppress(zmq.Again):  # ZeroMQ's queue is full if the server accepts no connection
-                socket.send_multipart(query, flags=zmq.NOBLOCK)
+            _send(socket, encode(patience.on_silence(about)))
             return None
         patience.on_message()
         return decode(socket.recv_multipart())
+
+
+def _send(socket: zmq.Socket[bytes], frames: Sequence[bytes | memoryview]) -> None:
+    """Sends without waiting: ZeroMQ takes nothing if the server has refused this side or accepts no connection."""
+    with suppress(zmq.Again):
+        socket.send_multipart(frames, flags=zmq.NOBLOCK)
 
 
 class ClientSelector(Generic[C]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import socket as sockets
 import threading
 from collections.abc import Callable, Iterator
@@ -16,10 +17,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from outrider.orchestrator.auth import CurveAuth, create_curve_auth
+from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import worker_link
 from outrider.protocol.endpoints import BoundSocket, Tcp, bind, connect, parse_endpoint, probe
 from outrider.protocol.errors import EndpointError, KeyFault
 from outrider.protocol.keys import CLIENT, DRAFTER, AllowedKey, ClientKeys, Keyring, ServerKeys, make_pair
+from outrider.protocol.messages import Loading
+from outrider.protocol.worker_link import WorkerLink
 
 WAIT_MS = 200_000
 MANY = int(os.environ.get("OUTRIDER_STRANGERS", "20"))
@@ -102,6 +107,40 @@ def test_no_message_is_accepted_from_unauthorized_peers(
     server.connect_peer(server.keys())
     assert server.received() == [b"word"]  # the friend's, who came last
     assert not server.socket.poll(200)
+
+
+def wait_until_refused(socket: zmq.Socket[bytes]) -> None:
+    """Waits until ZeroMQ has ended the connection and sending would wait; at times it connects again instead."""
+    for _ in range(100):
+        if not socket.poll(10, zmq.POLLOUT):
+            return
+
+
+def test_client_refused_before_its_first_message_gets_the_reason(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ then has no connection for the message, and would wait for one forever."""
+    open_socket = Client.open_socket
+
+    def open_and_wait(client: Client) -> zmq.Socket[bytes]:
+        socket = open_socket(client)
+        wait_until_refused(socket)
+        return socket
+
+    monkeypatch.setattr(Client, "open_socket", open_and_wait)
+    for call in (lambda: Client(server.endpoint).stats(), lambda: Client(server.endpoint).generate("a")):
+        with pytest.raises(KeyFault, match="requires keys"):
+            call()
+
+
+def test_worker_refused_before_its_first_message_does_not_wait(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_link, "SEND_TIMEOUT_MS", 1)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with WorkerLink(server.endpoint, "mini") as link:
+        wait_until_refused(link._socket)
+        link.send(Loading("draft", "starting"))
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Recorder:
