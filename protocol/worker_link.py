@@ -141,7 +141,9 @@ class WorkerLink:
     def __enter__(self) -> WorkerLink:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is SystemExit and self._by_hand and self._has_joined:
+            self.send(Fault(self.name, None, "it was stopped"))
         self._socket.close(linger=500)
 
     def enter(self, hello: Hello) -> None:

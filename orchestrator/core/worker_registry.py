@@ -245,6 +245,8 @@ class Worker:
             return self.fault or ended + (f": {tail}" if tail else "")
         if self.dismissal_reason:
             return f"{self} is dismissed: {self.dismissal_reason}"
+        if self.spawned is None and self.fault:
+            return f"{self} has left: {clip(self.fault)!r}"
         silence = self.heartbeat.silence_reason(ping_interval_s, not self.entered)
         return f"{self} {silence}" if silence else None
 

@@ -534,6 +534,17 @@ def test_given_up_joined_drafter_is_notified_and_frees_its_name(harness: PoolHar
     assert Peer(harness, "draft", 10).hello("studio") == welcome("studio")
 
 
+def test_joined_drafter_that_reports_its_end_is_lost_at_once_and_frees_its_name(harness: PoolHarness) -> None:
+    harness.worker("target-0")
+    drafter = Peer(harness, "draft", 9)
+    assert drafter.hello("studio") == welcome("studio")
+    drafter.say(Fault("studio", None, "it was stopped"))
+    while not (losses := harness.losses()):
+        harness.listen()
+    assert losses[0].gone and losses[0].why == "draft worker studio has left: 'it was stopped'"
+    assert Peer(harness, "draft", 10).hello("studio") == welcome("studio")
+
+
 # --- who died and comes back ---------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import zmq
 from outrider.protocol import worker_link
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.errors import EndpointError
-from outrider.protocol.messages import Close, Hello, Message, Ping, Pong, Shutdown, Welcome
+from outrider.protocol.messages import Close, Fault, Hello, Message, Ping, Pong, Shutdown, Welcome
 from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.worker_link import OrchestratorGone, WorkerLink, heartbeat_id, routing_id
 
@@ -168,6 +168,16 @@ def test_shutdown_without_a_reason_is_received_as_shutdown(endpoint: str) -> Non
     with link:
         orchestrator.say(Shutdown())
         assert link.receive(wait=True) == Shutdown()
+    orchestrator.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_worker_reports_its_end(endpoint: str, number: signal.Signals) -> None:
+    orchestrator, link = entered(endpoint)
+    with pytest.raises(SystemExit), link:
+        signal.raise_signal(number)
+        link.receive(wait=True)
+    assert orchestrator.hear(Fault) == Fault("studio", None, "it was stopped")
     orchestrator.close()
 
 
