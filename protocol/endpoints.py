@@ -376,7 +376,21 @@ def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT
             socket.disable_monitor()
             monitor.close(linger=0)
     if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-        raise _handshake_error(endpoint, keys, event == zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        known = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        if not known and not _is_greeted(parse_endpoint(endpoint)):
+            raise EndpointError(f"{endpoint} closes connections unanswered; expected a running server there")
+        raise _handshake_error(endpoint, keys, known)
+
+
+def _is_greeted(where: Endpoint) -> bool:
+    """Whether a server answers, as ZeroMQ does at once: a forwarded port accepts connections without one."""
+    if isinstance(where, Ipc):
+        return True
+    try:
+        with sockets.create_connection((where.host, where.port), PROBE_TIMEOUT_SECONDS) as connection:
+            return bool(connection.recv(1))
+    except OSError:
+        return False
 
 
 def _handshake_error(endpoint: str, keys: ClientKeys | None, known: bool) -> OutriderError:

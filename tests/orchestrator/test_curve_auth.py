@@ -8,7 +8,7 @@ import signal
 import socket as sockets
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,22 @@ def test_worker_refused_before_its_first_message_does_not_wait(server: Server, m
         link.send(Loading("draft", "starting"))
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_forwarded_port_with_no_server_behind_it_is_no_server_with_another_key() -> None:
+    """As of an SSH tunnel or a container: a worker goes on waiting for its server (`WorkerLink.enter`)."""
+    with sockets.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up() -> None:
+            with suppress(OSError):
+                while True:
+                    listener.accept()[0].close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        for keys in (ClientKeys(FRIEND, STRANGER.public), None):
+            with pytest.raises(EndpointError, match="closes connections"):
+                probe(f"tcp://127.0.0.1:{listener.getsockname()[1]}", keys)
+        listener.shutdown(sockets.SHUT_RDWR)
 
 
 class Recorder:
