@@ -21,13 +21,11 @@ from outrider.engine.kv_rows import ReadingFault
 from outrider.engine.load_checks import measure_sequence_cost, open_kv_cache
 from outrider.engine.loading import LoadedModel, load, load_lazily
 from outrider.engine.prompt_cache import PromptCache
+from outrider.protocol.endpoints import MAX_PIECE_BYTES
 from outrider.protocol.errors import CannotDraft, OutriderError, wrap_model_errors
 from outrider.protocol.messages import Close, KvMemory, Prefill, PromptKv, Shutdown
 from outrider.protocol.stats import CacheUse, KvCost
 from outrider.protocol.worker_link import Link, WorkerLoop
-
-MAX_PIECE_BYTES = 2**22
-"""The most bytes of a message: the orchestrator forwards each between two rounds of other requests."""
 
 StageCallback = Callable[[str], None]
 """A function that is called with each stage of the start."""

@@ -42,6 +42,9 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,253})")
 HEARTBEAT_INTERVAL_MS = 500
 HEARTBEAT_TIMEOUT_MS = 2000
 """TCP repeats a lost packet after about 200 ms, then after 400: a working link is never silent for so long."""
+MAX_PIECE_BYTES = 500 * HEARTBEAT_TIMEOUT_MS
+"""The most bytes of an array in one message: a link of 1 MB/s carries them in half that time. ZeroMQ's heartbeats count
+whole frames only, and close a link that takes longer for one."""
 
 CONNECT_TIMEOUT_MS = 1000
 RECONNECT_INTERVAL_MS, MAX_RECONNECT_INTERVAL_MS = 100, 400

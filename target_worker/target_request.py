@@ -24,6 +24,7 @@ from outrider.drafters.heads.head import Head
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.verify import VerifyInput, VerifyOutput
 from outrider.protocol import clock
+from outrider.protocol.endpoints import MAX_PIECE_BYTES
 from outrider.protocol.errors import InvalidRequest, OutriderError, wrap_model_errors
 from outrider.protocol.messages import (
     Autonomous,
@@ -88,7 +89,12 @@ class FeatureListener:
             self.fault = FEATURES_TOO_LARGE_NOTE
             log.warning("%s", self.fault, extra={"request": self._request})
             return []
-        return [Features(self._request, self._epoch, position, rows) for position, rows in features]
+        return [
+            Features(self._request, self._epoch, position + first, rows[first : first + step])
+            for position, rows in features
+            for step in [max(MAX_PIECE_BYTES // max(rows[:1].nbytes, 1), 1)]
+            for first in range(0, len(rows), step)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
