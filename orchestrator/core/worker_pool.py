@@ -347,7 +347,7 @@ class WorkerPool:
 
     def _within_rate(self, identity: bytes, worker: Worker | None, frames: Sequence[bytes]) -> bool:
         """Whether the sender is within its rate; messages over it are not decoded."""
-        if worker is not None and worker.role == "target":
+        if worker is not None and worker.role != "draft":
             return True
         allowance = self._strangers if worker is None else self._drafters
         if allowance.allow(identity, frames, clock.now()):

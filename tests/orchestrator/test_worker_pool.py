@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 from msgspec import structs
@@ -44,6 +45,7 @@ from outrider.protocol.messages import (
     Outcome,
     Ping,
     Pong,
+    PromptKv,
     Resync,
     Shutdown,
     Span,
@@ -880,6 +882,20 @@ def test_flooding_drafter_is_dismissed(harness: PoolHarness, monkeypatch: pytest
     assert 90 < len(harness.said) <= 100
     [loss] = harness.losses()
     assert "too many messages (8)" in loss.why
+
+
+def test_prefill_worker_may_send_a_prompt_as_fast_as_its_link_carries_it(
+    harness: PoolHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each MB counts as 61 messages: a cached prompt of 1 GB would be a flood, and its rest be lost."""
+    monkeypatch.setattr(harness.pool, "_drafters", RateLimiter(Rate(1e-6, 100)))
+    reader = Peer(harness, "prefill", 9)
+    reader.hello("studio")
+    for start in range(200):
+        reader.say(PromptKv("r", 0, start, 1, np.zeros(20_000, np.uint8)))
+    harness.settle()
+    assert [message.start for _, message in harness.said if isinstance(message, PromptKv)] == list(range(200))
+    assert not harness.losses() and not harness.pool.rejected
 
 
 def test_unread_messages_are_bounded_with_one_warning(
