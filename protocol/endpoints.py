@@ -130,7 +130,16 @@ def _parse_tcp(text: str, rest: str) -> Tcp:
 def _address_family(where: Endpoint) -> sockets.AddressFamily:
     if isinstance(where, Ipc):
         return sockets.AF_UNIX
-    return sockets.AF_INET6 if ":" in where.host else sockets.AF_INET
+    return sockets.AF_INET6 if _is_ipv6(where.host) else sockets.AF_INET
+
+
+def _is_ipv6(host: str) -> bool:
+    """Whether it is an IPv6 address, or a name of IPv6 addresses only: ZeroMQ uses one family, by default IPv4."""
+    if ":" in host or host == "*":
+        return ":" in host
+    with suppress(EndpointError):  # a name may be found later
+        return _resolve_host(host) == {sockets.AF_INET6}
+    return False
 
 
 def is_local(where: Endpoint) -> bool:
@@ -294,7 +303,7 @@ def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound
 def _set_common_options(socket: Socket, where: Endpoint) -> None:
     socket.maxmsgsize = MAX_FRAME_BYTES
     socket.handshake_ivl = min(socket.handshake_ivl, HANDSHAKE_TIMEOUT_MS)  # that of `set_remote_options` is shorter
-    if isinstance(where, Tcp) and ":" in where.host:
+    if isinstance(where, Tcp) and _is_ipv6(where.host):
         socket.ipv6 = True
 
 
@@ -351,10 +360,10 @@ def require_server(endpoint: str) -> None:
 
 
 @lru_cache
-def _resolve_host(host: str) -> None:
-    """Checks that the host's address can be found; a success is cached."""
+def _resolve_host(host: str) -> set[int]:
+    """Returns the families of the host's addresses; a success is cached. Raises EndpointError if it has none."""
     try:
-        sockets.getaddrinfo(host, None)
+        return {info[0] for info in sockets.getaddrinfo(host, None)}
     except (OSError, UnicodeError) as error:
         raise EndpointError(f"the host {host} can't be found ({error}); check the name, or use its address") from None
 

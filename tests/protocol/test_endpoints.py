@@ -14,7 +14,7 @@ import zmq
 from outrider.protocol import endpoints, socket_files
 from outrider.protocol.endpoints import Ipc, Tcp, bind, connect, parse_endpoint, require_server
 from outrider.protocol.errors import EndpointError
-from outrider.protocol.keys import ServerKeys, make_pair
+from outrider.protocol.keys import ClientKeys, ServerKeys, make_pair
 from outrider.protocol.socket_files import MAX_PATH_BYTES
 
 
@@ -277,6 +277,26 @@ def test_bind_refused_by_zeromq_is_an_error_and_leaves_no_file(ipc, short):
 def test_connect_refuses_an_unreachable_endpoint(sockets, endpoint):
     with pytest.raises(EndpointError):
         connect(sockets(zmq.DEALER), endpoint)
+
+
+@pytest.mark.parametrize(
+    ("host", "families", "ipv6"),
+    [
+        ("six.local", [plain.AF_INET6], True),
+        ("both.local", [plain.AF_INET6, plain.AF_INET], False),
+        ("none.local", None, False),
+    ],
+)
+def test_name_with_ipv6_addresses_only_is_connected_by_ipv6(sockets, monkeypatch, host, families, ipv6):
+    def addresses(*_):
+        if families is None:
+            raise plain.gaierror
+        return [(family, plain.SOCK_STREAM, 6, "", ("", 0)) for family in families]
+
+    monkeypatch.setattr(plain, "getaddrinfo", addresses)
+    socket = sockets(zmq.DEALER)
+    connect(socket, f"tcp://{host}:5556", ClientKeys(make_pair(), make_pair().public))
+    assert socket.ipv6 == ipv6
 
 
 def test_oversized_frame_is_dropped_and_other_clients_continue(sockets, ipc, monkeypatch):
