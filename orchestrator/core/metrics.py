@@ -15,15 +15,17 @@ been converted to this clock (`worker_registry.RemoteClock`).
 
 from __future__ import annotations
 
-import json
 import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
 
 from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
 from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
@@ -49,6 +51,7 @@ _BUCKET_BOUNDS_NS = tuple(int(bound * MILLISECOND_NS) for bound in BUCKET_BOUNDS
 ORCHESTRATOR_TRACK = "orchestrator"
 TARGET_TRACK = "target"
 MAX_TRACE_EVENTS = 1 << 20
+TRACE_BUFFER_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
@@ -291,50 +294,83 @@ class DurationHistogram:
 
 
 class Trace:
-    """Collects the first `MAX_TRACE_EVENTS` with tracks if it has a path to write them to; otherwise costs nothing."""
+    """Writes the first `MAX_TRACE_EVENTS` to a file as they come, if it has a path; otherwise costs nothing.
+
+    Raises:
+        InvalidRequest: the file can't be written. If that happens later, events are left out, and `close` raises it.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._events: list[tuple[str, dict[str, Any]]] = []
-        self._is_full = False
-        self.close()  # writes an empty trace, so that a bad path shows at the start
+        self._file: BinaryIO | None = None
+        self._error: OSError | None = None
+        self._numbers: dict[tuple[str, str], int] = {}  # of processes and threads, by kind and name
+        self._events, self._separator = 0, b"\n"
+        if path is not None:
+            try:
+                self._file = path.open("wb", TRACE_BUFFER_BYTES)
+                self._file.write(b'{"traceEvents": [')
+                self._file.flush()
+            except OSError as error:
+                self._stop(error)
+                self.close()
 
     @property
     def enabled(self) -> bool:
-        return self._path is not None
+        return self._file is not None
 
     def add(self, track: str, name: str, span: Span, **args: Any) -> None:
-        if self._path is None:
+        if self._file is None:
             return
-        if len(self._events) < MAX_TRACE_EVENTS:
-            times = {"ts": span.started_ns / 1000, "dur": span.duration_ns / 1000}
-            self._events.append((track, {"ph": "X", "name": name, "args": args, **times}))
-            return
-        if not self._is_full:
-            self._is_full = True
+        if self._events == MAX_TRACE_EVENTS:
             log.warning("the trace is full (%d events); later events are left out", MAX_TRACE_EVENTS)
+            self._end()
+            return
+        pid = self._number("process_name", TARGET_TRACK if track == TARGET_DRAFTER_TRACK else track)
+        tid = self._number("thread_name", track, pid)
+        times = {"ts": span.started_ns / 1000, "dur": span.duration_ns / 1000}
+        self._write({"pid": pid, "tid": tid, "ph": "X", "name": name, "args": args, **times})
+        self._events += 1
 
     def mark(self, track: str, name: str, at_ns: int, **args: Any) -> None:
         self.add(track, name, Span(at_ns, at_ns), **args)
 
     def close(self) -> None:
-        """Writes the events."""
-        if self._path is None:
-            return
-        tracks = sorted({track for track, _ in self._events})
-        process_of = {track: TARGET_TRACK if track == TARGET_DRAFTER_TRACK else track for track in tracks}
-        processes = sorted(set(process_of.values()))
-        pids = {track: 1 + processes.index(process) for track, process in process_of.items()}
-        named = [("process_name", pid, 0, process) for pid, process in enumerate(processes, start=1)]
-        named += [("thread_name", pids[track], tid, track) for tid, track in enumerate(tracks)]
-        names = [
-            {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}} for kind, pid, tid, name in named
-        ]
-        events = [{"pid": pids[track], "tid": tracks.index(track), **event} for track, event in self._events]
+        """Completes the file."""
+        self._end()
+        if self._error is not None:
+            raise InvalidRequest(f"the trace can't be written to {self._path}: {self._error.strerror}") from self._error
+
+    def _number(self, kind: str, name: str, pid: int = 0) -> int:
+        """Returns the number of a process, or of a thread of process `pid`; a new one is named in the file."""
+        number = self._numbers.get((kind, name))
+        if number is None:
+            number = self._numbers[kind, name] = len(self._numbers) + 1
+            self._write({"ph": "M", "pid": pid or number, "tid": number, "name": kind, "args": {"name": name}})
+        return number
+
+    def _write(self, event: dict[str, Any]) -> None:
         try:
-            self._path.write_text(json.dumps({"traceEvents": names + events}), encoding="utf-8")
+            if self._file is not None:
+                self._file.write(self._separator + msgspec.json.encode(event))
+                self._separator = b",\n"
         except OSError as error:
-            raise InvalidRequest(f"the trace can't be written to {self._path}: {error.strerror}") from error
+            self._stop(error)
+
+    def _end(self) -> None:
+        try:
+            if self._file is not None:
+                self._file.write(b"]}")
+                self._file.close()
+                self._file = None
+        except OSError as error:
+            self._stop(error)
+
+    def _stop(self, error: OSError) -> None:
+        file, self._file, self._error = self._file, None, error
+        if file is not None:
+            with suppress(OSError):
+                file.close()
 
 
 class RoundMetrics:

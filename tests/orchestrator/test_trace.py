@@ -1,4 +1,4 @@
-"""A trace is bounded: later events are dropped, with one warning."""
+"""A trace is bounded, and on disk while the server runs."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def test_trace_drops_events_past_its_limit_and_warns_once(
     told = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [event["name"] for event in told if event["ph"] == "X"] == [f"verify {number}" for number in range(5)]
     assert caplog.text.count("later events are left out") == 1
+
+
+def test_trace_is_written_while_the_server_runs(tmp_path: Path) -> None:
+    path, events = tmp_path / "trace.json", 20_000
+    written = Trace(path)
+    for number in range(events):
+        written.mark("target", f"verify {number}", number)
+    assert path.stat().st_size > 50 * events  # the end has little left to write
+    written.close()
+    assert len(json.loads(path.read_text())["traceEvents"]) == events + 2  # the names of a process and its track
