@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import sys
+import time
 from pathlib import Path
 
 from outrider.orchestrator.core.worker_registry import MAX_DEATHS, TARGET_NAME, Worker, WorkerLoss, WorkerRegistry
@@ -138,12 +139,13 @@ class Supervisor:
         self._dismissed.append(WorkerLoss(worker, why, gone=True))
 
     def close(self) -> None:
-        """Ends all processes: with SIGTERM, and after a grace period with SIGKILL."""
+        """Ends all processes: with SIGTERM, and after a grace period for all together with SIGKILL."""
         spawned = [worker.spawned for worker in self._registry.all() if worker.spawned]
         for process in spawned:
             process.terminate()
+        deadline = time.monotonic() + STOP_GRACE_SECONDS
         for process in spawned:
-            process.wait(STOP_GRACE_SECONDS)
+            process.wait(max(deadline - time.monotonic(), 0))
 
     def _give_up(self, worker: Worker, why: str, now_ns: int) -> WorkerLoss:
         """Ends a worker's process, and schedules a restart if it was started here and had been ready."""

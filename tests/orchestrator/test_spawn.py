@@ -8,10 +8,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from outrider.orchestrator import serve
 from outrider.orchestrator.core import supervisor
+from outrider.orchestrator.core.worker_registry import Worker, WorkerRegistry
 from outrider.orchestrator.machine import spawn, system
 from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.settings import ServeSettings
@@ -115,6 +118,23 @@ def test_a_stopped_worker_can_be_killed(spawned):
     os.kill(worker.pid, signal.SIGSTOP)
     worker.kill()
     assert worker.wait(200) == -signal.SIGKILL
+
+
+def test_frozen_workers_share_one_grace_period(monkeypatch, tmp_path):
+    registry, now_s = WorkerRegistry(True), [0.0]
+
+    class Frozen:
+        def terminate(self):
+            pass
+
+        def wait(self, grace):
+            now_s[0] += grace
+
+    for number in range(4):
+        registry.assign(Worker(f"draft-{number}", "draft", number, Frozen()))
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    supervisor.Supervisor(registry, SETTINGS, "ipc:///none", tmp_path, 1.0).close()
+    assert now_s[0] == supervisor.STOP_GRACE_SECONDS < serve.JOIN_TIMEOUT_SECONDS
 
 
 def test_stderr_of_an_ended_worker_is_kept(spawned):
