@@ -57,6 +57,14 @@ def logits(model: Path, all_cores: bool = False) -> np.ndarray:
     return np.concatenate([np.array(kv_cache.forward([feed])) for feed in feeds])
 
 
+def test_onnx_runtime_collects_no_telemetry(tmp_path: Path) -> None:
+    places = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TMPDIR"), str(tmp_path))
+    line = [sys.executable, "-c", "import outrider.engine.ort.sessions"]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path), **places}
+    subprocess.run(line, env=environment, check=True, timeout=200)
+    assert list(tmp_path.rglob("*")) == []  # neither an identifier of this machine nor events to upload
+
+
 def kept(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / "graphs").glob("*/*"))
 
