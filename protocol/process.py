@@ -2,7 +2,7 @@
 
 Logs are lines of text or JSON objects, one per line, by the standard library's logging. A line about a request has its
 id in a field, from `extra` or from the current context. A process that a server started writes to the server's log;
-warnings also go to its own stderr, whose last lines the server reports if the process is lost.
+errors also go to its own stderr, a file whose last lines the server reports if the process is lost.
 
 `run_outside_finalizers`: Python may call a signal handler between any two steps of the main thread, even in a
 finalizer. An exception raised there is printed as "Exception ignored in ... __del__" and lost, and the signal with it.
@@ -57,7 +57,7 @@ def configure_logging(level: str, form: str, process: str, shared_fd: int | None
     own = logging.StreamHandler()
     handlers: list[logging.Handler] = [own]
     if shared_fd is not None:
-        own.setLevel(logging.WARNING)
+        own.setLevel(logging.ERROR)
         handlers.append(logging.StreamHandler(os.fdopen(shared_fd, "w", encoding="utf-8", errors="backslashreplace")))
     for handler in handlers:
         handler.setFormatter(logging.Formatter(f"%(asctime)s {process} %(levelname)s %(message)s"))

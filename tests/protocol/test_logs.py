@@ -43,24 +43,26 @@ PROGRAM = """
 import logging, sys, warnings
 from outrider.protocol import process
 process.configure_logging("info", sys.argv[1], "draft-0", int(sys.argv[2]))
-logging.info("begun"); logging.debug("no"); logging.warning("slow"); warnings.warn("old")
+logging.info("begun"); logging.debug("no"); logging.warning("slow"); warnings.warn("old"); logging.error("lost")
 raise ValueError("bad")
 """
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_process_logs_to_the_server_and_its_warnings_also_to_stderr(form: str) -> None:
+def test_process_logs_to_the_server_and_its_errors_also_to_stderr(form: str) -> None:
     theirs, ours = os.pipe()
     with os.fdopen(theirs) as shared:
         line = [sys.executable, "-c", PROGRAM, form, str(ours)]
         done = subprocess.run(line, pass_fds=(ours,), stderr=subprocess.PIPE, text=True, timeout=200, check=False)
         os.close(ours)
         shared_lines = shared.read().splitlines()
-    assert done.returncode == 1 and "slow" in done.stderr and "begun" not in done.stderr and "bad" in done.stderr
+    assert done.returncode == 1 and "lost" in done.stderr and "bad" in done.stderr
+    assert "begun" not in done.stderr and "slow" not in done.stderr  # they would fill the file
     if form == "text":
-        assert [line.split(" ", 2)[2] for line in shared_lines] == ["draft-0 INFO begun", "draft-0 WARNING slow"]
+        found = [line.split(" ", 2)[2] for line in shared_lines]
+        assert found == ["draft-0 INFO begun", "draft-0 WARNING slow", "draft-0 ERROR lost"]
         return
-    found = [json.loads(line) for line in shared_lines]
-    assert [one["level"] for one in found] == ["info", "warning", "warning", "critical"]
-    assert "old" in found[2]["message"] and "ValueError: bad" in found[3]["message"]
-    assert found[3]["exception"].endswith("ValueError: bad")
+    objects = [json.loads(line) for line in shared_lines]
+    assert [one["level"] for one in objects] == ["info", "warning", "warning", "error", "critical"]
+    assert "old" in objects[2]["message"] and "ValueError: bad" in objects[4]["message"]
+    assert objects[4]["exception"].endswith("ValueError: bad")
