@@ -150,6 +150,16 @@ def test_policy_file_is_written_periodically(tmp_path: Path) -> None:
     assert not memory.is_due(later + 1)
 
 
+def test_policy_file_is_not_written_while_nothing_is_learned(tmp_path: Path) -> None:
+    path, store = tmp_path / "memory.json", PolicyStore(tmp_path / "memory.json", 0)
+    store.write((RECORD,), 0)
+    path.write_text("another server's")
+    store.write((experienced().snapshot(RECORD.choices, 0.0),), 1)
+    assert path.read_text() == "another server's"
+    store.write((experienced().snapshot((), 0.0),), 2)
+    assert PolicyStore(path, 0).read(NONE)[0].choices == ()
+
+
 def test_each_pair_and_way_of_drafting_has_its_own_policy_file() -> None:
     pair = {"model": "a", "draft_model": "b"}
     others: list[dict[str, object]] = [{"draft_model": "c"}, {"threads": 2}, {"ngrams": False}, {"colocate": True}]

@@ -189,6 +189,7 @@ class PolicyStore:
         self._path = path
         self._tuning_digest = ""
         self._written_ns = now_ns
+        self._written: Sequence[Tuning] = ()
         self._has_warned = False
 
     def read(self, tuned: Path) -> tuple[Tuning, ...]:
@@ -204,13 +205,13 @@ class PolicyStore:
         return self._path is not None and now_ns - self._written_ns > WRITE_INTERVAL_SECONDS * SECOND_NS
 
     def write(self, learned: Sequence[Tuning], now_ns: int) -> None:
-        """Writes what was learned; if that is nothing, the file stays as it is."""
+        """Writes what was learned; if that is nothing, or nothing since the last write, the file stays as it is."""
         self._written_ns = now_ns
-        if self._path is None or not learned:
+        if self._path is None or not learned or learned == self._written:
             return
         try:
             write(learned, self._path, self._tuning_digest)
-            self._has_warned = False
+            self._written, self._has_warned = learned, False
         except OSError as error:
             level = logging.INFO if self._has_warned else logging.WARNING
             self._has_warned = True
