@@ -66,6 +66,7 @@ def build_app(
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            allow_private_network=True,  # browsers ask this before a page of a public site reaches loopback
             expose_headers=["x-request-id", "retry-after"],
         )
     return app

@@ -492,6 +492,8 @@ def test_cors_allows_only_configured_origins(chatty: ServedModel) -> None:
     assert named("/health", "GET", headers=origin).headers["access-control-allow-origin"] == "https://page.example"
     before = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     assert named(CHAT, "OPTIONS", headers=before).status_code == 200
+    local = named(CHAT, "OPTIONS", headers={**before, "access-control-request-private-network": "true"})
+    assert (local.status_code, local.headers["access-control-allow-private-network"]) == (200, "true")
 
 
 def test_valid_request_id_is_kept(ask: Ask) -> None:
