@@ -296,7 +296,7 @@ def _select_tools(model: ServedModel, payload: CountTokensRequest) -> Toolbox:
     for place, tool in enumerate(payload.tools or ()):
         if tool.type not in (None, "custom"):
             raise Refused(
-                f"tools.{place}: {tool.type[:40]} runs only on Anthropic's servers; expected client tools", "tools"
+                f"tools.{place}: {tool.type[:40]} has no schema here; expected tools with an input_schema", "tools"
             )
         given.append(function(tool.name, tool.description, tool.input_schema))
     strict = [tool.name for tool in payload.tools or () if tool.strict]

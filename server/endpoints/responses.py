@@ -449,6 +449,8 @@ def _convert_items(items: list[Item]) -> list[dict[str, Any]]:
             case "reasoning":
                 thought = join_text(item.content, f"{where}.content", _TEXT_TYPES)
                 messages.append(assistant_message("", [], thought))
+            case "item_reference":
+                raise Refused(f"{where}: items are not stored; set the client's store to false to send them", where)
             case other:
                 raise Refused(f"{where}: an item of type {other[:40]!r} can't be read here", where)
     return [m for m in messages if m["role"] != "assistant" or m["content"] or m.get("tool_calls")]
