@@ -27,7 +27,10 @@ class InvalidRequest(OutriderError):
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt leaves no room for an answer in the model's context or in the memory for texts."""
+    """The prompt leaves no room for an answer in the model's context or in the memory for texts.
+
+    Clients recognise it by the words "prompt is too long: N tokens > M maximum" and "maximum context length is".
+    """
 
 
 class UnknownDrafter(InvalidRequest):

@@ -203,15 +203,15 @@ class Admission:
             raise InvalidRequest("the prompt is empty; expected at least one token")
         if self.context_length is not None and len(tokens) >= self.context_length:
             raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens; expected at most {self.context_length - 1}, one less than the"
-                f" model's context of {self.context_length}"
+                f"the prompt is too long: {len(tokens)} tokens > {self.context_length - 1} maximum; this model's"
+                f" maximum context length is {self.context_length} tokens, one of them for the answer"
             )
         budget = self.kv_budget
         if budget is not None and len(tokens) >= budget.max_tokens:
             raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens and takes {in_mb(budget.cost.of(len(tokens) + 1))} with one more;"
-                f" expected at most {max(budget.max_tokens - 1, 0)} tokens, which fit in the {in_mb(budget.limit)} of"
-                " kv_memory"
+                f"the prompt is too long: {len(tokens)} tokens > {max(budget.max_tokens - 1, 0)} maximum; here this"
+                f" model's maximum context length is {budget.max_tokens} tokens, which fit in the"
+                f" {in_mb(budget.limit)} of kv_memory"
             )
         if self.vocab_size is None:
             return

@@ -178,8 +178,8 @@ class ServedModel:
         room = self.context_length
         if room is not None and len(text) >= room * self.longest_token:
             raise PromptTooLong(
-                f"the prompt has {len(text)} characters, more than {room} tokens; expected at most {room - 1}, one less"
-                f" than the model's context of {room}"
+                f"the prompt is too long: {len(text)} characters are more than {room} tokens; this model's maximum"
+                f" context length is {room} tokens, one of them for the answer"
             )
         return self.codec.encode(text, special)
 

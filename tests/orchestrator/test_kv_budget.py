@@ -83,7 +83,7 @@ def test_oversized_prompt_is_refused_and_oversized_output_is_cut(stand, codec):
     stand.lines.events.put(WorkersChanged(WORKERS, True, kv_budget=budget))
     while stand.admission.kv_budget is None:
         stand.client().stats()
-    with pytest.raises(InvalidRequest, match=r"has 20 tokens and takes 0\.0 MB .* at most 19 tokens"):
+    with pytest.raises(InvalidRequest, match=r"too long: 20 tokens > 19 maximum; .* in the 0\.0 MB of"):
         stand.client().generate([5] * 20)
     with RawClient(stand.endpoint) as client:
         client.say(Generate("a", "x", None, SamplingParams(max_tokens=300)))

@@ -450,8 +450,9 @@ def test_far_too_long_prompt_is_refused_without_tokenizing(monkeypatch: pytest.M
     for path in PATHS:
         body = json.loads(json.dumps(PATHS[path]).replace('"hi"', '"x"').replace('"x"', json.dumps("x" * 2_000_000)))
         refused = ask(path, json=body)
-        assert refused.status_code == 400 and "2000000 characters" in error_message(refused, path == CLAUDE)
-        assert "the model's context of 1024" in refused.text and "/" not in error_message(refused, path == CLAUDE)
+        words = error_message(refused, path == CLAUDE)
+        assert refused.status_code == 400 and "prompt is too long: 2000000" in words and "/" not in words
+        assert "this model's maximum context length is 1024 tokens" in words
         assert path == CLAUDE or refused.json()["error"]["code"] == "context_length_exceeded"
     assert ask("/tokenize", json={"content": "x" * 2_000_000}).status_code == 400
 
@@ -585,5 +586,5 @@ def test_unknown_drafter_error_names_the_speculation_field():
 
 def test_prompt_without_room_in_the_memory_for_texts_exceeds_the_context_too() -> None:
     """Clients shorten their conversation at this code, which is all that helps here."""
-    answered = make_error(error_kind(PromptTooLong("")), "the prompt has 9 tokens; expected at most 5, which fit")
+    answered = make_error(error_kind(PromptTooLong("")), "the prompt is too long: 9 tokens > 5 maximum")
     assert (to_problem(answered).status, to_problem(answered).code) == (400, "context_length_exceeded")

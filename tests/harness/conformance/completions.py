@@ -82,7 +82,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """A prompt longer than the context is refused, with both numbers and OpenAI's code."""
     reply = at.pair.post(TEXT, prompt=[5] * 1024, max_tokens=5)
-    refused(reply, "1024 tokens", "context of")
+    refused(reply, "1024 tokens", "maximum context length is")
     equal(reply.json["error"]["code"], "context_length_exceeded", "the code")
 
 

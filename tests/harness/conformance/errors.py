@@ -129,7 +129,7 @@ def _(at: Servers) -> None:
     talk = [{"role": "user", "content": "What is the best book"}] * 400
     for stream in (False, True):
         reply = at.pair.post(CHAT, messages=talk, stream=stream)
-        refused(reply, "context of")
+        refused(reply, "maximum context length is")
         equal(reply.json["error"]["code"], "context_length_exceeded", "the code")
 
 

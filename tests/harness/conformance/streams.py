@@ -134,7 +134,7 @@ def _(at: Servers) -> None:
 @cases.add(f"{LLAMA}; vLLM test_chat_error")
 def _(at: Servers) -> None:
     """Errors have an HTTP status, for streams too."""
-    refused(at.pair.post(TEXT, prompt="x " * 5000, stream=True), "context of")
+    refused(at.pair.post(TEXT, prompt="x " * 5000, stream=True), "maximum context length is")
 
 
 @cases.add("vLLM test_chat")
