@@ -71,3 +71,11 @@ def test_disturbed_measurement_does_not_keep_rows_from_being_measured_again() ->
     for _ in range(400):
         found.observe_verify(1, 10.0)
     assert found.row_costs(1)[1] < 0.3
+
+
+def test_rows_not_measured_for_very_long_still_have_a_cost() -> None:
+    """As in a server that ran many requests at once, and then a single one for an hour."""
+    costs = learned((40, 20.0), (48, 19.0))
+    for _ in range(100_000):
+        costs.add(5, 10.0)
+    assert costs(40) == costs(48) == pytest.approx(19.5)

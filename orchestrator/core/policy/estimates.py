@@ -24,6 +24,7 @@ from outrider.protocol.ngrams import CopyAcceptance
 # Up to `MAX_EXACT_ROWS` each number of rows has its own average; beyond, each doubling has `BUCKETS_PER_DOUBLING`.
 MAX_EXACT_ROWS = 16
 BUCKETS_PER_DOUBLING = 8
+MIN_WEIGHT = 1e-9  # of rows that were not measured for long; 0 could not be averaged
 MAX_VERIFY_ROWS = 64  # in a forward that measures the cost of a row; one with more also reads a prompt
 
 
@@ -115,7 +116,7 @@ class RowCosts:
         """(rows, milliseconds), both rising."""
         if self._curve is None:
             self._weighed = [
-                (rows, ms, weight * POLICY.fade ** (self._count - updated))
+                (rows, ms, max(weight * POLICY.fade ** (self._count - updated), MIN_WEIGHT))
                 for rows, (ms, weight, updated) in sorted(self._averages.items())
             ]
             self._curve = _fit_monotone(self._weighed)
