@@ -205,8 +205,9 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         others = tuple(self._running.values())
         self._running[message.request] = running
         self._prefixes.open(running, others)
-        running.offered = message.offered and self._kv_import is not None and running.awaits is None
-        self._report_cached(running)
+        running.offered = message.offered and self._kv_import is not None
+        if running.awaits is None:
+            self._report_cached(running)
         self._report()
 
     def _constraint(self, message: Open) -> Constraint | None:

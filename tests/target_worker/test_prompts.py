@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from outrider.engine.kv_cache import FlatKVCache
 from outrider.engine.loading import LoadedModel, load
-from outrider.protocol.messages import CacheReport, Close, Fault, KvMemory, Open, Outcome, Prefilled
+from outrider.protocol.messages import CacheReport, Close, Coupled, Fault, KvMemory, Open, Outcome, Prefilled, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import CacheUse
 from outrider.target_worker.worker import TargetWorker
@@ -177,3 +177,17 @@ def test_request_behind_one_that_is_read_elsewhere_leaves_the_worker_idle(model:
         with pytest.raises(Idle):
             for _ in range(20):
                 worker.turn()
+
+
+def test_rest_of_a_prompt_that_waited_for_a_prefix_is_offered_to_prefill_workers(
+    model: LoadedModel, bonus: Bonus
+) -> None:
+    """Else one would read what the target reads itself."""
+    worker_under_test, rest = WorkerUnderTest(model, ROOM), [*SYSTEM, *range(20, 60)]
+    worker_under_test.exchange(asked("reads", SYSTEM), replace(asked("stays", rest), offered=True), turns=1)
+    assert "stays" not in worker_under_test.told(Prefilled), "nobody is to read the common part for it"
+    worker_under_test.exchange()
+    assert worker_under_test.told(Prefilled)["stays"].done >= len(SYSTEM) - 1
+    assert "stays" not in worker_under_test.told(Outcome), "it waits for the orchestrator's decision"
+    worker_under_test.exchange(Verify("stays", 0, 0, len(rest), Coupled()))
+    assert worker_under_test.told(Outcome)["stays"].bonus == bonus(rest)
