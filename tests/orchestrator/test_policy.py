@@ -126,6 +126,22 @@ def test_tuned_k_and_b_are_kept_despite_a_wrong_forecast(others: float) -> None:
     assert seen[Arm("ssd", 6, 4)] > 0.93 * seen.total()
 
 
+@pytest.mark.parametrize("plain_ms", [2.0, 5.0, 40.0])
+def test_remembered_rate_that_is_ten_times_too_high_is_outweighed(plain_ms: float) -> None:
+    """However short the rounds are: it fades as they do."""
+    estimates = Estimates()
+    for rows in (1, 3, 5):
+        estimates.observe_verify(rows, plain_ms * (1 + rows / 10))
+    rates = world(ar=1 / plain_ms, sd=0.8 / plain_ms, ssd=0.75 / plain_ms)
+    policy = Policy(estimates, MODES, 4, 16)
+    policy.start_from(
+        [TunedArm("ssd", 0, 0, 10_000 * rates["ssd"], True), TunedArm("ar", 0, 0, 1000 * rates["ar"], True)]
+    )
+    assert policy.plan().mode == "ssd"
+    run(policy, rates, 30 * POLICY.episode_rounds)
+    assert run(policy, rates, 100 * POLICY.episode_rounds)["ar"] > 95 * POLICY.episode_rounds
+
+
 def test_another_k_is_used_once_measured_faster() -> None:
     estimates = Estimates()
     for _ in range(200):

@@ -31,8 +31,9 @@ class ArmRecord:
     """The measurements of an arm, and the tokens that the formula forecast for the same rounds (`forecast_tokens`) with
     one request; old episodes fade.
 
-    `prior_rate` is a rate from a tuning or an earlier server, `wait_factor` the factor on the wait until the next trial
-    (each trial doubles it), `source` the origin of the numbers (empty: there are none).
+    `prior_rate` is a rate from a tuning or an earlier server, which weighs as much as `prior_ms` of rounds and fades as
+    they do, `wait_factor` the factor on the wait until the next trial (each trial doubles it), `source` the origin of
+    the numbers (empty: there are none).
     """
 
     tokens: float = 0.0
@@ -40,6 +41,7 @@ class ArmRecord:
     forecast_tokens: float = 0.0
     rounds: float = 0.0
     prior_rate: float = 0.0
+    prior_ms: float = 0.0
     last_episode: float = 0.0
     wait_factor: int = 1
     source: str = ""
@@ -48,9 +50,8 @@ class ArmRecord:
     @property
     def rate(self) -> float | None:
         """The measured rate over all texts, the prior rate included; None without either."""
-        prior_ms = POLICY.prior_weight_ms if self.prior_rate else 0.0
-        total_ms = prior_ms + self.milliseconds
-        return (self.prior_rate * prior_ms + self.tokens) / total_ms if total_ms > 0 else None
+        total_ms = self.prior_ms + self.milliseconds
+        return (self.prior_rate * self.prior_ms + self.tokens) / total_ms if total_ms > 0 else None
 
     def corrected_rate(self, formula: float) -> float:
         """Estimates the rate from the forecast `formula`: at first the prior rate or the forecast itself, with more
@@ -58,10 +59,9 @@ class ArmRecord:
         prior = self.prior_rate or formula
         if self.forecast_tokens <= 0:
             return prior
+        weight = self.prior_ms if self.prior_rate else POLICY.prior_weight_ms
         corrected = formula * self.tokens / self.forecast_tokens
-        return (prior * POLICY.prior_weight_ms + corrected * self.milliseconds) / (
-            POLICY.prior_weight_ms + self.milliseconds
-        )
+        return (prior * weight + corrected * self.milliseconds) / (weight + self.milliseconds)
 
     @property
     def noise(self) -> float:
@@ -84,6 +84,7 @@ class ArmRecord:
         """Adds a round. Older rounds fade with every episode since the last one if `each`, otherwise once at most."""
         age = episode - self.last_episode
         fade = POLICY.episode_fade ** (age if each else min(age, 1.0))
+        self.prior_ms *= POLICY.episode_fade ** min(age, 1.0)
         self.tokens = self.tokens * fade + tokens
         self.milliseconds = self.milliseconds * fade + milliseconds
         self.forecast_tokens *= fade
@@ -150,7 +151,8 @@ class Policy:
             if choice.depth and self._tuned.setdefault(arm.kind, arm) != arm:
                 continue  # from an older tuning
             records = self._records_by_load.setdefault(_load_class(choice.at_once), {})
-            records[arm] = ArmRecord(prior_rate=choice.tokens_per_second / 1000, source=source)
+            rate = choice.tokens_per_second / 1000
+            records[arm] = ArmRecord(prior_rate=rate, prior_ms=POLICY.prior_weight_ms, source=source)
             if choice.at_once == 1 and self._tuned_best is None:
                 self._tuned_best = arm
 
