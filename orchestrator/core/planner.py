@@ -175,7 +175,7 @@ class Planner:
                 drafting_ms = outcome.drafted.span.milliseconds
                 estimates.in_process[proposal.drafter].observe(len(proposal.drafter_nodes), accepted, drafting_ms)
         if proposal.lookup is Lookup.HIT:
-            estimates.turnaround_ms.add(outcome.idle_ns / MILLISECOND_NS)
+            estimates.observe_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
             self._policy_of(request).observe_round(ended.plan, len(kept), round_ms)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm
+from outrider.protocol.messages import InProcessDrafter
 
 MODES = ("ar", "sd", "ssd")
 
@@ -250,6 +252,40 @@ def test_one_delayed_round_does_not_change_the_chosen_mode() -> None:
     crowd(policy, rates, 100 * POLICY.episode_rounds + POLICY.episode_rounds // 2)
     crowd(policy, world(ar=0.003, sd=0.003, ssd=0.003), 1)
     assert crowd(policy, rates, 20 * POLICY.episode_rounds)["ar"] > 18 * POLICY.episode_rounds * 8
+
+
+@pytest.mark.parametrize(
+    "stalled",
+    [
+        lambda estimates: estimates.observe_turnaround(1000.0),
+        lambda estimates: estimates.observe_link(1000.0),
+        lambda estimates: estimates.observe_depth(16, 1000.0),
+        lambda estimates: estimates.observe_draft(4, 4000.0),
+        lambda estimates: estimates.in_process["head"].observe(4, 2, 4000.0),
+        lambda estimates: estimates.observe_verify(5, 1000.0),
+    ],
+)
+def test_one_stall_hardly_changes_a_forecast(stalled: Callable[[Estimates], None]) -> None:
+    """Else the arms would be left out that alone can correct the estimate."""
+    estimates = Estimates()
+    estimates.add_drafters([InProcessDrafter("head", "", True, 0.6, weight=0.1)])
+    for _ in range(50):
+        for rows in (1, 3, 5):
+            estimates.observe_verify(rows, 20.0 + rows)
+        estimates.observe_turnaround(0.1)
+        estimates.observe_link(0.5)
+        estimates.observe_depth(16, 3.0)
+        estimates.observe_draft(4, 8.0)
+        estimates.in_process["head"].observe(4, 2, 8.0)
+
+    def rates() -> list[float]:
+        formula = Forecasts(estimates, estimates, 1, 4, 16, True)
+        arms = (Arm("ar"), Arm("sd"), Arm("ssd"), Arm("sd", drafter="head"), Arm("ssd", drafter="head"))
+        return [estimates.row_ms(), *(formula.forecast(arm)[1] for arm in arms)]
+
+    before = rates()
+    stalled(estimates)
+    assert rates() == pytest.approx(before, rel=0.2)
 
 
 def test_plain_decoding_is_measured_first_with_concurrent_requests() -> None:

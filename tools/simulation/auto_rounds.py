@@ -251,7 +251,7 @@ class Server:
             else:
                 e.observe_chain(len(drafted), along)
         if proposal.lookup is Lookup.HIT:
-            e.turnaround_ms.add(self.machine.turnaround_ms)
+            e.observe_turnaround(self.machine.turnaround_ms)
         self._judge_copy(text, proposal, kept, count)
         line = proposal.line
         off_line = kept[:-1] != line[: len(nodes)]

@@ -60,6 +60,11 @@ class Average:
         self.value += max(1.0 / self._count, self._smoothing) * (value - self.value)
         self.is_known = True
 
+    def add_time(self, milliseconds: float, usual: float = 0.0) -> None:
+        """Adds a time; one longer than `max_stall_factor` average ones, and than `usual`, was delayed by a stall."""
+        most = max(POLICY.max_stall_factor * self.value, usual) if self.is_known else 0.0
+        self.add(min(milliseconds, most or math.inf))
+
     def start_from(self, value: float, weight: float = math.inf) -> None:
         """Begins from an earlier average, which weighs as much as `weight` samples, but fades as they do."""
         self.value, self._count = value, round(min(weight, 1.0 / self._smoothing))
@@ -191,7 +196,7 @@ class InProcessStats:
     def observe(self, tokens: int, accepted: int, milliseconds: float) -> None:
         """Records a chain of `tokens`, drafted in one batch with those of other requests."""
         self.drafted.add(tokens, accepted)
-        self._step_ms.add(milliseconds / max(tokens, 1))
+        self._step_ms.add_time(milliseconds / max(tokens, 1))
 
     def start_from(self, step_ms: float, acceptance: tuple[float, ...]) -> None:
         """Begins from earlier measurements."""

@@ -60,7 +60,7 @@ class PolicyConstants:
     min_known_rounds: int = 36  # rounds of an arm, or of a kind of text, that are enough to know it; at 0 -0.6
     episode_fade: float = 0.9  # factor on older measurements with each episode; at 0.7 -2.0, at 1 -0.5
     prior_weight_ms: float = 250.0  # weight of a forecast or tuned rate; at 500 -1.3, at 1000 -2.3, at 0 -0.35
-    max_stall_factor: float = 2.0  # a round counts as at most so many average ones (test_policy.py: one stall)
+    max_stall_factor: float = 2.0  # a round or cost counts as at most so many average ones (test_policy.py: one stall)
 
     # Changes and trials.
     # With many requests prompts are read more slowly beside chains, and texts end one by one, the last in few rows.

@@ -101,15 +101,17 @@ class RowCosts:
         self._curve: list[tuple[int, float]] | None = None
         self._weighed: list[tuple[int, float, float]] = []  # (rows, milliseconds, weight) behind the curve
 
-    def add(self, rows: int, milliseconds: float) -> None:
+    def add(self, rows: int, milliseconds: float) -> float:
+        """Records a time, and returns the part of it that counts (`max_stall_factor`)."""
         bucket = _bucket(rows)
         average, weight, updated = self._averages.get(bucket, (milliseconds, 0.0, self._count))
-        milliseconds = min(milliseconds, POLICY.max_stall_factor * average)  # limits the effect of a stall
+        milliseconds = min(milliseconds, POLICY.max_stall_factor * average)
         weight *= POLICY.fade ** (self._count - updated)
         average += max(1.0 / (weight + 1.0), POLICY.smoothing) * (milliseconds - average)
         self._averages[bucket] = average, min(weight + 1.0, 1.0 / POLICY.smoothing), self._count
         self._count += 1
         self._curve = None
+        return milliseconds
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
@@ -275,18 +277,18 @@ class Estimates:
     def observe_verify(self, rows: int, milliseconds: float, own: int | None = None, all_cores: bool = False) -> None:
         """Records a forward of `rows`, of which one request has `own` (None: all). `all_cores`: no draft worker
         computed meanwhile, so the forward had all cores."""
-        (self._all_cores_ms if all_cores else self._verify_ms).add(rows, milliseconds)
+        counted_ms = (self._all_cores_ms if all_cores else self._verify_ms).add(rows, milliseconds)
         if rows <= MAX_VERIFY_ROWS:
-            self._row_ms.add(rows, milliseconds)
+            self._row_ms.add(rows, counted_ms)
         self._other_rows.add(rows - (rows if own is None else own))
 
     def observe_draft(self, tokens: int, milliseconds: float) -> None:
         """Records a chain of `tokens` drafted on request."""
-        self._step_ms.add(milliseconds / max(tokens, 1))
+        self._step_ms.add_time(milliseconds / max(tokens, 1))
 
     def observe_depth(self, branches: int, milliseconds: float) -> None:
         """Records the time for one more token on each of a request's branches."""
-        self.depth_ms.add(milliseconds)
+        self.depth_ms.add_time(milliseconds)
         self._trees_ms.add(branches * self.active, milliseconds)
 
     def observe_chain(self, drafted: int, accepted: int, verified: int | None = None) -> None:
@@ -297,9 +299,13 @@ class Estimates:
 
     def observe_link(self, milliseconds: float) -> None:
         """Records the time of a chain on request beyond its drafting; with several requests that includes a queue."""
-        self.link_ms.add(milliseconds)
+        self.link_ms.add_time(milliseconds, self.forward_ms(1))
         if self.active == 1:
-            self._idle_link_ms.add(milliseconds)
+            self._idle_link_ms.add_time(milliseconds, self.forward_ms(1))
+
+    def observe_turnaround(self, milliseconds: float) -> None:
+        """Records the target's idle time between an outcome and the verify of a hit."""
+        self.turnaround_ms.add_time(milliseconds, self.forward_ms(1))
 
     def observe_round(self, tokens: int, milliseconds: float) -> None:
         """Records the tokens and the duration of one request's round."""
