@@ -301,7 +301,7 @@ class DraftPool:
 
     def on_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> bool:
         """Records a push, and keeps its branches if they are awaited; returns whether they are. A push for a round that
-        has ended still shows the latency."""
+        has ended still shows the latency and the cost of drafting."""
         draft, latency = request.draft, self._latencies[name]
         draft.losses.pop(name, None)
         state = draft.drafters[name]
@@ -313,21 +313,26 @@ class DraftPool:
                 latency.step_ms.add(since_ms)
         if message.round == state.round:
             state.push(message, is_awaited, now_ns)
-        if not is_awaited:
-            return False
-        draft.cache.add(message, name)
         if message.entries and name == draft.lead:
             work_ms = message.work.milliseconds
             if self._estimates.active == 1:
                 self._estimates.observe_depth(len(message.entries), work_ms)
-            elif pushes:  # with several requests, trees take turns: the time since the last push counts
+            elif pushes and is_awaited:  # with several requests, trees take turns: the time since the last push counts
                 self._estimates.observe_depth(len(message.entries), max(since_ms, work_ms))
-        return True
+        if is_awaited:
+            draft.cache.add(message, name)
+        return is_awaited
 
     def on_drafted(self, request: Request, name: str, message: Drafted, now_ns: int) -> bool:
-        """Records a chain, even if the wait for it has ended; returns whether it answers the latest task."""
+        """Records a chain, even if the wait for it has ended; returns whether it answers the latest task.
+
+        A late one shows the costs, too: else a drafter that became slower would miss all limits that follow from them.
+        """
         state = request.draft.drafters[name]
         is_awaited = state.is_awaited(message)
+        if message.chain and not is_awaited and name == self._fastest(request):
+            self._estimates.observe_draft(len(message.chain), message.work.milliseconds)
+            self._estimates.observe_link(2 * _ms_since(message.work.ended_ns, now_ns))
         if is_awaited and state.asked_ns:
             self._latencies[name].observe_chain(len(message.chain), _ms_since(state.asked_ns, now_ns))
         state.done = state.done or is_awaited
@@ -342,6 +347,9 @@ class DraftPool:
             state.done = True
 
     # --- internals ------------------------------------------------------------------------------------------------
+
+    def _fastest(self, request: Request) -> str:
+        return sort_by_latency(self._latencies_of(request), request.plan.depth)[0]
 
     def _latencies_of(self, request: Request) -> Mapping[str, DrafterLatency]:
         return {name: self._latencies[name] for name in request.draft.drafters}

@@ -9,6 +9,7 @@ import pytest
 from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.events import Admit, RequestEnded
+from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import (
     Branch,
@@ -202,6 +203,23 @@ def test_chain_from_an_unasked_drafter_is_dropped_and_counted() -> None:
     assert made.rounds.stale == before + 1 and round_.wait and invalid == [("draft-1", "round")]
     made.rounds.handle([("draft-0", Drafted("r", 0, 1, len(PROMPT) + 1, (1, 2), NONE))], 0)
     assert not round_.wait
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_late_drafts_show_that_their_drafter_became_slower(mode: str) -> None:
+    """Else the limits of waits, which follow from the costs, would stay too short for it."""
+    made, slow = begun(0, mode, steps=0), Span(0, 90 * MILLISECOND_NS)
+    estimates, now_ns = made.rounds._planner.estimates, 1000 * MILLISECOND_NS
+    estimates.observe_draft(3, 6.0)
+    estimates.observe_depth(8, 2.0)
+    made.rounds.handle([("target-0", made.target.answer(made._to_target.popleft())[0])], now_ns)
+    made.rounds.on_tick(2 * now_ns)
+    assert made.rounds._requests["r"].round.wait is None, "the request goes on without them"
+    drafted = Drafted("r", 0, 1, len(PROMPT) + 1, (1, 2, 3), slow)
+    branches = Branches("r", 0, 0, len(PROMPT), 1, (Branch((9,), (8,)),), slow)
+    made.rounds.handle([("draft-0", drafted if mode == "sd" else branches)], 2 * now_ns)
+    assert made.rounds.stale == 1
+    assert estimates.step_ms() > 2.1 if mode == "sd" else estimates.depth_ms() > 2.1
 
 
 def test_unrequested_branches_are_dropped_and_counted() -> None:
