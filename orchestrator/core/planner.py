@@ -64,17 +64,19 @@ class Planner:
             policy.set_load(active, reading)
 
     def learned(self) -> tuple[Tuning, ...]:
-        """Returns the records for the next server: one for each temperature class with measured or stored arms."""
+        """Returns the records for the next server: one for each temperature class with measured or stored arms. A
+        stored rate is kept until its arm is measured with texts of that kind and as many requests."""
         learned, all_sources = [], self._sources("", self._settings.drafters)
         for greedy in (True, False):
-            choices = [
+            choices = [choice for record in self._stored if record.is_greedy == greedy for choice in record.choices]
+            choices += [
                 replace(choice, kind=kind)
                 for (sources, depth, branches, sampled, kind), policy in self._policies.items()
                 if sources == all_sources and depth is None and branches is None and sampled != greedy
                 for choice in policy.learned()
             ]
-            stored = [choice for record in self._stored if record.is_greedy == greedy for choice in record.choices]
-            best_first = sorted(choices or stored, key=lambda choice: -choice.tokens_per_second)
+            newest = {replace(choice, tokens_per_second=0.0): choice for choice in choices}
+            best_first = sorted(newest.values(), key=lambda choice: -choice.tokens_per_second)
             if best_first:
                 learned.append(self.estimates.snapshot(tuple(best_first), 0.0 if greedy else 1.0))
         return tuple(learned)

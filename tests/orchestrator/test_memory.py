@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
@@ -14,6 +15,8 @@ from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import WRITE_INTERVAL_SECONDS, PolicyStore, TunedArm, Tuning
 from outrider.orchestrator.settings import ServeSettings
+from tests.harness.settings import round_settings
+from tools.simulation.auto_rounds import ADMIT
 
 NONE = Path("/none/tuning.json")
 MODES = ("ar", "sd", "ssd")
@@ -61,6 +64,23 @@ def test_policy_starts_where_another_ended() -> None:
     second = Policy(experienced(), MODES, 4, 16)
     second.start_from(first.learned())
     assert second.plan() == Arm("ar", 1, 16) and "measured before" in second.why
+
+
+def test_rates_of_other_kinds_and_loads_outlive_a_server_that_does_not_measure_them() -> None:
+    stored = (
+        TunedArm("ssd", 0, 0, 150.0, True),
+        TunedArm("ssd", 0, 0, 230.0, True, kind="code"),
+        TunedArm("ar", 0, 0, 90.0, True),
+        TunedArm("ar", 0, 0, 300.0, True, 4),
+    )
+    record = experienced().snapshot(stored, 0.0)
+    for milliseconds in (10.0, 20.0):  # the second server measures what the first one did
+        planner = Planner(round_settings(4, 16), memory=[record])
+        policy = planner._policy(ADMIT, planner._sources("", 1))
+        for _ in range(POLICY.min_episode_rounds):
+            policy.observe_round(policy.plan(), 2, milliseconds)
+        (record,) = planner.learned()
+        assert {*stored} < {*record.choices} and len(record.choices) == len(stored) + 1
 
 
 def test_tuned_k_and_b_are_kept_over_learned_ones() -> None:
