@@ -146,6 +146,16 @@ def test_first_tokens_shift_the_rates_of_all_positions() -> None:
     assert all(0.0 <= moved.rate(place) < believed.rate(place) for place in range(DEPTH))
 
 
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.2), (0.2, 0.9)])
+def test_long_text_that_becomes_harder_or_easier_is_followed(before: float, after: float) -> None:
+    texts, rng = learned(), random.Random(4)
+    text = texts.open(GENERAL_TEXT, greedy=True)
+    for chance, rounds in ((before, 1000), (after, 200)):
+        for _ in range(rounds):
+            texts.observe(text, "eagle3", DEPTH, chain(rng, chance))
+        assert text.odds.acceptance_of("eagle3").rate(0) == pytest.approx(chance, abs=0.25)
+
+
 def test_a_cold_server_loses_little_in_its_first_requests() -> None:
     """In arithmetic, so the same wherever it runs: 0.77 and 0.87 where rates of few rounds were believed."""
     best = {kind: best_of(kind) for kind in HOLDS}

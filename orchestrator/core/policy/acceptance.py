@@ -168,20 +168,23 @@ class Acceptance:
 class ScaledAcceptance(Acceptance):
     """The acceptance in one text: that of `prior`, with the failure rate of all positions scaled by one factor.
 
-    A text is hard or easy as a whole, so a few chains show it.
+    A text is hard or easy as a whole, so a few chains show it; older ones fade, since a long text may change.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._rejected, self._expected = POLICY.optimism * POLICY.prior_rejections, POLICY.prior_rejections
+        self._rejected = self._expected = 0.0
 
     def add(self, chain_length: int, accepted: int) -> None:
         super().add(chain_length, accepted)
-        self._expected += sum(1.0 - self._prior_rate(i) for i in range(min(accepted + 1, chain_length)))
-        self._rejected += float(accepted < chain_length)
+        expected = sum(1.0 - self._prior_rate(i) for i in range(min(accepted + 1, chain_length)))
+        self._expected = self._fade * self._expected + expected
+        self._rejected = self._fade * self._rejected + float(accepted < chain_length)
 
     def rate(self, position: int, without: Acceptance | None = None) -> float:
-        return max(1.0 - (1.0 - self._prior_rate(position)) * self._rejected / self._expected, 0.0)
+        weight = POLICY.prior_rejections
+        factor = (POLICY.optimism * weight + self._rejected) / (weight + self._expected)
+        return max(1.0 - (1.0 - self._prior_rate(position)) * factor, 0.0)
 
 
 class InProcessStats:
