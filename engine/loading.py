@@ -14,7 +14,7 @@ import ctypes
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -219,10 +219,13 @@ def _read_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path / 'config.json'} has no model_type: expected a Hugging Face model's config")
     try:
+        changed = flat_rope_fields(config)
+        if isinstance(text := config.get("text_config"), dict):
+            changed["text_config"] = text | flat_rope_fields(text)
         if "draft_vocab_size" in config:
-            model, config = load_model(path, lazy=True, get_model_classes=_make_reduced_llama)
+            model, config = load_model(path, lazy=True, model_config=changed, get_model_classes=_make_reduced_llama)
         else:
-            model, config = load_model(path, lazy=True)
+            model, config = load_model(path, lazy=True, model_config=changed)
     except FileNotFoundError as error:
         raise ModelError(f"{path} has no weights: expected model*.safetensors next to config.json") from error
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OSError, ImportError) as error:
@@ -235,6 +238,24 @@ def _read_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
             f"{path}: mlx-lm's {config['model_type']} needs a library that is not installed; see stderr for its name"
         ) from error
     return model, config
+
+
+def flat_rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that transformers 5 writes into `rope_parameters`, under the names that most of mlx-lm's
+    models read. They would otherwise use their default base, without an error."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return {}
+    main, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
+    kind = main.get("rope_type") or main.get("type") or "default"
+    fields = {
+        "rope_theta": main.get("rope_theta"),
+        "rope_local_base_freq": local.get("rope_theta"),
+        "partial_rotary_factor": main.get("partial_rotary_factor"),
+    }
+    found = {name: value for name, value in fields.items() if value is not None}
+    found["rope_scaling"] = {**main, "type": kind} if kind != "default" else None  # some models require the field
+    return {name: value for name, value in found.items() if config.get(name) is None}
 
 
 def _make_reduced_llama(config: dict[str, Any]) -> tuple[type[nn.Module], type]:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from outrider.drafters.coreml import layout
 from outrider.drafters.coreml.layout import TRIAL_PROMPT_TOKENS, DecoderArchitecture
+from outrider.engine.loading import flat_rope_fields
 from outrider.protocol.errors import ModelError, first_line
 
 GROUP_SIZE = 64
@@ -206,7 +207,7 @@ class Checkpoint:
         self.path, self.architecture = path, layout.read_architecture(config)
         _check_tied_head(path, self.architecture.tied)
         try:
-            self._model, _ = load_model(path, lazy=True)
+            self._model, _ = load_model(path, lazy=True, model_config=flat_rope_fields(config))
         except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
             raise ModelError(f"{path} can't be loaded: {first_line(error)}") from error
         self.parameters = int(get_total_parameters(self._model))

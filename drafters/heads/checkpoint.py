@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from outrider.drafters.heads.layers import LayerSizes
 from outrider.engine import positions
 from outrider.engine.hidden_states import find_backbone, find_embedding, find_output_layer
-from outrider.engine.loading import LoadedModel
+from outrider.engine.loading import LoadedModel, flat_rope_fields
 from outrider.protocol.digest import digests_match, model_digest
 from outrider.protocol.errors import CannotDraft, first_line
 
@@ -111,10 +111,9 @@ def check_not_quantized(config: Mapping[str, Any], weights: Weights, name: str) 
 
 
 def parse_rope(sizes: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Returns a rope's base and scaling; transformers 5 writes both into `rope_parameters`."""
-    rope = sizes.get("rope_parameters") or {}
-    scaling = sizes.get("rope_scaling") or (dict(rope) if rope.get("rope_type", "default") != "default" else None)
-    return float(sizes.get("rope_theta") or rope.get("rope_theta") or 10000.0), scaling
+    """Returns a rope's base and scaling."""
+    flat = {**sizes, **flat_rope_fields(sizes)}
+    return float(flat.get("rope_theta") or 10000.0), flat.get("rope_scaling")
 
 
 def parse_layer_sizes(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, Any]) -> LayerSizes:

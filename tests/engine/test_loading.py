@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model, save_model
 
 from outrider.engine import memory
-from outrider.engine.loading import load
+from outrider.engine.loading import flat_rope_fields, load
 from outrider.protocol.errors import ModelError
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
 from tests.tiny import HYBRIDS, VOCAB_SIZE
@@ -69,6 +70,51 @@ def test_quantised_weights_become_dense_float32_for_mlx_on_a_cpu(
     model.set_dtype(mx.float32)
     np.testing.assert_allclose(np.array(loaded.model(text)), np.array(model(text)), atol=1e-3)
     assert loaded.parameters == load(source).parameters
+
+
+_SCALED = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_SCALED |= {"original_max_position_embeddings": 64}
+_PARTIAL = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("family", "outer", "before", "rope"),
+    [
+        ("llama", None, {"rope_theta": 500.0, "rope_scaling": _SCALED}, {"rope_theta": 500.0, **_SCALED}),
+        ("phi3", None, _PARTIAL, _PARTIAL),
+        (
+            "gemma3_text",
+            "gemma3",
+            {"rope_theta": 500.0, "rope_local_base_freq": 50.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            {
+                "full_attention": {"rope_theta": 500.0, "rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_theta": 50.0, "rope_type": "default"},
+            },
+        ),
+    ],
+)
+def test_positions_of_a_config_of_transformers_5_are_read(
+    tiny_model: TinyModel, tmp_path: Path, family: str, outer: str | None, before: dict[str, Any], rope: dict[str, Any]
+) -> None:
+    source = tiny_model(family, **before)
+    config = json.loads((source / "config.json").read_text())
+    weights = mx.load(str(source / "model.safetensors"))
+    config = {key: value for key, value in config.items() if key not in before} | {"rope_parameters": rope}
+    if outer is not None:
+        config = {"model_type": outer, "vocab_size": VOCAB_SIZE, "text_config": config}
+        weights = {f"language_model.{key}": value for key, value in weights.items()}  # type: ignore[union-attr]
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)  # type: ignore[arg-type]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = mx.array([list(range(5, 45))])
+    np.testing.assert_array_equal(np.array(load(tmp_path).model(text)), np.array(load(source).model(text)))
+
+
+def test_absent_scaling_is_given_to_models_that_require_the_field() -> None:
+    """As of GLM-4.5 and EXAONE 4."""
+    saved = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    assert flat_rope_fields(saved) == {"rope_theta": 5e5, "rope_scaling": None}
+    assert flat_rope_fields({**saved, "rope_theta": 1e4}) == {"rope_scaling": None}
+    assert flat_rope_fields({"rope_theta": 1e4}) == {}
 
 
 @pytest.mark.parametrize(
