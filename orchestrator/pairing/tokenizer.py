@@ -297,7 +297,11 @@ def render_template(
         raise InvalidRequest(f"the chat template keyword {min(taken)} is reserved; rename it")
     try:
         return _compile_template(template).render(
-            messages=messages, add_generation_prompt=answer, tools=tools, documents=None, **given
+            messages=[_to_template_fields(one) for one in messages],
+            add_generation_prompt=answer,
+            tools=tools,
+            documents=None,
+            **given,
         )
     except (
         TemplateError,
@@ -312,6 +316,12 @@ def render_template(
             f"the model's chat template failed ({error}); expected a template that takes these messages, or"
             " none (--ignore-chat-template)"
         ) from None
+
+
+def _to_template_fields(message: Message) -> Message:
+    """Returns a message with its thinking under both names that templates read, as in transformers."""
+    thought = next((message[name] for name in ("reasoning_content", "thinking") if message.get(name)), None)
+    return {**message, "reasoning_content": thought, "thinking": thought} if thought else message
 
 
 def render_open(render: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:

@@ -44,6 +44,13 @@ def test_generation_tags_are_ignored_as_by_transformers(model_folder):
     assert render_template(template, messages, {}) == text == "hi|ho|"
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking"])
+def test_past_thinking_reaches_templates_under_both_names(field):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho", field: "hm"}]
+    template = "{% for m in messages %}{{ m.reasoning_content or '' }}{{ m.thinking or '' }}{{ m.content }}{% endfor %}"
+    assert render_template(template, messages, {}) == "hihmhmho"
+
+
 def test_chat_template_is_none_without_a_template(model_folder):
     assert chat_template(model_folder) is None
 
