@@ -334,4 +334,5 @@ def _thinking_rule(rules: Rules, model: ServedModel, prompt: TokenizedPrompt) ->
     start, end = model.thinking.start, model.thinking.end
     words, others = rules.text_without(end), rules.special_tokens_except(end, model.codec.eos)
     rest = f"{f'({words} {others})*' if others else ''} {rules.followed_by(words, end)} {_LINE_BREAKS}"
-    return rest if prompt.thoughts is Thoughts.BEGUN else f"({rules.literal(start)} {rest})?"
+    thought = rest if prompt.thoughts is Thoughts.BEGUN else f"({rules.literal(start)} {rest})?"
+    return f"{thought} {rules.literal(model.thinking.answer)}"

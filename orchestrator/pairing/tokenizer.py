@@ -319,9 +319,17 @@ def render_template(
 
 
 def _to_template_fields(message: Message) -> Message:
-    """Returns a message with its thinking under both names that templates read, as in transformers."""
+    """Returns a message with its thinking under both names that templates read, as in transformers.
+
+    An answer of gpt-oss with all its channels counts from the final one, because its template refuses the others.
+    """
     thought = next((message[name] for name in ("reasoning_content", "thinking") if message.get(name)), None)
-    return {**message, "reasoning_content": thought, "thinking": thought} if thought else message
+    fields = {**message, "reasoning_content": thought, "thinking": thought} if thought else message
+    content = message.get("content")
+    if message.get("role") == "assistant" and isinstance(content, str) and content.startswith("<|channel|>"):
+        _, found, answer = content.rpartition("<|channel|>final<|message|>")
+        fields = {**fields, "content": answer if found else ""}
+    return fields
 
 
 def render_open(render: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:

@@ -52,9 +52,9 @@ Part = TextPart | ThinkingPart | ToolCall
 class Splitter:
     """Splits a choice's text. Tags that the model does not use, or the request did not enable, are ordinary text.
 
-    Thinking can only begin before the text. White space between a tag and the following text is dropped, or only line
-    breaks if the output has a format. A tool call that can't be parsed becomes text, unless the text was cut off inside
-    it.
+    Thinking can only begin before the text, unless the format has further marks. White space between a tag and the
+    following text is dropped, or only line breaks if the output has a format. A tool call that can't be parsed becomes
+    text, unless the text was cut off inside it.
     """
 
     def __init__(
@@ -70,13 +70,14 @@ class Splitter:
         self._thinking, self._tools = thinking, tools if self._box.tools else None
         spans = (thinking, self._tools.tags if self._tools is not None else None)
         self._starts = {tags.start: tags for tags in spans if tags is not None}
+        self._marks = tuple(filter(None, (thinking.answer, *thinking.marks))) if thinking is not None else ()
         self._span = thinking if begun else None
         self._in_form, self._by_grammar = in_form, by_grammar
         self._pending = ""
         self._had_call = False
         self._at = self._search_start = 0
         self._after_mark = begun
-        self._text_only = not begun and not self._starts
+        self._text_only = not (begun or self._starts or self._marks)
 
     def feed(self, text: str) -> list[Part]:
         """Returns the parts that `text` completes or extends."""
@@ -112,6 +113,10 @@ class Splitter:
             before = self._pending[:place]
             if not self._in_call:
                 yield from self._emit_text(before)
+                if self._span is None and mark in self._marks:
+                    self._drop(place + len(mark))
+                    self._after_mark = True
+                    continue
                 if self._span is None and mark not in self._starts:  # it stands in the middle of the text
                     self._drop(place)
                     continue
@@ -144,7 +149,7 @@ class Splitter:
         if self._text_only:
             return ()
         if self._span is None:
-            return tuple(self._starts)
+            return (*self._starts, *self._marks)
         return (self._span.end,) if self._span.end else ()
 
     def _emit_text(self, text: str) -> list[Part]:
@@ -154,7 +159,7 @@ class Splitter:
             self._after_mark = not text
         if not text:
             return []
-        if self._span is None and self._thinking is not None and not text.isspace():
+        if self._span is None and self._thinking is not None and not (self._marks or text.isspace()):
             self._starts.pop(self._thinking.start, None)
         return [ThinkingPart(text) if self._span is not None else TextPart(text, self._at + whole - len(text))]
 

@@ -145,8 +145,11 @@ class ServedModel:
         else:
             text = self._render(source)
         thoughts = self._thinking_mode(text, source)
-        if thoughts is Thoughts.BEGUN and self.thinking is not None and source.keywords.get("enable_thinking") is False:
-            text, thoughts = f"{text}{self.thinking.end}\n\n", Thoughts.NONE
+        if self.thinking is not None and source.keywords.get("enable_thinking") is False:
+            if thoughts is Thoughts.BEGUN:
+                text, thoughts = f"{text}{self.thinking.end}\n\n", Thoughts.NONE
+            elif source.answer and not source.continue_final:
+                text = text.removesuffix(self.thinking.answer) + self.thinking.answer
         return TokenizedPrompt(self.encode(text, special=False), thoughts)
 
     def _render(self, source: TemplateInput) -> str:
@@ -195,7 +198,7 @@ class ServedModel:
             is_open = own.rfind(start) > own.rfind(end)
         if is_open:
             return Thoughts.BEGUN
-        may_begin = begins_turn and not text.rstrip().endswith(end)
+        may_begin = begins_turn and not text.rstrip().endswith(self.thinking.answer or end)
         return Thoughts.OPTIONAL if may_begin and source.keywords.get("enable_thinking") is not False else Thoughts.NONE
 
 

@@ -30,6 +30,7 @@ _PAIRS = (
     ("<|think:start|>", "<|think:end|>"),
 )
 _KIMI_K3_TOKENS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+_HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>")
 PACKAGE = "_outrider_tool_parsers"
 
 # For each parser: alternative sets of substrings, of which a template contains one in full; in mlx-lm's order.
@@ -67,10 +68,16 @@ needed; otherwise answer in words."""
 
 @dataclass(frozen=True, slots=True)
 class SpanTags:
-    """The tags that begin and end a span. An empty `end` means the end of the text."""
+    """The tags that begin and end a span. An empty `end` means the end of the text.
+
+    For thinking: `answer` always begins the answer, if the format has such a tag; `marks` are further tags between
+    parts, which are not text.
+    """
 
     start: str
     end: str
+    answer: str = ""
+    marks: tuple[str, ...] = ()
 
 
 def find_thinking_tags(vocabulary: Collection[str]) -> SpanTags | None:
@@ -81,7 +88,11 @@ def find_thinking_tags(vocabulary: Collection[str]) -> SpanTags | None:
     if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
         return SpanTags("<|channel>thought", "<channel|>")
     if is_kimi_k3(vocabulary):
-        return SpanTags("<|open|>think<|sep|>", "<|close|>think<|sep|>")
+        marks = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
+        return SpanTags("<|open|>think<|sep|>", "<|close|>think<|sep|>", marks=marks)
+    if all(token in vocabulary for token in _HARMONY_TOKENS):  # gpt-oss, whose message header ends the thinking
+        end, notes = "<|end|><|start|>assistant", "<|channel|>commentary<|message|>"
+        return SpanTags("<|channel|>analysis<|message|>", end, "<|channel|>final<|message|>", (end, notes))
     return None
 
 

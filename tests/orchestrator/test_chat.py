@@ -51,6 +51,18 @@ def test_past_thinking_reaches_templates_under_both_names(field):
     assert render_template(template, messages, {}) == "hihmhmho"
 
 
+@pytest.mark.parametrize("answer", ["", "ho"])
+def test_channels_of_an_earlier_answer_do_not_reach_the_template(answer):
+    """gpt-oss's template refuses them, so a chat would end with its second turn."""
+    final = f"<|end|><|start|>assistant<|channel|>final<|message|>{answer}" if answer else ""
+    messages = [
+        {"role": "assistant", "content": f"<|channel|>analysis<|message|>hm{final}"},
+        {"role": "user", "content": "<|channel|>?"},
+    ]
+    template = "{% for m in messages %}{{ m.content }}|{% endfor %}"
+    assert render_template(template, messages, {}) == f"{answer}|<|channel|>?|"
+
+
 def test_chat_template_is_none_without_a_template(model_folder):
     assert chat_template(model_folder) is None
 

@@ -20,7 +20,7 @@ from outrider.protocol.sampling import Grammar
 from outrider.server.answers.choices import Splitter, TextPart, ThinkingPart
 from outrider.server.mapping import OutputFormat, build_answer_grammar, function
 from outrider.server.model.served import Thoughts, TokenizedPrompt, Toolbox
-from outrider.server.model.tool_format import SpanTags, ToolCall, tool_format
+from outrider.server.model.tool_format import SpanTags, ToolCall, find_thinking_tags, tool_format
 from outrider.server.problems import Refused
 
 END = "<|end|>"
@@ -227,6 +227,29 @@ def test_response_format_with_tools_allows_a_call_or_the_format(tmp_path: Path, 
             else:
                 assert re.fullmatch("[a-z <]{4}/" if kind == "regex" else r"<tool\d+</think>", said)
     assert seen == {TextPart, ToolCall, *(() if thoughts is Thoughts.NONE else (ThinkingPart,))}
+
+
+def test_format_follows_the_mark_of_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of gpt-oss: without it, the model would write the format where it expects the name of a channel."""
+    monkeypatch.setattr(f"{__name__}.END", "<|return|>")
+    marks = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|call|>")
+    model = Model(tmp_path, "json_tools", (*SPECIAL["json_tools"], *marks))
+    model.served.thinking = find_thinking_tags(marks)
+    prompt, thought = (
+        TokenizedPrompt((), Thoughts.OPTIONAL),
+        "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant",
+    )
+    form = build_answer_grammar(model.served, prompt, Toolbox(), FORMS["regex"])
+    tools = build_answer_grammar(model.served, prompt, Toolbox(TOOLS, guided=True), None)
+    assert form is not None and tools is not None
+    for grammar, said in (
+        (form, "abcd/"),
+        (tools, "So"),
+        (tools, '<tool_call>{"name": "none", "arguments": {}}</tool_call>'),
+    ):
+        for before in ("", thought):
+            assert accepts(model, grammar, f"{before}<|channel|>final<|message|>{said}")
+            assert not accepts(model, grammar, f"{before}{said}")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlx_lm.tokenizer_utils import _infer_thinking, _infer_tool_parser
+from mlx_lm.tokenizer_utils import _infer_structural_markers, _infer_thinking, _infer_tool_parser
 
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import SamplingParams
@@ -105,6 +105,39 @@ def test_thinking_tag_inside_the_answer_is_text(thoughts: Thoughts, size: int) -
     assert joined(parts + splitter.finish()) == said
 
 
+HARMONY = find_thinking_tags(("<|start|>", "<|channel|>", "<|message|>", "<|call|>"))
+HARMONY_END = "<|end|><|start|>assistant<|channel|>"
+
+
+@pytest.mark.parametrize("in_form", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"<|channel|>analysis<|message|>Hm {HARMONY_END}final<|message|>Four", [("T", "Hm "), ("S", "Four")]),
+        ("<|channel|>final<|message|>Four", [("S", "Four")]),
+        (f"<|channel|>analysis<|message|>a{HARMONY_END}analysis<|message|>b", [("T", "ab")]),
+    ],
+)
+def test_channels_are_split_into_thinking_and_answer(text: str, expected: Any, size: int, in_form: bool) -> None:
+    splitter = Splitter(HARMONY, json_tools(), BOX, in_form=in_form)
+    parts = [part for at in range(0, len(text), size) for part in splitter.feed(text[at : at + size])]
+    assert joined(parts + splitter.finish()) == expected
+
+
+def test_text_between_two_channels_is_part_of_the_answer() -> None:
+    text = f"<|channel|>commentary<|message|>I look. {HARMONY_END}analysis<|message|>Hm{HARMONY_END}final<|message|>So"
+    splitter = Splitter(HARMONY, json_tools(), BOX)
+    assert joined(splitter.feed(text) + splitter.finish()) == [("S", "I look. "), ("T", "Hm"), ("S", "So")]
+
+
+def test_marks_around_an_answer_of_kimi_k3_are_not_text() -> None:
+    tags = find_thinking_tags(("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"))
+    splitter = Splitter(tags)
+    text = "<|open|>think<|sep|>Hm<|close|>think<|sep|><|open|>response<|sep|>Four<|close|>response<|sep|>"
+    assert joined(splitter.feed(text) + splitter.finish()) == [("T", "Hm"), ("S", "Four")]
+
+
 def test_half_a_surrogate_pair_in_a_call_is_replaced() -> None:
     """JSON can escape it, UTF-8 can't encode it; a model writes it, or a client sends it back."""
     splitter = Splitter(None, json_tools(), BOX)
@@ -136,7 +169,9 @@ def test_tool_formats_and_thinking_tags_are_inferred_as_by_mlx_lm() -> None:
         )
         assert infer_parser(template, vocabulary) == _infer_tool_parser(theirs)
         start, end, *_ = _infer_thinking(theirs)
-        assert find_thinking_tags(vocabulary) == (SpanTags(start, end) if start is not None else None)
+        tags = find_thinking_tags(vocabulary)
+        assert (tags.start, tags.end) == (start, end) if tags is not None else start is None
+        assert tags is None or tags.marks in ((), _infer_structural_markers(theirs))
 
 
 @pytest.mark.parametrize("rest", ["<tool_call>", '<tool_call>\n{"name": "f", "argu', "<tool_ca"])

@@ -17,7 +17,7 @@ import pytest
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.server.mapping import ToolSelection, select_tools
 from outrider.server.model.served import ServedModel, TemplateInput, Thoughts, Toolbox, load_served_model
-from outrider.server.model.tool_format import SpanTags, tools_as_text
+from outrider.server.model.tool_format import SpanTags, find_thinking_tags, tools_as_text
 from outrider.server.problems import Refused
 from tests.server.house import RunningServer, serving
 from tests.server.scripted import ANSWER, PLAIN, text_of
@@ -114,6 +114,16 @@ def test_tag_in_a_message_begins_no_thinking(model: ServedModel) -> None:
     assert opening.tokenize_conversation(TemplateInput(asked)).thoughts is Thoughts.BEGUN
     begun = TemplateInput([*HELLO, {"role": "assistant", "content": "<think>Hm"}], continue_final=True)
     assert thinks.tokenize_conversation(begun).thoughts is Thoughts.BEGUN
+
+
+def test_thinking_in_channels_is_optional_after_the_prompt_and_can_be_switched_off(model: ServedModel) -> None:
+    """gpt-oss's prompts end like its thinking: with the header of a message."""
+    tags = find_thinking_tags(("<|start|>", "<|channel|>", "<|message|>", "<|call|>"))
+    channels = replace(model, thinking=tags, template="{{ messages[0].content }}<|end|><|start|>assistant")
+    assert channels.tokenize_conversation(TemplateInput(HELLO)).thoughts is Thoughts.OPTIONAL
+    off = channels.tokenize_conversation(TemplateInput(HELLO, keywords={"enable_thinking": False}))
+    assert off.thoughts is Thoughts.NONE
+    assert model.codec.decode(off.tokens) == "hi<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
 def test_mistral_templates_receive_ids_of_nine_characters(scripted: Path, tmp_path: Path) -> None:
