@@ -1,8 +1,9 @@
 """How a model marks thinking and writes tool calls.
 
 Calls are parsed by mlx-lm's tool parsers, which are loaded without importing mlx-lm, because that imports MLX. Tags are
-found as in mlx-lm: by the vocabulary's tokens and the template. `tools_as_text` describes tools in the system prompt,
-in Hermes' style, for models whose template does not support tools.
+found as in mlx-lm, by the vocabulary's tokens and the template, and for some families that it does not know.
+`tools_as_text` describes tools in the system prompt, in Hermes' style, for models whose template does not support
+tools.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ _PAIRS = (
     ("<think>", "</think>"),
     ("<longcat_think>", "</longcat_think>"),
     ("<|think:start|>", "<|think:end|>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
 )
 _KIMI_K3_TOKENS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+_COHERE_TOKENS = ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
 _HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>")
 PACKAGE = "_outrider_tool_parsers"
 
@@ -90,6 +94,9 @@ def find_thinking_tags(vocabulary: Collection[str]) -> SpanTags | None:
     if is_kimi_k3(vocabulary):
         marks = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
         return SpanTags("<|open|>think<|sep|>", "<|close|>think<|sep|>", marks=marks)
+    if all(token in vocabulary for token in _COHERE_TOKENS):
+        start, end, answer, mark = _COHERE_TOKENS
+        return SpanTags(start, end, answer, (mark,))
     if all(token in vocabulary for token in _HARMONY_TOKENS):  # gpt-oss, whose message header ends the thinking
         end, notes = "<|end|><|start|>assistant", "<|channel|>commentary<|message|>"
         return SpanTags("<|channel|>analysis<|message|>", end, "<|channel|>final<|message|>", (end, notes))

@@ -106,6 +106,7 @@ def test_thinking_tag_inside_the_answer_is_text(thoughts: Thoughts, size: int) -
 
 
 HARMONY = find_thinking_tags(("<|start|>", "<|channel|>", "<|message|>", "<|call|>"))
+COHERE = ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
 HARMONY_END = "<|end|><|start|>assistant<|channel|>"
 
 
@@ -129,6 +130,20 @@ def test_text_between_two_channels_is_part_of_the_answer() -> None:
     text = f"<|channel|>commentary<|message|>I look. {HARMONY_END}analysis<|message|>Hm{HARMONY_END}final<|message|>So"
     splitter = Splitter(HARMONY, json_tools(), BOX)
     assert joined(splitter.feed(text) + splitter.finish()) == [("S", "I look. "), ("T", "Hm"), ("S", "So")]
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "text"),
+    [
+        (("[THINK]", "[/THINK]"), "[THINK]Hm[/THINK]Four"),
+        (("<seed:think>", "</seed:think>"), "<seed:think>Hm</seed:think>Four"),
+        (COHERE, "<|START_THINKING|>Hm<|END_THINKING|><|START_RESPONSE|>Four<|END_RESPONSE|>"),
+    ],
+)
+def test_reasoning_of_other_families_is_found(vocabulary: tuple[str, ...], text: str) -> None:
+    """Of Magistral, Seed-OSS and Command A."""
+    splitter = Splitter(find_thinking_tags(vocabulary))
+    assert joined(splitter.feed(text) + splitter.finish()) == [("T", "Hm"), ("S", "Four")]
 
 
 def test_marks_around_an_answer_of_kimi_k3_are_not_text() -> None:
