@@ -117,11 +117,11 @@ def write_model(
 
 
 def _find_architecture(file: GgufFile) -> GgufArchitecture:
+    if file.whole("split.count", 1) > 1:  # only the first part names the architecture
+        raise ModelError(f"{file.path} is one of several parts; join them first (llama-gguf-split --merge)")
     name = file.architecture
     if name not in ARCHITECTURES:
         raise ModelError(f"{file.path} has the architecture {name!r}; expected one of {', '.join(ARCHITECTURES)}")
-    if file.whole("split.count", 1) > 1:
-        raise ModelError(f"{file.path} is one of several parts; join them first (llama-gguf-split --merge)")
     if file.whole(f"{name}.expert_count", 0):
         raise ModelError(
             f"{file.path} is a mixture of experts, which can't be read from GGUF files; use the model in MLX format"

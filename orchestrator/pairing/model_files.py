@@ -202,7 +202,7 @@ def _describe_model(name: str, folder: Path, weights: bool) -> ModelFiles:
     if not folder.is_dir():
         raise ModelError(f"{name} is a file that is not in GGUF format; {_EXPECTED_NAME}")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{name} is not a model folder: config.json is missing")
+        raise ModelError(f"{name} is not a model folder: config.json is missing (a GGUF file is given by its path)")
     if weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"{name} has no weights: *.safetensors files are missing")
     config = read_json(folder / "config.json")

@@ -410,6 +410,13 @@ def test_inconsistent_file_error_names_the_fault(tmp_path, changes, said):
     assert said in str(refused.value) and str(file) in str(refused.value)
 
 
+def test_part_that_names_no_architecture_is_recognized(tmp_path):
+    file = write_gguf(tmp_path / "a-00002-of-00003.gguf", metadata={"split.count": 3})
+    file.write_bytes(file.read_bytes().replace(b"general.architecture", b"general.architectur_", 1))
+    with pytest.raises(ModelError, match="is one of several parts"):
+        find_model(str(file))
+
+
 def test_unknown_architectures_and_types_are_named(tmp_path):
     file = write_gguf(tmp_path / "a.gguf")
     renamed = file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1)
