@@ -325,7 +325,9 @@ def _to_float32(model: nn.Module, parameters: int) -> nn.Module:
             physical / 2**30,
         )
         return model
-    return dequantize_model(model)
+    model = dequantize_model(model)
+    model.set_dtype(mx.float32)  # weights in small floats (mxfp4, nvfp4, mxfp8) have become bfloat16, exactly
+    return model
 
 
 def _warm_up(model: nn.Module) -> None:

@@ -72,6 +72,22 @@ def test_quantised_weights_become_dense_float32_for_mlx_on_a_cpu(
     assert loaded.parameters == load(source).parameters
 
 
+@pytest.mark.parametrize(("mode", "bits", "group_size"), [("mxfp4", 4, 32), ("nvfp4", 4, 16), ("mxfp8", 8, 32)])
+def test_weights_in_small_floats_become_dense_float32_on_a_cpu(
+    tiny_model: TinyModel, tmp_path: Path, mode: str, bits: int, group_size: int
+) -> None:
+    """mlx-lm dequantizes them to bfloat16, in which a CPU is many times slower."""
+    model, config = load_model(tiny_model("llama", dtype="bfloat16"))
+    model, config = quantize_model(model, config, group_size, bits, mode)
+    save_model(tmp_path, model)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load(tmp_path)
+    assert {value.dtype for _, value in tree_flatten(loaded.model.parameters())} == {mx.float32}
+    text = mx.array([[5, 6, 7, 8]])
+    model.set_dtype(mx.float32)
+    np.testing.assert_allclose(np.array(loaded.model(text)), np.array(model(text)), atol=1e-3)
+
+
 _SCALED = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _SCALED |= {"original_max_position_embeddings": 64}
 _PARTIAL = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
