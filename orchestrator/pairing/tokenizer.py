@@ -149,8 +149,9 @@ def load_codec(model: ModelFiles) -> TextCodec:
     tokenizer = _load_tokenizer(model)
     special = _read_special_tokens(model.folder, config)
     eos = special.get("eos_token")
-    ends = _token_set(read_json(model.folder / "generation_config.json").get("eos_token_id"))
-    ends = ends or _token_set(read_json(model.folder / "config.json").get("eos_token_id"))
+    sizes, generation = (read_json(model.folder / name) for name in ("config.json", "generation_config.json"))
+    places = (generation, sizes, sizes.get("text_config") or {})
+    ends = next(filter(None, (_token_set(place.get("eos_token_id")) for place in places)), frozenset[int]())
     if eos is not None:
         ends |= _token_set(tokenizer.token_to_id(eos))
     return TextCodec(model=model, tokenizer=tokenizer, eos=ends, special=special, spelling=Spelling(tokenizer))
