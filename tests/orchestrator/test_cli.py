@@ -355,7 +355,7 @@ def test_common_flag_aliases_are_accepted(run, stand, codec):
 
 def test_server_refusal_sets_the_exit_code(run, stand):
     code, out, err = run("generate", "-p", "x " * 3000, "--connect", stand.endpoint)
-    assert (code, out) == (2, "") and "expected at most 1023" in err
+    assert (code, out) == (2, "") and "> 1023 maximum" in err
 
 
 def test_every_sampling_flag_reaches_the_core(run, stand, codec):
