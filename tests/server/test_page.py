@@ -196,7 +196,7 @@ def test_error_message_of_the_server_is_shown(visit: Open) -> None:
     fill(page, prompt="word " * 4000)
     page.get_by_role("button", name="Generate").click()
     alert = page.get_by_role("alert")
-    alert.filter(has_text="tokens; expected at most").wait_for()
+    alert.filter(has_text="prompt is too long").wait_for()
     page.route("**/v1/chat/completions", lambda route: route.abort())
     fill(page)
     page.get_by_role("button", name="Generate").click()
