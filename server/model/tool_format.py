@@ -53,6 +53,7 @@ _TEMPLATE_MARKERS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("json_tools", (("<tool_call>", "tool_call.name"),)),
 )
 
+_CALL_ID = re.compile(r"\[CALL_ID\]\s*[\w-]+\s*(?=\[ARGS\])")  # of Mistral Small 3.2; read as the name by mlx-lm
 FALLBACK_FORMAT = "json_tools"
 FALLBACK_NOTE = (
     "The chat template of this model has no tools: they are described in the system prompt, and calls are held to a"
@@ -137,7 +138,7 @@ class ToolFormat:
             InvalidToolCall: it can't be parsed.
         """
         try:
-            parsed = self.module.parse_tool_call(text, list(tools))
+            parsed = self.module.parse_tool_call(_CALL_ID.sub("", text), list(tools))
             many = parsed if isinstance(parsed, list) else [parsed]
             return tuple(_to_tool_call(one) for one in many)
         except Exception as error:  # parsers raise anything on malformed text

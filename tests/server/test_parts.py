@@ -174,6 +174,16 @@ def test_format_without_an_end_tag_extends_to_the_end_of_the_text() -> None:
     assert joined(parts + splitter.finish()) == [("S", "So "), ("C", '{"x": 1}'), ("C", "{}")]
 
 
+@pytest.mark.parametrize("size", [1, 100])
+def test_an_id_between_name_and_arguments_is_not_the_name(size: int) -> None:
+    """As of Mistral Small 3.2."""
+    splitter = Splitter(None, tool_format(None, (), "mistral"), BOX)
+    text = 'So [TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{"x": "[CALL_ID]"}[TOOL_CALLS]g[ARGS]{}'
+    parts = [part for at in range(0, len(text), size) for part in splitter.feed(text[at : at + size])]
+    calls = [part for part in parts + splitter.finish() if isinstance(part, ToolCall)]
+    assert calls == [ToolCall("f", '{"x": "[CALL_ID]"}'), ToolCall("g", "{}")]
+
+
 def test_tool_formats_and_thinking_tags_are_inferred_as_by_mlx_lm() -> None:
     random = Random(2)
     for _ in range(2000):
