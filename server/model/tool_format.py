@@ -177,7 +177,8 @@ def infer_parser(template: str | None, vocabulary: Collection[str]) -> str | Non
 
 
 def _to_tool_call(parsed: dict[str, Any]) -> ToolCall:
-    name, arguments, own = parsed["name"], parsed.get("arguments", {}), parsed.get("id")
+    name, own = parsed["name"], parsed.get("id")
+    arguments = parsed.get("arguments", parsed.get("parameters", {}))  # Llama's name for them, which others mix in
     if not isinstance(name, str) or not name:
         raise InvalidToolCall("it names no function")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)

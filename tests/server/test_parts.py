@@ -184,6 +184,13 @@ def test_an_id_between_name_and_arguments_is_not_the_name(size: int) -> None:
     assert calls == [ToolCall("f", '{"x": "[CALL_ID]"}'), ToolCall("g", "{}")]
 
 
+def test_arguments_may_be_named_parameters() -> None:
+    """As many models write that have learned Llama's format."""
+    splitter = Splitter(None, json_tools(), BOX)
+    text = '<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>'
+    assert splitter.feed(text) == [ToolCall("f", '{"x": 1}')]
+
+
 def test_tool_formats_and_thinking_tags_are_inferred_as_by_mlx_lm() -> None:
     random = Random(2)
     for _ in range(2000):
