@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import DrafterLatency, Estimates
 from outrider.orchestrator.core.proposal import min_alternative_prob
 from outrider.orchestrator.core.request import NO_RANKS, DrafterState, Request
@@ -301,7 +302,7 @@ class DraftPool:
 
     def on_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> bool:
         """Records a push, and keeps its branches if they are awaited; returns whether they are. A push for a round that
-        has ended still shows the latency and the cost of drafting."""
+        has ended still shows the latency, and the cost of drafting if that is far higher than expected."""
         draft, latency = request.draft, self._latencies[name]
         draft.losses.pop(name, None)
         state = draft.drafters[name]
@@ -316,7 +317,8 @@ class DraftPool:
         if message.entries and name == draft.lead:
             work_ms = message.work.milliseconds
             if self._estimates.active == 1:
-                self._estimates.observe_depth(len(message.entries), work_ms)
+                if is_awaited or work_ms > POLICY.max_stall_factor * self._estimates.depth_ms():
+                    self._estimates.observe_depth(len(message.entries), work_ms)
             elif pushes and is_awaited:  # with several requests, trees take turns: the time since the last push counts
                 self._estimates.observe_depth(len(message.entries), max(since_ms, work_ms))
         if is_awaited:
