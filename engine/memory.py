@@ -60,7 +60,8 @@ def set_limits(weight_bytes: int, kv_bytes: int = _KV_BUDGET_BYTES) -> None:
     """Sets this process's limits; does nothing without Metal."""
     if not mx.metal.is_available():
         return
-    wired = wired_limit(weight_bytes, int(mx.device_info()["max_recommended_working_set_size"]), kv_bytes)
+    recommended = int(mx.device_info(mx.gpu)["max_recommended_working_set_size"])  # only a GPU has it
+    wired = wired_limit(weight_bytes, recommended, kv_bytes)
     mx.set_wired_limit(wired)
     mx.set_cache_limit(_CACHE_LIMIT_BYTES)
     log.info("wired limit %d MiB, cache limit %d MiB", wired >> 20, _CACHE_LIMIT_BYTES >> 20)

@@ -151,7 +151,7 @@ def inspect_machine() -> Machine:
         python=platform.python_version(),
         libraries={name: _version(name) for name in _LIBRARIES},
         mlx_device="gpu" if metal else mx.default_device().type.name,
-        wired_budget_bytes=int(mx.device_info()["max_recommended_working_set_size"]) if metal else 0,
+        wired_budget_bytes=int(mx.device_info(mx.gpu)["max_recommended_working_set_size"]) if metal else 0,
         blas=_measure_blas(),
     )
 

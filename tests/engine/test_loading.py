@@ -205,6 +205,21 @@ def test_wired_limit_leaves_room_within_the_recommended_size() -> None:
     assert memory.wired_limit(95 * 2**30, 96 * 2**30) == 96 * 2**30
 
 
+@pytest.mark.parametrize("device", [mx.cpu, mx.gpu])
+def test_model_loads_on_either_device_of_a_mac(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, device: mx.DeviceType
+) -> None:
+    """MLX describes the default device, and only a GPU has a size of the working set."""
+    limits: list[int] = []
+    own = mx.device_info(mx.cpu)
+    described = {mx.cpu: own, mx.gpu: {**own, "max_recommended_working_set_size": 2**31}}
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda named=device: described[named])
+    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
+    assert load(tiny_model("llama")).parameters > 0
+    assert limits == [2**31]
+
+
 @pytest.mark.parametrize("compiler", ["none", "broken"])
 def test_model_loads_and_runs_without_a_working_compiler(tiny_model: TinyModel, tmp_path: Path, compiler: str) -> None:
     """MLX compiles small kernels with g++ at run time; a model must load and run without."""
