@@ -13,12 +13,12 @@ fail() {
     exit 1
 }
 
-is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1; }
 
 find_python() {
     local candidate
     for candidate in "${PYTHON:-}" python3.13 python3.12 python3.11 python3 python; do
-        if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 && is_new_enough "$candidate"; then
+        if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 && is_supported "$candidate"; then
             printf '%s\n' "$candidate"
             return 0
         fi
@@ -29,11 +29,11 @@ find_python() {
 make_venv() {
     local found
     if command -v uv >/dev/null 2>&1; then
-        uv venv --quiet --allow-existing --python '>=3.11' "$venv" >&2 || fail "uv can't create $venv; see its output above"
+        uv venv --quiet --allow-existing --python '>=3.11,<3.14' "$venv" >&2 || fail "uv can't create $venv; see its output above"
         return
     fi
-    found="$(find_python)" || fail "Python 3.11 or newer is needed, and $(python3 --version 2>&1 || true) is installed;" \
-        "install a newer one (python.org, your package manager) or uv"
+    found="$(find_python)" || fail "Python 3.11 to 3.13 is needed, and $(python3 --version 2>&1 || true) is installed;" \
+        "install one of them (python.org, your package manager) or uv"
     "$found" -m venv "$venv" >&2 || fail "$found can't create a virtual environment (on Debian and Ubuntu:" \
         "apt install python3-venv)"
 }
@@ -69,10 +69,10 @@ set_up() {
     find_openblas
 }
 
-is_installed() { [ -x "$python" ] && is_new_enough "$python" && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; }
+is_installed() { [ -x "$python" ] && is_supported "$python" && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; }
 
 install_all() {
-    if [ ! -x "$python" ] || ! is_new_enough "$python"; then make_venv; fi
+    if [ ! -x "$python" ] || ! is_supported "$python"; then make_venv; fi
     install_project "[$1]"
     printf '%s\n' "$wanted" >"$stamp"
     case "$1" in test*) printf '%s\n' "$wanted" >"$venv/.outrider-installed-serve,cpu" ;; esac

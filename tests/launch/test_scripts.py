@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -178,15 +179,26 @@ def test_a_failed_installation_is_tried_again(copy):
     assert "INSTALL" in run(copy, "run_local.sh").stderr
 
 
-def test_too_old_python_is_a_one_line_error(copy, tmp_path):
-    old = tmp_path / "old"
+@pytest.mark.parametrize("version", [(3, 9, 6), (3, 14, 0)])
+def test_unsupported_python_is_a_one_line_error(copy, tmp_path, version):
+    old, named = tmp_path / "old", ".".join(map(str, version))
     for name in ("python3", "python"):
-        executable(old / name, '[ "$1" = --version ] && echo "Python 3.9.6" && exit 0\nexit 1')
+        pretend = f"import sys; sys.version_info = {version}; exec(sys.argv[1])"
+        executable(
+            old / name,
+            f'[ "$1" = --version ] && echo "Python {named}" && exit 0\n'
+            f"""[ "$1" = -c ] && exec '{sys.executable}' -c '{pretend}' "$2"\nexit 1""",
+        )
     for tool in ("bash", "dirname", "readlink", "cksum", "cat", "uname", "id", "flock"):
         (old / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
     done = run(copy, "run_local.sh", path=str(old))
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "3.11 or newer is needed, and Python 3.9.6 is installed" in done.stderr
+    assert done.stderr.count("\n") == 1 and f"3.11 to 3.13 is needed, and Python {named} is installed" in done.stderr
+
+
+def test_scripts_take_the_python_versions_of_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"--python '{project['requires-python']}'" in (ROOT / "launch/environment.sh").read_text()
 
 
 def test_uv_is_used_when_available(copy, tmp_path):
