@@ -85,7 +85,8 @@ preload_openblas() {
 import os
 from outrider.orchestrator.machine.system import OPENBLAS_CORE_VARIABLE, blas_environment
 made = blas_environment(dict(os.environ), 1)
-print(*(f"{name}={made[name]}" for name in ("LD_PRELOAD", OPENBLAS_CORE_VARIABLE) if name in made), sep="\n")
+for name in made.keys() & {"LD_PRELOAD", OPENBLAS_CORE_VARIABLE}:
+    print(f"{name}={made[name]}")
 ')
 }
 

@@ -90,6 +90,23 @@ def test_test_script_installs_its_extra_which_covers_run_local(copy):
     assert run(copy, "run_local.sh").stderr == ""
 
 
+def test_test_script_runs_on_a_machine_that_needs_no_blas(copy):
+    """As on a Mac, whose Accelerate needs no preloading, nor a choice of kernels."""
+    python = copy / ".venv/bin/python"
+    with_venv(copy)
+    needs_none = "import outrider.orchestrator.machine.system as s; s.blas_environment = lambda base, threads: base"
+    python.write_text(
+        python.read_text().replace(
+            '*"-c "*|',
+            f"""*blas_environment*) shift 2; PYTHONPATH={ROOT} exec {sys.executable} -c '{needs_none}; exec("""
+            """__import__("sys").argv[1])' "$1" ;;\n*"-c "*|""",
+        )
+    )
+    done = run(copy, "test.sh", "tests/protocol")
+    assert done.returncode == 0 and "export" not in done.stderr, done.stderr
+    assert done.stdout.startswith("-m|pytest|tests/protocol|")
+
+
 def test_fleet_test_script_installs_ray_and_runs_only_fleet_tests(copy):
     with_venv(copy)
     done = run(copy, "test_fleet.sh")
