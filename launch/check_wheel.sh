@@ -72,7 +72,7 @@ refused() {
     shift
     if said="$("$@" 2>&1)"; then return 1; fi
     echo "$said"
-    [ "$(echo "$said" | wc -l)" = 1 ] && case "$said" in *"$words"*) ;; *) return 1 ;; esac
+    case "$said" in *$'\n'*) return 1 ;; *"$words"*) ;; *) return 1 ;; esac
 }
 
 told_what_is_missing() {

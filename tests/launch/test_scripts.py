@@ -107,6 +107,18 @@ def test_test_script_runs_on_a_machine_that_needs_no_blas(copy):
     assert done.stdout.startswith("-m|pytest|tests/protocol|")
 
 
+@pytest.mark.parametrize(("said", "status"), [("no, run pip", 0), ("no, run pip\nTraceback", 1), ("no", 1)])
+def test_wheel_check_recognizes_a_refusal_also_with_a_macs_tools(tmp_path, said, status):
+    executable(tmp_path / "wc", "printf '%8d\\n' \"$(/usr/bin/wc \"$@\")\"")  # BSD's wc indents
+    executable(tmp_path / "outrider", f"printf '%s\\n' '{said}'; exit 1")
+    text = (ROOT / "launch/check_wheel.sh").read_text()
+    refused = text[text.index("refused() {") : text.index("told_what_is_missing() {")]
+    done = subprocess.run(
+        ["bash", "-euc", f"{refused}\nrefused 'run pip' outrider serve"], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    )
+    assert done.returncode == status
+
+
 def test_fleet_test_script_installs_ray_and_runs_only_fleet_tests(copy):
     with_venv(copy)
     done = run(copy, "test_fleet.sh")
