@@ -109,7 +109,7 @@ def test_test_script_runs_on_a_machine_that_needs_no_blas(copy):
 
 @pytest.mark.parametrize(("said", "status"), [("no, run pip", 0), ("no, run pip\nTraceback", 1), ("no", 1)])
 def test_wheel_check_recognizes_a_refusal_also_with_a_macs_tools(tmp_path, said, status):
-    executable(tmp_path / "wc", "printf '%8d\\n' \"$(/usr/bin/wc \"$@\")\"")  # BSD's wc indents
+    executable(tmp_path / "wc", 'printf \'%8d\\n\' "$(/usr/bin/wc "$@")"')  # BSD's wc indents
     executable(tmp_path / "outrider", f"printf '%s\\n' '{said}'; exit 1")
     text = (ROOT / "launch/check_wheel.sh").read_text()
     refused = text[text.index("refused() {") : text.index("told_what_is_missing() {")]
