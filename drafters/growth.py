@@ -283,7 +283,7 @@ class BranchGrowth:
         """Divides `branches` among the fork points: those that the fan-out chooses after the first `rank_offset`."""
         points, offset = demand.points, demand.rank_offset
         until = self._fan_out(points, offset + branches, self._calibration)
-        since = self._fan_out(points, offset, self._calibration) if offset else [0] * len(until)
+        since = self._fan_out(points, offset, self._calibration)
         self._ranks = [range(first, last) for first, last in zip(since, until, strict=True)]
 
     def advance(self, rows: int | None = None) -> Steps[ReadyBranches]:

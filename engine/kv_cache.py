@@ -415,9 +415,9 @@ class CacheSlot:
         """Feeds tokens; returns their logits [N, V]. Lazy."""
         return self.kv_cache.forward([Feed(self.sequence, tokens, len(tokens))])
 
-    def feed_all_but(self, rest: int) -> None:
-        """Feeds committed tokens, evaluated, until only the last `rest` are unfed."""
-        total = len(self.tokens) - rest
+    def feed_all_but_last(self) -> None:
+        """Feeds committed tokens, evaluated, until only the last one is unfed."""
+        total = len(self.tokens) - 1
         while self.fed < total:
             self.kv_cache.forward(
                 [Feed(self.sequence, self.tokens[self.fed : min(self.fed + PREFILL_CHUNK_TOKENS, total)], 0, True)]

@@ -200,9 +200,9 @@ class _TrialText:
         return logits
 
 
-def _make_tokens(model: LoadedModel, count: int, number: int = 0, step: int = 7919) -> list[int]:
+def _make_tokens(model: LoadedModel, count: int, number: int = 0) -> list[int]:
     """Returns the tokens of meaningless text number `number`."""
-    return [(step * i + 104729 * number + 13) % model.vocab_size for i in range(count)]
+    return [(7919 * i + 104729 * number + 13) % model.vocab_size for i in range(count)]
 
 
 def _make_final_tokens(model: LoadedModel) -> list[int]:

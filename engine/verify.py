@@ -287,7 +287,7 @@ def _make_feed(
             sequence.mark()
         return Feed(sequence, slot.tokens[slot.fed : slot.fed + part.count], 0, True, takes)
     if len(slot.unfed) > _MAX_REPLAYED_TOKENS:
-        slot.feed_all_but(1)
+        slot.feed_all_but_last()
     if part.chain or after is not None or sequence.has_free_marks:
         sequence.mark()
     if part.parents:

@@ -104,7 +104,7 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
     slot = CacheSlot(model, kv_cache, claim.tokens, claim.sampling, constraint)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
         raise InvalidRequest(f"a generated token is out of range; expected 0 to {model.vocab_size - 1} for this model")
-    slot.feed_all_but(1)
+    slot.feed_all_but_last()
     ties: list[Difference] = []
     mismatches: list[Difference] = []
     for done, token in enumerate(claim.generated, start=1):

@@ -124,9 +124,7 @@ class ModelRunner:
                 pairs.append((request, request.next_input()))
             except OutriderError as error:
                 failed.append(VerifyResult(request, error, Span(started_ns, clock.now()), 0))
-        # A request may have been closed while a drafter read another's text.
-        members = [request for request, _ in pairs if not request.is_closed]
-        asks = [ask for request, ask in pairs if not request.is_closed]
+        members, asks = [request for request, _ in pairs], [ask for _, ask in pairs]
         readings = self._plan_chunks(running, _count_rows(asks))
         if not asks and not readings:
             return None
@@ -151,7 +149,7 @@ class ModelRunner:
         With more prompts than decoding requests, prompts come first: the sooner all decode together, the fewer forwards
         there are. A decoding request counts even if its VERIFY is on the way, because it would wait for the piece, too.
         """
-        readers = [request for request in running if request.can_read and not request.is_closed]
+        readers = [request for request in running if request.can_read]
         decoding = sum(not request.unread and not request.is_closed for request in running)
         room, chunks = PREFILL_CHUNK_TOKENS, []
         if len(readers) <= decoding:
@@ -167,7 +165,7 @@ class ModelRunner:
     def _followers(self, flight: InFlightForward, running: Collection[TargetRequest]) -> list[TargetRequest]:
         """Returns the members of a plain forward that continue plainly, if no other request has tokens to feed."""
         members = {id(member) for member in flight.members}
-        others = any((r.has_next or r.can_read) and id(r) not in members and not r.is_closed for r in running)
+        others = any((r.has_next or r.can_read) and id(r) not in members for r in running)
         if others or not all(member.slot.sequence.has_free_marks for member in flight.members):
             return []
         return [member for member in flight.members if member.decodes_plainly]

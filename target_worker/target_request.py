@@ -170,7 +170,7 @@ class TargetRequest:
     @property
     def can_read(self) -> bool:
         """True if a piece of its prompt can be read now."""
-        return self.unread > 0 and self.awaits is None and not self.offered
+        return not self.is_closed and self.unread > 0 and self.awaits is None and not self.offered
 
     @property
     def can_resume(self) -> bool:
@@ -191,7 +191,7 @@ class TargetRequest:
     @property
     def waits_since_ns(self) -> float:
         """The time since which it waits for a message; infinity while it has work."""
-        if self.has_next or self.unread or not self.answers:
+        if self.has_next or self.unread:
             return math.inf
         return self.answers[-1].work.ended_ns
 
@@ -321,20 +321,21 @@ def draft_together(requests: Sequence[TargetRequest]) -> None:
     by_drafter: defaultdict[str, list[TargetRequest]] = defaultdict(list)
     for request in requests:
         by_drafter[request.drafter].append(request)
-    for own in by_drafter.values():  # a request may have been closed while another's text was read
-        _draft_with_one_drafter([request for request in own if not request.is_closed])
+    for own in by_drafter.values():
+        _draft_with_one_drafter(own)
 
 
 def _draft_with_one_drafter(requests: Sequence[TargetRequest]) -> None:
     started_ns = clock.now()
     turns: list[tuple[TargetRequest, DraftTurn]] = []
     for request in requests:
+        if request.is_closed:  # while the drafter read another's text
+            continue
         try:
             with wrap_model_errors("the target's own drafter"):
                 turns.append((request, request.turn()))
         except OutriderError as error:
             request.set_proposal(error, Span(started_ns, clock.now()))
-    # A request may have been closed while a drafter read another's text.
     turns = [(request, turn) for request, turn in turns if not request.is_closed]
     drafts = propose([turn for _, turn in turns])
     span = Span(started_ns, clock.now())

@@ -23,5 +23,5 @@ def open_slots(
     held = kv_cache or SeparateKVCache(model.model, probe_abilities(model).own_caches)
     slots = [CacheSlot(model, held, prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
     for slot in slots:
-        slot.feed_all_but(1)
+        slot.feed_all_but_last()
     return slots

@@ -60,7 +60,7 @@ def make_target_turn(path: str) -> Turn:
         slot, start = CacheSlot(model, kv_cache, tokens, SAMPLING), cache.find(tokens)
         if start is not None:
             slot.begin(start)
-        slot.feed_all_but(1)
+        slot.feed_all_but_last()
         mx.eval(slot.forward(slot.unfed))
         read = time.perf_counter() - begun
         cache.keep(tokens, slot.save(len(tokens)))

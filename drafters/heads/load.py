@@ -252,7 +252,7 @@ def measure_step_cost(
     draws, sampling = np.random.default_rng(0), SamplingParams(temp=1.0, seed=1)
     tokens = draws.integers(0, min(target.vocab_size, 9), _TRIAL_PROMPT_TOKENS).tolist()
     slot, draft = CacheSlot(target, open_kv_cache(target), tokens, sampling), drafter.open_draft(sampling)
-    slot.feed_all_but(1)
+    slot.feed_all_but_last()
     width, read_len = drafter.head.points.count * int(HeadTarget.of(target).config["hidden_size"]), 0
     steps, chains = list[float](), list[float]()
     try:

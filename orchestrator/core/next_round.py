@@ -233,7 +233,7 @@ class Proposer:
     def drafted(self, request: Request, drafter: str, message: Drafted) -> Proposal:
         """Returns a chain on request as a proposal, extended by a copy."""
         chain = CachedBranch(message.chain, message.q, drafter, message.alternatives, message.odds)
-        source = ProposalSource.DRAFTER if message.chain and request.max_draft_tokens else ProposalSource.NONE
+        source = ProposalSource.DRAFTER if message.chain else ProposalSource.NONE
         return self._complete_chain(request, chain, source)
 
     def after_wait(self, request: Request) -> Proposal:
@@ -280,9 +280,8 @@ class Proposer:
         if self.should_merge_in_process(request):
             return self._propose_in_process(request, hit)
         can_grow = draft.can_grow(cached) and cached.drafter == draft.lead and not hit.copied
-        since_ms = draft.since_push_ms(now_ns) if can_grow else 0.0
         if can_grow and should_wait_for_token(
-            self.estimates, len(cached.chain), request.max_draft_tokens, since_ms, cached.odds
+            self.estimates, len(cached.chain), request.max_draft_tokens, draft.since_push_ms(now_ns), cached.odds
         ):
             return self._wait_for_branch(request, committed, self.estimates.depth_ms(), now_ns)
         return hit

@@ -68,9 +68,7 @@ def announce(endpoint: str, key: str) -> Zeroconf:
     return zeroconf
 
 
-def find_server(
-    trusted: Collection[str], seconds: float = SEARCH_SECONDS, interfaces: Sequence[str] | None = None
-) -> DiscoveredServer:
+def find_server(trusted: Collection[str], interfaces: Sequence[str] | None = None) -> DiscoveredServer:
     """Finds the only announced server with one of the `trusted` keys.
 
     `interfaces`: this machine's addresses to search from; None: all.
@@ -80,7 +78,7 @@ def find_server(
         InvalidRequest: zeroconf is not installed.
     """
     version.require_extra("discovery", "finding servers")
-    announced = _discover(seconds, interfaces)
+    announced = _discover(interfaces)
     known = [server for server in announced if server.key in trusted]
     if len(known) > 1:
         raise EndpointError(f"found several servers with trusted keys: {_format(known)}; choose one with --connect")
@@ -90,7 +88,7 @@ def find_server(
             " HOST KEY` with the key that it prints"
         )
     if not known:
-        raise EndpointError(f"found no server within {seconds:g} s; expected one started with --advertise")
+        raise EndpointError(f"found no server within {SEARCH_SECONDS:g} s; expected one started with --advertise")
     if known[0].version != str(PROTOCOL_VERSION):
         raise EndpointError(
             f"the server at {known[0].endpoint} has protocol version {known[0].version}, this side version"
@@ -99,7 +97,7 @@ def find_server(
     return known[0]
 
 
-def _discover(seconds: float, interfaces: Sequence[str] | None) -> list[DiscoveredServer]:
+def _discover(interfaces: Sequence[str] | None) -> list[DiscoveredServer]:
     """Returns the announced servers that answer within a second of the first answer."""
     from zeroconf import ServiceBrowser, ServiceStateChange
 
@@ -113,8 +111,8 @@ def _discover(seconds: float, interfaces: Sequence[str] | None) -> list[Discover
     zeroconf = _open_zeroconf(interfaces)
     try:
         browser = ServiceBrowser(zeroconf, SERVICE, handlers=[changed])
-        if answered.wait(seconds):
-            threading.Event().wait(min(1.0, seconds))  # for other servers that answer the same query
+        if answered.wait(SEARCH_SECONDS):
+            threading.Event().wait(1.0)  # for other servers that answer the same query
         browser.cancel()
         infos = [zeroconf.get_service_info(SERVICE, name, ANSWER_TIMEOUT_MS) for name in sorted(names)]
     finally:

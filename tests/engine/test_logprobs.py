@@ -36,7 +36,7 @@ def slot_of(
 ) -> CacheSlot:
     constraint = GrammarCompiler(model.folder).constraint(params.grammar, (0,), len(PROMPT))
     slot = CacheSlot(model, kv_cache or SeparateKVCache(model.model), PROMPT, params, constraint)
-    slot.feed_all_but(1)
+    slot.feed_all_but_last()
     return slot
 
 

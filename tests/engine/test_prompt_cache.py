@@ -156,7 +156,7 @@ def test_interrupted_slot_saves_only_committed_tokens(loaded: Loaded, family: st
     model, prompt = loaded(family, seed=2), text(50)
     kv_cache = open_kv_cache(model)
     slot = CacheSlot(model, kv_cache, prompt, SamplingParams())
-    slot.feed_all_but(1)
+    slot.feed_all_but_last()
     slot.sequence.mark()
     slot.forward([prompt[-1], 9, 9, 9])
     copy = slot.save(len(slot.tokens))

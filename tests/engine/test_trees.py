@@ -121,7 +121,7 @@ def test_prompt_read_beside_a_tree_has_correct_keys_and_values(loaded: Loaded) -
             [VerifyInput(slot, (9, *rest[:4]), parents=(-1, -1, 1, 2, 3))], [PrefillChunk(reader, 29)]
         ).verdicts()
     assert slot.tokens == PROMPT + truth[:15]
-    reader.feed_all_but(1)
+    reader.feed_all_but_last()
     check_remembered(model, slot)
     check_remembered(model, reader)
 

@@ -39,7 +39,7 @@ def test_server_is_discovered_only_by_a_trusted_key() -> None:
 
 
 def announce(monkeypatch: pytest.MonkeyPatch, *found: DiscoveredServer) -> None:
-    monkeypatch.setattr(lan, "_discover", lambda seconds, interfaces: list(found))
+    monkeypatch.setattr(lan, "_discover", lambda interfaces: list(found))
 
 
 def test_discovery_failures_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,22 @@ def test_request_closed_while_the_drafter_reads_its_prompt_ends() -> None:
     assert not worker_under_test.worker._running
 
 
+def test_request_closed_while_another_prompt_is_drafted_is_not_read() -> None:
+    worker_under_test = WorkerUnderTest(np.tile(PROMPT, 500))
+    prompt = np.tile(PROMPT, 600)
+    worker_under_test.exchange(Open("s", 0, 0, prompt, SAMPLING))
+    open_one = worker_under_test.own.drafter.open  # type: ignore[union-attr]
+
+    def closing(*arguments: Any, **named: Any) -> Any:
+        worker_under_test.worker._handle(Close("s"))
+        return open_one(*arguments, **named)
+
+    worker_under_test.own.drafter.open = closing  # type: ignore[union-attr, method-assign]
+    both = [drafting(1, 1501), replace(drafting(1, len(prompt) + 1), request="s")]
+    found = worker_under_test.exchange(*both, turns=2)
+    assert {answer.request for answer in found} == {"r"} and worker_under_test.opened == 1
+
+
 def test_close_during_another_prompt_does_not_affect_other_requests() -> None:
     worker_under_test = WorkerUnderTest()
     worker_under_test.exchange(Open("s", 0, 0, np.tile(PROMPT, 500), SAMPLING), Open("t", 0, 0, PROMPT, SAMPLING))

@@ -115,7 +115,7 @@ def test_chains_equal_an_independent_forward(
     own.attach_kv_cache(held)  # type: ignore[attr-defined]
     slots = [CacheSlot(target, held, [50 + n, 60, *range(70, 80)], SamplingParams()) for n in range(3)]
     for slot in slots:
-        slot.feed_all_but(1)
+        slot.feed_all_but_last()
     followers = [own.open_exit_draft(slot.sequence, SamplingParams()) for slot in slots]  # type: ignore[attr-defined]
     draws, weights = np.random.default_rng(9), adapter_weights(scale)
 

@@ -102,23 +102,16 @@ class Acceptance:
     The first `positions` have counts of their own; the last of them is used for all that follow.
     """
 
-    def __init__(
-        self,
-        prior: float | Acceptance | None = None,
-        weight: float | None = None,
-        positions: int = MAX_POSITIONS,
-        fade: float | None = None,
-    ) -> None:
+    def __init__(self, prior: float | Acceptance | None = None, positions: int = MAX_POSITIONS) -> None:
         self.prior = POLICY.prior_rate if prior is None else prior
-        self._weight, self._fade = weight or POLICY.prior_chains, fade or POLICY.fade
         self._tried = [0.0] * positions
         self._accepted = [0.0] * positions
 
     def add(self, chain_length: int, accepted: int) -> None:
         for index in range(min(accepted + 1, chain_length)):
             position = min(index, len(self._tried) - 1)
-            self._tried[position] = self._fade * self._tried[position] + 1.0
-            self._accepted[position] = self._fade * self._accepted[position] + float(index < accepted)
+            self._tried[position] = POLICY.fade * self._tried[position] + 1.0
+            self._accepted[position] = POLICY.fade * self._accepted[position] + float(index < accepted)
 
     def start_from(self, rates: Sequence[float]) -> None:
         """Begins from `rates` by position, weighed as `prior_chains` rounds."""
@@ -137,7 +130,7 @@ class Acceptance:
         if without is not None:
             tried = max(tried - without._tried[index], 0.0)
             accepted = min(max(accepted - without._accepted[index], 0.0), tried)
-        return (accepted + self._weight * self._prior_rate(position)) / (tried + self._weight)
+        return (accepted + POLICY.prior_chains * self._prior_rate(position)) / (tried + POLICY.prior_chains)
 
     def _prior_rate(self, position: int) -> float:
         """Returns the prior at a position, without this object's own chains: they must not count at two levels."""
@@ -178,8 +171,8 @@ class ScaledAcceptance(Acceptance):
     def add(self, chain_length: int, accepted: int) -> None:
         super().add(chain_length, accepted)
         expected = sum(1.0 - self._prior_rate(i) for i in range(min(accepted + 1, chain_length)))
-        self._expected = self._fade * self._expected + expected
-        self._rejected = self._fade * self._rejected + float(accepted < chain_length)
+        self._expected = POLICY.fade * self._expected + expected
+        self._rejected = POLICY.fade * self._rejected + float(accepted < chain_length)
 
     def rate(self, position: int, without: Acceptance | None = None) -> float:
         weight = POLICY.prior_rejections
