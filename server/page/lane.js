@@ -2,25 +2,33 @@
 
 import { chat } from "./api.js";
 import { ofRounds, ofTimings, show } from "./figures.js";
-import { Painter } from "./painter.js";
+import { ORIGINS, Painter } from "./painter.js";
 import { Timeline } from "./timeline.js";
 
-const EVERY_MS = 50; // each time, the browser lays the whole text out again
+const EVERY_MS = 50; // each time, the browser lays the text's last blocks out again
+const COPIED_MS = 2000;
 
 export class Lane {
-  /** Adds a lane with `title` at the end of `place`. */
-  constructor(place, title) {
+  /** Adds a lane with `title` at the end of `place`; `formatted`: its text is Markdown. */
+  constructor(place, title, formatted) {
     const made = document.querySelector("#lane").content.cloneNode(true);
     this.node = made.querySelector(".lane");
     this.node.querySelector("h2").textContent = title;
     this.node.setAttribute("aria-label", title);
     this.list = this.node.querySelector(".figures");
-    this.painter = new Painter(this.node.querySelector(".said"));
+    this.said = this.node.querySelector(".said");
+    this.thoughts = this.node.querySelector(".thoughts");
+    this.painter = new Painter(this.said.querySelector(".text"), formatted);
+    this.thinker = new Painter(this.thoughts.querySelector(".thought"), false);
+    this.tokens = []; // their texts, in order
+    this.counts = Object.fromEntries(Object.keys(ORIGINS).map((origin) => [origin, 0]));
     this.timeline = new Timeline(this.node.querySelector(".timeline"));
     this.found = ofRounds([]);
     this.text = "";
-    this.fresh = []; // tokens that are not shown yet
+    this.pending = []; // tokens whose text has not arrived
+    this.fresh = []; // tokens that are not shown yet, with their painters
     this.waiting = null;
+    this.answers = false;
     place.append(made);
   }
 
@@ -38,16 +46,12 @@ export class Lane {
     }
     this.painter.close(this.text);
     this.timeline.draw();
-  }
-
-  /** The texts of its tokens, in order. */
-  get tokens() {
-    return this.painter.tokens;
+    if (navigator.clipboard) this.#offerCopy();
   }
 
   /** The element of the latest token. */
   get end() {
-    return this.painter.place.lastElementChild;
+    return this.painter.end ?? this.thinker.end;
   }
 
   #reading({ done, total }) {
@@ -65,19 +69,71 @@ export class Lane {
     if (choice?.speculation) this.#wait("");
     this.text += choice?.delta.content ?? "";
     this.reason = choice?.finish_reason ?? this.reason;
-    this.fresh.push(...(choice?.speculation?.origins ?? []));
+    if (choice) this.#collect(choice.delta, choice.speculation?.origins ?? []);
     this.timeline.add(choice?.speculation?.rounds ?? []);
     this.timings = event.timings ?? this.timings;
+    this.model = event.model ?? this.model;
     if (event.outrider) this.#ended(event.outrider);
+  }
+
+  /**
+   * Keeps the tokens of an event's text to be shown. Tokens may arrive before their text; what is between the texts of
+   * two tokens is a tag, or space that the server strips.
+   */
+  #collect({ content, reasoning_content: thought }, origins) {
+    for (const token of origins) {
+      this.tokens.push(token.text);
+      this.counts[token.origin] += 1;
+      this.pending.push(token);
+    }
+    const painter = thought === undefined ? this.painter : this.thinker;
+    const words = content ?? thought ?? "";
+    const all = this.pending.map(({ text }) => text).join("");
+    const at = all.indexOf(words);
+    const [from, to] = at < 0 ? [0, all.length] : [at, at + words.length];
+    for (let place = 0; this.pending.length && (place < to || !this.pending[0].text); ) {
+      const { text, ...token } = this.pending.shift();
+      const end = place + text.length;
+      const shown = all.slice(Math.max(place, from), Math.min(end, to));
+      if (shown || !text) this.fresh.push({ painter, token: { ...token, text: shown } });
+      if (end > to) this.pending.unshift({ ...token, text: all.slice(to, end), isRest: Boolean(shown) });
+      place = end;
+    }
   }
 
   #show(grown) {
     clearTimeout(this.waiting);
     this.waiting = null;
-    this.painter.add(this.fresh.splice(0));
+    const fresh = this.fresh.splice(0);
+    for (const painter of [this.thinker, this.painter]) {
+      painter.add(fresh.filter((one) => one.painter === painter).map(({ token }) => token));
+    }
+    this.said.hidden = !this.tokens.length;
+    for (const [origin, count] of Object.entries(this.counts)) {
+      this.said.querySelector(`[data-count=${origin}]`).textContent = count;
+    }
+    this.#fold();
     this.found = this.timings ? ofTimings(this.timings) : ofRounds(this.timeline.rounds);
     show(this.list, this.found);
     grown();
+  }
+
+  /** Shows reasoning until the answer begins; then it is folded, once: the reader may open it again. */
+  #fold() {
+    this.thoughts.hidden = !this.thinker.text;
+    if (this.answers || !this.painter.text) return;
+    this.answers = true;
+    this.thoughts.open = false;
+  }
+
+  #offerCopy() {
+    const button = this.said.querySelector(".copy");
+    button.hidden = !this.text;
+    button.addEventListener("click", async () => {
+      await navigator.clipboard.writeText(this.text);
+      button.textContent = "Copied";
+      setTimeout(() => (button.textContent = "Copy"), COPIED_MS);
+    });
   }
 
   #ended({ seed, mode, notes }) {

@@ -6,7 +6,10 @@ import { race } from "./race.js";
 
 const EMBEDDED = "outrider-embedded";
 const EXAMPLES = { code: "def fibonacci(n):", text: "Once upon a time", chat: "Why is the sky blue? Answer in three sentences." };
-const CHAT_TOKENS = 512;
+const WORDS = {
+  chat: { label: "Message", button: "Send", keys: "Enter sends, Shift+Enter starts a new line, Escape stops.", tokens: 512 },
+  text: { label: "Prompt", button: "Generate", keys: "Ctrl+Enter generates, Escape stops.", tokens: 128 },
+};
 const LOOK_AGAIN_MS = 2000;
 const SCROLL_KEYS = ["ArrowUp", "ArrowDown", "PageUp", "PageDown", "Home", "End", " "];
 const NEEDS_KEY = "needs an API key";
@@ -35,7 +38,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
   if (SCROLL_KEYS.includes(event.key) && !event.target.closest("textarea, input")) scrolls = true;
   if (event.key !== "Enter") return;
-  const sends = model?.chat_template && event.target === form.prompt && !event.shiftKey && !event.isComposing;
+  const sends = isChat() && event.target === form.prompt && !event.shiftKey && !event.isComposing;
   if (sends) event.preventDefault();
   if (sends || event.ctrlKey || event.metaKey) form.requestSubmit();
 });
@@ -73,17 +76,21 @@ async function greet() {
   }
 }
 
-/** Adapts the page to the model, once: a model with a chat template has conversations. */
+function isChat() {
+  return Boolean(model?.chat_template);
+}
+
+/** Adapts the page to the model, which changes if the server starts with another one: chat models have conversations. */
 function dress(found) {
-  if (model) return;
+  if (model?.id === found.id) return;
   model = found;
-  const kind = model.chat_template ? "chat" : model.id === EMBEDDED ? "code" : "text";
-  if (!form.prompt.value) form.prompt.value = EXAMPLES[kind];
-  if (kind !== "chat") return;
-  find("label[for=prompt]").textContent = "Message";
-  find("#generate").textContent = "Send";
-  find("#shortcuts").textContent = "Enter sends, Shift+Enter starts a new line, Escape stops.";
-  form.max_tokens.value = CHAT_TOKENS;
+  const kind = isChat() ? "chat" : model.id === EMBEDDED ? "code" : "text";
+  const words = isChat() ? WORDS.chat : WORDS.text;
+  if (["", ...Object.values(EXAMPLES)].includes(form.prompt.value)) form.prompt.value = EXAMPLES[kind];
+  find("label[for=prompt]").textContent = words.label;
+  find("#generate").textContent = words.button;
+  find("#shortcuts").textContent = words.keys;
+  form.max_tokens.value = words.tokens;
 }
 
 /** Starts a run, unless another one is active. */
@@ -120,9 +127,10 @@ function clear() {
 
 async function generate(body, signal) {
   find("#lanes").className = "";
-  const lane = new Lane(find("#lanes"), model?.chat_template ? "Answer" : "Text");
-  if (model?.chat_template) await converse(lane, body, signal);
+  const lane = new Lane(find("#lanes"), isChat() ? "Answer" : "Text", isChat());
+  if (isChat()) await converse(lane, body, signal);
   else await lane.run(body, signal, following(lane));
+  if (lane.model && lane.model !== model?.id) greet(); // the server has started again with another one
   const cut = lane.reason === "length" ? " Cut off at max tokens." : "";
   return `Done: mode ${lane.mode}, seed ${lane.seed}.${cut}`;
 }
@@ -171,7 +179,7 @@ function following(lane) {
 async function together(body, signal) {
   find("#lanes").className = "side-by-side";
   find("#times").hidden = false;
-  return race(body, find("#lanes"), find("#times"), signal, say);
+  return race(body, find("#lanes"), find("#times"), signal, say, isChat());
 }
 
 /** Returns the form's fields; empty ones are omitted, so that the server's defaults apply. */

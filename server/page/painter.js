@@ -1,4 +1,6 @@
-/** Shows a growing text with each token marked by its origin, and counts the origins. */
+/** Shows a growing text with each token marked by its origin, formatted as Markdown if it is a chat model's. */
+
+import { blocksOf } from "./markdown.js";
 
 export const ORIGINS = {
   prepared: "from a prepared branch",
@@ -11,42 +13,114 @@ export const ORIGINS = {
 
 /** White space, which is not marked. */
 const INDENTATION = /^(\s*\n\s*|\s{2,})/;
+const ELEMENTS = { code: "pre", table: "pre", quote: "blockquote", heading: "h3" };
+const GROWING = 2; // a block may change as long as it is one of the last two: a line's beginning may not show its kind
 
 export class Painter {
-  /** `section` has elements for the text and for each count. */
-  constructor(section) {
-    this.section = section;
-    this.place = section.querySelector(".text");
-    this.counts = Object.fromEntries(Object.keys(ORIGINS).map((origin) => [origin, 0]));
-    this.tokens = [];
+  /** Writes into the element `place`; `formatted`: the text is Markdown. */
+  constructor(place, formatted) {
+    this.place = place;
+    this.formatted = formatted;
+    this.text = "";
+    this.tokens = []; // { origin, start, end, isRest }, all of the text's
+    this.drawn = []; // the last blocks: { block, node, pieces }, with each piece's { start, node }
+    place.classList.toggle("formatted", formatted);
   }
 
-  /** Adds tokens of the API; a token that completes no character is counted, too. */
+  /** The latest element that can be seen. */
+  get end() {
+    const isSeen = ({ kind, start, end }) => kind !== "syntax" && end > start;
+    const last = this.drawn.findLast(({ pieces }) => pieces.findLast(isSeen));
+    return last?.pieces.findLast(isSeen).node;
+  }
+
+  /** Adds tokens; one that completes no character is an element, too. `isRest`: the token's beginning was added. */
   add(tokens) {
-    if (!tokens.length) return;
-    this.section.hidden = false;
-    const grown = document.createDocumentFragment();
-    for (const { text, origin } of tokens) {
-      const token = document.createElement("span");
-      token.className = `token ${origin}`;
-      token.title = ORIGINS[origin];
-      const bare = INDENTATION.exec(text)?.[0] ?? "";
-      const marked = document.createElement("u");
-      marked.textContent = text.slice(bare.length);
-      token.append(bare, marked);
-      grown.append(token);
-      this.tokens.push(text);
-      this.counts[origin] += 1;
+    for (const { text, origin, isRest = false } of tokens) {
+      const start = this.text.length;
+      this.text += text;
+      this.tokens.push({ origin, start, end: this.text.length, isRest });
     }
-    this.place.append(grown);
-    for (const [origin, count] of Object.entries(this.counts)) {
-      this.section.querySelector(`[data-count=${origin}]`).textContent = count;
-    }
+    if (tokens.length) this.#draw();
   }
 
   /** Adds text at the end that belongs to no token, such as an incomplete character. */
   close(whole) {
-    const told = this.tokens.join("");
-    if (whole.length > told.length && whole.startsWith(told)) this.place.append(whole.slice(told.length));
+    if (whole.length > this.text.length && whole.startsWith(this.text)) this.place.append(whole.slice(this.text.length));
   }
+
+  /** Draws what changed since the last time, which is at the end of the last blocks. */
+  #draw() {
+    const blocks = this.#divide(this.drawn[0]?.block.start ?? 0);
+    const kept = this.drawn.findIndex(({ block }, index) => !alike(block, blocks[index], ["kind", "level", "start"]));
+    if (kept >= 0) for (const { node } of this.drawn.splice(kept)) node.remove();
+    this.drawn = blocks.map((block, index) => {
+      const { node, pieces, ...before } = this.drawn[index] ?? { node: this.place.appendChild(elementOf(block)), pieces: [] };
+      const agreed = agreement(before.block?.runs ?? [], block);
+      const isOld = ({ start, end, isCut }) => end > agreed || isCut || start === end; // what follows may join the last two
+      while (pieces.length && isOld(pieces.at(-1))) pieces.pop().node.remove();
+      const fresh = this.#piecesOf(block, pieces.at(-1)?.end ?? block.start, index === blocks.length - 1);
+      for (const piece of fresh) node.append((piece.node = spanOf(piece, this.text)));
+      pieces.push(...fresh);
+      return { block, node, pieces };
+    });
+    this.drawn = this.drawn.slice(-GROWING);
+  }
+
+  #divide(from) {
+    const text = this.text.slice(from);
+    const plain = { kind: "paragraph", start: from, level: 0, runs: [{ start: from, end: this.text.length, kind: "" }] };
+    return this.formatted && text ? blocksOf(text, from) : [plain];
+  }
+
+  /** Divides a block's runs after `from` among its tokens; `isLast`: those at the end of the text belong to it. */
+  #piecesOf(block, from, isLast) {
+    const pieces = [];
+    let index = Math.max(this.tokens.findLastIndex((token) => token.start < from), 0);
+    for (const { start: first, end, kind } of block.runs.filter((run) => run.end > from || isLast)) {
+      const start = Math.max(first, from);
+      const to = isLast && end === this.text.length ? Infinity : end;
+      for (; this.tokens[index]?.start < to; index += 1) {
+        const { origin, start: begins, end: ends, isRest } = this.tokens[index];
+        if (begins >= start || ends > start) {
+          const isFirst = begins >= start && !isRest;
+          pieces.push({ start: Math.max(begins, start), end: Math.min(ends, to), kind, origin, isFirst, isCut: ends > to });
+        }
+        if (ends > end) break; // the next run has the rest of it
+      }
+    }
+    return pieces;
+  }
+}
+
+function alike(one, other, fields) {
+  return other && fields.every((field) => one[field] === other[field]);
+}
+
+/** Returns the place until which runs are as they were. */
+function agreement(before, { runs, start }) {
+  const index = runs.findIndex((run, place) => !alike(run, before[place], ["end", "kind"]));
+  if (index < 0) return runs.at(-1)?.end ?? start;
+  return before[index]?.kind === runs[index].kind ? Math.min(before[index].end, runs[index].end) : runs[index].start;
+}
+
+function elementOf({ kind, level }) {
+  const made = document.createElement(ELEMENTS[kind] ?? "div");
+  made.className = kind;
+  if (made.tagName !== "PRE") made.dir = "auto";
+  if (kind === "item") made.style.marginInlineStart = `${1.5 * level}rem`;
+  return made;
+}
+
+/** Returns a token's element, or that of a part of it. */
+function spanOf({ start, end, kind, origin, isFirst }, text) {
+  const made = document.createElement("span");
+  const words = text.slice(start, end);
+  const bare = INDENTATION.exec(words)?.[0] ?? "";
+  const marked = document.createElement("u");
+  made.className = `${isFirst ? "token " : ""}${origin} ${kind}`.trim();
+  made.title = ORIGINS[origin];
+  marked.textContent = words.slice(bare.length);
+  made.append(bare, marked);
+  return made;
 }

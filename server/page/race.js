@@ -9,8 +9,8 @@ const WAYS = [
 ];
 
 /** Runs both in `place`, one after the other, with `bars` of their times. Returns a sentence with the result. */
-export async function race(body, place, bars, signal, say) {
-  const lanes = WAYS.map((way) => new Lane(place, way.title));
+export async function race(body, place, bars, signal, say, formatted) {
+  const lanes = WAYS.map((way) => new Lane(place, way.title, formatted));
   const draw = rows(bars, lanes);
   let seed = body.seed;
   for (const [index, lane] of lanes.entries()) {

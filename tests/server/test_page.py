@@ -263,6 +263,102 @@ def test_events_that_arrive_together_are_drawn_together(visit: Open, chat: Runni
     assert page.evaluate("drawn") < 500
 
 
+MARKDOWN = """# Lists
+
+Some **bold *and* slanted** text with `a*b*c`, 2*3*4 and snake_case_names.
+
+1. one
+2. two
+   - inner, which
+     goes on
+
+```python
+def f(**kw):
+    return "`"
+```
+> quoted
+"""
+
+
+def stream_of(pieces: list[str]) -> str:
+    """Returns a stream with one event for each piece, a token."""
+    events: list[dict[str, Any]] = [
+        {"choices": [{"delta": {"content": piece}, "speculation": {"origins": [{"text": piece, "origin": "head"}]}}]}
+        for piece in pieces
+    ]
+    events.append({"choices": [], "outrider": {"seed": 1, "mode": "ar", "notes": []}})
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+
+
+def test_markdown_is_formatted_and_keeps_every_token(visit: Open, chat: RunningServer) -> None:
+    page, pieces = visit(chat.url), re.findall(r"(?s).{1,3}", MARKDOWN)
+    page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=stream_of(pieces))
+    )
+    page.get_by_role("button", name="Send").click()
+    wait_until_done(page)
+    text = page.locator(".lane .text")
+    assert text.text_content() == MARKDOWN and count_colours(page.locator(".lane")) == Counter(head=len(pieces))
+    kinds = ["heading", "paragraph", "item", "item", "item", "code", "quote"]
+    assert text.locator("> *").evaluate_all("nodes => nodes.map(node => node.className)") == kinds
+    assert text.locator("pre").inner_text().strip() == 'def f(**kw):\n    return "`"'
+    assert "".join(text.locator(".strong:not(.emphasis)").all_inner_texts()) == "bold  slanted"
+    assert text.locator(".paragraph").inner_text().strip() == (
+        "Some bold and slanted text with a*b*c, 2*3*4 and snake_case_names."
+    )
+
+
+def test_growing_text_has_the_elements_of_the_whole_text(visit: Open) -> None:
+    differing = """async () => {
+        const { Painter } = await import("./page/painter.js");
+        const parts = ["#", " ", "a", "\\n", "\\n\\n", "*", "**", "`", "```", "- ", "1. ", "b c", "> ", "|", "---", ""];
+        const draw = (groups) => {
+            const painter = new Painter(document.createElement("div"), true);
+            for (const group of groups) painter.add(group);
+            return painter.place;
+        };
+        for (let seed = 1, round = 0; round < 1000; round++) {
+            const tokens = Array.from({ length: 20 }, () => {
+                seed = (seed * 48271) % 2147483647;
+                return { text: parts[seed % parts.length], origin: "target" };
+            });
+            const text = tokens.map((token) => token.text).join("");
+            const [whole, grown] = [draw([tokens]), draw(tokens.map((token) => [token]))];
+            if (whole.innerHTML !== grown.innerHTML || grown.textContent !== text) return text;
+            if (grown.querySelectorAll(".token").length !== tokens.length) return text;
+        }
+        return null;
+    }"""
+    assert visit().evaluate(differing) is None
+
+
+def test_reasoning_is_folded_once_the_answer_begins(visit: Open, chat: RunningServer) -> None:
+    page = visit(chat.url)
+    template(page, enable_thinking=True)
+    page.get_by_label("Message").fill("2 + 2?")
+    answer = generate(page)
+    thoughts, text = page.locator(".thoughts"), page.locator(".lane .text")
+    assert text.text_content() == visiting.read_text(answer) and "four" in text.inner_text()
+    assert thoughts.get_attribute("open") is None and not page.locator(".thought").is_visible()
+    thoughts.locator("summary").click()
+    assert "let me see." in page.locator(".thought").inner_text()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == text.text_content()
+
+
+def test_page_follows_a_server_that_has_another_model(visit: Open, chat: RunningServer) -> None:
+    page = visit(chat.url)
+    models = {"data": [{"id": "another", "object": "model", "chat_template": False}]}
+    page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    page.route("**/v1/chat/completions", lambda route: route.abort(), times=1)
+    page.get_by_role("button", name="Send").click()
+    page.get_by_role("button", name="Generate").wait_for()
+    assert page.locator("#model").inner_text() == "another" and page.get_by_label("Prompt").input_value()
+    page.complaints.clear()
+
+
 def test_settings_unfold_if_one_of_them_is_invalid(visit: Open) -> None:
     page = visit()
     page.get_by_label("Max tokens").fill("")
@@ -342,7 +438,7 @@ def test_answer_that_is_only_reasoning_so_far_is_kept(visit: Open, chat: Running
     page.get_by_label("Message").fill("2 + 2?")
     page.get_by_role("button", name="Send").click()
     wait_until_done(page, "Cut off at max tokens.")
-    assert page.locator(".turn").inner_text() == "2 + 2?" and "Hmm" in page.locator(".lane .text").inner_text()
+    assert page.locator(".turn").inner_text() == "2 + 2?" and "Hmm" in page.locator(".lane .thought").inner_text()
     page.get_by_label("Message").fill("And then?")
     page.get_by_role("button", name="Send").click()
     page.locator(".turn").nth(1).wait_for()

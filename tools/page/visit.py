@@ -53,7 +53,7 @@ def read_text(answer: Response) -> str:
 
 def count_colours(lane: Locator) -> Counter[str]:
     """Returns the number of shown tokens by origin, which sets their colour."""
-    return Counter({origin: lane.locator(f".text .token.{origin}").count() for origin in ORIGINS})
+    return Counter({origin: lane.locator(f".said :is(.text, .thought) .token.{origin}").count() for origin in ORIGINS})
 
 
 def read_legend(lane: Locator) -> Counter[str]:
