@@ -108,6 +108,12 @@ def test_policy_starts_with_the_tuned_k_and_b(best: TunedArm) -> None:
     assert tuned((*others, best)).plan() == Arm(best.mode, best.depth, best.branches or 16)
 
 
+def test_tuned_k_for_several_requests_is_ignored() -> None:
+    policy = tuned((TunedArm("sd", 5, 0, 900.0, at_once=4),))
+    policy.set_load(4)
+    assert run(policy, world(ar=0.3, sd=0.1, ssd=0.1), POLICY.episode_rounds).total() == POLICY.episode_rounds
+
+
 def rounds_at(policy: Policy, rates: dict[int, float], episodes: int) -> Counter[Arm]:
     """Rounds by plan in a world where SSD brings what its K says, SD and plain decoding what they were tuned at."""
     seen: Counter[Arm] = Counter()

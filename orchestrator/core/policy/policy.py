@@ -148,8 +148,8 @@ class Policy:
             if arm.kind not in self._base_arms or choice.tokens_per_second <= 0:
                 continue
             source = MEASURED_BEFORE if choice.measured else "tune's forecast"
-            if choice.depth and self._tuned.setdefault(arm.kind, arm) != arm:
-                continue  # from an older tuning
+            if choice.depth and (choice.at_once > 1 or self._tuned.setdefault(arm.kind, arm) != arm):
+                continue  # tune does not choose K for several requests; or from an older tuning
             records = self._records_by_load.setdefault(_load_class(choice.at_once), {})
             rate = choice.tokens_per_second / 1000
             records[arm] = ArmRecord(prior_rate=rate, prior_ms=POLICY.prior_weight_ms, source=source)
