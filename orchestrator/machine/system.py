@@ -50,8 +50,8 @@ MLX_LIBRARY = Path("lib", "libmlx.so")
 DRAFTER_NICE = 5
 """The drafter's nice value on the orchestrator's core: about a third of the orchestrator's share when both run."""
 
-USABLE_CORES = sorted(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else []
-"""The cores that this process may use."""
+USABLE_CORES: list[int] = sorted(getattr(os, "sched_getaffinity", lambda _: ())(0))
+"""The cores that this process may use; empty where it can't choose (macOS)."""
 
 WANTED_OPEN_FILES = 65_536
 
