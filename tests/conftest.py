@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from itertools import count
 from pathlib import Path
@@ -76,6 +77,13 @@ def _no_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         patch.setenv("OUTRIDER_MODEL", "tiny")
         yield
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """An empty directory whose path leaves room for a socket's name (pytest's own does not on every system)."""
+    with tempfile.TemporaryDirectory(prefix="o", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

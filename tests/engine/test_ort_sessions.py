@@ -21,10 +21,12 @@ from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import load
 from outrider.engine.ort import embedding, exact_biases, forward, graph, sessions
+from outrider.orchestrator.machine.system import USABLE_CORES
 from outrider.protocol.digest import CACHE_VARIABLE
 from outrider.protocol.errors import ModelError
 from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
 
+CORE = max(USABLE_CORES, default=1)
 TOKENS = [(7 * i) % 250 for i in range(40)]
 
 
@@ -151,7 +153,7 @@ def test_processes_with_and_without_a_drafters_core_share_the_cached_graph(
     """The check of one core does not speak for two, so it is made again; the graph is the same."""
     logits(model)
     (graph_folder,) = kept(tmp_path)
-    monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(max(os.sched_getaffinity(0))))
+    monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(CORE))
     logits(model)
     assert kept(tmp_path) == [graph_folder]
     monkeypatch.delenv(DRAFTER_CORE_VARIABLE)
@@ -200,7 +202,7 @@ def test_graph_of_a_large_model_is_not_cached(model: Path, tmp_path: Path, monke
 def test_kept_graph_has_exact_biases(model: Path, tmp_path: Path, monkeypatch: Any, cores: bool) -> None:
     """Nearer to MLX's logits than with rounded ones, in each session, at the first start and at later ones."""
     if cores:
-        monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(max(os.sched_getaffinity(0))))
+        monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(CORE))
     own = np.array(load(model).model(mx.array([TOKENS]))[0])
     found = [logits(model, all_cores=cores) for _ in range(2)]
     exact = load(model).number_format
@@ -231,8 +233,7 @@ def test_biases_are_rounded_where_packed_weights_have_no_place_for_them(
 
 def test_logits_are_bit_equal_for_any_number_of_cores(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = logits(model)
-    core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(core))
+    monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(CORE))
     opened = load(model).cpu
     assert opened is not None and opened._sessions.all_cores is not None
     assert np.array_equal(logits(model, all_cores=True), alone)

@@ -18,6 +18,7 @@ from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from tests.orchestrator.stand import says
 
 LIMIT = 200.0
+HAS_DEV_FULL = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
 
 
 def outrider(*arguments, shell="", before="", **environment):
@@ -29,7 +30,7 @@ def outrider(*arguments, shell="", before="", **environment):
     )  # fmt: skip
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
+@HAS_DEV_FULL
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["pairs"], ["generate", "--help"]])
 def test_full_output_device_prints_one_sentence(arguments, unbuffered):
@@ -47,7 +48,7 @@ def test_closed_pipe_reader_is_not_an_error():
     assert done.stdout.count(b"\n") == 1 and done.stderr == b""
 
 
-@pytest.mark.parametrize("shell", ["2>&-", "2>&- <&-", ">&- 2>&- <&-", "2>/dev/full"])
+@pytest.mark.parametrize("shell", ["2>&-", "2>&- <&-", ">&- 2>&- <&-", pytest.param("2>/dev/full", marks=HAS_DEV_FULL)])
 def test_closed_standard_streams_do_not_fail_the_command(shell):
     done = outrider("pairs", shell=shell)
     assert done.returncode == 0 and done.stderr == b""

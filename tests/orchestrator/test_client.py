@@ -104,14 +104,14 @@ def test_invalid_endpoint_raises_endpoint_error(make, endpoint):
 
 
 @pytest.mark.parametrize("make", [Client, AsyncClient])
-def test_missing_server_socket_fails_without_waiting(make, tmp_path, monkeypatch):
+def test_missing_server_socket_fails_without_waiting(make, short, monkeypatch):
     monkeypatch.setattr(Patience, "on_silence", lambda self: pytest.fail("it waited"))
     with socket.socket(socket.AF_UNIX) as left_behind:
-        left_behind.bind(str(tmp_path / "dead"))
+        left_behind.bind(str(short / "dead"))
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-    for endpoint in (f"ipc://{tmp_path}/none", f"ipc://{tmp_path}/dead", f"tcp://127.0.0.1:{port}"):
+    for endpoint in (f"ipc://{short}/none", f"ipc://{short}/dead", f"tcp://127.0.0.1:{port}"):
         with pytest.raises(EndpointError, match=r"no server at .*expected an endpoint that `outrider serve` prints"):
             result = make(endpoint).generate("x")
             asyncio.run(result)

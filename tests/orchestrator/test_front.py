@@ -302,13 +302,13 @@ def test_queue_path_depends_on_key_and_user():
     assert queue_path(one, "ann", "key") == (b"key", b"for ann") and queue_path(other, "", "key") == (b"key", other[:9])
 
 
-def test_client_key_is_attached_to_each_message(tmp_path):
+def test_client_key_is_attached_to_each_message(tmp_path, short):
     ring, friend = Keyring(tmp_path / "keys"), make_pair()
     ring.make()
     ring.allow(AllowedKey(CLIENT, friend.public, "friend"))
     context = zmq.Context()
     auth = CurveAuth(context, ring)
-    clients = ClientSocket(context, f"ipc://{tmp_path}/clients")
+    clients = ClientSocket(context, f"ipc://{short}/clients")
     try:
         clients.open("tcp://127.0.0.1:0", 8, auth.keys(CLIENT))
         for endpoint, keys in ((clients.own_endpoint, None), (clients.endpoint, ClientKeys(friend, auth.own.public))):

@@ -6,10 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,13 +94,6 @@ def same(left: object, right: object) -> bool:
 def random_message() -> Callable[[type[Any]], st.SearchStrategy[Any]]:
     """A strategy for messages of one class."""
     return of_class
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """An empty directory whose path leaves room for a socket's name (pytest's own does not on every system)."""
-    with tempfile.TemporaryDirectory(prefix="o", dir="/tmp") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture

@@ -56,9 +56,9 @@ def test_endpoints_round_trip_through_text(text, endpoint):
     assert parse_endpoint(str(endpoint)) == endpoint
 
 
-def test_a_relative_path_becomes_absolute(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert parse_endpoint("ipc://a/b") == Ipc(f"{tmp_path}/a/b")
+def test_a_relative_path_becomes_absolute(short, monkeypatch):
+    monkeypatch.chdir(short)
+    assert parse_endpoint("ipc://a/b") == Ipc(f"{os.getcwd()}/a/b")
 
 
 @pytest.mark.parametrize(

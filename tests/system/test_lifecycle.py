@@ -198,14 +198,12 @@ def test_generate_json_can_be_verified(served: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_an_idle_server_cleanly(
-    serve: Callable[..., Serving], tmp_path: Path, number: signal.Signals
-) -> None:
-    server = serve("--endpoint", f"ipc://{tmp_path}/c", "--draft-backend", "ngram")
+def test_signal_ends_an_idle_server_cleanly(serve: Callable[..., Serving], short: Path, number: signal.Signals) -> None:
+    server = serve("--endpoint", f"ipc://{short}/c", "--draft-backend", "ngram")
     server.process.send_signal(number)
     out, err = server.process.communicate(timeout=LIMIT)
     assert (server.process.returncode, out) == (0, "") and "Traceback" not in err
-    assert list(tmp_path.iterdir()) == []
+    assert list(short.iterdir()) == []
     wait_until_all_is_gone(server.directory)
 
 
@@ -258,9 +256,9 @@ def test_a_second_signal_ends_a_drain(serve: Callable[..., Serving]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_reconnecting_client_continues_its_text_on_the_next_server(
-    serve: Callable[..., Serving], tmp_path: Path, number: signal.Signals
+    serve: Callable[..., Serving], short: Path, number: signal.Signals
 ) -> None:
-    options = ("--endpoint", f"ipc://{tmp_path}/c", "--draft-backend", "ngram", "--drain-timeout", "0")
+    options = ("--endpoint", f"ipc://{short}/c", "--draft-backend", "ngram", "--drain-timeout", "0")
     sampling = replace(LONG, temp=0.8, seed=None, repetition_penalty=1.1)
     server = serve(*options)
     asking, other = Client(server.endpoint, reconnect=True), Client(server.endpoint)
@@ -277,21 +275,21 @@ def test_reconnecting_client_continues_its_text_on_the_next_server(
     assert 0 < result.timings.predicted_n < len(result.token_ids) == LONG.max_tokens
 
 
-def test_killed_server_leaves_no_processes_or_files(serve: Callable[..., Serving], tmp_path: Path) -> None:
-    server = serve("--endpoint", f"ipc://{tmp_path}/c")
+def test_killed_server_leaves_no_processes_or_files(serve: Callable[..., Serving], short: Path) -> None:
+    server = serve("--endpoint", f"ipc://{short}/c")
     server.process.kill()
     wait_until_all_is_gone(server.directory)
-    until(lambda: list(tmp_path.iterdir()) == [], "the socket file is removed")
+    until(lambda: list(short.iterdir()) == [], "the socket file is removed")
 
 
-def test_foreign_socket_at_a_killed_servers_path_is_kept(serve: Callable[..., Serving], tmp_path: Path) -> None:
-    server = serve("--endpoint", f"ipc://{tmp_path}/c", "--draft-backend", "none")
-    (tmp_path / "c").unlink()
+def test_foreign_socket_at_a_killed_servers_path_is_kept(serve: Callable[..., Serving], short: Path) -> None:
+    server = serve("--endpoint", f"ipc://{short}/c", "--draft-backend", "none")
+    (short / "c").unlink()
     with socket.socket(socket.AF_UNIX) as other:
-        other.bind(f"{tmp_path}/c")
+        other.bind(f"{short}/c")
         server.process.kill()
         wait_until_all_is_gone(server.directory)
-        assert (tmp_path / "c").is_socket()
+        assert (short / "c").is_socket()
 
 
 def test_killed_parent_ends_its_cluster(served: Pair) -> None:
