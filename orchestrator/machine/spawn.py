@@ -133,7 +133,8 @@ class SpawnedProcess:
 
     def _send_signal(self, number: signal.Signals) -> None:
         if self._process.poll() is None:  # reaped only here, so the id still belongs to this process
-            os.killpg(self._process.pid, number)
+            with suppress(PermissionError):  # macOS's answer if the process has ended meanwhile
+                os.killpg(self._process.pid, number)
         self.close_stdin()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -116,6 +117,19 @@ def test_worker_is_killed_after_its_grace_period(spawned):
 def test_a_stopped_worker_can_be_killed(spawned):
     worker = spawned(WAITS)
     os.kill(worker.pid, signal.SIGSTOP)
+    worker.kill()
+    assert worker.wait(200) == -signal.SIGKILL
+
+
+def test_worker_that_ends_before_its_signal_can_be_killed_on_macos(spawned, monkeypatch):
+    """There a process that has ended, but was not waited for, can't be sent a signal."""
+
+    def end_first(pid, number):
+        os.kill(pid, signal.SIGKILL)
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    worker = spawned(WAITS)
+    monkeypatch.setattr(spawn.os, "killpg", end_first)
     worker.kill()
     assert worker.wait(200) == -signal.SIGKILL
 
