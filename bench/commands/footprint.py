@@ -1,12 +1,13 @@
 """The footprint of a server for `outrider bench --suite`, and of llama.cpp on the same file.
 
-Memory of all processes (PSS, or USS where the system has no PSS), time to first token of a long prompt, and start-up
+Memory of all processes (PSS, or RSS where the system has no PSS), time to first token of a long prompt, and start-up
 time.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -124,8 +125,8 @@ def total_memory(pid: int) -> int:
         root = psutil.Process(pid)
         for process in (root, *root.children(recursive=True)):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended
-                memory = process.memory_full_info()
-                total += getattr(memory, "pss", memory.uss)
+                memory = process.memory_full_info() if sys.platform == "linux" else process.memory_info()
+                total += getattr(memory, "pss", memory.rss)
     return total
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from outrider.bench.commands import files, footprint
@@ -234,6 +235,17 @@ def test_footprint_includes_the_memory_of_child_processes() -> None:
         process.communicate()
     assert 40 << 20 < found < 40 << 22
     assert footprint.total_memory(process.pid) == 0 or os.name != "posix"
+
+
+def test_footprint_on_a_mac_is_resident_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS tells only root the memory that another process does not share."""
+
+    def deny(process: psutil.Process) -> None:
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr(psutil.Process, "memory_full_info", deny)
+    assert footprint.total_memory(os.getpid()) > 20 * footprint.MEBIBYTE
 
 
 def test_footprint_prompts_begin_differently() -> None:
