@@ -37,6 +37,14 @@ def test_every_link_resolves(document: Path) -> None:
         assert not anchor or anchor in anchors(there), f"{link}: {there.relative_to(ROOT)} has no such heading"
 
 
+@pytest.mark.parametrize("document", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda path: path.stem)
+def test_commands_have_no_comment_and_no_variable_of_several_words(document: Path) -> None:
+    """zsh, the shell of a Mac, takes a comment at the end of an entered line and such a variable as arguments."""
+    for line in document.read_text().splitlines():
+        assert not re.match(r"(    |\w+\$ +)?[\w~./-]*(outrider|launch/|python|pip|brew|scp)\b.* # ", line), line
+        assert not re.search(r"`outrider [^`]*\s\$\w", line), line
+
+
 @pytest.mark.parametrize("log", sorted((ROOT / "docs" / "log").glob("*.md")), ids=lambda path: path.stem)
 def test_log_page_index_lists_each_entry_once(log: Path) -> None:
     listed = [link[1:] for link in links(log) if link.startswith("#")]
