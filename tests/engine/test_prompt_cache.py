@@ -178,9 +178,9 @@ def test_tree_from_a_warm_cache_equals_that_from_a_cold_one(loaded: Loaded, form
         return Tree(form(model), sampler, model.context_length, tokens, cache=cache)
 
     first, line = opened(text(40), cache), text(60)
-    nodes = first.feed([first.root, first.root, first.root], [line[40], 9, 11])
-    first.feed(nodes[:1], [line[41]])
-    first.commit(nodes[:1])
+    _, after, _ = first.feed([first.root, first.root, first.root], [9, line[40], 11])
+    first.feed([after], [line[41]])
+    first.commit([after])
     first.feed([first.root] * 3, [4, 5, 6])
     first.close()
     assert cache.use.entries == 1
