@@ -66,6 +66,17 @@ def test_near_ties_are_left_to_the_exact_steps(temp: float) -> None:
     assert sampler.choose(rows, [7]) == [9]
 
 
+def test_near_tie_of_the_likeliest_token_and_one_with_much_noise_is_left_to_the_exact_steps() -> None:
+    """The bound that is compared before the noise is computed is tightest where the noise is greatest."""
+    sampler = Sampler(SamplingParams(temp=1.0, seed=3), WIDTH)
+    noise = gumbel(np, 3, [226], WIDTH)[0]
+    token, other = noise.argmax(), noise.argmin()
+    rows = np.full((1, WIDTH), -100, np.float32)
+    rows[0, other], rows[0, token] = 10, 10 - (noise[token] - noise[other])
+    assert mx.argmax(sampler.scores(mx.array(rows), [226]), axis=-1).tolist() == [token]
+    assert sampler.choose(rows, [226]) is None
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_logits_are_left_to_the_exact_steps(bad: float) -> None:
     rows = np.zeros((1, 64), np.float32)
