@@ -57,6 +57,7 @@ def framed(fields, *raw, version=PROTOCOL_VERSION):
 @given(st.lists(st.binary(max_size=64), max_size=4))
 @example([])
 @example([b""])
+@example([b"\x90"])
 @example([b"\xc1"])
 @example([b"\x92\x01\x82\xa4type\xa5Close\xa7request\xa1\xff"])
 def test_random_frames_are_refused(frames):
