@@ -85,6 +85,16 @@ def test_forwards_of_costly_rows_grow_the_likeliest_branches_first(monkeypatch: 
     assert [ready.final for ready in in_pairs] == [False] * (len(in_pairs) - 1) + [True]
 
 
+def test_branches_are_prepared_for_a_drafted_tree_before_any_outcome() -> None:
+    """The commit that begins its verify has no tokens, which would tell how good the alternatives were."""
+    work = work_ahead()
+    work.commit((), BranchTask(None, 3, min_prob=0.05))
+    chain = continued(work, 3).chain[:3]
+    assert work.proposed is not None
+    work.commit((), BranchTask(chain, 3, 8))
+    assert len(finish(work)[-1].entries) == 8
+
+
 def test_only_the_last_push_is_final() -> None:
     work = work_ahead()
     work.commit((), BranchTask(continued(work, 3).chain, 3, 8))
