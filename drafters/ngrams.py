@@ -44,12 +44,10 @@ class NgramDraft:
         """Sets the committed tokens, which extend those of the call before; the new ones show how far the last copy was
         right. `row_costs`: what the verify of 0, 1, ... tokens costs, in tokens."""
         new = tokens[self._length :]
-        if self._length and self._last.chain:
-            self._acceptance.add(self._last, new)
+        self._acceptance.add(self._last, new)
         self._length, self._row_costs = len(tokens), row_costs
         self._index.extend(new)
-        if self._index.is_behind:
-            self._index.index_more(INDEX_PIECE_TOKENS)
+        self._index.index_more(INDEX_PIECE_TOKENS)
         return self
 
     def continuation(self, depth: int) -> Continuation:

@@ -26,7 +26,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.verify import VerifyOutput
 from outrider.protocol.messages import Autonomous, Halt, InProcess, Open, Outcome, Verify
-from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, NgramTable, save_table
+from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, PRIOR_COPIED, NgramTable, save_table
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.target_worker import in_process_drafters
@@ -116,6 +116,13 @@ def test_residual_copy_comes_with_a_certain_q(target: LoadedModel) -> None:
     assert found.chain == (3, 4) and found.q is not None
     assert found.q.ids.tolist() == [[3], [4]] and found.q.probs.tolist() == [[1.0], [1.0]]
     assert draft.set_text([1, 2, 3, 4, 1, 2, 9], FREE_ROWS).continuation(2) == Continuation()
+
+
+def test_text_that_is_set_twice_is_indexed_and_judged_once() -> None:
+    drafter = NgramDrafter()
+    draft, text = drafter.open_draft(SamplingParams()), [1, 2, 3, 4, 1, 2]
+    found = [draft.set_text(text, FREE_ROWS).continuation(2).chain for _ in range(2)]
+    assert found == [(3, 4)] * 2 and drafter.acceptance.rate(2, 0) == PRIOR_COPIED
 
 
 def test_long_prompt_is_indexed_over_several_rounds() -> None:
