@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import count
 from types import SimpleNamespace
 from typing import cast
 
@@ -372,17 +373,17 @@ def test_resync_sends_the_drafter_all_tokens_once() -> None:
 @pytest.mark.parametrize("sender", ["target-0", "draft-0"])
 def test_worker_note_is_reported_once_with_the_result(sender: str) -> None:
     text = random_text(12)
-    cluster = Cluster(text, script(text))
+    cluster, places = Cluster(text, script(text)), count()
 
     def remarking(name: str, message: Message, now_ns: int) -> None:
-        handle(sender, WorkerNote(sender, "the times are wrong"), now_ns)
+        handle(sender, WorkerNote(sender, f"the times are wrong, at {next(places)}"), now_ns)
         handle("draft-7", WorkerNote("draft-7", "I have no part in this"), now_ns)
         handle(name, message, now_ns)
 
     handle = intercept(cluster.rounds, remarking)
     ended = cluster.run(PROMPT, 50)
     assert cluster.generated == list(text[10:60])
-    assert ended.notes == (f"{sender}: the times are wrong",)
+    assert ended.notes == (f"{sender}: the times are wrong, at 0",)
 
 
 def test_stale_and_duplicate_messages_are_dropped_and_counted() -> None:

@@ -321,7 +321,9 @@ def test_counts_are_right_after_target_deaths_during_drafter_waits(mode: str) ->
         cluster.kill_target()
         cluster.find_target()
     cluster.to_the_end()
-    times = cluster.end("r0").timings  # type: ignore[union-attr]
+    ended = cluster.end("r0")
+    assert isinstance(ended, RequestEnded) and len(ended.notes) == 1, "each reason is told once"
+    times = ended.timings
     followed = times.missed_then_plain + times.missed_then_copied + times.missed_then_drafted + times.cache_late
     told = [event for event in cluster.told if isinstance(event, Committed)]
     assert cluster.text_of("r0") == expected_tokens(cluster, length=120) and times.resumed == 5
