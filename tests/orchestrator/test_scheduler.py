@@ -14,6 +14,7 @@ from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.request import Request, SettledRound
 from outrider.orchestrator.events import Admit, Committed
+from outrider.protocol.clock import OUTCOME_TIMEOUT_NS
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import (
     Branch,
@@ -400,6 +401,18 @@ def test_stale_and_duplicate_messages_are_dropped_and_counted() -> None:
     cluster.run(PROMPT, 60)
     assert cluster.generated == list(text[10:70])
     assert cluster.rounds.stale > 0
+
+
+def test_lost_round_is_sent_again_once_per_timeout() -> None:
+    """A target that is only slow is not sent the round with every tick."""
+    text = random_text(3)
+    cluster = Cluster(text, script(text))
+    cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ar", frozenset()), 0)
+    sent = []
+    for now_ns in (OUTCOME_TIMEOUT_NS - 1, OUTCOME_TIMEOUT_NS, OUTCOME_TIMEOUT_NS + 1, 2 * OUTCOME_TIMEOUT_NS):
+        cluster.rounds.on_tick(now_ns)
+        sent.append(sum(isinstance(message, Verify) for message in cluster.sent_to_target))
+    assert sent == [0, 1, 1, 2]
 
 
 def test_long_prompt_is_indexed_in_pieces_after_open_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
