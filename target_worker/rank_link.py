@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from outrider.protocol.errors import WorkerError
+from outrider.protocol.errors import EndpointError, WorkerError
 
 if TYPE_CHECKING:
     from outrider.engine.ranks import Ranks
@@ -111,7 +111,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def own_address() -> str:
-    """Returns this host's address for other ranks: the one that the launcher set, else that of the host's name."""
+    """Returns this host's address for other ranks: the one that the launcher set, else that of the host's name.
+
+    Raises EndpointError: the name has no address.
+    """
     for name in ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
         if name in os.environ:
             return os.environ[name].partition(":")[0]
@@ -119,7 +122,13 @@ def own_address() -> str:
         with open(os.environ[HOSTFILE_VARIABLE], encoding="utf-8") as file:
             first = json.load(file)[0]
         return str(first if isinstance(first, str) else first[0]).rpartition(":")[0]
-    return socket.gethostbyname(socket.gethostname())
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        raise EndpointError(
+            f"this host's name {socket.gethostname()} has no address ({error.strerror}), which other ranks need; add it"
+            " to /etc/hosts, or start the ranks with mlx.launch --hostfile"
+        ) from None
 
 
 class RankLink:

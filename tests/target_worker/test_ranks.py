@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from outrider.protocol.errors import WorkerError
+from outrider.protocol.errors import EndpointError, WorkerError
 from outrider.protocol.messages import Fault, Ping, Pong, RankHello, Shutdown, TextChange, Welcome
-from outrider.target_worker.rank_link import RankLink
+from outrider.target_worker.rank_link import RankLink, own_address
 from outrider.target_worker.ranks import RankLeader, RankMember
 
 LIMIT = 200.0
@@ -55,6 +55,17 @@ def two(monkeypatch: pytest.MonkeyPatch, strangers: Sequence[bytes] = ()) -> Ite
             finally:
                 leader.expect_end()
                 member.expect_end()
+
+
+def test_host_whose_name_has_no_address_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> str:
+        raise socket.gaierror(8, "nodename nor servname provided, or not known")
+
+    for name in ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP", "MLX_HOSTFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("socket.gethostbyname", fail)
+    with pytest.raises(EndpointError, match=r"has no address .* add it to /etc/hosts, or start the ranks with"):
+        own_address()
 
 
 def meet(leader: RankLeader, member: RankMember) -> None:
