@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from outrider.protocol import clock
@@ -91,6 +92,15 @@ def counted_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """What workers measure does not hang on how quick this machine is: they see a tenth of a millisecond go by at each
     look at the clock."""
     monkeypatch.setattr(clock, "now", count(0, clock.MILLISECOND_NS // 10).__next__)
+
+
+@pytest.fixture(scope="module")
+def mlx_on_cpu() -> Iterator[None]:
+    """MLX computes on the CPU, also where there is a GPU; ONNX Runtime is used for CPUs only."""
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
 
 
 @pytest.fixture(scope="session")

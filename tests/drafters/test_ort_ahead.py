@@ -32,6 +32,8 @@ from tests.target_worker.heads import (
     write_feature_head,
 )
 
+pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
+
 LONG = 260  # pairs, which ONNX Runtime reads in pieces
 LENGTHS = (20, 7, LONG + 30)
 Made = Callable[[LoadedModel], PairHead]

@@ -37,6 +37,8 @@ from tests.target_worker.heads import (
     write_feature_head,
 )
 
+pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
+
 LENGTHS = (20, 7, 33)
 LONG = 300  # pairs, which ONNX Runtime reads in pieces
 

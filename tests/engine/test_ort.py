@@ -35,6 +35,8 @@ from outrider.protocol.trees import TreeFeed
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
 from tests.tiny import FAMILIES
 
+pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
+
 Loaded = Callable[..., LoadedModel]
 Quantised = Callable[..., LoadedModel]
 SERVED = ["llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]

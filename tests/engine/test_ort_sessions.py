@@ -26,6 +26,8 @@ from outrider.protocol.digest import CACHE_VARIABLE
 from outrider.protocol.errors import ModelError
 from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
 
+pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
+
 CORE = max(USABLE_CORES, default=1)
 TOKENS = [(7 * i) % 250 for i in range(40)]
 
