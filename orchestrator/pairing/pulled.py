@@ -15,6 +15,7 @@ another name and renamed when it is complete; other processes wait for a lock, w
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -346,5 +347,8 @@ def _pip_error_reason(stderr: str) -> str:
         return "this Python has no pip; install it (python -m ensurepip, or uv pip install pip)"
     if "NewConnectionError" in stderr or "ConnectTimeout" in stderr or "No matching distribution" in stderr:
         return "the package index can't be reached or does not have the package; check pip's settings (`pip config`)"
-    errors = [line.removeprefix("ERROR:").strip() for line in stderr.splitlines() if line.startswith("ERROR:")]
-    return f"pip reports: {errors[-1] if errors else stderr.strip()[-200:] or 'nothing'}"
+    if os.strerror(errno.ENOSPC) in stderr:
+        return f"the disk is full; free some space, or choose other folders with {CACHE_VARIABLE} and TMPDIR"
+    lines = ["nothing", *stderr.strip().splitlines()]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    return f"pip reports: {lines[-1] if errors in ([], ['Exception:']) else errors[-1]}"  # a traceback's last line

