@@ -128,7 +128,8 @@ class Parser(argparse.ArgumentParser):
 
     def _explain_unknown(self, word: str) -> str:
         if not word.startswith("-"):
-            return f"unexpected argument {word!r}; a text of several words needs quotes"
+            takes_text = any(action.dest == "prompt" for action in self._actions)
+            return f"unexpected argument {word!r}" + ("; a text of several words needs quotes" if takes_text else "")
         flag = word.partition("=")[0]
         close = get_close_matches(flag.replace("_", "-"), self._option_string_actions, n=1)
         return f"unknown flag {flag}" + (f" (did you mean {close[0]}?)" if close else "")
