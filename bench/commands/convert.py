@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
 from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHT_FORMATS, Mode, Options
-from outrider.orchestrator.cli.terminal import say
+from outrider.orchestrator.cli.terminal import can_erase, say
 from outrider.orchestrator.pairing.model_files import find_model
 
 _BAR_WIDTH = 30
@@ -58,7 +57,7 @@ def _show_progress(stage: str, done: int, total: int) -> None:
     """Draws a progress bar on a terminal, and writes a line for each stage anywhere else."""
     filled = _BAR_WIDTH * done // max(total, 1)
     line = f"{stage:16} [{'#' * filled}{' ' * (_BAR_WIDTH - filled)}] {done}/{total}"
-    if sys.stderr.isatty():
+    if can_erase():
         say(f"\r\033[K{line}", end="\n" if done == total else "")
     elif done == total:
         say(line)

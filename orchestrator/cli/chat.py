@@ -29,7 +29,7 @@ from outrider.orchestrator.cli.generate import (
     reading_progress,
     request_with,
 )
-from outrider.orchestrator.cli.terminal import Screen, say
+from outrider.orchestrator.cli.terminal import Screen, can_erase, say
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, pluralize
 from outrider.orchestrator.pairing.tokenizer import TextStream
 from outrider.protocol.errors import InvalidRequest, OutriderError, PromptTooLong, ServerStopped
@@ -266,7 +266,7 @@ class Chat:
     def _take_turns(self) -> None:
         if self._reader is None:
             self._greet()
-            self._reader = Editor(COMMANDS).read if self._interactive and sys.stderr.isatty() else read_line
+            self._reader = Editor(COMMANDS).read if self._interactive and can_erase() else read_line
         elif self._unanswered:
             self._report_errors(self._answer)
         while (entry := self._report_errors(self._reader, "\nCtrl-D or /quit quits.")) is not None:

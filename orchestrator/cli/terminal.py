@@ -41,11 +41,16 @@ def say(text: str, end: str = "\n") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
+def can_erase() -> bool:
+    """Returns whether stderr is a terminal that knows escape sequences; one with TERM=dumb would print them."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
 class Screen:
     """Shows progress on stderr. Call `clear` before printing to stdout, so that no half line stays before the text."""
 
     def __init__(self, live: bool = True) -> None:
-        self.live = live and sys.stderr.isatty()
+        self.live = live and can_erase()
         self._shown = ""
 
     def show(self, text: str) -> None:
