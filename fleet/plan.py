@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from reprlib import repr as shorten
 from typing import Any, TypeVar
 
 import yaml
 
 from outrider.fleet.host import Resources
-from outrider.orchestrator.cli.flags import read_api_keys
+from outrider.orchestrator.cli.flags import read_api_keys, read_text_file
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import values
@@ -194,9 +195,7 @@ def read_plan(path: Path) -> FleetPlan:
         InvalidRequest: it can't be read, or is invalid.
     """
     try:
-        found = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path} can't be read ({error}); expected a fleet.yaml (docs/fleet.md)") from None
+        found = yaml.load(read_text_file(path, "a fleet.yaml (docs/fleet.md)"), Loader)
     except yaml.YAMLError as error:
         why = " ".join(str(error).split())
         raise InvalidRequest(f"{path} is not YAML: {why}; expected a fleet.yaml (docs/fleet.md)") from None
@@ -269,7 +268,7 @@ def _section_keys(name: str, found: object, known: tuple[str, ...]) -> dict[str,
     if found is None:
         return {}
     if not isinstance(found, Mapping):
-        raise InvalidRequest(f"{name} is {found!r}; expected keys and values, of {', '.join(known)}")
+        raise InvalidRequest(f"{name} is {shorten(found)}; expected keys and values, of {', '.join(known)}")
     for key in found:
         if key not in known:
             close = get_close_matches(str(key), known, n=1)

@@ -88,6 +88,7 @@ def test_resources_are_converted_to_rays_names():
         ({**ONE, "modle": 1}, "the fleet has the key 'modle'; did you mean model?"),
         ({"placed": {"replica": 2}}, "placed has the key 'replica'; did you mean replicas?"),
         ({"placed": 5}, "placed is 5; expected keys"),
+        ("a file of another kind " * 9, "the fleet is 'a file of an...another kind '; expected keys"),
         ({"placed": {"replicas": -1}}, "placed: replicas is -1; expected a whole number from 1"),
         ({"placed": {"needs": {"tpu": 1}}}, "placed.needs has the key 'tpu'"),
         ({"placed": {"needs": {"cpu": -1}}}, "placed.needs: cpu is -1; expected a number from 0"),
@@ -149,7 +150,7 @@ def test_invalid_plan_file_is_a_one_line_error(file, text, sentence):
 
 
 def test_missing_plan_file_is_refused(tmp_path):
-    with pytest.raises(InvalidRequest, match="expected a fleet"):
+    with pytest.raises(InvalidRequest, match=r"can't be read \(No such file or directory\); expected a fleet"):
         read_plan(tmp_path / "none.yaml")
 
 
