@@ -137,7 +137,7 @@ class ServeSettings:
     trees: bool = switch(
         False, DRAFTING, help="verify drafts of several drafters as one tree, if the target can and it is faster"
     )
-    threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products")
+    threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products, at most one a core")
     cpu_kernels: str = _enum(
         "auto", CPU_KERNEL_CHOICES, WORKERS,
         help="the kernels on a CPU; auto: ONNX Runtime, or MLX for models that it does not support",

@@ -91,13 +91,15 @@ def blas_notes() -> tuple[str, ...]:
 
 
 def blas_environment(base: dict[str, str], threads: int, kernels: str | None = None) -> dict[str, str]:
-    """Returns the environment `base` with OpenBLAS preloaded, if it is needed and found, and `threads` BLAS threads.
+    """Returns the environment `base` with OpenBLAS preloaded, if it is needed and found, and `threads` BLAS threads,
+    but no more than the cores, because threads that wait for each other's core would be many times slower.
 
     OpenBLAS would choose kernels by the CPU's model, and for a model newer than itself those of the first 64-bit ones.
     So they are named by what the CPU has, unless `base` names some.
 
     `kernels`: what computes forwards on a CPU (`protocol.worker_link`); None: as in `base`.
     """
+    threads = min(threads, len(USABLE_CORES) or os.cpu_count() or threads)
     changed = {**base, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
     if kernels is not None:
         changed[CPU_KERNELS_VARIABLE] = kernels

@@ -196,10 +196,13 @@ def test_missing_mlx_backend_is_reported_before_any_start(monkeypatch, tmp_path)
 
 def test_openblas_is_preloaded_if_found(monkeypatch):
     monkeypatch.setattr(system, "find_openblas", lambda: "/lib/libopenblas.so.0")
+    monkeypatch.setattr(system, "USABLE_CORES", [0, 1, 2, 3])
     made = system.blas_environment({"LD_PRELOAD": "/other.so", "A": "b"}, 3)
     assert made["LD_PRELOAD"] == "/other.so:/lib/libopenblas.so.0" and made["A"] == "b"
     assert {made[name] for name in system.THREAD_VARIABLES} == {"3"}
     assert system.blas_environment({"LD_PRELOAD": "/my/libopenblas.so"}, 1)["LD_PRELOAD"] == "/my/libopenblas.so"
+    many = system.blas_environment({}, 1000)
+    assert {many[name] for name in system.THREAD_VARIABLES} == {"4"}  # more would wait for each other's core
 
 
 @pytest.mark.parametrize(
