@@ -45,13 +45,13 @@ _OTHER_SERVERS_FIELDS = frozenset(
         "dry_base", "dry_multiplier", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
         "dynatemp_range", "ebnf", "format", "images", "include_stop_str_in_output", "input_extra", "json",
         "length_penalty", "logits_processors", "lora", "lora_path", "mirostat", "mirostat_eta", "mirostat_tau",
-        "n_keep", "n_predict", "n_probs", "num_beams", "options", "prompt_embeds", "prompt_logprobs", "regex",
-        "repeat_last_n", "repeat_penalty", "samplers", "skip_special_tokens", "stop_regex", "stop_token_ids",
+        "n_keep", "n_predict", "n_probs", "num_beams", "options", "prompt_embeds", "prompt_logprobs", "random_seed",
+        "regex", "repeat_last_n", "repeat_penalty", "samplers", "skip_special_tokens", "stop_regex", "stop_token_ids",
         "tfs_z", "thinking_budget", "thinking_budget_tokens", "top_a", "top_n_sigma", "truncate_prompt_tokens",
         "typical_p", "use_beam_search", "xtc_probability", "xtc_threshold",
     }
 )  # fmt: skip
-"""Fields of vLLM, llama.cpp, SGLang and others that change the text there."""
+"""Fields of vLLM, llama.cpp, SGLang, Mistral and others that change the text there."""
 
 _REQUEST_SCHEMAS: set[type[ApiRequest]] = set()
 """The request schemas of all paths."""

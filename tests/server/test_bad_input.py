@@ -333,6 +333,7 @@ def test_unknown_field_is_ignored_and_logged_with_its_count(
     [
         (CHAT, {"mirostat": 2}, "the answer would differ"),
         (CHAT, {"stop_token_ids": [3]}, "the answer would differ"),
+        (CHAT, {"random_seed": 3}, "the answer would differ"),
         (CHAT, {"max_output_tokens": 5}, "the answer would differ"),
         (TEXT, {"tools": [TOOL]}, "the answer would differ"),
         (CLAUDE, {"presence_penalty": 1}, "the answer would differ"),
