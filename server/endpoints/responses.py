@@ -255,10 +255,11 @@ class ResponseFormatter(BlockFormatter):
     def format_response(self) -> ResponseObject:
         (choice,) = self.plan.choices
         self._add_logprobs(choice.chunks)
-        for part in choice.parts:
+        for part in (parts := choice.parts):
             self._items.append(_new_item(part, self._logprobs is not None))
             self._extend_item(part)
-            self._items[-1].status = _status(choice)
+            may_be_cut = part is parts[-1] and not isinstance(part, ToolCall)  # a call that was cut off is left out
+            self._items[-1].status = _status(choice) if may_be_cut else "completed"
         return self._build_final_response(choice)
 
     def begin(self) -> bytes:
@@ -343,7 +344,7 @@ class ResponseFormatter(BlockFormatter):
 
     def _format_block_end(self, status: str) -> bytes:
         item = self._items[-1]
-        item.status = status
+        item.status = "completed" if isinstance(item, OutputCall) else status
         if isinstance(item, OutputCall):
             done = self._item_event("function_call_arguments.done", name=item.name, arguments=item.arguments)
         else:

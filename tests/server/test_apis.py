@@ -416,6 +416,19 @@ def test_openai_client_assembles_a_streamed_response(ai: openai.OpenAI) -> None:
     assert cut.status == "incomplete" and cut.output_text == "Hello there"
 
 
+def test_only_the_last_item_of_a_cut_response_is_incomplete_and_never_a_call(ai: openai.OpenAI) -> None:
+    """A call that was cut off is left out."""
+    tool: Any = {"type": "function", "strict": False, **WEATHER}
+    for most, statuses in ((2, ["incomplete"]), (6, ["completed", "completed"])):
+        asked: Any = {"model": "chatty", "input": "hi", "tools": [tool], "max_output_tokens": most}
+        whole = ai.responses.create(**asked)
+        with ai.responses.stream(**asked) as stream:
+            streamed = next(event.response for event in stream if event.type == "response.incomplete")
+        for answer in (whole, streamed):
+            assert answer.status == "incomplete"
+            assert [item.to_dict()["status"] for item in answer.output] == statuses
+
+
 # --- Anthropic's client ---------------------------------------------------------------------------------------------
 
 
