@@ -10,6 +10,7 @@ const WORDS = {
   chat: { label: "Message", button: "Send", keys: "Enter sends, Shift+Enter starts a new line, Escape stops.", tokens: 512 },
   text: { label: "Prompt", button: "Generate", keys: "Ctrl+Enter generates, Escape stops.", tokens: 128 },
 };
+const DEFAULT_TOKENS = Object.values(WORDS).map(({ tokens }) => String(tokens));
 const LOOK_AGAIN_MS = 2000;
 const SCROLL_KEYS = ["ArrowUp", "ArrowDown", "PageUp", "PageDown", "Home", "End", " "];
 const NEEDS_KEY = "needs an API key";
@@ -90,7 +91,7 @@ function dress(found) {
   find("label[for=prompt]").textContent = words.label;
   find("#generate").textContent = words.button;
   find("#shortcuts").textContent = words.keys;
-  form.max_tokens.value = words.tokens;
+  if (DEFAULT_TOKENS.includes(form.max_tokens.value)) form.max_tokens.value = words.tokens;
 }
 
 /** Starts a run, unless another one is active. */

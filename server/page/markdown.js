@@ -3,7 +3,8 @@
  *
  * A block is `{ kind, start, end, level, runs }`, a run `{ start, end, kind }`; places count from the text's beginning.
  * Runs of kind "syntax" are marks and the space between blocks. A block ends where the next one begins, whatever
- * follows, so a growing text changes its last block only. Tables and HTML stay as they are written.
+ * follows, so a growing text changes its last two blocks only: a line's beginning may not show its kind. Tables and HTML
+ * stay as they are written.
  */
 
 const FENCE = /^\s*(`{3,}|~{3,})[^`]*$/;
@@ -80,9 +81,7 @@ function mark(block, line, start, kind) {
     block.level = Math.min(Math.floor(found[1].length / 2), 4);
     place = start + found[1].length;
     add(block, start, place, "syntax");
-    const bullet = found[2].length === 1;
-    add(block, place, place + found[2].length, bullet ? "bullet" : "number");
-    place += found[2].length;
+    if (found[2].length === 1) add(block, place, (place += 1), "bullet"); // a number is text
   } else if (found) {
     if (kind === "heading") block.level = found[1].length;
     place = start + found[0].length;

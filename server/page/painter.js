@@ -14,7 +14,7 @@ export const ORIGINS = {
 /** White space, which is not marked. */
 const INDENTATION = /^(\s*\n\s*|\s{2,})/;
 const ELEMENTS = { code: "pre", table: "pre", quote: "blockquote", heading: "h3" };
-const GROWING = 2; // a block may change as long as it is one of the last two: a line's beginning may not show its kind
+const GROWING = 2; // a block may change as long as it is one of the last two (markdown.js)
 
 export class Painter {
   /** Writes into the element `place`; `formatted`: the text is Markdown. */
@@ -55,9 +55,10 @@ export class Painter {
     const kept = this.drawn.findIndex(({ block }, index) => !alike(block, blocks[index], ["kind", "level", "start"]));
     if (kept >= 0) for (const { node } of this.drawn.splice(kept)) node.remove();
     this.drawn = blocks.map((block, index) => {
-      const { node, pieces, ...before } = this.drawn[index] ?? { node: this.place.appendChild(elementOf(block)), pieces: [] };
-      const agreed = agreement(before.block?.runs ?? [], block);
-      const isOld = ({ start, end, isCut }) => end > agreed || isCut || start === end; // what follows may join the last two
+      const before = this.drawn[index] ?? { block: { runs: [] }, node: this.place.appendChild(elementOf(block)), pieces: [] };
+      const { node, pieces } = before;
+      const agreed = agreement(before.block.runs, block);
+      const isOld = ({ start, end, isCut }) => end > agreed || isCut || start === end; // a cut or an empty one may grow
       while (pieces.length && isOld(pieces.at(-1))) pieces.pop().node.remove();
       const fresh = this.#piecesOf(block, pieces.at(-1)?.end ?? block.start, index === blocks.length - 1);
       for (const piece of fresh) node.append((piece.node = spanOf(piece, this.text)));

@@ -353,9 +353,11 @@ def test_page_follows_a_server_that_has_another_model(visit: Open, chat: Running
     models = {"data": [{"id": "another", "object": "model", "chat_template": False}]}
     page.route("**/v1/models", lambda route: route.fulfill(json=models))
     page.route("**/v1/chat/completions", lambda route: route.abort(), times=1)
+    page.get_by_label("Max tokens").fill("77")
     page.get_by_role("button", name="Send").click()
     page.get_by_role("button", name="Generate").wait_for()
     assert page.locator("#model").inner_text() == "another" and page.get_by_label("Prompt").input_value()
+    assert page.get_by_label("Max tokens").input_value() == "77"  # the user's own
     page.complaints.clear()
 
 
