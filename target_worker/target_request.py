@@ -26,6 +26,7 @@ from outrider.engine.verify import VerifyInput, VerifyOutput
 from outrider.protocol import clock
 from outrider.protocol.endpoints import MAX_PIECE_BYTES
 from outrider.protocol.errors import InvalidRequest, OutriderError, wrap_model_errors
+from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import (
     Autonomous,
     Coupled,
@@ -242,7 +243,7 @@ class TargetRequest:
             self.autonomous, self.ended = False, True
         if self.halting:
             self.autonomous = self.halting = False
-        self.next_proposal = self._find_prepared(number, committed)
+        self.next_proposal = self._find_next(number, committed)
         idle = work.started_ns - self.answers[-1].work.ended_ns if self.answers else 0
         outcome = Outcome(
             request=self.request,
@@ -269,11 +270,23 @@ class TargetRequest:
         for session in self._drafting.values():
             session.close(spoilt)
 
-    def _find_prepared(self, number: int, committed: tuple[int, ...]) -> Coupled | None:
+    def _find_next(self, number: int, committed: tuple[int, ...]) -> Coupled | None:
+        """Returns what PREPARE says to verify after this outcome; None: it waits for VERIFY."""
         prepared = self.prepared
         if prepared is None or (prepared.epoch, prepared.round) != (self.epoch, number):
             return None
-        return prepared.proposal(committed)
+        chain = prepared.proposal(committed)
+        left = prepared.max_tokens - len(committed)
+        if chain is not None or not prepared.row_costs or left < 1 or not set(self.opened.eos).isdisjoint(committed):
+            return chain
+        return Coupled(self._copy(left - 1, prepared.row_costs))
+
+    def _copy(self, depth: int, row_costs: tuple[float, ...]) -> tuple[int, ...]:
+        """Returns up to `depth` tokens of n-grams that are worth these costs."""
+        if depth < 1 or NGRAM not in self.drafters:
+            return ()
+        (copy,) = propose([self._session(NGRAM).turn(self.slot.tokens, InProcess(depth, NGRAM, row_costs=row_costs))])
+        return copy.chain if isinstance(copy, Continuation) else ()
 
     @property
     def needs_draft(self) -> bool:
@@ -286,11 +299,14 @@ class TargetRequest:
         if self.draft is None or self.drafter not in self.drafters:
             known = ", ".join(self.drafters) or "a draft of 0"
             raise InvalidRequest(f"this target has no in-process drafter {self.drafter!r}; expected {known}")
-        if self.drafter not in self._drafting:
-            self._drafting[self.drafter] = self.drafters[self.drafter]()
         min_prob, depth = self.draft.min_prob if self.takes_trees else 1.0, min(self.draft.depth, self.max_tokens - 1)
         asked = structs.replace(self.draft, depth=depth, min_prob=min_prob)
-        return self._drafting[self.drafter].turn(self.slot.tokens, asked)
+        return self._session(self.drafter).turn(self.slot.tokens, asked)
+
+    def _session(self, drafter: str) -> DraftSession:
+        if drafter not in self._drafting:
+            self._drafting[drafter] = self.drafters[drafter]()
+        return self._drafting[drafter]
 
     def set_proposal(self, draft: Continuation | OutriderError, span: Span) -> None:
         """Sets the draft, or the error that `next_input` raises.

@@ -6,15 +6,15 @@ time. A millisecond of the target is worth the tokens that all requests have lat
 request's waiting is worth its own tokens. They are pure functions of the estimates: no clock, no state.
 
 `NextRound` carries the decision out, one request at a time: it begins the round, prepares for it or waits for it, and
-sends the workers what follows. Chains are prepared at the target for likely outcomes, so that a hit costs no message
-between two verifies; the proposer decides about them as it would after the outcome. A wait for a drafter is bounded
-by its expected time and some slack.
+sends the workers what follows. Chains are prepared at the target for likely outcomes, and n-grams for all others, so
+that neither a hit nor a miss costs a message between two verifies; the proposer decides about them as it would after
+the outcome. A wait for a drafter is bounded by its expected time and some slack.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import sub
@@ -52,6 +52,9 @@ MAX_FIRST_WAIT_MS = 2000.0
 
 # A target that looks n-grams up by itself gets new costs of rows when those of its first tokens have changed this much.
 MAX_COST_CHANGE, MAX_COMPARED_COSTS = 0.15, 4
+
+# If the outcome is expected later than this many pushes of the lead, there is time to prepare what the next one brings.
+MAX_OUTCOME_PUSHES = 1.25
 
 PLAIN_DECODING = Proposal(autonomous=True)
 Step = Proposal | DrafterWait
@@ -316,6 +319,37 @@ class Proposer:
             return self._propose_in_process(request, copy, choice.own)
         return replace(propose_copy(tail.tokens), lookup=Lookup.MISS)
 
+    # --- what the target may decide by itself ---------------------------------------------------------------------
+
+    def servable(self, request: Request, left_ms: float) -> Iterator[tuple[tuple[int, ...], CachedBranch]]:
+        """Yields (outcome, branch) for the branches that would be served as deep as they are if the outcome came in
+        `left_ms`."""
+        draft, longest = request.draft, request.max_draft_tokens
+        for committed, cached in draft.cache.branches.items():
+            depth = len(cached.chain)
+            grows = draft.can_grow(cached) and depth < longest
+            if not grows or not (
+                self.full_depth or should_wait_for_token(self.estimates, depth, longest, left_ms, cached.odds)
+            ):
+                yield committed, cached
+
+    def miss_row_costs(self, request: Request, left_ms: float) -> tuple[float, ...]:
+        """Returns the costs by which the target chooses n-grams after a miss; (): it asks here, because a wait for a
+        drafter may be better, or an in-process drafter drafts."""
+        estimates, draft = self.estimates, request.draft
+        if self.full_depth or estimates.active > 1 or request.in_process_drafter or not self.target_has_ngrams():
+            return ()
+        choice = choose_fallback(estimates, CopiedTail(), request.max_draft_tokens, bool(draft.drafters))
+        if choice.wait_for:
+            return ()
+        length = len(request.round.proposal.line)
+        pushes = max(draft.pushes_left(accepted, length) for accepted in {0, length})
+        if pushes:
+            wait_ms = abs(pushes * estimates.depth_ms() - left_ms)
+            if should_wait_for_branch(estimates, choice, request.max_draft_tokens, wait_ms):
+                return ()
+        return tuple(estimates.row_costs(MAX_COPY_TOKENS))
+
     # --- waits ----------------------------------------------------------------------------------------------------
 
     def wait_for_chain(self, depth: int, now_ns: int, missed: bool = False) -> DrafterWait:
@@ -377,15 +411,17 @@ class NextRound:
         goes_on = outcome.next_proposal is not None
         request.round.end(settled.proposal, request.draft.covered, goes_on)
         if goes_on:
+            if request.admit.mode != "auto":
+                self._planner.replan(request)
             self._on_autonomous_round(request, request.round.advance(outcome, settled.kept), now_ns)
         else:
             self._planner.replan(request)
             self._apply(request, self._proposer.next_step(request, settled.kept, now_ns), now_ns)
 
     def on_branches(self, request: Request, final: bool, now_ns: int) -> None:
-        """Prepares complete branches, and ends a wait that is over with them; `final`: one drafter has sent all."""
-        if final:
-            self._prepare_branches(request)
+        """Prepares branches, and ends a wait that is over with them; `final`: one drafter has sent all."""
+        if final or self._may_be_last_push(request, now_ns):
+            self._prepare_branches(request, now_ns)
         wait = request.round.wait
         if wait and wait.outcome:
             self._apply(request, self._proposer.look_up(request, wait.outcome, now_ns), now_ns)
@@ -442,8 +478,21 @@ class NextRound:
         self._metrics.on_proposed(request, now_ns)
         self._planner.on_proposed(request)
 
-    def _prepare_branches(self, request: Request) -> None:
-        """Prepares chains at the target for the outcomes that have a complete branch and do not end the request.
+    def _outcome_in_ms(self, request: Request, now_ns: int) -> float:
+        """Returns the time until the outcome of the round under way, by the usual time of its verify."""
+        verify_ms = self._planner.estimates.verify_ms(len(request.round.proposal.chain) + 1)
+        return max(verify_ms - (now_ns - request.sequence.appended_ns) / MILLISECOND_NS, 0.0)
+
+    def _may_be_last_push(self, request: Request, now_ns: int) -> bool:
+        """Whether the outcome of a request that runs alone may come before the next push."""
+        estimates = self._planner.estimates
+        if estimates.active > 1 or request.round.reads or self._proposer.full_depth:
+            return False
+        return self._outcome_in_ms(request, now_ns) < MAX_OUTCOME_PUSHES * estimates.depth_ms()
+
+    def _prepare_branches(self, request: Request, now_ns: int) -> None:
+        """Prepares chains at the target for outcomes that have a branch and do not end the request, and n-grams for all
+        others.
 
         Prepares none during a wait, in a tree with in-process drafts, with a residual q (it would be sent twice), or if
         the policy may have another plan after this round.
@@ -452,12 +501,13 @@ class NextRound:
         ahead = request.plan.mode == "ssd" and not self._proposer.should_merge_in_process(request)
         if not ahead or round_.wait or request.admit.sampling.is_residual or self._planner.may_replan(request):
             return
-        for committed, branch in islice(request.draft.complete(request.plan.depth), MAX_BRANCHES):
+        left_ms = self._outcome_in_ms(request, now_ns)
+        for committed, branch in islice(self._proposer.servable(request, left_ms), MAX_BRANCHES):
             if max_chain_tokens > len(committed) and request.truncate_at_end(committed)[1] is None:
                 prepared[committed] = self._proposer.branch(request, branch, committed)
-        round_.prepared = prepared
-        chains = prepared.values()
-        if chains:
+        round_.prepared |= {(committed, p.chain, p.parents): p for committed, p in prepared.items()}
+        chains, costs = prepared.values(), self._proposer.miss_row_costs(request, left_ms)
+        if chains or costs:
             self._workers.send_target(
                 Prepare(
                     request=request.id,
@@ -467,6 +517,8 @@ class NextRound:
                     committed=tuple(prepared),
                     chains=tuple(proposal.chain for proposal in chains),
                     parents=tuple(p.parents for p in chains) if any(p.parents for p in chains) else (),
+                    row_costs=costs,
+                    max_tokens=request.remaining,
                 )
             )
 

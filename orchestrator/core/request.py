@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.policy.acceptance import DrafterUsage, TextProfile
 from outrider.orchestrator.core.policy.forecasts import Arm
-from outrider.orchestrator.core.proposal import CopyRound, Lookup, Proposal, ProposalSource
+from outrider.orchestrator.core.proposal import CopyRound, Lookup, Proposal, ProposalSource, propose_copy
 from outrider.orchestrator.events import Admit
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Alternatives, Branches, Coupled, Drafted, Outcome
@@ -40,6 +40,9 @@ MAX_REQUEST_BYTES, MAX_TOTAL_BYTES = 16 << 20, 64 << 20
 """The budget of one request and of all, in bytes."""
 
 _TOKEN_BYTES = 40  # a number and its place in a tuple
+
+PreparedKey = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""The tokens that an outcome commits, and the chain prepared for it with its parents."""
 
 
 @dataclass(slots=True)
@@ -197,7 +200,7 @@ class SequenceState:
 class RoundState:
     """The round `number` under verification, with its `proposal`, or, once it has ended, the `wait` before the next.
 
-    `prepared`: the chains that the target may continue with, by outcome. `covered`: how many outcomes the drafters had
+    `prepared`: the chains that the target may continue with. `covered`: how many outcomes the drafters had
     finished when the latest one came. `halted`: HALT was sent. `is_open`: the target has been sent the text. `reads`:
     the target reads the text first.
     """
@@ -205,7 +208,7 @@ class RoundState:
     epoch: int = 0
     number: int = 0
     proposal: Proposal = field(default_factory=Proposal)
-    prepared: dict[tuple[int, ...], Proposal] = field(default_factory=dict)
+    prepared: dict[PreparedKey, Proposal] = field(default_factory=dict)
     wait: DrafterWait | None = None
     covered: int = 0
     halted: bool = False
@@ -232,13 +235,16 @@ class RoundState:
         self.halted, self.is_open, self.reads = False, False, True
 
     def advance(self, outcome: Outcome, committed: tuple[int, ...]) -> Proposal:
-        """Returns the proposal that the target verifies by itself after this outcome: its own, or a prepared one."""
+        """Returns the proposal that the target verifies by itself after this outcome: its own, a prepared one, or
+        n-grams after a miss."""
         if self.proposal.autonomous:
             return self.proposal.for_next_round()
         verified = outcome.next_proposal or Coupled()
-        prepared = self.prepared.get(committed)
-        if prepared is not None and (prepared.chain, prepared.parents) == (verified.chain, verified.parents):
+        prepared = self.prepared.get((committed, verified.chain, verified.parents))
+        if prepared is not None:
             return prepared
+        if not verified.parents:
+            return replace(propose_copy(verified.chain), lookup=Lookup.MISS)
         by = (Origin.PREPARED,) * len(verified.parents)
         return Proposal(verified.chain, ProposalSource.CACHE, Lookup.HIT, parents=verified.parents, by=by)
 
@@ -285,12 +291,6 @@ class DraftState:
     def can_grow(self, branch: CachedBranch) -> bool:
         """Whether the drafter of a branch may still extend it."""
         return branch.drafter in self.drafters and self.drafters[branch.drafter].has_pending_branches
-
-    def complete(self, depth: int) -> Iterable[tuple[tuple[int, ...], CachedBranch]]:
-        """Returns (outcome, branch) for each branch that has its full depth or will not grow."""
-        growing = {name for name, state in self.drafters.items() if state.has_pending_branches}
-        branches = self.cache.branches.items()
-        return [(commit, it) for commit, it in branches if it.drafter not in growing or len(it.chain) >= depth]
 
     def pushes_left(self, accepted: int, chain_length: int) -> int:
         """Returns how many more pushes of the lead may bring the first branches of `accepted` tokens; 0: they are here.

@@ -43,6 +43,9 @@ from outrider.protocol.schema import (
 )
 from outrider.protocol.trees import SparseQ
 
+RowCosts = Annotated[tuple[Real, ...], Meta(max_length=MAX_CHAIN + 1)]
+"""What the verify of 0, 1, ... draft tokens costs, in tokens."""
+
 
 class Span(Record, frozen=True):
     """The start and the end of a piece of work."""
@@ -135,13 +138,13 @@ class InProcess(Record, frozen=True):
     """A draft of `depth` tokens by the in-process drafter of this name (`abilities.InProcessDrafter`; "": the first).
 
     It also drafts alternatives with a probability above `min_prob`; 1: none. N-grams are verified as far as they are
-    worth `row_costs`, which are those of 0, 1, ... draft tokens, in tokens.
+    worth `row_costs`.
     """
 
     depth: Annotated[int, Meta(ge=1, le=MAX_CHAIN)]
     drafter: Name = ""
     min_prob: Real = 1.0
-    row_costs: Annotated[tuple[Real, ...], Meta(max_length=MAX_CHAIN + 1)] = ()
+    row_costs: RowCosts = ()
 
 
 class DraftInProcess(Record, frozen=True, tag=True):
@@ -232,11 +235,16 @@ class Prepare(RoundMessage, frozen=True):
     round without waiting, and reports it in Outcome. Prepare has no answer and replaces what was prepared before.
     `parents[i]` are the parents of a chain that is a tree; (): none of the chains is one. Coupled sampling only. The
     fields are plain tuples instead of records, because the message is read between two verifies, with cold caches.
+
+    With `row_costs` the target continues after any other outcome, too, with the n-grams that are worth their rows, if
+    any: except after a token of Open's `eos`, or after `max_tokens` more tokens.
     """
 
     committed: Annotated[tuple[CommitTokens, ...], Meta(max_length=MAX_BRANCHES)]
     chains: Annotated[tuple[Chain, ...], Meta(max_length=MAX_BRANCHES)]
     parents: Annotated[tuple[Parents, ...], Meta(max_length=MAX_BRANCHES)] = ()
+    row_costs: RowCosts = ()
+    max_tokens: Count = 0
 
     def proposal(self, committed: CommitTokens) -> Coupled | None:
         """Returns what is prepared for the outcome that commits these tokens; None if nothing is."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 from outrider.draft_worker.worker import DraftWorker
 from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.proposal import ProposalSource
+from outrider.orchestrator.core.request import PreparedKey
 from outrider.orchestrator.core.scheduler import FAIL_AFTER_DEATHS, Scheduler
 from outrider.orchestrator.events import (
     Admit,
@@ -205,8 +207,10 @@ class Watch:
         if isinstance(message, Verify):
             self._served(watched, message)
         if isinstance(message, Prepare):
-            for committed, chain in zip(message.committed, message.chains, strict=True):
-                self._from_cache(watched, message, committed, chain)
+            for committed, chain, parents in zip_longest(
+                message.committed, message.chains, message.parents, fillvalue=()
+            ):
+                self._from_cache(watched, message, (committed, chain, parents))
 
     def _served(self, watched: Watched, message: Verify) -> None:
         request = self.rounds._requests[message.request]
@@ -220,10 +224,9 @@ class Watch:
             )
             self._judge("served", held, f"{message} was prepared by nobody for {place}")
 
-    def _from_cache(
-        self, watched: Watched, message: Prepare, committed: tuple[int, ...], chain: tuple[int, ...]
-    ) -> None:
-        proposal = self.rounds._requests[message.request].round.prepared[committed]
+    def _from_cache(self, watched: Watched, message: Prepare, key: PreparedKey) -> None:
+        committed, chain, _ = key
+        proposal = self.rounds._requests[message.request].round.prepared[key]
         own = tuple(proposal.chain[node] for node in proposal.drafter_nodes)
         place = (message.epoch, message.round, message.base_len, committed)
         held = any(key[:4] == place and key[4][: len(own)] == own for key in watched.prepared)

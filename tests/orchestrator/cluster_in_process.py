@@ -53,11 +53,12 @@ class OracleTarget:
         self.plain: Verify | None = None
         self._halted = False
         self._prepared: Prepare | None = None
+        self._eos: tuple[int, ...] = ()
 
     def answer(self, message: Message) -> list[Message]:
         match message:
             case Open():
-                at = len(message.tokens)
+                at, self._eos = len(message.tokens), message.eos
                 return [Outcome(message.request, message.epoch, message.round, at, 0, self.text[at], Span(0, 1))]
             case Prepare():
                 self._prepared = message
@@ -86,12 +87,16 @@ class OracleTarget:
         return structs.replace(self._outcome(plain), next_proposal=Coupled() if more else None)
 
     def _next_proposal(self, message: Verify) -> list[Message]:
-        """The outcome, and, like the target worker's, the verify of the branch that was prepared for it."""
+        """The outcome, and, like the target worker's, the verify of the branch that was prepared for it, or after a
+        miss of nothing, as of n-grams that the text does not repeat."""
         outcome = self._outcome(message)
         if self._prepared is None or self._prepared.round != message.round:
             return [outcome]
         committed = (*(message.chain[node] for node in held(self.text, message)), outcome.bonus)
         prepared = self._prepared.proposal(committed)
+        left = self._prepared.max_tokens - len(committed)
+        if prepared is None and self._prepared.row_costs and left > 0 and set(self._eos).isdisjoint(committed):
+            prepared = Coupled()
         if prepared is not None:
             at = outcome.base_len + outcome.accepted + 1
             self.autonomous = Verify(message.request, message.epoch, message.round + 1, at, prepared)

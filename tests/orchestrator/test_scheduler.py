@@ -17,6 +17,7 @@ from outrider.orchestrator.events import Admit, Committed
 from outrider.protocol.clock import OUTCOME_TIMEOUT_NS
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import (
+    Abilities,
     Branch,
     Branches,
     Commit,
@@ -222,6 +223,22 @@ def test_branches_past_an_end_token_are_not_prepared() -> None:
     cluster.rounds.handle([("draft-0", Branches("r", 0, 0, len(PROMPT), 3, entries, Span(0, 1), final=True))], 0)
     known = [message for message in cluster.sent_to_target if isinstance(message, Prepare)]
     assert [(message.committed, message.chains) for message in known] == [(((5,),), ((8, 9, 10),))]
+
+
+@pytest.mark.parametrize("max_tokens", [40, 41, 42, 200])
+def test_target_goes_on_by_itself_after_hit_and_miss(max_tokens: int) -> None:
+    """A wait for the drafter would not pay, so no outcome waits for a message until the end is near."""
+    text = random_text(23)
+    end, verifies = text[150], []
+    for ngrams in (False, True):
+        cluster = Cluster(text, script(text, (0.4,), (0.4,)))
+        cluster.target_abilities = Abilities(ngrams=ngrams)
+        cluster.rounds._planner.estimates.observe_draft(1, 100.0)
+        ended = cluster.run(PROMPT, max_tokens, eos=frozenset({end}))
+        assert cluster.generated == list(text[10 : min(10 + max_tokens, text.index(end, 10) + 1)])
+        assert ended.timings.cache_misses and ended.timings.cache_hits
+        verifies.append(sum(isinstance(message, Verify) for message in cluster.sent_to_target))
+    assert verifies[1] < verifies[0] / 3
 
 
 def test_plain_decoding_needs_no_messages_until_a_trial() -> None:

@@ -7,9 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from outrider.drafters.ngrams import NgramDrafter
+from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Autonomous, Branch, Close, Coupled, Message, Open, Outcome, Prepare, Verify
 from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, Idle
 from tests.system.markov import markov
@@ -26,9 +30,10 @@ def target_text(count: int = LENGTH) -> list[int]:
     return [answer.bonus for answer in answers(worker, link)]
 
 
-def opened() -> tuple[TargetWorker, FakeLink]:
-    link = FakeLink("target-0", deque([Open("r", 0, 0, PROMPT, SamplingParams())]))
-    worker = TargetWorker(link, markov(TABLE))  # type: ignore[arg-type]
+def opened(prompt: Any = PROMPT, eos: tuple[int, ...] = ()) -> tuple[TargetWorker, FakeLink]:
+    link = FakeLink("target-0", deque([Open("r", 0, 0, prompt, SamplingParams(), eos)]))
+    ngrams = InProcessDrafters({NGRAM: NgramDrafter()})
+    worker = TargetWorker(link, markov(TABLE), ngrams)  # type: ignore[arg-type]
     answers(worker, link)
     return worker, link
 
@@ -78,6 +83,32 @@ def test_branch_for_another_outcome_round_epoch_or_request_is_ignored(stale: Pre
     link.inbox += [Verify("r", 0, 1, len(PROMPT) + 1), stale]
     found = answers(worker, link)
     assert len(found) == 2 and found[-1].next_proposal is None
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 9])
+def test_after_another_outcome_ngrams_are_verified_if_they_may_be(left: int) -> None:
+    """The chain is as long as it is worth its rows, and as the request leaves room for."""
+    repeated = np.array([*PROMPT, *TEXT, *TEXT], np.int32)
+    worker, link = opened(repeated)
+    (first,) = link.sent
+    free, missed = (0.0,) * 6, prepare(1, Branch(((first.bonus + 1) % 6,), (0,)))
+    link.inbox += [Verify("r", 0, 1, len(repeated) + 1), replace(missed, row_costs=free, max_tokens=left)]
+    _, outcome, *following = answers(worker, link)
+    if left == 1:
+        assert outcome.next_proposal is None and not following
+        return
+    assert outcome.next_proposal is not None and len(outcome.next_proposal.chain) == min(left - 2, 5)
+    assert (following[0].round, following[0].base_len) == (2, len(repeated) + 2)
+
+    worker, link = opened(repeated)
+    link.inbox += [Verify("r", 0, 1, len(repeated) + 1), replace(missed, row_costs=(0.0, 9.0), max_tokens=left)]
+    assert answers(worker, link)[1].next_proposal == Coupled(), "no token is worth its row"
+
+
+def test_nothing_follows_an_end_token() -> None:
+    worker, link = opened(eos=(TEXT[1],))
+    link.inbox += [Verify("r", 0, 1, len(PROMPT) + 1), replace(prepare(1), row_costs=(0.0, 0.0), max_tokens=9)]
+    assert answers(worker, link)[-1].next_proposal is None
 
 
 def test_repeated_verify_is_answered_with_all_outcomes_since() -> None:

@@ -19,7 +19,7 @@ from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.tuning import TunedArm, TunedDrafter, Tuning
 from outrider.orchestrator.settings import DEFAULT_BRANCHES
 from outrider.protocol.messages import InProcessDrafter
-from outrider.protocol.ngrams import CopyAcceptance
+from outrider.protocol.ngrams import MAX_COPY_TOKENS, CopyAcceptance
 
 # Up to `MAX_EXACT_ROWS` each number of rows has its own average; beyond, each doubling has `BUCKETS_PER_DOUBLING`.
 MAX_EXACT_ROWS = 16
@@ -203,6 +203,7 @@ class Estimates:
         self._trees_ms = RowCosts()
         self._row_ms = Slope()
         self._other_rows = Average()
+        self._known_row_costs: tuple[int, list[float]] = (0, [])  # those of this load, until something is measured
         self._step_ms = Average()
         self.depth_ms = Average(POLICY.prior_depth_ms)
         self.link_ms = Average()
@@ -281,6 +282,7 @@ class Estimates:
         if rows <= MAX_VERIFY_ROWS:
             self._row_ms.add(rows, counted_ms)
         self._other_rows.add(rows - (rows if own is None else own))
+        self._known_row_costs = (0, [])
 
     def observe_draft(self, tokens: int, milliseconds: float) -> None:
         """Records a chain of `tokens` drafted on request."""
@@ -311,6 +313,7 @@ class Estimates:
         """Records the tokens and the duration of one request's round."""
         self._round_tokens.add(tokens)
         self._round_ms.add(milliseconds)
+        self._known_row_costs = (0, [])
 
     def observe_lookup(self, hit: bool, branches: int = 0) -> None:
         """Records a hit or miss; `branches`: how many were requested, 0 unless all of them were there in time."""
@@ -351,13 +354,17 @@ class Estimates:
         If rows seem to cost more than the prior says, measurements that are few or old count less: a disturbed one
         would otherwise keep this number of rows from ever being verified, and so measured, again.
         """
+        load, costs = self._known_row_costs
+        if load == self.active and len(costs) > count:
+            return costs[: count + 1]
         worth, first, others = self.tokens_per_ms(), self.verify_ms(1), self._rows_of_others()
         costs = []
-        for tokens in range(count + 1):
+        for tokens in range(max(count, MAX_COPY_TOKENS) + 1):
             weight = sum(curve.weight(1 + tokens + others) for curve in (self._verify_ms, self._all_cores_ms))
             measured, prior = self.verify_ms(1 + tokens) - first, POLICY.cost_per_row * first * tokens
             costs.append(worth * min(measured, (weight * measured + prior) / (weight + 1.0)))
-        return costs
+        self._known_row_costs = self.active, costs
+        return costs[: count + 1]
 
     def plain_ms(self, texts: int) -> float:
         """Returns the time of a step of plain decoding, pipelined, with this many texts."""
