@@ -79,6 +79,7 @@ class ChatMessage(LooseSchema):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="vLLM's name for reasoning_content")
+    prefix: bool | None = Field(None, description="Mistral's and DeepSeek's name for continue_final_message")
 
 
 class Function(LooseSchema):
@@ -128,7 +129,7 @@ class ConversationRequest(ApiRequest):
 
     messages: Annotated[list[ChatMessage], bounded(least=1)] | None = None
     tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None = None
+    tool_choice: Literal["none", "auto", "required", "any"] | NamedToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
@@ -280,8 +281,10 @@ def call_id(call: ToolCall) -> str:
 def _tool_choice(payload: ConversationRequest) -> ToolSelection:
     one = payload.parallel_tool_calls is False
     match payload.tool_choice:
-        case None | str() as kind:
-            return ToolSelection(kind or "auto", one=one)
+        case None | "any":  # Mistral's name for required
+            return ToolSelection("required" if payload.tool_choice else "auto", one=one)
+        case str() as kind:
+            return ToolSelection(kind, one=one)
         case NamedToolChoice(function=function):
             return ToolSelection("required", (function.name,), one=True)
         case AllowedToolsChoice(allowed_tools=allowed):
@@ -291,11 +294,12 @@ def _tool_choice(payload: ConversationRequest) -> ToolSelection:
 def to_conversation(model: ServedModel, payload: ConversationRequest) -> TemplateInput:
     """Converts a request to a template's input. Raises Refused for unsupported content and tools."""
     messages = payload.messages or []
-    if payload.continue_final_message and payload.add_generation_prompt:
+    continues = bool(payload.continue_final_message or (messages and messages[-1].prefix))
+    if continues and payload.add_generation_prompt:
         raise Refused(
             "continue_final_message and add_generation_prompt can't be used together", "continue_final_message"
         )
-    if payload.continue_final_message and messages[-1].role != "assistant":
+    if continues and messages[-1].role != "assistant":
         raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
     given, strict = [], []
     for place, tool in enumerate(payload.tools or ()):
@@ -311,7 +315,7 @@ def to_conversation(model: ServedModel, payload: ConversationRequest) -> Templat
         box=select_tools(model, given, _tool_choice(payload), strict),
         keywords=keywords,
         answer=payload.add_generation_prompt is not False,
-        continue_final=bool(payload.continue_final_message),
+        continue_final=continues,
     )
 
 

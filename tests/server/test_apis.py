@@ -349,7 +349,7 @@ def test_tools_are_called_and_their_results_are_read(ai: openai.OpenAI, stream: 
     assert answered.choices[0].message.content == text_of(ANSWER)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize("choice", ["required", "any", {"type": "function", "function": {"name": "get_weather"}}])
 def test_required_tool_choice_forces_a_call(ai: openai.OpenAI, choice: Any) -> None:
     other = {"type": "function", "function": {"name": "other"}}
     answer = ai.chat.completions.create(model="chatty", messages=HELLO, tools=[other, TOOL], tool_choice=choice)
@@ -387,9 +387,11 @@ def test_chat_thinking_is_separate_from_the_content(chat: RunningServer, stream:
 
 
 def test_continue_final_message_continues_the_assistants_turn(chat: RunningServer) -> None:
-    talk = [*HELLO, {"role": "assistant", "content": "<|plain|>Hello there"}]
-    answer = post(chat, "/v1/chat/completions", messages=talk, continue_final_message=True).json()
-    assert answer["choices"][0]["message"]["content"] == ", dear friend!"
+    begun = {"role": "assistant", "content": "<|plain|>Hello there"}
+    asked: dict[str, Any] = {"messages": [*HELLO, begun], "continue_final_message": True}
+    for body in (asked, {"messages": [*HELLO, {**begun, "prefix": True}]}):
+        answer = post(chat, "/v1/chat/completions", **body).json()
+        assert answer["choices"][0]["message"]["content"] == ", dear friend!"
 
 
 def test_responses_api_returns_text_and_function_calls(ai: openai.OpenAI) -> None:

@@ -232,6 +232,7 @@ def test_invalid_field_is_refused_by_chat_and_completions(
         (CHAT, {**CHAT_BODY, "tools": [TOOL, TOOL]}, "two have the same name"),
         (TEXT, {"prompt": "x", "logprobs": 1, "echo": True}, "logprobs of the prompt are not supported"),
         (CHAT, {**CHAT_BODY, "continue_final_message": True}, "not the assistant's"),
+        (CHAT, {**CHAT_BODY, "messages": [{"role": "user", "content": "hi", "prefix": True}]}, "not the assistant's"),
         (CHAT, {**CHAT_BODY, "chat_template_kwargs": {"tools": 1}}, "the chat template keyword"),
         (TEXT, {"prompt": ""}, "the prompt is empty"),
         (TEXT, {"prompt": []}, "prompt"),
