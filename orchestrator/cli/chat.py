@@ -31,7 +31,7 @@ from outrider.orchestrator.cli.generate import (
 )
 from outrider.orchestrator.cli.terminal import Screen, can_erase, say
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, pluralize
-from outrider.orchestrator.pairing.tokenizer import TextStream
+from outrider.orchestrator.pairing.detokenizer import TextStream
 from outrider.protocol.errors import InvalidRequest, OutriderError, PromptTooLong, ServerStopped
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
@@ -361,7 +361,7 @@ class Chat:
         """Prints the answer, appends its pieces to `texts`, and returns the status line."""
         tokens, codec, sampling = self._fit_context(), self._text.codec, self._sampling
         ends = frozenset[int]() if sampling.ignore_eos else codec.eos
-        painter = Painter(TextStream(codec, tokens, sampling.stop, ends))
+        painter = Painter(TextStream(codec.spelling, tokens, sampling.stop, ends))
         stream = self._client.ask(request_with(self._options, tokens, sampling), reading_progress(self._screen))
         try:
             for chunk in stream:

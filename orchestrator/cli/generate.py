@@ -18,8 +18,9 @@ from outrider.orchestrator.client.client import BaseClient, Client, Resumed
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.client.dialogue import EMPTY_PROMPT, GenerationResult, Prompt, generate_message, pluralize
 from outrider.orchestrator.machine.system import require_mlx
+from outrider.orchestrator.pairing.chat_template import Message
 from outrider.orchestrator.pairing.model_files import default_model, find_model, is_on_disk
-from outrider.orchestrator.pairing.tokenizer import Message, ModelText, load_text
+from outrider.orchestrator.pairing.tokenizer import ModelText, load_text
 from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Generate

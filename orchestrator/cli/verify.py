@@ -25,8 +25,10 @@ from outrider.orchestrator.cli.generate import add_generation_flags, as_chat, as
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.pairing.chat_template import Message
+from outrider.orchestrator.pairing.detokenizer import TextStream
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.orchestrator.pairing.tokenizer import Message, TextCodec, TextStream, load_text
+from outrider.orchestrator.pairing.tokenizer import TextCodec, load_text
 from outrider.protocol.errors import InvalidRequest, WorkerError, make_error
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
@@ -110,7 +112,7 @@ def find_faults(output: Output, codec: TextCodec, prompt: tuple[int, ...], conte
     """Returns how the output's end, finish reason or text contradicts its tokens, which are taken as the target's."""
     sampling = output.sampling
     eos = frozenset() if sampling.ignore_eos else codec.eos
-    stream = TextStream(codec, prompt, sampling.stop, eos)
+    stream = TextStream(codec.spelling, prompt, sampling.stop, eos)
     room = min(sampling.max_tokens, context_length - len(prompt))
     text, reason, count = "", "", 0
     for count, token in enumerate(output.token_ids, start=1):

@@ -22,9 +22,10 @@ from typing import Generic, TypeAlias, TypeVar
 
 from outrider.grammar.compiler import check_grammar, get_vocabulary
 from outrider.orchestrator.events import Admit, KVBudget, in_mb
+from outrider.orchestrator.pairing.detokenizer import TextStream
 from outrider.orchestrator.pairing.model_files import drafter_names
 from outrider.orchestrator.pairing.pairing import ChosenPair
-from outrider.orchestrator.pairing.tokenizer import ModelText, TextStream, vocabulary_digest
+from outrider.orchestrator.pairing.tokenizer import ModelText, vocabulary_digest
 from outrider.orchestrator.settings import NO_SSD_COLOCATED, SAMPLING_BACKENDS, check_setting
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
@@ -149,7 +150,7 @@ class Admission:
             drafter=self._check_drafter(generate),
             code=mode == "auto" and is_code(self._text.codec.decode(tokens[-CODE_SAMPLE_TOKENS:])),
         )
-        text = TextStream(self._text.codec, tokens, sampling.stop, eos)
+        text = TextStream(self._text.codec.spelling, tokens, sampling.stop, eos)
         complete = _feed_resumed(admit, text, generate.resume_chars)
         return Ticket(sender, generate.request, path, admit, text, notes, complete)
 

@@ -32,8 +32,8 @@ from outrider.orchestrator.events import (
     merge_commits,
 )
 from outrider.orchestrator.front.admission import Admission, FairQueue, QueuePath, Ticket, log_ticket
+from outrider.orchestrator.pairing.detokenizer import TextDelta
 from outrider.orchestrator.pairing.pairing import ChosenPair
-from outrider.orchestrator.pairing.tokenizer import TextDelta
 from outrider.orchestrator.sockets import ClientMessage, ClientSocket
 from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped, WorkerError, error_kind

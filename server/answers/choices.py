@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
-from outrider.orchestrator.pairing.tokenizer import TextStream, partial_match_length
+from outrider.orchestrator.pairing.detokenizer import TextStream, partial_match_length
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import MAX_COUNT, SamplingParams
 from outrider.server.mapping import (
@@ -347,7 +347,7 @@ def plan_answer(
         for number in range(count):
             own = replace(sampling, seed=derive_seed(sampling.seed or 0, number))
             splitter = Splitter(thinking, model.tools, box, prompt.thoughts, form is not None, grammar is not None)
-            words = TextStream(model.codec, prompt.tokens, own.stop, model.end_tokens(own))
+            words = TextStream(model.codec.spelling, prompt.tokens, own.stop, model.end_tokens(own))
             choices.append(
                 ChoiceState(len(choices), prompt, own, splitter, words if speculation.get("origins") else None, box.one)
             )

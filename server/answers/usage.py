@@ -15,7 +15,8 @@ from typing import Any, cast
 from msgspec import structs, to_builtins
 
 from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
-from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
+from outrider.orchestrator.pairing.detokenizer import Spelling
+from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.messages import RoundRecord
 from outrider.server.answers.choices import AnswerPlan, ChoiceState
 from outrider.server.model.served import Thoughts

@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from outrider.grammar.compiler import Vocabulary, get_vocabulary
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model, read_json
-from outrider.orchestrator.pairing.tokenizer import (
+from outrider.orchestrator.pairing.chat_template import (
     Message,
-    TextCodec,
     chat_template,
     join_messages,
-    load_codec,
-    read_default_sampling,
     render_open,
     render_template,
 )
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model, read_json
+from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec, read_default_sampling
 from outrider.protocol.errors import InvalidRequest, ModelError, PromptTooLong
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.model.tool_format import (

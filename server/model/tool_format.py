@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from outrider.orchestrator.pairing.tokenizer import Message
+from outrider.orchestrator.pairing.chat_template import Message
 from outrider.protocol.errors import ModelError
 from outrider.server.model.call_grammar import CallStyle, get_style
 

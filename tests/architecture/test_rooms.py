@@ -79,7 +79,7 @@ MLX = {"mlx", "mlx_lm"}
 MAY_READ_WALL_CLOCKS = {
     "engine/ort/sessions.py",  # whether a file is another one than it was
     "orchestrator/auth.py",  # the same
-    "orchestrator/pairing/tokenizer.py",
+    "orchestrator/pairing/chat_template.py",
     "orchestrator/pairing/pulled.py",  # the same
     "protocol/process.py",
     "server/answers/choices.py",

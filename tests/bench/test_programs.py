@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.orchestrator.pairing.tokenizer import chat_template, render_template
+from outrider.orchestrator.pairing.chat_template import chat_template, render_template
 from tests.harness.conformance.requests import GREETING, SUNNY
 from tests.harness.programs.__main__ import PROGRAMS, _rows
 from tests.harness.programs.program import Program, Run, Told, wrong

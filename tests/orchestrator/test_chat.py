@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from outrider.orchestrator.pairing.chat_template import chat_template, render_template
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.orchestrator.pairing.tokenizer import ModelText, chat_template, load_codec, render_template
+from outrider.orchestrator.pairing.tokenizer import ModelText, load_codec
 from outrider.protocol.errors import ModelError
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}

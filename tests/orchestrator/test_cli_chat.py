@@ -29,8 +29,8 @@ from outrider.orchestrator.events import (
     WorkersChanged,
 )
 from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.pairing.chat_template import render_template
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
-from outrider.orchestrator.pairing.tokenizer import render_template
 from outrider.protocol.errors import InvalidRequest, ServerStopped, WorkerError
 from outrider.protocol.messages import Failed, Timings
 from outrider.protocol.schema import Origin

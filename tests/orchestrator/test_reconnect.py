@@ -15,7 +15,8 @@ from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.dialogue import Dialogue, GenerationResult
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded, ToFront
-from outrider.orchestrator.pairing.tokenizer import TextCodec, TextStream
+from outrider.orchestrator.pairing.detokenizer import TextStream
+from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.errors import EndpointError, InvalidRequest, ServerStopped
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
@@ -203,7 +204,7 @@ def answered(stand: Stand, said: Sequence[int], seed: int | None = 1, **changes:
 @pytest.mark.parametrize("count", range(0, 12))
 def test_resumed_stream_sends_only_new_text_at_any_cut(stand: Stand, codec: TextCodec, count: int) -> None:
     tokens = codec.encode(TEXT, special=False)
-    whole = TextStream(codec, codec.encode("x"), (), frozenset())
+    whole = TextStream(codec.spelling, codec.encode("x"), (), frozenset())
     stand.core.play = continues_text(codec)
     before, result = whole.feed(tokens[:count]).text, answered(stand, tokens[:count])
     assert (before + result.text, result.token_ids) == (TEXT, tokens[count:])

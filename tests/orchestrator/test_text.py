@@ -6,8 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from outrider.orchestrator.pairing.detokenizer import StopFinder, TextStream
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pairing.tokenizer import StopFinder, TextStream, load_codec
+from outrider.orchestrator.pairing.tokenizer import load_codec
 from tests.orchestrator.tiny_tokenizers import codec_of
 
 CODEC = load_codec(find_model(str(EMBEDDED_TARGET)))
@@ -16,7 +17,7 @@ BROKEN = "\ufffd"
 
 
 def stream(stop=(), prompt=(0,), ends=NO_ENDS):
-    return TextStream(CODEC, prompt, stop, ends)
+    return TextStream(CODEC.spelling, prompt, stop, ends)
 
 
 def read(tokens, sizes, stop=()):
@@ -93,13 +94,13 @@ def test_end_token_counts_but_is_not_shown():
 def test_first_token_keeps_its_leading_space(spm_codec):
     prompt = spm_codec.encode("hello")
     assert spm_codec.decode(spm_codec.encode("world")) == "world", "alone, its space is lost"
-    assert TextStream(spm_codec, prompt, (), NO_ENDS).feed(spm_codec.encode("world")).text == " world"
+    assert TextStream(spm_codec.spelling, prompt, (), NO_ENDS).feed(spm_codec.encode("world")).text == " world"
 
 
 def test_character_split_between_prompt_and_output_is_shown():
     tokens = CODEC.encode("你", special=False)
     assert len(tokens) > 1
-    reader = TextStream(CODEC, (0, *tokens[:1]), (), NO_ENDS)
+    reader = TextStream(CODEC.spelling, (0, *tokens[:1]), (), NO_ENDS)
     assert "".join(reader.feed([token]).text for token in tokens[1:]) == "你"
 
 

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from outrider.orchestrator.pairing.tokenizer import TextStream
+from outrider.orchestrator.pairing.detokenizer import TextStream
 from tests.orchestrator.tiny_tokenizers import BYTE_FALLBACK, LAYOUTS, Kind, kind, text
 
 STREAMS = int(os.environ.get("OUTRIDER_FUZZ", "240"))
@@ -34,7 +34,7 @@ def chunks(tokens: list[int], random: Random) -> list[list[int]]:
 
 def read(one: Kind, prompt: list[int], groups: list[list[int]], stop: tuple[str, ...] = ()) -> tuple[str, int, bool]:
     """The text of a stream, how many tokens it took, and whether a stop string ended it."""
-    stream, shown, taken = TextStream(one.codec, prompt, stop, NO_ENDS), "", 0
+    stream, shown, taken = TextStream(one.codec.spelling, prompt, stop, NO_ENDS), "", 0
     for group in groups:
         piece = stream.feed(group)
         shown, taken = shown + piece.text, taken + len(piece.tokens)
@@ -60,7 +60,7 @@ def test_only_complete_characters_are_shown_and_at_once(layout):
     for seed in streams(layout, 0.2):
         random = Random(seed)
         tokens = one.tokens_of(text(random), random)
-        stream, shown = TextStream(one.codec, [1], (), NO_ENDS), ""
+        stream, shown = TextStream(one.codec.spelling, [1], (), NO_ENDS), ""
         for count, token in enumerate(tokens, start=1):
             shown += stream.feed([token]).text
             assert shown == one.spell(tokens[:count], "ignore")
@@ -101,7 +101,7 @@ def test_shown_text_is_never_retracted_or_repeated(layout):
     for seed in streams(layout):
         random = Random(seed)
         tokens = one.any_tokens(random)
-        stream, shown, whole = TextStream(one.codec, [1], (), NO_ENDS), "", one.spell(tokens)
+        stream, shown, whole = TextStream(one.codec.spelling, [1], (), NO_ENDS), "", one.spell(tokens)
         for group in chunks(tokens, random):
             shown += stream.feed(group).text
             assert whole.startswith(shown), (seed, tokens)

@@ -7,8 +7,9 @@ from random import Random
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from outrider.orchestrator.pairing.detokenizer import Spelling
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec, load_codec
+from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 
 SPECIAL = ("<unk>", "<s>", "</s>")
 WORDS = (

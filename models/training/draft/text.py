@@ -19,8 +19,9 @@ from models.training.draft.store import Answer, Store, StoreForm
 from models.training.draft.writer import Question, Writer
 from models.training.llama import Llama
 from models.training.storage import replacing
+from outrider.orchestrator.pairing.chat_template import render_template
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.orchestrator.pairing.tokenizer import load_text, render_template
+from outrider.orchestrator.pairing.tokenizer import load_text
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 log = logging.getLogger(__name__)
