@@ -88,6 +88,9 @@ def traced(folder: Path) -> dict[str, list[str]]:
     while {role for role, _ in reports} < {"client", *ROLES.values()} and time.monotonic() < deadline:
         time.sleep(BUCKET_S)  # workers end shortly after the program
         reports = _read_reports(folder)
+    missing = {"client", *ROLES.values()} - {role for role, _ in reports}
+    if missing:
+        raise OutriderError(f"no report came from the {' and the '.join(sorted(missing))}; run it again on an idle machine")
     found: dict[str, list[str]] = defaultdict(list)
     for role, report in reports:
         files = [file for file, when in report["calls"].items() if any(begin < at < end for at in when)]

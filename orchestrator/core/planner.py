@@ -51,7 +51,7 @@ class Planner:
         self._tunings, self._stored = tunings, memory
         for record in (*tunings[:1], *memory[:1]):
             self.estimates.start_from(record)
-        self._settings = settings
+        self._settings, self._depth, self._breadth = settings, settings.depth, settings.breadth
         self.merges = settings.trees and not settings.full_depth  # chains into trees, where the target can verify them
         self._policies: dict[tuple[DraftSources, int | None, int | None, bool, str], Policy] = {}
         self._forward_ns = 0
@@ -278,12 +278,12 @@ class Planner:
         return self._policies[key]
 
     def _max_depth(self, admit: Admit) -> int:
-        return admit.num_draft_tokens or self._settings.depth
+        return admit.num_draft_tokens or self._depth
 
     def _max_branches(self, admit: Admit, drafters: int) -> int:
         """Returns the requested B, or the default: the setting, with `each` for every drafter."""
         each = max(drafters, 1) if self._settings.branches is None else 1
-        return admit.branches or self._settings.breadth * each
+        return admit.branches or self._breadth * each
 
 
 def _is_allowed(admit: Admit, choice: TunedArm) -> bool:
