@@ -31,7 +31,7 @@ BUCKET_S = 0.05
 LAST_REPORT_S = 20.0
 
 HOOK = f'''
-import atexit, json, os, sys, threading, time
+import atexit, json, os, signal, sys, threading, time
 calls = {{}}
 own = {str(ROOT) + os.sep!r}
 def hook(frame, event, argument):
@@ -40,6 +40,7 @@ def hook(frame, event, argument):
         if name.startswith(own) and ".venv" not in name:
             calls.setdefault(name, set()).add(int(time.monotonic() / {BUCKET_S}))
 def save():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server ends workers that are slow to end
     path = os.path.join(os.environ["{FOLDER}"], f"{{os.getpid()}}.json")
     with open(path + ".part", "w") as file:
         json.dump({{"command": sys.orig_argv, "calls": {{k: sorted(v) for k, v in list(calls.items())}}}}, file)

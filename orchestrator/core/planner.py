@@ -52,6 +52,7 @@ class Planner:
         for record in (*tunings[:1], *memory[:1]):
             self.estimates.start_from(record)
         self._settings, self._depth, self._breadth = settings, settings.depth, settings.breadth
+        self._chooses_branches = settings.branches is None and not settings.full_depth
         self.merges = settings.trees and not settings.full_depth  # chains into trees, where the target can verify them
         self._policies: dict[tuple[DraftSources, int | None, int | None, bool, str], Policy] = {}
         self._forward_ns = 0
@@ -110,7 +111,7 @@ class Planner:
     def replan(self, request: Request) -> None:
         """Sets the plan of the next round: the policy's in `auto`; in SSD, an open B to the best one by the
         forecast for this K, which the drafter can finish."""
-        is_open = request.admit.branches is None and self._settings.branches is None and not self._settings.full_depth
+        is_open = request.admit.branches is None and self._chooses_branches
         if request.admit.mode == "auto":
             request.planning.plan = self._policy_of(request).plan()
         elif request.plan.mode == "ssd" and request.round.number % POLICY.breadth_interval_rounds == 0 and is_open:
