@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,22 @@ def test_stopped_run_resumes_from_its_last_step(run_folder: Path, target: Path) 
         patch.setattr(Trainer, "_step", watched)
         _run_until(32, target, run_folder)
     assert [step for step, _ in seen] == [30, 31] and seen[0][1] == 30
+
+
+def test_pauses_of_the_process_do_not_count_as_training(run_folder: Path, target: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_folder, tmp_path / "run")
+    seconds: list[float] = []
+    original = Trainer._batch
+
+    def paused(self: Trainer, step: int) -> Any:
+        seconds.append(self.progress.seconds)
+        time.sleep(0.3)
+        return original(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_batch", paused)
+        _run_until(36, target, tmp_path / "run")
+    assert 0 < seconds[-1] - seconds[0] < 0.3 * (len(seconds) - 1)
 
 
 def test_a_draft_learns_its_targets_distribution(run_folder: Path) -> None:

@@ -88,6 +88,8 @@ class Trainer:
     def __init__(self, draft: Draft, store: Store, held_out: Sequence[Answer], folder: Path, form: TrainerForm) -> None:
         self._draft, self._store, self._held_out, self._folder, self._form = draft, store, held_out, folder, form
         self._device = draft.words.device
+        # On a CPU, time in which the process is suspended, or other processes compute, does not count.
+        self._clock = time.process_time if self._device.type == "cpu" else time.monotonic
         self._mean = {name: value.detach().clone() for name, value in draft.named_parameters()}
         self._optimizer = _optimizer(draft)
         self.progress = Progress()
@@ -111,7 +113,7 @@ class Trainer:
         self._save()
 
     def _step(self, done: float) -> float:
-        started = time.monotonic()
+        started = self._clock()
         progress, form = self.progress, self._form
         for group in self._optimizer.param_groups:
             group["lr"] = form.rate * min(1.0, (progress.step + 1) / _WARMUP_STEPS, (1.001 - done) / _FALL)
@@ -132,7 +134,7 @@ class Trainer:
         progress.step += 1
         progress.tokens += len(batch.rows)
         value = loss.item()
-        progress.seconds += time.monotonic() - started
+        progress.seconds += self._clock() - started
         return value
 
     def _batch(self, step: int) -> Batch:
