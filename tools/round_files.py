@@ -91,7 +91,7 @@ def traced(folder: Path) -> dict[str, list[str]]:
         reports = _read_reports(folder)
     missing = {"client", *ROLES.values()} - {role for role, _ in reports}
     if missing:
-        raise OutriderError(f"no report came from the {' and the '.join(sorted(missing))}; run it again on an idle machine")
+        raise OutriderError(f"no report came from the {' and the '.join(sorted(missing))}; run it again")
     found: dict[str, list[str]] = defaultdict(list)
     for role, report in reports:
         files = [file for file, when in report["calls"].items() if any(begin < at < end for at in when)]
