@@ -115,7 +115,7 @@ class AwaitedPrefix:
 class TargetRequest:
     """A request on this target.
 
-    `asked`: the VERIFY to handle next; `next_proposal`: the prepared tokens that it continues with. `autonomous`: it
+    `asked`: the VERIFY to handle next; `next_proposal`: the tokens that it continues with. `autonomous`: it
     decodes by itself until HALT. `draft`: what an in-process drafter drafts in each round, or in the requested one,
     as long as `max_tokens` leaves room; None: nothing. `drafters` open each in-process drafter's session, which reads
     the text when it is first needed. `ended`: it reached an end token or `max_tokens` while autonomous.

@@ -86,10 +86,9 @@ def traced(folder: Path) -> dict[str, list[str]]:
     begin, end = (int(at / BUCKET_S) for at in json.loads((folder / "window").read_text()))
     deadline = time.monotonic() + LAST_REPORT_S
     reports = _read_reports(folder)
-    while {role for role, _ in reports} < {"client", *ROLES.values()} and time.monotonic() < deadline:
+    while (missing := {"client", *ROLES.values()} - {role for role, _ in reports}) and time.monotonic() < deadline:
         time.sleep(BUCKET_S)  # workers end shortly after the program
         reports = _read_reports(folder)
-    missing = {"client", *ROLES.values()} - {role for role, _ in reports}
     if missing:
         raise OutriderError(f"no report came from the {' and the '.join(sorted(missing))}; run it again")
     found: dict[str, list[str]] = defaultdict(list)

@@ -282,12 +282,18 @@ class Proposer:
         hit = self.branch(request, cached)
         if self.should_merge_in_process(request):
             return self._propose_in_process(request, hit)
-        can_grow = draft.can_grow(cached) and cached.drafter == draft.lead and not hit.copied
-        if can_grow and should_wait_for_token(
-            self.estimates, len(cached.chain), request.max_draft_tokens, draft.since_push_ms(now_ns), cached.odds
-        ):
+        may_grow = cached.drafter == draft.lead and not hit.copied
+        if may_grow and self._should_grow(request, cached, draft.since_push_ms(now_ns)):
             return self._wait_for_branch(request, committed, self.estimates.depth_ms(), now_ns)
         return hit
+
+    def _should_grow(self, request: Request, cached: CachedBranch, since_push_ms: float) -> bool:
+        """Whether one more token of a branch is worth its wait, this long after the latest push; always in full
+        depth."""
+        depth, longest = len(cached.chain), request.max_draft_tokens
+        if not request.draft.can_grow(cached) or depth >= longest:
+            return False
+        return self.full_depth or should_wait_for_token(self.estimates, depth, longest, since_push_ms, cached.odds)
 
     def _is_reproducible(self, request: Request) -> bool:
         """Whether no estimate may decide what is verified: full depth makes residual texts reproducible."""
@@ -324,13 +330,8 @@ class Proposer:
     def servable(self, request: Request, left_ms: float) -> Iterator[tuple[tuple[int, ...], CachedBranch]]:
         """Yields (outcome, branch) for the branches that would be served as deep as they are if the outcome came in
         `left_ms`."""
-        draft, longest = request.draft, request.max_draft_tokens
-        for committed, cached in draft.cache.branches.items():
-            depth = len(cached.chain)
-            grows = draft.can_grow(cached) and depth < longest
-            if not grows or not (
-                self.full_depth or should_wait_for_token(self.estimates, depth, longest, left_ms, cached.odds)
-            ):
+        for committed, cached in request.draft.cache.branches.items():
+            if not self._should_grow(request, cached, left_ms):
                 yield committed, cached
 
     def miss_row_costs(self, request: Request, left_ms: float) -> tuple[float, ...]:
@@ -410,12 +411,11 @@ class NextRound:
         request, outcome = settled.request, settled.outcome
         goes_on = outcome.next_proposal is not None
         request.round.end(settled.proposal, request.draft.covered, goes_on)
+        if not goes_on or request.admit.mode != "auto":  # in auto a target that continues keeps to the plan it had
+            self._planner.replan(request)
         if goes_on:
-            if request.admit.mode != "auto":
-                self._planner.replan(request)
             self._on_autonomous_round(request, request.round.advance(outcome, settled.kept), now_ns)
         else:
-            self._planner.replan(request)
             self._apply(request, self._proposer.next_step(request, settled.kept, now_ns), now_ns)
 
     def on_branches(self, request: Request, final: bool, now_ns: int) -> None:

@@ -200,9 +200,9 @@ class SequenceState:
 class RoundState:
     """The round `number` under verification, with its `proposal`, or, once it has ended, the `wait` before the next.
 
-    `prepared`: the chains that the target may continue with. `covered`: how many outcomes the drafters had
-    finished when the latest one came. `halted`: HALT was sent. `is_open`: the target has been sent the text. `reads`:
-    the target reads the text first.
+    `prepared`: the chains that the target may continue with. `covered`: how many outcomes the drafters had finished
+    when the latest one came. `halted`: HALT was sent. `is_open`: the target has been sent the text. `reads`: the target
+    reads the text first.
     """
 
     epoch: int = 0

@@ -264,8 +264,8 @@ class Outcome(RoundMessage, frozen=True):
     """Target -> orchestrator: `accepted` draft tokens are accepted, then comes `bonus`. In a tree, the accepted nodes
     are those at `path`, or the first ones.
 
-    - `next_proposal`: the target continues with the next round by these prepared tokens, or with none if it is
-      autonomous; None: it waits for Verify.
+    - `next_proposal`: the target continues with the next round by these tokens, which were prepared or are n-grams, or
+      with none if it is autonomous; None: it waits for Verify.
     - `work` is the span of the verify alone; `idle_ns` runs from the end of the request's previous verify to its start.
     - `rows` counts the tokens of the forward, those of other requests included.
     - `peak_bytes` is the most memory that MLX has held since the last request that started while no other ran.

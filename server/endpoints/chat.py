@@ -281,10 +281,10 @@ def call_id(call: ToolCall) -> str:
 def _tool_choice(payload: ConversationRequest) -> ToolSelection:
     one = payload.parallel_tool_calls is False
     match payload.tool_choice:
-        case None | "any":  # Mistral's name for required
-            return ToolSelection("required" if payload.tool_choice else "auto", one=one)
-        case str() as kind:
-            return ToolSelection(kind, one=one)
+        case "any":  # Mistral's name for required
+            return ToolSelection("required", one=one)
+        case None | str() as kind:
+            return ToolSelection(kind or "auto", one=one)
         case NamedToolChoice(function=function):
             return ToolSelection("required", (function.name,), one=True)
         case AllowedToolsChoice(allowed_tools=allowed):
