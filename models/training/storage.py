@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import InvalidRequest
 
 _IDENTITY = "run.json"
@@ -25,14 +26,14 @@ _PAIR = "pair"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write, which becomes `path` when the block succeeds."""
+    """Yields a temporary path to write, which becomes `path` when the block succeeds. Only one process may write it."""
     temporary = path.with_name(path.name + ".new")
     yield temporary
     os.replace(temporary, path)
 
 
 def open_store(folder: Path, form: Mapping[str, Any]) -> None:
-    """Creates a store with this identity in `folder`, or checks that the folder has it.
+    """Creates a store with this identity in `folder`, or checks that the folder has it. Several processes may do so.
 
     Raises:
         InvalidRequest: the folder has something else.
@@ -40,11 +41,11 @@ def open_store(folder: Path, form: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     identity, path = json.dumps(form, indent=1), folder / "store.json"
     if not path.exists():
-        if any(folder.iterdir()):
+        others = [entry for entry in folder.iterdir() if not entry.name.startswith((".", path.name))]
+        if others and not path.exists():  # otherwise another process has just created it
             raise InvalidRequest(f"{folder} holds files of another origin; expected an empty folder or a store")
-        with replacing(path) as temporary:
-            temporary.write_text(identity)
-    elif path.read_text() != identity:
+        replace_file(path, identity)
+    if path.read_text() != identity:
         raise InvalidRequest(f"{folder} has text of another target or with other settings; choose another --store")
 
 

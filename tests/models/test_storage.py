@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from models.training.storage import replacing, workspace
+from models.training.storage import open_store, replacing, workspace
 from outrider.protocol.errors import InvalidRequest
 
 IDENTITY: dict[str, object] = {"seed": 1}
@@ -79,3 +80,20 @@ def test_unwritable_destination_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match="can't write"), workspace(tmp_path / "file" / "pair", IDENTITY):
         pass
+
+
+def test_processes_that_begin_together_create_one_store(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(20):
+            list(pool.map(open_store, [tmp_path / str(number)] * 8, [IDENTITY] * 8))
+            assert [entry.name for entry in (tmp_path / str(number)).iterdir()] == ["store.json"]
+
+
+def test_a_store_is_refused_in_a_folder_with_other_files_or_another_store(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine").write_text("mine")
+    with pytest.raises(InvalidRequest, match="another origin"):
+        open_store(tmp_path / "other", IDENTITY)
+    open_store(tmp_path / "store", IDENTITY)
+    with pytest.raises(InvalidRequest, match="another target or with other settings"):
+        open_store(tmp_path / "store", {"seed": 2})

@@ -18,10 +18,10 @@ from models.training.draft.prompts import KINDS, PLAIN, Pieces, Prompt, Prompts,
 from models.training.draft.store import Answer, Store, StoreForm
 from models.training.draft.writer import Question, Writer
 from models.training.llama import Llama
-from models.training.storage import replacing
 from outrider.orchestrator.pairing.chat_template import render_template
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.tokenizer import load_text
+from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 log = logging.getLogger(__name__)
@@ -73,9 +73,7 @@ def pieces(store: Path) -> Pieces:
     if not path.exists():
         library = corpus.python_files(corpus.standard_library())
         found = gather([source for source in library if "test" not in source.name])
-        store.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(asdict(found)), encoding="utf-8")
+        replace_file(path, json.dumps(asdict(found)))
         return found
     try:
         return Pieces(**{name: tuple(of) for name, of in json.loads(path.read_text(encoding="utf-8")).items()})
