@@ -58,8 +58,14 @@ def _revoke(ring: Keyring, options: argparse.Namespace) -> None:
 
 
 def _trust(ring: Keyring, options: argparse.Namespace) -> None:
-    place, key = options.what
-    ring.trust(KnownServer(place.removeprefix("tcp://"), parse_key(key)))
+    place, key = _place(options), parse_key(options.what[1])
+    ring.trust(KnownServer(place, key))
+    say(f"The server at {place} is expected to have this key.")
+
+
+def _forget(ring: Keyring, options: argparse.Namespace) -> None:
+    ring.forget(_place(options))
+    say(f"The server at {_place(options)} is no longer trusted.")
 
 
 def _list(ring: Keyring, options: argparse.Namespace) -> None:
@@ -72,6 +78,10 @@ def _list(ring: Keyring, options: argparse.Namespace) -> None:
         print("{:8} {} {}".format(*row).rstrip())
 
 
+def _place(options: argparse.Namespace) -> str:
+    return str(options.what[0]).removeprefix("tcp://")
+
+
 _ACTIONS: dict[str, tuple[tuple[str, ...], Callable[[Keyring, argparse.Namespace], None]]] = {
     "make": ((), _make),
     "show": ((), lambda ring, _: print(ring.own().public)),
@@ -79,5 +89,5 @@ _ACTIONS: dict[str, tuple[tuple[str, ...], Callable[[Keyring, argparse.Namespace
     "allow": (("KEY", "NAME"), _allow),
     "revoke": (("KEY|NAME",), _revoke),
     "trust": (("PLACE", "KEY"), _trust),
-    "forget": (("PLACE",), lambda ring, options: ring.forget(options.what[0].removeprefix("tcp://"))),
+    "forget": (("PLACE",), _forget),
 }

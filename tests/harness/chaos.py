@@ -39,7 +39,7 @@ from tests.harness.requests import FullReply, TimedRequest, send, send_all
 VICTIMS = (("draft",), ("target",), ("draft", "target"))
 AT_ONCE = 4
 MOST_CHUNKS = 24
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0  # longer than the longest wait for a restart, and a load
 LOOK_S = 0.02
 WORKER_TIMEOUT = 2
 SIZES = Sizes(prompt=200, text=160)

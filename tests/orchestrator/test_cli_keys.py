@@ -51,7 +51,8 @@ def test_a_key_is_made_shown_allowed_listed_and_revoked(run: Run, tmp_path: Path
     assert {stat.S_IMODE(f.stat().st_mode) for f in (tmp_path / "config" / "outrider" / "keys").iterdir()} == {0o600}
     assert run("keys", "allow", KEY, "mini", "--as", "drafter")[0] == 0
     assert run("keys", "allow", KEY, "mini")[0] == 0
-    assert run("keys", "trust", "tcp://studio.local:5556", KEY)[0] == 0
+    code, out, err = run("keys", "trust", "tcp://studio.local:5556", KEY)
+    assert (code, out) == (0, "") and "studio.local:5556" in err
     own = made.strip()
     assert run("keys", "list")[1].splitlines() == [
         f"own      {own}",
@@ -61,7 +62,8 @@ def test_a_key_is_made_shown_allowed_listed_and_revoked(run: Run, tmp_path: Path
     ]
     code, out, err = run("keys", "revoke", "mini")
     assert (code, out) == (0, "") and "as a drafter" in err and "as a client" in err
-    assert run("keys", "forget", "studio.local:5556")[0] == 0
+    code, out, err = run("keys", "forget", "studio.local:5556")
+    assert (code, out) == (0, "") and "no longer trusted" in err
     assert run("keys", "list")[1] == f"own      {own}\n"
     assert run("keys", "make", "--force")[1] not in (made, "")
 
