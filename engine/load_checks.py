@@ -220,36 +220,41 @@ def tree_logits_match(
     trees, agrees = [open_tree(text) for text in texts], True
     drafted = iter(_make_tokens(model, 4 * _TREE_BRANCHES * _TREE_DEPTH, 2))
     for together in (False, True):
-        known = [{tree.root: text} for tree, text in zip(trees, texts, strict=True)]
-        tips = [[tree.root] * (_TREE_BRANCHES - number) for number, tree in enumerate(trees)]
+        branches = [[[tree.root]] * (_TREE_BRANCHES - number) for number, tree in enumerate(trees)]
+        fed: list[dict[int, int]] = [{} for _ in trees]  # by tree and node
         for _ in range(_TREE_DEPTH):
-            feeds = [TreeFeed(above, list(islice(drafted, len(above)))) for above in tips]
+            feeds = [TreeFeed([path[-1] for path in of], list(islice(drafted, len(of)))) for of in branches]
             if together:
                 tips = Tree.feed_together(trees, feeds)
             else:
                 tips = [tree.feed(feed.parents, feed.tokens) for tree, feed in zip(trees, feeds, strict=True)]
-            for by_node, feed, nodes in zip(known, feeds, tips, strict=True):
-                fed = zip(nodes, feed.parents, feed.tokens, strict=True)
-                by_node |= {node: [*by_node[parent], cast(int, token)] for node, parent, token in fed}
-        for number, (tree, by_node) in enumerate(zip(trees, known, strict=True)):
-            agrees = agrees and all(logits_match(model, text, tree.scores(node)) for node, text in by_node.items())
-            texts[number] = by_node[tips[number][1]]
-            tree.commit([n for n, text in by_node.items() if text == texts[number][: len(text)] and n != tree.root])
+            for tokens, feed, nodes in zip(fed, feeds, tips, strict=True):
+                tokens.update(zip(nodes, cast(list[int], feed.tokens), strict=True))
+            grown = zip(branches, tips, strict=True)
+            branches = [[[*path, node] for path, node in zip(of, nodes, strict=True)] for of, nodes in grown]
+        for number, (tree, of, tokens) in enumerate(zip(trees, branches, fed, strict=True)):
+            ends = [[*texts[number], *(tokens[node] for node in path[1:])] for path in of]
+            for path, text in zip(of, ends, strict=True):
+                scores = mx.stack([tree.scores(node) for node in path])
+                agrees = agrees and logits_match(model, text, scores)
+            texts[number] = ends[1]
+            tree.commit(of[1][1:])
     for tree in trees:
         tree.close()
     return agrees
 
 
 def logits_match(model: LoadedModel, text: Sequence[int], logits: mx.array) -> bool:
-    """Returns whether logits [V] are those of a plain forward of `text`, up to rounding. Waits."""
+    """Returns whether logits [R, V] are those of the last R tokens in a plain forward of `text`, up to rounding."""
+    rows = len(logits)
     if model.cpu is not None:  # compared with the model itself at load
-        own = mx.array(feed_in_pieces(model.cpu, np.array(text, np.int32), (len(text),))[-1])
+        own = mx.array(feed_in_pieces(model.cpu, np.array(text, np.int32), (len(text),), wanted=rows))
     else:
-        own = model.model(mx.array([list(text)]), cache=make_prompt_cache(model.model))[0, -1]
+        own = model.model(mx.array([list(text)]), cache=make_prompt_cache(model.model))[0, -rows:]
     allowed = _LOGITS_TOLERANCE_FLOAT32 if own.dtype == mx.float32 else _LOGITS_TOLERANCE_HALF
     if model.cpu is not None and model.cpu.quantised:  # sums in another order change the rounding to 8 bits
         allowed = _LOGITS_TOLERANCE_INT8
-    return bool(deviations(own[None], logits[None])[0] <= allowed)
+    return bool((deviations(own, logits) <= allowed).all())
 
 
 def batch_logits_match(model: LoadedModel) -> bool:
@@ -268,7 +273,7 @@ def batch_logits_match(model: LoadedModel) -> bool:
         ]
         logits = kv_cache.forward(feeds)
         read = [(n, end) for n, end, cut in parts if not cut]
-        return all(logits_match(model, tokens[n][:end], logits[i]) for i, (n, end) in enumerate(read))
+        return all(logits_match(model, tokens[n][:end], logits[i : i + 1]) for i, (n, end) in enumerate(read))
 
     feed((0, 5, True))
     agrees = feed((1, 3, False), (0, 9, True)) and feed((0, 10, False), (1, 6, False), (2, 6, False))

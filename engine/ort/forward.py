@@ -395,10 +395,12 @@ def feed_in_pieces(
     all_cores: bool = False,
     features: Features = lambda tokens: None,
     neighbours: Sequence[tuple[int, ...]] = (),
+    wanted: int | None = None,
 ) -> Array:
     """Returns the logits of one text's tokens, fed in pieces of these sizes.
 
-    `neighbours`: for each piece the rows of other texts in the same forward; this text is in row 1.
+    `neighbours`: for each piece the rows of other texts in the same forward; this text is in row 1. `wanted`: only the
+    logits of each piece's last tokens, this many.
     """
     caches, logits, start = [FlatCache(FlatAttentionMetadata()) for _ in forward.shapes], [], 0
     for count, rows in zip(counts, neighbours or [()] * len(counts), strict=True):
@@ -406,7 +408,7 @@ def feed_in_pieces(
         segments = sorted([own, *(Segment(row, 0, _NEIGHBOUR_TOKENS) for row in rows)], key=lambda segment: segment.row)
         fed = [tokens[start : start + count] if segment is own else tokens[:_NEIGHBOUR_TOKENS] for segment in segments]
         flat, begin = np.concatenate(fed), sum(segment.count for segment in segments if segment.row < own.row)
-        wanted = np.arange(begin, begin + count)
-        logits.append(forward(flat, segments, caches, wanted, (), all_cores, features(flat))["logits"])
+        rows_wanted = np.arange(begin, begin + count)[-(wanted or count) :]
+        logits.append(forward(flat, segments, caches, rows_wanted, (), all_cores, features(flat))["logits"])
         start += count
     return np.concatenate(logits)

@@ -231,7 +231,8 @@ def test_tree_of_wrong_tokens_accepts_nothing(loaded: Loaded) -> None:
 
 def test_logits_are_compared_with_those_of_a_plain_forward(loaded: Loaded) -> None:
     for model in (loaded("llama"), replace(loaded("llama"), cpu=None)):
-        own = model.model(mx.array([PROMPT]))[0, -1]
-        assert logits_match(model, PROMPT, own)
-        assert not logits_match(model, PROMPT, own + 1e-3)
+        own = model.model(mx.array([PROMPT]))[0, -3:]
+        assert logits_match(model, PROMPT, own) and logits_match(model, PROMPT, own[-1:])
+        for row in range(3):
+            assert not logits_match(model, PROMPT, own.at[row].add(1e-3))
         assert not logits_match(model, PROMPT[:-1], own)
