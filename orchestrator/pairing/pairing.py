@@ -5,6 +5,7 @@ Loading the tokenizers is a separate step, since it can run while the workers lo
 
 from __future__ import annotations
 
+import filecmp
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.heads import HEAD_KINDS, TARGET_HEADS
 from outrider.protocol.ngrams import NgramTable
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +81,18 @@ def load_pair(pair: ChosenPair) -> ModelText:
     Raises:
         ModelError: a tokenizer can't be read, or the vocabularies differ; the message says how.
     """
-    text = load_text(pair.target)
-    if pair.draft is not None and not pair.settings.drafts_with_head:
-        require_same_vocabulary(text.codec, load_codec(pair.draft))
+    text, draft = load_text(pair.target), pair.draft
+    if draft is not None and not pair.settings.drafts_with_head and not _have_equal_tokenizers(pair.target, draft):
+        require_same_vocabulary(text.codec, load_codec(draft))
     return text
+
+
+def _have_equal_tokenizers(target: ModelFiles, draft: ModelFiles) -> bool:
+    """Returns whether the models' tokenizer files are equal; comparing them is quicker than loading a tokenizer."""
+    try:
+        return all(filecmp.cmp(target.folder / name, draft.folder / name, shallow=False) for name in _TOKENIZER_FILES)
+    except OSError:  # one of them has no such file
+        return False
 
 
 def _find_default_draft(settings: ServeSettings, model: str) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.orchestrator.pairing import pairing
 from outrider.orchestrator.pairing.model_files import (
     EMBEDDED_DRAFT,
     EMBEDDED_TARGET,
@@ -195,3 +196,10 @@ def test_draft_with_a_different_vocabulary_is_refused(model_folder, colocate):
         load_pair(
             choose_pair(ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(model_folder), colocate=colocate))
         )
+
+
+def test_a_draft_with_the_targets_tokenizer_files_has_its_vocabulary(model_folder, monkeypatch):
+    """Their tokenizer is loaded once, which takes half of a start."""
+    both = choose_pair(ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(model_folder)))
+    monkeypatch.setattr(pairing, "load_codec", lambda draft: pytest.fail(f"{draft.folder} was loaded, too"))
+    assert load_pair(both).codec.model is both.target
