@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:  # a misspelt name is a type error, not Any
     from outrider.orchestrator.client.async_client import AsyncClient as AsyncClient
     from outrider.orchestrator.client.async_client import AsyncResumed as AsyncResumed
@@ -26,8 +28,6 @@ if TYPE_CHECKING:  # a misspelt name is a type error, not Any
     from outrider.protocol.sampling import Grammar as Grammar
     from outrider.protocol.sampling import SamplingParams as SamplingParams
     from outrider.protocol.schema import Origin as Origin
-
-    __version__: str
 else:
     _MODULES = {
         "orchestrator.client.async_client": "AsyncClient AsyncResumed",
@@ -43,8 +43,6 @@ else:
     __all__ = sorted(_LATER)
 
     def __getattr__(name: str) -> object:
-        if name == "__version__":
-            return import_module("outrider.protocol.version").PACKAGE_VERSION
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(_LATER[name]), name)

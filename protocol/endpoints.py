@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from outrider.protocol.errors import EndpointError, KeyFault, OutriderError, ServerBusy
 from outrider.protocol.keys import ClientKeys, Keyring, ServerKeys, key_bytes, parse_key
@@ -375,6 +374,8 @@ def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT
         KeyFault: the server refuses the key, has another key than expected, or requires keys and there are none.
         EndpointError: nothing answers.
     """
+    from zmq.utils.monitor import recv_monitor_message  # it imports asyncio, which most processes do without
+
     context: zmq.Context[Any] = zmq.Context.instance()
     with context.socket(zmq.DEALER) as socket:
         socket.linger = 0

@@ -5,17 +5,13 @@ Two processes communicate only when their PROTOCOL_VERSION is the same.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from outrider import __version__
 from outrider.protocol.errors import InvalidRequest
 
 PROTOCOL_VERSION = 1
-
-try:
-    PACKAGE_VERSION = version("outrider")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    PACKAGE_VERSION = "0+source"
+PACKAGE_VERSION = __version__
 
 EXTRA_MODULES = {
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
