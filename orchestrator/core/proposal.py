@@ -316,16 +316,16 @@ def extend_by_copy(
     longest, whole = min(MAX_COPY_TOKENS, max_chain_tokens), len(branch.chain)
     costs = estimates.row_costs(whole)
     reached = list(accumulate(odds or map(estimates.drafted.rate, range(whole)), mul, initial=1.0))
-    best, most = branch, -math.inf
+    best, copied, most = whole, tuple[int, ...](), -math.inf
     for kept in range(whole + 1) if odds else {whole, 0}:
-        chain = branch.chain[:kept]
-        tail = best_tail(estimates, ngrams.lookup(longest - kept, (*committed, *chain)), kept, reached[kept])
+        copy = ngrams.lookup(longest - kept, (*committed, *branch.chain[:kept]))
+        tail = best_tail(estimates, copy, kept, reached[kept])
         gain = sum(reached[1 : kept + 1]) - costs[kept] + tail.gain
         if gain > most and (kept or odds or tail.tokens):
-            alone = replace(propose_copy(tail.tokens), lookup=branch.lookup, offered=branch.offered)
-            begun = replace(branch, chain=chain + tail.tokens, copied=len(tail.tokens))
-            most, best = gain, begun if kept else alone
-    return best
+            best, copied, most = kept, tail.tokens, gain
+    if best == 0 and most > -math.inf:
+        return replace(propose_copy(copied), lookup=branch.lookup, offered=branch.offered)
+    return replace(branch, chain=branch.chain[:best] + copied, copied=len(copied))
 
 
 def min_alternative_prob(estimates: Estimates, takes_trees: bool) -> float:

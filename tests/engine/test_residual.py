@@ -258,7 +258,7 @@ def of_a_union(text: Sequence[int], peek: bool = False) -> Chain:
 
 
 def test_residual_texts_of_united_drafters_have_the_targets_distribution() -> None:
-    assert min(p_values(generated_text(of_a_union, count=LONG))) > ALPHA
+    assert min(p_values(generated_text(of_a_union, count=2 * TOKENS))) > ALPHA
 
 
 def test_union_branch_chosen_by_its_drawn_tokens_is_detected() -> None:

@@ -10,6 +10,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.acceptance import (
@@ -94,6 +95,7 @@ class Machine:
         estimates.observe_link(LINK_MS)
 
 
+@cache
 def best_of(kind: str) -> float:
     """Returns the tokens per millisecond of a class's best drafter."""
     plans = [Arm("ar", 1), Arm("sd", COPIED, 16, NGRAM)]
