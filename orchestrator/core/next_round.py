@@ -282,8 +282,7 @@ class Proposer:
         hit = self.branch(request, cached)
         if self.should_merge_in_process(request):
             return self._propose_in_process(request, hit)
-        may_grow = cached.drafter == draft.lead and not hit.copied
-        if may_grow and self._should_grow(request, cached, draft.since_push_ms(now_ns)):
+        if not hit.copied and self._should_grow(request, cached, draft.since_push_ms(now_ns)):
             return self._wait_for_branch(request, committed, self.estimates.depth_ms(), now_ns)
         return hit
 

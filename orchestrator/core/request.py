@@ -289,8 +289,9 @@ class DraftState:
         return (now_ns - self.drafters[self.lead].last_heard_ns) / MILLISECOND_NS
 
     def can_grow(self, branch: CachedBranch) -> bool:
-        """Whether the drafter of a branch may still extend it."""
-        return branch.drafter in self.drafters and self.drafters[branch.drafter].has_pending_branches
+        """Whether it may pay to wait until a branch is longer. Branches of others than the lead are served as they
+        are."""
+        return branch.drafter == self.lead and self._is_lead_pending
 
     def pushes_left(self, accepted: int, chain_length: int) -> int:
         """Returns how many more pushes of the lead may bring the first branches of `accepted` tokens; 0: they are here.

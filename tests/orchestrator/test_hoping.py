@@ -94,6 +94,16 @@ def test_only_full_acceptance_branches_may_need_a_second_push() -> None:
     assert fourth.pushes_left() == [0, 0, 0, 0], "none was asked"
 
 
+def test_only_branches_of_the_lead_may_be_waited_for_to_become_longer() -> None:
+    drafting = Drafting()
+    drafting.add(push(0), "other")
+    drafting.add(push(1), "lead")
+    other, lead = drafting.draft.cache.branches.values()
+    assert drafting.draft.can_grow(lead) and not drafting.draft.can_grow(other)
+    drafting.add(push(2, final=True), "lead")
+    assert not drafting.draft.can_grow(lead)
+
+
 class Wires(HonestWorkers):
     """The workers as the rounds see them; keeps what the target is told."""
 
