@@ -282,15 +282,15 @@ class Proposer:
         hit = self.branch(request, cached)
         if self.should_merge_in_process(request):
             return self._propose_in_process(request, hit)
-        if not hit.copied and self._should_grow(request, cached, draft.since_push_ms(now_ns)):
+        if self._should_grow(request, cached, hit, draft.since_push_ms(now_ns)):
             return self._wait_for_branch(request, committed, self.estimates.depth_ms(), now_ns)
         return hit
 
-    def _should_grow(self, request: Request, cached: CachedBranch, since_push_ms: float) -> bool:
-        """Whether one more token of a branch is worth its wait, this long after the latest push; always in full
-        depth."""
+    def _should_grow(self, request: Request, cached: CachedBranch, hit: Proposal, since_push_ms: float) -> bool:
+        """Whether one more token of a branch, which is proposed as `hit`, is worth its wait, this long after the latest
+        push; always in full depth, never before a copy."""
         depth, longest = len(cached.chain), request.max_draft_tokens
-        if not request.draft.can_grow(cached) or depth >= longest:
+        if hit.copied or not request.draft.can_grow(cached) or depth >= longest:
             return False
         return self.full_depth or should_wait_for_token(self.estimates, depth, longest, since_push_ms, cached.odds)
 
@@ -326,12 +326,14 @@ class Proposer:
 
     # --- what the target may decide by itself ---------------------------------------------------------------------
 
-    def servable(self, request: Request, left_ms: float) -> Iterator[tuple[tuple[int, ...], CachedBranch]]:
-        """Yields (outcome, branch) for the branches that would be served as deep as they are if the outcome came in
-        `left_ms`."""
+    def servable(self, request: Request, left_ms: float) -> Iterator[tuple[tuple[int, ...], Proposal]]:
+        """Yields (outcome, proposal) for the branches that would be served as deep as they are if the outcome came in
+        `left_ms`, and do not end the request."""
         for committed, cached in request.draft.cache.branches.items():
-            if not self._should_grow(request, cached, left_ms):
-                yield committed, cached
+            if request.max_chain_tokens > len(committed) and request.truncate_at_end(committed)[1] is None:
+                hit = self.branch(request, cached, committed)
+                if not self._should_grow(request, cached, hit, left_ms):
+                    yield committed, hit
 
     def miss_row_costs(self, request: Request, left_ms: float) -> tuple[float, ...]:
         """Returns the costs by which the target chooses n-grams after a miss; (): it asks here, because a wait for a
@@ -496,14 +498,12 @@ class NextRound:
         Prepares none during a wait, in a tree with in-process drafts, with a residual q (it would be sent twice), or if
         the policy may have another plan after this round.
         """
-        round_, max_chain_tokens, prepared = request.round, request.max_chain_tokens, dict[tuple[int, ...], Proposal]()
+        round_ = request.round
         ahead = request.plan.mode == "ssd" and not self._proposer.should_merge_in_process(request)
         if not ahead or round_.wait or request.admit.sampling.is_residual or self._planner.may_replan(request):
             return
         left_ms = self._outcome_in_ms(request, now_ns)
-        for committed, branch in islice(self._proposer.servable(request, left_ms), MAX_BRANCHES):
-            if max_chain_tokens > len(committed) and request.truncate_at_end(committed)[1] is None:
-                prepared[committed] = self._proposer.branch(request, branch, committed)
+        prepared = dict(islice(self._proposer.servable(request, left_ms), MAX_BRANCHES))
         round_.prepared |= {(committed, p.chain, p.parents): p for committed, p in prepared.items()}
         chains, costs = prepared.values(), self._proposer.miss_row_costs(request, left_ms)
         if chains or costs:
