@@ -46,10 +46,9 @@ def build_app(
     )
     metrics = Metrics(model.id, model.context_length)
     app.state.context = ServerContext(model, backend, metrics, settings)
-    for router in (chat.router, completions.router, responses.router, status.models_router):
+    for router in (chat.router, completions.router, responses.router, messages.router, status.models_router):
         app.include_router(router, prefix=API_PREFIX)
         app.include_router(router, include_in_schema=False)  # for base URLs without /v1
-    app.include_router(messages.router, prefix=API_PREFIX)
     for router in (status.text_router, status.router, page.router):
         app.include_router(router)
     app.mount("/page", page.files)

@@ -35,7 +35,8 @@ _ANTHROPIC_TYPES = {
 
 def is_anthropic(scope: Scope) -> bool:
     """Whether errors use Anthropic's format."""
-    return str(scope.get("path", "")).startswith("/v1/messages") or b"anthropic-version" in dict(scope["headers"])
+    is_own_path = str(scope.get("path", "")).startswith(("/v1/messages", "/messages"))
+    return is_own_path or b"anthropic-version" in dict(scope["headers"])
 
 
 @dataclass(eq=False)

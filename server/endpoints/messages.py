@@ -320,11 +320,9 @@ def to_conversation(model: ServedModel, payload: CountTokensRequest) -> Template
     box = _select_tools(model, payload)
     messages: list[dict[str, Any]] = []
     # Claude Code's label differs for each request and would defeat the prompt cache.
-    given = (
-        payload.system
-        if not isinstance(payload.system, list)
-        else [block for block in payload.system if not (block.text or "").startswith(_BILLING_LABEL)]
-    )
+    given = payload.system
+    if isinstance(given, list):
+        given = [block for block in given if not (block.text or "").startswith(_BILLING_LABEL)]
     if system := join_text(given, "system"):
         messages.append({"role": "system", "content": system})
     for place, turn in enumerate(payload.messages):

@@ -373,6 +373,13 @@ def test_a_compressed_body_is_refused(ask: Ask, path: str) -> None:
     assert ask(path, json=PATHS[path], headers={"content-encoding": "identity"}).status_code == 503
 
 
+def test_messages_work_without_v1_too(ask: Ask) -> None:
+    """Clients whose base URL contains /v1, such as DSPy's, are given the one without it."""
+    assert ask("/messages", json=PATHS[CLAUDE]).status_code == 503  # it gets as far as the orchestrator
+    assert ask("/messages/count_tokens", json=CHAT_BODY).json()["input_tokens"] > 0
+    assert error_message(ask("/messages", json=CHAT_BODY), anthropic=True).startswith("max_tokens")
+
+
 def test_head_is_answered_as_get_without_a_body(ask: Ask) -> None:
     for path in ("/health", "/v1/models", "/v1/models/chatty", "/version"):
         head, whole = ask(path, "HEAD"), ask(path, "GET")
