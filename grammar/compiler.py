@@ -43,6 +43,8 @@ _STACK_SIZE_LOCK = threading.Lock()  # the size for new threads is the whole pro
 # The library makes a state for each remainder: 9,973 take 0.1 s, and a million 20 s or more, in every process.
 MAX_REMAINDERS = 20_000
 _MULTIPLE = re.compile(r"multipleOf\W{1,8}([\d.]{1,40})")
+# ASCII, as in the patterns of a JSON schema and in vLLM. The library's own classes have the digits of all scripts.
+_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 
 
 class GrammarCompiler:
@@ -146,7 +148,8 @@ def _to_llguidance(grammar: Grammar) -> str:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(grammar.text, _whitespace_options(grammar.text))
         case "regex":
-            return LLMatcher.grammar_from_regex(grammar.text)
+            text = re.sub(r"\\(.)", lambda found: _CLASSES.get(found[1], found[0]), grammar.text, flags=re.DOTALL)
+            return LLMatcher.grammar_from_regex(text)
         case "llguidance":
             return grammar.text
     return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))

@@ -206,6 +206,27 @@ def test_valid_grammar_is_accepted(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "text", "is_allowed"),
+    [
+        (r"\d{2}", "42", True),
+        (r"\d{2}", "\uff14\uff12", False),
+        (r"[\d.-]+", "4.-", True),
+        (r"[\d.]+", "\uff14", False),
+        (r"\w+", "a_1", True),
+        (r"[^\W]+", "\u00e9", False),
+        (r"\D\W", "\u00e9\u00e9", True),
+        (r"\\d", r"\d", True),
+        (r"\\d", r"\4", False),
+    ],
+)
+def test_classes_of_a_regular_expression_are_ascii(pattern: str, text: str, is_allowed: bool) -> None:
+    """As in a schema's pattern. Of all scripts' digits a model that wants to write an emoji got legacy ones."""
+    tokens = list(CODEC.encode(text, special=False))
+    next_ones = tokens_of(constraint(Grammar("regex", pattern)).allowed([tokens])[0])
+    assert END in next_ones and (len(next_ones) < len(BYTES)) == is_allowed  # all, after a text that breaks it
+
+
+@pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
         ("yaml", "a", "grammar kind is 'yaml'"),
