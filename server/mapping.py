@@ -190,7 +190,8 @@ def get_output_format(payload: Sampling) -> OutputFormat | None:
     Raises:
         Refused: there are several, or one is invalid.
     """
-    fields = ("grammar", "guided_json", "guided_regex", "guided_grammar", "guided_choice", "json_schema")
+    guided = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+    fields = ("grammar", "ebnf", "regex", "json_schema", *guided)
     given = {name: getattr(payload, name) for name in fields}
     if payload.structured_outputs is not None:
         nested = payload.structured_outputs.model_dump(by_alias=True)
@@ -198,7 +199,7 @@ def get_output_format(payload: Sampling) -> OutputFormat | None:
     forms = [_parse_format_field(name, value) for name, value in given.items() if value not in (None, False)]
     if (form := parse_output_format(payload.response_format, "response_format", may_be_loose=True)) is not None:
         forms.insert(0, form)
-    if len(forms) > 1:
+    if any(form.grammar != forms[0].grammar for form in forms):
         names = " and ".join(form.param for form in forms)
         raise Refused(f"{names} each set the output format; expected one of them", forms[1].param)
     return forms[0] if forms else None
@@ -234,8 +235,8 @@ def _parse_format_field(name: str, given: Any) -> OutputFormat:
     """Returns the format that the field `name` sets. Its last word is the kind: grammar, regex, choice or schema."""
     with _refuse_invalid(f"{name}:", name):
         match re.split(r"[._]", name)[-1]:
-            case "grammar" | "regex" as kind:
-                return OutputFormat(Grammar(kind, given), name)
+            case "grammar" | "ebnf" | "regex" as kind:
+                return OutputFormat(Grammar(kind if kind == "regex" else "grammar", given), name)
             case "choice":
                 return OutputFormat(Grammar("regex", "|".join(map(re.escape, given))), name)
             case "object":

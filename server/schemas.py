@@ -210,6 +210,8 @@ class Sampling(OpenAIGeneration):
     guided_grammar: str | None = None
     guided_choice: Choices | None = None
     json_schema: JsonObject | str | None = Field(None, description="llama.cpp's name for a schema")
+    regex: str | None = Field(None, description="SGLang's name for guided_regex")
+    ebnf: str | None = Field(None, description="SGLang's name for grammar")
     structured_outputs: StructuredOutputs | None = None
     # Ignored as well.
     cache_prompt: Any = None

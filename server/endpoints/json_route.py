@@ -43,10 +43,10 @@ _OTHER_SERVERS_FIELDS = frozenset(
     {
         "add_special_tokens", "allowed_token_ids", "bad_words", "chat_template", "documents", "dry_allowed_length",
         "dry_base", "dry_multiplier", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
-        "dynatemp_range", "ebnf", "format", "images", "include_stop_str_in_output", "input_extra", "json",
+        "dynatemp_range", "format", "images", "include_stop_str_in_output", "input_extra", "json",
         "length_penalty", "logits_processors", "lora", "lora_path", "mirostat", "mirostat_eta", "mirostat_tau",
         "n_keep", "n_predict", "n_probs", "num_beams", "options", "prompt_embeds", "prompt_logprobs", "random_seed",
-        "regex", "repeat_last_n", "repeat_penalty", "samplers", "skip_special_tokens", "stop_regex", "stop_token_ids",
+        "repeat_last_n", "repeat_penalty", "samplers", "skip_special_tokens", "stop_regex", "stop_token_ids",
         "tfs_z", "thinking_budget", "thinking_budget_tokens", "top_a", "top_n_sigma", "truncate_prompt_tokens",
         "typical_p", "use_beam_search", "xtc_probability", "xtc_threshold",
     }

@@ -145,8 +145,11 @@ def test_schema_constrained_text_is_valid_and_drafted(
         {"response_format": {"type": "json_object", "schema": FORM}},
         {"grammar": 'root ::= "{" "\\"size\\":" [0-9] "}"'},
         {"guided_regex": r"\{\"size\":[1-9]\}"},
+        {"regex": r"\{\"size\":[1-9]\}"},
+        {"guided_json": FORM, "structured_outputs": {"json": FORM}},
+        {"ebnf": 'root ::= "{" "\\"size\\":" [1-9] "}"'},
     ],
-    ids=["guided_json", "structured_outputs", "json_object", "grammar", "guided_regex"],
+    ids=["guided_json", "structured_outputs", "json_object", "grammar", "guided_regex", "regex", "same", "ebnf"],
 )
 def test_output_format_is_accepted_under_every_field_name(pair: RunningServer, field: dict[str, Any]) -> None:
     answer = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=64, **field).json()

@@ -175,7 +175,7 @@ WRONG_FOR_CHAT_AND_COMPLETIONS = [
     ({"grammar": "root ::= x"}, "grammar: the grammar can't be used"),
     ({"grammar": ""}, "grammar: the grammar is empty"),
     ({"guided_regex": "(?=a)b"}, "guided_regex: the regular expression can't be used"),
-    ({"structured_outputs": {"json": {}}, "guided_json": {}}, "expected one of them"),
+    ({"structured_outputs": {"json": {}}, "guided_json": {"type": "null"}}, "expected one of them"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
 ]
 
