@@ -135,6 +135,7 @@ class ConversationRequest(ApiRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = Field(None, description="DashScope's place for this entry of chat_template_kwargs")
 
 
 class ChatRequest(ConversationRequest, Sampling):
@@ -307,13 +308,11 @@ def to_conversation(model: ServedModel, payload: ConversationRequest) -> Templat
             raise Refused(f"tools.{place}: only function tools are supported", f"tools.{place}")
         given.append(function(tool.function.name, tool.function.description, tool.function.parameters))
         strict += [tool.function.name] if tool.function.strict else []
-    keywords = dict(payload.chat_template_kwargs or {})
-    if payload.reasoning_effort is not None:
-        keywords.setdefault("reasoning_effort", payload.reasoning_effort)
+    named = payload.model_dump(include={"reasoning_effort", "enable_thinking"}, exclude_none=True)
     return TemplateInput(
         messages=[_convert_message(message, f"messages.{place}.content") for place, message in enumerate(messages)],
         box=select_tools(model, given, _tool_choice(payload), strict),
-        keywords=keywords,
+        keywords={**named, **(payload.chat_template_kwargs or {})},
         answer=payload.add_generation_prompt is not False,
         continue_final=continues,
     )

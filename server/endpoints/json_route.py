@@ -43,15 +43,23 @@ _OTHER_SERVERS_FIELDS = frozenset(
     {
         "add_special_tokens", "allowed_token_ids", "bad_words", "chat_template", "documents", "dry_allowed_length",
         "dry_base", "dry_multiplier", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
-        "dynatemp_range", "format", "images", "include_stop_str_in_output", "input_extra", "json",
+        "dynatemp_range", "extra_body", "format", "images", "include_stop_str_in_output", "input_extra", "json",
         "length_penalty", "logits_processors", "lora", "lora_path", "mirostat", "mirostat_eta", "mirostat_tau",
         "n_keep", "n_predict", "n_probs", "num_beams", "options", "prompt_embeds", "prompt_logprobs", "random_seed",
-        "repeat_last_n", "repeat_penalty", "samplers", "skip_special_tokens", "stop_regex", "stop_token_ids",
-        "tfs_z", "thinking_budget", "thinking_budget_tokens", "top_a", "top_n_sigma", "truncate_prompt_tokens",
-        "typical_p", "use_beam_search", "xtc_probability", "xtc_threshold",
+        "repeat_last_n", "repeat_penalty", "samplers", "skip_special_tokens", "stop_regex", "stop_token_ids", "tfs_z",
+        "thinking_budget", "thinking_budget_tokens", "top_a", "top_n_sigma", "truncate_prompt_tokens", "typical_p",
+        "use_beam_search", "xtc_probability", "xtc_threshold",
     }
 )  # fmt: skip
 """Fields of vLLM, llama.cpp, SGLang, Mistral and others that change the text there."""
+
+_NEUTRAL_VALUES = {
+    "bad_words": [], "best_of": 1, "dry_multiplier": 0, "dynatemp_range": 0, "echo": False, "extra_body": {},
+    "include_stop_str_in_output": False, "length_penalty": 1, "mirostat": 0, "n": 1, "n_keep": 0, "n_probs": 0,
+    "repeat_penalty": 1, "skip_special_tokens": True, "stop_token_ids": [], "tfs_z": 1, "top_a": 0, "typical_p": 1,
+    "use_beam_search": False, "xtc_probability": 0,
+}  # fmt: skip
+"""Values with which such a field, or one of another path, has no effect there."""
 
 _REQUEST_SCHEMAS: set[type[ApiRequest]] = set()
 """The request schemas of all paths."""
@@ -210,7 +218,7 @@ def find_ignored_fields(payload: ApiRequest) -> list[str]:
         Refused: one must not be ignored.
     """
     given: dict[str, Any] = payload.model_extra or {}
-    names = [name[:_MAX_NAME] for name, value in given.items() if value is not None]
+    names = [name[:_MAX_NAME] for name, value in given.items() if value not in (None, _NEUTRAL_VALUES.get(name))]
     for name in names:
         if name in _OTHER_SERVERS_FIELDS or name in _fields_of_all_paths():
             raise Refused(f"{name}: this path has no such field, and without it the answer would differ", name)

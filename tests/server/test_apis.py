@@ -377,8 +377,9 @@ def test_tool_choice_none_calls_no_tool(ai: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_chat_thinking_is_separate_from_the_content(chat: RunningServer, stream: bool) -> None:
-    asked = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": True}}
+@pytest.mark.parametrize("thinking", [{"enable_thinking": True}, {"chat_template_kwargs": {"enable_thinking": True}}])
+def test_chat_thinking_is_separate_from_the_content(chat: RunningServer, stream: bool, thinking: Any) -> None:
+    asked = {"messages": HELLO, **thinking}
     if stream:
         deltas = [c["delta"] for e in events(chat, "/v1/chat/completions", **asked) for c in e["choices"]]
         thought = "".join(delta.get("reasoning_content", "") for delta in deltas)

@@ -310,6 +310,14 @@ def test_harmless_fields_are_accepted(ask: Ask) -> None:
     assert ask(CLAUDE, json={**said, "metadata": {"user_id": "u"}, "context_management": {}}).status_code == 503
 
 
+def test_neutral_values_of_other_servers_fields_are_ignored(ask: Ask) -> None:
+    """Programs send all of a server's samplers, with those that are off."""
+    off = {"mirostat": 0, "typical_p": 1.0, "repeat_penalty": 1.0, "xtc_probability": 0.0, "use_beam_search": False}
+    more = {"skip_special_tokens": True, "stop_token_ids": [], "echo": False, "best_of": 1, "extra_body": {}}
+    assert ask(CHAT, json={**CHAT_BODY, **off, **more, "prompt_logprobs": None}).status_code == 503
+    assert ask(CLAUDE, json={**PATHS[CLAUDE], **off, "n": 1}).status_code == 503
+
+
 def test_output_format_error_names_its_field(ask: Ask) -> None:
     for name, wrong in (("response_format", schema(False)), ("guided_regex", "(")):
         assert ask(CHAT, json={**CHAT_BODY, name: wrong}).json()["error"]["param"] == name
@@ -334,7 +342,9 @@ def test_unknown_field_is_ignored_and_logged_with_its_count(
     [
         (CHAT, {"mirostat": 2}, "the answer would differ"),
         (CHAT, {"stop_token_ids": [3]}, "the answer would differ"),
-        (CHAT, {"random_seed": 3}, "the answer would differ"),
+        (CHAT, {"random_seed": 0}, "the answer would differ"),
+        (CHAT, {"skip_special_tokens": False}, "the answer would differ"),
+        (CHAT, {"extra_body": {"top_k": 5}}, "the answer would differ"),
         (CHAT, {"max_output_tokens": 5}, "the answer would differ"),
         (TEXT, {"tools": [TOOL]}, "the answer would differ"),
         (CLAUDE, {"presence_penalty": 1}, "the answer would differ"),
