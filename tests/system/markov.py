@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import scipy
+from scipy.special import chdtrc
 
 from outrider.engine.loading import LoadedModel
 
@@ -72,4 +72,4 @@ def _p_value(counted: Counter[tuple[int, Any]], expected: Mapping[int, Mapping[H
             cells.append(rare)
         statistic += sum((s - e) ** 2 / e for s, e in cells)
         freedom += max(len(cells) - 1, 0)
-    return float(scipy.stats.chi2.sf(statistic, freedom))
+    return float(chdtrc(freedom, statistic))

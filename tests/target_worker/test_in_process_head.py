@@ -53,7 +53,7 @@ from tests.target_worker.heads import (
     token_head,
 )
 
-LENGTH, DEPTH = 28, 3
+LENGTH, DEPTH = 24, 3
 BLOCKS = [block_head, linked_head, convolving_head]
 PROMPTS = [[40, 41, 42], [7, 8], [90], [100 + n for n in range(30)]]
 Heads = Callable[[LoadedModel], Head]
@@ -220,7 +220,7 @@ def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedM
     begin_forward([], [PrefillChunk(slot, 11) for slot in slots]).verdicts()
     draws = np.random.default_rng(7)
     logits = np.array(target.model(mx.arange(258)[:, None])[:, 0]).argmax(axis=-1)
-    for number in range(16):
+    for number in range(10):
         chains = []
         for slot in slots:
             chain, k = [], number % 4 if slot is slots[0] else int(draws.integers(4))
