@@ -59,7 +59,7 @@ def test_pushed_branches_equal_the_draws_of_a_fresh_drafter(
     work, committed = begin(PROMPT), list(PROMPT)
     work.commit((), BranchTask((), 3, 8))
     checked = 0
-    for _ in range(20):
+    for _ in range(12):
         entries: dict[tuple[int, int], tuple[int, ...]] = {}
         for _ in range(forwards):
             if not work.has_work:

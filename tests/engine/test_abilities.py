@@ -16,7 +16,7 @@ from outrider.engine.kv_cache import SeparateSequence
 from outrider.engine.load_checks import find_tree_form, probe_abilities
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import CannotDraft, ModelError
-from tests.harness.model_configs import config_of, model_types
+from tests.harness.model_configs import WINDOW, config_of, model_types
 from tests.harness.tiny_models import write_model
 from tools.model_types import FAILED, SPECULATES, WRONG, ModelTypeRow, merge_rows, try_model_type
 
@@ -41,7 +41,10 @@ TRIED = [*((name, False) for name in SAMPLE), *((name, True) for name in TIED_BY
 
 
 @pytest.mark.parametrize(("name", "tied"), TRIED)
-def test_examined_type_matches_its_row_on_the_models_page(name: str, tied: bool) -> None:
+def test_examined_type_matches_its_row_on_the_models_page(
+    name: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.model_types._NEW_TOKENS", 3 * WINDOW // 2)  # the prompt is longer than the window, too
     row = try_model_type(name, tied)
     assert row.target not in (WRONG, FAILED), row.why
     lines = [replace(row, tied=which, why="").line.removesuffix(" |") for which in (tied, None)]

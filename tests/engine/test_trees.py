@@ -17,7 +17,7 @@ from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, ver
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import accepted_path, chain_parents, first_branch, node_depths, tree_fault
-from tests.engine.test_verify import PENALISED, PROMPT, SETTINGS, decoded, spoilt
+from tests.engine.test_verify import LONGEST, PENALISED, PROMPT, SETTINGS, decoded, spoilt
 from tests.slots import open_slots
 
 Loaded = Callable[..., LoadedModel]
@@ -65,10 +65,10 @@ def check_remembered(model: LoadedModel, slot: CacheSlot) -> None:
 @pytest.mark.parametrize("setting", sorted(SETTINGS))
 def test_text_verified_by_trees_is_the_decoded_text(loaded: Loaded, family: str, setting: str) -> None:
     model, params = loaded(family), SETTINGS[setting]
-    truth = decoded(model, params, 60)
+    truth = decoded(model, params, LONGEST)
     draws = random.Random(f"{family}{setting}")
     (slot,), done = slots_of(model, [params], [PROMPT]), 0
-    while done < 40:
+    while done < LONGEST - 8:
         size = draws.randrange(1, 12)
         right = draws.randint(0, min(size, 6))
         tokens, parents = grown(truth[done:], right, draws, size)

@@ -47,14 +47,13 @@ LONGEST = 44
 
 def decoded(model: LoadedModel, params: SamplingParams, count: int, prompt: list[int] = PROMPT) -> list[int]:
     """Plain decoding, one verify of an empty chain a token."""
-    assert count <= LONGEST
-    return _decoded(model, params, tuple(prompt))[:count]
+    return _decoded(model, params, tuple(prompt), max(count, LONGEST))[:count]
 
 
 @cache
-def _decoded(model: LoadedModel, params: SamplingParams, prompt: tuple[int, ...]) -> list[int]:
+def _decoded(model: LoadedModel, params: SamplingParams, prompt: tuple[int, ...], count: int) -> list[int]:
     slot = slot_of(model, params, list(prompt))
-    return [verify(slot).bonus for _ in range(LONGEST)]
+    return [verify(slot).bonus for _ in range(count)]
 
 
 def spoilt(truth: list[int], right: int) -> list[int]:

@@ -36,7 +36,7 @@ from tests.target_worker.heads import (
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
 
-LENGTH = 28
+LENGTH = 22
 PROMPT = [40, 41, 42, 7, 8]
 Heads = Callable[[LoadedModel], PairHead]
 Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]

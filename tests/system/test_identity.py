@@ -20,7 +20,7 @@ from tests.system.same import check_same
 from tests.system.small import LOOPING
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 26, 5, 35, 3, 14, 15]
-LENGTH = 26
+LENGTH = 22
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=LENGTH),
     "0.7": SamplingParams(
@@ -112,7 +112,7 @@ def test_settings_of_the_matrix_exercise_every_path(make_cluster: Make) -> None:
     """Else identity would be cheap: hits, misses, the drafter's own chains, n-grams and bare steps all occur."""
     seen: Counter[str] = Counter()
     accepted: Counter[int] = Counter()
-    for seed, draft in product(range(4), ("model", "random")):
+    for seed, draft in product(range(2), ("model", "random")):
         cluster = make_cluster(draft, schedule=MIXED, seed=seed)
         for sampling in SAMPLINGS.values():
             run = cluster.run(PROMPT, sampling, "ssd")
@@ -124,7 +124,7 @@ def test_settings_of_the_matrix_exercise_every_path(make_cluster: Make) -> None:
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
 def test_greedy_text_equals_that_of_mlx_lm(make_cluster: Make, small_pair: Small, mode: str) -> None:
-    target, sampling = small_pair("self")[0], SamplingParams(max_tokens=120)
+    target, sampling = small_pair("self")[0], SamplingParams(max_tokens=80)
     theirs = [token for token, _ in generate_step(mx.array(PROMPT), target.model, max_tokens=sampling.max_tokens)]
     run = make_cluster("model", schedule=MIXED).run(PROMPT, sampling, mode)
     check_same(target, PROMPT, sampling, run.tokens, theirs)
