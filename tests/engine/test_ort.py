@@ -157,7 +157,7 @@ def test_logits_are_bit_equal_at_every_forward_width(
 ) -> None:
     """1 to 32 tokens a forward, chains and pieces of prompts alike."""
     kv_cache = open_kv_cache(quantised(family, bits, group, kind))
-    tokens, whole = some_tokens(3, 70), kv_cache.open()
+    tokens, whole = some_tokens(3, 40), kv_cache.open()
     truth = fed(kv_cache, whole, tokens, True)
     for width in range(1, 33):
         sequence = kv_cache.open()
