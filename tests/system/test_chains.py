@@ -23,9 +23,9 @@ from tests.system.small import TOY
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 26, 5, 35, 3, 14, 15]
 SAMPLINGS = {
-    "greedy": SamplingParams(max_tokens=40),
-    "sampled": SamplingParams(max_tokens=40, temp=1.0, top_p=0.95, seed=5),
-    "penalised": SamplingParams(max_tokens=40, temp=0.7, repetition_penalty=1.3, presence_penalty=0.4, seed=6),
+    "greedy": SamplingParams(max_tokens=30),
+    "sampled": SamplingParams(max_tokens=30, temp=1.0, top_p=0.95, seed=5),
+    "penalised": SamplingParams(max_tokens=30, temp=0.7, repetition_penalty=1.3, presence_penalty=0.4, seed=6),
 }
 SCHEDULES = {"ample": AMPLE, "one step": Schedule(turns=(2,)), "mixed": MIXED}
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -16,7 +16,7 @@ from tests.system.cluster import MIXED, Cluster, Run
 from tests.system.same import check_same
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 26, 5, 35, 3, 14, 15]
-LENGTH = 30
+LENGTH = 24
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=LENGTH),
     "penalised": SamplingParams(

@@ -20,7 +20,7 @@ from tests.system.links import VirtualClock
 from tests.target_worker.block_heads import block_head
 from tests.target_worker.heads import blurred_head, markov_llama, random_head, token_head
 
-LENGTH, HEAD, BOTH = 28, "head", "draft+head"
+LENGTH, HEAD, BOTH = 22, "head", "draft+head"
 PROMPT = [40, 41, 42, 7, 8] * 4
 Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
 
@@ -88,7 +88,7 @@ def test_tree_of_a_head_needs_fewer_rounds_than_its_chain(target: LoadedModel) -
 def test_union_needs_fewer_rounds_than_either_drafter(target: LoadedModel, blurred: LoadedModel) -> None:
     rounds: Counter[str] = Counter()
     found: Counter[str] = Counter()
-    for asked in (SamplingParams(max_tokens=48), *(SamplingParams(max_tokens=48, temp=0.8, seed=s) for s in (1, 2, 3))):
+    for asked in (SamplingParams(max_tokens=48), *(SamplingParams(max_tokens=48, temp=0.8, seed=s) for s in (1, 2))):
         for mode, drafter in (("sd", HEAD), ("ssd", "draft"), ("ssd", BOTH)):
             one = run(target, blurred_head(target), asked, mode, drafter, blurred, schedule=AMPLE)
             rounds[drafter] += one.timings.rounds
