@@ -17,7 +17,7 @@ from outrider.engine.sampling import Sampler
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.certificate import is_tie, judge
 
-POSITIONS = int(os.environ.get("OUTRIDER_FUZZ", "600")) // 20
+POSITIONS = int(os.environ.get("OUTRIDER_FUZZ", "400")) // 20
 VOCABULARY = 64
 TEMPERATURES = (0.0, 0.1, 0.3, 0.7, 1.0, 2.0)
 FORMATS = (mx.bfloat16, mx.float16, mx.float32)
