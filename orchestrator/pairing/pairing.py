@@ -27,7 +27,7 @@ from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.heads import HEAD_KINDS, TARGET_HEADS
 from outrider.protocol.ngrams import NgramTable
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def load_pair(pair: ChosenPair) -> ModelText:
 def _have_equal_tokenizers(target: ModelFiles, draft: ModelFiles) -> bool:
     """Returns whether the models' tokenizer files are equal; comparing them is quicker than loading a tokenizer."""
     try:
-        return all(filecmp.cmp(target.folder / name, draft.folder / name, shallow=False) for name in _TOKENIZER_FILES)
+        return all(filecmp.cmp(target.folder / name, draft.folder / name, shallow=False) for name in _VOCABULARY_FILES)
     except OSError:  # one of them has no such file
         return False
 
