@@ -34,7 +34,7 @@ from outrider.engine.residual import make_target_sampler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest, ProtocolError
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.schema import Bytes
+from outrider.protocol.schema import Bytes, Logprobs
 
 Tokens = Sequence[int] | mx.array
 """Tokens of a text, [N]; an array may still be lazy."""
@@ -372,7 +372,8 @@ class KVLayout:
 class CacheSlot:
     """One request. `tokens` are committed; the first `fed` of them have been fed. Between calls at least one is unfed.
 
-    `listener` is called with the hidden states of committed tokens that `engine.verify` feeds.
+    `prompt_logprobs`: those of the prompt that were asked for, by the position of the first token that was fed for
+    them. `listener` is called with the hidden states of committed tokens that `engine.verify` feeds.
     `usable_cached_tokens(length)` returns how many of `length` cached tokens to use, because the listener gets hidden
     states only of the others. `all_cores`: see `Feed`.
     """
@@ -401,6 +402,7 @@ class CacheSlot:
         self.listener: HiddenStatesListener | None = None
         self.usable_cached_tokens: Callable[[int], int] | None = None
         self.all_cores = False
+        self.prompt_logprobs: dict[int, Logprobs] = {}
 
     @property
     def fed(self) -> int:

@@ -214,7 +214,15 @@ class Sampler:
         self._xp: Any = np if mx.default_device().type == mx.cpu else mx
         self._noise: dict[int, Any] = {}  # by position
         alike = replace(
-            params, seed=None, max_tokens=1, min_tokens=0, stop=(), ignore_eos=False, grammar=None, logprobs=None
+            params,
+            seed=None,
+            max_tokens=1,
+            min_tokens=0,
+            stop=(),
+            ignore_eos=False,
+            grammar=None,
+            logprobs=None,
+            prompt_logprobs=None,
         )
         self.kind = (type(self), self._normalised, alike, constraint.width if constraint is not None else 0)
         """Samplers of the same kind differ only in their noise and in the tokens that their grammars allow: their rows

@@ -71,6 +71,11 @@ class PrefillChunk:
     slot: CacheSlot
     count: int
 
+    @property
+    def wanted(self) -> int:
+        """The number of tokens that get logits: all of them, if the request asks for its prompt's log-probabilities."""
+        return self.count if self.slot.sampler.params.prompt_logprobs is not None else 0
+
 
 class RowLogprobs:
     """Log-probabilities of rows on the device: the whole distribution and the likeliest tokens. Lazy."""
@@ -120,6 +125,7 @@ class BatchForward:
         self._index_of = {id(ask.slot): index for index, ask in enumerate(asks)}
         self.chosen: mx.array | None = None
         self._logprobs: dict[int, RowLogprobs] = {}
+        self._prompt_logprobs: list[tuple[PrefillChunk, int, RowLogprobs]] = []
 
     @property
     def is_plain(self) -> bool:
@@ -142,7 +148,11 @@ class BatchForward:
     def verdicts(self) -> list[VerifyOutput | OutriderError]:
         """Waits; commits accepted tokens to each slot and rolls back the rest. Returns each slot's output or error."""
         if self.chosen is None:
-            mx.eval(self._kv_cache.state(), list(self._hidden))
+            mx.eval(self._kv_cache.state(), list(self._hidden), self._pending_logprobs())
+        for reading, start, rows in self._prompt_logprobs:
+            predicted = reading.slot.tokens[start + 1 : start + 1 + reading.count]
+            reading.slot.prompt_logprobs[start] = rows.of(predicted, range(reading.count))
+        if self.chosen is None:
             return []
         choices = self._read()
         return [self._commit_verdict(index, ask, choices) for index, ask in enumerate(self.asks)]
@@ -156,8 +166,20 @@ class BatchForward:
         if any(ask.slot.sampler.constraint is not None for ask in self.asks):
             mx.async_eval(self._logits)  # type: ignore[no-untyped-call]  # meanwhile grammars compute allowed tokens
         self.chosen = self._choose_tokens(after)
-        wanted = [array for rows in self._logprobs.values() for array in rows.pending]
-        mx.async_eval(self.chosen, wanted, self._hidden)  # type: ignore[no-untyped-call]
+        mx.async_eval(self.chosen, self._pending_logprobs(), self._hidden)  # type: ignore[no-untyped-call]
+
+    def add_readings(self, readings: Sequence[PrefillChunk], starts: Sequence[int], logits: mx.array) -> None:
+        """Adds the log-probabilities of prompts. `starts`: where each reading begins; `logits`: the rows they want."""
+        first = 0
+        for reading, start in zip(readings, starts, strict=True):
+            count, end = reading.slot.sampler.params.prompt_logprobs, first + reading.wanted
+            if count is not None:
+                self._prompt_logprobs.append((reading, start, RowLogprobs(logits[first:end], count)))
+            first = end
+
+    def _pending_logprobs(self) -> list[mx.array]:
+        every = [*self._logprobs.values(), *(rows for _, _, rows in self._prompt_logprobs)]
+        return [array for rows in every for array in rows.pending]
 
     def _choose_tokens(self, after: BatchForward | None) -> mx.array:
         groups: dict[object, list[int]] = {}
@@ -267,7 +289,13 @@ def begin_forward(
     starts = [reading.slot.fed for reading in readings]
     kv_cache = parts[0].slot.kv_cache
     logits = kv_cache.forward(feeds)
-    forward = BatchForward(kv_cache, asks, logits, positions, sum(feed.count for feed in feeds), hidden)
+    own, read = logits, None
+    if any(reading.wanted for reading in readings):
+        first = sum(feed.wanted for feed in feeds[: len(asks)])
+        own, read = logits[:first], logits[first:]
+    forward = BatchForward(kv_cache, asks, own, positions, sum(feed.count for feed in feeds), hidden)
+    if read is not None:
+        forward.add_readings(readings, starts, read)
     for reading, start, rows in zip(readings, starts, hidden[len(asks) :], strict=True):
         if reading.slot.listener is not None and rows is not None:
             reading.slot.listener(start, rows)
@@ -285,7 +313,7 @@ def _make_feed(
     if isinstance(part, PrefillChunk):
         if sequence.has_free_marks:
             sequence.mark()
-        return Feed(sequence, slot.tokens[slot.fed : slot.fed + part.count], 0, True, takes)
+        return Feed(sequence, slot.tokens[slot.fed : slot.fed + part.count], part.wanted, True, takes)
     if len(slot.unfed) > _MAX_REPLAYED_TOKENS:
         slot.feed_all_but_last()
     if part.chain or after is not None or sequence.has_free_marks:

@@ -167,22 +167,23 @@ class RequestBegan:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Tokens that became final, including an EOS that ended the text; `logprobs`, `origins`, `rounds` if requested."""
+    """Tokens that became final, including an EOS that ended the text; the rest if requested."""
 
     request: str
     tokens: tuple[int, ...]
     logprobs: Logprobs | None = None
     origins: tuple[Origin, ...] | None = None
     rounds: tuple[RoundRecord, ...] | None = None
+    prompt_logprobs: Logprobs | None = None
 
     def merged_with(self, later: Committed) -> Committed:
         """Returns both as one event."""
         logprobs = [event.logprobs for event in (self, later) if event.logprobs is not None]
         origins = None if self.origins is None else self.origins + (later.origins or ())
         rounds = None if self.rounds is None else self.rounds + (later.rounds or ())
-        return Committed(
-            self.request, self.tokens + later.tokens, concat_logprobs(logprobs) if logprobs else None, origins, rounds
-        )
+        joined = concat_logprobs(logprobs) if logprobs else None
+        prompt = later.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs
+        return Committed(self.request, self.tokens + later.tokens, joined, origins, rounds, prompt)
 
 
 @dataclass(frozen=True, slots=True)

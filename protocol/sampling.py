@@ -123,6 +123,7 @@ class SamplingFields(TypedDict, total=False):
     q_width: int
     grammar: Grammar | Mapping[str, str] | None
     logprobs: int | None
+    prompt_logprobs: int | None
 
 
 def _check_bias(name: str, given: object) -> tuple[tuple[int, float], ...]:
@@ -175,14 +176,16 @@ class SamplingParams:
     A `grammar` constrains the generated text as far as it goes. It rules tokens out before temperature and filters, and
     allows an end only where the text may end. `logprobs` n returns with each token its log-probability and the n most
     likely tokens at its position (0: only its own; None: nothing). They are the target's own after penalties, bias and
-    grammar, before temperature and filters.
+    grammar, before temperature and filters. `prompt_logprobs` n returns the same for each token of the prompt but the
+    first, as the model's logits are. The whole prompt is then read, without the prompt cache.
 
     The first `min_tokens` tokens contain no end token, unless a grammar allows nothing else. Stop strings still end a
     text.
 
     `max_tokens` and context sizes are at least 1, `temp` is 0 to 100, `top_p` and `min_p` 0 to 1, `top_k` at least 0,
     `repetition_penalty` 0.01 to 100, the other penalties -100 to 100, a bias -10^6 to 10^6, `seed` 0 to 2^63-1,
-    `saguaro` 0.01 to 1 (1 is off), `q_width` 1 to 1024, `logprobs` 0 to 20. A grammar excludes `ignore_eos`.
+    `saguaro` 0.01 to 1 (1 is off), `q_width` 1 to 1024, both `logprobs` 0 to 20. A
+    grammar excludes `ignore_eos`.
 
     numpy numbers are accepted. `stop` may be one text or a list of texts, `logit_bias` a dict. They are stored in the
     types below.
@@ -212,6 +215,7 @@ class SamplingParams:
     grammar: Grammar | None = values.checked_field(None, _check_grammar)
     logprobs: int | None = values.int_field(None, 0, MAX_LOGPROBS)
     min_tokens: int = values.int_field(0, 0, MAX_COUNT)
+    prompt_logprobs: int | None = values.int_field(None, 0, MAX_LOGPROBS)
 
     def __init__(self, **fields: Unpack[SamplingFields]) -> None:
         given = _resolve_aliases(fields)

@@ -161,6 +161,8 @@ class Logprobs(Record, frozen=True, eq=False):
 
 def concat_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
     """Concatenates rows that have the same number of columns."""
+    if not parts:
+        return Logprobs(np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32))
     return Logprobs(np.concatenate([p.ids for p in parts]), np.concatenate([p.values for p in parts]))
 
 

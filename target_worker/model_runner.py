@@ -24,6 +24,7 @@ READING_SHARE = 0.5
 # The same if chains are verified: a request that is late for a forward then waits for two of them.
 READING_SHARE_WITH_CHAINS = 0.25
 MIN_CHUNK_TOKENS = 8
+MAX_LOGPROB_TOKENS = 64  # in a piece with logits of all its tokens, which take much memory
 # A piece is at most this many times the last one, because the cost of a token is measured on few forwards.
 MAX_CHUNK_GROWTH = 2
 
@@ -155,7 +156,8 @@ class ModelRunner:
         if len(readers) <= decoding:
             room = self._chunked_prefill.budget(len(readers), decoding, rows)
         for request in readers:
-            count = min(request.unread, room)
+            limit = MAX_LOGPROB_TOKENS if request.wants_prompt_logprobs else room
+            count = min(request.unread, room, limit)
             if count:
                 chunks.append((request, PrefillChunk(request.slot, count)))
                 room -= count
@@ -249,7 +251,7 @@ def _run_alone(part: VerifyInput | PrefillChunk, fed: int) -> VerifyOutput | Out
             if isinstance(part, VerifyInput):
                 verdict = begin_forward([part]).verdicts()[0]
             else:
-                begin_forward([], [part])
+                begin_forward([], [part]).verdicts()
     except OutriderError as error:
         verdict = error
     if isinstance(verdict, ModelFault) and isinstance(part, VerifyInput) and part.chain:

@@ -31,12 +31,16 @@ class PrefixReuse:
         self._context = context
 
     def open(self, running: TargetRequest, others: Iterable[TargetRequest]) -> None:
-        """Uses the cached prefix of the prompt, or waits until another request has read it."""
+        """Uses the cached prefix of the prompt, or waits until another request has read it.
+
+        A request that wants its prompt's log-probabilities reads all of it.
+        """
         slot = running.slot
-        if self.cache.is_on:
-            running.awaits = _find_reader(running, others)
-        if running.awaits is None:
-            self.begin(running)
+        if not running.wants_prompt_logprobs:
+            if self.cache.is_on:
+                running.awaits = _find_reader(running, others)
+            if running.awaits is None:
+                self.begin(running)
         self.cache.enter(slot, min(running.opened.prompt_len + running.opened.sampling.max_tokens, self._context))
 
     def begin(self, running: TargetRequest) -> None:

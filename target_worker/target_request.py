@@ -42,7 +42,7 @@ from outrider.protocol.messages import (
     Sparse,
     Verify,
 )
-from outrider.protocol.schema import MAX_CHAIN
+from outrider.protocol.schema import MAX_CHAIN, Logprobs, concat_logprobs
 from outrider.protocol.trees import DraftTree, SparseQ, merge_trees, one_hot
 from outrider.target_worker.in_process_drafters import DraftSession, DraftTurn, propose
 
@@ -169,6 +169,11 @@ class TargetRequest:
         return 0 if self.answers else len(self.slot.unfed) - 1
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """True if every token of the prompt has to be read for its log-probabilities."""
+        return self.opened.sampling.prompt_logprobs is not None and self.opened.round == 0
+
+    @property
     def can_read(self) -> bool:
         """True if a piece of its prompt can be read now."""
         return not self.is_closed and self.unread > 0 and self.awaits is None and not self.offered
@@ -260,9 +265,15 @@ class TargetRequest:
             peak_bytes=peak,
             drafted=proposed,
             logprobs=verdict.logprobs,
+            prompt_logprobs=None if self.answers else self._take_prompt_logprobs(),
         )
         self.answers.append(outcome)
         return outcome
+
+    def _take_prompt_logprobs(self) -> Logprobs | None:
+        """Returns the log-probabilities of the prompt, if the request wants them and no forward for them failed."""
+        found = concat_logprobs([rows for _, rows in sorted(self.slot.prompt_logprobs.items())])
+        return found if self.wants_prompt_logprobs and len(found) == self.opened.prompt_len - 1 else None
 
     def close(self, spoilt: bool) -> None:
         """Ends the request; its in-process drafters may cache their state unless it is `spoilt`."""

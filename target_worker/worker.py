@@ -205,7 +205,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         others = tuple(self._running.values())
         self._running[message.request] = running
         self._prefixes.open(running, others)
-        running.offered = message.offered and self._kv_import is not None
+        running.offered = message.offered and self._kv_import is not None and not running.wants_prompt_logprobs
         if running.awaits is None:
             self._report_cached(running)
         self._report()

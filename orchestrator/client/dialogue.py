@@ -153,7 +153,8 @@ class GenerationResult:
 
     `token_ids` are the generated tokens, including the one that ended the text. `finish_reason` is eos, stop, length or
     cancelled. `mode` is the mode that ran; `seed` reproduces this text. `notes` say why speculation was off, if it was.
-    `logprobs`, `origins`: of each token, if the request asked for them. The repr leaves out what is stored per token.
+    If the request asked for them: `logprobs` and `origins` of each token, `prompt_logprobs` of each token of the prompt
+    but the first. The repr leaves out what is stored per token.
     """
 
     text: str
@@ -168,6 +169,7 @@ class GenerationResult:
     notes: tuple[str, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
     origins: tuple[Origin, ...] | None = field(default=None, repr=False)
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
 
     __repr__ = short_repr
 
@@ -251,6 +253,7 @@ class Dialogue:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._origins: list[Origin] = []
+        self._prompt_logprobs: tuple[TokenLogprob, ...] | None = None
         self._done: Done | None = None
 
     def begin(self) -> None:
@@ -331,6 +334,8 @@ class Dialogue:
 
     def _append(self, message: messages.TextChunk) -> Chunk:
         logprobs = None if message.logprobs is None else to_token_logprobs(message.logprobs)
+        if message.prompt_logprobs is not None and self._prompt_logprobs is None:
+            self._prompt_logprobs = to_token_logprobs(message.prompt_logprobs)
         self._texts.append(message.text)
         self._tokens.extend(message.token_ids)
         self._logprobs.extend(logprobs or ())
@@ -359,4 +364,5 @@ class Dialogue:
             notes=tuple(dict.fromkeys((*started.notes, *done.notes))),
             logprobs=tuple(self._logprobs) if self.first_message.sampling.logprobs is not None else None,
             origins=tuple(self._origins) if self.first_message.origins else None,
+            prompt_logprobs=self._prompt_logprobs,
         )

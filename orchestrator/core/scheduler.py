@@ -310,7 +310,8 @@ class Scheduler:
             request.sequence.add_note(note)
         logprobs = outcome.logprobs.part(0, len(kept)) if outcome.logprobs is not None else None
         origins = settled.proposal.origins(settled.nodes)[: len(kept)] if request.admit.origins else None
-        self._emit(Committed(request.id, kept, logprobs, origins, (report,) if report is not None else None))
+        rounds = (report,) if report is not None else None
+        self._emit(Committed(request.id, kept, logprobs, origins, rounds, outcome.prompt_logprobs))
         if settled.reason is not None:
             self._finish(request, settled.reason)
 

@@ -299,7 +299,10 @@ class Front:
             count = len(delta.tokens)
             logprobs = event.logprobs.part(0, count) if event.logprobs is not None else None
             origins = tuple(map(int, event.origins[:count])) if event.origins is not None else None
-            self._send(ticket, TextChunk(ticket.name, delta.text, delta.tokens, logprobs, origins, event.rounds))
+            own = TextChunk(
+                ticket.name, delta.text, delta.tokens, logprobs, origins, event.rounds, event.prompt_logprobs
+            )
+            self._send(ticket, own)
 
     def _send(self, ticket: Ticket, message: Message) -> None:
         if not self._clients.send(ticket.sender, message):

@@ -125,7 +125,8 @@ class TextChunk(RequestMessage, frozen=True):
     """Orchestrator -> client: committed text, never cut inside a character, and the tokens committed since the last
     chunk.
 
-    `logprobs`, `origins` and `rounds` are present if the request asked for them. Origins are 0 target, 1 prepared, 2
+    `logprobs`, `origins` and `rounds` are present if the request asked for them, and so are `prompt_logprobs`, of the
+    prompt after its first token, in the first chunk. Origins are 0 target, 1 prepared, 2
     drafted just in time, 3 an n-gram of the text or a table, 4 drafted by a head, 5 an alternative of a tree. `rounds`
     are those that produced the tokens.
     """
@@ -135,6 +136,7 @@ class TextChunk(RequestMessage, frozen=True):
     logprobs: Logprobs | None = None
     origins: Origins | None = None
     rounds: Many[RoundRecord] | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 class Timings(Record, frozen=True):

@@ -271,7 +271,8 @@ class Outcome(RoundMessage, frozen=True):
     - `peak_bytes` is the most memory that MLX has held since the last request that started while no other ran.
     - `drafted`: the in-process drafter's proposal for this round, if one was requested. `accepted` counts tokens of it
       and of Verify's proposal.
-    - `logprobs` are those of the committed tokens, if the request asked for them.
+    - `logprobs` are those of the committed tokens, if the request asked for them; `prompt_logprobs`, sent with the
+      first round, those of the prompt after its first token.
     """
 
     accepted: Count
@@ -284,6 +285,7 @@ class Outcome(RoundMessage, frozen=True):
     drafted: InProcessDraft | None = None
     logprobs: Logprobs | None = None
     path: Path | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 class Features(EpochMessage, frozen=True):

@@ -131,7 +131,8 @@ class PlacedToken:
 
 
 class LogprobFormatter:
-    """Formats the log-probabilities of one choice for OpenAI's APIs. Tokens in `ends` (end of text) are omitted."""
+    """Formats the log-probabilities of one choice for OpenAI's APIs. Tokens in `ends` (end of text) are omitted from
+    the generated text."""
 
     def __init__(self, codec: TextCodec, ends: frozenset[int]) -> None:
         self._codec, self._ends = codec, ends
@@ -140,8 +141,15 @@ class LogprobFormatter:
 
     def format(self, chunks: Sequence[Chunk]) -> list[PlacedToken]:
         """Formats the tokens of the next chunks. In a token's own text, incomplete characters become U+FFFD."""
+        return self._place([row for row in collect_logprobs(chunks) if row.token not in self._ends])
+
+    def format_prompt(self, tokens: Sequence[int], rows: Sequence[TokenLogprob]) -> list[PlacedToken]:
+        """Formats the tokens of a prompt, before those of chunks; `rows` are those of all but the first token."""
+        return self._place([TokenLogprob(tokens[0], 0.0), *rows])
+
+    def _place(self, rows: Sequence[TokenLogprob]) -> list[PlacedToken]:
         found = []
-        for row in (row for row in collect_logprobs(chunks) if row.token not in self._ends):
+        for row in rows:
             top = [self._format_token(token, value) for token, value in row.top]
             spelled = ChatTokenLogprob(**self._format_token(row.token, row.logprob).model_dump(), top_logprobs=top)
             start = self._length

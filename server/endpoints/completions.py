@@ -12,6 +12,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import MAX_TOKEN_ID, Chunk
+from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import MAX_LOGPROBS
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, plan_answer
 from outrider.server.answers.formatter import CompletionFormatter
@@ -50,11 +51,14 @@ class CompletionRequest(Sampling):
 
 
 class CompletionLogprobs(ApiResponse):
-    """For each token: its text, log-probability, likeliest alternatives by text, and text offset."""
+    """For each token: its text, log-probability, likeliest alternatives by text, and text offset.
+
+    An echoed prompt's first token has null for a log-probability and for alternatives.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -74,17 +78,20 @@ class Completion(CompletionBase):
     choices: list[CompletionChoice]
 
 
-def format_logprobs(placed: Sequence[PlacedToken]) -> CompletionLogprobs | None:
-    """Formats the next tokens; returns None if there are none."""
+def format_logprobs(placed: Sequence[PlacedToken], echoes: bool = False) -> CompletionLogprobs | None:
+    """Formats the next tokens; returns None if there are none. `echoes`: the first one begins the prompt."""
     if not placed:
         return None
     spelled = [one.spelled for one in placed]
-    return CompletionLogprobs(
+    found = CompletionLogprobs(
         tokens=[one.token for one in spelled],
         token_logprobs=[one.logprob for one in spelled],
         top_logprobs=list(map(_top_by_text, spelled)),
         text_offset=[one.start for one in placed],
     )
+    if echoes:
+        found.token_logprobs[0] = found.top_logprobs[0] = None
+    return found
 
 
 def _top_by_text(spelled: ChatTokenLogprob) -> dict[str, float]:
@@ -132,16 +139,30 @@ class TextCompletionFormatter(CompletionFormatter):
 
     def _format_choice(self, choice: ChoiceState) -> CompletionChoice:
         text = TextPart(self._echoes[choice.index] + choice.text)
-        return self._format_chunk_choice(choice, text, choice.chunks, choice.finish)
+        return self._format_chunk_choice(choice, text, choice.chunks, choice.finish, self._place_prompt(choice))
+
+    def _place_prompt(self, choice: ChoiceState) -> list[PlacedToken]:
+        """Returns the tokens of an echoed prompt, if their log-probabilities are requested."""
+        if choice.sampling.prompt_logprobs is None or self._logprobs is None:
+            return []
+        rows = choice.result.prompt_logprobs
+        if rows is None:
+            raise WorkerError("the logprobs of the prompt were lost, because the target failed; send the request again")
+        return self._logprobs[choice.index].format_prompt(choice.prompt.tokens, rows)
 
     def _format_chunk_choice(
-        self, choice: ChoiceState, part: Part | None, chunks: Sequence[Chunk] = (), finish: str | None = None
+        self,
+        choice: ChoiceState,
+        part: Part | None,
+        chunks: Sequence[Chunk] = (),
+        finish: str | None = None,
+        prompt: Sequence[PlacedToken] = (),
     ) -> CompletionChoice:
         placed = self._logprobs[choice.index].format(chunks) if self._logprobs is not None else []
         return CompletionChoice(
             index=choice.index,
             text=part.text if isinstance(part, TextPart) else "",
-            logprobs=format_logprobs(placed),
+            logprobs=format_logprobs([*prompt, *placed], bool(prompt)),
             finish_reason=None if finish is None else "length" if finish == "length" else "stop",
             token_ids=[token for chunk in chunks for token in chunk.token_ids] or None if choice.ids else None,
             speculation=report_speculation(choice, chunks),
@@ -154,8 +175,8 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/completions", response_model=None, responses=response_docs(Completion, chunk_docs(Completion)))
 async def complete(payload: CompletionRequest, request: Request, context: ContextDependency) -> Response:
     """Completes texts. Choices of several prompts follow one another."""
-    if payload.echo and payload.logprobs is not None:
-        raise Refused("logprobs of the prompt are not supported; leave out echo or logprobs", "logprobs")
+    if payload.echo and payload.logprobs is not None and payload.stream:
+        raise Refused("logprobs of an echoed prompt can't be streamed; leave out echo, logprobs or stream", "stream")
     formatter = await asyncio.to_thread(_create_formatter, context.model, payload)
     return await context.respond(request, formatter, payload.stream)
 
@@ -171,6 +192,8 @@ def _create_formatter(model: ServedModel, payload: CompletionRequest) -> TextCom
     plan = plan_answer(model, payload, prompts, get_output_format(payload), payload.stop, most, wanted, tried)
     for choice in plan.choices:
         choice.ids = bool(payload.return_token_ids)
+        if payload.echo:
+            choice.sampling = choice.sampling.changed(prompt_logprobs=payload.logprobs)
     texts = [one if isinstance(one, str) else model.codec.decode(tuple(one)) for one in given] if payload.echo else []
     echoes = [text for text in texts or [""] * len(given) for _ in range(each)]
     return TextCompletionFormatter(plan, payload, echoes)

@@ -382,7 +382,7 @@ def test_every_sampling_flag_reaches_the_core(run, stand, codec):
     )  # fmt: skip
     told, usual = admit.sampling, SamplingParams()
     alike = [f.name for f in fields(told) if getattr(told, f.name) == getattr(usual, f.name)]
-    assert alike == ["grammar"], "which excludes ignore_eos, and has a test of its own"
+    assert alike == ["grammar", "prompt_logprobs"], "the one has a test of its own, the other no flag"
     assert (admit.mode, admit.num_draft_tokens, admit.branches) == ("sd", 2, 6)
 
 

@@ -193,6 +193,27 @@ def test_chat_logprobs_equal_those_of_the_python_client(
     assert [row.token for row in content] == [bytes(row.bytes or ()).decode(errors="replace") for row in content]
 
 
+def test_echoed_prompt_has_the_logprobs_of_its_generation(pair: RunningServer) -> None:
+    """As lm-evaluation-harness asks for them: a text's tokens are worth the same generated and read."""
+    asked: Any = {"logprobs": 2, "return_token_ids": True}
+    (first,) = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=24, **asked).json()["choices"]
+    text = [*post(pair, "/tokenize", prompt=PROMPT).json()["tokens"], *first["token_ids"]]
+    body = post(pair, "/v1/completions", prompt=[text, text[:1]], max_tokens=1, echo=True, **asked).json()
+    whole, one = (choice["logprobs"] for choice in body["choices"])
+    generated = first["logprobs"]
+    count = len(generated["tokens"])
+    assert whole["token_logprobs"][-count - 1 : -1] == pytest.approx(generated["token_logprobs"], abs=1e-4)
+    assert whole["tokens"][-count - 1 : -1] == generated["tokens"]
+    assert [set(top) for top in whole["top_logprobs"][-count - 1 : -1]] == [
+        set(top) for top in generated["top_logprobs"]
+    ]
+    for found, tokens in ((whole, text), (one, text[:1])):
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        assert {len(rows) for rows in found.values()} == {len(tokens) + 1}
+    starts = [*whole["text_offset"], len(body["choices"][0]["text"])]
+    assert [body["choices"][0]["text"][a:b] for a, b in pairwise(starts)] == whole["tokens"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_completion_logprobs_are_parallel_lists(other_ai: openai.OpenAI, stream: bool) -> None:
     asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "logprobs": 2, "stop": ["zzz"]}

@@ -230,7 +230,7 @@ def test_invalid_field_is_refused_by_chat_and_completions(
         (CHAT, {**CHAT_BODY, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {**CHAT_BODY, "tools": [TOOL], "response_format": schema(False)}, "Unsatisfiable"),
         (CHAT, {**CHAT_BODY, "tools": [TOOL, TOOL]}, "two have the same name"),
-        (TEXT, {"prompt": "x", "logprobs": 1, "echo": True}, "logprobs of the prompt are not supported"),
+        (TEXT, {"prompt": "x", "logprobs": 1, "echo": True, "stream": True}, "can't be streamed"),
         (CHAT, {**CHAT_BODY, "continue_final_message": True}, "not the assistant's"),
         (CHAT, {**CHAT_BODY, "messages": [{"role": "user", "content": "hi", "prefix": True}]}, "not the assistant's"),
         (CHAT, {**CHAT_BODY, "chat_template_kwargs": {"tools": 1}}, "the chat template keyword"),

@@ -72,7 +72,7 @@ def _(at: Servers) -> None:
     hold(all(top["logprob"] >= -9999.0 for row in rows for top in row["top_logprobs"]), "one is")
 
 
-@cases.add(VLLM, why="the prompt is read without computing log-probabilities")
+@cases.add(VLLM, why="a text completion with echo and logprobs has them")
 def _(at: Servers) -> None:
     """prompt_logprobs returns the prompt's log-probabilities."""
     at.chat.whole(CHAT, messages=HELLO, prompt_logprobs=1)
@@ -119,7 +119,12 @@ def _(at: Servers) -> None:
     refused(at.pair.post(TEXT, prompt=TOKENS, logprobs=21), "logprobs")
 
 
-@cases.add(TEXTS, why="the prompt is read without computing log-probabilities")
+@cases.add(TEXTS)
 def _(at: Servers) -> None:
-    """echo with logprobs includes the prompt's tokens."""
-    at.pair.whole(TEXT, prompt=PROMPT, echo=True, logprobs=1, max_tokens=2)
+    """echo with logprobs includes the prompt's tokens, of which the first has null."""
+    choice = at.pair.whole(TEXT, prompt=TOKENS, echo=True, logprobs=1, max_tokens=2)["choices"][0]
+    found = choice["logprobs"]
+    values = found["token_logprobs"]
+    equal((len(values), values[0], found["top_logprobs"][0]), (len(TOKENS) + 2, None, None), "the prompt's")
+    hold(all(value <= 0 for value in values[1:]), f"{values}")
+    equal("".join(found["tokens"]), choice["text"], "the text")

@@ -1,0 +1,91 @@
+"""The log-probabilities of a prompt's tokens are those of one forward over it, however the prompt was read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.engine.kv_cache import FlatKVCache
+from outrider.engine.loading import LoadedModel, load
+from outrider.protocol.errors import ModelFault
+from outrider.protocol.messages import Autonomous, Close, KvMemory, Open, Outcome, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import Logprobs
+from outrider.target_worker.worker import TargetWorker
+from tests.system.links import FakeLink, answered
+
+TOP = 3
+SYSTEM = [(31 * i) % 250 + 2 for i in range(300)]
+PROMPTS = {"short": SYSTEM[:9], "long": [*SYSTEM, 5, 6, 7], "same": [*SYSTEM, 5, 6, 8], "one": [40]}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Path]) -> LoadedModel:
+    return load(tiny_model("llama", seed=4))
+
+
+@pytest.fixture
+def worker(model: LoadedModel) -> tuple[TargetWorker, FakeLink]:
+    link = FakeLink("target-0")
+    worker = TargetWorker(link, model)  # type: ignore[arg-type]
+    answered(worker, link, [KvMemory(1 << 26)])
+    return worker, link
+
+
+def opened(name: str, tokens: Sequence[int], wanted: int | None = TOP, round_: int = 0) -> Open:
+    sampling = SamplingParams(temp=0.8, seed=3, repetition_penalty=1.3, prompt_logprobs=wanted)
+    return Open(name, 0, round_, np.array(tokens, np.int32), sampling)
+
+
+def found(told: Sequence[Any]) -> dict[str, Logprobs | None]:
+    return {one.request: one.prompt_logprobs for one in told if isinstance(one, Outcome)}
+
+
+def check(model: LoadedModel, tokens: Sequence[int], rows: Logprobs | None) -> None:
+    assert rows is not None and rows.ids[:, 0].tolist() == list(tokens[1:])
+    if len(tokens) == 1:  # which nothing predicts
+        return
+    logits = np.array(model.model(mx.array([tokens]))[0, :-1], np.float64)
+    own = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    assert np.abs(np.take_along_axis(own, rows.ids, 1) - rows.values).max() < 1e-4
+    assert np.abs(np.sort(own)[:, ::-1][:, :TOP] - rows.values[:, 1:]).max() < 1e-4
+
+
+def test_prompt_logprobs_are_those_of_one_forward(model: LoadedModel, worker: tuple[TargetWorker, FakeLink]) -> None:
+    """Beside texts that decode, in pieces, and twice, though the prompt cache knows the prompt the second time."""
+    answered(*worker, [opened("decodes", [7, 8, 9], None)])
+    answered(*worker, [Verify("decodes", 0, 1, 4, Autonomous(10_000))], turns=3)
+    for turn in "ab":
+        told: dict[str, Logprobs | None] = {}
+        messages = [opened(name + turn, tokens) for name, tokens in PROMPTS.items()]
+        told |= found(answered(*worker, messages, turns=60))
+        for name, tokens in PROMPTS.items():
+            check(model, tokens, told[name + turn])
+        answered(*worker, [Close(name + turn) for name in PROMPTS], turns=3)
+
+
+def test_only_requests_that_ask_get_prompt_logprobs(worker: tuple[TargetWorker, FakeLink]) -> None:
+    messages = [opened("plain", SYSTEM, None), opened("again", SYSTEM[:20], TOP, round_=4)]
+    assert found(answered(*worker, messages)) == {"plain": None, "again": None}
+
+
+def test_prompt_logprobs_survive_a_failed_forward(
+    model: LoadedModel, worker: tuple[TargetWorker, FakeLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, failures = FlatKVCache.forward, [True, False, True, False, False]
+
+    def fails(self: FlatKVCache, feeds: Any) -> mx.array:
+        if failures and failures.pop() and len(feeds) > 1:
+            raise ModelFault("broken")
+        return forward(self, feeds)
+
+    monkeypatch.setattr(FlatKVCache, "forward", fails)
+    told = found(answered(*worker, [opened(name, tokens) for name, tokens in PROMPTS.items()]))
+    assert not failures
+    for name, tokens in PROMPTS.items():
+        check(model, tokens, told[name])
