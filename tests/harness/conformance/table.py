@@ -10,15 +10,15 @@ from tests.harness.conformance.case import DIFFERS, PASSES, REFUSED, Outcome
 
 HEAD = f"""# Conformance
 
-Cases from the public tests of vLLM, llama.cpp and mlx-lm and from OpenAI's and Anthropic's references, rewritten and
-run against Outrider {PACKAGE_VERSION}: the tiny pair, and a tiny chat model with a
+The cases come from the public tests of vLLM, llama.cpp and mlx-lm and from OpenAI's and Anthropic's references. They
+are rewritten and run against Outrider {PACKAGE_VERSION}, with the tiny pair and with a tiny chat model that has a
 template, thinking and tools. This command writes the page:
 
     python -m tests.harness.conformance --write docs/conformance.md
 
-The test suite runs the same cases, and fails when a case that passes here does not. *passes*: as expected there.
-*refused*: an error with this message. *differs*: another answer. Cases that don't pass are intended, for the given
-reason.
+The test suite runs the same cases, and fails when a case that passes here does not. A case *passes* if the result is as
+expected, is *refused* with the error shown, or *differs*, with another answer. Cases that do not pass are intended, for
+the reason given.
 """
 
 CLIENTS = "## Clients\n"

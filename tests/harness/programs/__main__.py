@@ -27,9 +27,9 @@ from tests.harness.programs.program import Program, Run, wrong
 from tests.harness.programs.script import write_model
 
 PROGRAMS = (*LIBRARIES, *AGENTS)
-HEAD = """Clients that are really run against a server, newest versions, each held to the same task with a scripted
-model: a *stream*; a tool that is called (*city*) and whose result is read (*answer*), by the client's own loop where it
-has one; a *form* by a schema, whole and in *parts*; a *file* that an agent writes. Written by
+HEAD = """The newest versions of these clients ran the same tasks against a server with a scripted model: a *stream*; a
+tool that is called (*city*) and whose result is read (*answer*), by the client's own loop where it has one; a *form* by
+a schema, whole and in *parts*; a *file* that an agent writes. This command writes the table:
 
     python -m tests.harness.programs FOLDER --write docs/conformance.md
 """
