@@ -162,7 +162,7 @@ class DenseKVRows(KVRows):
         done = start
         wanted = self.reader.readable(len(tokens)) if self.reader is not None and start == 0 else 0
         if self.reader is not None:
-            log.debug("a reader takes %d of %d tokens", wanted, len(tokens))
+            log.debug("the package reads %d of the prompt's %d tokens", wanted, len(tokens))
         try:
             for piece in self.reader.read(tokens[:wanted]) if self.reader is not None and wanted else ():
                 done = self.adopt(done, piece)

@@ -156,7 +156,7 @@ class FleetPlan:
             raise InvalidRequest(f"attached names {twice[0]} twice; expected each server once")
         on = self.placed.drafter.on if self.placed is not None else ""
         if on == "none" and (model := self.engine.draft_model) is not None:
-            raise InvalidRequest(f"draft_model is {model!r}, and placed.drafter is none; expected one or the other")
+            raise InvalidRequest(f"draft_model is {model!r}, and placed.drafter is none; leave out one of the two")
         if on == "other-host" and not self.engine.has_draft_worker:
             raise InvalidRequest(
                 f"placed.drafter is on other-host, and draft_backend {self.engine.draft_backend} has no process of its"

@@ -129,15 +129,15 @@ class ServeSettings:
     colocate: bool = switch(False, DRAFTING, help="draft in the target's process")
     fan_out: str = _enum("best-first", ("best-first", "geometric", "uniform"), DRAFTING, help="how outcomes are chosen")
     branch_depth: str = _enum("auto", ("auto", "full"), DRAFTING, help="full: wait until branches have K tokens")
-    ngrams: bool = switch(True, DRAFTING, help="do not draft by copying from the text (n-grams)")
+    ngrams: bool = switch(True, DRAFTING, help="do not draft with n-grams")
     ngram_table: str | None = setting(
         None, values.check_text, DRAFTING, "FILE",
-        help="a table of n-grams for texts that repeat nothing (default: the one that comes with --model)",
+        help="a table of n-grams that the model often generates (default: the one that comes with --model)",
     )  # fmt: skip
     trees: bool = switch(
         False, DRAFTING, help="verify drafts of several drafters as one tree, if the target can and it is faster"
     )
-    threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products, at most one a core")
+    threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products, at most one per core")
     cpu_kernels: str = _enum(
         "auto", CPU_KERNEL_CHOICES, WORKERS,
         help="the kernels on a CPU; auto: ONNX Runtime, or MLX for models that it does not support",

@@ -93,7 +93,7 @@ def parse_endpoint(text: str) -> Endpoint:
     if scheme in ("http", "https"):
         raise EndpointError(
             f"{text} is an HTTP address, for curl and the clients of OpenAI's and Anthropic's APIs; expected the"
-            " endpoint which `outrider serve` prints as `clients:`, like ipc:///tmp/outrider"
+            " endpoint that `outrider serve` prints as `clients:`, like ipc:///tmp/outrider"
         )
     raise EndpointError(f"{text!r} is not an endpoint; expected ipc://PATH or tcp://HOST:PORT")
 

@@ -135,7 +135,7 @@ class NgramTable:
                 f"{path} is not a table of n-grams ({first_line(error)}); expected a file of train.py --ngrams"
             ) from error
         if not is_table:
-            raise ModelError(f"{path} is not a table of n-grams; expected gaps of keys, tokens and shares")
+            raise ModelError(f"{path} is not a table of n-grams; expected a file of train.py --ngrams")
         return cls(np.cumsum(gaps, dtype=np.uint32), tokens.astype(np.uint32), shares)
 
     @property

@@ -406,7 +406,7 @@ def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> N
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--name", default=name)
     parser.add_argument("--parent-fd", type=int, default=None)
-    parser.add_argument("--incarnation", type=int, default=None, help="drawn when none is given")
+    parser.add_argument("--incarnation", type=int, default=None, help="random if not given")
     if far:
         parser.add_argument("--keys", type=Path, default=None, help="the folder of keys")
         parser.add_argument("--server-key", default=None, help="the server's public key (default: the trusted one)")

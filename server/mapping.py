@@ -302,7 +302,7 @@ def _calls_rule(rules: Rules, model: ServedModel, box: Toolbox, form: OutputForm
     if written is None or not (box.binds or form is not None):
         return None
     for function in (tool["function"] for tool in box.tools):
-        with _refuse_invalid(f"tools: of {function['name'][:80]}", "tools"):
+        with _refuse_invalid(f"tools: {function['name'][:80]}:", "tools"):
             check_grammar(Grammar.json_schema(arguments_of(function, function["name"] in box.strict)), model.vocabulary)
     inner = write_calls(rules, written.style, box.tools, box.strict, box.one) if written.style is not None else None
     if box.must:

@@ -76,11 +76,11 @@ class OrchestratorMetrics(Collector):
         yield gauge("num_requests_running", "Requests in flight", stats.active)
         yield gauge("num_requests_waiting", "Waiting requests", stats.queued)
         yield gauge("kv_cache_usage_perc", "Share of KV memory that running requests use; 1: all", kv.used / limit)
-        reserved = "Share of KV memory that running requests may grow to"
+        reserved = "Share of KV memory that running requests would use at full length"
         yield gauge("kv_cache_reserved_perc", reserved, kv.reserved / limit)
         yield gauge("kv_cache_limit_bytes", "KV memory of all workers", kv.limit)
         peak = stats.totals.peak_bytes
-        yield gauge("peak_memory_bytes", "The most MLX held in all workers during a request", peak)
+        yield gauge("peak_memory_bytes", "The most memory that MLX held in all workers during a request", peak)
         states = {(w.name, w.role, state): w.state == state for w in workers for state in WORKER_STATES}
         yield gauge("worker_state", "Whether the worker is in this state", states, "worker", "role", "state")
         again = {(worker.name, worker.role): worker.restarts for worker in workers}
@@ -98,7 +98,7 @@ class OrchestratorMetrics(Collector):
         yield counter("request_success", "Completed requests by finish reason", ended, "finished_reason")
         failed = {(kind,): endings.get(kind, 0) for kind in ERROR_KINDS}
         yield counter("request_failure", "Requests that were refused or failed, by error", failed, "error")
-        yield counter("prompt_tokens", "Prompt tokens read, of requests that ended", totals.prompt_n)
+        yield counter("prompt_tokens", "Prompt tokens read by requests that have ended", totals.prompt_n)
         asked = totals.prompt_n + totals.cache_n
         yield counter("prefix_cache_queries", "Prompt cache queries, in tokens", asked)
         yield counter("prefix_cache_hits", "Prompt cache hits, in tokens", totals.cache_n)
@@ -126,8 +126,8 @@ class OrchestratorMetrics(Collector):
         held = {(one.name,): one.count for one in totals.draft_n_accepted_by}
         yield counter("drafter_accepted_tokens", "Accepted draft tokens by drafter", held, "worker")
         misses = {(then,): getattr(totals, f"missed_then_{then}") for then in ("copied", "drafted", "plain")}
-        doc = "Outcomes whose branch was not there, by what followed: the branch after a wait, copied text, a chain"
-        doc += " drafted just in time, a plain step"
+        doc = "Outcomes without a branch, by what was verified next: the branch after a wait, n-grams, a chain"
+        doc += " on request, a plain step"
         misses = {("branch",): totals.cache_late, **misses}
         yield counter("speculation_cache_misses", doc, misses, "followed_by")
 
@@ -189,12 +189,12 @@ class Metrics:
         self.inter_token = self._histogram("inter_token_latency_seconds", doc, _ITL_BUCKETS)
         self.total = self._histogram("e2e_request_latency_seconds", "Duration of a choice", _E2E_BUCKETS)
         self.queue = self._histogram("request_queue_time_seconds", "Time in the queue", _E2E_BUCKETS)
-        self.prefill = self._histogram("request_prefill_time_seconds", "From the turn to the first token", _E2E_BUCKETS)
+        self.prefill = self._histogram("request_prefill_time_seconds", "From admission to first token", _E2E_BUCKETS)
         self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last", _E2E_BUCKETS)
         most = context or _DEFAULT_CONTEXT_LENGTH
         steps = (float(digit * 10**power) for power in range(len(str(most))) for digit in (1, 2, 5))
         tokens = tuple(step for step in steps if step <= most)
-        self.prompt = self._histogram("request_prompt_tokens", "A choice's prompt, remembered tokens included", tokens)
+        self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens, cached ones included", tokens)
         self.generated = self._histogram("request_generation_tokens", "Tokens of a choice", tokens)
 
     def count_response(self, path: str, status: int) -> None:

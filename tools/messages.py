@@ -28,11 +28,11 @@ KINDS = ("errors", "help", "log", "other")
 HELP_KEYWORDS = ("help", "description", "epilog", "usage", "title")
 LOG_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 SENTENCE = re.compile(r"[A-Za-z]{2,}[^A-Za-z]+ [^\n]*\b[a-z]{2,}|[A-Za-z]{2,} [^\n]*\b[a-z]+ ")
-HEAD = """# What Outrider says
+HEAD = """# Messages
 
-Errors, help texts, log lines and notes, gathered from the source by `python -m tools.messages --write
-docs/messages.md`; a test compares this page with the source. It is for review: each sentence should say what happened,
-why, and what to do, in plain English. `{...}` stands for a value.
+This page lists all errors, help texts, log lines and notes, so that they can be searched and reviewed. `{...}` stands
+for a value. Each error should say what was wrong, what was expected and what to do. `python -m tools.messages --write
+docs/messages.md` writes the page from the source; a test compares both.
 """
 
 

@@ -42,11 +42,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="ID|PATH", help=source)
     package = "the package's directory, which must not exist; required (default: none)"
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help=package)
-    cache = "the owner of the keys and values (default: %(default)s)"
+    cache = "how keys and values are kept, see docs/coreml.md (default: %(default)s)"
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default=Mode.STATELESS.value, help=cache)
     numbers = "the format of the weights (default: %(default)s)"
     parser.add_argument("--weights", choices=WEIGHT_FORMATS, default="fp16", help=numbers)
-    positions = "positions the package can draft at (default: %(default)s)"
+    positions = "the context length of the package, in tokens (default: %(default)s)"
     parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, metavar="N", help=positions)
     twin = "also write an mlx-lm checkpoint with the same numbers (default: none)"
     parser.add_argument("--mlx-out", type=Path, metavar="PATH", help=twin)

@@ -256,8 +256,8 @@ class CoreMLKVRows(KVRows):
             slots = self._free_slots(len(columns), function)
         if len(slots) < len(columns):
             raise DrafterFault(
-                f"the draft's cache of {self._layout.slots} slots has no {len(columns)} left; "
-                "no drafting for this request"
+                f"the draft's cache of {self._layout.slots} slots has fewer than {len(columns)} left; "
+                "drafting is off for this request"
             )
         self._free[slots] = False
         for column, slot in zip(columns, slots, strict=True):

@@ -119,13 +119,13 @@ def _check_sizes(sizes: DecoderArchitecture) -> None:
         raise ModelError(f"{sizes.heads} query heads can't share {sizes.kv_heads} key/value heads evenly")
     if sizes.head_dim % AXIS_ALIGNMENT:
         raise ModelError(
-            f"the head size is {sizes.head_dim}, off the Neural Engine's grid; expected a multiple of {AXIS_ALIGNMENT}"
+            f"the head size is {sizes.head_dim}; the Neural Engine needs a multiple of {AXIS_ALIGNMENT}"
             " (use --draft-backend mlx for this one)"
         )
     widest = max(sizes.hidden, sizes.intermediate, sizes.heads * sizes.head_dim)
     if widest > MAX_WIDTH:
         raise ModelError(
-            f"a layer is {widest} wide and the Neural Engine takes {MAX_WIDTH}; a draft model should be far smaller"
+            f"a layer is {widest} wide, but the Neural Engine takes at most {MAX_WIDTH}; choose a smaller draft model"
         )
 
 

@@ -223,7 +223,7 @@ def _parse_config(config: Mapping[str, Any], weights: Weights, target: Mapping[s
     markov = int(config.get("markov_rank") or 0)
     kind = str(config.get("markov_head_type") or "vanilla").lower()
     if markov and kind not in ("vanilla", "gated", "rnn"):
-        raise CannotDraft(f"{name} links its tokens by {kind!r}, which is not supported")
+        raise CannotDraft(f"{name} has a Markov head of type {kind!r}, which is not supported")
     return DFlashConfig(
         **asdict(parse_layer_sizes(config, weights, target)),
         taps=_parse_tapped_layers(config, int(target["num_hidden_layers"]), name),

@@ -229,7 +229,7 @@ def load(folder: Path, target: LoadedModel) -> ExitDrafter:
     count = len(layers)
     if not reproduces_logits(target, _make_exit(target, count)):
         raise CannotDraft(
-            f"a {target.model_type} model does more after its layers than norm and output layer, so early exit is"
+            f"a {target.model_type} model has more after its layers than a norm and an output layer, so early exit is"
             " not supported"
         )
     if target.folder is not None and folder.samefile(target.folder):

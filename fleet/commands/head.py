@@ -29,7 +29,7 @@ RESTART_NOTE = "The previous fleet restarts by itself: see `outrider fleet statu
 def add_flags(parser: argparse.ArgumentParser) -> None:
     where = "this host's address for other hosts, in a network that you trust (default: 127.0.0.1, no other can join)"
     parser.add_argument("--ip", default="127.0.0.1", help=where)
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, metavar="N", help=f"default {DEFAULT_PORT}")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, metavar="N", help=f"port (default: {DEFAULT_PORT})")
     add_folder_flag(parser)
 
 

@@ -54,6 +54,6 @@ def describe(plan: FleetPlan) -> str:
     http = plan.ingress.http
     keys = f"API keys: {len(http.api_keys)}" if http.api_keys else "no API key"
     lines.append(
-        f"ingress:  {plan.ingress.count} at {http.host}:{http.port}, {keys}, {plan.ingress.tries} tries a text"
+        f"ingress:  {plan.ingress.count} at {http.host}:{http.port}, {keys}, {plan.ingress.tries} tries per text"
     )
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Manages the keys for endpoints that other machines reach (docs/security.md).
 
-make: create your key. show: print its public half, for others to allow. allow KEY NAME: accept this key here from a
+make: create your key. show: print the public key, for others to allow. allow KEY NAME: accept this key here from a
 client (--as client, the default), a drafter (--as drafter) or a prefill worker (--as prefill). revoke KEY|NAME: stop
 accepting it. trust PLACE KEY: expect this key of the server at HOST or HOST:PORT. forget PLACE: no longer trust it.
 list: list all keys.
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _make(ring: Keyring, options: argparse.Namespace) -> None:
     pair = ring.make(overwrite=options.force)
-    say(f"Created a key in {ring.folder}; its public half is:")
+    say(f"Created a key in {ring.folder}; its public key is:")
     print(pair.public)
 
 

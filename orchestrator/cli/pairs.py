@@ -21,7 +21,7 @@ from outrider.protocol.errors import InvalidRequest, ModelError
 
 KNOWN_PAIRS = (
     ("Llama-3.3-70B-Instruct-4bit", 70.6, "Llama-3.2-1B-Instruct-4bit", 1.24, "of the paper's families"),
-    ("Meta-Llama-3.1-8B-Instruct-4bit", 8.03, "Llama-3.2-1B-Instruct-4bit", 1.24, "draft large for the target"),
+    ("Meta-Llama-3.1-8B-Instruct-4bit", 8.03, "Llama-3.2-1B-Instruct-4bit", 1.24, "large draft model"),
     ("Qwen3-32B-4bit", 32.8, "Qwen3-0.6B-4bit", 0.6, "of the paper's families"),
     ("Qwen3-14B-4bit", 14.8, "Qwen3-0.6B-4bit", 0.6, ""),
     ("Qwen3-8B-4bit", 8.2, "Qwen3-0.6B-4bit", 0.6, ""),

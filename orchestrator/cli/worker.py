@@ -35,10 +35,9 @@ SERVER_SETTINGS = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    role = "the worker's role; a target joins a server that was started with --await-target"
-    parser.add_argument("role", choices=list(MODULES), help=role)
+    parser.add_argument("role", choices=list(MODULES), help="the worker's role")
     where = parser.add_mutually_exclusive_group(required=True)
-    joined = "the endpoint that the server prints as `workers:` (default: none; or --discover)"
+    joined = "the endpoint that the server prints as `workers:`; this or --discover is required (default: none)"
     where.add_argument("--connect", metavar="ENDPOINT", help=joined)
     find = "find a server with a trusted key (`outrider keys trust`) on the local network"
     where.add_argument("--discover", action="store_true", help=find)

@@ -206,7 +206,7 @@ class Front:
         ticket = self._active.get(event.request)
         if ticket is None:
             fields = {"request": event.request}
-            log.info("no ticket for %s of %s", type(event).__name__, event.request, extra=fields)
+            log.info("dropped a %s of the inactive request %s", type(event).__name__, event.request, extra=fields)
             return
         match event:
             case RequestBegan():

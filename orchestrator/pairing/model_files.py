@@ -255,7 +255,7 @@ def _hub_error_reason(error: Exception) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return "Hugging Face has no such public repository"
     if constants.HF_HUB_OFFLINE:
-        return "offline mode is on (HF_HUB_OFFLINE) and the cache has no copy"
+        return "offline mode is on (HF_HUB_OFFLINE, --offline) and the cache has no copy"
     if isinstance(error, errors.LocalEntryNotFoundError):
         return "Hugging Face can't be reached and the cache has no copy"
     return f"Hugging Face can't be reached ({type(error).__name__})"

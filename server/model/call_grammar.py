@@ -335,7 +335,7 @@ def arguments_of(function: dict[str, Any], strict: bool) -> Schema:
     schema = _prune(function["parameters"], lambda key, _: key in _ANNOTATION_KEYS)
     schema = schema if strict else without_unreadable_patterns(schema)
     if "object" not in (kind := schema.get("type", "object")):
-        raise InvalidRequest(f"arguments are to be {kind!r}; expected a schema of an object")
+        raise InvalidRequest(f"the arguments have type {kind!r}; expected the schema of an object")
     closed = {"additionalProperties": False} if "properties" in schema and not set(schema) - _PLAIN_OBJECT_KEYS else {}
     return {**schema, "type": "object", **closed, "x-guidance": {**JSON_WHITESPACE, "lenient": not strict}}
 

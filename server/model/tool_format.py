@@ -56,7 +56,7 @@ _TEMPLATE_MARKERS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
 _CALL_ID = re.compile(r"\[CALL_ID\]\s*[\w-]+\s*(?=\[ARGS\])")  # of Mistral Small 3.2; read as the name by mlx-lm
 FALLBACK_FORMAT = "json_tools"
 FALLBACK_NOTE = (
-    "The chat template of this model has no tools: they are described in the system prompt, and calls are held to a"
+    "The chat template of this model has no tools: they are described in the system prompt, and calls follow a"
     " grammar. --no-tool-fallback refuses tools instead."
 )
 _INSTRUCTION = """You may call functions to answer the user. These are the functions, a JSON object each:

@@ -104,7 +104,7 @@ def test_draft_unfit_for_core_ml_still_has_other_placements(
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     places = doctor.create_report(str(tiny_model("llama")), try_now=True).placements  # heads of 16
-    assert places[-1].name == "Core ML" and "off the Neural Engine's grid" in places[-1].note and places[0].usable
+    assert places[-1].name == "Core ML" and "the Neural Engine needs a multiple" in places[-1].note and places[0].usable
 
 
 def test_trial_results_become_placements(

@@ -301,5 +301,5 @@ def test_invalid_settings_are_one_line_errors(
     assert "\n" not in str(refused.value)
     with pytest.raises(InvalidRequest, match="draft prefill is 'often'; expected auto, mlx, coreml or the directory"):
         selection.load_prompt_reader(str(made.model_path), "often", print)
-    with pytest.raises(ModelError, match="off the Neural Engine's grid"):
+    with pytest.raises(ModelError, match="the Neural Engine needs a multiple"):
         selection.load_prompt_reader(str(tiny_model("llama")), "coreml", print)

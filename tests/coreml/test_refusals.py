@@ -51,9 +51,9 @@ def refused(model: Path, tmp_path: Path, options: Options = SHORT) -> str:
         ("gemma3_text", {}, "can't convert a 'gemma3_text' model"),
         ("qwen3_moe", {}, "can't convert a 'qwen3_moe' model"),
         ("llama", {"rope_traditional": True}, "rope_traditional, which rotates neighbouring pairs"),
-        ("llama", {"head_dim": 48}, "head size is 48, off the Neural Engine's grid; expected a multiple of 32"),
-        ("qwen2", {"hidden_size": 64}, "head size is 16, off"),
-        ("llama", {"intermediate_size": 16385}, "a layer is 16385 wide and the Neural Engine takes 16384"),
+        ("llama", {"head_dim": 48}, "head size is 48; the Neural Engine needs a multiple of 32"),
+        ("qwen2", {"hidden_size": 64}, "head size is 16; the Neural Engine"),
+        ("llama", {"intermediate_size": 16385}, "a layer is 16385 wide, but the Neural Engine takes at most 16384"),
         ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3}, "4 query heads can't share 3"),
         (
             "llama",

@@ -150,7 +150,7 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
         ("z-lab", {"block_size": 1}, TARGET, "has blocks of 1 tokens"),
         ("z-lab", {"quantization": {"bits": 4}}, TARGET, "is quantized"),
         ("z-lab", {"architectures": ["LlamaForCausalLM"]}, TARGET, "is not a DFlash head"),
-        ("DeepSpec", {"markov_head_type": "odd"}, TARGET, "links its tokens by 'odd'"),
+        ("DeepSpec", {"markov_head_type": "odd"}, TARGET, "a Markov head of type 'odd'"),
         ("DFlash2", {"sliding_window_non_causal": False}, TARGET, "sliding windows of causal blocks"),
     ],
 )

@@ -97,7 +97,7 @@ def test_resources_are_converted_to_rays_names():
         ({"placed": {"needs": {"metal": 1, "cuda": 1}}}, "placed.needs: no host has both cuda and metal"),
         ({"placed": {"needs": {"metal": 1}, "drafter": {"needs": {"cuda": 1}}}}, "or use on: other-host"),
         ({"placed": {"drafter": "mars"}}, "placed.drafter: on is 'mars'; expected one of same-host"),
-        ({"placed": {"drafter": "none"}, "model": "a", "draft_model": "b"}, "placed.drafter is none; expected one or"),
+        ({"placed": {"drafter": "none"}, "model": "a", "draft_model": "b"}, "placed.drafter is none; leave out one"),
         ({"placed": {"drafter": {"on": "none", "needs": {"ane": 1}}}}, "expected no needs, or a drafter"),
         ({"placed": {"drafter": "other-host"}, "model": "a"}, "expected draft_model in addition to model"),
         ({"placed": {"drafter": "other-host"}, "engine": {"draft_backend": "ngram"}}, "has no process of its own"),

@@ -196,7 +196,7 @@ def test_version_is_printed(run):
         (["generate", "-p", "x", "--draft-backend", "gpu"], 2, "draft_backend is 'gpu'"),
         (["generate", "-p", "x", "--connect", "nowhere"], 4, "not an endpoint"),
         (["generate", "-p", "x", "--connect", "http://127.0.0.1:8080"], 4, "is an HTTP address"),
-        (["chat", "--connect", "https://studio.local/v1"], 4, "which `outrider serve` prints as `clients:`"),
+        (["chat", "--connect", "https://studio.local/v1"], 4, "that `outrider serve` prints as `clients:`"),
         (
             ["generate", "-p", "x", "--connect", "ipc:///tmp/x", "--model", "m"],
             2,

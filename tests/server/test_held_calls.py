@@ -255,9 +255,9 @@ def test_format_follows_the_mark_of_the_answer(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("parameters", "words"),
     [
-        ({"type": "object", "properties": {"x": {"type": "nonsense"}}}, "of f the JSON schema .* nonsense"),
-        ({"type": "array"}, "of f .*arguments"),
-        ({"type": "object", "properties": {"x": False}, "required": ["x"]}, "of f .*Unsatisfiable"),
+        ({"type": "object", "properties": {"x": {"type": "nonsense"}}}, "f: the JSON schema .* nonsense"),
+        ({"type": "array"}, "f: .*arguments"),
+        ({"type": "object", "properties": {"x": False}, "required": ["x"]}, "f: .*Unsatisfiable"),
     ],
 )
 def test_unsatisfiable_tool_schema_error_names_the_tool(tmp_path: Path, parameters: dict[str, Any], words: str) -> None:
@@ -274,7 +274,7 @@ def test_a_strict_tool_enforces_its_whole_schema(tmp_path: Path) -> None:
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
     tools = (function("f", None, {"type": "object", "properties": {"x": {"type": "string", "format": "odd"}}}),)
     assert build_answer_grammar(model.served, TokenizedPrompt(()), Toolbox(tools, must=True), None) is not None
-    with pytest.raises(Refused, match=r"of f .*odd"):
+    with pytest.raises(Refused, match=r"f: .*odd"):
         build_answer_grammar(
             model.served, TokenizedPrompt(()), Toolbox(tools, must=True, strict=frozenset(["f"])), None
         )

@@ -282,8 +282,8 @@ def tool_of(parameters: dict[str, Any]) -> dict[str, Any]:
     ("body", "param", "words"),
     [
         ({"tools": [TOOL, TOOL]}, "tools", "two have the same name"),
-        ({"tools": [tool_of({"type": "array"})]}, "tools", "of f arguments are to be 'array'"),
-        ({"tools": [tool_of({"properties": {"x": {"type": "odd"}}})]}, "tools", "of f the JSON schema .*odd"),
+        ({"tools": [tool_of({"type": "array"})]}, "tools", "f: the arguments have type 'array'"),
+        ({"tools": [tool_of({"properties": {"x": {"type": "odd"}}})]}, "tools", "f: the JSON schema .*odd"),
         ({"tools": [TOOL], "grammar": "start: <nothing>"}, "grammar", "unknown special token"),
         ({"tools": [TOOL], "tool_choice": {**NAMED, "function": {"name": "g"}}}, "tool_choice", "not among"),
     ],

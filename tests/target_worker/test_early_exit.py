@@ -235,7 +235,7 @@ GRANITE = {
 
 @pytest.mark.parametrize(
     ("family", "config", "sentence"),
-    [("qwen3_next", {}, "batch requests"), ("llama", GRANITE, "granite model does more after its layers")],
+    [("qwen3_next", {}, "batch requests"), ("llama", GRANITE, "granite model has more after its layers")],
 )
 def test_target_that_cannot_exit_early_is_refused(
     tiny_model: Callable[..., Path], family: str, config: dict[str, Any], sentence: str
