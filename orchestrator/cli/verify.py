@@ -49,10 +49,11 @@ def certify(
     sampling: SamplingParams,
     progress: Callable[[str], None],
     ends: Iterable[int] = (),
+    kernels: str | None = None,
 ) -> Report:
     """Replays `generated`, which should follow `tokens`, through the model in `folder`.
 
-    `progress` is called with each stage. `ends`: the tokens that may end a grammar's text.
+    `progress` is called with each stage. `ends` may end a grammar's text. `kernels` are those of `blas_environment`.
 
     Raises:
         OutriderError: the error that the process reported, or WorkerError if it ended without a report.
@@ -64,7 +65,7 @@ def certify(
         "sampling": dataclasses.asdict(sampling),
         "ends": list(ends),
     }
-    environment = system.blas_environment(child_environment(), REPLAY_THREADS)
+    environment = system.blas_environment(child_environment(), REPLAY_THREADS, kernels)
     command = python("-m", "outrider.target_worker.certificate")
     with tempfile.TemporaryFile("w+") as stdin:
         json.dump(claim, stdin)
@@ -164,7 +165,9 @@ def run(options: argparse.Namespace) -> int:
             f"the prompt has {len(tokens)} tokens, and the output's prompt had {output.prompt_tokens}; expected the"
             " prompt and the model that the output was generated with"
         )
-    report = certify(model.folder, tokens, output.token_ids, output.sampling, screen.show, codec.eos)
+    report = certify(
+        model.folder, tokens, output.token_ids, output.sampling, screen.show, codec.eos, options.cpu_kernels
+    )
     own_faults = find_faults(output, codec, tokens, report.context_length)
     holds = report.holds and not own_faults
     screen.clear()
@@ -181,8 +184,7 @@ def _generate_output(options: argparse.Namespace, screen: Screen) -> dict[str, A
     prompt = prompt_of(options)
     request = request_of(options, prompt)
     _require_coupled(request.sampling)
-    result = generate(options, request, screen, show_text=False)
-    return as_json(result, request, prompt, request.chat_template)
+    return as_json(generate(options, request, screen, show_text=False), request, prompt, request.chat_template)
 
 
 def _read_output(options: argparse.Namespace) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from outrider.protocol.messages import Stats, Timings
 from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.protocol.schema import Logprobs
 from outrider.protocol.stats import Report
+from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
 from tests.orchestrator.stand import says, worker_stats
 
 
@@ -421,7 +422,7 @@ def claims(monkeypatch):
     """What is handed to the replay, which finds every token to be the target's."""
     seen = []
 
-    def certify(folder, tokens, generated, sampling, progress, ends):
+    def certify(folder, tokens, generated, sampling, progress, ends, kernels):
         seen.append((folder, tuple(tokens), tuple(generated), sampling))
         return Report(len(generated), len(generated), (), (), 1024)
 
@@ -516,6 +517,15 @@ def test_verify_reads_a_prompt_on_stdin_once(run, stand, codec, claims, monkeypa
     monkeypatch.setattr("sys.stdin", io.StringIO("from stdin"))
     assert run("verify", "-p", "-", "-m", "1", "--connect", stand.endpoint)[0] == 0
     assert claims[0][1] == codec.encode("from stdin")
+
+
+@pytest.mark.parametrize(("flags", "kernels"), [((), "unset"), (("--cpu-kernels", "mlx"), "mlx")])
+def test_verify_replays_with_the_cpu_kernels_of_its_flag(run, output, monkeypatch, flags, kernels):
+    replay = f"import json, os; chosen = os.environ.get({CPU_KERNELS_VARIABLE!r}, 'unset')"
+    replay += "; print(json.dumps({'kind': 'InvalidRequest', 'error': chosen}))"
+    monkeypatch.delenv(CPU_KERNELS_VARIABLE, raising=False)
+    monkeypatch.setattr("outrider.orchestrator.cli.verify.python", lambda *_: (sys.executable, "-c", replay))
+    assert run("verify", "--json-file", str(output[1]), *flags) == (2, "", f"outrider verify: {kernels}\n")
 
 
 def test_verify_refuses_residual_sampling(run):

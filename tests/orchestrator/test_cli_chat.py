@@ -492,7 +492,7 @@ def test_generate_continues_a_conversation_and_verify_accepts_it(served, templat
     output.write_text(capsys.readouterr().out)
     seen = []
 
-    def certify(folder, tokens, generated, sampling, progress, ends):
+    def certify(folder, tokens, generated, sampling, progress, ends, kernels):
         seen.append(served.codec.decode(tokens))
         return Report(len(generated), len(generated), (), (), 1024)
 
