@@ -356,7 +356,7 @@ def describe_settings(separator: str) -> str:
     """Returns a list of the settings for a docstring: each name, the default of a switch, and the help."""
     lines = []
     for field in dataclasses.fields(ServeSettings):
-        switch = f" {field.default}; {not field.default}" if isinstance(field.default, bool) else ""
+        switch = f" (default: {field.default}); {not field.default}" if isinstance(field.default, bool) else ""
         lines.append(f"- `{field.name}`{switch}: {field.metadata['help'].replace(' --', ' ')}.")
     return separator.join(lines)
 

@@ -99,8 +99,7 @@ def measure_prefill(settings: dict[str, Any], target: ModelFiles, show: Callable
 def add_flags(parser: argparse.ArgumentParser) -> None:
     temp = "temperature to measure at (default: 0)"
     parser.add_argument("--temp", "--temperature", type=float, default=0.0, metavar="T", help=temp)
-    runs = "on a CPU, also run auto with a draft worker and with --colocate"
-    parser.add_argument("--measure", action="store_true", help=runs)
+    parser.add_argument("--measure", action="store_true", help="on a CPU, also run auto with and without --colocate")
     flags.add_cluster_flags(parser, UNUSED)
 
 

@@ -103,7 +103,7 @@ def test_plan_whose_needs_no_host_offers_is_refused(call: Callable[..., Result],
     assert code == 2 and "placed needs cuda 1, but no host of the fleet offers that; run" in err
 
 
-def test_a_gates_port_in_use_is_refused(at_head: Path) -> None:
+def test_an_ingress_port_in_use_is_refused(at_head: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         (at_head / "fleet.yaml").write_text(f"placed:\ningress: {{port: {port}}}\n")
