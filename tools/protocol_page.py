@@ -32,8 +32,8 @@ HEAD = f"""\
 
 <!-- Written by `python -m tools.protocol_page` from protocol/messages/. Change that, not this. -->
 
-This page describes the messages between the orchestrator, the workers and the clients. The protocol version is
-{PROTOCOL_VERSION}.
+This page describes the messages of protocol version {PROTOCOL_VERSION} between the orchestrator, the workers and the
+clients.
 
 ## Framing
 
@@ -72,8 +72,8 @@ another release can be answered.
 ## Ordering: epoch, round, base_len
 
 - `request` identifies a request for its whole life.
-- `epoch` increases when the target asks to start again (`Resync`). Messages of an older epoch are void. Drafters join
-  and leave within an epoch.
+- `epoch` increases when the target asks to start again (`Resync`). Messages of an older epoch are dropped. Drafters
+  join and leave within an epoch.
 - `round` counts verifies within an epoch; round 0 is the prefill, the verify of an empty chain.
 - `base_len` is the number of committed tokens when the round's verify starts. Chain token *i* stands at absolute
   position `base_len + i`, and an outcome of `accepted` = *k* increases the next round's `base_len` by *k* + 1.
@@ -94,11 +94,11 @@ request still ends with the same text as long as some messages arrive.
   know the request, or is further ahead than it remembers, it sends `Resync`, and a new epoch begins.
 - *No message of a drafter arrives.* Waits for drafters are bounded; then the target continues alone. The drafter
   detects what it missed from `base_len` of the next `Commit`.
-- *No `Close` arrives.* A worker closes a request that it has heard nothing of for
-  {IDLE_REQUEST_TIMEOUT_NS // SECOND_NS} s, and that has no work left, when another request is opened. If the request
-  was not over, the worker answers the next message about it with `Resync`.
-- *A `PromptKv` is lost*, or the prefill worker: the target reads on by itself where it finds a gap, or at the first
-  `Verify`.
+- *No `Close` arrives.* When a request is opened, a worker closes each request that has no work left and of
+  which it has received no message for {IDLE_REQUEST_TIMEOUT_NS // SECOND_NS} s. If the request was not over, the
+  worker answers the next message about it with `Resync`.
+- *A `PromptKv` or the prefill worker is lost.* The target reads the rest of the prompt itself when it finds a gap, or
+  at the first `Verify`.
 - Losing `Prepare`, `Halt`, `Prefilled`, `CacheReport` or `KvMemory` costs time or memory, never a text.
 - Messages have no checksum. The codec refuses altered messages that it can detect; the rest is left to the transport,
   as with TCP. Altered messages of a drafter cost time; under residual sampling `q` is trusted.
@@ -112,8 +112,8 @@ request still ends with the same text as long as some messages arrive.
   brackets.
 
 Beyond this machine, and where it is requested, ZeroMQ's CURVE encrypts the connection and admits peers by key. The ZAP
-domains are `client` and `drafter`, one an endpoint. `connect` and `bind` refuse another machine's address without keys
-(docs/security.md). A drafter on another machine sends `Hello` like any other; its `vocabulary` must equal the
+domains are `client` and `drafter`, one for each endpoint. `connect` and `bind` refuse another machine's address without
+keys (docs/security.md). A drafter on another machine sends `Hello` like any other; its `vocabulary` must equal the
 cluster's. A peer with another protocol version gets one answer, in the server's version: a `Shutdown` whose reason
 names both versions. Only its header is read.
 """
