@@ -4,7 +4,7 @@
 
 The messages are gathered from the source's syntax tree: string literals of at least three words, except docstrings.
 Literals in `raise` are errors, arguments like `help=` are help, arguments of a logger are log lines; the others are
-notes, labels and parts of sentences. `{...}` stands for a value.
+notes, labels and parts of sentences, if they have enough words beside their values. `{...}` stands for a value.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ KINDS = ("errors", "help", "log", "other")
 HELP_KEYWORDS = ("help", "description", "epilog", "usage", "title")
 LOG_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 SENTENCE = re.compile(r"[A-Za-z]{2,}[^A-Za-z]+ [^\n]*\b[a-z]{2,}|[A-Za-z]{2,} [^\n]*\b[a-z]+ ")
+VALUE = re.compile(r"\{(?:[^{}]|\{[^{}]*\})*\}")
 HEAD = """# Messages
 
 This page lists all errors, help texts, log lines and notes, so that they can be searched and reviewed. `{...}` stands
@@ -79,7 +80,7 @@ def _find_in_module(path: Path) -> Iterator[Message]:
 def _find_literals(node: ast.AST, kind: str) -> Iterator[tuple[int, str, str]]:
     if isinstance(node, ast.Constant | ast.JoinedStr):
         text = _literal_text(node)
-        if SENTENCE.search(text):
+        if SENTENCE.search(VALUE.sub("{}", text) if kind == "other" else text):
             yield node.lineno, kind, " ".join(text.split())
         return
     for child in ast.iter_child_nodes(node):
