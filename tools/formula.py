@@ -2,7 +2,6 @@
 
     python -m tools.formula                                 # code prompts, T = 0 and 0.8, K = 2, 3, 4
     python -m tools.formula --classes code,prose --depths 3 --prompts 6
-    python -m tools.formula --contended                     # another process keeps the target's device busy
 
 The formula takes times in isolation, and from the run only chain lengths, tokens per round, the share of chains on
 request, and the median turnaround. A second pair of workers is timed between the runs, one process at a time, so that
@@ -35,7 +34,6 @@ from outrider.protocol import clock, values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Commit, Drafted, Timings
 from outrider.protocol.sampling import SamplingParams
-from tools.contention import Contention
 
 # Rounds of each kind in a sample.
 ROUNDS_PER_SAMPLE = 2
@@ -285,7 +283,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depths", default="2,3,4", metavar="K,K,...", help="values of K (default: 2,3,4)")
     length = "tokens to generate in each run (default: 128)"
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help=length)
-    parser.add_argument("--contended", action="store_true", help="keep the target's device busy with another process")
     flags.add_request_flags(parser, ("mode", "num_draft_tokens", "drafter"))
     flags.add_cluster_flags(parser, (*flags.MULTI_REQUEST_SETTINGS, "colocate", "memory", "trace"))
 
@@ -309,8 +306,6 @@ def run(options: argparse.Namespace) -> int:
         bench, client = stack.enter_context(workbench(settings, screen.show)), cluster.client()
         arms = {"ar": ("ar", None), **{f"{mode} K={k}": (mode, k) for mode in ("sd", "ssd") for k in depths}}
         runners = [(name, mode_runner(client, *arm)) for name, arm in arms.items()]
-        if options.contended:
-            print(stack.enter_context(Contention(settings)).describe())
         for (kind, prompts), sampling in product(classes.items(), samplings):
             stopwatch, timings = Stopwatch(bench, depths, settings.breadth), defaultdict[str, list[Timings]](list)
             for number, prompt in enumerate(prompts[:count]):

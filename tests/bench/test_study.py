@@ -33,7 +33,6 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import DraftWork, RoundRecord, Span
 from outrider.protocol.version import install_command
 from tools.formula import speedup_bound
-from tools.trace_rounds import read_bars
 
 FLAT = Costs(10.0, lambda rows: 10.0, lambda depth: 4.0, lambda depth: 9.0, 0.0)
 
@@ -239,14 +238,6 @@ def test_missing_rounds_cannot_be_drawn() -> None:
         draw_rounds([record(1)], "test", 50, 10)
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "M"}]}'])
-def test_file_that_is_not_a_trace_is_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(content)
-    with pytest.raises(InvalidRequest, match="is not a trace of Outrider"):
-        read_bars(path)
-
-
 def test_unwritable_trace_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="can't be written"):
         Trace(tmp_path / "missing" / "trace.json")
@@ -259,7 +250,9 @@ def test_in_process_drafter_has_its_own_track_in_the_targets_process(tmp_path: P
     trace.close()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {1}
-    assert [bar.track for bar in read_bars(tmp_path / "trace.json")] == [TARGET_DRAFTER_TRACK, TARGET_TRACK]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    work = sorted((event for event in events if event["ph"] == "X"), key=lambda event: float(event["ts"]))
+    assert [tracks[event["tid"]] for event in work] == [TARGET_DRAFTER_TRACK, TARGET_TRACK]
 
 
 @pytest.mark.parametrize(("both", "word"), [(9.0, "Above 1"), (10.0, ""), (15.0, ""), (21.0, "Below 0")])
