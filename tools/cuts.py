@@ -22,9 +22,9 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.protocol import values
-from outrider.protocol.errors import OutriderError, WorkerError
-from tests.harness.chaos import AT_ONCE, MOST_CHUNKS, ChaosRun, FaultEffect, Growth
-from tests.harness.random_identity import DIFFERENT, SAME, TIE
+from outrider.protocol.errors import WorkerError
+from tests.harness.chaos import AT_ONCE, MOST_CHUNKS, ChaosRun, FaultEffect, Growth, run_and_report
+from tests.harness.random_identity import count_verdicts
 from tests.harness.two_hosts import namespace
 from tests.harness.two_hosts.drafter import NAME, far_cluster, wait_for
 from tests.harness.two_hosts.hosts import TwoHosts
@@ -55,9 +55,7 @@ class Cut:
 
 def report(course: ChaosRun) -> str:
     """Returns a summary with a line per kind and length of cut."""
-    verdicts = [text.verdict for text in course.found]
-    counts = ", ".join(f"{verdicts.count(word)} {word}" for word in (SAME, TIE, DIFFERENT))
-    lines = [f"{len(course.strikes)} cuts, {len(verdicts)} texts: {counts}"]
+    lines = [f"{len(course.strikes)} cuts, {len(course.found)} texts: {count_verdicts(course.found)}"]
     for name in sorted({str(struck.strike) for struck in course.strikes}):
         times = [struck.resumed_s for struck in course.strikes if str(struck.strike) == name]
         median_s = statistics.median(times)
@@ -81,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     lengths = parse_numbers("seconds", options.seconds, float)
     count = values.check_int("cuts", options.cuts, 1, 100_000)
     texts = values.check_int("texts", options.texts, AT_ONCE, 10_000)
-    screen, rng, failed = Screen(), random.Random(options.seed), ""
+    screen, rng = Screen(), random.Random(options.seed)
     with TwoHosts(options.seed) as hosts:
         hosts.shape(options.rtt_ms, options.loss)
         with far_cluster(hosts, max_active=AT_ONCE) as client:
@@ -89,14 +87,7 @@ def run(options: argparse.Namespace) -> int:
             course = ChaosRun(client, texts, options.seed)
             kinds = [(length, pulled) for length in lengths for pulled in (False, True)]
             cuts = [Cut(hosts, *kinds[n % len(kinds)], rng.randint(1, MOST_CHUNKS)) for n in range(count)]
-            try:
-                course.run(cuts, screen)
-            except OutriderError as error:
-                failed = f"{type(error).__name__}: {error}"
-    screen.clear()
-    notable = [str(text) for text in course.found if text.verdict != SAME]
-    print("\n".join([*notable, report(course), *([failed] if failed else [])]))
-    return int(bool(failed) or any(text.verdict == DIFFERENT for text in course.found))
+            return run_and_report(course, cuts, screen, report)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -33,7 +33,7 @@ from outrider.protocol import values
 from outrider.protocol.errors import OutriderError, WorkerError
 from tests.harness.chance import MODES, Sizes, question, subject
 from tests.harness.default_model import default_codec, words
-from tests.harness.random_identity import DIFFERENT, SAME, TIE, Judged, judged
+from tests.harness.random_identity import DIFFERENT, SAME, Judged, count_verdicts, judged
 from tests.harness.requests import FullReply, TimedRequest, send, send_all
 
 VICTIMS = (("draft",), ("target",), ("draft", "target"))
@@ -179,11 +179,24 @@ def _questions(count: int, seed: int) -> Iterator[TimedRequest]:
         yield replace(one, after=0.0, until=None)
 
 
+def run_and_report(
+    chaos_run: ChaosRun, planned: Sequence[ClusterFault], screen: Screen, report: Callable[[ChaosRun], str]
+) -> int:
+    """Causes the faults, and prints the texts that differ and the report. Returns the exit code."""
+    failed: list[str] = []
+    try:
+        chaos_run.run(planned, screen)
+    except OutriderError as error:
+        failed.append(f"{type(error).__name__}: {error}")
+    screen.clear()
+    print("\n".join([*(str(one) for one in chaos_run.found if one.verdict != SAME), report(chaos_run), *failed]))
+    return int(bool(failed) or any(one.verdict == DIFFERENT for one in chaos_run.found))
+
+
 def report(chaos_run: ChaosRun) -> str:
     """Returns a summary of a few lines."""
     found, hit = chaos_run.found, chaos_run.strikes
-    counts = ", ".join(f"{sum(one.verdict == word for one in found)} {word}" for word in (SAME, TIE, DIFFERENT))
-    lines = [f"{len(hit)} strikes, {len(found)} texts: {counts}"]
+    lines = [f"{len(hit)} strikes, {len(found)} texts: {count_verdicts(found)}"]
     for strike in sorted({name for one in hit if "target" in (name := str(one.strike))}):
         these = [one for one in hit if str(one.strike) == strike]
         pauses, resumed = [one.pause_s for one in these], [one.resumed_s for one in these]
@@ -206,15 +219,7 @@ def run(options: argparse.Namespace) -> int:
     with LocalCluster(progress=screen.show, max_active=AT_ONCE, worker_timeout=WORKER_TIMEOUT) as cluster:
         screen.show("undisturbed texts")
         chaos_run = ChaosRun(cluster.client(timeout=PATIENCE_S), texts, options.seed)
-        failed = ""
-        try:
-            chaos_run.run(planned, screen)
-        except OutriderError as error:
-            failed = f"{type(error).__name__}: {error}"
-    screen.clear()
-    told = [str(one) for one in chaos_run.found if one.verdict != SAME] + [report(chaos_run)]
-    print("\n".join([*told, *([failed] if failed else [])]))
-    return int(bool(failed) or any(one.verdict == DIFFERENT for one in chaos_run.found))
+        return run_and_report(chaos_run, planned, screen, report)
 
 
 if __name__ == "__main__":

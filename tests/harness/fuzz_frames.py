@@ -5,7 +5,7 @@
 
 The sockets are `workers` and `clients` (the orchestrator's), `target` and `drafter` (a worker's, with a malicious
 orchestrator), and `wire` (raw bytes below ZeroMQ, at the clients' socket on TCP). Everything behind a socket is real,
-except models and processes; with `--socket processes` these are real, too, and both sockets of a server are fuzzed.
+except models and processes; `tests.harness.mixed` sends such frames to a whole server.
 Prints a line for each twentieth of the frames. The exit code is 1 if something crashed or hung, an honest request was
 disturbed, or memory or open files have grown since the first fifth.
 """
@@ -21,17 +21,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import psutil
-
 from outrider.orchestrator.cli import run_as_program
 from outrider.protocol import values
 from tests.harness.fuzz.clients_socket import ClientsSocketFuzz
 from tests.harness.fuzz.fuzz_target import FuzzFailure, FuzzTarget
-from tests.harness.fuzz.processes import ProcessesFuzz
 from tests.harness.fuzz.wire import WireFuzz
 from tests.harness.fuzz.worker import WorkerFuzz
 from tests.harness.fuzz.workers_socket import WorkersSocketFuzz
-from tests.harness.soak import GROWTH, resident
+from tests.harness.soak import EXTRA_FILES, GROWTH, held
 
 TARGETS: dict[str, Callable[[random.Random], FuzzTarget]] = {
     "workers": WorkersSocketFuzz,
@@ -40,23 +37,20 @@ TARGETS: dict[str, Callable[[random.Random], FuzzTarget]] = {
     "drafter": partial(WorkerFuzz, target=False),
     "wire": WireFuzz,
 }
-REAL = {"processes": ProcessesFuzz}
 BATCH = 100
 PARTS = 20
 TIMEOUT_S = 600
-EXTRA_FILES = 8  # short-lived connections
 
 
-def held(pid: int) -> tuple[int, int]:
-    """Returns the memory in KiB and the open files of a process."""
+def held_here() -> tuple[int, int]:
+    """Returns the memory in bytes and the open files of this process."""
     gc.collect()
-    return resident({"": pid})[""], psutil.Process(pid).num_fds()
+    return held(os.getpid())
 
 
 def fuzz(name: str, frames: int, seed: int, tell: Callable[[str], None]) -> bool:
     """Returns whether a socket withstands this many frames."""
-    fuzzed = (TARGETS | REAL)[name](random.Random(f"{name} {seed}"))
-    pid = getattr(fuzzed, "pid", os.getpid())
+    fuzzed = TARGETS[name](random.Random(f"{name} {seed}"))
     began, early = time.monotonic(), (0, 0)
     try:
         for number in range(0, frames, BATCH):
@@ -65,11 +59,11 @@ def fuzz(name: str, frames: int, seed: int, tell: Callable[[str], None]) -> bool
                 fuzzed.send_broken()
             fuzzed.settle()
             if (number + BATCH) * 5 >= frames and early == (0, 0):
-                early = held(pid)
+                early = held_here()
             if number * PARTS // frames != (number + BATCH) * PARTS // frames:
                 seconds = time.monotonic() - began
-                tell(f"{name}: {number + BATCH:,} frames in {seconds:.0f} s; {fuzzed.summary()}; {held(pid)}")
-        memory, files = held(pid)
+                tell(f"{name}: {number + BATCH:,} frames in {seconds:.0f} s; {fuzzed.summary()}; {held_here()}")
+        memory, files = held_here()
     except FuzzFailure as broken:
         tell(f"{name}: {broken}")
         return False
@@ -81,9 +75,7 @@ def fuzz(name: str, frames: int, seed: int, tell: Callable[[str], None]) -> bool
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--socket", choices=(*TARGETS, *REAL, "all"), default="all", help="socket to fuzz (default: all)"
-    )
+    parser.add_argument("--socket", choices=(*TARGETS, "all"), default="all", help="socket to fuzz (default: all)")
     parser.add_argument(
         "--frames", type=int, default=1_000_000, metavar="N", help="frames per socket (default: 1,000,000)"
     )

@@ -20,8 +20,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import psutil
-
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -33,16 +31,10 @@ from tests.harness.default_model import default_codec, words
 from tests.harness.faults import Faults
 from tests.harness.random_identity import DIFFERENT, SAME, Judged, judged
 from tests.harness.requests import FullReply, TimedRequest, send, send_all
-from tests.harness.soak import GROWTH, resident, settled
+from tests.harness.soak import EXTRA_FILES, GROWTH, held, settled
 
 EVERY_S = 5.0
 MINUTE_S = 60.0
-FEW_FILES = 8  # short-lived connections: there may be a few more at the moment
-
-
-def held(cluster: LocalCluster) -> tuple[int, int]:
-    """Returns the memory in KiB and the open files of the server."""
-    return resident({"": cluster.pid})[""], psutil.Process(cluster.pid).num_fds()
 
 
 class Load:
@@ -98,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
                 while (now := time.monotonic() - began) < seconds:
                     faults.one()
                     if early == (0, 0) and now >= seconds / 5:
-                        early = held(cluster)
+                        early = held(cluster.pid)
                     if now // MINUTE_S >= minute:
                         minute += 1
                         print(f"{now:.0f} s: {_told(load, faults, cluster)}", flush=True)
@@ -106,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
             finally:
                 load.end()
         stats = settled(cluster)
-        late = held(cluster)
+        late = held(cluster.pid)
         leaks = [name for name, count in (("requests run", stats.active), ("wait", stats.queued),
                                           ("bytes are reserved", stats.kv.reserved)) if count]  # fmt: skip
     wrong = [str(one) for one in load.found if one.verdict != SAME]
@@ -115,14 +107,14 @@ def run(options: argparse.Namespace) -> int:
     print(f"{len(load.found)} texts, {Counter(one.verdict for one in load.found)}; {len(load.failed)} failed; faults:"
           f" {dict(faults.happened)}; memory times {grown:.3f}, open files {early[1]} and {late[1]}")  # fmt: skip
     sound = not load.failed and not leaks and all(one.verdict != DIFFERENT for one in load.found)
-    return 0 if sound and grown <= GROWTH and late[1] <= early[1] + FEW_FILES else 1
+    return 0 if sound and grown <= GROWTH and late[1] <= early[1] + EXTRA_FILES else 1
 
 
 def _told(load: Load, faults: Faults, cluster: LocalCluster) -> str:
-    size, files = held(cluster)
+    size, files = held(cluster.pid)
     return (
         f"{len(load.found)} texts, {faults.happened.total()} faults, {len(load.failed)} failed; server"
-        f" {size / 1024:.0f} MiB, {files} files"
+        f" {size >> 20} MiB, {files} files"
     )
 
 

@@ -83,6 +83,11 @@ def judged(
     return Judged(number, at_once, question, TIE if holds else DIFFERENT, f"{why}; {found or report.ties}")
 
 
+def count_verdicts(found: Sequence[Judged]) -> str:
+    """Returns how many texts have each verdict."""
+    return ", ".join(f"{sum(one.verdict == word for one in found)} {word}" for word in (SAME, TIE, DIFFERENT))
+
+
 @dataclass(frozen=True, slots=True)
 class IdentityRun:
     """Sends random requests to a cluster, and compares them with their texts alone, from the client `plain`."""
@@ -144,8 +149,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sums(found: Sequence[Judged]) -> str:
-    counts = [f"{sum(one.verdict == verdict for one in found)} {verdict}" for verdict in (SAME, TIE, DIFFERENT)]
-    return f"requests {min(o.number for o in found)} to {max(o.number for o in found)}: {', '.join(counts)}"
+    return f"requests {min(o.number for o in found)} to {max(o.number for o in found)}: {count_verdicts(found)}"
 
 
 if __name__ == "__main__":

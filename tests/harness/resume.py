@@ -37,7 +37,7 @@ from outrider.protocol.messages import Done, Message
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.chance import MODES, Sizes, question, subject
 from tests.harness.default_model import default_codec, words
-from tests.harness.random_identity import DIFFERENT, SAME, TIE, Judged, judged
+from tests.harness.random_identity import DIFFERENT, SAME, Judged, count_verdicts, judged
 from tests.harness.requests import FullReply, TimedRequest, send, send_all
 
 SIZES = Sizes(prompt=200, text=48)
@@ -164,10 +164,9 @@ def run(options: argparse.Namespace) -> int:
     if requests:
         found, cuts = broken(requests, options.seed, screen)
         screen.clear()
-        sums = [f"{sum(one.verdict == verdict for one in found)} {verdict}" for verdict in (SAME, TIE, DIFFERENT)]
         print("\n".join([*(str(one) for one in found if one.verdict != SAME)]))
         where = f"interrupted {cuts.made} times, {cuts.at_end} of them between the last token and the end"
-        print(f"{requests} requests, {where}: {', '.join(sums)}", flush=True)
+        print(f"{requests} requests, {where}: {count_verdicts(found)}", flush=True)
         wrong += sum(one.verdict == DIFFERENT for one in found)
     if count:
         waits, others = kills(count, options.seed, screen)

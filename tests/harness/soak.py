@@ -11,11 +11,12 @@ memory is not released, or a process has grown by more than 5 %.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+
+import psutil
 
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
@@ -28,15 +29,15 @@ from tests.harness.default_model import words
 from tests.harness.requests import TimedRequest, send
 
 GROWTH = 1.05
+EXTRA_FILES = 8  # short-lived connections
 SIZES = Sizes(prompt=700, text=60)
 PATIENCE_S = 30.0
 
 
-def resident(pids: dict[str, int]) -> dict[str, int]:
-    """Returns the resident memory of each process in KiB."""
-    told = {name: subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False)
-            for name, pid in pids.items()}  # fmt: skip
-    return {name: int(said.stdout or 0) for name, said in told.items()}
+def held(pid: int) -> tuple[int, int]:
+    """Returns the resident memory of a process in bytes, and its open files."""
+    process = psutil.Process(pid)
+    return process.memory_info().rss, process.num_fds()
 
 
 def end_of(client: Client, asked: TimedRequest) -> str:
@@ -76,11 +77,11 @@ def run(options: argparse.Namespace) -> int:
             with ThreadPoolExecutor(options.at_once + 2) as threads:
                 ends += threads.map(partial(end_of, cluster.client()), part)
             stats = settled(cluster)
-            sizes.append(resident(pids))
+            sizes.append({name: held(pid)[0] for name, pid in pids.items()})
             caches.append({worker.name: worker.cache.bytes / 1e6 for worker in stats.workers})
-    grown = {name: sizes[1][name] / max(sizes[0][name], 1) for name in pids}
+    grown = {name: sizes[1][name] / sizes[0][name] for name in pids}
     for name in pids:
-        print(f"{name}: {sizes[0][name] / 1024:.0f} MiB, in the end {sizes[1][name] / 1024:.0f}: {grown[name]:.3f}")
+        print(f"{name}: {sizes[0][name] >> 20} MiB, in the end {sizes[1][name] >> 20}: {grown[name]:.3f}")
     for worker in stats.workers:
         use = worker.cache
         early_mb, late_mb = (held[worker.name] for held in caches)

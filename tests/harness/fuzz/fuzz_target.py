@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from outrider.orchestrator.sockets import Rate
-from tests.harness.fuzz.mutation import Frames
 
 ENDLESS = Rate(1e12, 1e12)
 """Replaces the rate limit of a peer, so that everything is read."""
@@ -31,6 +30,3 @@ class FuzzTarget(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-__all__ = ["ENDLESS", "Frames", "FuzzFailure", "FuzzTarget"]

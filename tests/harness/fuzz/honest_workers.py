@@ -27,7 +27,7 @@ from outrider.protocol.messages import (
     Welcome,
 )
 from outrider.protocol.worker_link import heartbeat_id, routing_id
-from tests.harness.fuzz.fuzz_target import Frames
+from tests.harness.fuzz.mutation import Frames
 
 VOCABULARY = 5000
 
