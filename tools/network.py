@@ -15,7 +15,7 @@ import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
@@ -33,13 +33,10 @@ from tests.harness.two_hosts.drafter import NAME, drafter, far_cluster
 from tests.harness.two_hosts.hosts import Carried, TwoHosts
 from tools.simulation.environment import simulated_machine
 from tools.simulation.profile import PROFILES, TIMES_NOT_KEPT
-from tools.simulation.script import random_prompts, write_script
-from tools.simulation.stand_in import write_stand_in
+from tools.simulation.script import random_prompts, write_model_and_script
 
 PROFILE = PROFILES / "verify-40ms.json"
 LINKS = "0.2:0,0.2:0.01,2:0,2:0.01,20:0,20:0.01"
-# Tokens of the script beyond the last requested one, because a chain may reach beyond it.
-SPARE_TOKENS = 64
 MAX_REPEATS = 100
 NEAR, FAR = "near", NAME
 COLUMNS = (
@@ -101,13 +98,11 @@ def run(options: argparse.Namespace) -> int:
     prompts = random_prompts(count + 1)
     with tempfile.TemporaryDirectory(prefix="outrider-") as text:
         folder, screen = Path(text), Screen()
-        write_stand_in(folder)
         screen.show("generating the target's texts")
-        # with the seeds of `run_interleaved`
-        drawn = SamplingParams(max_tokens=length + SPARE_TOKENS, temp=1.0, ignore_eos=True)
-        write_script(folder / "script.json", folder, prompts, [replace(drawn, seed=n) for n in range(len(prompts))])
+        sampling = SamplingParams(max_tokens=length, temp=1.0, ignore_eos=True)
+        script = write_model_and_script(folder, prompts, sampling)
         with TwoHosts() as hosts, ExitStack() as stack:
-            check = stack.enter_context(simulated_machine(options.profile, folder / "script.json"))
+            check = stack.enter_context(simulated_machine(options.profile, script))
             machine = Settings(model=folder, mode="ssd", memory=False)
             models = ["--model", str(folder), "--draft-model", str(folder)]
             near = stack.enter_context(_near_cluster(hosts, models, **machine))
@@ -121,7 +116,6 @@ def run(options: argparse.Namespace) -> int:
             for shape in shapes:
                 hosts.shape(shape.rtt_ms, shape.loss)
                 before = hosts.carried()
-                sampling = SamplingParams(max_tokens=length, temp=1.0, ignore_eos=True)
                 runs = run_interleaved(runners, prompts, sampling, screen.show)
                 screen.clear()
                 _print_row(shape, runs, hosts.carried() - before)

@@ -29,12 +29,9 @@ from tools.policies import find_best_sd, find_best_ssd
 from tools.simulation.environment import simulated_machine
 from tools.simulation.profile import Profile
 from tools.simulation.published import Published
-from tools.simulation.script import random_prompts, write_script
+from tools.simulation.script import random_prompts, write_model_and_script
 from tools.simulation.simulator import Policy, Simulator
-from tools.simulation.stand_in import write_stand_in
 
-# Tokens of the script beyond the last requested one, because a chain may reach beyond it.
-SPARE_TOKENS = 64
 WARM_UP_TOKENS = 300
 PREDICTED_TOKENS = 40_000
 COLUMNS = (
@@ -99,11 +96,9 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[SimulatedRow]:
     profile, published = Profile.read(path), Published.read(path)
     contestants = _contestants(profile, published)
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
-        write_stand_in(Path(folder))
         texts = random_prompts(prompts + 1)
-        script = Path(folder) / "script.json"
-        longest = SamplingParams(max_tokens=max(max_tokens, WARM_UP_TOKENS) + SPARE_TOKENS, ignore_eos=True)
-        write_script(script, Path(folder), texts, [longest] * len(texts))
+        longest = SamplingParams(max_tokens=max(max_tokens, WARM_UP_TOKENS), ignore_eos=True)
+        script = write_model_and_script(Path(folder), texts, longest)
         runs: dict[str, list[Run]] = {}
         for cluster in dict.fromkeys(contestant.cluster for contestant in contestants):
             chosen = [contestant for contestant in contestants if contestant.cluster == cluster]

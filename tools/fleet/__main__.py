@@ -20,6 +20,7 @@ from bisect import bisect_left
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from outrider.bench.commands.files import parse_numbers
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.protocol import values
@@ -177,10 +178,7 @@ def _traffic(options: argparse.Namespace) -> Traffic:
 
 
 def _rates(text: str) -> list[float]:
-    try:
-        return [values.check_float("rate", float(part), 1e-6, 1e6) for part in text.split(",")]
-    except ValueError as error:
-        raise InvalidRequest(f"rates is {text}; expected comma-separated numbers, like 4,8,12") from error
+    return [values.check_float("rate", rate, 1e-6, 1e6) for rate in parse_numbers("rates", text, float)]
 
 
 def _write(path: Path | None, outcomes: list[Outcome]) -> None:

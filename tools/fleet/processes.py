@@ -21,10 +21,7 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol.sampling import SamplingParams
 from tools.simulation.environment import simulated_machine
 from tools.simulation.profile import Profile
-from tools.simulation.script import random_prompts, write_script
-from tools.simulation.stand_in import write_stand_in
-
-SPARE_TOKENS = 64
+from tools.simulation.script import random_prompts, write_model_and_script
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +50,9 @@ class Engines:
         self._stack = ExitStack()
         try:
             self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
-            write_stand_in(self._folder)
-            self.starts = random_prompts(texts)
-            script, machine = self._folder / "script.json", self._folder / "profile.json"
-            longest_text = SamplingParams(max_tokens=longest + SPARE_TOKENS, ignore_eos=True)
-            write_script(script, self._folder, self.starts, [longest_text] * texts)
+            self.starts, machine = random_prompts(texts), self._folder / "profile.json"
+            longest_text = SamplingParams(max_tokens=longest, ignore_eos=True)
+            script = write_model_and_script(self._folder, self.starts, longest_text)
             machine.write_text(json.dumps(_fields(profile)))
             self._stack.enter_context(simulated_machine(machine, script))
             self._clusters = [self._stack.enter_context(self._cluster(active)) for _ in range(count)]

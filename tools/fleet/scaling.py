@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.bench.commands.files import parse_numbers
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.async_client import AsyncClient
@@ -64,7 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    counts = [values.check_int("engines", int(part), 1, 64) for part in options.engines.split(",")]
+    counts = [values.check_int("engines", count, 1, 64) for count in parse_numbers("engines", options.engines, int)]
     profile = slow_down(Profile.read(options.profile), values.check_float("slower", options.slower, 1.0, 100.0))
     at_once = values.check_int("at_once", options.at_once, 1, TEXTS)
     screen, found = Screen(), defaultdict[int, list[Turn]](list)

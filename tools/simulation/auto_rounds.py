@@ -9,12 +9,10 @@ p + 1, and wrong ones are negative.
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
 from typing import cast
 
 from outrider.drafters.fan_out import best_first
@@ -42,8 +40,8 @@ from outrider.orchestrator.events import Admit
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.ngrams import MAX_COPY_TOKENS, Copy, NgramIndex
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.trees import ROOT
-from tools.simulation.odds import UNRANKED, KnownOdds
+from outrider.protocol.trees import accepted_path, chain_parents, node_depths
+from tools.simulation.odds import KnownOdds, draw_ranks
 from tools.simulation.profile import Profile
 
 DRAFT_WORKER = ""
@@ -94,9 +92,7 @@ class Text:
         self.kind, self.length, self.at = kind, length, 0
         size = length + 2 * ROOM_TOKENS
         self.right = {drafter: [rng.random() < p for _ in range(size)] for drafter, p in kind.holds.items()}
-        borders = tuple(accumulate(profile.bonus_ranks))
-        ranks = (bisect_right(borders, rng.random()) for _ in range(size))
-        self.ranks = [rank if rank < len(borders) else UNRANKED for rank in ranks]
+        self.ranks = draw_ranks(profile, size, rng)
         self._starts, self._ends = _draw_passages(kind, size, rng)
         self._chance = [rng.random() for _ in range(size)]
         self.prompt = _draw_prompt(kind, rng)
@@ -129,14 +125,9 @@ class Text:
 
     def accepted(self, proposal: Proposal) -> tuple[int, ...]:
         """Returns the accepted nodes."""
-        parents = proposal.parents or range(ROOT, len(proposal.chain) - 1)
-        path: list[int] = []
-        node = ROOT
-        for place, (token, parent) in enumerate(zip(proposal.chain, parents, strict=True)):
-            if parent == node and token == self.at + len(path) + 1:
-                path.append(place)
-                node = place
-        return tuple(path)
+        parents = proposal.parents or chain_parents(len(proposal.chain))
+        choices = [self.at + 1, *(self.at + depth + 2 for depth in node_depths(parents))]
+        return accepted_path(proposal.chain, parents, choices)
 
 
 def _draw_passages(kind: TextKind, size: int, rng: random.Random) -> tuple[list[int], list[int]]:

@@ -24,10 +24,15 @@ class Luck:
     @classmethod
     def drawn(cls, profile: Profile, length: int, seed: int) -> Luck:
         rng = random.Random(seed)
-        borders = tuple(accumulate(profile.bonus_ranks))
         draws = tuple(rng.random() for _ in range(length))
-        ranks = (bisect_right(borders, rng.random()) for _ in range(length))
-        return cls(draws, tuple(rank if rank < len(borders) else UNRANKED for rank in ranks))
+        return cls(draws, tuple(draw_ranks(profile, length, rng)))
+
+
+def draw_ranks(profile: Profile, count: int, rng: random.Random) -> list[int]:
+    """Draws ranks of true tokens by the profile's bonus ranks; `UNRANKED` beyond them."""
+    borders = tuple(accumulate(profile.bonus_ranks))
+    ranks = (bisect_right(borders, rng.random()) for _ in range(count))
+    return [rank if rank < len(borders) else UNRANKED for rank in ranks]
 
 
 class KnownOdds(Calibration):
