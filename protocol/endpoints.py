@@ -51,6 +51,7 @@ PROBE_TIMEOUT_SECONDS = 3.0
 LOCAL_TIMEOUT_SECONDS = 0.2
 _NO_SERVER_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ENOTSOCK, errno.EACCES)
 _HANDSHAKE_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_HANDSHAKE_EVENTS |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,7 @@ class BoundSocket:
 
 
 def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> BoundSocket:
-    """Serves `endpoint` with `socket`; `Bound.endpoint` has the chosen port instead of 0.
+    """Serves `endpoint` with `socket`; `BoundSocket.endpoint` has the chosen port instead of 0.
 
     With `keys` the socket admits the keys that its context's authentication allows; without an authentication it admits
     none. Later endpoints of the same socket are served with keys, too.
@@ -331,14 +332,11 @@ def set_remote_options(socket: zmq.Socket[Any]) -> None:
         socket.router_handover = True
 
 
-_HANDSHAKE_EVENTS |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-
-
 def require_server(endpoint: str) -> None:
     """Checks that a local endpoint is served, since ZeroMQ would wait for a server that may still start.
 
     Raises:
-        EndpointError: no server is there. On another machine, only: its host can't be found.
+        EndpointError: no server is there, or the host of another machine can't be found.
         ServerBusy: this process has as many open files as it can have.
     """
     where = parse_endpoint(endpoint)

@@ -155,9 +155,7 @@ def _check_stops(name: str, given: object) -> tuple[str, ...]:
 
 
 def _check_rule(name: str, given: object) -> str:
-    if not isinstance(given, str) or given not in SAMPLING_RULES:
-        raise InvalidRequest(f"sampling {name} is {given!r}; expected {' or '.join(SAMPLING_RULES)}")
-    return values.plain_str(given)
+    return values.check_choice(f"sampling {name}", given, SAMPLING_RULES)
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

@@ -19,9 +19,8 @@ import numpy as np
 from msgspec import Meta, Struct
 
 T = TypeVar("T")
-MAX_TOKENS = 2**24
 MAX_FRAME_BYTES = 2**26
-"""Bytes of a frame: `MAX_TOKENS` tokens. A peer that announces more is disconnected before memory is allocated."""
+"""Bytes of a frame. A peer that announces more is disconnected before memory is allocated."""
 
 # Usually a chain and its bonus token; more if a drafter was left out for a while.
 MAX_COMMIT_TOKENS = 4096

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import inspect as types
 
-from outrider.protocol.clock import IDLE_REQUEST_TIMEOUT_NS, MILLISECOND_NS, OUTCOME_TIMEOUT_NS
+from outrider.protocol.clock import IDLE_REQUEST_TIMEOUT_NS, OUTCOME_TIMEOUT_NS, SECOND_NS
 from outrider.protocol.codec import MESSAGES, encode
 from outrider.protocol.messages import Close, Features, Message, RankHello, TextChange, TextForward
 from outrider.protocol.schema import MAX_AXIS_LENGTH, MAX_CHARACTERS, MAX_FRAME_BYTES, MAX_ITEMS, Array, Record
@@ -20,7 +20,6 @@ from outrider.protocol.version import PROTOCOL_VERSION
 
 PAGE_PATH = Path("docs/protocol.md")
 RANK_MESSAGES = (RankHello, TextChange, TextForward)
-SECOND_NS = 1000 * MILLISECOND_NS
 
 
 def _header_json(message: Message) -> str:

@@ -540,7 +540,7 @@ def test_verify_refuses_residual_sampling(run):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--sampling", "exact"), "sampling rule is 'exact'; expected coupled or residual"),
+        (("--sampling", "exact"), "sampling rule is 'exact'; expected one of coupled, residual"),
         (("--sampling", "residual", "--saguaro", "0"), "saguaro is 0.0; expected a number from 0.01 to 1"),
         (("--saguaro", "0.5"), "saguaro is 0.5; it needs rule residual, or must be 1"),
         (("--sampling", "residual", "--q-width", "0"), "q_width is 0; expected a whole number from 1 to 1024"),

@@ -49,7 +49,7 @@ def test_sparse_q_is_sent_as_two_raw_frames() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"rule": "exact"}, "sampling rule is 'exact'; expected coupled or residual"),
+        ({"rule": "exact"}, "sampling rule is 'exact'; expected one of coupled, residual"),
         ({"rule": "residual", "saguaro": 0.0}, "saguaro is 0.0; expected a number from 0.01 to 1"),
         ({"rule": "residual", "saguaro": 1.5}, "saguaro is 1.5"),
         ({"saguaro": 0.5}, "saguaro is 0.5; it needs rule residual, or must be 1"),
