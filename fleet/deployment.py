@@ -32,8 +32,7 @@ from outrider.fleet.membership import FleetHead, RayNode
 from outrider.fleet.plan import FleetPlan, Placed, check_fits, read_plan
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.protocol import errors
-from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
+from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, find_class
 from outrider.protocol.messages import Stats
 
 MAX_ONGOING_REQUESTS = 10_000
@@ -111,7 +110,7 @@ def app(arguments: dict[str, str]) -> serve.Application:
     return application(read_plan(Path(arguments["plan"])))
 
 
-def deploy(plan: FleetPlan, name: str = "outrider") -> None:
+def deploy(plan: FleetPlan, name: str = APP_NAME) -> None:
     """Deploys the plan on the connected Ray. Returns once Ray Serve has accepted it."""
     serve.start(proxy_location="Disabled")
     target = serve.RunTarget(application(plan), name=name, route_prefix=None)
@@ -171,7 +170,7 @@ def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: flo
                     " have the address; expected another ingress.port or ingress.host in the file"
                 ) from None
         show("deploying the fleet on Ray")
-        deploy(plan, APP_NAME)
+        deploy(plan)
         _wait_until_running(show, wait)
         return ingress_urls()
 
@@ -222,8 +221,7 @@ def find_error(message: str) -> OutriderError | None:
     """Returns the last Outrider error quoted in a message from Ray; None if there is none."""
     lines = re.findall(r"(?:outrider\.protocol\.errors\.|\()(\w+)(?:: |\()(.*)", message)
     for name, sentence in reversed(lines):
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, OutriderError):
+        if (kind := find_class(name)) is not None:
             return kind(sentence)
     return None
 

@@ -15,7 +15,6 @@ import re
 import secrets
 import shutil
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -54,7 +53,6 @@ VERSION_LABEL = "outrider"
 
 TOKEN_FILE = "token"
 TOKEN_BYTES = 32
-_OTHER_USERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def _check_memory(name: str, value: object) -> int:
@@ -319,18 +317,12 @@ def read_token(folder: Path) -> Path:
     """Returns the token's file. Raises KeyFault if there is none, or others can read it."""
     file = folder / TOKEN_FILE
     try:
-        mode = file.stat().st_mode
+        keys.check_private(file, "600", "token", "--folder")
         empty = not file.read_text(encoding="ascii").strip()
     except FileNotFoundError:
         raise KeyFault(f"{file} does not exist; expected a copy of the head's token") from None
     except (OSError, UnicodeDecodeError) as error:
         raise KeyFault(f"{file} can't be read ({error}); expected a copy of the head's token") from None
-    if mode & _OTHER_USERS:
-        raise KeyFault(
-            f"{file} can be read by other users (mode {stat.S_IMODE(mode):o}); restrict it with `chmod"
-            f" 600 {file}`, and make a new"
-            " token if someone else may have read this one"
-        )
     if empty:
         raise KeyFault(f"{file} is empty; expected a copy of the head's token")
     return file

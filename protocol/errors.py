@@ -120,13 +120,16 @@ def first_line(error: Exception) -> str:
 
 def error_kind(error: OutriderError) -> str:
     """Returns the name of the error's class, or of its nearest base in this module, for a message."""
-    named = (cls for cls in type(error).__mro__ if globals().get(cls.__name__) is cls)
+    named = (cls for cls in type(error).__mro__ if find_class(cls.__name__) is cls)
     return next(named, OutriderError).__name__
 
 
 def make_error(kind: str, message: str) -> OutriderError:
     """Returns an error of the class `kind`; a kind that this version doesn't have becomes an OutriderError."""
+    return (find_class(kind) or OutriderError)(message)
+
+
+def find_class(kind: str) -> type[OutriderError] | None:
+    """Returns the error class of this name; None if this version has none."""
     cls = globals().get(kind)
-    if isinstance(cls, type) and issubclass(cls, OutriderError):
-        return cls(message)
-    return OutriderError(message)
+    return cls if isinstance(cls, type) and issubclass(cls, OutriderError) else None

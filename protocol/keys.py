@@ -123,6 +123,21 @@ def default_folder() -> Path:
     return home / "outrider" / "keys"
 
 
+def check_private(path: Path, mode: str, what: str = "key", flag: str = "--keys") -> None:
+    """Checks that only this user can read a file or enter a folder. Raises KeyFault or OSError.
+
+    The error says how: `chmod` to `mode`, a new `what`, or the `flag` that sets the folder.
+    """
+    status = path.stat()
+    if status.st_uid != os.geteuid():
+        raise KeyFault(f"{path} belongs to another user; expected a file of your own ({flag} sets the folder)")
+    if status.st_mode & _OTHER_USERS:
+        raise KeyFault(
+            f"{path} can be read by other users (mode {stat.S_IMODE(status.st_mode):o}); run `chmod {mode} {path}`,"
+            f" and create a new {what} if it may have been read"
+        )
+
+
 class Keyring:
     """The keys in `folder`; files are read when they are needed.
 
@@ -238,8 +253,8 @@ class Keyring:
     def _lines(self, path: Path) -> Iterator[str]:
         """Yields the lines of a file; none if there is no file."""
         try:
-            self._check(self.folder, "700")
-            self._check(path, "600")
+            check_private(self.folder, "700")
+            check_private(path, "600")
             lines = path.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
             return
@@ -247,20 +262,10 @@ class Keyring:
             raise KeyFault(f"{path} can't be read ({error}); expected a file of `outrider keys`") from None
         yield from filter(None, map(str.strip, lines))
 
-    def _check(self, path: Path, mode: str) -> None:
-        status = path.stat()
-        if status.st_uid != os.geteuid():
-            raise KeyFault(f"{path} belongs to another user; expected a file of your own (--keys sets the folder)")
-        if status.st_mode & _OTHER_USERS:
-            raise KeyFault(
-                f"{path} can be read by other users (mode {stat.S_IMODE(status.st_mode):o}); run `chmod {mode} {path}`,"
-                " and create a new key if it may have been read"
-            )
-
     def _write(self, path: Path, lines: Sequence[str]) -> None:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._check(self.folder, "700")
+            check_private(self.folder, "700")
             replace_file(path, "".join(f"{line}\n" for line in lines), 0o600)
         except OSError as error:
             raise KeyFault(f"{path} can't be written ({error.strerror}); expected a folder of your own") from None
