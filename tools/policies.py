@@ -11,7 +11,6 @@ from pathlib import Path
 
 from outrider.orchestrator.cli import run_as_program
 from tools.simulation.profile import Profile
-from tools.simulation.published import Published
 from tools.simulation.simulator import Policy, Result, Simulator
 
 RESULT_TOKENS = 30_000
@@ -22,9 +21,9 @@ STEPS = (("best-first", {"fan_out": "best-first"}), ("filled misses", {"filled":
          ("hoping", {"hoping": True}))  # fmt: skip
 
 
-def table(profile: Profile, published: Published | None) -> str:
+def table(profile: Profile) -> str:
     """Returns a Markdown table: AR, SD at the published and its best K, the paper's policy, and ours step by step."""
-    fastest_sd = find_best_sd(profile)
+    fastest_sd, published = find_best_sd(profile), profile.published
     sd = Policy("sd", published.sd_depth) if published else fastest_sd
     depth, branches = (published.ssd_depth, published.branches) if published else (fastest_sd.depth, 10)
     policy = Policy("ssd", depth, branches, "geometric", anytime=False, filled=False, hoping=False)
@@ -70,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     for path in options.profiles:
-        print(table(Profile.read(path), Published.read(path)) + "\n", flush=True)
+        print(table(Profile.read(path)) + "\n", flush=True)
     return 0
 
 

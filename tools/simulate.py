@@ -27,8 +27,7 @@ from outrider.protocol import values
 from outrider.protocol.sampling import SamplingParams
 from tools.policies import find_best_sd, find_best_ssd
 from tools.simulation.environment import simulated_machine
-from tools.simulation.profile import Profile
-from tools.simulation.published import Published
+from tools.simulation.profile import Profile, Published
 from tools.simulation.script import random_prompts, write_model_and_script
 from tools.simulation.simulator import Policy, Simulator
 
@@ -93,8 +92,8 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[SimulatedRow]:
     Raises:
         WorkerError: the real work took longer than the simulated time.
     """
-    profile, published = Profile.read(path), Published.read(path)
-    contestants = _contestants(profile, published)
+    profile = Profile.read(path)
+    contestants = _contestants(profile)
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         texts = random_prompts(prompts + 1)
         longest = SamplingParams(max_tokens=max(max_tokens, WARM_UP_TOKENS), ignore_eos=True)
@@ -109,17 +108,17 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[SimulatedRow]:
                     check()
     everything = summarize([run.timings for found in runs.values() for run in found if run.timings])
     hop_ms = (everything.turnaround_ms or 0.0) / 2
-    rows = [_make_row(profile, published, contestant, runs, hop_ms) for contestant in contestants]
-    _print_table(profile, published, rows)
+    rows = [_make_row(profile, contestant, runs, hop_ms) for contestant in contestants]
+    _print_table(profile, rows)
     return rows
 
 
 # --- contestants ------------------------------------------------------------------------------------------------------
 
 
-def _contestants(profile: Profile, published: Published | None) -> list[Contestant]:
+def _contestants(profile: Profile) -> list[Contestant]:
     """Returns AR, SD at the published and its best K, SSD by the paper's policy, and then ours step by step."""
-    best_depth = find_best_sd(profile).depth
+    best_depth, published = find_best_sd(profile).depth, profile.published
     sd_depth = published.sd_depth if published else best_depth
     depth, branches = (published.ssd_depth, published.branches) if published else (best_depth, 10)
     ours = find_best_ssd(profile, Policy("ssd"))
@@ -176,13 +175,7 @@ def _run_contestant(
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def _make_row(
-    profile: Profile,
-    published: Published | None,
-    contestant: Contestant,
-    runs: dict[str, list[Run]],
-    hop_ms: float,
-) -> SimulatedRow:
+def _make_row(profile: Profile, contestant: Contestant, runs: dict[str, list[Run]], hop_ms: float) -> SimulatedRow:
     own_runs, is_predictable = runs[contestant.name], contestant.mode != "auto"
     sd = next(others for name, others in runs.items() if name.startswith("sd"))
     sums = summarize([run.timings for run in own_runs if run.timings])
@@ -192,7 +185,7 @@ def _make_row(
         total_rate(timed),
         _predict(profile, contestant.policy, hop_ms=hop_ms) if is_predictable else None,
         _predict(profile, contestant.policy) if is_predictable else None,
-        _published_rate(published, contestant),
+        _published_rate(profile.published, contestant),
         sums.hit_rate or 0.0,
         sums.tokens / sums.rounds,
         sums.idle_ms / sums.rounds,
@@ -213,7 +206,7 @@ def _published_rate(published: Published | None, contestant: Contestant) -> floa
     return published.sd if contestant.mode == "sd" else published.ssd
 
 
-def _print_table(profile: Profile, published: Published | None, rows: Sequence[SimulatedRow]) -> None:
+def _print_table(profile: Profile, rows: Sequence[SimulatedRow]) -> None:
     print(f"\n{profile.name}")
     print(
         f"  target {_format_curve(profile.target.points)} ms by rows,"
@@ -221,7 +214,7 @@ def _print_table(profile: Profile, published: Published | None, rows: Sequence[S
     )
     print(f"  link {profile.link_ms} ms one way, acceptance {_format_shares(profile.acceptance)},")
     print(f"  bonus ranks {_format_shares(profile.bonus_ranks[:4])}, ...")
-    if p := published:
+    if p := profile.published:
         print(f"  published: AR {p.ar}, SD {p.sd}, SSD {p.ssd}: SSD/SD {p.ssd / p.sd:.2f}")
     print(f"\n| | {' | '.join(COLUMNS)} |\n{'|---' * (len(COLUMNS) + 1)}|")
     for row in rows:

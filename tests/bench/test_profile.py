@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.bench.timing import Latency
 from outrider.protocol.errors import InvalidRequest
-from tools.simulation.profile import PROFILES, Profile
-from tools.simulation.published import Published
+from tools.simulation.profile import PROFILES, Profile, Published
 
 GOOD: dict[str, Any] = {
     "name": "a machine",
@@ -46,10 +46,9 @@ def test_a_profile_is_read_from_json(write):
 
 
 def test_published_rates_are_read_from_the_same_file(write):
-    path = write(GOOD | {"published": PUBLISHED})
-    assert Profile.read(path) == Profile.read(write(GOOD))
-    assert Published.read(write(GOOD | {"published": PUBLISHED})) == Published(54.7, 161.8, 255.8, 6, 7, 24)
-    assert Published.read(write(GOOD)) is None
+    profile = Profile.read(write(GOOD | {"published": PUBLISHED}))
+    assert profile.published == Published(54.7, 161.8, 255.8, 6, 7, 24)
+    assert Profile.read(write(GOOD)) == replace(profile, published=None)
 
 
 @pytest.mark.parametrize("name", list(GOOD))
@@ -90,13 +89,13 @@ def test_out_of_range_profile_value_is_refused(write, change, words):
     ("published", "words"),
     [
         ([1], r"Expected `object.*, got `array`"),
-        (PUBLISHED | {"sd_depth": 0}, r"Expected `int` >= 1 - at `\$.sd_depth`"),
+        (PUBLISHED | {"sd_depth": 0}, r"Expected `int` >= 1 - at `\$.published.sd_depth`"),
         ({"ar": 1.0}, "missing required field `sd`"),
     ],
 )
 def test_published_rates_out_of_range_are_refused(write, published, words):
     with pytest.raises(InvalidRequest, match=words):
-        Published.read(write(GOOD | {"published": published}))
+        Profile.read(write(GOOD | {"published": published}))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"name": NaN'])

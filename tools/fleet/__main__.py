@@ -64,16 +64,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    fleet, traffic = _fleet(options), _traffic(options)
-    if options.what == "run":
-        _run_once(fleet, traffic, options)
-    elif options.what == "load":
-        _run_loads(fleet, traffic, options)
-    elif options.what == "need":
-        _find_needed_engines(fleet, traffic, options)
-    else:
-        _compare_flow_with_rounds(fleet, traffic, options)
+    programs = {
+        "run": _run_once, "load": _run_loads, "need": _find_needed_engines, "check": _compare_flow_with_rounds
+    }  # fmt: skip
+    programs[options.what](_fleet(options), _traffic(options), options)
     return 0
+
+
+def _simulate(fleet: Fleet, traffic: Traffic, rounds: bool) -> Outcome:
+    return Simulation(fleet, traffic, rounds).run(WARM_UP_RATIO * traffic.seconds)
 
 
 def _run_once(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
@@ -89,7 +88,7 @@ def _run_once(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> No
     print(table({f"{traffic.rate:g}": outcome}))
     without = None
     if loss is not None:
-        without = None if options.rounds else Simulation(fleet, traffic, False).run(WARM_UP_RATIO * traffic.seconds)
+        without = None if options.rounds else _simulate(fleet, traffic, False)
         print(describe_loss(outcome, loss, without))
     if options.picture:
         picture.draw_over_time(outcome, loss, options.picture, without)
@@ -97,10 +96,8 @@ def _run_once(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> No
 
 
 def _run_loads(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
-    found = {}
-    for rate in _rates(options.rates):
-        simulation = Simulation(fleet, replace(traffic, rate=rate), options.rounds)
-        found[f"{rate:g}"] = simulation.run(WARM_UP_RATIO * traffic.seconds)
+    rates = _rates(options.rates)
+    found = {f"{rate:g}": _simulate(fleet, replace(traffic, rate=rate), options.rounds) for rate in rates}
     print(table(found))
     if options.picture:
         picture.draw_over_load(found, options.picture)
@@ -114,17 +111,14 @@ def _find_needed_engines(fleet: Fleet, traffic: Traffic, options: argparse.Names
         load = replace(traffic, rate=rate)
 
         def enough(engines: int, load: Traffic = load) -> bool:
-            sized = replace(fleet, engines=engines)
-            return (
-                Simulation(sized, load, options.rounds).run(WARM_UP_RATIO * load.seconds).sums.queued[1]
-                <= MAX_QUEUED_SECONDS
-            )
+            outcome = _simulate(replace(fleet, engines=engines), load, options.rounds)
+            return outcome.sums.queued[1] <= MAX_QUEUED_SECONDS
 
         least = most = math.ceil(rate / _max_request_rate(fleet, traffic))
         while not enough(most):
             least, most = most + 1, 2 * most
         least = bisect_left(range(most + 1), True, least, most, key=enough)
-        found = Simulation(replace(fleet, engines=least), load, options.rounds).run(WARM_UP_RATIO * load.seconds).sums
+        found = _simulate(replace(fleet, engines=least), load, options.rounds).sums
         print(f"| {rate:g} | {least} | {found.rate:.0f} | {found.busy:.2f} |", flush=True)
 
 
@@ -139,7 +133,7 @@ def _compare_flow_with_rounds(fleet: Fleet, traffic: Traffic, options: argparse.
     """Compares flows with the real rounds on the same traffic."""
     for rate in _rates(options.rates):
         load = replace(traffic, rate=rate)
-        flow, rounds = (Simulation(fleet, load, real).run(WARM_UP_RATIO * traffic.seconds) for real in (False, True))
+        flow, rounds = (_simulate(fleet, load, real) for real in (False, True))
         print(table({f"{rate:g}, rounds": rounds, f"{rate:g}, flow": flow}))
         print(describe_difference(flow, rounds), flush=True)
 

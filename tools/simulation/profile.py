@@ -31,13 +31,25 @@ TimesByRows = Annotated[dict[Count, Amount], Meta(min_length=1)]
 """Milliseconds of a forward by its rows."""
 
 
+class Published(msgspec.Struct, frozen=True):
+    """Published tokens per second, the K of SD and of SSD, and the number of branches."""
+
+    ar: Amount
+    sd: Amount
+    ssd: Amount
+    sd_depth: Count
+    ssd_depth: Count
+    branches: Count
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
     """A machine we don't have. `link_ms` is the one-way time of a message to or from its drafter.
 
     For the replay drafter: `acceptance` by chain position (the last one also holds for all later positions), and
     `bonus_ranks`, the probability that the bonus token is the drafter's candidate 0, 1, ... after its own token was
-    rejected. `sources` say where the numbers are from, `notes` how they were derived.
+    rejected. `sources` say where the numbers are from, `notes` how they were derived. `published`: measurements by
+    others.
     """
 
     name: str
@@ -48,6 +60,7 @@ class Profile:
     acceptance: tuple[float, ...]
     bonus_ranks: tuple[float, ...]
     notes: tuple[str, ...] = ()
+    published: Published | None = None
 
     @classmethod
     def read(cls, path: Path) -> Profile:
@@ -72,7 +85,7 @@ class Profile:
 
 
 class _ProfileFile(msgspec.Struct):
-    """The fields of the file, with their ranges. `tools.simulate` reads one more, `published`."""
+    """The fields of the file, with their ranges."""
 
     name: Text
     sources: tuple[Text, ...]
@@ -82,3 +95,4 @@ class _ProfileFile(msgspec.Struct):
     acceptance: Annotated[tuple[Share, ...], Meta(min_length=1)]
     bonus_ranks: tuple[Share, ...]
     notes: tuple[Text, ...] = ()
+    published: Published | None = None
