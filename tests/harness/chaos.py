@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -34,7 +35,7 @@ from outrider.protocol.errors import OutriderError, WorkerError
 from tests.harness.chance import MODES, Sizes, question, subject
 from tests.harness.default_model import default_codec, words
 from tests.harness.random_identity import DIFFERENT, SAME, Judged, count_verdicts, judged
-from tests.harness.requests import FullReply, TimedRequest, send, send_all
+from tests.harness.requests import send, send_all
 
 VICTIMS = (("draft",), ("target",), ("draft", "target"))
 AT_ONCE = 4
@@ -52,7 +53,7 @@ class Growth:
         self._count = 0
         self._grown = threading.Condition()
 
-    def heard(self, _: Arrival) -> None:
+    def record(self, _: Arrival) -> None:
         with self._grown:
             self._count += 1
             self._grown.notify_all()
@@ -128,62 +129,69 @@ def _until_ready(client: Client, before: dict[str, int]) -> None:
     raise WorkerError(f"not all workers came back within {PATIENCE_S:.0f} s; stats say {client.stats().workers}")
 
 
-class ChaosRun:
-    """A run on `client`'s cluster: sends requests undisturbed, then repeats them under strikes and compares the texts.
+class Load:
+    """A continuous load on `client`'s cluster: each text is compared with its text before, alone.
 
-    `waits_ms`: for each text under strikes, the longest wait for a chunk.
+    `cancels`: some requests are cancelled. `waits_ms`: the longest wait for a chunk of each text. `failed`: the errors.
     """
 
-    def __init__(self, client: Client, count: int, seed: int) -> None:
-        self._client = client
-        self._codec = default_codec()
-        self._questions = list(_questions(count, seed))
-        self._alone = list(send_all(client, self._questions, 1))
+    def __init__(self, client: Client, count: int, seed: int, cancels: bool = False) -> None:
+        self._client, self._codec, source = client, default_codec(), words()
+        subjects = [subject(number // len(MODES), seed, source, SIZES) for number in range(count)]
+        questions = [replace(question(n, seed, one), after=0.0) for n, one in enumerate(subjects)]
+        whole = [replace(one, until=None) for one in questions]
+        self._questions = questions if cancels else whole
+        self._alone = list(send_all(client, whole, 1))
         self._over = threading.Event()
+        self.growth = Growth()
         self.found: list[Judged] = []
         self.waits_ms: list[float] = []
-        self.strikes: list[FaultEffect] = []
+        self.failed: list[str] = []
 
-    def run(self, planned: Sequence[ClusterFault], screen: Screen) -> None:
-        """Causes the faults while `AT_ONCE` requests are always in flight. Raises OutriderError if a request fails."""
-        growth = Growth()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keeps `AT_ONCE` requests in flight during the block. Afterwards the last ones have ended."""
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            asking = [threads.submit(self._ask_on, place, growth) for place in range(AT_ONCE)]
+            asking = [threads.submit(self._ask_on, number) for number in range(AT_ONCE)]
             try:
-                for number, strike in enumerate(planned):
-                    screen.show(f"strike {number + 1} of {len(planned)}: {strike}; {len(self.found)} texts")
-                    self.strikes.append(strike.inject(self._client, growth))
+                yield
             finally:
                 self._over.set()
-            for one in asking:
-                one.result()
+        for one in asking:
+            one.result()
 
-    def _ask_on(self, place: int, growth: Growth) -> None:
-        """Sends one request after another until all strikes have happened."""
-        number = place
+    def _ask_on(self, number: int) -> None:
         while not self._over.is_set():
             at = number % len(self._questions)
-            reply = send(self._client, self._questions[at], growth.heard)
-            self.waits_ms.append(max(reply.gaps_ms, default=0.0))
-            self.found.append(self._judged(number, self._questions[at], reply, self._alone[at]))
+            asked, alone = self._questions[at], self._alone[at]
+            try:
+                reply = send(self._client, asked, self.growth.record)
+                self.waits_ms.append(max(reply.gaps_ms, default=0.0))
+                self.found.append(judged(number, AT_ONCE, asked, reply, alone, self._codec))
+            except OutriderError as error:
+                self.failed.append(f"request {number}: {type(error).__name__}: {error}")
             number += AT_ONCE
 
-    def _judged(self, number: int, asked: TimedRequest, reply: FullReply, alone: FullReply) -> Judged:
-        return judged(number, AT_ONCE, asked, reply, alone, self._codec)
 
+class ChaosRun(Load):
+    """A load with faults."""
 
-def _questions(count: int, seed: int) -> Iterator[TimedRequest]:
-    source = words()
-    for number in range(count):
-        one = question(number, seed, subject(number // len(MODES), seed, source, SIZES))
-        yield replace(one, after=0.0, until=None)
+    strikes: list[FaultEffect]
+
+    def run(self, planned: Sequence[ClusterFault], screen: Screen) -> None:
+        """Causes the faults. Raises WorkerError if the cluster does not recover."""
+        self.strikes = []
+        with self.running():
+            for number, strike in enumerate(planned):
+                screen.show(f"strike {number + 1} of {len(planned)}: {strike}; {len(self.found)} texts")
+                self.strikes.append(strike.inject(self._client, self.growth))
 
 
 def run_and_report(
     chaos_run: ChaosRun, planned: Sequence[ClusterFault], screen: Screen, report: Callable[[ChaosRun], str]
 ) -> int:
     """Causes the faults, and prints the texts that differ and the report. Returns the exit code."""
-    failed: list[str] = []
+    failed = chaos_run.failed
     try:
         chaos_run.run(planned, screen)
     except OutriderError as error:

@@ -59,30 +59,21 @@ class Way:
 
 AR = Way("ar")
 SD3, SSD3, SSD6, AUTO = Way("sd", 3), Way("ssd", 3, 12), Way("ssd", 6, 24), Way("auto")
-# By cluster: its settings, and the ways that run on it.
-HOUSES: dict[str, tuple[Way, ...]] = {
-    "best-first": (
+HOUSES: dict[str, tuple[dict[str, Any], tuple[Way, ...]]] = {
+    "best-first": ({}, (
         AR,
         Way("sd", 1), SD3, Way("sd", 6),
         Way("ssd", 1, 4), Way("ssd", 1, 12), Way("ssd", 3, 4), SSD3, Way("ssd", 3, 24), Way("ssd", 6, 4), SSD6,
         AUTO,
-    ),
-    "geometric": (Way("ssd", 1, 4), SSD3, SSD6),
-    "uniform": (Way("ssd", 1, 4), SSD3, SSD6),
-    "full depth": (SSD3,),
-    "model alone": (SD3, SSD3, SSD6),
-    "n-gram alone": (SD3, Way("ssd", 6), AUTO),
-    "random draft": (SD3, SSD3, AUTO),
+    )),
+    "geometric": ({"fan_out": "geometric"}, (Way("ssd", 1, 4), SSD3, SSD6)),
+    "uniform": ({"fan_out": "uniform"}, (Way("ssd", 1, 4), SSD3, SSD6)),
+    "full depth": ({"branch_depth": "full"}, (SSD3,)),
+    "model alone": ({"ngrams": False}, (SD3, SSD3, SSD6)),
+    "n-gram alone": ({"draft_backend": "ngram"}, (SD3, Way("ssd", 6), AUTO)),
+    "random draft": ({}, (SD3, SSD3, AUTO)),
 }  # fmt: skip
-SETTINGS: dict[str, dict[str, Any]] = {
-    "best-first": {},
-    "geometric": {"fan_out": "geometric"},
-    "uniform": {"fan_out": "uniform"},
-    "full depth": {"branch_depth": "full"},
-    "model alone": {"ngrams": False},
-    "n-gram alone": {"draft_backend": "ngram"},
-    "random draft": {},
-}
+"""The clusters: their settings, and the ways that run on each."""
 SAMPLINGS = {
     "T=0": SamplingParams(),
     "T=0.7": SamplingParams(temp=0.7, top_p=0.95, repetition_penalty=1.1),
@@ -142,7 +133,7 @@ def cases(prompts: Sequence[Prompt], sampling: str, length: int) -> list[Case]:
 @contextmanager
 def cluster(house: str, at_once: int, tell: Tell) -> Iterator[Client]:
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"max_active": at_once, **SETTINGS[house]}
+        settings = {"max_active": at_once, **HOUSES[house][0]}
         if house == "random draft":
             settings |= {"model": str(EMBEDDED_TARGET), "draft_model": str(scrambled(EMBEDDED_DRAFT, Path(folder)))}
         with LocalCluster(progress=tell, **settings) as running:
@@ -158,7 +149,7 @@ def judge_all(
     for house in houses:
         with cluster(house, at_once, tell) as client:
             for sampling in samplings:
-                for number, way in enumerate(HOUSES[house]):
+                for number, way in enumerate(HOUSES[house][1]):
                     tell(f"{house}, {way}, {sampling}")
                     alone = house == houses[0] and number == 0
                     asked = cases(prompts, sampling, length)

@@ -14,59 +14,19 @@ from __future__ import annotations
 
 import argparse
 import random
-import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values
-from outrider.protocol.errors import OutriderError
-from tests.harness.chance import MODES, question, subject
-from tests.harness.chaos import AT_ONCE, PATIENCE_S, SIZES, WORKER_TIMEOUT
-from tests.harness.default_model import default_codec, words
+from tests.harness.chaos import AT_ONCE, PATIENCE_S, WORKER_TIMEOUT, Load
 from tests.harness.faults import Faults
-from tests.harness.random_identity import DIFFERENT, SAME, Judged, judged
-from tests.harness.requests import FullReply, TimedRequest, send, send_all
+from tests.harness.random_identity import DIFFERENT, SAME
 from tests.harness.soak import EXTRA_FILES, GROWTH, held, settled
 
 EVERY_S = 5.0
 MINUTE_S = 60.0
-
-
-class Load:
-    """A continuous load: sends one request after another in each of `AT_ONCE` threads until it is stopped."""
-
-    def __init__(self, client: Client, count: int, seed: int) -> None:
-        self._client, self._codec, source = client, default_codec(), words()
-        subjects = [subject(number // len(MODES), seed, source, SIZES) for number in range(count)]
-        self._questions = [replace(question(n, seed, one), after=0.0) for n, one in enumerate(subjects)]
-        self._alone = list(send_all(client, [replace(one, until=None) for one in self._questions], 1))
-        self._over = threading.Event()
-        self.found: list[Judged] = []
-        self.failed: list[str] = []
-
-    def begin(self, threads: ThreadPoolExecutor) -> None:
-        for place in range(AT_ONCE):
-            threads.submit(self._ask_on, place)
-
-    def end(self) -> None:
-        self._over.set()
-
-    def _ask_on(self, number: int) -> None:
-        while not self._over.is_set():
-            at = number % len(self._questions)
-            try:
-                self.found.append(self._judged(number, self._questions[at], self._alone[at]))
-            except OutriderError as error:
-                self.failed.append(f"request {number}: {type(error).__name__}: {error}")
-            number += AT_ONCE
-
-    def _judged(self, number: int, asked: TimedRequest, alone: FullReply) -> Judged:
-        return judged(number, AT_ONCE, asked, send(self._client, asked), alone, self._codec)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -79,24 +39,20 @@ def run(options: argparse.Namespace) -> int:
     seconds = values.check_int("minutes", options.minutes, 1, 10_000) * MINUTE_S
     texts = values.check_int("texts", options.texts, AT_ONCE, 10_000)
     with LocalCluster(max_active=2 * AT_ONCE, worker_timeout=WORKER_TIMEOUT) as cluster:
-        load = Load(cluster.client(timeout=PATIENCE_S), texts, options.seed)
+        load = Load(cluster.client(timeout=PATIENCE_S), texts, options.seed, cancels=True)
         faults = Faults(cluster, random.Random(f"faults {options.seed}"))
         early = (0, 0)
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            load.begin(threads)
+        with load.running():
             began = time.monotonic()
             minute = 0
-            try:
-                while (now := time.monotonic() - began) < seconds:
-                    faults.one()
-                    if early == (0, 0) and now >= seconds / 5:
-                        early = held(cluster.pid)
-                    if now // MINUTE_S >= minute:
-                        minute += 1
-                        print(f"{now:.0f} s: {_told(load, faults, cluster)}", flush=True)
-                    time.sleep(max(EVERY_S - (time.monotonic() - began - now), 0.0))
-            finally:
-                load.end()
+            while (now := time.monotonic() - began) < seconds:
+                faults.one()
+                if early == (0, 0) and now >= seconds / 5:
+                    early = held(cluster.pid)
+                if now // MINUTE_S >= minute:
+                    minute += 1
+                    print(f"{now:.0f} s: {_told(load, faults, cluster)}", flush=True)
+                time.sleep(max(EVERY_S - (time.monotonic() - began - now), 0.0))
         stats = settled(cluster)
         late = held(cluster.pid)
         leaks = [name for name, count in (("requests run", stats.active), ("wait", stats.queued),

@@ -22,7 +22,7 @@ from outrider.bench.commands.files import parse_numbers
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.cli.verify import Output, certify, find_faults
-from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.client import BaseClient
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol import values
@@ -92,8 +92,8 @@ def count_verdicts(found: Sequence[Judged]) -> str:
 class IdentityRun:
     """Sends random requests to a cluster, and compares them with their texts alone, from the client `plain`."""
 
-    client: Client
-    plain: Client
+    client: BaseClient
+    plain: BaseClient
     codec: TextCodec
     seed: int
     sizes: Sizes

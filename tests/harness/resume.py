@@ -35,10 +35,10 @@ from outrider.protocol import values
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.messages import Done, Message
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.chance import MODES, Sizes, question, subject
+from tests.harness.chance import MODES, Sizes
 from tests.harness.default_model import default_codec, words
-from tests.harness.random_identity import DIFFERENT, SAME, Judged, count_verdicts, judged
-from tests.harness.requests import FullReply, TimedRequest, send, send_all
+from tests.harness.random_identity import DIFFERENT, SAME, IdentityRun, Judged, count_verdicts
+from tests.harness.requests import FullReply, TimedRequest, send
 
 SIZES = Sizes(prompt=200, text=48)
 AT_ONCE, MOST_CUTS = 4, 2
@@ -97,22 +97,15 @@ class Cutting(Client):
 
 def broken(requests: int, seed: int, screen: Screen) -> tuple[list[Judged], Cuts]:
     """Runs interrupted requests. Returns their verdicts, and where they were interrupted."""
-    source, codec, cuts = words(), default_codec(), Cuts(seed)
-    subjects = {n: subject(n, seed, source, SIZES) for n in range(-(-requests // len(MODES)))}
-    asked = [question(n, seed, subjects[n // len(MODES)]) for n in range(requests)]
-    plain = LocalCluster(progress=screen.show, draft_backend="none", mode="ar", prompt_cache=False, max_active=1)
-    with plain:
-        alone = []
-        for number, (tokens, sampling) in subjects.items():
-            screen.show(f"alone: {number} of {len(subjects)}")
-            alone.append(send(plain.client(), TimedRequest(tokens, sampling, "ar")))
-    with LocalCluster(progress=screen.show) as one, LocalCluster(progress=screen.show) as other:
+    cuts = Cuts(seed)
+    with (
+        LocalCluster(progress=screen.show, draft_backend="none", mode="ar", prompt_cache=False, max_active=1) as alone,
+        LocalCluster(progress=screen.show) as one,
+        LocalCluster(progress=screen.show) as other,
+    ):
         both = Resumed([Cutting(cluster.client().endpoint, cuts) for cluster in (one, other)])
-        found = []
-        for number, reply in enumerate(send_all(both, asked, AT_ONCE)):
-            screen.show(f"interrupted: {number} of {requests}")
-            found.append(judged(number, AT_ONCE, asked[number], reply, alone[number // len(MODES)], codec))
-    return found, cuts
+        course = IdentityRun(both, alone.client(), default_codec(), seed, SIZES, screen.show)
+        return course.block(0, requests, (AT_ONCE,)), cuts
 
 
 class Assassin:
@@ -122,7 +115,7 @@ class Assassin:
         self._pid, self._left = pid, tokens
         self.struck = 0.0
 
-    def heard(self, arrival: Arrival) -> None:
+    def record(self, arrival: Arrival) -> None:
         self._left -= arrival.tokens
         if self._left <= 0 and not self.struck:
             os.kill(self._pid, signal.SIGKILL)
@@ -145,7 +138,7 @@ def kills(count: int, seed: int, screen: Screen) -> tuple[list[float], int]:
                 screen.show(f"kills: {number} of {count}")
                 assassin = Assassin(doomed.pid, rng.randint(1, KILLED.max_tokens - 8))
                 both = Resumed([Client(doomed.endpoint, timeout=SECOND), steady.client(SECOND)])
-                reply = send(both, TimedRequest(prompt, sampling, MODES[number % len(MODES)]), assassin.heard)
+                reply = send(both, TimedRequest(prompt, sampling, MODES[number % len(MODES)]), assassin.record)
             others += reply.token_ids != text
             waits.append(assassin.wait(reply))
     return waits, others

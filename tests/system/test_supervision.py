@@ -23,9 +23,8 @@ from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE as MODEL
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerStats
 from tests.halts import in_the_middle, slowed
-from tests.harness.chaos import AT_ONCE, ChaosRun, Strike
+from tests.harness.chaos import AT_ONCE, ChaosRun, Load, Strike
 from tests.harness.faults import STARTED, Faults
-from tests.harness.mixed import Load
 from tests.harness.random_identity import DIFFERENT
 from tests.harness.soak import settled
 from tests.tiny import Pair
@@ -172,20 +171,16 @@ def test_request_without_a_target_waits_for_its_replacement(
 def test_random_kills_and_stops_change_no_text(cluster: LocalCluster) -> None:
     course = ChaosRun(cluster.client(timeout=LIMIT), 4, seed=3)
     course.run([Strike(("draft", "target"), signal.SIGKILL, 8), Strike(("draft",), signal.SIGSTOP, 3)], Screen())
-    assert len(course.strikes) == 2 and len(course.found) >= 4
+    assert not course.failed and len(course.strikes) == 2 and len(course.found) >= 4
     assert not [one for one in course.found if one.verdict == DIFFERENT]
 
 
 def test_mixed_load_with_faults_changes_no_text(cluster: LocalCluster) -> None:
     client = cluster.client(timeout=LIMIT)
-    load, faults = Load(client, 4, 0), Faults(cluster, random.Random("for a moment"))
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        load.begin(threads)
-        try:
-            for _ in range(5):
-                faults.one()
-        finally:
-            load.end()
+    load, faults = Load(client, 4, 0, cancels=True), Faults(cluster, random.Random("for a moment"))
+    with load.running():
+        for _ in range(5):
+            faults.one()
     until_ready(client)
     assert not load.failed and len(load.found) >= AT_ONCE and faults.happened.total() == 5
     assert not [one for one in load.found if one.verdict == DIFFERENT]
