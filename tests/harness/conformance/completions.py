@@ -47,7 +47,7 @@ def _(at: Servers) -> None:
 
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
-    """Without max_tokens there are 16."""
+    """Without max_tokens 16 tokens are generated."""
     equal(at.pair.whole(TEXT, prompt=PROMPT)["usage"]["completion_tokens"], 16, "the number")
 
 
@@ -104,7 +104,7 @@ def _(at: Servers) -> None:
 
 @cases.add("OpenAI's reference", why="the models served continue a text and don't support fill-in-the-middle")
 def _(at: Servers) -> None:
-    """suffix: the text before another one."""
+    """suffix: the text fits before it."""
     at.pair.whole(TEXT, prompt="def f(", suffix="return 1", max_tokens=5)
 
 

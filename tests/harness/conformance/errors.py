@@ -13,7 +13,7 @@ VLLM, LLAMA = "vLLM test_chat_error", "llama.cpp test_chat_completion"
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """Messages that are none, or no list, or have no role, or content of a wrong kind."""
+    """Messages that are missing, not a list, without a role or with content of a wrong type are refused."""
     wrong: tuple[Any, ...] = (
         None,
         "string",
@@ -30,7 +30,7 @@ def _(at: Servers) -> None:
 
 @cases.add(LLAMA, why="a template may take it, and clients of agents send it")
 def _(at: Servers) -> None:
-    """Two turns of the assistant's in a row at the end are refused."""
+    """Two assistant turns in a row at the end are refused."""
     turn = {"role": "assistant", "content": "test"}
     refused(at.chat.post(CHAT, messages=[*HELLO, turn, turn]))
 

@@ -22,7 +22,7 @@ from tests.harness.conformance.requests import (
     in_form,
 )
 
-cases = Cases("Text in a form")
+cases = Cases("Structured output")
 LLAMA, VLLM, TEXTS = "llama.cpp test_chat_completion", "vLLM test_chat", "vLLM test_completion"
 
 
@@ -38,20 +38,20 @@ def form(text: str) -> Any:
 
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
-    """response_format of json_schema: the text is by the schema."""
+    """response_format json_schema: the text matches the schema."""
     form(content_of(at.chat.whole(CHAT, messages=HELLO, response_format=in_form(FORM, strict=True))))
 
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """The same holds in a stream, at any temperature, with drafts."""
+    """A schema holds in a stream, at any temperature, with drafts."""
     asked = {"messages": [{"role": "user", "content": PROMPT}], "response_format": in_form(FORM), "temperature": 1.0}
     form("".join(c["delta"].get("content") or "" for c in choices(at.pair.stream(CHAT, **asked))))
 
 
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
-    """response_format of json_object: the text is an object."""
+    """response_format json_object: the text is an object."""
     grown = at.pair.whole(TEXT, prompt=PROMPT, response_format={"type": "json_object"}, max_tokens=8)
     hold(grown["choices"][0]["text"].lstrip().startswith("{"), f"it is {grown['choices'][0]['text']!r}")
 
@@ -65,13 +65,13 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """response_format of text changes nothing."""
+    """response_format text changes nothing."""
     at.chat.whole(CHAT, messages=HELLO, response_format={"type": "text"})
 
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """A response_format that there is not, and schemas that are none, are refused."""
+    """An unknown response_format and invalid schemas are refused."""
     for wrong in (
         {"type": "sound"},
         *({"type": "json_object", "schema": s} for s in (123, {"type": 123}, {"type": "hiccup"})),
@@ -99,7 +99,7 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """structured_outputs.json, and guided_json its older name."""
+    """structured_outputs.json is followed, and so is guided_json, its older name."""
     form(content_of(at.chat.whole(CHAT, messages=HELLO, structured_outputs={"json": FORM})))
     form(content_of(at.chat.whole(CHAT, messages=HELLO, guided_json=json.dumps(FORM))))
 
@@ -115,7 +115,7 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """structured_outputs.choice: one of the texts, and guided_choice its older name."""
+    """structured_outputs.choice is followed, and so is guided_choice, its older name."""
     ways = ["Python", "C++ (17)", "Rust"]
     for asked in ({"structured_outputs": {"choice": ways}}, {"guided_choice": ways}):
         text = content_of(at.chat.whole(CHAT, messages=HELLO, **asked, temperature=0.7, max_tokens=20))
@@ -137,7 +137,7 @@ def _(at: Servers) -> None:
 
 @cases.add(TEXTS)
 def _(at: Servers) -> None:
-    """A schema that is none, a regex and a grammar that can't be compiled are refused."""
+    """An invalid schema, and a regex and a grammar that can't be compiled, are refused."""
     wrong = {"type": "object", "properties": {"foo": "bar"}}
     bad = 'root ::= select_statementinvalidsyntax\ncolumn ::= "col_1 "'
     for given in ({"json": wrong}, {"regex": "[.*"}, {"grammar": bad}):
@@ -153,7 +153,7 @@ def _(at: Servers) -> None:
 
 @cases.add("llama.cpp test_compat_oai_responses")
 def _(at: Servers) -> None:
-    """text.format without its schema is refused, and text is nothing special."""
+    """text.format json_schema without a schema is refused; text changes nothing."""
     refused(at.chat.post(RESPOND, input="hi", text={"format": {"type": "json_schema", "name": "f"}}), "schema")
     at.chat.whole(RESPOND, input="hi", text={"format": {"type": "text"}})
 
@@ -167,13 +167,13 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_completion_with_function_calling")
 def _(at: Servers) -> None:
-    """Tools with a schema: the model calls one, or answers by the schema."""
+    """With tools and a schema, the model calls a tool, or its answer matches the schema."""
     at.chat.whole(CHAT, messages=HELLO, tools=[TOOL], response_format=in_form(FORM))
 
 
 @cases.add("vLLM test_structured_outputs_with_reasoning")
 def _(at: Servers) -> None:
-    """A model that thinks does so first, and then answers by the schema."""
+    """A model that thinks does so first; then its answer matches the schema."""
     asked = {"messages": HELLO, "response_format": in_form(FORM), "chat_template_kwargs": THINKS}
     message = at.chat.whole(CHAT, **asked)["choices"][0]["message"]
     form(message["content"])

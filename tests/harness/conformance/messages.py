@@ -94,7 +94,7 @@ def _(at: Servers) -> None:
 
 @cases.add(ANTHROPIC)
 def _(at: Servers) -> None:
-    """Each event of a stream is named as its data's type is."""
+    """Each event of a stream has the type of its data as its name."""
     reply = at.chat.post(CLAUDE, messages=HELLO, max_tokens=5, stream=True).ok()
     equal(reply.lines("event"), [event["type"] for event in reply.events()], "the names")
 
@@ -129,7 +129,7 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
-    """A tool's result, as text, as blocks, as an error or with nothing in it, is read."""
+    """A tool's result, as text, as blocks, as an error or empty, is read."""
     for result in (tool_result(), tool_result([{"type": "text", "text": "22 C"}]), tool_result(is_error=True),
                    {"type": "tool_result", "tool_use_id": "toolu_1"}, tool_result(None)):  # fmt: skip
         equal(ask(at, messages=talk(result), tools=[TOOL])["content"][0]["text"], SUNNY, "the text")
@@ -150,7 +150,7 @@ def _(at: Servers) -> None:
 
 @cases.add(ANTHROPIC)
 def _(at: Servers) -> None:
-    """tool_choice: none uses nothing, any and tool use one."""
+    """tool_choice: none calls no tool, any and tool call one."""
     equal(ask(at, tools=[TOOL], tool_choice={"type": "none"})["stop_reason"], "end_turn", "the reason")
     for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
         equal(ask(at, tools=[TOOL], tool_choice=choice)["content"][-1]["type"], "tool_use", "the block")
@@ -166,7 +166,7 @@ def _(at: Servers) -> None:
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """temperature, top_p, top_k and metadata are taken."""
+    """temperature, top_p, top_k and metadata are accepted."""
     ask(at, temperature=0.5, top_p=0.9, top_k=40, metadata={"user_id": "user_123"})
 
 

@@ -42,7 +42,7 @@ def _(at: Servers) -> None:
 
 @cases.add("llama.cpp test_basic; mlx-lm test_server")
 def _(at: Servers) -> None:
-    """The paths are there without /v1, too."""
+    """The paths exist without /v1, too."""
     equal(at.chat.get("/models").ok().json["data"][0]["id"], at.chat.model, "the id")
     equal(content_of(at.chat.whole("/chat/completions", messages=HELLO)), GREETING, "the text")
 

@@ -13,7 +13,7 @@ TOKENS = [5, 6, 7, 8]
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """logprobs: false: there are none."""
+    """logprobs false: the answer has none."""
     equal(at.chat.whole(CHAT, messages=HELLO, logprobs=False)["choices"][0]["logprobs"], None, "logprobs")
 
 
@@ -52,7 +52,7 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """More than 20 are refused, streamed or not, and the server goes on."""
+    """top_logprobs above 20 are refused, streamed or not, and the server continues."""
     for stream in (False, True):
         refused(at.chat.post(CHAT, messages=HELLO, logprobs=True, top_logprobs=21, stream=stream), "top_logprobs")
     at.chat.whole(CHAT, messages=HELLO)
@@ -115,7 +115,7 @@ def _(at: Servers) -> None:
 
 @cases.add(TEXTS)
 def _(at: Servers) -> None:
-    """More than 20 are refused for completions, too."""
+    """logprobs above 20 are refused for completions, too."""
     refused(at.pair.post(TEXT, prompt=TOKENS, logprobs=21), "logprobs")
 
 

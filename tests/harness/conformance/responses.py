@@ -50,7 +50,7 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """max_output_tokens: the response is incomplete, and says why."""
+    """max_output_tokens: the response is incomplete, and has the reason."""
     answer = at.chat.whole(RESPOND, input="hi", max_output_tokens=2)
     equal((answer["status"], answer["incomplete_details"]), ("incomplete", {"reason": "max_output_tokens"}), "status")
 
@@ -78,7 +78,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_function_call")
 def _(at: Servers) -> None:
-    """A call is an item with name, arguments and call_id; with its output the conversation goes on."""
+    """A call is an item with name, arguments and call_id; with its output the conversation continues."""
     call = at.chat.whole(RESPOND, input="hi", tools=[TOOL])["output"][-1]
     equal(
         (call["type"], call["name"], json.loads(call["arguments"])), ("function_call", "get_weather", PARIS), "the call"
@@ -155,14 +155,14 @@ def _(at: Servers) -> None:
 
 @cases.add(OPENAI)
 def _(at: Servers) -> None:
-    """reasoning.effort, store, metadata, truncation of disabled and parallel_tool_calls are taken."""
+    """reasoning.effort, store, metadata, truncation disabled and parallel_tool_calls are accepted."""
     asked = {"reasoning": {"effort": "low"}, "store": False, "metadata": {"a": "b"}, "truncation": "disabled"}
     equal(text(at.chat.whole(RESPOND, input="hi", **asked, parallel_tool_calls=True)), GREETING, "the text")
 
 
 @cases.add("vLLM test_stateful", why=NO_STORE)
 def _(at: Servers) -> None:
-    """previous_response_id goes on with an earlier response."""
+    """previous_response_id continues an earlier response."""
     first = at.chat.whole(RESPOND, input="hi")["id"]
     at.chat.whole(RESPOND, input="hi", previous_response_id=first)
 
@@ -181,6 +181,6 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_image", why="only text is read here")
 def _(at: Servers) -> None:
-    """An image among the input is read."""
+    """An image in the input is read."""
     image = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
     at.chat.whole(RESPOND, input=[{"role": "user", "content": [image]}])

@@ -112,7 +112,7 @@ def _(at: Servers) -> None:
 
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
-    """Of several stop strings the first to come ends the text."""
+    """Of several stop strings, the first that occurs ends the text."""
     equal(content_of(at.chat.whole(CHAT, messages=HELLO, stop=["friend", "there", "zzz"])), "Hello ", "the text")
 
 
@@ -138,7 +138,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_chat", why="ignore_eos with max_tokens gives an exact length")
 def _(at: Servers) -> None:
-    """min_tokens keeps the text from ending before."""
+    """min_tokens: the text does not end before."""
     at.chat.whole(CHAT, messages=HELLO, min_tokens=10, max_tokens=10)
 
 

@@ -61,7 +61,7 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
-    """With the tool's result the conversation goes on."""
+    """With the tool's result the conversation continues."""
     talk = [*HELLO, called(), result()]
     equal(content_of(at.chat.whole(CHAT, messages=talk, tools=[TOOL])), SUNNY, "the text")
 
@@ -98,7 +98,7 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
-    """tool_choice required: a call, of several tools, too."""
+    """tool_choice required: a tool is called, also if there are several."""
     equal(calls(at, tools=[OTHER, TOOL], tool_choice="required"), [("get_weather", PARIS)], "the calls")
 
 
@@ -141,7 +141,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_completion_with_function_calling")
 def _(at: Servers) -> None:
-    """A tool_choice that there is not is refused."""
+    """An unknown tool_choice is refused."""
     for wrong in ("sometimes", {}, {"type": "function"}):
         refused(at.chat.post(CHAT, messages=HELLO, tools=[TOOL], tool_choice=wrong), "tool_choice")
 
