@@ -38,14 +38,14 @@ WORKERS = st.integers(0, 3)  # the target, then the drafters; of those that ther
 TIME = st.integers(0, 16)
 SPELL = st.integers(1, 25)  # ticks for which a link is cut or a worker stalls
 SHARES = st.sampled_from((0.0, 0.0, 0.03, 0.2))
-# So many ticks of good weather bring every request to its end.
+# Every request ends within this many ticks without faults.
 PATIENCE = 4000
-LONG = 600  # seconds for which nobody speaks of a request that is over
+LONG = 600  # seconds without messages about an ended request
 
 
 @dataclass
 class Tally:
-    """What stories were made of: steps, what happened in them, what was judged how often, and how many tokens came."""
+    """Counts over all stories: steps, events, checks, ticks and tokens."""
 
     steps: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
@@ -75,14 +75,14 @@ def samplings() -> st.SearchStrategy[SamplingParams]:
 
 
 def prompts() -> st.SearchStrategy[tuple[int, ...]]:
-    """Many of them begin alike, some are read in pieces."""
+    """Many prompts begin alike; some are read in pieces."""
     shared = st.sampled_from((0, 0, 3, 20, 40)).map(lambda count: [(5 * i) % V for i in range(count)])
     own = st.lists(st.integers(0, V - 1), min_size=1, max_size=4)
     return st.tuples(shared, own).map(lambda both: (*both[0], *both[1]))
 
 
 class Stories(RuleBasedStateMachine):
-    """One cluster, from its start until the last request has ended in calm weather."""
+    """One cluster, from its start until the last request has ended after the faults."""
 
     world: World
 
@@ -107,7 +107,7 @@ class Stories(RuleBasedStateMachine):
 
     @contextmanager
     def _step(self, name: str, then: int) -> Iterator[None]:
-        """A step, and so many ticks after it."""
+        """Runs a step, and `then` ticks after it."""
         TALLY.steps[name] += 1
         self._sound = False
         yield
@@ -187,12 +187,12 @@ class Stories(RuleBasedStateMachine):
             if self._sound:
                 self._calm()
         finally:
-            note(f"what happened last:\n{self.world.journal}")
+            note(f"the latest events:\n{self.world.journal}")
             TALLY.add(self.world)
             self._patch.undo()
 
     def _calm(self) -> None:
-        """The faults end: requests do, too, and what they held is given back once others come."""
+        """Ends the faults: all requests end, and what they held is freed when another request comes."""
         world, judge = self.world, self.world.watch.judge
         world.calm()
         self._until_settled()

@@ -46,15 +46,15 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
 
 @pytest.fixture
 def losing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Message], bool]], list[Message]]:
-    """`losing(is_lost)`: bundles travel without the messages that are lost; returns the list that these come into."""
+    """`losing(is_lost)` removes these messages from bundles, and returns the list to which they are added."""
     put = Way.put
 
     def install(is_lost: Callable[[Message], bool]) -> list[Message]:
         lost: list[Message] = []
 
-        def selective(self: Way, *said: Message) -> None:
+        def selective(self: Way, *messages: Message) -> None:
             kept = []
-            for message in said:
+            for message in messages:
                 (lost if is_lost(message) else kept).append(message)
             if kept:
                 put(self, *kept)
@@ -66,7 +66,7 @@ def losing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Message], boo
 
 
 def run(world: World, mode: str, most: int = 3000) -> Any:
-    """One request to its end."""
+    """Runs one request to its end."""
     world.begin(Admit("r", PROMPT, SAMPLING, mode, frozenset()))
     for _ in range(most):
         if not world.rounds.active:
@@ -91,26 +91,26 @@ def test_lost_message_stalls_no_request(world: Any, losing: Any, mode: str, kind
 
 @pytest.mark.parametrize("mode", MODES)
 def test_lost_retries_and_answers_stall_no_request(world: Any, losing: Any, mode: str) -> None:
-    """All that anybody says about the third round and later, until it has been said three times."""
-    said: dict[tuple[object, ...], int] = {}
+    """Loses each message about the third round and later until it is sent a third time."""
+    sent: dict[tuple[object, ...], int] = {}
 
     def is_lost(message: Message) -> bool:
         if not isinstance(message, (*KINDS, Resync)) or getattr(message, "round", 3) < 3:
             return False
         key = (type(message), getattr(message, "epoch", 0), getattr(message, "round", 0))
-        said[key] = said.get(key, 0) + 1
-        return said[key] < 3 and len(said) < 30
+        sent[key] = sent.get(key, 0) + 1
+        return sent[key] < 3 and len(sent) < 30
 
     losing(is_lost)
     assert isinstance(run(world(), mode, 20_000), RequestEnded)
 
 
 def test_lost_outcome_of_an_autonomous_target_starts_a_new_epoch(world: Any, losing: Any) -> None:
-    """It has forgotten that outcome by the time it is asked again."""
+    """The target no longer has that outcome when VERIFY is repeated."""
     cluster = world(ngrams=False)
     losing(lambda message: isinstance(message, Outcome) and message.round == 4 and message.epoch == 0)
     assert isinstance(run(cluster, "ar"), RequestEnded)
-    assert cluster.journal.counts["heard"] and cluster.watch.requests["r"].place[0] == 1
+    assert cluster.journal.counts["received"] and cluster.watch.requests["r"].place[0] == 1
 
 
 def test_repeated_open_starts_no_new_epoch(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +118,10 @@ def test_repeated_open_starts_no_new_epoch(world: Any, monkeypatch: pytest.Monke
     opened: list[Message] = []
     put = Way.put
 
-    def late(self: Way, *said: Message) -> None:
-        opened.extend(message for message in said if isinstance(message, Open))
-        put(self, *said)
-        if any(isinstance(message, Outcome) and message.round == 3 for message in said):
+    def late(self: Way, *messages: Message) -> None:
+        opened.extend(message for message in messages if isinstance(message, Open))
+        put(self, *messages)
+        if any(isinstance(message, Outcome) and message.round == 3 for message in messages):
             for node in cluster.nodes.values():
                 put(node.link.down, opened[0])
 

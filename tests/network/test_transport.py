@@ -15,7 +15,7 @@ NAMES = [f"r{n}" for n in range(200)]
 
 
 def arrived(weather: Weather, sealed: bool = True, ticks: int = 20, seed: int = 1) -> list[str]:
-    """What arrives of 200 words, said one a tick."""
+    """Returns which of 200 messages arrive, sent one a tick."""
     journal = Journal()
     way = Way("a -> b", random.Random(seed), journal, sealed)
     way.weather = weather

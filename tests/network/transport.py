@@ -20,7 +20,7 @@ REMEMBERED = 80
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """How likely a bundle is lost, said twice, overtaken, or altered; it takes 1 + `delay` ticks at most."""
+    """The probabilities that a bundle is lost, repeated, reordered or altered; it takes up to 1 + `delay` ticks."""
 
     lose: float = 0.0
     twice: float = 0.0
@@ -34,17 +34,17 @@ CLEAR = Weather()
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What left together, on its way; `altered`: its frames no longer say that."""
+    """Messages that were sent together, on their way; `altered`: the frames are no longer theirs."""
 
     frames: tuple[bytes, ...]
-    said: tuple[Message, ...]
+    messages: tuple[Message, ...]
     due: int
     altered: bool = False
 
 
 @dataclass(slots=True)
 class Journal:
-    """What happened lately, for whoever has to understand a failure, and how often what did."""
+    """The latest events, to explain a failure, and counts of all."""
 
     tick: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -60,15 +60,15 @@ class Journal:
 
 
 class Way:
-    """One direction of a link. `sealed`: what was altered never arrives, as below TCP and CURVE; else if the codec
-    takes it, it does, like a lie."""
+    """One direction of a link. `sealed`: altered messages never arrive, as with TCP and CURVE; else they arrive if the
+    codec accepts them, and `forged` counts them."""
 
     def __init__(self, name: str, rng: random.Random, journal: Journal, sealed: bool) -> None:
         self.name = name
         self.weather = CLEAR
         self.cut = False
         self._rng, self._journal, self._sealed = rng, journal, sealed
-        self.lies = 0  # messages that were altered and taken in all the same
+        self.forged = 0
         self._going: list[Bundle] = []
         self._last_due = 0
 
@@ -76,24 +76,24 @@ class Way:
     def is_empty(self) -> bool:
         return not self._going
 
-    def put(self, *said: Message) -> None:
-        """Sends these together."""
+    def put(self, *messages: Message) -> None:
+        """Sends messages together."""
         rng, weather = self._rng, self.weather
         if rng.random() < weather.lose:
-            self._journal.write("lost", self.name, said)
+            self._journal.write("lost", self.name, messages)
             return
-        frames = tuple(bytes(frame) for frame in encode_all(said))
+        frames = tuple(bytes(frame) for frame in encode_all(messages))
         for _ in range(2 if rng.random() < weather.twice else 1):
             due = self._journal.tick + 1 + rng.randint(0, weather.delay)
             if rng.random() >= weather.overtake:
                 due = self._last_due = max(due, self._last_due)
             if rng.random() < weather.alter:
-                self._going.append(Bundle(altered(frames, rng), said, due, altered=True))
+                self._going.append(Bundle(altered(frames, rng), messages, due, altered=True))
             else:
-                self._going.append(Bundle(frames, said, due))
+                self._going.append(Bundle(frames, messages, due))
 
     def arrived(self) -> list[Message]:
-        """What the receiver takes in now."""
+        """Returns the messages that arrive now."""
         if self.cut or not self._going:
             return []
         due = [bundle for bundle in self._going if bundle.due <= self._journal.tick]
@@ -101,27 +101,27 @@ class Way:
         return [message for bundle in sorted(due, key=lambda b: b.due) for message in self._opened(bundle)]
 
     def lose_all(self) -> None:
-        """The connection is lost, with all that was on its way."""
+        """Drops all messages on their way, as when the connection is lost."""
         if self._going:
-            self._journal.write("lost", self.name, [message for bundle in self._going for message in bundle.said])
+            self._journal.write("lost", self.name, [message for bundle in self._going for message in bundle.messages])
         self._going.clear()
 
     def _opened(self, bundle: Bundle) -> list[Message]:
         try:
-            heard = decode_all(bundle.frames)
+            received = decode_all(bundle.frames)
         except ProtocolError:
-            self._journal.write("refused", self.name, bundle.said)
+            self._journal.write("refused", self.name, bundle.messages)
             return []
         if bundle.altered and self._sealed:
-            self._journal.write("altered", self.name, bundle.said)
+            self._journal.write("altered", self.name, bundle.messages)
             return []
-        self.lies += len(heard) if bundle.altered else 0
-        self._journal.write("lie" if bundle.altered else "heard", self.name, heard)
-        return heard
+        self.forged += len(received) if bundle.altered else 0
+        self._journal.write("forged" if bundle.altered else "received", self.name, received)
+        return received
 
 
 def altered(frames: Sequence[bytes], rng: random.Random) -> tuple[bytes, ...]:
-    """These frames with some bytes changed, one cut short, one missing, or one too many."""
+    """Returns frames with some bytes changed, one cut short, one missing, or one too many."""
     found = list(frames)
     at = rng.randrange(len(found))
     match rng.randrange(6):
@@ -140,7 +140,7 @@ def altered(frames: Sequence[bytes], rng: random.Random) -> tuple[bytes, ...]:
 
 
 def brief(message: object) -> str:
-    """A message in a few words: its kind, whose it is, and epoch/round@base_len."""
+    """Describes a message briefly: its type, request, epoch/round/base_len and tokens."""
     if isinstance(message, str):
         return message
     place = [getattr(message, name, None) for name in ("epoch", "round", "base_len")]

@@ -17,32 +17,32 @@ _KEPT = 20_000
 
 
 class Text:
-    """A request's tokens as the target says them by itself, one step a token, without an end."""
+    """The endless text of the target alone after a prompt, one token a step."""
 
     def __init__(self, model: LoadedModel, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self._slot: CacheSlot = open_slots(model, [prompt], [sampling])[0]
 
     def first(self, count: int) -> list[int]:
-        """So many, the prompt's among them."""
+        """Returns the first `count` tokens, prompt included."""
         while len(self._slot.tokens) < count:
             verify(self._slot)
         return self._slot.tokens[:count]
 
 
 class FreshDrafter:
-    """What a draft model says that remembers nothing: a forward over the last token, for tests.system.markov's."""
+    """A drafter without state, for models of tests.system.markov: each forward is over the last token only."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._samplers: dict[SamplingParams, Sampler] = {}
         self._known: dict[tuple[SamplingParams, int, tuple[int, ...]], int] = {}
 
-    def says(self, text: Sequence[int], count: int, sampling: SamplingParams) -> list[int]:
-        """The `count` tokens after `text`."""
-        said = list(text)
+    def propose(self, text: Sequence[int], count: int, sampling: SamplingParams) -> list[int]:
+        """Returns the `count` tokens after `text`."""
+        tokens = list(text)
         for _ in range(count):
-            said.append(self._next(said, sampling))
-        return said[len(text) :]
+            tokens.append(self._next(tokens, sampling))
+        return tokens[len(text) :]
 
     def _next(self, text: Sequence[int], sampling: SamplingParams) -> int:
         sampler = self._samplers.setdefault(sampling, Sampler(sampling, self._model.vocab_size))

@@ -30,7 +30,6 @@ from tests.harness.settings import round_settings
 from tests.honest import HonestWorkers
 from tests.network.transport import CLEAR, Journal, Way, Weather
 from tests.network.watch import Watch
-from tests.system.cluster import WatchedDrafter
 from tests.system.links import Idle, Listening, VirtualClock
 
 TARGET = "target-0"
@@ -42,9 +41,9 @@ NOTICED, RETURNED = 6, 12
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a cluster is made. `colocated`: the target drafts for itself, and there are no other drafters.
+    """The settings of a cluster. `colocated`: the target drafts for itself, and there are no other drafters.
 
-    `paces`: the n-th drafter gets on in one of so many ticks. `another`: the last of several runs another model.
+    `paces[n]`: drafter n works in one of so many ticks. `another`: the last of several drafters runs another model.
     """
 
     seed: int = 0
@@ -60,7 +59,7 @@ class Setting:
 
 @dataclass
 class Link(Listening):
-    """A worker's link on the network: what it is to receive, and what it says."""
+    """A worker's link on the network, with the messages that it has received."""
 
     name: str
     down: Way
@@ -70,23 +69,22 @@ class Link(Listening):
 
     def send(self, *messages: Message) -> None:
         for message in messages:
-            self.watch.worker_said(self.name, message)
+            self.watch.on_worker_message(self.name, message)
         self.up.put(*messages)
 
 
 @dataclass
 class Node:
-    """A worker process. `known`: the orchestrator counts on it; `alive`: it runs; `stopped`: it does not get on.
-    `lies`: how many were found."""
+    """A worker process. `known`: the orchestrator uses it; `alive`: it runs; `stopped`: it does nothing. `invalid`: the
+    number of its messages that the orchestrator found invalid."""
 
     name: str
     link: Link
     worker: TargetWorker | DraftWorker
-    watched: WatchedDrafter | None = None
     known: bool = True
     alive: bool = True
     stopped: bool = False
-    lies: int = 0
+    invalid: int = 0
 
     def turns(self, count: int) -> None:
         try:
@@ -97,7 +95,7 @@ class Node:
 
 
 class World(HonestWorkers):
-    """The cluster; `target` and `draft` are its models, and `another` the one that disagrees."""
+    """The cluster; `target` and `draft` are its models, and `another` that of the last drafter."""
 
     def __init__(
         self,
@@ -116,15 +114,15 @@ class World(HonestWorkers):
         self._rng = random.Random(setting.seed)
         self._is_calm = False
         self._going: dict[str, list[Message]] = {}
-        self._coming: list[tuple[int, str, Node]] = []  # tick, what is noticed then, of whom
+        self._coming: list[tuple[int, str, Node]] = []  # tick, what is noticed then, of which worker
         self._weather: dict[str, Weather] = {}
         rounds = round_settings(setting.depth, setting.branches, setting.full_depth, setting.ngrams)
-        self.rounds = Scheduler(self, rounds, self.watch.on_hidden_states, Trace(None))
+        self.rounds = Scheduler(self, rounds, self.watch.on_event, Trace(None))
         drafters = 0 if setting.colocated else setting.drafters
         self.nodes = {name: self._started(name) for name in (TARGET, *(f"draft-{n}" for n in range(drafters)))}
         self.watch.rounds = self.rounds
 
-    # --- what the rounds see --------------------------------------------------------------------------------------
+    # --- the pool's interface for the rounds ----------------------------------------------------------------------
 
     @property
     def target_context(self) -> int:
@@ -145,44 +143,44 @@ class World(HonestWorkers):
         return Hello("draft", name, 0, 0, "", "", self._draft.vocab_size, 0, int(name in self._others), 0)
 
     def record_invalid(self, name: str, kind: str) -> None:
-        """Who does so too often is ended; it comes back as one that is believed again."""
+        """Counts an invalid message. Too many end the worker; its successor starts at zero."""
         node = self.nodes[name]
-        node.lies += 1
-        self.journal.write("found a lie", name, [kind])
-        if node.lies == MAX_INVALID_MESSAGES:
+        node.invalid += 1
+        self.journal.write("invalid", name, [kind])
+        if node.invalid == MAX_INVALID_MESSAGES:
             self.kill(name)
 
     def send_target(self, message: Message) -> None:
         self.send_worker(TARGET, message)
 
     def send_worker(self, name: str, message: Message) -> None:
-        self.watch.sent(name, message)
+        self.watch.on_sent(message)
         self._going.setdefault(name, []).append(message)
 
     def flush_and_yield(self) -> None:
-        """What each worker is to hear leaves, together."""
+        """Sends each worker its messages together."""
         for name, messages in self._going.items():
             node = self.nodes[name]
             if node.alive:
                 node.link.down.put(*messages)
         self._going.clear()
 
-    # --- what happens ---------------------------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------------------------
 
     def begin(self, admit: Admit) -> None:
-        self.watch.begins(admit)
+        self.watch.on_begin(admit)
         self.journal.write("begin", admit.request, [admit.mode])
         self.rounds.begin(admit, self._clock())
         self.flush_and_yield()
 
     def stop(self, request: str, reason: str) -> None:
-        self.watch.stops(request, reason)
+        self.watch.on_stop(request, reason)
         self.journal.write("stop", request, [reason])
         self.rounds.stop(request, reason)
         self.flush_and_yield()
 
     def tick(self) -> None:
-        """Some time: what is due arrives, workers get on, waits end, losses are noticed."""
+        """Lets some time pass: messages arrive, workers work, waits end, losses are noticed."""
         self.journal.tick += 1
         self._clock.skip(self._rng.choice((1, 5, 20) if self._moves else (200,)) * MILLISECOND_NS)
         self._notice()
@@ -190,34 +188,34 @@ class World(HonestWorkers):
             node.link.inbox += node.link.down.arrived()
         arrived = [(node.name, message) for node in self._alive() for message in node.link.up.arrived()]
         arrived.sort(key=lambda arrival: isinstance(arrival[1], Outcome))
-        self._hear(arrived)
+        self._handle(arrived)
         for node in self._alive():
             if not node.stopped:
-                node.turns(self._rng.choice((0, 1, 1, 2, 5)) if self._gets_on(node.name) else 0)
-                self.watch.looks_at(node.worker, node.watched)
+                node.turns(self._rng.choice((0, 1, 1, 2, 5)) if self._can_work(node.name) else 0)
+                self.watch.check_worker(node.worker)
         self.rounds.on_tick(self._clock())
         self.flush_and_yield()
 
     def pause(self, seconds: int) -> None:
-        """The orchestrator sleeps for so long, or all of the machine does."""
+        """Suspends the orchestrator, or the whole machine."""
         self.journal.write("pause", "", [str(seconds)])
         self._clock.skip(seconds * 1000 * MILLISECOND_NS)
 
     def weather(self, name: str, weather: Weather) -> None:
-        """On both ways of a worker's link, its successors' too."""
+        """Sets the faults of both directions of a worker's link, and of its successors' links."""
         self._weather[name] = weather
         for way in self._ways(name):
             way.weather = weather
 
     def cut(self, name: str, ticks: int, lost: bool) -> None:
-        """Nothing arrives on a worker's link for so long; then what was on its way does, or is `lost`."""
+        """Cuts a worker's link for so many ticks. The messages on their way arrive afterwards, or are `lost`."""
         self.journal.write("cut", name)
         for way in self._ways(name):
             way.cut = True
         self._coming.append((self.journal.tick + ticks, "lost way" if lost else "healed", self.nodes[name]))
 
     def stall(self, name: str, ticks: int) -> None:
-        """A worker does not get on for so long; the orchestrator does without it where it can, once it notices."""
+        """Stops a worker for so many ticks. The orchestrator continues without a drafter once it notices."""
         node = self.nodes[name]
         if node.alive and not node.stopped:
             self.journal.write("stall", name)
@@ -227,7 +225,7 @@ class World(HonestWorkers):
                 self._after(NOTICED, "frozen", node)
 
     def kill(self, name: str) -> None:
-        """A worker's process ends at once; what it was told is lost, what it said is not heard."""
+        """Ends a worker's process, with all messages to and from it."""
         node = self.nodes[name]
         if not node.alive:
             return
@@ -238,7 +236,7 @@ class World(HonestWorkers):
         self._after(NOTICED, "lost", node)
 
     def calm(self) -> None:
-        """The weather gets good, and all are quick; what was cut, stalled or died comes back in its time."""
+        """Ends the faults, and lets all workers work in every tick. Cut links and lost workers return in their time."""
         self.journal.write("calm")
         self._is_calm = True
         for name in self.nodes:
@@ -246,36 +244,37 @@ class World(HonestWorkers):
 
     @property
     def is_settled(self) -> bool:
-        """No request runs, and nothing is to be noticed."""
+        """Whether no request runs, and nothing remains to be noticed."""
         return not self.rounds.active and not self._coming
 
     @property
     def _moves(self) -> bool:
-        """Whether anything is on its way; else time passes quickly."""
+        """Whether any message is on its way; else time passes quickly."""
         return any(node.link.inbox or not all(way.is_empty for way in self._ways(node.name)) for node in self._alive())
 
-    def _gets_on(self, name: str) -> bool:
-        """Whether it is quick enough to do anything in this tick."""
+    def _can_work(self, name: str) -> bool:
+        """Returns whether this worker works in this tick."""
         drafters, paces = sorted(self.nodes, key=lambda known: (known == TARGET, known)), self.setting.paces
         pace = dict(zip(drafters, paces, strict=False)).get(name, 1) if name != TARGET else 1
         return self._is_calm or self.journal.tick % pace == 0
 
-    def _hear(self, arrived: list[tuple[str, Message]]) -> None:
-        """All at once, as the orchestrator's loop does; one after the other where one is said again."""
-        if self.watch.says_again([message for _, message in arrived]):
+    def _handle(self, arrived: list[tuple[str, Message]]) -> None:
+        """Handles messages together, as the orchestrator's loop does; one by one if an outcome is repeated."""
+        if self.watch.has_repeats([message for _, message in arrived]):
             for one in arrived:
                 self._take([one])
         elif arrived:
             self._take(arrived)
 
     def _take(self, arrived: list[tuple[str, Message]]) -> None:
-        self.watch.wants([message for _, message in arrived])
+        self.watch.before_messages([message for _, message in arrived])
         self.rounds.handle(arrived, self._clock())
         self.flush_and_yield()
         for node in self.nodes.values():
-            told = f"{node.name} has told {node.link.up.lies} lies, and {node.lies} were found"
-            self.watch.judge("honest", node.lies <= node.link.up.lies, told)
-        self.watch.heard([message for _, message in arrived])
+            forged = node.link.up.forged
+            counts = f"{node.name} has {node.invalid} invalid messages, of {forged} altered ones"
+            self.watch.judge("honest", node.invalid <= forged, counts)
+        self.watch.on_messages([message for _, message in arrived])
 
     def _alive(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.alive]
@@ -317,20 +316,20 @@ class World(HonestWorkers):
     def _lost(self, node: Node) -> None:
         was_known, node.known = node.known, False
         if node.name == TARGET:
-            self.watch.loses_target()
+            self.watch.on_target_lost()
             self.rounds.on_target_lost("the target died", False)
         elif was_known:
             self.rounds.on_drafter_lost(node.name, f"{node.name} was lost", self._clock())
 
     def _found(self, name: str) -> None:
-        """A worker can be used, again."""
+        """Reports that a worker can be used."""
         if name == TARGET:
             self.rounds.on_target_ready()
         else:
             self.rounds.on_drafter_ready(name)
 
     def _started(self, name: str) -> Node:
-        """A new process of this name, which has been let in."""
+        """Returns a new process of this name that has joined."""
         down = Way(f"{name} <-", self._rng, self.journal, sealed=True)
         up = Way(f"{name} ->", self._rng, self.journal, sealed=name == TARGET)
         link = Link(name, down, up, self.watch)
@@ -341,5 +340,5 @@ class World(HonestWorkers):
                 {"draft": InProcessModel(MlxDrafter(self._draft))} if self.setting.colocated else {}
             )
             return Node(name, link, TargetWorker(link, self._target, drafters=own))  # type: ignore[arg-type]
-        watched = WatchedDrafter(MlxDrafter(self._others.get(name, self._draft)))
-        return Node(name, link, DraftWorker(link, watched, FAN_OUT_POLICIES["best-first"]), watched)
+        drafter = MlxDrafter(self._others.get(name, self._draft))
+        return Node(name, link, DraftWorker(link, drafter, FAN_OUT_POLICIES["best-first"]))
