@@ -23,7 +23,7 @@ class FailureRow:
     """
 
     name: str
-    blows: int
+    kills: int
     texts: int
     differ: int
     p50: float
@@ -48,19 +48,19 @@ class FailureRow:
         )
 
 
-def make_row(name: str, blows: Sequence[KillResult], trouble: str = "") -> FailureRow:
-    waits = tuple(wait for blow in blows for wait in blow.waits)
-    errors = [error for blow in blows for error in blow.errors]
+def make_row(name: str, kills: Sequence[KillResult], trouble: str = "") -> FailureRow:
+    waits = tuple(wait for kill in kills for wait in kill.waits)
+    errors = [error for kill in kills for error in kill.errors]
     p50, p99 = (float(np.percentile(waits, share)) if waits else float("nan") for share in (50, 99))
     return FailureRow(
         name=name,
-        blows=len(blows),
-        texts=sum(blow.texts for blow in blows),
-        differ=sum(blow.differ for blow in blows),
+        kills=len(kills),
+        texts=sum(kill.texts for kill in kills),
+        differ=sum(kill.differ for kill in kills),
         p50=p50,
         p99=p99,
         worst=max(waits, default=float("nan")),
-        whole=tuple(blow.whole for blow in blows),
+        whole=tuple(kill.whole for kill in kills),
         broken=len(errors),
         errors=tuple(dict.fromkeys(errors)),
         waits=waits,

@@ -47,7 +47,7 @@ def kill_victim(hosts: Hosts, fleet: Fleet, victim: Victim, texts: Sequence[Expe
     fleet.wait_until_complete()
     ingresses = fleet.ingresses()
     session, engine, ingresses = _choose_session(hosts, fleet, victim, ingresses)
-    blow = victim.aim(Scene(hosts, fleet, engine, ingresses[0]))
+    plan = victim.aim(Scene(hosts, fleet, engine, ingresses[0]))
     readers = [Reader(ingresses, text.wanted, session) for text in texts]
     with ThreadPoolExecutor(len(readers)) as threads:
         reading = [threads.submit(reader.read) for reader in readers]
@@ -57,8 +57,8 @@ def kill_victim(hosts: Hosts, fleet: Fleet, victim: Victim, texts: Sequence[Expe
         if any(future.done() for future in reading):
             raise WorkerError("a text was complete before the kill; expected longer texts (--tokens)")
         struck = time.perf_counter()
-        blow.kill()
-        blow.mend()
+        plan.kill()
+        plan.mend()
         wait_until(
             lambda: all(_has_continued(struck, *pair) for pair in zip(readers, reading, strict=True)),
             "no text continues",

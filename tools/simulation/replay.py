@@ -296,11 +296,11 @@ SLICE_SECONDS = 0.0003  # how long a message may wait while this thread sleeps
 class SlowLink:
     """Delays messages of `link` by `link_ms` each way.
 
-    `heard`: when the message last returned by `receive` arrived, in seconds of `time.perf_counter`.
+    `received_at`: when the message last returned by `receive` arrived, in seconds of `time.perf_counter`.
     """
 
     def __init__(self, link: WorkerLink, link_ms: float) -> None:
-        self.heard = 0.0
+        self.received_at = 0.0
         self._link = link
         self._delay = link_ms / 1000
         self._incoming: deque[tuple[float, Message]] = deque()
@@ -318,7 +318,7 @@ class SlowLink:
         while True:
             self._deliver()
             if self._incoming and self._incoming[0][0] <= time.perf_counter():
-                self.heard, message = self._incoming.popleft()
+                self.received_at, message = self._incoming.popleft()
                 return message
             if not wait:
                 return None

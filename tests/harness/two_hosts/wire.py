@@ -66,7 +66,7 @@ class Relay:
     def __init__(self, fds: tuple[int, int], orders: int, seed: int) -> None:
         self._ways = {fds[0]: fds[1], fds[1]: fds[0]}
         self._orders = orders
-        self._said = b""
+        self._unread = b""
         self._going: dict[int, deque[tuple[float, bytes]]] = {fd: deque() for fd in fds}
         self._chance = random.Random(seed)
         self._delay = self._loss = 0.0
@@ -74,17 +74,17 @@ class Relay:
     def run(self) -> None:
         while True:
             ready, _, _ = select.select([*self._ways, self._orders], [], [], self._wait())
-            if self._orders in ready and not self._told():
+            if self._orders in ready and not self._apply_orders():
                 return
             for fd in self._ways:
                 if fd in ready:
                     self._take(fd)
             self._give()
 
-    def _told(self) -> bool:
+    def _apply_orders(self) -> bool:
         """Applies all complete orders. Returns False at the end of the orders."""
         data = os.read(self._orders, MOST_BYTES)
-        *lines, self._said = (self._said + data).split(b"\n")
+        *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             self._delay, self._loss = map(float, line.split())
         return bool(data)

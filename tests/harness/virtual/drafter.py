@@ -17,7 +17,7 @@ from tools.simulation.replay import PacedDrafter, ReplayDrafter, Script
 
 VOCAB = 4096
 Texts = Collection[tuple[int, ...]]
-Deliver = Callable[[str, Message], None]
+Answer = Callable[[str, Message], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class VirtualDrafter:
     receives and sends nothing.
     """
 
-    def __init__(self, name: str, world: World, machine: Machine, texts: Texts, deliver: Deliver) -> None:
+    def __init__(self, name: str, world: World, machine: Machine, texts: Texts, answer: Answer) -> None:
         self.name, self.model, self.inbox = name, machine.seed, deque[Message]()
         self.way = machine.profile.link_ms / 1000 + machine.hop
         self.gone = False
-        self._world, self._deliver = world, deliver
+        self._world, self._answer = world, answer
         self._scheduled = False
         profile = machine.profile
         script = Script(texts, profile.acceptance, profile.bonus_ranks, VOCAB, seed=machine.seed)
@@ -53,12 +53,12 @@ class VirtualDrafter:
         drafter = PacedDrafter(ReplayDrafter(script), profile.name, pace, world.clock)
         self._worker = DraftWorker(self, drafter, FAN_OUT_POLICIES[machine.fan_out])
 
-    def hear(self, message: Message) -> None:
+    def deliver(self, message: Message) -> None:
         """Delivers a message that is sent now after its latency."""
         self._world.after(self.way, lambda: self._arrived(message))
 
     def send(self, message: Message) -> None:
-        self._world.after(self.way, lambda: self._said(message))
+        self._world.after(self.way, lambda: self._answer_now(message))
 
     def receive(self, wait: bool) -> Message | None:
         if wait and not self.inbox:
@@ -68,9 +68,9 @@ class VirtualDrafter:
     def expect(self, milliseconds: float) -> None:
         """Does nothing: no supervisor watches."""
 
-    def _said(self, message: Message) -> None:
+    def _answer_now(self, message: Message) -> None:
         if not self.gone:
-            self._deliver(self.name, message)
+            self._answer(self.name, message)
 
     def _arrived(self, message: Message) -> None:
         self.inbox.append(message)

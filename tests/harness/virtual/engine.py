@@ -102,11 +102,11 @@ class VirtualEngine:
 
     def send_target(self, message: Message) -> None:
         text = self._texts.get(getattr(message, "request", ""), ())
-        self.world.after(self._hop, lambda: self.target.hear(text, message))
+        self.world.after(self._hop, lambda: self.target.receive(text, message))
 
     def send_worker(self, name: str, message: Message) -> None:
         if name in self._drafters:
-            self._drafters[name].hear(message)
+            self._drafters[name].deliver(message)
 
     def flush_and_yield(self) -> None:
         """Does nothing: messages leave by the virtual clock."""

@@ -62,8 +62,8 @@ class Flight:
 
 class PacedTarget:
     """A target with a profile's times. A forward takes the profile's time for its rows, and `prompt_ms` for each prompt
-    token that it reads; pieces of prompts are distributed as in the target worker. Messages arrive by `hear`, answers
-    go to `answer`. Counts `busy` seconds, `forwards` and their `rows`."""
+    token that it reads; pieces of prompts are distributed as in the target worker. `receive` takes a message,
+    `answer` gets the answers. Counts `busy` seconds, `forwards` and their `rows`."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class PacedTarget:
         self._playing: dict[str, Playing] = {}
         self._flying = False
 
-    def hear(self, text: tuple[int, ...], message: Message) -> None:
+    def receive(self, text: tuple[int, ...], message: Message) -> None:
         playing = self._playing.get(getattr(message, "request", ""))
         match message:
             case Open():
