@@ -3,7 +3,7 @@
 `NgramIndex` finds copies in one text (prompt lookup): the tokens that followed the last time the text ended like this.
 Where the text has none, `NgramTable` knows what its model often writes after these tokens; it is a file made from the
 model's own texts (`models/train.py --ngrams`). `CopyAcceptance` counts how often copies are right, and decides how much
-of one is worth its rows. The orchestrator and the target use the same: it needs neither a model nor a worker.
+of one is worth its rows. The orchestrator and the target use all of them; none needs a model or a worker.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from outrider.protocol.trees import common_prefix_length
 MAX_NGRAM_SIZE = 5
 MIN_NGRAM_SIZE = 2
 
-# A piece is indexed at a time, well under a millisecond; of longer texts the last tokens are kept (the window), 15 MiB.
+# A text is indexed in pieces, each in well under a millisecond. Of a long text the window is indexed, in 15 MiB.
 INDEX_PIECE_TOKENS = 256
 INDEX_WINDOW_TOKENS = 1 << 15
 MAX_COPY_TOKENS = 12
 
 TABLE_NGRAM_SIZE = 3
-"""The longest n-gram of a table. Longer ones add .002 to the rate of plain decoding, three add .116."""
+"""The longest n-gram of a table: up to three tokens add .116 to the rate of plain decoding, longer ones .002 more."""
 TABLE_PROBABILITIES = (0.2, 0.35, 0.5, 0.7)
-"""Entries of a table are counted apart from these probabilities on; less likely ones are not worth a row."""
+"""A table's entries are counted in classes that begin at these probabilities. Less likely ones are not worth a row."""
 EVIDENCE_CLASSES = MAX_NGRAM_SIZE + 1 + len(TABLE_PROBABILITIES)
 
 PRIOR_COPIED, COPY_PRIOR_CHAINS, COPY_FADE = 0.5, 2.0, 0.95
@@ -106,8 +106,8 @@ class CopyAcceptance:
 class NgramTable:
     """What a model often writes after one to TABLE_NGRAM_SIZE tokens: for each n-gram the likeliest token.
 
-    Of an n-gram only a key of 24 bits is kept, in the file as the gap to the one before. With 40,000 n-grams one of 140
-    lookups takes another n-gram for it, which costs a rejected token at most.
+    An n-gram is stored as a key of 24 bits, in the file as the gap to the previous key. With 40,000 n-grams, one lookup
+    in 140 finds another n-gram with the same key, which costs at most a rejected token.
     """
 
     def __init__(self, keys: NDArray[np.uint32], tokens: NDArray[np.uint32], shares: NDArray[np.uint8]) -> None:
@@ -176,8 +176,8 @@ def ngram_keys(tokens: Sequence[int]) -> Iterator[int]:
 class NgramIndex:
     """The n-grams of the last `INDEX_WINDOW_TOKENS` of a request's text, with the position after their last occurrence.
 
-    Tokens are appended at once and indexed when there is time; until then a lookup does not find them. `table` (None:
-    none) is asked where the text has no copy.
+    Tokens are appended at once and indexed when there is time; until then a lookup does not find them. `table`, if
+    given, is used where the text has no copy.
     """
 
     def __init__(self, tokens: Iterable[int] = (), table: NgramTable | None = None) -> None:
@@ -237,7 +237,7 @@ class NgramIndex:
 
 
 def save_table(path: str | Path, entries: dict[tuple[int, ...], tuple[int, float]], about: dict[str, Any]) -> None:
-    """Writes a table of n-grams with the token that follows each, and how often; the file's header tells `about` it."""
+    """Writes a table of n-grams with the token that follows each, and how often. `about` goes into its header."""
     from safetensors.numpy import save_file
 
     by_key = {list(ngram_keys(gram))[-1]: entry for gram, entry in entries.items()}

@@ -39,7 +39,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 @cache
 def cpu_fields() -> dict[str, str]:
-    """Returns what Linux tells about the first CPU, such as its `model name`; empty on other systems."""
+    """Returns Linux's description of the first CPU, such as its `model name`; empty on other systems."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split("\n\n")[0]
     except OSError:

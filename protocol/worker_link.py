@@ -100,7 +100,7 @@ def heartbeat_id(hot: bytes) -> bytes:
 class OrchestratorGone(BaseException):
     """The orchestrator no longer answers; only a worker that was started by hand survives that.
 
-    No Exception: a message may be received in the middle of a request's work, which has not failed.
+    Not an Exception, because a message may be received in the middle of a request's work, which has not failed.
     """
 
 

@@ -1,9 +1,9 @@
-"""Writes outrider.rb beside it: the formula of outrider.rb.in with the wheels that pip resolves for it today.
+"""Writes the Homebrew formula outrider.rb from outrider.rb.in, with the wheels that pip resolves today.
 
-    python packaging/homebrew/write.py --url ADDRESS --sdist FILE      the source that it is of
+    python packaging/homebrew/write.py --url ADDRESS --sdist FILE
 
-Each wheel is a resource with its address and digest, so what brew installs is what was resolved here, and nothing is
-compiled. Needs the package index.
+Each wheel is a resource with its address and digest, so brew installs exactly these wheels and compiles nothing. Needs
+the package index.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OLDEST = "macosx_14_0_arm64"  # wheels for it run on later systems, too
 
 
 def wheels() -> Found:
-    """What the formula installs beside Outrider itself."""
+    """Returns the wheels that the formula installs in addition to Outrider."""
     mac = PLATFORMS[0]
     return resolve(EXTRA, replace(mac, tags=mac.tags[mac.tags.index(OLDEST) :]), PYTHON)
 
@@ -42,8 +42,8 @@ def resources(found: Found) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Writes the Homebrew formula.")
-    parser.add_argument("--url", required=True, help="where the sdist is, or will be")
-    parser.add_argument("--sdist", type=Path, required=True, help="the same as a file")
+    parser.add_argument("--url", required=True, help="address of the sdist, which may be published later")
+    parser.add_argument("--sdist", type=Path, required=True, help="the sdist as a file, for its digest")
     options = parser.parse_args()
     found = wheels()
     if found.fault:
