@@ -257,11 +257,11 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True)
 class PartRow:
-    """A deployment: `there` of `wanted` replicas run."""
+    """A deployment: `running` of `wanted` replicas run."""
 
     name: str
     state: str
-    there: int
+    running: int
     wanted: int
     message: str
 
@@ -295,16 +295,16 @@ def get_overview(address: str) -> Overview:
             ingresses = ingress_urls()
         parts = []
         for name, part in sorted(found.deployments.items()):
-            there, wanted = part.replica_states.get("RUNNING", 0), sum(part.replica_states.values())
+            running, wanted = part.replica_states.get("RUNNING", 0), sum(part.replica_states.values())
             why = find_error(part.message) or first_line(part.message) if part.message else ""
-            parts.append(PartRow(name, str(part.status.value).lower(), there, wanted, str(why)))
+            parts.append(PartRow(name, str(part.status.value).lower(), running, wanted, str(why)))
         return Overview(hosts, str(found.status.value), tuple(engines), tuple(parts), tuple(ingresses))
 
 
 def _host_row(node: RayNode) -> HostRow:
     metal, ane, cuda, cpu, memory = (node.resources.get(name, 0) for name in RAY_NAMES.values())
     offers = Resources(metal, ane, cuda, cpu, int(memory))
-    return HostRow(node.name, "there" if node.alive else "gone", str(offers), node.labels.get(VERSION_LABEL, ""))
+    return HostRow(node.name, "alive" if node.alive else "gone", str(offers), node.labels.get(VERSION_LABEL, ""))
 
 
 def _engine_row(kind: str, place: EngineAddress, stats: Stats) -> EngineRow:

@@ -39,10 +39,10 @@ def run(options: argparse.Namespace) -> int:
         (e.kind, e.endpoint, str(e.running), str(e.waiting), str(e.finished), str(e.tokens), e.drafters)
         for e in found.engines
     ]
-    parts = [(p.name, p.state, f"{p.there} of {p.wanted}", p.message) for p in found.parts]
+    parts = [(p.name, p.state, f"{p.running} of {p.wanted}", p.message) for p in found.parts]
     if engines:
         print(f"\n{format_table(('ENGINE', 'AT', 'RUN', 'WAIT', 'DONE', 'TOKENS', 'DRAFTERS'), engines)}")
-    print(f"\n{format_table(('PART', 'STATE', 'THERE', ''), parts)}")
+    print(f"\n{format_table(('PART', 'STATE', 'RUNNING', ''), parts)}")
     for url in found.ingresses:
         print(f"\nHTTP: {url}")
     return 0
