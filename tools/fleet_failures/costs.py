@@ -39,21 +39,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A value with its interval, and its limit, if it has one."""
+    """A value, and its limit, if it has one."""
 
     name: str
-    value: float
-    low: float
-    high: float
+    value: Interval
     limit: float | None = None
 
     @property
     def missed(self) -> bool:
-        return self.limit is not None and self.value > self.limit
+        return self.limit is not None and self.value.value > self.limit
 
     def __str__(self) -> str:
         limit = "" if self.limit is None else f", limit {self.limit:g}{': MISSED' if self.missed else ''}"
-        return f"{self.name}: {self.value:.3f} [{self.low:.3f}, {self.high:.3f}]{limit}"
+        return f"{self.name}: {self.value:.3f}{limit}"
 
 
 def measure(fleet: Fleet, pairs: int, screen: Screen) -> list[Cost]:
@@ -93,16 +91,12 @@ def _measure_lag(pairs: int, runner: asyncio.Runner, screen: Screen) -> list[Cos
     by_ingress, by_client = ([float(np.median(text)) for text in way] for way in lags)
     later = bootstrap([gate_ms - client_ms for gate_ms, client_ms in zip(by_ingress, by_client, strict=True)], _median)
     lags_ms = (("ingress", by_ingress), ("client", by_client))
-    each = [Cost(f"a chunk by the {name}, ms p50", *_interval(bootstrap(ms, _median))) for name, ms in lags_ms]
-    return [Cost("a chunk later by the ingress, ms p50", *_interval(later), MAX_LAG_MS), *each]
+    each = [Cost(f"a chunk by the {name}, ms p50", bootstrap(ms, _median)) for name, ms in lags_ms]
+    return [Cost("a chunk later by the ingress, ms p50", later, MAX_LAG_MS), *each]
 
 
 def _median(values: Sequence[float]) -> float:
     return float(np.median(values))
-
-
-def _interval(found: Interval) -> tuple[float, float, float]:
-    return found.value, found.low, found.high
 
 
 def _measure_request_ratio(fleet: Fleet, pairs: int, runner: asyncio.Runner, screen: Screen) -> Cost:
@@ -129,8 +123,8 @@ def _measure_request_ratio(fleet: Fleet, pairs: int, runner: asyncio.Runner, scr
     times = _alternate(through, straight, pairs, lambda number: screen.show(f"requests: {number} of {pairs}"))
     if texts[0] != texts[1]:
         raise WorkerError("texts differ between the ingress and the client; expected the same for the same seed")
-    slower = _interval(ratio(times[1], times[0]))
-    return Cost(f"a request of {TEXT_TOKENS} tokens, by the ingress / by the client", *slower, MAX_REQUEST_RATIO)
+    slower = ratio(times[1], times[0])
+    return Cost(f"a request of {TEXT_TOKENS} tokens, by the ingress / by the client", slower, MAX_REQUEST_RATIO)
 
 
 def _alternate(
