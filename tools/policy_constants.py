@@ -344,12 +344,9 @@ def run(options: argparse.Namespace) -> int:
             print(f"| {scene.name} | {rate:.3f} | {_format_plans(used)} |")
         print(f"| mean | {fmean(base):.3f} | |\n", flush=True)
         if not options.scenes:
-            _print_changes(measure, base, options.only.split(",") if options.only else _constant_names())
+            every = [field.name for field in fields(PolicyConstants)]
+            _print_changes(measure, base, options.only.split(",") if options.only else every)
     return 0
-
-
-def _constant_names() -> list[str]:
-    return [field.name for field in fields(PolicyConstants)]
 
 
 def _format_plans(plans: Counter[Arm]) -> str:

@@ -16,7 +16,7 @@ Handle = Callable[[str, Message, int], None]
 
 
 class VirtualClock:
-    """Every look at it costs some time, at random: so all sorts of waits and fallbacks seem to pay now and then."""
+    """A clock that advances randomly at each reading, so that every kind of wait and fallback seems to pay at times."""
 
     def __init__(self) -> None:
         self._rng = random.Random(0)
@@ -35,7 +35,7 @@ class Idle(Exception):
 
 
 class Listening:
-    """What a worker's link without a socket has to hear, and nobody who watches."""
+    """The receiving half of a link without a socket; no supervisor watches the worker."""
 
     inbox: deque[Message]
 
@@ -47,15 +47,15 @@ class Listening:
         return None
 
     def expect(self, milliseconds: float) -> None:
-        """Nobody watches."""
+        """Does nothing."""
 
     def poll(self, milliseconds: float) -> None:
-        """Nothing comes of itself."""
+        """Does nothing: no message arrives by itself."""
 
 
 @dataclass
 class FakeLink(Listening):
-    """A worker's link: what it will receive, and what it sent."""
+    """A worker's link without a socket: the messages that it will receive, and those that it sent."""
 
     name: str
     inbox: deque[Message] = field(default_factory=deque)
@@ -70,7 +70,7 @@ class Turning(Protocol):
 
 
 def answered(worker: Turning, link: FakeLink, messages: Sequence[Message], turns: int = 1000) -> list[Any]:
-    """What the worker behind `link` answers to these, in so many turns of its loop or until it would wait."""
+    """Returns a worker's answers to these messages, after `turns` turns of its loop or when it would wait."""
     link.inbox += messages
     before = len(link.sent)
     try:
@@ -82,12 +82,12 @@ def answered(worker: Turning, link: FakeLink, messages: Sequence[Message], turns
 
 
 def drafted_chain(outcome: Outcome) -> tuple[int, ...]:
-    """The in-process drafter's tokens; (): it did not draft."""
+    """Returns the in-process drafter's tokens; () if it did not draft."""
     return outcome.drafted.chain if outcome.drafted is not None else ()
 
 
 def intercept(scheduler: Scheduler, hook: Handle) -> Handle:
-    """Gives each message to `hook` in place of the scheduler, and returns what gives one to the scheduler."""
+    """Passes each message to `hook` instead of the scheduler. Returns a function that passes one to the scheduler."""
     handle = scheduler.handle
 
     def handle_each(arrived: Iterable[tuple[str, Message]], now_ns: int) -> None:

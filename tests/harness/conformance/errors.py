@@ -8,7 +8,7 @@ from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
 from tests.harness.conformance.requests import CHAT, CLAUDE, HELLO, PROMPT, RESPOND, TEXT, content_of
 
 cases = Cases("Errors")
-VLLM, LLAMA = "vLLM test_chat_error", "llama.cpp test_chat_completion"
+LLAMA = "llama.cpp test_chat_completion"
 
 
 @cases.add(LLAMA)

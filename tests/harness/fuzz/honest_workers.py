@@ -6,7 +6,6 @@ A request's text is a function of its name and the position, so that every token
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -42,7 +41,8 @@ class Peer:
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, role: str, incarnation: int) -> None:
         self.role, self.incarnation, self.name = role, incarnation, ""
-        self.hot, self.beat = (_dealer(context, endpoint, i) for i in _identities(incarnation))
+        hot = routing_id(incarnation)
+        self.hot, self.beat = (_dealer(context, endpoint, identity) for identity in (hot, heartbeat_id(hot)))
 
     def hello(self, name: str = "") -> None:
         self.send(Hello(self.role, name, self.incarnation, 1, "stand-in", "m", VOCABULARY, 1 << 20, 1, 1))
@@ -107,16 +107,8 @@ def drafter(message: Message) -> list[Message]:
     return list(found)
 
 
-Answer = Callable[[Message], list[Message]]
-
-
 def _span() -> Span:
     return Span(now(), now())
-
-
-def _identities(incarnation: int) -> tuple[bytes, bytes]:
-    hot = routing_id(incarnation)
-    return hot, heartbeat_id(hot)
 
 
 def _dealer(context: zmq.Context[Any], endpoint: str, identity: bytes) -> zmq.Socket[bytes]:

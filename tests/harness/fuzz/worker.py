@@ -7,7 +7,6 @@ right answer.
 from __future__ import annotations
 
 import random
-from collections import deque
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,38 +40,11 @@ from outrider.protocol.trees import SparseQ
 from outrider.target_worker.worker import TargetWorker
 from tests.harness.fuzz.fuzz_target import FuzzFailure
 from tests.harness.fuzz.mutation import Mutator
+from tests.system.links import FakeLink, Idle
 
 VOCABULARY, CONTEXT, KV_LIMIT = 64, 96, 1 << 20
 MOST_TURNS = 2  # after each frame, because an orchestrator may request endless work
 WORDS = ("Open", "Verify", "Prepare", "Halt", "Commit", "Close", "KvMemory")
-
-
-class Idle(Exception):
-    """The worker would wait."""
-
-
-class Link:
-    """The received messages, and the worker's answers."""
-
-    name = "worker"
-
-    def __init__(self) -> None:
-        self.inbox: deque[Message] = deque()
-        self.sent: list[Message] = []
-
-    def send(self, *messages: Message) -> None:
-        self.sent += messages
-
-    def receive(self, wait: bool) -> Message | None:
-        if self.inbox:
-            return self.inbox.popleft()
-        if wait:
-            raise Idle
-        return None
-
-    def poll(self, milliseconds: float) -> None: ...
-
-    def expect(self, milliseconds: float) -> None: ...
 
 
 class Table(nn.Module):  # type: ignore[misc]
@@ -100,7 +72,7 @@ class WorkerFuzz:
     def __init__(self, rng: random.Random, target: bool) -> None:
         self._target = target
         self._mutator = Mutator(rng, [*MESSAGES, *(WORDS * 10)])
-        self._link = Link()
+        self._link = FakeLink("worker")
         drafter = MlxDrafter(tiny()) if not target else None
         self._worker = (
             DraftWorker(self._link, drafter, FAN_OUT_POLICIES["best-first"])

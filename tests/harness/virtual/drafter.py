@@ -11,6 +11,7 @@ from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.protocol.messages import Message
 from tests.harness.virtual.world import World
+from tests.system.links import Idle, Listening
 from tools.simulation.pace import Pace
 from tools.simulation.profile import Profile
 from tools.simulation.replay import PacedDrafter, ReplayDrafter, Script
@@ -30,11 +31,7 @@ class Machine:
     seed: int = 0
 
 
-class Idle(Exception):
-    """The draft worker would wait."""
-
-
-class VirtualDrafter:
+class VirtualDrafter(Listening):
     """A draft worker `way` seconds from the orchestrator, with its own latency.
 
     It reads messages only between two forwards, and its messages leave when a forward ends. A worker that is `gone`
@@ -59,14 +56,6 @@ class VirtualDrafter:
 
     def send(self, message: Message) -> None:
         self._world.after(self.way, lambda: self._answer_now(message))
-
-    def receive(self, wait: bool) -> Message | None:
-        if wait and not self.inbox:
-            raise Idle
-        return self.inbox.popleft() if self.inbox else None
-
-    def expect(self, milliseconds: float) -> None:
-        """Does nothing: no supervisor watches."""
 
     def _answer_now(self, message: Message) -> None:
         if not self.gone:
