@@ -12,7 +12,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
 from tests.harness import identity
 from tests.harness.default_model import Prompt
-from tests.harness.identity import HOUSES, Case, Judge, Way, scrambled, table
+from tests.harness.identity import CLUSTERS, Case, Judge, Way, scrambled, table
 
 CASE = Case(Prompt("code", 0, "x"), (1, 2), SamplingParams(max_tokens=3))
 DIFFERENCE = Difference(3, 6, 5, 0.5, 1e-4)
@@ -45,8 +45,8 @@ def test_a_difference_beyond_rounding_is_reported(monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_configuration_has_valid_settings() -> None:
-    assert HOUSES["best-first"][1][0] == Way("ar")
-    assert all(ServeSettings(**settings) for settings, _ in HOUSES.values())
+    assert CLUSTERS["best-first"][1][0] == Way("ar")
+    assert all(ServeSettings(**settings) for settings, _ in CLUSTERS.values())
 
 
 def test_scrambled_model_keeps_its_values_in_another_order(tmp_path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.fleet.host import VERSION_LABEL
 from outrider.protocol.version import PACKAGE_VERSION
-from tests.fleet.house import plain_text
+from tests.fleet.running_fleet import plain_text
 
 HOSTS = ({"metal": 1}, {"metal": 1}, {"ane": 2})
 

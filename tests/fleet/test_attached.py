@@ -15,7 +15,7 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError
-from tests.fleet.house import KEY, PATIENCE, PROMPT, Fleet, kill, running, server_of, until
+from tests.fleet.running_fleet import KEY, PATIENCE, PROMPT, Fleet, kill, running, server_of, until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
 SHARDS = (1, 2)

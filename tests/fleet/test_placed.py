@@ -16,7 +16,7 @@ from outrider.fleet.plan import DrafterPlan, FleetPlan, IngressPlan, Placed
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.keys import make_pair
-from tests.fleet.house import (
+from tests.fleet.running_fleet import (
     BODY,
     KEY,
     PATIENCE,

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fleet.house import BODY, KEY, PATIENCE, Fleet, until
+from tests.fleet.running_fleet import BODY, KEY, PATIENCE, Fleet, until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
 NAME = "by-serve"

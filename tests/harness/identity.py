@@ -59,7 +59,7 @@ class Way:
 
 AR = Way("ar")
 SD3, SSD3, SSD6, AUTO = Way("sd", 3), Way("ssd", 3, 12), Way("ssd", 6, 24), Way("auto")
-HOUSES: dict[str, tuple[dict[str, Any], tuple[Way, ...]]] = {
+CLUSTERS: dict[str, tuple[dict[str, Any], tuple[Way, ...]]] = {
     "best-first": ({}, (
         AR,
         Way("sd", 1), SD3, Way("sd", 6),
@@ -131,31 +131,31 @@ def cases(prompts: Sequence[Prompt], sampling: str, length: int) -> list[Case]:
 
 
 @contextmanager
-def cluster(house: str, at_once: int, tell: Tell) -> Iterator[Client]:
+def cluster(name: str, at_once: int, tell: Tell) -> Iterator[Client]:
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"max_active": at_once, **HOUSES[house][0]}
-        if house == "random draft":
+        settings = {"max_active": at_once, **CLUSTERS[name][0]}
+        if name == "random draft":
             settings |= {"model": str(EMBEDDED_TARGET), "draft_model": str(scrambled(EMBEDDED_DRAFT, Path(folder)))}
         with LocalCluster(progress=tell, **settings) as running:
             yield running.client()
 
 
 def judge_all(
-    prompts: Sequence[Prompt], length: int, houses: Sequence[str], samplings: Sequence[str], at_once: int, tell: Tell
+    prompts: Sequence[Prompt], length: int, clusters: Sequence[str], samplings: Sequence[str], at_once: int, tell: Tell
 ) -> Judge:
     """Runs all ways of these clusters with `at_once` concurrent requests; the first way of the first is the
     reference."""
     judge = Judge(tell)
-    for house in houses:
-        with cluster(house, at_once, tell) as client:
+    for name in clusters:
+        with cluster(name, at_once, tell) as client:
             for sampling in samplings:
-                for number, way in enumerate(HOUSES[house][1]):
-                    tell(f"{house}, {way}, {sampling}")
-                    alone = house == houses[0] and number == 0
+                for number, way in enumerate(CLUSTERS[name][1]):
+                    tell(f"{name}, {way}, {sampling}")
+                    alone = name == clusters[0] and number == 0
                     asked = cases(prompts, sampling, length)
                     replies = send_all(client, [way.asked(case) for case in asked], 1 if alone else at_once)
                     for case, reply in zip(asked, replies, strict=True):
-                        judge.compare(f"{house}: {way}", sampling, case, reply.token_ids)
+                        judge.compare(f"{name}: {way}", sampling, case, reply.token_ids)
     if "T=0" in samplings:
         compare_peer(judge, cases(prompts, "T=0", length), tell)
     return judge
@@ -196,7 +196,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=50, help="prompts, of all classes in turn")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per text")
     parser.add_argument("--at-once", type=int, default=1, help="concurrent requests, except for the reference")
-    parser.add_argument("--houses", nargs="+", choices=HOUSES, default=list(HOUSES), help="clusters to run")
+    parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS), help="clusters to run")
     parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=list(SAMPLINGS), help="only these")
 
 
@@ -205,7 +205,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest(f"tokens is {options.tokens}; expected 1 to 600, the pair's context being 1,024")
     screen = Screen()
     judge = judge_all(
-        mixed(options.prompts), options.tokens, options.houses, options.samplings, options.at_once, screen.show
+        mixed(options.prompts), options.tokens, options.clusters, options.samplings, options.at_once, screen.show
     )
     screen.clear()
     print(table(judge))
