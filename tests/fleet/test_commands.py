@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import plistlib
 import shlex
 import socket
@@ -170,6 +171,14 @@ def test_token_file_must_be_readable_only_by_its_owner(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(KeyFault, match="is empty"):
         read_token(tmp_path / "fleet")
+
+
+def test_token_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_token(tmp_path)
+    other = os.geteuid() + 1
+    monkeypatch.setattr("outrider.protocol.keys.os.geteuid", lambda: other)
+    with pytest.raises(KeyFault, match=r"belongs to another user; .*\(--folder sets the folder\)"):
+        read_token(tmp_path)
 
 
 def test_only_processes_started_here_are_ended(family: HostProcess) -> None:
