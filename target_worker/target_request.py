@@ -1,10 +1,10 @@
 """A request on the target: its slot, its latest outcomes, and what it verifies next.
 
-`next_input` returns this, whether it comes from a VERIFY, a prepared branch, plain decoding or an in-process drafter.
+What it verifies comes from a VERIFY, a prepared chain, plain decoding or an in-process drafter.
 
-`FeaturePublisher` computes features for a head in another process in the target's forward, and a request's
-`FeatureListener` collects them, to be sent with its outcomes. A prompt's features are sent piece by piece, while the
-next piece is read.
+`FeaturePublisher` computes, in the target's forwards, the features that a head in another process reads. A request's
+`FeatureListener` collects them, and they are sent with its outcomes. A prompt's features are sent piece by piece, while
+the next piece is read.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class AwaitedPrefix:
         return self.reader.is_closed or not self.reader.unread or self.reader.slot.fed >= self.tokens
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TargetRequest:
     """A request on this target.
 
@@ -119,9 +119,9 @@ class TargetRequest:
     decodes by itself until HALT. `draft`: what an in-process drafter drafts in each round, or in the requested one,
     as long as `max_tokens` leaves room; None: nothing. `drafters` open each in-process drafter's session, which reads
     the text when it is first needed. `ended`: it reached an end token or `max_tokens` while autonomous.
-    `awaits`: another request that reads the beginning of its prompt; `cached`: the prompt's tokens that were
-    not read. `offered`: it waits for a prefill worker, which may read it. `listener` gets the features for heads in
-    other processes.
+    `awaits`: another request that reads the beginning of its prompt. `cached`: the number of its prompt's tokens that
+    came from the prompt cache. `offered`: it waits for a prefill worker, which may read its prompt. `listener` gets the
+    features for heads in other processes.
     """
 
     slot: CacheSlot
@@ -204,7 +204,7 @@ class TargetRequest:
     def next_input(self) -> VerifyInput:
         """Returns what it verifies in its next round. An in-process drafter has drafted before (`draft_together`)."""
         asked = self.asked
-        if self.draft and (self.autonomous or asked is not None):
+        if self._is_drafted:
             proposed, _ = self._in_process_proposal()
             if asked is not None and asked.chain and self.takes_trees:
                 both = merge_trees(proposed.tree, DraftTree(asked.chain, asked.parents), MAX_CHAIN)
@@ -244,7 +244,7 @@ class TargetRequest:
         if not self.answers:  # includes the prompt's reading
             work = Span(self.opened_ns, work.ended_ns)
         self.max_tokens -= len(committed)
-        if self.autonomous and (self.max_tokens < 1 or not set(self.opened.eos).isdisjoint(committed)):
+        if self.autonomous and self._ends_with(committed, self.max_tokens):
             self.autonomous, self.ended = False, True
         if self.halting:
             self.autonomous = self.halting = False
@@ -288,9 +288,13 @@ class TargetRequest:
             return None
         chain = prepared.proposal(committed)
         left = prepared.max_tokens - len(committed)
-        if chain is not None or not prepared.row_costs or left < 1 or not set(self.opened.eos).isdisjoint(committed):
+        if chain is not None or not prepared.row_costs or self._ends_with(committed, left):
             return chain
         return Coupled(self._copy(left - 1, prepared.row_costs))
+
+    def _ends_with(self, committed: tuple[int, ...], left: int) -> bool:
+        """Returns whether the text ends with these tokens, after which `left` more are allowed."""
+        return left < 1 or not set(self.opened.eos).isdisjoint(committed)
 
     def _copy(self, depth: int, row_costs: tuple[float, ...]) -> tuple[int, ...]:
         """Returns up to `depth` tokens of n-grams that are worth these costs."""
@@ -302,8 +306,12 @@ class TargetRequest:
     @property
     def needs_draft(self) -> bool:
         """True if its in-process drafter has to draft for its next round."""
-        wanted = self.draft is not None and (self.autonomous or self.asked is not None)
-        return self.has_next and wanted and self._proposed is None
+        return self.has_next and self._is_drafted and self._proposed is None
+
+    @property
+    def _is_drafted(self) -> bool:
+        """True if the in-process drafter proposes the next round."""
+        return self.draft is not None and (self.autonomous or self.asked is not None)
 
     def turn(self) -> DraftTurn:
         """Returns the turn of its in-process drafter, whose session reads the text the first time."""
@@ -335,7 +343,7 @@ class TargetRequest:
 
     def _in_process_proposal(self) -> tuple[Continuation, Span]:
         if self._proposed is None:
-            raise InvalidRequest("nothing was drafted for this round; expected the in-process drafter's turn before")
+            raise InvalidRequest("nothing was drafted for this round; expected the in-process drafter to draft first")
         draft, span = self._proposed
         if isinstance(draft, OutriderError):
             self._proposed = None
