@@ -122,7 +122,7 @@ class BatchForward:
         self._kv_cache, self.asks, self.rows = kv_cache, tuple(asks), rows
         self._logits, self._positions, self._hidden = logits, positions, hidden
         self._begins = [0, *accumulate(len(ask.chain) + 1 for ask in asks)]
-        self._index_of = {id(ask.slot): index for index, ask in enumerate(asks)}
+        self._index_of = {ask.slot: index for index, ask in enumerate(asks)}
         self.chosen: mx.array | None = None
         self._logprobs: dict[int, RowLogprobs] = {}
         self._prompt_logprobs: list[tuple[PrefillChunk, int, RowLogprobs]] = []
@@ -134,12 +134,12 @@ class BatchForward:
 
     def token_of(self, slot: CacheSlot) -> mx.array:
         """Returns the token of a slot's plain step, int [1], possibly unread."""
-        index = self._index_of[id(slot)]
+        index = self._index_of[slot]
         return cast(mx.array, self.chosen)[index : index + 1]
 
     def read_token_of(self, slot: CacheSlot) -> int:
         """Returns the token of a slot's plain step. Waits for this forward, not for one that was begun after it."""
-        return self._read()[self._index_of[id(slot)]]
+        return self._read()[self._index_of[slot]]
 
     def _read(self) -> list[int]:
         # Reads the whole array: a slice would wait for the next forward.

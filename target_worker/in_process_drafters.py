@@ -1,5 +1,4 @@
-"""The drafters in the target's process. They draft in turn with the verify, so they need no messages and do
-not work ahead.
+"""The drafters in the target's process. They draft between two verifies, without messages, and do not work ahead.
 
 A drafter is a draft model (`InProcessModel`), a head that reads the target's hidden states (`HeadDrafter`), an early
 exit of the target (`ExitDrafter`), or n-grams (`NgramDrafter`). `InProcessDrafters` holds them by name and opens a
@@ -215,20 +214,21 @@ class InProcessDrafters:
         drafts = {name: head.open_draft(sampling, constraint()) for name, head in self._heads.items()}
         listeners = [draft.add_features for draft in drafts.values()] + ([other] if other is not None else [])
         if listeners:
-            slot.listener = self._listener(listeners)
+            slot.listener = partial(self._pass_features, listeners)
         if drafts:
             slot.usable_cached_tokens = partial(_usable_prefix_length, slot, list(drafts.values()))
         sessions: dict[str, Callable[[], DraftSession]] = {}
         for name, proposer in self._drafters.items():
-            if isinstance(proposer, InProcessModel):
-                sessions[name] = partial(ModelDraftSession, proposer, slot.tokens, sampling, progress, constraint())
-                continue
-            if isinstance(proposer, NgramDrafter):
-                sessions[name] = partial(NgramSession, proposer, proposer.open_draft(sampling))
-                continue
-            if isinstance(proposer, ExitDrafter):
-                drafts[name] = proposer.open_exit_draft(slot.sequence, sampling, constraint())
-            sessions[name] = partial(HeadDraftSession, proposer, drafts[name])
+            match proposer:
+                case InProcessModel():
+                    sessions[name] = partial(ModelDraftSession, proposer, slot.tokens, sampling, progress, constraint())
+                case NgramDrafter():
+                    sessions[name] = partial(NgramSession, proposer, proposer.open_draft(sampling))
+                case ExitDrafter():
+                    draft = proposer.open_exit_draft(slot.sequence, sampling, constraint())
+                    sessions[name] = partial(HeadDraftSession, proposer, draft)
+                case HeadDrafter():
+                    sessions[name] = partial(HeadDraftSession, proposer, drafts[name])
         return sessions
 
     def divide_memory(self, limit: int, context: int, whole: KvCost) -> int:
@@ -245,12 +245,10 @@ class InProcessDrafters:
     def _caches(self) -> list[PromptCache]:
         return [own.prompt_cache for own in self._drafters.values() if not isinstance(own, NgramDrafter)]
 
-    def _listener(self, listeners: Sequence[HiddenStatesListener]) -> HiddenStatesListener:
-        def on_features(position: int, features: mx.array) -> None:
-            for listener, own in zip(listeners, self._readers.split(features), strict=False):
-                listener(position, own)
-
-        return on_features
+    def _pass_features(self, listeners: Sequence[HiddenStatesListener], position: int, features: mx.array) -> None:
+        """Passes each reader's features to its listener; the other reader, which is last, may have none."""
+        for listener, own in zip(listeners, self._readers.split(features), strict=False):
+            listener(position, own)
 
 
 def _usable_prefix_length(slot: CacheSlot, drafts: Sequence[HeadDraft], length: int) -> int:

@@ -98,7 +98,7 @@ class ModelRunner:
 
     def is_verifying(self, running: TargetRequest) -> bool:
         """Returns whether a round of this request is under way."""
-        return self._flight is not None and any(member is running for member in self._flight.members)
+        return self._flight is not None and running in self._flight.members
 
     def advance(self, running: Collection[TargetRequest]) -> tuple[list[VerifyResult], list[TargetRequest]]:
         """Begins or ends one forward. Returns its results, and the requests that read a piece of their prompt."""
@@ -125,13 +125,12 @@ class ModelRunner:
                 pairs.append((request, request.next_input()))
             except OutriderError as error:
                 failed.append(VerifyResult(request, error, Span(started_ns, clock.now()), 0))
-        members, asks = [request for request, _ in pairs], [ask for _, ask in pairs]
-        readings = self._plan_chunks(running, _count_rows(asks))
-        if not asks and not readings:
+        readings = self._plan_chunks(running, _count_rows(ask for _, ask in pairs))
+        parts: list[tuple[TargetRequest, VerifyInput | PrefillChunk]] = [*pairs, *readings]
+        if not parts:
             return None
-        parts: list[tuple[TargetRequest, VerifyInput | PrefillChunk]] = [*zip(members, asks, strict=True), *readings]
         fed = [request.slot.fed for request, _ in parts]
-        flight = _launch(members, asks, readings, clock.now())
+        flight = _launch(pairs, readings, clock.now())
         if isinstance(flight, InFlightForward):
             return flight
         if not _can_run_alone([part for _, part in parts]):
@@ -166,8 +165,8 @@ class ModelRunner:
 
     def _followers(self, flight: InFlightForward, running: Collection[TargetRequest]) -> list[TargetRequest]:
         """Returns the members of a plain forward that continue plainly, if no other request has tokens to feed."""
-        members = {id(member) for member in flight.members}
-        others = any((r.has_next or r.can_read) and id(r) not in members for r in running)
+        members = set(flight.members)
+        others = any((r.has_next or r.can_read) and r not in members for r in running)
         if others or not all(member.slot.sequence.has_free_marks for member in flight.members):
             return []
         return [member for member in flight.members if member.decodes_plainly]
@@ -184,7 +183,7 @@ class ModelRunner:
         forward = flight.forward
         begun_ns = flight.begun_ns or self._ended_ns
         followers = self._followers(flight, running) if forward.is_plain else []
-        after = _launch(followers, [VerifyInput(m.slot) for m in followers], [], 0, forward) if followers else None
+        after = _launch([(m, VerifyInput(m.slot)) for m in followers], [], 0, forward) if followers else None
         verdicts = self.verdicts(flight)
         if any(isinstance(verdict, OutriderError) for verdict in (*verdicts, after)):
             verdicts = _retry_failed(flight, verdicts)
@@ -204,21 +203,20 @@ class ModelRunner:
 
 
 def _launch(
-    members: Sequence[TargetRequest],
-    asks: Sequence[VerifyInput],
+    pairs: Sequence[tuple[TargetRequest, VerifyInput]],
     readings: Sequence[tuple[TargetRequest, PrefillChunk]],
     begun_ns: int,
     after: BatchForward | None = None,
 ) -> InFlightForward | OutriderError:
     """Begins a forward. If it fails, some of the texts may have been fed."""
-    readers = tuple(reader for reader, _ in readings)
+    members, readers = tuple(member for member, _ in pairs), tuple(reader for reader, _ in readings)
     fed = tuple(request.slot.fed for request in (*members, *readers))
     try:
         with wrap_model_errors("the target's forward"):
-            forward = begin_forward(asks, [reading for _, reading in readings], after)
+            forward = begin_forward([ask for _, ask in pairs], [reading for _, reading in readings], after)
     except OutriderError as error:
         return error
-    return InFlightForward(forward, tuple(members), readers, fed, begun_ns)
+    return InFlightForward(forward, members, readers, fed, begun_ns)
 
 
 def _retry_failed(

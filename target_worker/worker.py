@@ -40,14 +40,13 @@ from outrider.protocol.worker_link import WorkerLink, WorkerLoop
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.model_runner import ModelRunner, VerifyResult
 from outrider.target_worker.prefix_reuse import KVImport, PrefixReuse
-from outrider.target_worker.ranks import RankLeader
+from outrider.target_worker.ranks import FORWARDS_PER_CACHE_CLEAR, RankLeader
 from outrider.target_worker.target_request import FeatureListener, FeaturePublisher, TargetRequest, first_verify
 
 log = logging.getLogger(__name__)
 
 # How long requests that can continue wait for messages about others, which then join the same forward.
 JOIN_WAIT_MS = 1.0
-FORWARDS_PER_CACHE_CLEAR = 256
 
 
 class TargetWorker(WorkerLoop[TargetRequest]):
