@@ -9,7 +9,7 @@ text.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 
 import mlx.core as mx
 
@@ -131,7 +131,10 @@ class MlxReader:
                     mx.eval(self._kv_cache.state())
                     mx.clear_cache()
         finally:
-            self._close(sequence, tokens[: sequence.length])
+            read = tokens[: sequence.length]
+            if self.prompt_cache.wants(read):
+                self.prompt_cache.keep(read, self._kv_cache.save(sequence, len(read)))
+            self._kv_cache.close(sequence)
 
     def _pieces(self, task: Prefill, sequence: FlatSequence, start: int) -> list[PromptKv]:
         """Returns the columns from `start` on, in pieces of at most `MAX_PIECE_BYTES` bytes."""
@@ -142,11 +145,6 @@ class MlxReader:
             pieces.append(PromptKv(task.request, task.epoch, first, end - first, data))
         return pieces
 
-    def _close(self, sequence: FlatSequence, read: Sequence[int]) -> None:
-        if self.prompt_cache.wants(read):
-            self.prompt_cache.keep(read, self._kv_cache.save(sequence, len(read)))
-        self._kv_cache.close(sequence)
-
 
 class CoreMLReader:
     """Reads prompts by a Core ML `package`; keys and values are packed in `layout`."""
@@ -154,12 +152,9 @@ class CoreMLReader:
     number_format = ""
 
     def __init__(self, package: PackageReader, layout: KVLayout) -> None:
-        core_ml_package = package.package
-        self.vocab_size, self.context_length = (
-            core_ml_package.layout.architecture.vocab_size,
-            core_ml_package.layout.context,
-        )
-        self.parameters, self.weight_bytes = core_ml_package.manifest.parameters, core_ml_package.weight_bytes
+        core_ml, shape = package.package, package.package.layout
+        self.vocab_size, self.context_length = shape.architecture.vocab_size, shape.context
+        self.parameters, self.weight_bytes = core_ml.manifest.parameters, core_ml.weight_bytes
         self.note = package.note
         self.prompt_cache = PromptCache(KvCost())  # caches nothing
         self._package, self._layout = package, layout
