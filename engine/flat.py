@@ -475,7 +475,8 @@ class FlatRows:
         return SavedPrefix(length, self.segment(sequence, 0, length))
 
     def adopt(self, sequence: FlatSequence, start: CachedPrefix) -> None:
-        self.extend(sequence, tuple(start.saved.columns(start.length)), start.length)
+        layers = tuple((k[..., : start.length, :], v[..., : start.length, :]) for k, v in start.saved.layers)
+        self.extend(sequence, layers, start.length)
 
     def extend(self, sequence: FlatSequence, layers: LayerKVs, count: int) -> None:
         """Appends keys and values of `count` tokens to a text: [1, H, count, D] of each layer."""

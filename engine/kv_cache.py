@@ -369,6 +369,14 @@ class KVLayout:
         return tuple(zip(arrays[::2], arrays[1::2], strict=True))
 
 
+def check_prompt(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequest if there are no tokens, or one is not in the vocabulary."""
+    if not tokens:
+        raise InvalidRequest("the prompt has no tokens; expected at least one")
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise InvalidRequest(f"a prompt token is out of range; expected 0 to {vocab_size - 1} for this model")
+
+
 class CacheSlot:
     """One request. `tokens` are committed; the first `fed` of them have been fed. Between calls at least one is unfed.
 
@@ -391,10 +399,7 @@ class CacheSlot:
         Raises:
             InvalidRequest: there are no tokens, or one is not in the vocabulary.
         """
-        if not tokens:
-            raise InvalidRequest("the prompt has no tokens; expected at least one")
-        if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
-            raise InvalidRequest(f"a prompt token is out of range; expected 0 to {model.vocab_size - 1} for this model")
+        check_prompt(tokens, model.vocab_size)
         self.tokens = list(tokens)
         self.sampler = make_target_sampler(params, model.vocab_size, constraint)
         self.kv_cache = kv_cache

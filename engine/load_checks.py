@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -31,7 +30,7 @@ from mlx_lm.models.cache import KVCache as MlxKVCache
 
 from outrider.engine.cache import flatten_caches
 from outrider.engine.flat import FlatCache
-from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
+from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache, check_prompt
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, PromptReader, ReadProgress, RecurrentKVRows
 from outrider.engine.loading import LoadedModel, cache_per_model
 from outrider.engine.ort.forward import deviations, feed_in_pieces
@@ -42,7 +41,6 @@ from outrider.engine.tree import Tree
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import (
     CannotDraft,
-    InvalidRequest,
     ModelError,
     ModelFault,
     OutriderError,
@@ -287,16 +285,14 @@ def batch_logits_match(model: LoadedModel) -> bool:
 
 def find_fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
     """Runs the check `agrees` of the form `what`. Returns "", or undoes the form's changes and returns why it fails."""
-    with ExitStack() as undo:
-        undo.callback(_make_restorer(model.model))
-        try:
-            with wrap_model_errors(what, logging.INFO):
-                if agrees():
-                    undo.pop_all()
-                    return ""
-            reason = "its logits are wrong"
-        except ModelError as error:
-            reason = first_line(error)
+    restore, reason = _make_restorer(model.model), "its logits are wrong"
+    try:
+        with wrap_model_errors(what, logging.INFO):
+            if agrees():
+                return ""
+    except ModelError as error:
+        reason = first_line(error)
+    restore()
     log.info("%s: not for a %s model: %s", what, model.model_type, reason)
     return reason
 
@@ -377,12 +373,7 @@ def open_tree(
         InvalidRequest: there are no tokens, or one is not in the vocabulary.
         ModelError: no form of tree reproduces this model's logits.
     """
-    if not tokens:
-        raise InvalidRequest("the prompt has no tokens; expected at least one")
-    if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
-        raise InvalidRequest(
-            f"a prompt token is out of range; expected 0 to {model.vocab_size - 1} for the draft model"
-        )
+    check_prompt(tokens, model.vocab_size)
     sampler = Sampler(params, model.vocab_size, normalised=False, constraint=constraint)
     return Tree(open_kv_rows(model, reader), sampler, model.context_length, tokens, progress, draws, cache)
 

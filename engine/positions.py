@@ -115,11 +115,10 @@ class TokenRope:
         own = super().__call__  # type: ignore[misc]
         if others or x.shape[0] != 1 or (isinstance(offset, mx.array) and offset.shape != (x.shape[-2],)):
             return own(x, offset=offset, **others)
-        table = self._table(x.shape[-1])
-        if not isinstance(offset, mx.array):
-            tabulated = table is not None and table.exact and x.dtype == mx.float32
-            return table(x, offset) if table is not None and tabulated else own(x, offset=offset)
-        return table(x, offset) if table is not None else own(x.swapaxes(0, 2), offset=offset).swapaxes(0, 2)
+        table, per_token = self._table(x.shape[-1]), isinstance(offset, mx.array)
+        if table is not None and (per_token or (table.exact and x.dtype == mx.float32)):
+            return table(x, offset)
+        return own(x.swapaxes(0, 2), offset=offset).swapaxes(0, 2) if per_token else own(x, offset=offset)
 
     def _table(self, width: int) -> RopeTable | None:
         key = (self._signature, width)

@@ -8,7 +8,7 @@ nothing of requests or models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -48,10 +48,6 @@ class SavedPrefix:
         if not self.states:
             return min(length, self.length)
         return self.length if length >= self.length else 0
-
-    def columns(self, length: int) -> Iterator[tuple[Any, Any]]:
-        """Yields the first columns of each layer: keys and values [.., length, head_dim]."""
-        return ((keys[..., :length, :], values[..., :length, :]) for keys, values in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +114,8 @@ class PromptCache:
             return None
         wanted = np.array(tokens[:-1], np.int32)
         self._lookups += 1
-        entry = max(
-            self._entries, key=lambda e: e.saved.usable_tokens(common_prefix_length(e.tokens, wanted)), default=None
-        )
-        length = entry.saved.usable_tokens(common_prefix_length(entry.tokens, wanted)) if entry is not None else 0
+        lengths = [entry.saved.usable_tokens(common_prefix_length(entry.tokens, wanted)) for entry in self._entries]
+        length = max(lengths, default=0)
         source, lent = self._find_source(wanted)
         if max(length, lent) < MIN_PREFIX_TOKENS:
             return None
@@ -129,15 +123,13 @@ class PromptCache:
         self._tokens_saved += max(length, lent)
         if source is not None and lent > length:
             return CachedPrefix(source.save(lent), lent)
-        if entry is None:
-            return None
-        self._entries.remove(entry)
-        self._entries.append(entry)
+        entry = self._entries.pop(lengths.index(length))
+        self._entries.append(entry)  # the most recently used
         return CachedPrefix(entry.saved, length)
 
     def wants(self, tokens: Sequence[int]) -> bool:
         """Returns whether `keep` would make an entry of a text with these tokens."""
-        if not len(tokens) >= MIN_PREFIX_TOKENS or not 0 < self.cost.of(len(tokens)) <= self._limit:
+        if len(tokens) < MIN_PREFIX_TOKENS or not 0 < self.cost.of(len(tokens)) <= self._limit:
             return False
         known = np.array(tokens, np.int32)
         return all(

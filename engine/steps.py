@@ -82,16 +82,16 @@ class Step:
     def top_scores(self, count: int) -> tuple[mx.array, mx.array]:
         """Returns tokens and scores of each row's `count` best, [R, count] in any order; lazy on a GPU."""
         count = min(count, self._scores.shape[1])
-        if self._top_scores is None or self._top_scores[0].shape[1] != count:
-            self._top_scores = self._compute_top_scores(count)
-        return self._top_scores
-
-    def _compute_top_scores(self, count: int) -> tuple[mx.array, mx.array]:
+        if self._top_scores is not None and self._top_scores[0].shape[1] == count:
+            return self._top_scores
         if self._on_cpu:
             tokens, values = zip(*self._host_top(range(self._scores.shape[0]), count), strict=True)
-            return mx.array(tokens, mx.int32), mx.array(values, mx.float32)
-        best = mx.argpartition(-self._scores, kth=count - 1, axis=-1)[:, :count]
-        return best.astype(mx.int32), mx.take_along_axis(self._scores, best, axis=-1).astype(mx.float32)
+            self._top_scores = mx.array(tokens, mx.int32), mx.array(values, mx.float32)
+        else:
+            best = mx.argpartition(-self._scores, kth=count - 1, axis=-1)[:, :count]
+            scores = mx.take_along_axis(self._scores, best, axis=-1).astype(mx.float32)
+            self._top_scores = best.astype(mx.int32), scores
+        return self._top_scores
 
     def row(self, row: int) -> mx.array:
         """Returns one row's scores, [V]."""
