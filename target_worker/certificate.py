@@ -67,8 +67,11 @@ def is_tie(difference: Difference) -> bool:
 
 
 def _tolerance(logits: Floats, dtype: mx.Dtype, *tokens: int) -> float:
-    """Returns how much rounding to this format may change the difference of the logits of any two of these tokens."""
-    largest = max(abs(float(logits[token])) for token in tokens)
+    """Returns how much rounding to this format may change the difference of the logits of any two of these tokens.
+
+    A logit of -inf, of a token that the model excludes, is not rounded.
+    """
+    largest = max((abs(float(logits[token])) for token in tokens if math.isfinite(logits[token])), default=0.0)
     step = float(mx.finfo(dtype).eps) * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
     return max(MIN_TOLERANCE.get(dtype, MIN_TOLERANCE[mx.float32]), 2 * step)
 

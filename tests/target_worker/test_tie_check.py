@@ -96,3 +96,11 @@ def test_token_far_outside_a_filter_has_no_margin():
     for params in (SamplingParams(temp=0.1, seed=1, top_k=1), SamplingParams(temp=0.1, seed=1, top_p=0.5)):
         found = judge(mx.arange(8.0)[None], [1, 2], Sampler(params, 8), 3)
         assert found is not None and found.margin is None and not is_tie(found)
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_token_that_the_model_excludes_has_no_margin(temp: float) -> None:
+    """As by an output layer for part of the vocabulary, which gives the other tokens a logit of -inf."""
+    logits = mx.where(mx.arange(8) == 3, -mx.inf, mx.arange(8.0))[None]
+    found = judge(logits, [1, 2], Sampler(SamplingParams(temp=temp, seed=1), 8), 3)
+    assert found is not None and found.margin is None and not is_tie(found)
