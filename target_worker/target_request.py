@@ -217,7 +217,8 @@ class TargetRequest:
 
     def on_verify(self, message: Verify) -> None:
         """Sets its next round."""
-        self.asked, self.next_proposal, self.ended, self.halting = message, None, False, False
+        self.asked, self.next_proposal, self._proposed = message, None, None
+        self.ended = self.halting = False
         proposal = message.proposal
         self.autonomous, self.draft = message.autonomous, message.draft
         self.max_tokens = proposal.max_tokens if isinstance(proposal, DraftInProcess | Autonomous) else 0
@@ -361,20 +362,22 @@ def draft_together(requests: Sequence[TargetRequest]) -> None:
 
 
 def _draft_with_one_drafter(requests: Sequence[TargetRequest]) -> None:
+    """The same for one drafter. While it reads a text, messages may close a request or ask for another draft."""
     started_ns = clock.now()
-    turns: list[tuple[TargetRequest, DraftTurn]] = []
+    turns: list[tuple[TargetRequest, InProcess | None, DraftTurn]] = []
     for request in requests:
-        if request.is_closed:  # while the drafter read another's text
+        if not request.needs_draft:
             continue
         try:
             with wrap_model_errors("the target's own drafter"):
-                turns.append((request, request.turn()))
+                turns.append((request, request.draft, request.turn()))
         except OutriderError as error:
-            request.set_proposal(error, Span(started_ns, clock.now()))
-    turns = [(request, turn) for request, turn in turns if not request.is_closed]
-    drafts = propose([turn for _, turn in turns])
+            if request.needs_draft:
+                request.set_proposal(error, Span(started_ns, clock.now()))
+    turns = [turn for turn in turns if turn[0].needs_draft and turn[0].draft is turn[1]]
+    drafts = propose([turn for *_, turn in turns])
     span = Span(started_ns, clock.now())
-    for (request, _), draft in zip(turns, drafts, strict=True):
+    for (request, *_), draft in zip(turns, drafts, strict=True):
         request.set_proposal(draft, span)
 
 

@@ -229,6 +229,29 @@ def test_verify_during_another_prompt_is_drafted_in_the_next_forward() -> None:
     assert ours and text(ours) == TRUTH[START : START + len(text(ours))]
 
 
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_verify_during_another_prompt_replaces_the_draft_under_way(order: str) -> None:
+    """`order`: whether the request is before or after the one whose prompt the drafter reads."""
+    long = np.tile(PROMPT, 500)
+    worker_under_test = WorkerUnderTest(long if order == "after" else PROMPT)
+    ours, other = ("s", "r") if order == "after" else ("r", "s")
+    worker_under_test.exchange(Open("s", 0, 0, PROMPT if order == "after" else long, SAMPLING))
+    answers = worker_under_test.exchange(replace(drafting(1, START), request=ours), turns=3)
+    at = START + len(text(answers))
+    open_one = worker_under_test.own.drafter.open  # type: ignore[union-attr]
+
+    def asking(tokens: list[int], *arguments: Any, **named: Any) -> Any:
+        if len(tokens) > 1000:
+            worker_under_test.worker._handle(Verify(ours, 0, answers[-1].round + 1, at, Coupled((TRUTH[at],))))
+        return open_one(tokens, *arguments, **named)
+
+    worker_under_test.own.drafter.open = asking  # type: ignore[union-attr, method-assign]
+    found = worker_under_test.exchange(replace(drafting(1, len(long) + 1, room=3), request=other))
+    assert not [answer for answer in found if isinstance(answer, Fault)]
+    verified = [(a.accepted, a.bonus, a.drafted) for a in found if a.request == ours]
+    assert verified == [(1, TRUTH[at + 1], None)]
+
+
 def test_requests_that_draft_together_get_the_chains_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """And where one's drafting fails, only that one ends."""
     alone = [(drafted_chain(a), a.accepted, a.bonus) for a in WorkerUnderTest().exchange(drafting(1, START))]
