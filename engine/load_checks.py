@@ -293,7 +293,7 @@ def find_fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str
     except ModelError as error:
         reason = first_line(error)
     restore()
-    log.info("%s: not for a %s model: %s", what, model.model_type, reason)
+    log.info("%s can't be used with this %s model: %s", what, model.model_type, reason)
     return reason
 
 

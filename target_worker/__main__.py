@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True)
     drafts = f"draft in this process with a model ({DRAFT_MODEL}) or a head ({', '.join(HEAD_KINDS)}); repeatable"
     parser.add_argument("--own", nargs=2, action="append", default=[], metavar=("KIND", "PATH"), help=drafts)
-    parser.add_argument("--ngrams", metavar="TABLE", help="look n-grams up, also in this table (empty: in no table)")
+    parser.add_argument("--ngrams", metavar="TABLE", help="draft from n-grams, also of this table (empty: no table)")
     features = "publish the features that this head reads in the draft worker"
     parser.add_argument("--tell", nargs=2, metavar=("KIND", "PATH"), help=features)
     parser.add_argument("--shards", type=int, default=1, help="ranks on this machine, each with a part of the model")

@@ -127,7 +127,7 @@ def _read_claim(text: str) -> Claim:
         return msgspec.json.decode(text, type=Claim)
     except msgspec.MsgspecError as error:
         raise InvalidRequest(
-            f"the claim can't be read ({error!r}); expected a JSON object with model, tokens, generated and sampling"
+            f"the claim can't be read ({error}); expected a JSON object with model, tokens, generated and sampling"
         ) from None
 
 

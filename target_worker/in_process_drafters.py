@@ -193,9 +193,9 @@ class InProcessDrafters:
         for proposer in self._drafters.values():
             if isinstance(proposer, ExitDrafter):
                 proposer.attach_kv_cache(kv_cache)
-        heads = [proposer.head for proposer in self._heads.values()]
-        self._readers = HiddenStateReaders([*heads, *([other] if other is not None else [])])
-        if self._heads or other is not None:
+        readers = [*(proposer.head for proposer in self._heads.values()), *([other] if other is not None else [])]
+        if readers:
+            self._readers = HiddenStateReaders(readers)
             kv_cache.tap_hidden_states(HiddenStates(model.model, self._readers.points, self._readers.fuse))
 
     def make_session_openers(

@@ -70,7 +70,7 @@ class PrefixReuse:
         if not self.cache.wants(known):
             return
         try:
-            with wrap_model_errors("copying from the prompt cache"):
+            with wrap_model_errors("copying to the prompt cache"):
                 self.cache.keep(known, slot.save(len(known)))
         except OutriderError as error:
             log.warning("%s; the text is not cached", error)

@@ -3,9 +3,9 @@
 `LocalRanks`: further ranks on this machine, processes that rank 0 starts and that end with it. They form MLX's ring
 over loopback, and find each other by a file of addresses. Other ranks are started by mlx.launch.
 
-`RankLink`: a rank's connections. A rank that waits in a collective is not even told that another rank has
-died, so a second thread watches a connection to rank 0 and ends the process with it. Knows nothing of messages, and
-does not import MLX, because a process starts its ranks first.
+`RankLink`: a rank's connections. A collective does not fail when another rank dies, so a second thread watches a
+connection to rank 0 and ends the process when it closes. Knows nothing of messages, and does not import MLX, because a
+process starts its ranks first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The ranks of a sharded target: rank 0 leads and serves, the others run every forward that it runs.
 
 Rank 0 (`RankLeader`) sends its address through the collective, so that the launcher need not know it. From then on the
-ranks exchange messages by ZeroMQ. Another rank (`follow`) loads and checks the model like rank 0, and then runs what
-rank 0 sends. It knows nothing of requests, of how tokens are chosen, or of the orchestrator.
+ranks exchange messages by ZeroMQ. The other ranks (`follow`) load and check the model like rank 0, and then run what
+rank 0 sends. They know nothing of requests, of how tokens are chosen, or of the orchestrator.
 """
 
 from __future__ import annotations
@@ -197,12 +197,12 @@ class RankMember(RankLink):
     def __init__(self, ranks: Ranks) -> None:
         """Waits until all ranks have joined the collective. Raises WorkerError if rank 0 can't be reached."""
         super().__init__(zmq.DEALER, ranks)
-        address, port, door, key, secret = json.loads(ranks.broadcast(b""))
+        address, port, lifeline_port, key, secret = json.loads(ranks.broadcast(b""))
         self._socket.setsockopt(zmq.IDENTITY, routing_id(ranks.rank))
         self._socket.curve_serverkey = key.encode()
         self._socket.connect(f"tcp://{address}:{port}")
         try:
-            lifeline = socket.create_connection((address, door))
+            lifeline = socket.create_connection((address, lifeline_port))
             lifeline.sendall(bytes.fromhex(secret))
         except OSError as error:
             raise WorkerError(

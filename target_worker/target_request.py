@@ -317,7 +317,7 @@ class TargetRequest:
     def turn(self) -> DraftTurn:
         """Returns the turn of its in-process drafter, whose session reads the text the first time."""
         if self.draft is None or self.drafter not in self.drafters:
-            known = ", ".join(self.drafters) or "a draft of 0"
+            known = ", ".join(self.drafters) or "no draft"
             raise InvalidRequest(f"this target has no in-process drafter {self.drafter!r}; expected {known}")
         min_prob, depth = self.draft.min_prob if self.takes_trees else 1.0, min(self.draft.depth, self.max_tokens - 1)
         asked = structs.replace(self.draft, depth=depth, min_prob=min_prob)

@@ -1,7 +1,7 @@
-"""A model's embedding in numpy. Of a cached graph its rows stay in a file, since a text needs few of them.
+"""A model's embedding in numpy. With a cached graph the rows stay in a file, since a text needs few of them.
 
-Such a file is read, not mapped: of a mapped file the system would map 64 KiB around each row, and so most of it after a
-few texts. Its pages are in the system's page cache, which all processes share.
+The file is read, not mapped: the system would map 64 KiB around each row, and so most of the file after a few texts.
+Its pages are in the system's page cache, which all processes share.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FILE = "embedding.bin"
 class Embedding:
     """An embedding [V, H]. Each row has its levels and then the scales and biases of its groups, or its float32 values.
 
-    Its weights are read only if `folder`, where a file of rows is kept, is None or has none yet.
+    The layer's weights are read only if there is no file of rows in `folder`, or `folder` is None.
     """
 
     def __init__(self, layer: nn.Module, factor: float, folder: Path | None) -> None:
@@ -64,7 +64,7 @@ class Embedding:
         size, file = self._row_bytes, self._file.fileno()
         content = b"".join(os.pread(file, size, token * size) for token in tokens.tolist())
         if len(content) < len(tokens) * size:
-            raise ModelError("the file of the model's embedding has become shorter; restart, and it is written again")
+            raise ModelError("the file of the model's embedding was truncated; restart to write it again")
         return np.frombuffer(content, np.uint8).reshape(len(tokens), size)
 
 

@@ -1,8 +1,8 @@
 """Puts the exact biases of quantised weights into ONNX Runtime's packed weights.
 
-`MatMulNBits` has integer zero points only, and the biases of most checkpoints are no integer multiples of their scales.
-On x86 its packed weights contain a float32 number for each group, scale times zero point, that is the bias which the
-kernels apply. ONNX Runtime maps packed weights from a file and, when it opens a session, compares them with what it
+`MatMulNBits` has integer zero points only, but the biases of most checkpoints are not integer multiples of their
+scales. On x86 its packed weights contain a float32 number for each group, scale times zero point, which the kernels
+apply as the bias. ONNX Runtime maps packed weights from a file and, when it opens a session, compares them with what it
 packs itself. So the biases are replaced afterwards: `write` makes a file of the pages that contain them, and `apply`
 maps these pages over those of the sessions that have been opened.
 
