@@ -1,11 +1,19 @@
-"""A drafter's device is chosen before it is created."""
+"""A drafter's device is chosen before it is created, and its memory is measured where MLX computes."""
 
 from __future__ import annotations
 
+from argparse import Namespace
+from typing import Any
+
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from outrider.draft_worker import __main__ as program
+from outrider.drafters.drafter import BACKENDS
+from outrider.drafters.mlx import MlxDrafter
+from tests.system.links import FakeLink
+from tests.system.markov import markov
 
 
 @pytest.mark.parametrize(("given", "chosen"), [([], []), (["--device", "auto"], []), (["--device", "cpu"], [mx.cpu])])
@@ -18,3 +26,12 @@ def test_device_option_keeps_a_drafter_on_the_cpu(monkeypatch, given, chosen):
     monkeypatch.setattr("sys.argv", ["draft_worker", "--endpoint", "ipc:///e", "--model", "m", *given])
     assert program.main() == 7
     assert devices == chosen
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_is_measured_and_returned_unless_core_ml_computes(backend: str) -> None:
+    drafter: Any = MlxDrafter(markov(np.zeros((6, 6), np.float32)))
+    drafter.backend = backend
+    options = Namespace(name="draft-0", backend=backend, model="", target="", vocabulary="", fan_out="best-first")
+    _, worker = program.worker_of(options, 1, drafter, FakeLink("draft-0"))
+    assert (worker._memory is not None) is (backend != "coreml")
