@@ -228,9 +228,10 @@ class TargetRequest:
         """Ends autonomous rounds after the one under way, which the last outcome has announced."""
         self.halting = True
 
-    def forget(self, verdict: VerifyOutput) -> None:
-        """Rolls back a step that began before the text was known to end."""
-        del self.slot.tokens[-verdict.accepted - 1 :]
+    def forget(self, verdict: VerifyOutput | OutriderError) -> None:
+        """Rolls back a step that began before the text was known to end, whether or not it failed."""
+        if isinstance(verdict, VerifyOutput):
+            del self.slot.tokens[-verdict.accepted - 1 :]
         self.slot.sequence.roll_back(len(self.slot.tokens) - 1)
 
     def make_outcome(self, verdict: VerifyOutput, work: Span, rows: int, peak: int) -> Outcome:

@@ -287,11 +287,11 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         running = settled.running
         if running.is_closed:
             return None
-        if isinstance(settled.verdict, OutriderError):
-            self._fail_request(running.request, settled.verdict)
-            return None
         if running.ended:
             running.forget(settled.verdict)
+            return None
+        if isinstance(settled.verdict, OutriderError):
+            self._fail_request(running.request, settled.verdict)
             return None
         return running.make_outcome(settled.verdict, settled.work, settled.rows, self._peak_memory.bytes())
 

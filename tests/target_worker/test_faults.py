@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import qwen3_next
+from msgspec.structs import replace as replace_struct
 
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.messages import Abilities, Autonomous, Coupled, Fault, OneHot, Open, Outcome, Verify
@@ -127,16 +128,31 @@ def test_failed_prompt_ends_only_its_own_request(fault: Exception | None) -> Non
     assert [answer.request for answer in found if isinstance(answer, Outcome)] == ["sound"]
 
 
+def poisoned_after_five(fault: Exception | None) -> LoadedModel:
+    """A model whose text is 1, 2, 3, 4, poison."""
+    table = np.full((6, 6), -9.0, np.float32)
+    table[np.arange(6), (np.arange(6) + 1) % 6] = 9.0
+    model = poisoned(fault)
+    model.model._table = mx.array(table)
+    return model
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=repr)
+def test_step_begun_before_the_text_ended_may_fail(fault: Exception | None) -> None:
+    link = FakeLink("target-0", deque())
+    worker = TargetWorker(link, poisoned_after_five(fault))  # type: ignore[arg-type]
+    answered(worker, link, [replace_struct(asked("ended", [0, 1]), eos=(POISON,))])
+    found = answered(worker, link, [Verify("ended", 0, 1, 3, Autonomous(10))])
+    assert [getattr(answer, "bonus", answer) for answer in found] == [3, 4, POISON]
+    assert worker._running["ended"].slot.fed == 5
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=repr)
 def test_failed_plain_round_ends_only_its_own_request(
     fault: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    table = np.full((6, 6), -9.0, np.float32)
-    table[np.arange(6), (np.arange(6) + 1) % 6] = 9.0  # 1, 2, 3, 4, poison
-    model = replace(markov(table), model=Poisoned(fault))
-    model.model._table = mx.array(table)
     link = FakeLink("target-0", deque())
-    worker = TargetWorker(link, model)  # type: ignore[arg-type]
+    worker = TargetWorker(link, poisoned_after_five(fault))  # type: ignore[arg-type]
     answered(worker, link, [asked("doomed", [0, 1]), asked("sound", [0])])
     found = answered(worker, link, [Verify("doomed", 0, 1, 3, Autonomous(10))])
     assert [answer.bonus for answer in found if isinstance(answer, Outcome)] == [3, 4, 5]
