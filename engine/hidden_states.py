@@ -77,10 +77,16 @@ def find_embedding(backbone: nn.Module) -> nn.Module:
     return _find_child(backbone, _EMBEDDING_NAMES, "embedding")
 
 
+def find_lm_head(model: nn.Module) -> nn.Module | None:
+    """Returns the model's output layer, wherever it is nested; None: its embedding computes the logits."""
+    layers = (module.get("lm_head") for module in model.modules() if isinstance(module, dict))
+    return next((layer for layer in layers if isinstance(layer, nn.Module)), None)
+
+
 def find_output_layer(model: nn.Module, backbone: nn.Module) -> Callable[[mx.array], mx.array]:
     """Returns a function that computes logits of rows after the final norm, for models that do nothing else there."""
-    own = model.get("lm_head")
-    if isinstance(own, nn.Module):
+    own = find_lm_head(model)
+    if own is not None:
         return lambda rows: own(rows)  # a function, since a module would become part of the module that holds it
     return lambda rows: find_embedding(backbone).as_linear(rows)
 

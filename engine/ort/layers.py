@@ -16,7 +16,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.engine.cache import window_of
-from outrider.engine.hidden_states import ReducedLMHead, find_backbone, find_embedding, find_final_norm
+from outrider.engine.hidden_states import ReducedLMHead, find_backbone, find_embedding, find_final_norm, find_lm_head
 from outrider.engine.positions import RopeTable, rope_signature
 from outrider.protocol.errors import ModelError
 
@@ -72,7 +72,8 @@ class DecoderLayers:
             backbone, layers = find_backbone(model)
             windows = [window_of(cache) for cache in make_prompt_cache(model)]
             norm, table = find_final_norm(backbone), find_embedding(backbone)
-            output, tokens = _find_output_module(model, table), None
+            own, tokens = find_lm_head(model), None
+            output = table if own is None else own
             vocab_size = int(output.vocab_size if isinstance(output, ReducedLMHead) else output.weight.shape[0])
             if isinstance(output, ReducedLMHead):
                 output, tokens = output.rows, output.tokens
@@ -150,15 +151,6 @@ def levels(layer: nn.Module) -> tuple[Array, int]:
 def to_numpy(array: mx.array) -> Array:
     """Returns a float32 copy that numpy owns."""
     return np.array(array.astype(mx.float32), dtype=np.float32)
-
-
-def _find_output_module(model: nn.Module, table: nn.Module) -> nn.Module:
-    """Returns the module that computes logits: the model's output layer, or its embedding."""
-    for module in model.modules():
-        own = module.get("lm_head") if isinstance(module, dict) else None
-        if isinstance(own, nn.Module):
-            return own
-    return table
 
 
 def _input_width(layer: nn.Module) -> int:
