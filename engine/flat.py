@@ -365,11 +365,10 @@ def attention(
     queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: Any = None
 ) -> mx.array:
     """Replaces mlx-lm's `scaled_dot_product_attention`; with a `WindowMask` the cache computes the attention."""
-    output: mx.array
     if isinstance(mask, WindowMask):
-        output = cache.attend(queries, scale, mask.window, sinks)
-        return output
-    output = scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+        output: mx.array = cache.attend(queries, scale, mask.window, sinks)
+    else:
+        output = scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     return output
 
 

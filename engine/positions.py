@@ -101,7 +101,9 @@ class RopeTable:
 
 
 def _is_same_offset(known: int | mx.array, offset: int | mx.array) -> bool:
-    return known is offset or not (isinstance(known, mx.array) or isinstance(offset, mx.array) or known != offset)
+    if isinstance(known, mx.array) or isinstance(offset, mx.array):
+        return known is offset  # a comparison of their numbers would wait
+    return known == offset
 
 
 class TokenRope:

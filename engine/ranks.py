@@ -179,8 +179,8 @@ class MirroredKVCache:
         return _start_forward(self._own, [replace(f, sequence=f.sequence.own, tokens=self._tokens(f)) for f in feeds])
 
     def _tokens(self, feed: Feed) -> Sequence[int] | mx.array:
-        unread = isinstance(feed.tokens, mx.array)
-        return self._ranks.share_array(feed.tokens.astype(mx.int32)) if unread else feed.tokens  # type: ignore[union-attr]
+        tokens = feed.tokens
+        return self._ranks.share_array(tokens.astype(mx.int32)) if isinstance(tokens, mx.array) else tokens
 
 
 class RankFollower:

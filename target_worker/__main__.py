@@ -45,7 +45,6 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     from outrider.engine.load_checks import probe_abilities
     from outrider.engine.loading import load
     from outrider.target_worker import in_process_drafters
-    from outrider.target_worker.in_process_drafters import InProcessDrafters
     from outrider.target_worker.worker import TargetWorker
 
     def report(stage: str) -> None:
@@ -60,7 +59,7 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     found = replace(found, ngrams=NGRAM in loaded.drafters, drafters=loaded.infos, left_out=loaded.left_out)
     notes = [f"drafting in this process with {info.model}" for info in loaded.infos]
     notes += [*loaded.left_out, *loaded.doubts]
-    drafters = InProcessDrafters(loaded.drafters)
+    drafters = in_process_drafters.InProcessDrafters(loaded.drafters)
     memory.set_limits(model.weight_bytes + drafters.weight_bytes)  # each load has set them for one model only
     publisher, features, note = _publisher(options.tell, model, report, leader is None)
     worker = TargetWorker(link, model, drafters, kv_cache, leader, publisher)
