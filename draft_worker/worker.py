@@ -66,8 +66,8 @@ class Inbox:
         self._kept.clear()
 
     def take_for_others(self, request: str) -> list[Commit | Close]:
-        """Receives the messages that arrived while a prompt of `request` was read; removes and returns those about
-        other open requests. Messages that follow their request's OPEN stay.
+        """Receives the messages that arrived while the prompt of `request` was read. Removes and returns COMMIT and
+        CLOSE of other open requests; those that follow an OPEN of their request stay.
 
         Raises:
             ReadCancelled: the worker shuts down, or the request was closed or opened again; earlier messages about it
@@ -176,8 +176,8 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         memory: PeakMemory | None = None,
         compiler: GrammarCompiler | None = None,
     ) -> None:
-        """`memory`: measures the drafter's peak, if possible. `compiler`: for grammars over its tokens; without one it
-        may draft tokens that a grammar excludes."""
+        """`memory`: measures the drafter's peak; None: it can't be measured. `compiler`: for grammars over its tokens;
+        without one it may draft tokens that a grammar excludes."""
         super().__init__(link)
         self._drafter = drafter
         self._fan_out = fan_out

@@ -375,7 +375,7 @@ def attention(
 class FlatSequence:
     """A text, with a row of the flat buffers. `length`: the tokens fed so far; `leaves`: caches without such a row.
 
-    `exact`: it can roll back to every length, not only to marks.
+    `exact`: it can be rolled back to every length, not only to marks.
     """
 
     def __init__(self, row: int, rows: FlatRows, layers: Sequence[FlatCache], leaves: Sequence[Any] = ()) -> None:

@@ -380,10 +380,9 @@ def check_prompt(tokens: Sequence[int], vocab_size: int) -> None:
 class CacheSlot:
     """One request. `tokens` are committed; the first `fed` of them have been fed. Between calls at least one is unfed.
 
-    `prompt_logprobs`: those of the prompt that were asked for, by the position of the first token that was fed for
-    them. `listener` is called with the hidden states of committed tokens that `engine.verify` feeds.
-    `usable_cached_tokens(length)` returns how many of `length` cached tokens to use, because the listener gets hidden
-    states only of the others. `all_cores`: see `Feed`.
+    `prompt_logprobs`: those that the request asks for, by the position of the first token that was fed for them.
+    `listener` is called with the hidden states of committed tokens that `engine.verify` feeds. It gets none of cached
+    tokens, so `usable_cached_tokens(length)` returns how many of `length` to use. `all_cores`: see `Feed`.
     """
 
     def __init__(

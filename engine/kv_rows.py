@@ -78,8 +78,8 @@ class NewRows:
 class KVRows:
     """A tree's columns. A forward writes the columns from `start` on and, if `lazy`, never waits.
 
-    `whole`: there is state besides the columns, so that only all columns can be saved together. By default the methods
-    read and move nothing, and save nothing for other texts.
+    `whole`: there is state besides the columns, so only all columns can be saved together. By default the methods do
+    nothing, and `save` returns an empty prefix.
     """
 
     lazy = True

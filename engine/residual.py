@@ -1,9 +1,9 @@
 """Residual sampling: the drafter's draws from a sparse q, and the target's rejection sampling.
 
-The target's side (`ResidualSampler`) accepts a drawn token with probability min(1, p/q), else draws from max(p - q, 0):
-Leviathan, Kalman and Matias (arXiv 2211.17192), algorithm 1, for any q that a chain was drawn from: a sparse q that
-comes with the chain, or a certain one (one-hot: accept with p(x), else draw from p without x). In log space, float32.
-The randomness is keyed by (seed, position, purpose), so every position is decided once, by noise that no drafter knows.
+The target's side (`ResidualSampler`) accepts a drawn token with probability min(1, p/q), else draws from max(p - q, 0)
+(Leviathan, Kalman and Matias, arXiv 2211.17192, algorithm 1). q is sparse and comes with the chain, or it is one-hot:
+then x is accepted with p(x), else a token is drawn from p without x. Computed in log space, in float32. The randomness
+is keyed by (seed, position, purpose), so every position is decided once, by noise that no drafter knows.
 
 On the drafter's side (`Draws`) each node's continuation is a draw from a sparse q, and q is kept. q is the drafter's
 warped distribution cut to its `width` likeliest tokens, with Saguaro's factor on those for which work ahead will

@@ -4,8 +4,8 @@ On the CPU choices are read with numpy from MLX's memory: over 12 x 4,096 an arg
 On a GPU everything stays on the device.
 
 `filter_logits` applies the filters of `engine.sampling` by numpy. For top-p of 12 rows of 4,096 that takes 0.2 ms; MLX
-sorts the whole vocabulary in 4 ms. The kept tokens are the same up to rounding at the bounds, where a drafter may
-differ because only the target's choice counts.
+sorts the whole vocabulary in 4 ms. The kept tokens are the same, except for rounding at the bounds. There a drafter may
+differ, because only the target's choice counts.
 """
 
 from __future__ import annotations

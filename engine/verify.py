@@ -1,9 +1,9 @@
 """One forward over several texts: each verifies a chain or a tree, takes a plain step or reads a piece of its prompt.
 
 `begin_forward` starts it on the device, `BatchForward.verdicts` waits for it. If all texts take plain steps, the next
-forward may begin before this one is read, while its tokens are still on the device. A token is chosen by the same
-scores however it was fed, so a coupled text depends neither on its chains nor on other requests. `engine.residual`
-verifies chains that come with a q.
+forward may begin before this one is read, while its tokens are still on the device. A token is scored in the
+same way however it was fed, so with coupled sampling a text depends neither on its chains nor on other requests.
+`engine.residual` verifies chains that come with a q.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ of} as progress, then the report, or {error, kind}. Each token is chosen by a fo
 ones, as in plain decoding. Knows one text's tokens.
 
 `judge` decides whether rounding explains a token that the target would not have chosen. Two correct forwards may
-differ, because the kernels of chunks and steps round differently, each in the model's own format. So a token is a tie
-if logits within the tolerance would have made it the choice, with filters and temperature.
+differ, because kernels for several tokens round differently from those for one. So a token is a tie if logits within
+the tolerance would have made it the choice, with filters and temperature.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from outrider.protocol.errors import ModelFault, OutriderError, wrap_model_error
 from outrider.protocol.messages import Span
 from outrider.target_worker.target_request import TargetRequest, draft_together
 
-# How much longer a forward with a piece of a prompt may take than a usual forward of decoding requests, for each
-# waiting prompt. A forward over more rows than usual is lengthened less, one over fewer rows more.
+# For each waiting prompt, a forward with a piece of it may take this much longer than a usual forward of decoding
+# requests. A forward over more rows than usual gets a smaller piece, one over fewer rows a larger one.
 READING_SHARE = 0.5
 # The same if chains are verified: a request that is late for a forward then waits for two of them.
 READING_SHARE_WITH_CHAINS = 0.25

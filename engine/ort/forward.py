@@ -4,10 +4,10 @@
 and the prompt cache. `open_forward` compares logits with the model's own when the model loads: they may differ by the
 rounding of float32, or of activations to 8 bits if the checkpoint is quantised.
 
-On the quantised path a token's logits have the same bits however it is fed: alone, in a chain, in a piece of a prompt,
-or together with other requests. So chains and other requests can't change a text. Trees are not fed there, because the
-sums of their side branches have another order. Knows rows, columns and positions; knows nothing of tokens' meaning or
-of requests.
+If activations are rounded, a token's logits have the same bits however it is fed: alone, in a chain, in a piece of a
+prompt, or together with other requests. So chains and other requests can't change a text. Trees are not fed then,
+because the sums of their side branches have another order. Knows rows, columns and positions; knows nothing of tokens'
+meaning or of requests.
 """
 
 from __future__ import annotations
