@@ -85,8 +85,8 @@ class OrchestratorMetrics(Collector):
         yield gauge("worker_state", "Whether the worker is in this state", states, "worker", "role", "state")
         again = {(worker.name, worker.role): worker.restarts for worker in workers}
         yield counter("worker_restarts", "Restarts of the worker", again, "worker", "role")
-        lies = {(worker.name, lie.name): lie.count for worker in workers for lie in worker.lies}
-        yield counter("worker_lies", "Invalid messages of the worker", lies, "worker", "kind")
+        invalid = {(worker.name, kind.name): kind.count for worker in workers for kind in worker.invalid_messages}
+        yield counter("worker_invalid_messages", "Invalid messages of the worker", invalid, "worker", "kind")
         trips = {(worker.name,): worker.round_trip_ms / 1000 for worker in workers if worker.round_trip_ms}
         yield gauge("worker_round_trip_seconds", "Round-trip time of a ping to the worker", trips, "worker")
         held = {(worker.name,): worker.cache.bytes for worker in workers}

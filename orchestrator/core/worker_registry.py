@@ -267,7 +267,7 @@ class Worker:
             kv=hello.kv,
             cache=self.cache,
             restarts=self.restarts.done,
-            lies=tuple(Tally(kind, count) for kind, count in sorted(self.invalid.items())),
+            invalid_messages=tuple(Tally(kind, count) for kind, count in sorted(self.invalid.items())),
             round_trip_ms=self.clock.round_trip_ns / MILLISECOND_NS,
             clock_ahead_ms=0.0 if self.spawned else self.clock.ahead_ns(clock.now()) / MILLISECOND_NS,
             fingerprint=clip("-".join(filter(None, (hello.files, hello.number_format)))),

@@ -233,10 +233,10 @@ class StatsQuery(RequestMessage, frozen=True):
 class WorkerStats(Record, frozen=True):
     """One worker as the orchestrator sees it. `state` is starting, ready, refused, frozen, restarting or lost.
 
-    `kv` is the memory cost of a text, `cache` the use of the prompt cache, `restarts` the number of restarts, `lies`
-    the number of invalid messages by kind. `round_trip_ms` is the time from a ping to its answer. `clock_ahead_ms` is
-    how far the clock of the worker's machine is ahead of the orchestrator's; 0: not known. `fingerprint` identifies a
-    target's weights and number format.
+    `kv` is the memory cost of a text, `cache` the use of the prompt cache, `restarts` the number of restarts.
+    `invalid_messages` counts invalid messages by kind. `round_trip_ms` is the time from a ping to its answer.
+    `clock_ahead_ms` is how far the clock of the worker's machine is ahead of the orchestrator's; 0: not known.
+    `fingerprint` identifies a target's weights and number format.
     """
 
     role: Role
@@ -253,7 +253,7 @@ class WorkerStats(Record, frozen=True):
     kv: KvCost = KvCost()
     cache: CacheUse = CacheUse()
     restarts: Count = 0
-    lies: Many[Tally] = ()
+    invalid_messages: Many[Tally] = ()
     round_trip_ms: Real = 0.0
     clock_ahead_ms: Real = 0.0
     fingerprint: Name = ""

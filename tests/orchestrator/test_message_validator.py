@@ -47,14 +47,14 @@ pytestmark = pytest.mark.usefixtures("counted_clock")
 
 
 class ValidatingCluster(Cluster):
-    """Notes what is taken for a lie."""
+    """Records the kinds of messages that are found invalid."""
 
     def __init__(self) -> None:
-        self.lies: list[str] = []
+        self.invalid: list[str] = []
         super().__init__(TEXT, Script((TEXT,), (0.7,), (1.0,), 4096), ngrams=False)
 
     def record_invalid(self, name: str, kind: str) -> None:
-        self.lies.append(kind)
+        self.invalid.append(kind)
 
 
 @pytest.fixture
@@ -90,12 +90,12 @@ FOREIGN: list[tuple[str, Message, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("sender", "message", "lie"), FOREIGN, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(("sender", "message", "kind"), FOREIGN, ids=lambda value: getattr(value, "__name__", None))
 def test_foreign_or_stale_message_is_dropped_and_counted(
-    cluster: ValidatingCluster, sender: str, message: Message, lie: str
+    cluster: ValidatingCluster, sender: str, message: Message, kind: str
 ) -> None:
     cluster.rounds.handle([(sender, message)], 0)
-    assert cluster.rounds.stale == 1 and cluster.lies == [lie] * bool(lie)
+    assert cluster.rounds.stale == 1 and cluster.invalid == [kind] * bool(kind)
     assert not [event for event in cluster.told if isinstance(event, Committed)]
     assert [type(told) for told in cluster.sent_to_target] == [Open]
 
@@ -188,20 +188,20 @@ def test_recorded_tasks_are_bounded() -> None:
 def test_constantly_invalid_drafter_does_not_change_the_text(message: Message) -> None:
     cluster = ValidatingCluster()
 
-    def lies(sender: str, said: Message, now_ns: int) -> None:
+    def falsify(sender: str, said: Message, now_ns: int) -> None:
         request = cluster.rounds._requests.get("r")
         if sender == "draft-0" and request is not None and not isinstance(message, Close):
             at = request.round
-            lie = replace(message, epoch=at.epoch, round=at.number, base_len=len(request.sequence.tokens))  # type: ignore[call-arg]
-            handle("draft-0", lie, now_ns)
+            false = replace(message, epoch=at.epoch, round=at.number, base_len=len(request.sequence.tokens))  # type: ignore[call-arg]
+            handle("draft-0", false, now_ns)
         elif sender == "draft-0":
             handle("draft-0", message, now_ns)
         handle(sender, said, now_ns)
 
-    handle = intercept(cluster.rounds, lies)
+    handle = intercept(cluster.rounds, falsify)
     cluster.run(PROMPT, 60)
     assert cluster.generated == list(TEXT[10:70])
-    assert len(cluster.lies) > 10
+    assert len(cluster.invalid) > 10
 
 
 def test_prompt_progress_is_taken_from_the_target_only(cluster: ValidatingCluster) -> None:

@@ -800,11 +800,16 @@ def test_unprintable_model_in_hello_is_refused_and_not_logged(
     assert all(record.getMessage().isprintable() for record in caplog.records)
 
 
-# --- who lies -----------------------------------------------------------------------------------------------------
+# --- invalid messages ---------------------------------------------------------------------------------------------
 
 
 def invalid_counts(harness: PoolHarness, name: str) -> dict[str, int]:
-    return {tally.name: tally.count for worker in harness.pool.stats() if worker.name == name for tally in worker.lies}
+    return {
+        tally.name: tally.count
+        for worker in harness.pool.stats()
+        if worker.name == name
+        for tally in worker.invalid_messages
+    }
 
 
 def test_joined_drafter_with_too_many_invalid_messages_is_dismissed(harness: PoolHarness) -> None:

@@ -183,11 +183,11 @@ def test_a_q_that_does_not_fit_its_chains_is_dropped_and_counted(
             message = structs.replace(message, q=message.q.part(1, len(message.q)))
         handle(sender, message, now_ns)
 
-    lies: list[str] = []
-    cluster.record_invalid = lambda name, lie: lies.append(lie)  # type: ignore[method-assign]
+    invalid: list[str] = []
+    cluster.record_invalid = lambda name, kind: invalid.append(kind)  # type: ignore[method-assign]
     handle = intercept(cluster.rounds, spoilt)
     run = cluster.run(PROMPT, replace(SAMPLING, seed=1, max_tokens=40), "ssd" if kind is Branches else "sd")
-    assert len(run.tokens) == 40 and cluster.rounds.stale > 10 and set(lies) == {"q"}
+    assert len(run.tokens) == 40 and cluster.rounds.stale > 10 and set(invalid) == {"q"}
 
 
 # --- what is promised besides ---------------------------------------------------------------------------------------
