@@ -54,14 +54,14 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     report("checking the model")
     found = probe_abilities(model)
     kv_cache = leader.open_shared_kv_cache(model) if leader is not None else None
-    own, ngrams = (options.own, options.ngrams) if found.chains else ((), None)
+    own, ngrams = (options.drafter, options.ngrams) if found.chains else ((), None)
     loaded = in_process_drafters.load(own, model, report, leader is None, ngrams=ngrams)
     found = replace(found, ngrams=NGRAM in loaded.drafters, drafters=loaded.infos, left_out=loaded.left_out)
     notes = [f"drafting in this process with {info.model}" for info in loaded.infos]
     notes += [*loaded.left_out, *loaded.doubts]
     drafters = in_process_drafters.InProcessDrafters(loaded.drafters)
     memory.set_limits(model.weight_bytes + drafters.weight_bytes)  # each load has set them for one model only
-    publisher, features, note = _publisher(options.tell, model, report, leader is None)
+    publisher, features, note = _publisher(options.publish_features, model, report, leader is None)
     worker = TargetWorker(link, model, drafters, kv_cache, leader, publisher)
     notes += [note, leader.note if leader is not None else ""]
     if found.chains and not worker.verifies_trees:
@@ -147,10 +147,10 @@ def _parser() -> argparse.ArgumentParser:
     worker_link.add_flags(parser, "target-0", far=False)
     parser.add_argument("--model", required=True)
     drafts = f"draft in this process with a model ({DRAFT_MODEL}) or a head ({', '.join(HEAD_KINDS)}); repeatable"
-    parser.add_argument("--own", nargs=2, action="append", default=[], metavar=("KIND", "PATH"), help=drafts)
+    parser.add_argument("--drafter", nargs=2, action="append", default=[], metavar=("KIND", "PATH"), help=drafts)
     parser.add_argument("--ngrams", metavar="TABLE", help="draft from n-grams, also of this table (empty: no table)")
     features = "publish the features that this head reads in the draft worker"
-    parser.add_argument("--tell", nargs=2, metavar=("KIND", "PATH"), help=features)
+    parser.add_argument("--publish-features", nargs=2, metavar=("KIND", "PATH"), help=features)
     parser.add_argument("--shards", type=int, default=1, help="ranks on this machine, each with a part of the model")
     parser.add_argument("--shard", action="store_true", help="run as one of several ranks that mlx.launch started")
     return parser

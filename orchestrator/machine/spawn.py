@@ -153,11 +153,11 @@ def worker_command(
     if role == "prefill":
         options += ["--backend", settings.prefill_backend]
     for drafter in in_process_drafters(settings) if role == "target" else ():
-        options += ["--own", *drafter]
+        options += ["--drafter", *drafter]
     if role == "target" and settings.ngrams:
         options += ["--ngrams", settings.ngram_table or ""]
     if role == "target" and settings.drafts_with_head and not settings.colocate:
-        options += ["--tell", settings.draft_backend, str(settings.draft_model)]
+        options += ["--publish-features", settings.draft_backend, str(settings.draft_model)]
     if role == "target" and settings.shards > 1:
         options += ["--shards", str(settings.shards)]
     if parent_fd is not None:

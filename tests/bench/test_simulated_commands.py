@@ -91,7 +91,10 @@ def test_unusable_files_are_refused_before_anything_starts(
         pass
 
 
-@pytest.mark.parametrize("given", [{"own": [("draft", "d")], "tell": None}, {"own": [], "tell": ("eagle3", "h")}])
+@pytest.mark.parametrize(
+    "given",
+    [{"drafter": [("draft", "d")], "publish_features": None}, {"drafter": [], "publish_features": ("eagle3", "h")}],
+)
 def test_target_that_drafts_or_feeds_a_head_is_refused(given: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match="heads and colocate can't be simulated"):
         load_worker(PROFILE, argparse.Namespace(**given), None, cast(WorkerLink, Notes()))

@@ -63,10 +63,10 @@ def test_worker_commands_follow_the_settings():
     ]  # fmt: skip
     colocated = ServeSettings(model="/m", draft_model="/d", colocate=True)
     command = spawn.worker_command("target", "target-0", "ipc:///e", colocated)
-    assert command[command.index("--own") :][1:3] == ["draft", "/d"]
+    assert command[command.index("--drafter") :][1:3] == ["draft", "/d"]
     by_head = ServeSettings(model="/m", draft_model="/d", draft_backend="eagle3")
     command = spawn.worker_command("target", "target-0", "ipc:///e", by_head)
-    assert command[command.index("--own") :][1:3] == ["eagle3", "/d"]
+    assert command[command.index("--drafter") :][1:3] == ["eagle3", "/d"]
 
 
 def test_environment_names_another_implementation_of_a_worker(monkeypatch):

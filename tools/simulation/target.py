@@ -35,7 +35,7 @@ def load_worker(
         InvalidRequest: the profile can't be used, or the target would draft, or feed a head.
     """
     profile = Profile.read(path)
-    if options.own or options.tell:
+    if options.drafter or options.publish_features:
         raise InvalidRequest("heads and colocate can't be simulated; expected a draft model in a process of its own")
     hello, worker = target.load_worker(options, leader, link)
     from tools.simulation.paced_runner import PacedRunner  # only now, as it imports MLX
