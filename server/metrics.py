@@ -113,7 +113,7 @@ class OrchestratorMetrics(Collector):
     def _collect_speculation(self, stats: Stats) -> Iterator[Metric]:
         totals, counter = stats.totals, self._counter
         yield counter("rounds", "Verifies, plain steps included", totals.rounds)
-        yield counter("spec_decode_num_drafts", "Verifies that carried a chain", totals.draft_rounds)
+        yield counter("spec_decode_num_drafts", "Verifies of a chain", totals.draft_rounds)
         yield counter("spec_decode_num_draft_tokens", "Draft tokens verified", totals.draft_n)
         yield counter("spec_decode_num_accepted_tokens", "Accepted draft tokens", totals.draft_n_accepted)
         yield counter("speculation_cache_hits", "Speculation cache hits", totals.cache_hits)
@@ -194,8 +194,8 @@ class Metrics:
         most = context or _DEFAULT_CONTEXT_LENGTH
         steps = (float(digit * 10**power) for power in range(len(str(most))) for digit in (1, 2, 5))
         tokens = tuple(step for step in steps if step <= most)
-        self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens, cached ones included", tokens)
-        self.generated = self._histogram("request_generation_tokens", "Tokens of a choice", tokens)
+        self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a choice, cached or not", tokens)
+        self.generated = self._histogram("request_generation_tokens", "Generated tokens of a choice", tokens)
 
     def count_response(self, path: str, status: int) -> None:
         """Counts a response. `path` is the route's template."""

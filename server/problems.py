@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
@@ -58,17 +57,14 @@ class Problem(OutriderError):
 
     def body(self, anthropic: bool, request_id: str) -> bytes:
         """Returns the JSON body in one API's format."""
-        shape: BaseModel
         if anthropic:
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
             details = ErrorDetails(error_code=self.details) if self.details is not None else None
             wrong = AnthropicError(type=kind, message=self.message, details=details)
-            shape = AnthropicErrorBody(error=wrong, request_id=request_id)
-        else:
-            kind = _OPENAI_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-            error = OpenAIError(message=self.message, type=kind, param=self.param, code=self.code)
-            shape = OpenAIErrorBody(error=error, request_id=request_id)
-        return shape.model_dump_json().encode()
+            return AnthropicErrorBody(error=wrong, request_id=request_id).model_dump_json().encode()
+        kind = _OPENAI_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        error = OpenAIError(message=self.message, type=kind, param=self.param, code=self.code)
+        return OpenAIErrorBody(error=error, request_id=request_id).model_dump_json().encode()
 
     def response(self, scope: Scope) -> Response:
         """Returns the response to a request, in the format of its API."""
@@ -115,4 +111,4 @@ def to_problem(error: Exception) -> Problem:
             return Problem(str(error))
         case OutriderError():
             return Problem(str(error), status=500)
-    return Problem("the server failed at this request; see its log", status=500)
+    return Problem("the server failed to answer this request; see its log", status=500)

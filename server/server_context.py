@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Annotated, Protocol
 
@@ -59,19 +60,17 @@ class CallerClients:
         return await self._stats_client.stats()
 
 
+@dataclass(eq=False, slots=True)
 class ServerContext:
-    """The state of one application, in `app.state.context`."""
+    """The state of one application, in `app.state.context`. `ignored` counts the unknown fields of requests."""
 
-    def __init__(
-        self, model: ServedModel, backend: CompletionBackend, metrics: Metrics, settings: HttpSettings
-    ) -> None:
-        self.model = model
-        self.backend = backend
-        self.metrics = metrics
-        self.settings = settings
-        self._running = Counter[str]()
-        self.ignored = Counter[str]()
-        self.draining = False
+    model: ServedModel
+    backend: CompletionBackend
+    metrics: Metrics
+    settings: HttpSettings
+    ignored: Counter[str] = field(default_factory=Counter)
+    draining: bool = False
+    _running: Counter[str] = field(default_factory=Counter, init=False)
 
     def check_model(self, name: str | None) -> None:
         """Raises Refused for the name of another model."""

@@ -24,11 +24,10 @@ from outrider.orchestrator.client.dialogue import GenerationResult
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.version import PACKAGE_VERSION
+from outrider.server.middleware import MAX_PATH_LENGTH
 
 OTLP_PROTOCOL = "http/protobuf"
 OTLP_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-FINISH_REASONS = {"eos": "stop"}
-MAX_PATH_LENGTH = 200
 SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
 SPECULATION_FIELDS = (
     *("rounds", "draft_rounds", "draft_n", "draft_n_accepted", "ngram_chains", "verify_ms"),
@@ -42,7 +41,7 @@ def create_exporter(endpoint: str | None) -> SpanProcessor:
     """Returns an exporter to the collector at `endpoint`, by default the one in OTEL_ variables, with their options."""
     protocol = next((value for name in OTLP_PROTOCOL_VARIABLES if (value := os.environ.get(name))), OTLP_PROTOCOL)
     if protocol != OTLP_PROTOCOL:
-        log.warning("spans are exported by OTLP as %s, and not as %s", OTLP_PROTOCOL, protocol)
+        log.warning("spans are exported over %s; %s is not supported", OTLP_PROTOCOL, protocol)
     target = None if endpoint is None else f"{endpoint.rstrip('/')}/v1/traces"
     return BatchSpanProcessor(OTLPSpanExporter(endpoint=target))
 
@@ -94,10 +93,9 @@ class RequestSpan:
             "gen_ai.request.stop_sequences": sampling.stop,
             "outrider.choice": index,
         }
-        parent_context = set_span_in_context(self._span)
-        return ChoiceSpan(
-            self._tracer, self._tracer.start_span(f"{operation} {self._model}", parent_context, attributes=fields)
-        )
+        parent = set_span_in_context(self._span)
+        span = self._tracer.start_span(f"{operation} {self._model}", parent, attributes=fields)
+        return ChoiceSpan(self._tracer, span)
 
     def end(self, route: str, status: int) -> None:
         """Ends the span; `route` is the path template."""
@@ -132,11 +130,11 @@ class ChoiceSpan:
         self._span.end()
 
     def _record(self, result: GenerationResult) -> None:
-        times = result.timings
+        times, reason = result.timings, "stop" if result.finish_reason == "eos" else result.finish_reason
         self._span.set_attributes(
             {
                 "gen_ai.response.model": result.model,
-                "gen_ai.response.finish_reasons": (FINISH_REASONS.get(result.finish_reason, result.finish_reason),),
+                "gen_ai.response.finish_reasons": (reason,),
                 "gen_ai.usage.input_tokens": result.prompt_tokens,
                 "gen_ai.usage.output_tokens": len(result.token_ids),
                 "gen_ai.usage.cache_read.input_tokens": times.cache_n,

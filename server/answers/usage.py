@@ -183,8 +183,8 @@ def describe_schema_violations(plan: AnswerPlan, choices: Sequence[ChoiceState])
         for choice in (choice for choice in choices if choice.finish != "length" and not choice.calls):
             if (why := _find_violation(schema, choice.text)) is not None:
                 found.append(
-                    f"{plan.form.param}: choice {choice.index} does not satisfy its schema: {why}; the grammar"
-                    " does not enforce this part, and a schema with strict would have been refused"
+                    f"{plan.form.param}: choice {choice.index} does not satisfy its schema: {why}; the grammar can't"
+                    " enforce this part of it, and with strict the request is refused"
                 )
     functions = (tool["function"] for tool in plan.box.tools)
     schemas = {one["name"]: one["parameters"] for one in functions if one["name"] not in plan.box.strict}

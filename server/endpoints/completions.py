@@ -215,9 +215,7 @@ def _split_prompts(prompt: str | list[int] | list[str | list[int]]) -> list[str 
     if isinstance(prompt, str):
         return [prompt]
     tokens = [one for one in prompt if isinstance(one, int)]
-    if tokens:
-        return [tokens]
-    return [one for one in prompt if not isinstance(one, int)]
+    return [tokens] if tokens else [one for one in prompt if not isinstance(one, int)]
 
 
 def _tokenize(model: ServedModel, prompt: str | list[int]) -> TokenizedPrompt:

@@ -207,7 +207,7 @@ async def _read_body(request: Request, max_mb: int) -> bytearray:
                 if len(body) > most:
                     raise too_large
     except TimeoutError:
-        raise Refused(f"the body did not come within {BODY_TIMEOUT_SECONDS:g} s", status=408) from None
+        raise Refused(f"the body did not arrive within {BODY_TIMEOUT_SECONDS:g} s", status=408) from None
     return body
 
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,8 +56,8 @@ _TEMPLATE_MARKERS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
 _CALL_ID = re.compile(r"\[CALL_ID\]\s*[\w-]+\s*(?=\[ARGS\])")  # of Mistral Small 3.2; read as the name by mlx-lm
 FALLBACK_FORMAT = "json_tools"
 FALLBACK_NOTE = (
-    "The chat template of this model has no tools: they are described in the system prompt, and calls follow a"
-    " grammar. --no-tool-fallback refuses tools instead."
+    "The chat template of this model does not support tools. They are described in the system prompt, and a grammar"
+    " constrains calls. --no-tool-fallback refuses tools instead."
 )
 _INSTRUCTION = """You may call functions to answer the user. These are the functions, a JSON object each:
 <tools>
@@ -158,7 +158,7 @@ def tool_format(template: str | None, vocabulary: Collection[str], named: str | 
     try:
         module = import_module(f"{_import_parsers()}.{name}")
     except ImportError:
-        raise ModelError(f"the model's tool calls are written as {name!r}, which this mlx-lm can't read") from None
+        raise ModelError(f"the model writes tool calls as {name!r}, which the installed mlx-lm can't parse") from None
     tags = SpanTags(module.tool_call_start, module.tool_call_end)
     return ToolFormat(name, tags, module, get_style(name, template or ""))
 
@@ -188,18 +188,17 @@ def _to_tool_call(parsed: dict[str, Any]) -> ToolCall:
 
 @cache
 def _import_parsers() -> str:
-    """Returns the package name of the parsers; `find_spec` locates mlx-lm without running it."""
+    """Makes the parsers importable as a package of their own, and returns its name.
+
+    `find_spec` locates mlx-lm without running it.
+    """
     package = find_spec("mlx_lm")
-    folders = list(package.submodule_search_locations or ()) if package is not None else []
-    folder = next((Path(one) / "tool_parsers" for one in folders), None)
-    if folder is None or not (folder / "__init__.py").is_file():
+    places = package.submodule_search_locations or () if package is not None else ()
+    folders = [str(folder) for place in places if (folder := Path(place) / "tool_parsers").is_dir()]
+    if not folders:
         raise ModelError("mlx-lm has no tool parsers; expected mlx-lm 0.32 to be installed")
-    spec = spec_from_file_location(PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)])
-    if spec is None or spec.loader is None:
-        raise ModelError(f"{folder} can't be imported; expected mlx-lm's tool parsers")
-    module = module_from_spec(spec)
-    sys.modules[PACKAGE] = module
-    spec.loader.exec_module(module)
+    module = sys.modules[PACKAGE] = ModuleType(PACKAGE)
+    module.__path__ = folders
     return PACKAGE
 
 
@@ -221,9 +220,8 @@ def tools_as_text(
             converted.append(one)
     if not tools:
         return converted
-    instruction = _INSTRUCTION.format(
-        tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    )
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    instruction = _INSTRUCTION.format(tools=functions)
     role = "system" if in_system else "user"
     if converted and converted[0]["role"] == role:
         words = converted[0]["content"] or ""
