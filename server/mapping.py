@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from outrider.server.model.call_grammar import Rules, arguments_of, one_of, with
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import ToolFormat, replace_lone_surrogates
 from outrider.server.problems import Refused
-from outrider.server.schemas import ContentPart, Generation, Sampling
+from outrider.server.schemas import ContentPart, Function, Generation, JsonObject, Sampling
 
 RANDOM_SEED_RANGE = 2**32
 _CONVERTED_FIELDS = {"max_tokens", "stop", "logprobs", "grammar", "logit_bias"}
@@ -84,6 +84,12 @@ def parse_arguments(arguments: str | dict[str, Any]) -> Any:
         return arguments  # invalid JSON of an earlier turn must not end the conversation
 
 
+def template_keywords(explicit: JsonObject | None, **named: Any) -> JsonObject:
+    """Returns the chat template's keywords: those of `named` that are not None, and the entries of
+    `chat_template_kwargs`, which have priority."""
+    return {**{name: value for name, value in named.items() if value is not None}, **(explicit or {})}
+
+
 @dataclass(frozen=True, slots=True)
 class ToolSelection:
     """A parsed `tool_choice`. `names`: the tools that may be called, None: all. `one`: at most one call."""
@@ -93,21 +99,13 @@ class ToolSelection:
     one: bool = False
 
 
-def function(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns a tool in OpenAI's format."""
-    schema = parameters if parameters is not None else {"type": "object", "properties": {}}
-    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}
-
-
-def select_tools(
-    model: ServedModel, tools: Sequence[dict[str, Any]], choice: ToolSelection, strict: Iterable[str] = ()
-) -> Toolbox:
-    """Returns the tools that may be called. `strict`: the names of strict ones.
+def select_tools(model: ServedModel, tools: Sequence[Function], choice: ToolSelection) -> Toolbox:
+    """Returns the tools that may be called, in OpenAI's format.
 
     Raises:
         Refused: the model can't call tools, two have the same name, or a required one is missing.
     """
-    by_name = {tool["function"]["name"]: tool for tool in tools}
+    by_name = {tool.name: tool for tool in tools}
     if len(by_name) < len(tools):
         raise Refused("tools: two have the same name; expected different names", "tools")
     for name in choice.names or ():
@@ -120,8 +118,17 @@ def select_tools(
         return Toolbox()
     if model.tools is None:
         raise Refused(f"{model.id} has no template or no format for calling tools; leave tools out", "tools")
-    held = frozenset(strict) & {tool["function"]["name"] for tool in allowed}
-    return Toolbox(tuple(allowed), choice.kind == "required", choice.one, held, model.tools_as_text)
+    strict = frozenset(tool.name for tool in allowed if tool.strict)
+    return Toolbox(
+        tuple(map(to_openai_tool, allowed)), choice.kind == "required", choice.one, strict, model.tools_as_text
+    )
+
+
+def to_openai_tool(tool: Function) -> JsonObject:
+    """Returns a tool in OpenAI's format, as chat templates expect it."""
+    schema = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
+    function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
+    return {"type": "function", "function": function}
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -219,15 +226,15 @@ def parse_output_format(given: object, name: str, may_be_loose: bool = False) ->
     if kind == "text":
         return None
     inner = given.get("json_schema")
-    schema = (inner if isinstance(inner, Mapping) else given).get("schema")
+    described = inner if isinstance(inner, Mapping) else given
+    schema = described.get("schema")
     if kind == "json_object":
         return _parse_format_field(name, schema if schema is not None else {"type": "object"})
     if kind != "json_schema":
         raise Refused(f"{name}: {str(kind)[:40]!r} is not supported; expected text, json_object or json_schema", name)
     if schema is None:
         raise Refused(f"{name}: the schema is missing; expected a JSON schema as 'schema'", name)
-    strict = inner if isinstance(inner, Mapping) else given
-    loose = may_be_loose and isinstance(schema, Mapping) and strict.get("strict") is not True
+    loose = may_be_loose and isinstance(schema, Mapping) and described.get("strict") is not True
     return replace(_parse_format_field(name, schema), loose=loose)
 
 

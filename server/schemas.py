@@ -25,6 +25,7 @@ MAX_TOOLS = 1024
 MAX_TOKENS = 2**20
 MAX_BIASES = 10_000
 MAX_FIELDS = 1000
+MAX_NAME_LENGTH = 256
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -91,6 +92,15 @@ class ContentPart(LooseSchema):
 
 
 Content = str | Annotated[list[ContentPart], bounded()]
+
+
+class Function(LooseSchema):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
 
 
 class ApiResponse(BaseModel):
@@ -268,7 +278,8 @@ class TokenOrigin(ApiResponse):
 
     text: str
     origin: str = Field(
-        description="target, prepared, drafted (on request), head (drafted by one, on request) or copied"
+        description="target, prepared, drafted (on request), head (drafted by one, on request), copied (n-grams) or"
+        " guessed (an alternative to a drafted token)"
     )
 
 
@@ -298,7 +309,7 @@ class Round(ApiResponse):
 
     round: int
     lookup: str = Field(description="lookup of the outcome before: hit, grown, late, miss; none: no lookup")
-    source: str = Field(description="where the chain came from: cache, drafter, ngram (the text), none")
+    source: str = Field(description="where the chain came from: cache, drafter, head, ngram, none")
     drafted: int
     accepted: int
     tokens: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -20,12 +20,12 @@ from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response
 from outrider.server.mapping import (
     ToolSelection,
     assistant_message,
-    function,
     get_output_format,
     join_text,
     past_tool_call,
     select_tools,
     should_include_usage,
+    template_keywords,
     tool_result,
 )
 from outrider.server.model.served import ServedModel, TemplateInput
@@ -39,6 +39,7 @@ from outrider.server.schemas import (
     ChatLogprobs,
     CompletionBase,
     Content,
+    Function,
     JsonObject,
     LooseSchema,
     MaxTokens,
@@ -80,15 +81,6 @@ class ChatMessage(LooseSchema):
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="vLLM's name for reasoning_content")
     prefix: bool | None = Field(None, description="Mistral's and DeepSeek's name for continue_final_message")
-
-
-class Function(LooseSchema):
-    """A function that the model may call; `parameters` is a JSON schema."""
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
 
 
 class Tool(LooseSchema):
@@ -163,6 +155,12 @@ class ToolCallOut(ApiResponse):
     type: Literal["function"] = "function"
     function: FunctionOut
 
+    @classmethod
+    def of(cls, call: ToolCall, **more: Any) -> Self:
+        """Converts a call. Its id is the model's own, or a new one. `more`: other fields."""
+        function = FunctionOut(name=call.name, arguments=call.arguments)
+        return cls(id=call.id or f"call_{secrets.token_hex(12)}", function=function, **more)
+
 
 class ToolCallDelta(ToolCallOut):
     index: int
@@ -235,13 +233,10 @@ class ChatFormatter(CompletionFormatter):
         return b"".join(self._event([ChunkChoice(index=n, delta=first)]) for n in range(len(self._calls)))
 
     def _format_choice(self, choice: ChoiceState) -> ChatChoice:
-        calls = [
-            ToolCallOut(id=call_id(c), function=FunctionOut(name=c.name, arguments=c.arguments)) for c in choice.calls
-        ]
         message = AnswerMessage(
-            content=choice.text if choice.text or not calls else None,
+            content=choice.text if choice.text or not choice.calls else None,
             reasoning_content=choice.thought or None,
-            tool_calls=calls or None,
+            tool_calls=list(map(ToolCallOut.of, choice.calls)) or None,
         )
         return ChatChoice(
             index=choice.index,
@@ -263,20 +258,14 @@ class ChatFormatter(CompletionFormatter):
             case ThinkingPart(text=text):
                 return Delta(reasoning_content=text)
             case ToolCall():
-                made = FunctionOut(name=part.name, arguments=part.arguments)
                 self._calls[index] += 1
-                return Delta(tool_calls=[ToolCallDelta(index=self._calls[index] - 1, id=call_id(part), function=made)])
+                return Delta(tool_calls=[ToolCallDelta.of(part, index=self._calls[index] - 1)])
         return Delta()
 
     def _extras(self, choice: ChoiceState, chunks: Sequence[Chunk]) -> dict[str, Any]:
         placed = self._logprobs[choice.index].format(chunks) if self._logprobs is not None else []
         logprobs = ChatLogprobs(content=[one.spelled for one in placed]) if placed else None
         return {"logprobs": logprobs, "speculation": report_speculation(choice, chunks)}
-
-
-def call_id(call: ToolCall) -> str:
-    """Returns the model's own id, or a new one."""
-    return call.id or f"call_{secrets.token_hex(12)}"
 
 
 def _tool_choice(payload: ConversationRequest) -> ToolSelection:
@@ -302,17 +291,16 @@ def to_conversation(model: ServedModel, payload: ConversationRequest) -> Templat
         )
     if continues and messages[-1].role != "assistant":
         raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
-    given, strict = [], []
+    functions = []
     for place, tool in enumerate(payload.tools or ()):
         if tool.type != "function" or tool.function is None:
             raise Refused(f"tools.{place}: only function tools are supported", f"tools.{place}")
-        given.append(function(tool.function.name, tool.function.description, tool.function.parameters))
-        strict += [tool.function.name] if tool.function.strict else []
-    named = payload.model_dump(include={"reasoning_effort", "enable_thinking"}, exclude_none=True)
+        functions.append(tool.function)
+    named = payload.model_dump(include={"enable_thinking", "reasoning_effort"})
     return TemplateInput(
         messages=[_convert_message(message, f"messages.{place}.content") for place, message in enumerate(messages)],
-        box=select_tools(model, given, _tool_choice(payload), strict),
-        keywords={**named, **(payload.chat_template_kwargs or {})},
+        box=select_tools(model, functions, _tool_choice(payload)),
+        keywords=template_keywords(payload.chat_template_kwargs, **named),
         answer=payload.add_generation_prompt is not False,
         continue_final=continues,
     )

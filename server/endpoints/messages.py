@@ -28,12 +28,12 @@ from outrider.server.mapping import (
     OutputFormat,
     ToolSelection,
     assistant_message,
-    function,
     join_text,
     parse_arguments,
     parse_output_format,
     past_tool_call,
     select_tools,
+    template_keywords,
     tool_result,
 )
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
@@ -44,6 +44,7 @@ from outrider.server.schemas import (
     ApiRequest,
     ApiResponse,
     ContentPart,
+    Function,
     Generation,
     JsonObject,
     LooseSchema,
@@ -81,14 +82,11 @@ class Turn(LooseSchema):
     content: str | Annotated[list[Block], bounded()]
 
 
-class ClientTool(LooseSchema):
+class ClientTool(Function):
     """A tool that the client runs; `input_schema` is a JSON schema. Anthropic's own tools are rejected."""
 
     type: str | None = None
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    input_schema: JsonObject | None = None
-    strict: bool | None = None
+    parameters: JsonObject | None = Field(None, alias="input_schema")
 
 
 class ToolChoice(LooseSchema):
@@ -101,6 +99,11 @@ class Thinking(LooseSchema):
     type: str
 
 
+class OutputConfig(LooseSchema):
+    effort: str | None = None
+    format: JsonObject | None = None
+
+
 class CountTokensRequest(ApiRequest):
     """The fields that become the prompt."""
 
@@ -111,7 +114,7 @@ class CountTokensRequest(ApiRequest):
     thinking: Thinking | None = None
     chat_template_kwargs: JsonObject | None = None
     mcp_servers: Annotated[Any, unsupported("this server does not call MCP servers; expected client tools")] = None
-    output_config: JsonObject | None = None
+    output_config: OutputConfig | None = None
     output_format: JsonObject | None = None
     thread: Annotated[
         Any,
@@ -288,19 +291,18 @@ def get_output_format(payload: CountTokensRequest) -> OutputFormat | None:
     """Returns the format of `output_config.format`, or of the older `output_format`. Raises Refused."""
     if payload.output_format is not None:
         return parse_output_format(payload.output_format, "output_format")
-    return parse_output_format((payload.output_config or {}).get("format"), "output_config.format")
+    config = payload.output_config or OutputConfig()
+    return parse_output_format(config.format, "output_config.format")
 
 
 def _select_tools(model: ServedModel, payload: CountTokensRequest) -> Toolbox:
-    given = []
-    for place, tool in enumerate(payload.tools or ()):
+    tools = payload.tools or []
+    for place, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
             raise Refused(
                 f"tools.{place}: {tool.type[:40]} has no schema here; expected tools with an input_schema", "tools"
             )
-        given.append(function(tool.name, tool.description, tool.input_schema))
-    strict = [tool.name for tool in payload.tools or () if tool.strict]
-    return select_tools(model, given, _tool_choice(payload), strict)
+    return select_tools(model, tools, _tool_choice(payload))
 
 
 def _tool_choice(payload: CountTokensRequest) -> ToolSelection:
@@ -331,9 +333,11 @@ def to_conversation(model: ServedModel, payload: CountTokensRequest) -> Template
                 messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{message['content']}"}
             else:
                 messages.append(message)
-    keywords = dict(payload.chat_template_kwargs or {})
-    if payload.thinking is not None:
-        keywords.setdefault("enable_thinking", payload.thinking.type != "disabled")
+    keywords = template_keywords(
+        payload.chat_template_kwargs,
+        enable_thinking=payload.thinking.type != "disabled" if payload.thinking is not None else None,
+        reasoning_effort=payload.output_config.effort if payload.output_config is not None else None,
+    )
     last = messages[-1]
     continue_final = last["role"] == "assistant" and not last.get("tool_calls") and bool(last["content"])
     return TemplateInput(messages, box, keywords, continue_final=continue_final)

@@ -38,22 +38,24 @@ from outrider.server.endpoints.json_route import JsonRoute, event_docs, response
 from outrider.server.mapping import (
     ToolSelection,
     assistant_message,
-    function,
     join_text,
     parse_output_format,
     past_tool_call,
     select_tools,
+    template_keywords,
     tool_result,
 )
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused
 from outrider.server.schemas import (
+    MAX_NAME_LENGTH,
     MAX_TOOLS,
     ApiResponse,
     CachedTokens,
     ChatTokenLogprob,
     Content,
+    Function,
     JsonObject,
     LooseSchema,
     MaxTokens,
@@ -85,7 +87,7 @@ class Item(LooseSchema):
 
 class FunctionTool(LooseSchema):
     type: str
-    name: str | None = None
+    name: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
@@ -387,15 +389,14 @@ def logprobs(payload: ResponsesRequest) -> int | None:
 
 
 def _select_tools(model: ServedModel, payload: ResponsesRequest) -> Toolbox:
-    given = []
+    functions = []
     for place, tool in enumerate(payload.tools or ()):
         if tool.type != "function":
             continue  # ignored, with a note
         if not tool.name:
             raise Refused(f"tools.{place}: the function has no name", f"tools.{place}")
-        given.append(function(tool.name, tool.description, tool.parameters))
-    strict = [tool.name for tool in payload.tools or () if tool.strict and tool.name]
-    return select_tools(model, given, _tool_choice(payload), strict)
+        functions.append(Function(**tool.model_dump(exclude={"type"})))
+    return select_tools(model, functions, _tool_choice(payload))
 
 
 def _tool_choice(payload: ResponsesRequest) -> ToolSelection:
@@ -420,10 +421,8 @@ def to_conversation(model: ServedModel, payload: ResponsesRequest) -> TemplateIn
         messages.append({"role": "user", "content": payload.input})
     else:
         messages += _convert_items(payload.input)
-    keywords = dict(payload.chat_template_kwargs or {})
-    if payload.reasoning is not None and payload.reasoning.effort is not None:
-        keywords.setdefault("reasoning_effort", payload.reasoning.effort)
-    return TemplateInput(messages, box, keywords)
+    effort = payload.reasoning.effort if payload.reasoning is not None else None
+    return TemplateInput(messages, box, template_keywords(payload.chat_template_kwargs, reasoning_effort=effort))
 
 
 def _convert_items(items: list[Item]) -> list[dict[str, Any]]:

@@ -19,8 +19,10 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.errors import InvalidRequest, PromptTooLong, UnknownDrafter, error_kind, make_error
+from outrider.protocol.schema import Origin
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.app import build_app
+from outrider.server.endpoints import chat, messages, responses
 from outrider.server.endpoints.chat import ChatRequest
 from outrider.server.endpoints.completions import CompletionRequest
 from outrider.server.endpoints.json_route import count_ignored, find_ignored_fields
@@ -293,6 +295,14 @@ def test_openapi_lists_the_model_names(ask: Ask) -> None:
         assert shapes[shape]["properties"]["model"]["anyOf"][0] == {"type": "string", "enum": ["chatty"]}
 
 
+def test_openapi_names_every_origin_of_a_token_and_every_source_of_a_chain(ask: Ask) -> None:
+    shapes = ask("/openapi.json", "GET").json()["components"]["schemas"]
+    origins = shapes["TokenOrigin"]["properties"]["origin"]["description"]
+    sources = shapes["Round"]["properties"]["source"]["description"]
+    assert not [one.name for one in Origin if one.name.lower() not in origins]
+    assert not [one for one in ("none", "cache", "drafter", "ngram", "head") if one not in sources.partition(":")[2]]
+
+
 def test_an_unknown_path_or_method_is_refused(ask: Ask) -> None:
     nowhere, wrong = ask("/v1/v1/models", "GET"), ask(CHAT, "GET")
     assert nowhere.status_code == 404 and "/openapi.json lists them" in error_message(nowhere)
@@ -445,6 +455,19 @@ def test_tokenize_reads_a_conversation_as_chat_completions_do(ask: Ask) -> None:
     for path in (CHAT, "/tokenize", "/apply-template"):
         both = ask(path, json={**CHAT_BODY, "continue_final_message": True, "add_generation_prompt": True})
         assert both.status_code == 400 and "can't be used together" in error_message(both)
+
+
+def test_reasoning_effort_of_every_api_reaches_the_template(chatty: ServedModel) -> None:
+    """An entry of chat_template_kwargs has priority over it."""
+    said = [{"role": "user", "content": "hi"}]
+    for more, expected in (({}, "low"), ({"chat_template_kwargs": {"reasoning_effort": "high"}}, "high")):
+        asked = ChatRequest.model_validate({"messages": said, "reasoning_effort": "low", **more})
+        assert chat.to_conversation(chatty, asked).keywords == {"reasoning_effort": expected}
+        respond = ResponsesRequest.model_validate({"input": "hi", "reasoning": {"effort": "low"}, **more})
+        assert responses.to_conversation(chatty, respond).keywords == {"reasoning_effort": expected}
+        config = {"max_tokens": 5, "output_config": {"effort": "low"}}
+        message = MessagesRequest.model_validate({"messages": said, **config, **more})
+        assert messages.to_conversation(chatty, message).keywords == {"reasoning_effort": expected}
 
 
 def test_truncation_auto_and_disabled_are_accepted(ask: Ask) -> None:

@@ -18,10 +18,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from outrider.grammar.compiler import GrammarCompiler, get_vocabulary
 from outrider.protocol.sampling import Grammar
 from outrider.server.answers.choices import Splitter, TextPart, ThinkingPart
-from outrider.server.mapping import OutputFormat, build_answer_grammar, function
+from outrider.server.mapping import OutputFormat, build_answer_grammar, to_openai_tool
 from outrider.server.model.served import Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import SpanTags, ToolCall, find_thinking_tags, tool_format
 from outrider.server.problems import Refused
+from outrider.server.schemas import Function
 
 END = "<|end|>"
 THINK = SpanTags("<think>", "</think>")
@@ -50,6 +51,12 @@ DEEP: dict[str, Any] = {
     "$defs": {"area": {"enum": [{"x": 1}, {"x": 2.5}, [True, None]]}},
 }
 NONE: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def function(name: str, description: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
+    return to_openai_tool(Function(name=name, description=description, parameters=parameters))
+
+
 TOOLS = (function("flat", "words", FLAT), function("deep", "words", DEEP), function("none", "words", NONE))
 SPECIAL = {
     "json_tools": ("<tool_call>", "</tool_call>"),

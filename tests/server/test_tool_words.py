@@ -19,6 +19,7 @@ from outrider.server.mapping import ToolSelection, select_tools
 from outrider.server.model.served import ServedModel, TemplateInput, Thoughts, Toolbox, load_served_model
 from outrider.server.model.tool_format import SpanTags, find_thinking_tags, tools_as_text
 from outrider.server.problems import Refused
+from outrider.server.schemas import Function
 from tests.server.house import RunningServer, serving
 from tests.server.scripted import ANSWER, PLAIN, text_of
 
@@ -150,7 +151,7 @@ def test_tools_are_refused_when_the_fallback_is_disabled(bare: Path) -> None:
     off = load_served_model("bare", bare, ("bare",), tool_fallback=False)
     assert off.tools is None and not off.tools_as_text
     with pytest.raises(Refused, match="leave tools out"):
-        select_tools(off, [TOOL], ToolSelection())
+        select_tools(off, [Function(**TOOL["function"])], ToolSelection())
 
 
 def test_model_description_mentions_the_tool_fallback(house: RunningServer, chat: RunningServer) -> None:
