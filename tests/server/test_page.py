@@ -301,6 +301,8 @@ def test_markdown_is_formatted_and_keeps_every_token(visit: Open, chat: RunningS
     assert text.text_content() == MARKDOWN and count_colours(page.locator(".lane")) == Counter(head=len(pieces))
     kinds = ["heading", "paragraph", "item", "item", "item", "code", "quote"]
     assert text.locator("> *").evaluate_all("nodes => nodes.map(node => node.className)") == kinds
+    colours = text.locator("u").evaluate_all("nodes => nodes.map(node => getComputedStyle(node).color)")
+    assert len(set(colours)) == 1 < len(pieces) < len(colours)  # the parts of a divided token have the same colour
     assert text.locator("pre").inner_text().strip() == 'def f(**kw):\n    return "`"'
     assert "".join(text.locator(".strong:not(.emphasis)").all_inner_texts()) == "bold  slanted"
     assert text.locator(".paragraph").inner_text().strip() == (

@@ -42,5 +42,5 @@ def test_every_token_origin_has_a_label_a_colour_and_a_counter() -> None:
     for origin in (origin.name.lower() for origin in Origin):
         assert f"\n  {origin}: " in texts["painter.js"]
         assert f'data-count="{origin}"' in texts["index.html"]
-        assert f"--{origin}: #" in texts["style.css"]
+        assert f"--{origin}: light-dark(#" in texts["style.css"]
         assert origin in ORIGINS
