@@ -12,26 +12,26 @@ export class Refused extends Error {
 }
 
 /** Keeps the key until the tab is closed; an empty key removes it. */
-export function keep(key) {
+export function keepKey(key) {
   if (key) sessionStorage.setItem(KEY, key);
   else sessionStorage.removeItem(KEY);
 }
 
 /** Returns the JSON at `path`. Raises Refused. */
-export async function look(path) {
-  const response = await asked(path, {});
-  if (!response.ok && path !== "ready") throw await refusal(response); // its status of 503 comes with the state
+export async function fetchJson(path) {
+  const response = await send(path, {});
+  if (!response.ok && path !== "ready") throw await toRefused(response); // a 503 of /ready has the state in its body
   return response.json();
 }
 
 /** Yields the events of a streamed answer to `body`: `{progress}` of the prompt, then chunks. Raises Refused. */
 export async function* chat(body, signal) {
-  const response = await asked("v1/chat/completions", {
+  const response = await send("v1/chat/completions", {
     method: "POST",
     body: JSON.stringify({ ...body, stream: true }),
     signal,
   });
-  if (!response.ok) throw await refusal(response);
+  if (!response.ok) throw await toRefused(response);
   for await (const line of lines(response.body)) {
     const [, done, total] = /^: prompt (\d+)\/(\d+)$/.exec(line) ?? [];
     if (total) yield { progress: { done, total } };
@@ -44,9 +44,9 @@ export async function* chat(body, signal) {
   throw new Refused("The answer is incomplete; the server's log may say why.");
 }
 
-async function asked(path, options) {
+async function send(path, options) {
   const key = sessionStorage.getItem(KEY);
-  if (/[^\x21-\x7e]/.test(key)) throw new Refused("The API key contains a character that no key has; copy it again.", 401);
+  if (/[^\x21-\x7e]/.test(key)) throw new Refused("The API key contains an invalid character; copy the key again.", 401);
   const headers = { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
   try {
     return await fetch(path, { ...options, headers });
@@ -56,7 +56,7 @@ async function asked(path, options) {
   }
 }
 
-async function refusal(response) {
+async function toRefused(response) {
   const body = await response.json().catch(() => null);
   const words = body?.error?.message ?? `The server answered with status ${response.status} and no reason.`;
   return new Refused(words, response.status);

@@ -5,7 +5,7 @@ import { ofRounds, ofTimings, show } from "./figures.js";
 import { ORIGINS, Painter } from "./painter.js";
 import { Timeline } from "./timeline.js";
 
-const EVERY_MS = 50; // each time, the browser lays the text's last blocks out again
+const EVERY_MS = 50; // between updates, because each makes the browser lay out the text's last blocks
 const COPIED_MS = 2000;
 
 export class Lane {
@@ -36,12 +36,12 @@ export class Lane {
   async run(body, signal, grown) {
     try {
       for await (const event of chat(body, signal)) {
-        if (event.progress) this.#reading(event.progress);
-        else this.#take(event);
+        if (event.progress) this.#showProgress(event.progress);
+        else this.#handle(event);
         this.waiting ??= setTimeout(() => this.#show(grown), EVERY_MS);
       }
     } finally {
-      this.#wait("");
+      this.#showWaiting("");
       this.#show(grown);
     }
     this.painter.close(this.text);
@@ -54,26 +54,26 @@ export class Lane {
     return this.painter.end ?? this.thinker.end;
   }
 
-  #reading({ done, total }) {
-    this.#wait(`Reading the prompt: ${done} of ${total} tokens.`);
+  #showProgress({ done, total }) {
+    this.#showWaiting(`Reading the prompt: ${done} of ${total} tokens.`);
   }
 
-  #wait(words) {
+  #showWaiting(words) {
     const place = this.node.querySelector(".waiting");
     place.hidden = !words;
     place.textContent = words;
   }
 
-  #take(event) {
+  #handle(event) {
     const [choice] = event.choices;
-    if (choice?.speculation) this.#wait("");
+    if (choice?.speculation) this.#showWaiting("");
     this.text += choice?.delta.content ?? "";
     this.reason = choice?.finish_reason ?? this.reason;
     if (choice) this.#collect(choice.delta, choice.speculation?.origins ?? []);
     this.timeline.add(choice?.speculation?.rounds ?? []);
     this.timings = event.timings ?? this.timings;
     this.model = event.model ?? this.model;
-    if (event.outrider) this.#ended(event.outrider);
+    if (event.outrider) this.#showEnd(event.outrider);
   }
 
   /**
@@ -112,14 +112,14 @@ export class Lane {
     for (const [origin, count] of Object.entries(this.counts)) {
       this.said.querySelector(`[data-count=${origin}]`).textContent = count;
     }
-    this.#fold();
+    this.#foldReasoning();
     this.found = this.timings ? ofTimings(this.timings) : ofRounds(this.timeline.rounds);
     show(this.list, this.found);
     grown();
   }
 
   /** Shows reasoning until the answer begins; then it is folded, once: the reader may open it again. */
-  #fold() {
+  #foldReasoning() {
     this.thoughts.hidden = !this.thinker.text;
     if (this.answers || !this.painter.text) return;
     this.answers = true;
@@ -136,7 +136,7 @@ export class Lane {
     });
   }
 
-  #ended({ seed, mode, notes }) {
+  #showEnd({ seed, mode, notes }) {
     this.seed = seed;
     this.mode = mode;
     const list = this.node.querySelector(".notes");

@@ -1,6 +1,6 @@
 /** The page: reads the form, runs one request at a time, and shows the status. */
 
-import { GONE, Refused, keep, look } from "./api.js";
+import { GONE, Refused, fetchJson, keepKey } from "./api.js";
 import { Lane } from "./lane.js";
 import { race } from "./race.js";
 
@@ -11,7 +11,7 @@ const WORDS = {
   text: { label: "Prompt", button: "Generate", keys: "Ctrl+Enter generates, Escape stops.", tokens: 128 },
 };
 const DEFAULT_TOKENS = Object.values(WORDS).map(({ tokens }) => String(tokens));
-const LOOK_AGAIN_MS = 2000;
+const CHECK_AGAIN_MS = 2000;
 const SCROLL_KEYS = ["ArrowUp", "ArrowDown", "PageUp", "PageDown", "Home", "End", " "];
 const NEEDS_KEY = "needs an API key";
 const PHONE = matchMedia("(max-width: 56rem)");
@@ -20,24 +20,24 @@ const form = find("#ask");
 let running = null;
 let model = null; // as /v1/models describes it
 let talk = []; // the conversation so far, as messages
-let looking = null; // the timer of the next look at the server
-let scrolls = false; // the reader does: smoothly, which another scrolling would end
+let nextCheck = null; // the timer of the next check of the server
+let isScrolling = false; // the reader is scrolling, which scrolling by the page would interrupt
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
   begin(generate);
 });
-find("#race").addEventListener("click", () => form.reportValidity() && begin(together));
+find("#race").addEventListener("click", () => form.reportValidity() && begin(runRace));
 find("#stop").addEventListener("click", () => running?.abort());
-find("#api-key").addEventListener("input", (event) => keep(event.target.value));
-find("#api-key").addEventListener("change", greet);
-for (const kind of ["wheel", "touchmove"]) addEventListener(kind, () => (scrolls = true), { passive: true });
-addEventListener("scrollend", () => (scrolls = false));
-const unfold = (event) => (find(".settings").open ||= find(".settings").contains(event.target));
-form.addEventListener("invalid", unfold, true); // a folded field could not show what is wrong
+find("#api-key").addEventListener("input", (event) => keepKey(event.target.value));
+find("#api-key").addEventListener("change", checkServer);
+for (const kind of ["wheel", "touchmove"]) addEventListener(kind, () => (isScrolling = true), { passive: true });
+addEventListener("scrollend", () => (isScrolling = false));
+const openSettings = (event) => (find(".settings").open ||= find(".settings").contains(event.target));
+form.addEventListener("invalid", openSettings, true); // a hidden field can't show its error
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
-  if (SCROLL_KEYS.includes(event.key) && !event.target.closest("textarea, input")) scrolls = true;
+  if (SCROLL_KEYS.includes(event.key) && !event.target.closest("textarea, input")) isScrolling = true;
   if (event.key !== "Enter") return;
   const sends = isChat() && event.target === form.prompt && !event.shiftKey && !event.isComposing;
   if (sends) event.preventDefault();
@@ -48,32 +48,32 @@ find("#anew").addEventListener("click", () => {
   talk = [];
   find("#talk").replaceChildren();
   clear();
-  talking(false);
-  say("");
+  showConversing(false);
+  showStatus("");
   form.prompt.focus();
 });
 find("#legend .hint").before(find("#lane").content.querySelector(".timeline .key").cloneNode(true));
 find(".settings").open = !PHONE.matches;
-greet();
+checkServer();
 
-/** Shows the server's state, and looks again until it is ready or needs a key. */
-async function greet() {
-  clearTimeout(looking);
+/** Shows the server's state, and checks again until it is ready or needs a key. */
+async function checkServer() {
+  clearTimeout(nextCheck);
   let state = "";
   try {
-    const { data } = await look("v1/models");
+    const { data } = await fetchJson("v1/models");
     find("#model").textContent = data[0].id;
     find("#key").hidden = !find("#api-key").value;
-    dress(data[0]);
-    state = (await look("ready")).status;
-    if (find("#problem").textContent === GONE) complain(null);
+    adapt(data[0]);
+    state = (await fetchJson("ready")).status;
+    if (find("#problem").textContent === GONE) showProblem(null);
   } catch (error) {
     state = error.status === 401 ? NEEDS_KEY : error.message;
     if (error.status === 401) find("#key").hidden = false;
     if (!(error instanceof Refused)) throw error;
   } finally {
     find("#server").textContent = state;
-    if (!["ready", NEEDS_KEY].includes(state)) looking = setTimeout(greet, LOOK_AGAIN_MS);
+    if (!["ready", NEEDS_KEY].includes(state)) nextCheck = setTimeout(checkServer, CHECK_AGAIN_MS);
   }
 }
 
@@ -81,8 +81,8 @@ function isChat() {
   return Boolean(model?.chat_template);
 }
 
-/** Adapts the page to the model, which changes if the server starts with another one: chat models have conversations. */
-function dress(found) {
+/** Adapts the page to the model, unless it is the same as before. Only chat models have conversations. */
+function adapt(found) {
   if (model?.id === found.id) return;
   model = found;
   const kind = isChat() ? "chat" : model.id === EMBEDDED ? "code" : "text";
@@ -99,28 +99,29 @@ async function begin(run) {
   if (running) return;
   running = new AbortController();
   for (const answer of find("#lanes").querySelectorAll(".answer")) {
-    for (const part of answer.querySelectorAll(":scope > :not(.said), .key")) part.remove(); // a long talk keeps texts only
+    const details = answer.querySelectorAll(":scope > :not(.said), .key"); // earlier answers keep only their text
+    for (const part of details) part.remove();
     find("#talk").append(answer);
   }
   clear();
-  busy(true);
+  setBusy(true);
   if (find("#lanes").getBoundingClientRect().top > innerHeight / 2) find("#lanes").scrollIntoView();
   try {
-    say(await run(body(), running.signal));
+    showStatus(await run(body(), running.signal));
   } catch (error) {
-    running.abort(); // so that the server stops, too
-    if (error.status === 0 || error.status >= 500) greet();
-    if (error.name === "AbortError") say("Stopped.");
-    else complain(error);
+    running.abort(); // so that the server stops too
+    if (error.status === 0 || error.status >= 500) checkServer();
+    if (error.name === "AbortError") showStatus("Stopped.");
+    else showProblem(error);
   } finally {
-    busy(false);
+    setBusy(false);
     running = null;
   }
 }
 
 /** Removes what the last run showed. */
 function clear() {
-  complain(null);
+  showProblem(null);
   find("#lanes").replaceChildren();
   find("#times").hidden = true;
   find("#times").replaceChildren();
@@ -130,8 +131,8 @@ async function generate(body, signal) {
   find("#lanes").className = "";
   const lane = new Lane(find("#lanes"), isChat() ? "Answer" : "Text", isChat());
   if (isChat()) await converse(lane, body, signal);
-  else await lane.run(body, signal, following(lane));
-  if (lane.model && lane.model !== model?.id) greet(); // the server has started again with another one
+  else await lane.run(body, signal, follow(lane));
+  if (lane.model && lane.model !== model?.id) checkServer(); // the server was restarted with another model
   const cut = lane.reason === "length" ? " Cut off at max tokens." : "";
   return `Done: mode ${lane.mode}, seed ${lane.seed}.${cut}`;
 }
@@ -143,11 +144,11 @@ async function converse(lane, body, signal) {
   turn.className = "turn";
   turn.dir = "auto";
   turn.textContent = asked.content;
-  talking(true);
+  showConversing(true);
   form.prompt.value = "";
   turn.scrollIntoView({ block: "nearest" });
   try {
-    await lane.run(body, signal, following(lane));
+    await lane.run(body, signal, follow(lane));
   } finally {
     if (lane.tokens.length && turn.isConnected) {
       lane.node.classList.add("answer");
@@ -156,31 +157,31 @@ async function converse(lane, body, signal) {
       if (turn.isConnected) form.prompt.value ||= asked.content;
       turn.remove();
       lane.node.remove();
-      talking(talk.length > 0);
+      showConversing(talk.length > 0);
     }
   }
 }
 
-function talking(is) {
+function showConversing(is) {
   find("main").classList.toggle("talking", is);
   find("#anew").hidden = !is;
 }
 
 /** Keeps the end of a growing text visible, unless the reader has scrolled up or past it. */
-function following(lane) {
+function follow(lane) {
   let reached = scrollY;
-  scrolls = false;
+  isScrolling = false;
   return () => {
-    if (!lane.end || scrolls || scrollY < reached || lane.end.getBoundingClientRect().top < 0) return;
+    if (!lane.end || isScrolling || scrollY < reached || lane.end.getBoundingClientRect().top < 0) return;
     lane.end.scrollIntoView({ block: "nearest" });
     reached = scrollY;
   };
 }
 
-async function together(body, signal) {
+async function runRace(body, signal) {
   find("#lanes").className = "side-by-side";
   find("#times").hidden = false;
-  return race(body, find("#lanes"), find("#times"), signal, say, isChat());
+  return race(body, find("#lanes"), find("#times"), signal, showStatus, isChat());
 }
 
 /** Returns the form's fields; empty ones are omitted, so that the server's defaults apply. */
@@ -202,23 +203,23 @@ function body() {
   };
 }
 
-function busy(is) {
+function setBusy(is) {
   find("#stop").setAttribute("aria-disabled", !is);
   for (const name of ["#generate", "#race"]) find(name).setAttribute("aria-disabled", is);
-  if (is) say("Generating…");
+  if (is) showStatus("Generating…");
 }
 
-function say(words) {
+function showStatus(words) {
   find("#status").textContent = words;
 }
 
-function complain(error) {
+function showProblem(error) {
   const place = find("#problem");
   place.hidden = !error;
   place.textContent = error ? error.message : "";
   if (!error) return;
-  say("");
+  showStatus("");
   place.scrollIntoView({ block: "nearest" });
   if (error.status === 401) find("#key").hidden = false;
-  if (!(error instanceof Refused)) throw error; // not the server's: for the console
+  if (!(error instanceof Refused)) throw error; // an error of the page itself, for the console
 }

@@ -3,26 +3,26 @@
 import { seconds } from "./figures.js";
 import { Lane } from "./lane.js";
 
-const WAYS = [
+const RUNS = [
   { mode: "ar", title: "AR: the target alone" },
-  { mode: "ssd", title: "SSD: drafts meanwhile" },
+  { mode: "ssd", title: "SSD: drafting during the verify" },
 ];
 
 /** Runs both in `place`, one after the other, with `bars` of their times. Returns a sentence with the result. */
-export async function race(body, place, bars, signal, say, formatted) {
-  const lanes = WAYS.map((way) => new Lane(place, way.title, formatted));
-  const draw = rows(bars, lanes);
+export async function race(body, place, bars, signal, showStatus, formatted) {
+  const lanes = RUNS.map((one) => new Lane(place, one.title, formatted));
+  const draw = addBars(bars, lanes);
   let seed = body.seed;
   for (const [index, lane] of lanes.entries()) {
-    say(`${WAYS[index].mode.toUpperCase()} is running…`);
-    const speculation = { ...body.speculation, mode: WAYS[index].mode };
+    showStatus(`${RUNS[index].mode.toUpperCase()} is running…`);
+    const speculation = { ...body.speculation, mode: RUNS[index].mode };
     await lane.run({ ...body, seed, speculation }, signal, draw);
     seed = lane.seed;
   }
-  return verdict(lanes, seed);
+  return compare(lanes, seed);
 }
 
-function verdict([ar, ssd], seed) {
+function compare([ar, ssd], seed) {
   const differs = ar.tokens.findIndex((text, place) => text !== ssd.tokens[place]);
   const same = differs < 0 && ar.tokens.length === ssd.tokens.length && ar.text === ssd.text;
   const texts = same
@@ -30,15 +30,15 @@ function verdict([ar, ssd], seed) {
     : `The texts differ from token ${(differs < 0 ? Math.min(ar.tokens.length, ssd.tokens.length) : differs) + 1} on, seed ${seed}.`;
   if (!ar.found.rate || !ssd.found.rate) return texts;
   const [slow, fast] = [ar, ssd].map((lane) => lane.found.rate.toFixed(1));
-  return `${texts} SSD had ${(ssd.found.rate / ar.found.rate).toFixed(2)} times the speed of AR: ${fast} tokens per second to ${slow}.`;
+  return `${texts} SSD ran at ${(ssd.found.rate / ar.found.rate).toFixed(2)} times the speed of AR: ${fast} instead of ${slow} tokens per second.`;
 }
 
 /** Adds a bar for each lane's time, on one scale. Returns a function that draws them. */
-function rows(place, lanes) {
-  const made = WAYS.map((way) => {
+function addBars(place, lanes) {
+  const made = RUNS.map((one) => {
     const row = place.appendChild(document.createElement("p"));
     const [name, track, time] = ["b", "span", "span"].map((tag) => row.appendChild(document.createElement(tag)));
-    name.textContent = way.mode.toUpperCase();
+    name.textContent = one.mode.toUpperCase();
     return { bar: track.appendChild(document.createElement("i")), time };
   });
   return () => {

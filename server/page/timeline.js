@@ -26,7 +26,7 @@ export class Timeline {
     this.words = section.querySelector(".chosen-round");
     this.rounds = [];
     this.drafting = [];
-    this.chosen = null; // the latest, whichever that is
+    this.chosen = null; // null: the latest round
     this.waiting = null;
     this.slider.addEventListener("input", () => this.choose(Number(this.slider.value)));
     new ResizeObserver(() => this.draw()).observe(section);
@@ -52,7 +52,7 @@ export class Timeline {
     const at = this.chosen ?? this.rounds.length - 1;
     this.slider.max = this.rounds.length - 1;
     this.slider.value = at;
-    this.words.textContent = told(this.rounds[at], this.rounds.length);
+    this.words.textContent = describe(this.rounds[at], this.rounds.length);
     this.slider.setAttribute("aria-valuetext", this.words.textContent);
     const drawing = new Drawing(this.svg, this.#window(at), this.#drafters());
     drawing.all(this.rounds, this.drafting, this.rounds[at]);
@@ -101,7 +101,7 @@ class Drawing {
 
   #verify(round) {
     const from = FROM[round.source];
-    this.#bar(0, round.verify, from, round.tokens, told(round));
+    this.#bar(0, round.verify, from, round.tokens, describe(round));
     if (OVERLAYS[from]) this.#add("rect", { fill: `url(#${OVERLAYS[from]})`, rx: 2, ...this.#box(0, round.verify) });
   }
 
@@ -118,13 +118,13 @@ class Drawing {
     if (round.decided.ms > 0) this.#add("rect", { class: "wait", y: y - 3, height: 6, ...this.#across(round.decided, 1) });
     if (!MARKS[round.lookup]) return;
     const mark = this.#add("use", { href: `#mark-${MARKS[round.lookup]}`, x: this.#x(end(round.decided)), y });
-    mark.append(made("title", {}, told(round)));
+    mark.append(createNode("title", {}, describe(round)));
   }
 
   #bar(row, work, kind, label, title) {
     const box = this.#box(row, work);
     const bar = this.#add("rect", { class: `bar ${kind}`, rx: 2, ...box });
-    bar.append(made("title", {}, title));
+    bar.append(createNode("title", {}, title));
     const width = LABEL_WIDTH * String(label).length;
     const x = box.x + box.width / 2;
     if (box.width < width || x < width || x > this.width - width) return;
@@ -158,14 +158,14 @@ class Drawing {
   }
 
   #add(name, attributes, text) {
-    const node = made(name, attributes, text);
+    const node = createNode(name, attributes, text);
     this.svg.append(node);
     return node;
   }
 }
 
 /** Returns a sentence about a round. */
-export function told(round, of) {
+function describe(round, of) {
   const name = `Round ${round.round}${of ? ` of ${of - 1}` : ""}`;
   const chain = WORDS[round.source] ? `${WORDS[round.source]}, ${round.accepted} of ${round.drafted} accepted` : "no chain";
   const lookup = LOOKUPS[round.lookup] ? `${LOOKUPS[round.lookup]}; ` : "";
@@ -181,7 +181,7 @@ function ms(number, digits = 1) {
   return `${number.toFixed(digits)} ms`;
 }
 
-function made(name, attributes, text) {
+function createNode(name, attributes, text) {
   const node = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
   if (text !== undefined) node.textContent = text;

@@ -573,7 +573,7 @@ def test_required_api_key_is_requested_and_kept_for_the_tab(visit: Open, guarded
     page.get_by_role("alert").filter(has_text="no valid API key").wait_for()
     page.get_by_label("API key").fill("“a key”")
     page.get_by_role("button", name="Generate").click()
-    page.get_by_role("alert").filter(has_text="The API key contains a character that no key has").wait_for()
+    page.get_by_role("alert").filter(has_text="The API key contains an invalid character").wait_for()
     page.get_by_label("API key").fill(KEY)
     page.keyboard.press("Control+Enter")
     wait_until_done(page)
