@@ -52,7 +52,7 @@ def build_app(
     for router in (status.text_router, status.router, page.router):
         app.include_router(router)
     app.mount("/page", page.files)
-    extend_openapi(app, model.names, (chat.ChatChunk,))
+    extend_openapi(app, model.names, chat.ChatChunk)
     for kind in (OutriderError, HTTPException, Exception):
         app.add_exception_handler(kind, _handle_error)
     app.add_exception_handler(ClientDisconnect, _handle_disconnect)

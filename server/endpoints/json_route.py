@@ -100,8 +100,8 @@ def error_docs(anthropic: bool = False) -> dict[Any, Any]:
     return {**named, "4XX": {"model": shape}}  # with a range FastAPI adds no 422
 
 
-def extend_openapi(app: FastAPI, names: Sequence[str], events: Sequence[type[BaseModel]]) -> None:
-    """Adds the accepted model `names` and the schemas of `events` to the OpenAPI document.
+def extend_openapi(app: FastAPI, names: Sequence[str], event: type[BaseModel]) -> None:
+    """Adds the accepted model `names` and the schema of the `event`, which no response names, to the OpenAPI document.
 
     The first request for the document generates it, because that takes a quarter of a second.
     """
@@ -112,10 +112,9 @@ def extend_openapi(app: FastAPI, names: Sequence[str], events: Sequence[type[Bas
     def extended() -> dict[str, Any]:
         document = generate()
         shapes = document["components"]["schemas"]
-        for event in events:
-            shape = event.model_json_schema(ref_template=SCHEMA_REF_PREFIX + "{model}", mode="serialization")
-            shapes.update(shape.pop("$defs", {}))
-            shapes[event.__name__] = shape
+        shape = event.model_json_schema(ref_template=SCHEMA_REF_PREFIX + "{model}", mode="serialization")
+        shapes.update(shape.pop("$defs", {}))
+        shapes[event.__name__] = shape
         for shape in shapes.values():
             model = shape.get("properties", {}).get("model", {})
             for kind in model.get("anyOf", ()):

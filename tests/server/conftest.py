@@ -12,9 +12,9 @@ import pytest
 
 from outrider import LocalCluster
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
+from tests.harness.scripted_model import write_scripted
 from tests.server.collector import Collector, collecting
-from tests.server.house import KEY, STREAMS, RunningServer, command, serving
-from tests.server.scripted import write_scripted
+from tests.server.running_server import KEY, STREAMS, RunningServer, command, serving
 
 if TYPE_CHECKING:  # a second each: they are imported by whoever uses them
     import anthropic
@@ -93,5 +93,5 @@ def claude(chat: RunningServer) -> Iterator[anthropic.Anthropic]:
 def guarded(pair: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a server of the same cluster that requires the key."""
     folder = tmp_path_factory.mktemp("guarded")
-    with serving(pair.client.endpoint, EMBEDDED_TARGET, folder, api_keys=(KEY,)) as house:
-        yield house.url
+    with serving(pair.client.endpoint, EMBEDDED_TARGET, folder, api_keys=(KEY,)) as server:
+        yield server.url

@@ -22,8 +22,8 @@ from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.server.mapping import derive_seed
 from tests.covering import matrix
 from tests.halts import pid_of, slowed
-from tests.server.house import STREAMS, TRIES, RunningServer, wait_until_up
-from tests.server.scripted import ANSWER, PLAIN, text_of
+from tests.harness.scripted_model import ANSWER, PLAIN, text_of
+from tests.server.running_server import STREAMS, TRIES, RunningServer, wait_until_up
 
 if TYPE_CHECKING:
     import anthropic
@@ -38,13 +38,13 @@ TOOL = {"type": "function", "function": WEATHER}
 PARIS = {"city": "Paris"}
 
 
-def post(house: RunningServer, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{house.url}{path}", json=body, timeout=200)
+def post(server: RunningServer, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json=body, timeout=200)
 
 
-def events(house: RunningServer, path: str, **body: Any) -> list[Any]:
+def events(server: RunningServer, path: str, **body: Any) -> list[Any]:
     """The data of a stream's events."""
-    with httpx.stream("POST", f"{house.url}{path}", json={**body, "stream": True}, timeout=200) as answer:
+    with httpx.stream("POST", f"{server.url}{path}", json={**body, "stream": True}, timeout=200) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
@@ -546,9 +546,9 @@ def test_concurrent_answers_per_caller_are_limited(chat: RunningServer, ai: open
     until(lambda: post(chat, "/v1/chat/completions", messages=HELLO).status_code == 200)
 
 
-def raw(house: RunningServer, body: bytes, version: str = "1.1") -> socket.socket:
+def raw(server: RunningServer, body: bytes, version: str = "1.1") -> socket.socket:
     """Returns a connection with a request for a chat, of whose answer nothing is read."""
-    host, _, port = house.url.removeprefix("http://").partition(":")
+    host, _, port = server.url.removeprefix("http://").partition(":")
     connection = socket.create_connection((host, int(port)), timeout=200)
     head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -559,7 +559,7 @@ def until(holds: Any, seconds: float = 200.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:
-            raise TimeoutError("it never came to hold")
+            raise TimeoutError(f"it did not become true within {seconds:g} s")
         time.sleep(0.01)
 
 

@@ -32,7 +32,7 @@ from outrider.server.endpoints.status import DetokenizeRequest
 from outrider.server.model.served import ServedModel, load_served_model
 from outrider.server.problems import to_problem
 from outrider.server.server_context import CallerClients
-from tests.server.scripted import write_scripted
+from tests.harness.scripted_model import write_scripted
 
 NOBODY = "ipc:///tmp/outrider-test-nobody-serves-this"
 CHAT, TEXT, RESPOND, CLAUDE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from tests.server.house import RunningServer
-from tests.server.scripted import ANSWER, PLAIN, text_of
+from tests.harness.scripted_model import ANSWER, PLAIN, text_of
+from tests.server.running_server import RunningServer
 
 NPM = Path(__file__).parent / "npm"
 HELLO: Any = [{"role": "user", "content": "hi"}]
@@ -32,13 +32,13 @@ needs_npm = pytest.mark.skipif(
 )
 
 
-def curl(house: RunningServer, **body: Any) -> str:
+def curl(server: RunningServer, **body: Any) -> str:
     """Returns what curl prints for a chat."""
     line = [
         "curl",
         "-sSN",
         "--fail-with-body",
-        f"{house.url}/v1/chat/completions",
+        f"{server.url}/v1/chat/completions",
         "-H",
         "content-type: application/json",
     ]
@@ -67,8 +67,8 @@ def test_curl_sends_a_tools_result(chat: RunningServer) -> None:
 @needs_curl
 def test_curl_gets_json_by_a_schema(chat: RunningServer, pair: RunningServer) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "form", "schema": SCHEMA}}
-    for house in (chat, pair):
-        answer = json.loads(curl(house, messages=HELLO, response_format=form, max_tokens=64))
+    for server in (chat, pair):
+        answer = json.loads(curl(server, messages=HELLO, response_format=form, max_tokens=64))
         assert isinstance(json.loads(answer["choices"][0]["message"]["content"])["sure"], bool)
 
 
@@ -130,8 +130,8 @@ class Sure(BaseModel):
 def test_anthropics_client_parses_json_by_a_schema(chat: RunningServer, pair: RunningServer) -> None:
     from anthropic import Anthropic
 
-    for house in (chat, pair):
-        with Anthropic(base_url=house.url, api_key="none", max_retries=0) as claude:
+    for server in (chat, pair):
+        with Anthropic(base_url=server.url, api_key="none", max_retries=0) as claude:
             name = claude.models.list().data[0].id
             answer = claude.messages.parse(model=name, max_tokens=64, messages=HELLO, output_format=Sure)
         assert isinstance(answer.parsed_output, Sure)

@@ -11,7 +11,7 @@ from tests.harness.conformance.families import FAMILIES
 from tests.harness.conformance.http_client import Server
 from tests.harness.conformance.requests import CHAT, HELLO
 from tests.harness.conformance.table import cell, page, passing
-from tests.server.house import RunningServer
+from tests.server.running_server import RunningServer
 
 PAGE = passing((Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8"))
 EVERY = [pytest.param(case, id=f"{family.title}-{place}") for family in FAMILIES for place, case in enumerate(family)]

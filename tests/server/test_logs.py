@@ -14,27 +14,27 @@ import httpx
 
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import ModelError
-from tests.server.house import RunningServer
+from tests.server.running_server import RunningServer
 
 KEY, QUERY = "sk-nobody-may-read-this", "token=nor-this"
 Line = dict[str, Any]
 
 
-def lines(house: RunningServer) -> list[Line]:
+def lines(server: RunningServer) -> list[Line]:
     """Returns all lines so far; one that is no JSON fails the test."""
-    assert house.log is not None
-    return [json.loads(line) for line in house.log.read_text(encoding="utf-8").splitlines()]
+    assert server.log is not None
+    return [json.loads(line) for line in server.log.read_text(encoding="utf-8").splitlines()]
 
 
-def wait_for_line(house: RunningServer, wanted: Callable[[Line], bool]) -> Line:
+def wait_for_line(server: RunningServer, wanted: Callable[[Line], bool]) -> Line:
     """Waits for the first such line: it may be written just after its answer was read."""
     until = time.monotonic() + 200
     while time.monotonic() < until:
-        found = next(filter(wanted, lines(house)), None)
+        found = next(filter(wanted, lines(server)), None)
         if found is not None:
             return found
         time.sleep(0.02)
-    raise TimeoutError("nobody logged it")
+    raise TimeoutError("no such line was logged")
 
 
 def test_every_log_line_is_a_json_object_with_time_level_and_message(pair: RunningServer) -> None:

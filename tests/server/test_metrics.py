@@ -12,22 +12,22 @@ from prometheus_client.parser import text_string_to_metric_families
 from outrider.protocol import errors
 from outrider.protocol.messages import Stats, Timings, WorkerStats
 from outrider.server.metrics import ERROR_KINDS, process_metrics
-from tests.server.house import RunningServer
+from tests.server.running_server import RunningServer
 
 TALK = [{"role": "user", "content": "hi"}]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def metrics(house: RunningServer) -> str:
-    answer = httpx.get(f"{house.url}/metrics")
+def metrics(server: RunningServer) -> str:
+    answer = httpx.get(f"{server.url}/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")
     return answer.text
 
 
-def samples(house: RunningServer) -> Samples:
+def samples(server: RunningServer) -> Samples:
     """Returns values by name and labels, without the model's label."""
     found: Samples = {}
-    for family in text_string_to_metric_families(metrics(house)):
+    for family in text_string_to_metric_families(metrics(server)):
         for sample in family.samples:
             labels = frozenset(item for item in sample.labels.items() if item[0] != "model_name")
             found[sample.name.removeprefix("outrider:"), labels] = sample.value
@@ -38,9 +38,9 @@ def of(found: Samples, name: str, **labels: str) -> float:
     return found[name, frozenset(labels.items())]
 
 
-def complete(house: RunningServer, **asked: Any) -> Any:
+def complete(server: RunningServer, **asked: Any) -> Any:
     body = {"prompt": "def fibonacci(n):", "max_tokens": 40, **asked}
-    return httpx.post(f"{house.url}/v1/completions", json=body, timeout=200).json()
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=200).json()
 
 
 def test_names_types_and_helps_follow_prometheus_conventions(pair: RunningServer) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from outrider import SamplingParams
 from tests.halts import pid_of, slowed, still
-from tests.server.house import KEY, RunningServer
+from tests.server.running_server import KEY, RunningServer
 from tools.page import visit as visiting
 from tools.page.agreement import find_differences
 from tools.page.browser import find_browser, run_browser

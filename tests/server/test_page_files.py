@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from outrider.protocol.schema import Origin
-from tests.server.house import RunningServer
+from tests.server.running_server import RunningServer
 from tools.page.visit import ORIGINS
 
 

@@ -10,7 +10,7 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.server.house import TRIES, RunningServer
+from tests.server.running_server import TRIES, RunningServer
 
 if TYPE_CHECKING:
     import anthropic
@@ -39,8 +39,8 @@ IN_FORM: Any = {
 CHAT = "/v1/chat/completions"
 
 
-def post(house: RunningServer, path: str = CHAT, **body: Any) -> httpx.Response:
-    return httpx.post(f"{house.url}{path}", json={"max_tokens": 400, **body}, timeout=200)
+def post(server: RunningServer, path: str = CHAT, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json={"max_tokens": 400, **body}, timeout=200)
 
 
 def message(answer: httpx.Response) -> Any:

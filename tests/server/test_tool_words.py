@@ -20,8 +20,8 @@ from outrider.server.model.served import ServedModel, TemplateInput, Thoughts, T
 from outrider.server.model.tool_format import SpanTags, find_thinking_tags, tools_as_text
 from outrider.server.problems import Refused
 from outrider.server.schemas import Function
-from tests.server.house import RunningServer, serving
-from tests.server.scripted import ANSWER, PLAIN, text_of
+from tests.harness.scripted_model import ANSWER, PLAIN, text_of
+from tests.server.running_server import RunningServer, serving
 
 CITY = {
     "type": "object",
@@ -68,7 +68,7 @@ def model(bare: Path) -> ServedModel:
 
 
 @pytest.fixture(scope="module")
-def house(chat: RunningServer, bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(chat: RunningServer, bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server of the same cluster with the other template."""
     with serving(chat.client.endpoint, bare, tmp_path_factory.mktemp("words")) as found:
         yield found
@@ -154,22 +154,22 @@ def test_tools_are_refused_when_the_fallback_is_disabled(bare: Path) -> None:
         select_tools(off, [Function(**TOOL["function"])], ToolSelection())
 
 
-def test_model_description_mentions_the_tool_fallback(house: RunningServer, chat: RunningServer) -> None:
-    told = httpx.get(f"{house.url}/v1/models").json()["data"][0]
+def test_model_description_mentions_the_tool_fallback(server: RunningServer, chat: RunningServer) -> None:
+    told = httpx.get(f"{server.url}/v1/models").json()["data"][0]
     assert "described in the system prompt" in told["description"] and "--no-tool-fallback" in told["description"]
     assert "description" not in httpx.get(f"{chat.url}/v1/models").json()["data"][0]
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_tool_call_and_its_result_work_through_the_system_prompt(house: RunningServer, choice: Any) -> None:
+def test_tool_call_and_its_result_work_through_the_system_prompt(server: RunningServer, choice: Any) -> None:
     """The schema requires the days, which the script leaves out: only the grammar can enforce them."""
     asked = {"messages": HELLO, "tools": [TOOL], "tool_choice": choice, "max_tokens": 400, "parallel_tool_calls": False}
-    answer = httpx.post(f"{house.url}/v1/chat/completions", json=asked, timeout=200).json()["choices"][0]
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=200).json()["choices"][0]
     (call,) = answer["message"]["tool_calls"]
     jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
     assert answer["finish_reason"] == "tool_calls"
     talk = [*HELLO, answer["message"], {"role": "tool", "tool_call_id": call["id"], "content": "22 C"}]
-    said = httpx.post(f"{house.url}/v1/chat/completions", json={"messages": talk, "tools": [TOOL]}, timeout=200).json()
+    said = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": talk, "tools": [TOOL]}, timeout=200).json()
     assert said["choices"][0]["message"]["content"] == text_of(ANSWER)
-    free = httpx.post(f"{house.url}/v1/chat/completions", json={"messages": HELLO}, timeout=200).json()
+    free = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": HELLO}, timeout=200).json()
     assert free["choices"][0]["message"]["content"] == text_of(PLAIN)

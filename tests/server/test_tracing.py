@@ -24,7 +24,7 @@ from outrider.server.model.served import load_served_model
 from outrider.server.server_context import CallerClients
 from outrider.server.tracing import Tracing
 from tests.server.collector import Collector
-from tests.server.house import RunningServer
+from tests.server.running_server import RunningServer
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=value"}

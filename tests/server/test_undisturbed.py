@@ -13,7 +13,7 @@ import httpx
 
 from tests.harness.fuzz_http import fuzz
 from tests.harness.scripted_model import ENDLESS
-from tests.server.house import RunningServer, serving
+from tests.server.running_server import RunningServer, serving
 
 HELLO = [{"role": "user", "content": "hi"}]
 LONG = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 1_000_000, "stream": True}
@@ -81,5 +81,5 @@ def test_bad_requests_do_not_disturb_a_running_stream(chat: RunningServer) -> No
 
 def test_fuzzing_by_the_openapi_schema_finds_no_failure(chat: RunningServer, scripted: Path, tmp_path: Path) -> None:
     """A short form of `python -m tests.harness.fuzz_http`. Endless texts are cancelled soon."""
-    with serving(chat.client.endpoint, scripted, tmp_path, request_timeout=1) as house:
-        assert fuzz(house.url, tmp_path, seed=1, each=2, phases="fuzzing") == []
+    with serving(chat.client.endpoint, scripted, tmp_path, request_timeout=1) as server:
+        assert fuzz(server.url, tmp_path, seed=1, each=2, phases="fuzzing") == []

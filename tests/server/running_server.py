@@ -80,4 +80,4 @@ def wait_until_up(url: str, process: HttpProcess | None = None) -> None:
         if answers(url):
             return
         time.sleep(0.05)
-    raise TimeoutError(f"nothing answers at {url}")
+    raise TimeoutError(f"there is no answer from {url}")
