@@ -172,6 +172,12 @@ def _(at: Servers) -> None:
 
 @cases.add(ANTHROPIC)
 def _(at: Servers) -> None:
+    """output_config.effort is taken."""
+    ask(at, output_config={"effort": "low"})
+
+
+@cases.add(ANTHROPIC)
+def _(at: Servers) -> None:
     """A message cut off by max_tokens has stop reason max_tokens."""
     answer = ask(at, chat_template_kwargs=ENDLESS, max_tokens=4)
     equal((answer["stop_reason"], answer["usage"]["output_tokens"]), ("max_tokens", 4), "the end")
