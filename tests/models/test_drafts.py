@@ -299,6 +299,28 @@ def test_a_chat_template_runs_in_a_sandbox(target: Path, tmp_path: Path) -> None
         Chat(tmp_path / "target").question(prompts.Prompt(0, "chat", "Hello"))
 
 
+@pytest.mark.parametrize("best", [1.0, 1.2])
+def test_finished_draft_is_as_sure_as_agrees_best(
+    run_folder: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: float
+) -> None:
+    """Each time from the draft as trained, not from the sharpened one; its best tokens stay what they are."""
+    shutil.copytree(run_folder, tmp_path / "run")
+    work, out = tmp_path / "run" / "draft.partial", tmp_path / "run" / "draft"
+    trained = torch.load(work / "best.pt", weights_only=True)["mean"]["lens"]
+    size = float(trained.norm())
+
+    def scored(model: Any, *_: Any) -> trainer.Score:
+        agreement = 0.1 - abs(float(model.lens.detach().norm()) / size - best)
+        return trainer.Score({"all": 0.0}, {"all": agreement}, ())
+
+    monkeypatch.setattr(trainer, "score", scored)
+    for _ in range(2):
+        shutil.rmtree(out, ignore_errors=True)
+        pipeline.run(replace(RECIPE, minutes=0), target, out, tmp_path / "run" / "store")
+        assert json.loads((out / "training.json").read_text())["sharpness"] == best
+        assert torch.allclose(export.read(out)[0]["lens"], (best * trained).half().float(), rtol=1e-2, atol=1e-3)
+
+
 def test_a_stored_draft_contains_no_weights_of_its_target(draft: Path) -> None:
     from safetensors import safe_open
 

@@ -90,6 +90,7 @@ def run(recipe: DraftRecipe, target: Path, out: Path, store: Path, *, text_only:
     trainer = _trainer(recipe, model, layers, kept, held_out, counts, work)
     left = None if recipe.minutes is None else max(0.0, recipe.minutes - spent.seconds / 60)
     trainer.run(left, grow=lambda: _grow(kept, trainer.progress.step))
+    trainer.sharpen()
     publish(out, target)
 
 
@@ -102,7 +103,9 @@ def publish(out: Path, target: Path) -> None:
         raise InvalidRequest(f"{work} has no draft that has been judged yet; let the training run first")
     best = torch.load(path, map_location="cpu", weights_only=True)
     shape = read_target(target, torch.device("cpu"), torch.float32).shape
-    about = {key: best[key] for key in ("score", "form", "progress")} | json.loads((work / "draft.json").read_text())
+    about = {key: best[key] for key in ("score", "form", "progress", "sharpness") if key in best} | json.loads(
+        (work / "draft.json").read_text()
+    )
     export.write(out, best["mean"], best["outputs"], shape, about)
     log.info("draft: agreement %s", json.dumps(best["score"]))
 
