@@ -64,21 +64,22 @@ Step = Proposal | DrafterWait
 @dataclass(frozen=True, slots=True)
 class Fallback:
     """Verify a copy now (an empty one is an AR step), or request a chain of `wait_for` tokens first, or let the
-    in-process drafter draft `own` tokens. `value`: the expected tokens minus the worth of the time."""
+    in-process drafter draft `in_process` tokens. `value`: the expected tokens minus the worth of the time."""
 
     wait_for: int = 0
     value: float = 0.0
-    own: int = 0
+    in_process: int = 0
 
 
 def choose_fallback(
-    estimates: Estimates, tail: CopiedTail, max_draft_tokens: int, has_drafter: bool, own: str = ""
+    estimates: Estimates, tail: CopiedTail, max_draft_tokens: int, has_drafter: bool, in_process: str = ""
 ) -> Fallback:
-    """Returns the best of: an AR step, a copy, a chain on request of any length, and a chain of the in-process drafter
-    `own`, if there is one."""
+    """Returns the best of: an AR step, a copy, a chain on request of any length, and a chain of the drafter
+    `in_process`, if there is one."""
     options = [Fallback(value=_copy_value(estimates, tail))]
     lengths = range(1, max_draft_tokens + 1)
-    options += [Fallback(own=length, value=_in_process_value(estimates, length, own)) for length in lengths if own]
+    if in_process:
+        options += [Fallback(in_process=n, value=_in_process_value(estimates, n, in_process)) for n in lengths]
     options += [Fallback(wait_for=n, value=_request_value(estimates, n)) for n in lengths if has_drafter]
     return max(options, key=lambda option: option.value)
 
@@ -128,12 +129,12 @@ def _request_value(estimates: Estimates, length: int, drafter: str = "") -> floa
     return estimates.acceptance_of(drafter).expected_tokens(length) - forward - waiting
 
 
-def _in_process_value(estimates: Estimates, length: int, own: str) -> float:
+def _in_process_value(estimates: Estimates, length: int, drafter: str) -> float:
     """Returns the tokens of an in-process chain, minus the worth of its forward, its drafting, and the drafting of the
     next chain: draft workers do not know this one, so they prepare no branch after it."""
-    drafting = estimates.tokens_per_ms() * estimates.in_process_ms(length, own)
+    drafting = estimates.tokens_per_ms() * estimates.in_process_ms(length, drafter)
     forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
-    acceptance = estimates.acceptance_of(own)
+    acceptance = estimates.acceptance_of(drafter)
     next_drafting = estimates.hit_rate() * acceptance.reach(0) * drafting
     return acceptance.expected_tokens(length) - forward - drafting - next_drafting
 
@@ -173,8 +174,8 @@ class Proposer:
             return propose_copy(tail.tokens)
         if drafter:
             copy = self._copy_for_tree(request)
-            own = self._propose_in_process(request, propose_copy(copy))
-            return own if copy else replace(own, autonomous=True)
+            drafted = self._propose_in_process(request, propose_copy(copy))
+            return drafted if copy else replace(drafted, autonomous=True)
         return self.wait_for_chain(request.max_draft_tokens, now_ns)
 
     def _propose_in_process(self, request: Request, beside: Proposal, depth: int = 0) -> Proposal:
@@ -288,7 +289,7 @@ class Proposer:
 
     def _should_grow(self, request: Request, cached: CachedBranch, hit: Proposal, since_push_ms: float) -> bool:
         """Whether one more token of a branch, which is proposed as `hit`, is worth its wait, this long after the latest
-        push; always in full depth, never before a copy."""
+        push. In full depth it always is. A branch that a copy continues does not wait."""
         depth, longest = len(cached.chain), request.max_draft_tokens
         if hit.copied or not request.draft.can_grow(cached) or depth >= longest:
             return False
@@ -319,9 +320,9 @@ class Proposer:
                 return self._wait_for_branch(request, committed, wait_ms, now_ns, missed=True)
         if choice.wait_for:
             return self.wait_for_chain(choice.wait_for, now_ns, missed=True)
-        if choice.own:
+        if choice.in_process:
             copy = replace(propose_copy(self._copy_for_tree(request)), lookup=Lookup.MISS)
-            return self._propose_in_process(request, copy, choice.own)
+            return self._propose_in_process(request, copy, choice.in_process)
         return replace(propose_copy(tail.tokens), lookup=Lookup.MISS)
 
     # --- what the target may decide by itself ---------------------------------------------------------------------
@@ -336,8 +337,8 @@ class Proposer:
                     yield committed, hit
 
     def miss_row_costs(self, request: Request, left_ms: float) -> tuple[float, ...]:
-        """Returns the costs by which the target chooses n-grams after a miss; (): it asks here, because a wait for a
-        drafter may be better, or an in-process drafter drafts."""
+        """Returns the costs by which the target chooses n-grams after a miss; (): it waits for VERIFY, because a wait
+        for a drafter may be better, or an in-process drafter drafts."""
         estimates, draft = self.estimates, request.draft
         if self.full_depth or estimates.active > 1 or request.in_process_drafter or not self.target_has_ngrams():
             return ()

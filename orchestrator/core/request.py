@@ -142,13 +142,14 @@ class SpeculationCache:
 
         If an alternative and further tokens of its branch were accepted, it is the rest of that branch.
         """
-        branch = self.branches.get(committed)
-        for length in range(len(committed) - 1, 0, -1) if branch is None else ():
+        if committed in self.branches:
+            return self.branches[committed]
+        for length in range(len(committed) - 1, 0, -1):
             shorter, rest = self.branches.get(committed[:length]), committed[length:]
             if shorter is not None and shorter.chain[: len(rest)] == rest and len(shorter.chain) > len(rest):
                 begin = len(rest)
                 return CachedBranch(shorter.chain[begin:], None, shorter.drafter, odds=shorter.odds[begin:])
-        return branch
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,8 +310,8 @@ class PlanState:
     """How the rounds of a request are made: its `plan`, and what it is based on.
 
     `text`: the profile of the text's kind. `drafter_usage`: how useful in-process drafters are; `left_out`: those that
-    are no longer used. `pending_copy`: what n-grams alone would verify in the round under way; `copy_round`: the
-    round that they would have begun last.
+    are no longer used. `pending_copy`: what n-grams alone would verify in the round under way. `copy_round`: the round
+    of n-grams alone whose tokens are not all known yet.
     """
 
     plan: Arm

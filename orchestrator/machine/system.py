@@ -59,7 +59,9 @@ WANTED_OPEN_FILES = 65_536
 FALLBACK_OPEN_FILES = (10_240, 4_096)
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
-_MEMORY_ERRORS = ("memoryerror", "bad_alloc", "cannot allocate memory", "resource temporarily unavailable")
+_MEMORY_ERRORS = (
+    "memoryerror", "bad_alloc", "cannot allocate memory", "resource temporarily unavailable", "failed to map segment",
+)  # fmt: skip
 
 
 def find_openblas() -> str | None:

@@ -36,12 +36,12 @@ def estimates(own_ms: float, link_ms: float = 1.0, row_ms: float = 0.1) -> Estim
 @pytest.mark.parametrize(("own_ms", "link_ms", "drafts"), [(2.0, 30.0, True), (2.0, 0.2, False), (20.0, 30.0, False)])
 def test_after_a_miss_the_more_productive_drafter_is_used(own_ms: float, link_ms: float, drafts: bool) -> None:
     found = choose_fallback(estimates(own_ms, link_ms), CopiedTail(), DEPTH, True, HEAD)
-    assert bool(found.own) == drafts
-    assert not (found.own and found.wait_for)
+    assert bool(found.in_process) == drafts
+    assert not (found.in_process and found.wait_for)
 
 
 def test_after_a_miss_no_head_is_used_without_one() -> None:
-    assert not choose_fallback(estimates(0.1, 30.0), CopiedTail(), DEPTH, True).own
+    assert not choose_fallback(estimates(0.1, 30.0), CopiedTail(), DEPTH, True).in_process
 
 
 @pytest.mark.parametrize(("own_ms", "row_ms", "unite"), [(0.1, 0.1, True), (5.0, 0.1, False), (0.1, 8.0, False)])

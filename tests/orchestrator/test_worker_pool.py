@@ -610,7 +610,14 @@ def test_crash_under_a_memory_limit_names_the_limit(
     assert [loss.why for loss in harness.losses()] == [f"target worker target-0 ended with code {code}{cause}"]
 
 
-@pytest.mark.parametrize("words", ["std::bad_alloc", "libmlx.so: cannot allocate memory for thread-local data: ABORT"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "std::bad_alloc",
+        "libmlx.so: cannot allocate memory for thread-local data: ABORT",
+        "ImportError: onnxruntime.so: failed to map segment from shared object",
+    ],
+)
 def test_refused_memory_in_the_last_words_names_the_limit(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (512 << 20, 512 << 20))
     assert LIKELY_CAUSE(127, words) == "most likely out of memory (ulimit -v allows a process 0.5 GiB)"

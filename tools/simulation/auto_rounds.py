@@ -345,8 +345,8 @@ class Server:
         choice = choose_fallback(e, tail, plan.depth, True, plan.drafter)
         if choice.wait_for:
             return self._requested_chain(text, choice.wait_for, lookup)
-        if choice.own:
-            return self._own_chain(text, plan, choice.own, lookup)
+        if choice.in_process:
+            return self._own_chain(text, plan, choice.in_process, lookup)
         tokens = propose_copy(tail.tokens)
         return Step(Proposal(tokens.chain, tokens.source, lookup, copied=tokens.copied))
 
