@@ -96,7 +96,7 @@ class RequestRun:
             return []
         while not self._queue.empty():
             ready.append(self._queue.get_nowait())
-        for index in [index for index in self._streams if self._choices[index].finish]:
+        for index in [index for index in self._streams if self._choices[index].finish == "tool"]:
             await self._streams.pop(index).end()  # its result follows
         found: list[StreamItem] = []
         for one in ready:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import MAX_TOKEN_ID, Chunk
 from outrider.protocol.errors import WorkerError
-from outrider.protocol.sampling import MAX_LOGPROBS
+from outrider.protocol.sampling import MAX_COUNT, MAX_LOGPROBS
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, plan_answer
 from outrider.server.answers.formatter import CompletionFormatter
 from outrider.server.answers.usage import PlacedToken, collect_logprobs, create_logprob_formatters, report_speculation
@@ -43,6 +43,7 @@ class CompletionRequest(Sampling):
     """A completion of texts or token ids. No chat template is applied."""
 
     prompt: str | Tokens | Annotated[list[str | Tokens], bounded(MAX_CHOICES, least=1)]
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT, description="0, with echo: only the prompt")] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     suffix: Annotated[str | None, unsupported("fill-in-the-middle is not supported; leave it out")] = None
@@ -188,10 +189,13 @@ def _create_formatter(model: ServedModel, payload: CompletionRequest) -> TextCom
     if len(prompts) * tried > MAX_CHOICES:
         raise Refused(f"{len(prompts)} prompts with {tried} choices each; expected at most {MAX_CHOICES} in all", "n")
     most = payload.max_tokens if payload.max_tokens is not None else DEFAULT_MAX_TOKENS
+    if not (most or payload.echo):
+        raise Refused("max_tokens is 0; expected at least 1, or echo, which returns the prompt", "max_tokens")
     wanted = payload.logprobs if tried == each else payload.logprobs or 0  # best_of ranks by them
-    plan = plan_answer(model, payload, prompts, get_output_format(payload), payload.stop, most, wanted, tried)
+    plan = plan_answer(model, payload, prompts, get_output_format(payload), payload.stop, most or 1, wanted, tried)
     for choice in plan.choices:
         choice.ids = bool(payload.return_token_ids)
+        choice.finish = "" if most else "length"  # what is generated after a prompt is ignored
         if payload.echo:
             choice.sampling = choice.sampling.changed(prompt_logprobs=payload.logprobs)
     texts = [one if isinstance(one, str) else model.codec.decode(tuple(one)) for one in given] if payload.echo else []

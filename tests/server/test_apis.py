@@ -214,6 +214,19 @@ def test_echoed_prompt_has_the_logprobs_of_its_generation(pair: RunningServer) -
     assert [body["choices"][0]["text"][a:b] for a, b in pairwise(starts)] == whole["tokens"]
 
 
+def test_echo_with_no_tokens_returns_and_scores_the_prompt_alone(pair: RunningServer) -> None:
+    asked: Any = {"prompt": PROMPT, "echo": True}
+    more = post(pair, "/v1/completions", max_tokens=1, logprobs=0, **asked).json()["choices"][0]["logprobs"]
+    body = post(pair, "/v1/completions", max_tokens=0, logprobs=0, **asked).json()
+    (choice,) = body["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
+    assert choice["logprobs"] == {name: rows[:-1] for name, rows in more.items()}
+    assert body["usage"]["completion_tokens"] == 0
+    events = post(pair, "/v1/completions", max_tokens=0, stream=True, **asked).text.split("\n\n")
+    told = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+    assert "".join(choice["text"] for event in told for choice in event["choices"]) == PROMPT
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_completion_logprobs_are_parallel_lists(other_ai: openai.OpenAI, stream: bool) -> None:
     asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "logprobs": 2, "stop": ["zzz"]}
