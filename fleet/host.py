@@ -26,11 +26,12 @@ from pathlib import Path
 
 import psutil
 
+from outrider import __version__
 from outrider.orchestrator.machine.spawn import child_environment
 from outrider.protocol import keys, values
 from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import EndpointError, InvalidRequest, KeyFault
-from outrider.protocol.version import PACKAGE_VERSION, install_command
+from outrider.protocol.version import install_command
 
 MAX_AMOUNT = 1_000_000
 MAC_RESOURCES = ("metal", "ane")
@@ -195,7 +196,7 @@ class FleetHost:
         line = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where]
         line += [
             f"--resources={json.dumps(undetected_resources(offers))}",
-            f"--labels={VERSION_LABEL}={PACKAGE_VERSION}",
+            f"--labels={VERSION_LABEL}={__version__}",
         ]
         with self.log.open("wb") as log:
             process = subprocess.Popen(

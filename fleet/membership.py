@@ -17,10 +17,10 @@ from ray._common.usage.usage_lib import get_cluster_metadata
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError, RpcError
 
+from outrider import __version__
 from outrider.fleet.host import VERSION_LABEL
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.protocol.errors import EndpointError, KeyFault, ModelError, VersionMismatch
-from outrider.protocol.version import PACKAGE_VERSION
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 EXPECTED_ADDRESS = "expected the address that `outrider fleet head` printed there"
@@ -70,7 +70,7 @@ class FleetHead:
         for name, there, here in (
             ("Ray", metadata.get("ray_version"), ray.__version__),
             ("Python", metadata.get("python_version"), platform.python_version()),
-            ("Outrider", outrider, PACKAGE_VERSION),
+            ("Outrider", outrider, __version__),
         ):
             if there and here != there:
                 raise VersionMismatch(

@@ -19,10 +19,11 @@ import msgpack
 import msgspec
 import numpy as np
 
+from outrider import __version__
 from outrider.protocol.errors import InvalidRequest, ProtocolError, RefusedRequest, VersionMismatch
 from outrider.protocol.messages import Message, clients, rounds, workers
 from outrider.protocol.schema import MAX_AXIS_LENGTH, MAX_FRAME_BYTES, Array, RequestId
-from outrider.protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
+from outrider.protocol.version import PROTOCOL_VERSION
 
 Buffer: TypeAlias = bytes | memoryview
 SMALL_ARRAY_ITEMS = 64
@@ -177,7 +178,7 @@ def _read_header(header: Buffer) -> Any:
     if version != PROTOCOL_VERSION:
         raise VersionMismatch(
             f"the other side speaks protocol version {version}, this side version {PROTOCOL_VERSION}"
-            f" (outrider {PACKAGE_VERSION}); run the same release of outrider on both"
+            f" (outrider {__version__}); run the same release of outrider on both"
         )
     return found[1]
 

@@ -91,11 +91,11 @@ class Origin(IntEnum):
     PREPARED = 1
     """A branch that was drafted for this outcome before it was known."""
     DRAFTED = 2
-    """A draft worker, just in time, once the tokens before it were known."""
+    """A draft worker, on request, once the tokens before it were known."""
     COPIED = 3
     """The text itself: what followed the same n-gram before."""
     HEAD = 4
-    """A head that reads the target's hidden states, in the target's process, just in time."""
+    """A head that reads the target's hidden states, in the target's process, on request."""
     GUESSED = 5
     """An alternative to a chain's token, which its drafter ranked next best."""
 

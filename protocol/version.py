@@ -1,4 +1,4 @@
-"""The protocol version, the release, and how to install the extras. Imports no extra.
+"""The protocol version, and how to install the extras. Imports no extra.
 
 Two processes communicate only when their PROTOCOL_VERSION is the same.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from outrider import __version__
 from outrider.protocol.errors import InvalidRequest
 
 PROTOCOL_VERSION = 1
-PACKAGE_VERSION = __version__
 
 EXTRA_MODULES = {
     "serve": ("fastapi", "uvicorn", "prometheus_client"),

@@ -12,9 +12,9 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from outrider import __version__
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.endpoints import chat, completions, messages, page, responses, status
 from outrider.server.endpoints.json_route import extend_openapi
 from outrider.server.metrics import Metrics
@@ -39,7 +39,7 @@ def build_app(
     # FastAPI's documentation pages load scripts from other hosts; endpoints/page.py has its own.
     app = FastAPI(
         title="Outrider",
-        version=PACKAGE_VERSION,
+        version=__version__,
         docs_url=None,
         redoc_url=None,
         separate_input_output_schemas=False,

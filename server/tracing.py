@@ -20,10 +20,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from outrider import __version__
 from outrider.orchestrator.client.dialogue import GenerationResult
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.middleware import MAX_PATH_LENGTH
 
 OTLP_PROTOCOL = "http/protobuf"
@@ -50,10 +50,10 @@ class Tracing:
     """The server's tracer. `processor` receives finished spans; `close` flushes it."""
 
     def __init__(self, model: str, processor: SpanProcessor) -> None:
-        named = Resource.create({SERVICE_NAME: "outrider", SERVICE_VERSION: PACKAGE_VERSION})
+        named = Resource.create({SERVICE_NAME: "outrider", SERVICE_VERSION: __version__})
         self._provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
-        self._tracer = self._provider.get_tracer("outrider", PACKAGE_VERSION)
+        self._tracer = self._provider.get_tracer("outrider", __version__)
         self._model = model
 
     def start_request(self, scope: Scope) -> RequestSpan | None:

@@ -22,6 +22,7 @@ import mlx.core as mx
 import zmq
 from msgspec.structs import replace
 
+from outrider import __version__
 from outrider.engine import memory
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.load_checks import open_kv_cache, probe_abilities
@@ -42,7 +43,6 @@ from outrider.protocol.messages import (
     TextForward,
     Welcome,
 )
-from outrider.protocol.version import PACKAGE_VERSION
 from outrider.target_worker.rank_link import LocalRanks, RankLink, own_address
 
 log = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ def follow(ranks: Ranks, model: str) -> int:
 
 def _make_hello(ranks: Ranks, folder: Path) -> RankHello:
     """Returns what must be equal on all ranks, before any loads."""
-    runs = f"outrider {PACKAGE_VERSION}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
+    runs = f"outrider {__version__}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
     return RankHello(ranks.rank, ranks.size, socket.gethostname(), runs, model_digest(folder))
 
 

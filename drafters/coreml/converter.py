@@ -31,6 +31,7 @@ import numpy as np
 from mlx_lm.utils import load_config
 from numpy.typing import NDArray
 
+from outrider import __version__
 from outrider.drafters.coreml import package
 from outrider.drafters.coreml.layout import DecoderArchitecture, Mode, Options, PackageFunction, PackageLayout
 from outrider.drafters.coreml.package import Manifest, import_coremltools
@@ -46,7 +47,6 @@ from outrider.drafters.coreml.weights import (
 )
 from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import InvalidRequest, ModelError
-from outrider.protocol.version import PACKAGE_VERSION
 
 _MIN_ROW_SCALE = 2.0**-10  # rows with a smaller maximum are scaled by this instead, so that eps / max**2 fits float16
 
@@ -326,7 +326,7 @@ def _write_package(
         source_hash=model_digest(checkpoint.path),
         parameters=checkpoint.parameters,
         files=package.file_hashes(directory),
-        versions={"outrider": PACKAGE_VERSION, **{name: version(name) for name in ("coremltools", "mlx", "mlx-lm")}},
+        versions={"outrider": __version__, **{name: version(name) for name in ("coremltools", "mlx", "mlx-lm")}},
         notes=weights.notes,
     )
     manifest.write(directory)

@@ -235,9 +235,10 @@ def _run_without_command(given: list[str]) -> int:
         parser.error(f"unknown command {given[0]!r}; {suggest_command(given[0], COMMANDS)}")
     options = parser.parse(given)
     if options.version and options.command is None:
-        from outrider.protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
+        from outrider import __version__
+        from outrider.protocol.version import PROTOCOL_VERSION
 
-        print(f"outrider {PACKAGE_VERSION} (protocol {PROTOCOL_VERSION})")
+        print(f"outrider {__version__} (protocol {PROTOCOL_VERSION})")
         return 0
     if options.command is not None:
         parser.error(f"the command comes first: outrider {options.command} {given[0]}")

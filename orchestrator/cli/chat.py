@@ -45,7 +45,7 @@ PROMPT, CONTINUATION, FENCE = "> ", "... ", '"""'
 
 ORIGINS = {
     Origin.PREPARED: ("\x1b[32m", "prepared branch"),
-    Origin.DRAFTED: ("\x1b[36m", "drafted just in time"),
+    Origin.DRAFTED: ("\x1b[36m", "drafted on request"),
     Origin.HEAD: ("\x1b[35m", "drafted by a head"),
     Origin.COPIED: ("\x1b[33m", "n-grams, from the text or a table"),
     Origin.GUESSED: ("\x1b[34m", "sibling of a draft token"),

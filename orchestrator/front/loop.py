@@ -15,6 +15,7 @@ from collections.abc import Callable
 import zmq
 from msgspec.structs import replace
 
+from outrider import __version__
 from outrider.orchestrator.auth import client_id_of
 from outrider.orchestrator.events import (
     Announcement,
@@ -53,7 +54,6 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.schema import MAX_SERIAL
 from outrider.protocol.stats import KvUse, Tally
-from outrider.protocol.version import PACKAGE_VERSION
 
 MESSAGES_PER_TURN = 64
 DRAINING_MESSAGE = "the server is draining and accepts no new requests; retry after it restarts"
@@ -123,7 +123,7 @@ class Front:
         """Returns the current workers and totals; may be called on any thread."""
         stats = Stats(
             request=request,
-            version=PACKAGE_VERSION,
+            version=__version__,
             workers=self._workers,
             active=len(self._active),
             queued=len(self._waiting),

@@ -91,7 +91,7 @@ class Progress(RequestMessage, frozen=True):
 
 
 class DraftWork(Record, frozen=True):
-    """A drafter's work for `round`: `branches` are now `depth` tokens deep. 0 branches: a just-in-time chain."""
+    """A drafter's work for `round`: `branches` are now `depth` tokens deep. 0 branches: a chain on request."""
 
     drafter: Name
     round: Serial
@@ -127,7 +127,7 @@ class TextChunk(RequestMessage, frozen=True):
 
     `logprobs`, `origins` and `rounds` are present if the request asked for them, and so are `prompt_logprobs`, of the
     prompt after its first token, in the first chunk. Origins are 0 target, 1 prepared, 2
-    drafted just in time, 3 an n-gram of the text or a table, 4 drafted by a head, 5 an alternative of a tree. `rounds`
+    drafted on request, 3 an n-gram of the text or a table, 4 drafted by a head, 5 an alternative of a tree. `rounds`
     are those that produced the tokens.
     """
 
@@ -149,7 +149,7 @@ class Timings(Record, frozen=True):
       `rounds` counts every verify.
     - Speculation cache: `cache_hits` and `cache_misses` count lookups; a hit found its branch in time. In `cache_late`
       misses the branch arrived during the wait. After the others the target decoded plainly, verified a chain copied
-      from the text, or a just-in-time chain (`missed_then_...`). `looked_up_by_accepted[k]` and `hits_by_accepted[k]`
+      from the text, or a chain on request (`missed_then_...`). `looked_up_by_accepted[k]` and `hits_by_accepted[k]`
       count outcomes with k accepted tokens.
     - `draft_n_accepted_by` counts accepted tokens by drafter, `draft_n_accepted_from` by `Origin`.
     - `queue_ms` is the time in the queue.

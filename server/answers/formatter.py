@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_json
 
+from outrider import __version__
 from outrider.orchestrator.client.dialogue import Chunk
-from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.answers.choices import (
     AnswerPlan,
     ChoiceState,
@@ -30,7 +30,7 @@ from outrider.server.answers.usage import build_statistics, build_usage, describ
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
 
-FINGERPRINT = f"outrider-{PACKAGE_VERSION}"
+FINGERPRINT = f"outrider-{__version__}"
 DONE = b"data: [DONE]\n\n"
 _MARKER = secrets.token_hex(16)
 

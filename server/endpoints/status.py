@@ -14,9 +14,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 from starlette.responses import Response
 
+from outrider import __version__
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
-from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.endpoints.chat import ChatMessage, ConversationRequest, to_conversation
 from outrider.server.endpoints.json_route import JsonRoute, error_docs, response_docs
 from outrider.server.model.served import ServedModel
@@ -126,7 +126,7 @@ async def health() -> Health:
 @router.get("/version", responses=error_docs())
 async def version() -> Version:
     """Returns Outrider's version."""
-    return Version(version=PACKAGE_VERSION)
+    return Version(version=__version__)
 
 
 @router.get("/ready", responses={**error_docs(), 503: {"model": Ready}})

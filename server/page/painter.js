@@ -4,7 +4,7 @@ import { blocksOf } from "./markdown.js";
 
 export const ORIGINS = {
   prepared: "from a prepared branch",
-  drafted: "drafted just in time",
+  drafted: "drafted on request",
   head: "drafted by a head",
   copied: "n-grams, from the text or a table",
   guessed: "an alternative draft token",

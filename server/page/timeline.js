@@ -4,7 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const FROM = { cache: "prepared", drafter: "drafted", head: "head", ngram: "copied", none: "target" };
 const WORDS = {
   cache: "a prepared branch",
-  drafter: "a chain drafted just in time",
+  drafter: "a chain drafted on request",
   head: "a chain drafted by a head",
   ngram: "a chain of n-grams, from the text or a table",
 };
@@ -107,7 +107,7 @@ class Drawing {
 
   #draft(work) {
     const kind = work.branches ? "prepared ahead" : "drafted";
-    const what = work.branches ? `${work.branches} branches, ${work.depth} deep` : `a chain of ${work.depth}, just in time`;
+    const what = work.branches ? `${work.branches} branches, ${work.depth} deep` : `a chain of ${work.depth}, on request`;
     this.#bar(this.rows.indexOf(work.drafter), work, kind, work.depth, `round ${work.round}: ${what}; ${ms(work.ms)}`);
   }
 

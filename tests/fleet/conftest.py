@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from outrider import __version__
 from outrider.fleet.host import VERSION_LABEL
-from outrider.protocol.version import PACKAGE_VERSION
 from tests.fleet.running_fleet import plain_text
 
 HOSTS = ({"metal": 1}, {"metal": 1}, {"ane": 2})
@@ -37,7 +37,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         from ray.cluster_utils import Cluster
         from ray.exceptions import RayError
 
-        head = {"num_cpus": 2, "include_dashboard": False, "labels": {VERSION_LABEL: PACKAGE_VERSION}}
+        head = {"num_cpus": 2, "include_dashboard": False, "labels": {VERSION_LABEL: __version__}}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         for resources in HOSTS:
             cluster.add_node(num_cpus=1, resources=resources)

@@ -52,7 +52,7 @@ def call(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Resul
     [
         ("ray.__version__", "2.1", "the head has Ray 2.60.0 and this host 2.1; expected the same on every host"),
         ("platform.python_version", lambda: "3.99.1", "and this host 3.99.1; expected the same on every host"),
-        ("outrider.fleet.membership.PACKAGE_VERSION", "0.0.1", "and this host 0.0.1; expected the same on every host"),
+        ("outrider.fleet.membership.__version__", "0.0.1", "and this host 0.0.1; expected the same on every host"),
     ],
 )
 def test_a_host_with_another_version_does_not_join(

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from outrider import __version__
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.errors import InvalidRequest, PromptTooLong, UnknownDrafter, error_kind, make_error
 from outrider.protocol.schema import Origin
-from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.app import build_app
 from outrider.server.endpoints import chat, messages, responses
 from outrider.server.endpoints.chat import ChatRequest
@@ -424,7 +424,7 @@ def test_embeddings_are_refused_with_the_reason(ask: Ask) -> None:
 
 
 def test_the_version_is_returned(ask: Ask) -> None:
-    assert ask("/version", "GET").json() == {"version": PACKAGE_VERSION}
+    assert ask("/version", "GET").json() == {"version": __version__}
 
 
 def test_model_entry_satisfies_openai_and_anthropic_clients(ask: Ask) -> None:

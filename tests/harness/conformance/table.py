@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from outrider.protocol.version import PACKAGE_VERSION
+from outrider import __version__
 from tests.harness.conformance.case import DIFFERS, PASSES, REFUSED, Outcome
 
 HEAD = f"""# Conformance
 
 The cases come from the public tests of vLLM, llama.cpp and mlx-lm and from OpenAI's and Anthropic's references. They
-are rewritten and run against Outrider {PACKAGE_VERSION}, with the tiny pair and with a tiny chat model that has a
+are rewritten and run against Outrider {__version__}, with the tiny pair and with a tiny chat model that has a
 template, thinking and tools. This command writes the page:
 
     python -m tests.harness.conformance --write docs/conformance.md
