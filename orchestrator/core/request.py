@@ -170,7 +170,7 @@ class DrafterWait:
 
 @dataclass(slots=True)
 class SequenceState:
-    """The text of a request: the prompt and all committed `tokens`, at most `context`.
+    """The text of a request: the prompt and all committed `tokens`, at most `context`; `ngrams` stays empty if unused.
 
     `appended_ns`: when the latest came. `last_heard_ns`: when the target last made progress on it, or was asked again.
     `deaths`: how often in a row the target died without a token for it. `notes`: messages for the reader of the text.
@@ -187,6 +187,8 @@ class SequenceState:
     def append(self, tokens: Sequence[int], now_ns: int) -> None:
         """Makes tokens final, which the target has just brought."""
         self.tokens += tokens
+        if not self.ngrams.is_empty:
+            self.ngrams.extend(tokens)
         self.appended_ns = self.last_heard_ns = now_ns
         self.deaths = 0
 
@@ -286,8 +288,9 @@ class DraftState:
         return self.lead in self.drafters and self.drafters[self.lead].has_pending_branches
 
     def since_push_ms(self, now_ns: int) -> float:
-        """Returns the time since the lead's latest push, or since it was asked."""
-        return (now_ns - self.drafters[self.lead].last_heard_ns) / MILLISECOND_NS
+        """Returns the time since the lead's latest push, or since it was asked; 0 if the lead is gone."""
+        lead = self.drafters.get(self.lead)
+        return (now_ns - lead.last_heard_ns) / MILLISECOND_NS if lead else 0.0
 
     def can_grow(self, branch: CachedBranch) -> bool:
         """Whether it may pay to wait until a branch is longer. Branches of others than the lead are served as they

@@ -264,9 +264,7 @@ class Scheduler:
             if wait and now_ns >= wait.deadline_ns:
                 self._draft_pool.expire(request, now_ns)
                 self._next_round.end_wait(request, now_ns)
-            elif wait or not request.round.is_open or now_ns - sequence.last_heard_ns < OUTCOME_TIMEOUT_NS:
-                continue
-            else:  # the target has made no progress on it for so long that a message may be lost
+            elif not wait and request.round.is_open and now_ns - sequence.last_heard_ns >= OUTCOME_TIMEOUT_NS:
                 sequence.last_heard_ns = now_ns
                 self._remote_prefills.forget(request)
                 self._next_round.send_again(request)
@@ -291,7 +289,6 @@ class Scheduler:
         if reason is not None:
             del self._requests[request.id]  # `_record` closes it
             return [settled]
-        sequence.ngrams.extend(kept if self._settings.ngrams and request.admit.mode != "ar" else ())
         if request is self._lone_suspect:  # it continues when all suspects were tried
             self._next_round.suspend(request)
             self._lone_suspect = None
@@ -358,10 +355,9 @@ class Scheduler:
         waiting = [request for request in self._requests.values() if not request.round.is_open]
         if not self._has_target or self._lone_suspect is not None or not waiting:
             return
-        self._lone_suspect = next(
-            (request for request in waiting if request.sequence.deaths >= SUSPECT_AFTER_DEATHS), None
-        )
-        for request in [self._lone_suspect] if self._lone_suspect is not None else waiting:
+        suspects = [request for request in waiting if request.sequence.deaths >= SUSPECT_AFTER_DEATHS]
+        self._lone_suspect = suspects[0] if suspects else None
+        for request in suspects[:1] or waiting:
             self._open(request)
 
     def _open(self, request: Request) -> None:

@@ -20,9 +20,11 @@ from outrider.protocol.messages import (
     Fault,
     Message,
     Open,
+    Outcome,
     Prepare,
     Resync,
     Span,
+    Verify,
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import MAX_BRANCHES, MAX_SERIAL
@@ -179,6 +181,16 @@ def test_remaining_drafters_continue_when_one_is_gone(
     ended = [event for event in made.told if isinstance(event, RequestEnded)]
     assert made.generated == list(TEXT[10:110]) and len(ended) == 1
     assert ended[0].timings.draft_n_accepted > 20
+
+
+def test_branch_of_another_drafter_is_served_after_the_lead_is_gone() -> None:
+    made = begun(branches=8, steps=0)
+    entries = (Branch((TEXT[10],), (8, 9)),)
+    made.rounds.handle([("draft-1", Branches("r", 0, 0, len(PROMPT), 2, entries, NONE))], 0)
+    assert made.rounds._requests["r"].draft.lead == "draft-0"
+    dies(made, "draft-0")
+    made.rounds.handle([("target-0", Outcome("r", 0, 0, len(PROMPT), 0, TEXT[10], Span(0, 1)))], 1)
+    assert [message.chain for message in made.sent_to_target if isinstance(message, Verify)] == [(8, 9)]
 
 
 def test_fastest_drafter_is_asked_for_a_chain() -> None:
