@@ -271,7 +271,7 @@ class WorkerPool:
         """Returns the workers that can be used from now on: new, restarted, or answering again."""
         arrived, self._arrived = [*self._arrived, *self._supervisor.revive()], []
         self.status_changed = self.status_changed or bool(arrived)
-        return arrived
+        return [worker for worker in arrived if worker.entered]  # some may have been dismissed at once
 
     def losses(self, now_ns: int) -> list[WorkerLoss]:
         """Returns the workers that can't be used from now on, and restarts those that are due."""

@@ -786,6 +786,7 @@ def test_dismissed_head_learns_the_reason_when_it_comes_back(harness: PoolHarnes
     assert far.hello("studio", features="head b at 1,2 of m") == welcome("studio")
     [loss] = harness.losses()
     assert "expected the same head" in loss.why and far.hear_farewell().reason == loss.why
+    assert harness.arrived == ["target-0"], "requests are not told of it"
     again = far.hello("studio", features="head b at 1,2 of m")
     assert isinstance(again, Shutdown) and loss.why in again.reason
 
