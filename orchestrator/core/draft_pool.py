@@ -177,12 +177,8 @@ def sort_by_latency(latencies: Latencies, depth: int, lead: str = "") -> list[st
     """Returns the drafters' names, the lowest latency first, unknown ones last."""
 
     def expected(name: str) -> tuple[bool, float, str]:
-        latency = latencies[name]
-        return (
-            not latency.lag_ms.is_known,
-            latency.ready_ms(depth) * (MAX_NEW_LEAD_TIME_RATIO if name == lead else 1.0),
-            name,
-        )
+        latency, factor = latencies[name], MAX_NEW_LEAD_TIME_RATIO if name == lead else 1.0
+        return not latency.lag_ms.is_known, factor * latency.ready_ms(depth), name
 
     return sorted(latencies, key=expected)
 
@@ -233,7 +229,7 @@ class DraftPool:
 
     def open(self, request: Request) -> None:
         """Sends OPEN to all: they read the committed tokens, and prepare outcomes of the round under way, if any."""
-        ranks = self._assign_ranks(request) if _chain_to_prepare(request) is not None else {}
+        ranks = self._assign_ranks(request)
         request.draft.start(ranks)
         for name in request.draft.drafters:
             self._open(request, name, ranks.get(name, NO_RANKS))
@@ -259,9 +255,8 @@ class DraftPool:
     def start_round(self, request: Request, now_ns: int) -> None:
         """Drops the branches of the round before. In SSD, sends COMMIT to the drafters: the tokens that became final,
         and the outcomes that each prepares."""
-        ranks = {}
-        if request.plan.mode == "ssd" and request.draft.drafters:
-            ranks = self._assign_ranks(request)
+        ranks = self._assign_ranks(request)
+        if ranks:
             self.expire(request, now_ns)
         request.draft.start(ranks)
         for name in ranks:
@@ -357,8 +352,11 @@ class DraftPool:
         return {name: self._latencies[name] for name in request.draft.drafters}
 
     def _assign_ranks(self, request: Request) -> dict[str, range]:
-        """Returns the ranks that each drafter prepares; the first leads. A single drafter gets all."""
+        """Returns the ranks that each drafter prepares, if there is a chain; the first leads. A single drafter gets
+        all."""
         names, branches, depth = request.draft.drafters, request.plan.branches, request.plan.depth
+        if _chain_to_prepare(request) is None:
+            return {}
         if len(names) == 1 or not names:
             self._estimates.part = 1.0
             return dict.fromkeys(names, range(branches))
@@ -419,12 +417,10 @@ def _ms_since(then_ns: int, now_ns: int) -> float:
 
 
 def _chain_to_prepare(request: Request) -> tuple[int, ...] | None:
-    """Returns the chain whose outcomes drafters prepare; None: there is none, or the round has ended."""
-    proposal, under_way = request.round.proposal, not request.round.wait
+    """Returns the chain whose outcomes drafters prepare; None: there is none, the round has ended, or the request ends
+    with it."""
+    proposal, under_way = request.round.proposal, not request.round.wait and request.max_chain_tokens > 0
     return proposal.line if request.plan.mode == "ssd" and under_way and not proposal.autonomous else None
-
-
-flatten = itertools.chain.from_iterable
 
 
 def _invalid_kind(tasks: RequestTasks, message: Branches | Drafted | Prefilled | Resync | Fault, vocab: int) -> str:
@@ -473,26 +469,19 @@ def _invalid_answer_kind(
         return "beside"
     if any(len(draft.odds) not in (0, len(draft.chain)) for draft in drafts):
         return "odds"
-    return (
-        "vocabulary"
-        if _exceeds_vocabulary(bonuses, vocab) or _exceeds_vocabulary(flatten(draft.chain for draft in drafts), vocab)
-        else ""
-    )
+    tokens = itertools.chain(bonuses, *(draft.chain for draft in drafts))
+    return "vocabulary" if _exceeds_vocabulary(tokens, vocab) else ""
 
 
 def _has_invalid_alternatives(task: DraftTask, chain: Sequence[int], others: Alternatives | None, vocab: int) -> bool:
     """Whether `others` are not valid alternatives to the tokens of `chain`."""
     if others is None:
         return False
-    count, odds = len(others.tokens), others.odds
-    if (
-        not task.alternatives
-        or not count == len(others.parents) == len(odds)
-        or _exceeds_vocabulary(others.tokens, vocab)
-    ):
+    tokens, parents, odds = others.tokens, others.parents, others.odds
+    if not task.alternatives or not len(tokens) == len(parents) == len(odds) or _exceeds_vocabulary(tokens, vocab):
         return True
-    sound = max(others.parents, default=-1) < len(chain) and all(0.0 <= share <= 1.0 for share in odds)
-    return not sound or bool(tree_fault((*chain, *others.tokens), (*chain_parents(len(chain)), *others.parents)))
+    sound = max(parents, default=-1) < len(chain) and all(0.0 <= share <= 1.0 for share in odds)
+    return not sound or bool(tree_fault((*chain, *tokens), (*chain_parents(len(chain)), *parents)))
 
 
 def _exceeds_vocabulary(tokens: Iterable[int], vocab: int) -> bool:

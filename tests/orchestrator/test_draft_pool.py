@@ -12,6 +12,7 @@ from outrider.orchestrator.events import Admit, RequestEnded
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import (
+    Abilities,
     Branch,
     Branches,
     Commit,
@@ -191,6 +192,16 @@ def test_branch_of_another_drafter_is_served_after_the_lead_is_gone() -> None:
     dies(made, "draft-0")
     made.rounds.handle([("target-0", Outcome("r", 0, 0, len(PROMPT), 0, TEXT[10], Span(0, 1)))], 1)
     assert [message.chain for message in made.sent_to_target if isinstance(message, Verify)] == [(8, 9)]
+
+
+def test_no_branches_are_requested_for_the_last_token() -> None:
+    made = cluster(branches=8)
+    made.target_abilities = Abilities(ngrams=True)
+    made.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=1), "ssd", frozenset()), 0)
+    made._work_of(made.links[1], made.workers["draft-1"], 100)  # the other one, which leads, is still busy
+    made._turn()
+    assert made.generated == [TEXT[10]]
+    assert [message.verifying for _, message in made.sent_to_drafters if isinstance(message, Open)] == [None, None]
 
 
 def test_fastest_drafter_is_asked_for_a_chain() -> None:
