@@ -332,9 +332,6 @@ class Trace:
         self._write({"pid": pid, "tid": tid, "ph": "X", "name": name, "args": args, **times})
         self._events += 1
 
-    def mark(self, track: str, name: str, at_ns: int, **args: Any) -> None:
-        self.add(track, name, Span(at_ns, at_ns), **args)
-
     def close(self) -> None:
         """Completes the file."""
         self._end()
@@ -382,12 +379,10 @@ class RoundMetrics:
         self._verified_ns = 0
 
     def on_proposed(self, request: Request, now_ns: int) -> None:
-        number, proposal, chain = request.round.number, request.round.proposal, request.round.proposal.chain
+        number, proposal = request.round.number, request.round.proposal
         request.metrics.on_proposed(number, proposal, now_ns)
         if self._trace.enabled and not proposal.draft:
-            self._trace.mark(
-                ORCHESTRATOR_TRACK, _trace_name(proposal), now_ns, round=number, chain=len(chain), tokens=chain
-            )
+            self._mark(_trace_name(proposal), now_ns, number, proposal.chain)
 
     def on_drafts(self, request: Request, sender: str, message: Branches | Drafted, now_ns: int) -> None:
         request.metrics.on_drafts(sender, message, now_ns)
@@ -412,17 +407,16 @@ class RoundMetrics:
             number, proposal, chain = ended.number, ended.proposal, ended.proposal.chain
             if outcome.drafted is not None:  # its chain has a track of its own
                 source = proposal.source if chain else ProposalSource.NONE
-                verified_ns = outcome.work.started_ns
-                self._trace.mark(
-                    ORCHESTRATOR_TRACK, source.value, verified_ns, round=number, chain=len(chain), tokens=chain
-                )
+                self._mark(source.value, outcome.work.started_ns, number, chain)
                 self._trace.add(TARGET_DRAFTER_TRACK, "chain", outcome.drafted.span, tokens=len(chain), round=number)
             accepted = Counter(origin.name.lower() for origin in proposal.origins(ended.nodes)[:-1][: len(ended.kept)])
-            verify = f"verify {len(chain) + 1}"
-            self._trace.add(
-                TARGET_TRACK, verify, outcome.work, round=number, accepted=outcome.accepted, by=dict(accepted)
-            )
+            name, args = f"verify {len(chain) + 1}", {"accepted": outcome.accepted, "by": dict(accepted)}
+            self._trace.add(TARGET_TRACK, name, outcome.work, round=number, **args)
         return report
+
+    def _mark(self, name: str, at_ns: int, number: int, chain: tuple[int, ...]) -> None:
+        """Marks in the trace when a chain was chosen."""
+        self._trace.add(ORCHESTRATOR_TRACK, name, Span(at_ns, at_ns), round=number, chain=len(chain), tokens=chain)
 
 
 def _trace_name(proposal: Proposal) -> str:

@@ -1,9 +1,6 @@
 """Decides what a request verifies next, and begins that round: the one place where AR, SD and SSD differ.
 
-`Proposer` decides by the request, the estimates and the time; it sends nothing. `Fallback` and the functions below it
-choose what to verify after a miss, and whether a hit should wait to grow, by the expected tokens minus the worth of the
-time. A millisecond of the target is worth the tokens that all requests have lately gained in one; a millisecond of a
-request's waiting is worth its own tokens. They are pure functions of the estimates: no clock, no state.
+`Proposer` decides by the request, the estimates and the time; it sends nothing.
 
 `NextRound` carries the decision out, one request at a time: it begins the round, prepares for it or waits for it, and
 sends the workers what follows. Chains are prepared at the target for likely outcomes, and n-grams for all others, so
@@ -13,8 +10,7 @@ the outcome. A wait for a drafter is bounded by its expected time and some slack
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import sub
@@ -31,13 +27,17 @@ from outrider.orchestrator.core.proposal import (
     Proposal,
     ProposalSource,
     best_tail,
+    choose_fallback,
     copy_for_tree,
     extend_by_copy,
     longest_copy,
     merge_into_tree,
     min_alternative_prob,
     propose_copy,
+    should_draft,
     should_merge_in_process,
+    should_wait_for_branch,
+    should_wait_for_token,
 )
 from outrider.orchestrator.core.request import CachedBranch, DrafterWait, Request, SettledRound
 from outrider.orchestrator.core.worker_pool import WorkerPool
@@ -59,84 +59,6 @@ MAX_OUTCOME_PUSHES = 1.25
 PLAIN_DECODING = Proposal(autonomous=True)
 Step = Proposal | DrafterWait
 """What a request does next: it verifies, or waits for drafters first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fallback:
-    """Verify a copy now (an empty one is an AR step), or request a chain of `wait_for` tokens first, or let the
-    in-process drafter draft `in_process` tokens. `value`: the expected tokens minus the worth of the time."""
-
-    wait_for: int = 0
-    value: float = 0.0
-    in_process: int = 0
-
-
-def choose_fallback(
-    estimates: Estimates, tail: CopiedTail, max_draft_tokens: int, has_drafter: bool, in_process: str = ""
-) -> Fallback:
-    """Returns the best of: an AR step, a copy, a chain on request of any length, and a chain of the drafter
-    `in_process`, if there is one."""
-    options = [Fallback(value=_copy_value(estimates, tail))]
-    lengths = range(1, max_draft_tokens + 1)
-    if in_process:
-        options += [Fallback(in_process=n, value=_in_process_value(estimates, n, in_process)) for n in lengths]
-    options += [Fallback(wait_for=n, value=_request_value(estimates, n)) for n in lengths if has_drafter]
-    return max(options, key=lambda option: option.value)
-
-
-def should_wait_for_branch(estimates: Estimates, alternative: Fallback, max_draft_tokens: int, wait_ms: float) -> bool:
-    """Whether it pays to wait `wait_ms` for branches on their way, which are assumed to hit as often as any.
-
-    Without the wait, a branch that comes just after its outcome would be lost; with a slow drafter or link those would
-    be the branches of full acceptance, in every round.
-    """
-    hit = max(
-        estimates.drafted.expected_tokens(depth)
-        - estimates.tokens_per_ms() * estimates.verify_ms(depth + 1)
-        - estimates.request_tokens_per_ms() * (depth - 1) * estimates.depth_ms()
-        for depth in range(1, max_draft_tokens + 1)
-    )
-    waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(wait_ms)
-    return estimates.hit_rate() * (hit - alternative.value) > waiting
-
-
-def should_draft(estimates: Estimates, tail: CopiedTail, max_draft_tokens: int, drafter: str = "") -> bool:
-    """Whether `max_draft_tokens` tokens by a drafter are worth more than a copy, which costs no drafting (SD)."""
-    return not tail.tokens or _request_value(estimates, max_draft_tokens, drafter) > _copy_value(estimates, tail)
-
-
-def should_wait_for_token(
-    estimates: Estimates, depth: int, max_draft_tokens: int, since_last_ms: float, odds: Sequence[float] = ()
-) -> bool:
-    """Whether a hit of `depth` tokens with these `odds` should wait for one more; the last came `since_last_ms` ago."""
-    if depth >= max_draft_tokens:
-        return False
-    waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(max(estimates.depth_ms() - since_last_ms, 0.0))
-    row = estimates.tokens_per_ms() * (estimates.verify_ms(depth + 2) - estimates.verify_ms(depth + 1))
-    reached = math.prod(odds) if odds else estimates.drafted.reach(depth - 1)
-    return reached * estimates.drafted.rate(depth) > waiting + row
-
-
-def _copy_value(estimates: Estimates, tail: CopiedTail) -> float:
-    """Returns the tokens of a step with a copy, minus the worth of its forward."""
-    return 1.0 - estimates.tokens_per_ms() * estimates.verify_ms(1) + tail.gain
-
-
-def _request_value(estimates: Estimates, length: int, drafter: str = "") -> float:
-    """Returns the tokens of a chain on request, minus the worth of its forward and of the wait."""
-    forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
-    waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(estimates.draft_ms(length, drafter))
-    return estimates.acceptance_of(drafter).expected_tokens(length) - forward - waiting
-
-
-def _in_process_value(estimates: Estimates, length: int, drafter: str) -> float:
-    """Returns the tokens of an in-process chain, minus the worth of its forward, its drafting, and the drafting of the
-    next chain: draft workers do not know this one, so they prepare no branch after it."""
-    drafting = estimates.tokens_per_ms() * estimates.in_process_ms(length, drafter)
-    forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
-    acceptance = estimates.acceptance_of(drafter)
-    next_drafting = estimates.hit_rate() * acceptance.reach(0) * drafting
-    return acceptance.expected_tokens(length) - forward - drafting - next_drafting
 
 
 def max_wait_ms(expected_ms: float) -> float:
@@ -210,11 +132,9 @@ class Proposer:
     def should_merge_in_process(self, request: Request) -> bool:
         """Whether a branch and an in-process chain are verified in one tree."""
         drafter = request.in_process_drafter
-        return (
-            bool(drafter)
-            and request.takes_trees
-            and should_merge_in_process(self.estimates, drafter, request.plan.depth)
-        )
+        if not drafter or not request.takes_trees:
+            return False
+        return should_merge_in_process(self.estimates, drafter, request.plan.depth)
 
     def should_continue(self, request: Request) -> bool:
         """Whether an autonomous target should continue by itself: the next proposal would be about the same."""
@@ -290,10 +210,10 @@ class Proposer:
     def _should_grow(self, request: Request, cached: CachedBranch, hit: Proposal, since_push_ms: float) -> bool:
         """Whether one more token of a branch, which is proposed as `hit`, is worth its wait, this long after the latest
         push. In full depth it always is. A branch that a copy continues does not wait."""
-        depth, longest = len(cached.chain), request.max_draft_tokens
-        if hit.copied or not request.draft.can_grow(cached) or depth >= longest:
+        depth = len(cached.chain)
+        if hit.copied or not request.draft.can_grow(cached) or depth >= request.max_draft_tokens:
             return False
-        return self.full_depth or should_wait_for_token(self.estimates, depth, longest, since_push_ms, cached.odds)
+        return self.full_depth or should_wait_for_token(self.estimates, depth, since_push_ms, cached.odds)
 
     def _is_reproducible(self, request: Request) -> bool:
         """Whether no estimate may decide what is verified: full depth makes residual texts reproducible."""

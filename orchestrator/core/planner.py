@@ -117,7 +117,7 @@ class Planner:
         elif request.plan.mode == "ssd" and request.round.number % POLICY.breadth_interval_rounds == 0 and is_open:
             most = self._max_branches(request.admit, self._sources_of(request).workers)
             odds, depth = request.planning.text.odds, request.plan.depth
-            formula = Forecasts(self.estimates, odds, self.estimates.active, depth, most, False)
+            formula = Forecasts(self.estimates, odds, self.estimates.active, depth, most, fixed=False)
             request.planning.plan = replace(request.plan, branches=formula.forecast(Arm("ssd", depth))[0].branches)
 
     def wants_other_plan(self, request: Request) -> bool:

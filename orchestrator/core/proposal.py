@@ -1,4 +1,4 @@
-"""Proposals: the chain or tree that a round verifies, extended by n-gram copies of the text.
+"""Proposals: the chain or tree that a round verifies, extended by n-gram copies of the text, and what one is worth.
 
 `Proposal` is the chain or tree of one round, with its source.
 
@@ -7,8 +7,13 @@ of the odds down to it. The expected tokens of a round are 1 plus the sum of the
 the M heaviest; c(M) decides how many. If nothing else pays, the tree is a chain.
 
 `extend_by_copy` and `merge_into_tree` combine a drafter's chain, its alternatives and a copy. `best_tail` decides how
-much of a copy is worth its rows: expected tokens minus the worth of the time, as in `next_round`. Copying costs
-nothing, so a copy may be longer than K. All are pure functions of the estimates; nothing is sent.
+much of a copy is worth its rows. Copying costs nothing, so a copy may be longer than K.
+
+`choose_fallback` and the functions below it choose what to verify after a miss, and whether to wait for branches, by
+the expected tokens minus the worth of the time. A millisecond of the target is worth the tokens that all requests have
+lately gained in one; a millisecond of a request's waiting is worth its own tokens.
+
+All are pure functions of the estimates: no clock, no state; nothing is sent.
 """
 
 from __future__ import annotations
@@ -407,3 +412,74 @@ def should_merge_in_process(estimates: Estimates, drafter: str, depth: int) -> b
         both = drafted.reach(position) * ahead.reach(position)
         gain += drafted.reach(position) - both - worth * estimates.row_ms() * (1.0 - both)
     return gain > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Verify a copy now (an empty one is an AR step), or request a chain of `wait_for` tokens first, or let the
+    in-process drafter draft `in_process` tokens. `value`: the expected tokens minus the worth of the time."""
+
+    wait_for: int = 0
+    value: float = 0.0
+    in_process: int = 0
+
+
+def choose_fallback(
+    estimates: Estimates, tail: CopiedTail, max_draft_tokens: int, has_drafter: bool, in_process: str = ""
+) -> Fallback:
+    """Returns the best of: an AR step, a copy, a chain on request of any length, and a chain of the drafter
+    `in_process`, if there is one."""
+    options = [Fallback(value=_copy_value(estimates, tail))]
+    lengths = range(1, max_draft_tokens + 1)
+    if in_process:
+        options += [Fallback(in_process=n, value=_in_process_value(estimates, n, in_process)) for n in lengths]
+    options += [Fallback(wait_for=n, value=_request_value(estimates, n)) for n in lengths if has_drafter]
+    return max(options, key=lambda option: option.value)
+
+
+def should_wait_for_branch(estimates: Estimates, alternative: Fallback, max_draft_tokens: int, wait_ms: float) -> bool:
+    """Whether it pays to wait `wait_ms` for branches on their way, which are assumed to hit as often as any.
+
+    Without the wait, a branch that comes just after its outcome would be lost; with a slow drafter or link those would
+    be the branches of full acceptance, in every round.
+    """
+    hit = max(
+        estimates.drafted.expected_tokens(depth)
+        - estimates.verify_cost(depth)
+        - estimates.request_tokens_per_ms() * (depth - 1) * estimates.depth_ms()
+        for depth in range(1, max_draft_tokens + 1)
+    )
+    return estimates.hit_rate() * (hit - alternative.value) > estimates.wait_cost(wait_ms)
+
+
+def should_draft(estimates: Estimates, tail: CopiedTail, max_draft_tokens: int, drafter: str = "") -> bool:
+    """Whether `max_draft_tokens` tokens by a drafter are worth more than a copy, which costs no drafting (SD)."""
+    return not tail.tokens or _request_value(estimates, max_draft_tokens, drafter) > _copy_value(estimates, tail)
+
+
+def should_wait_for_token(estimates: Estimates, depth: int, since_last_ms: float, odds: Sequence[float] = ()) -> bool:
+    """Whether a hit of `depth` tokens with these `odds` should wait for one more; the last came `since_last_ms` ago."""
+    waiting = estimates.wait_cost(max(estimates.depth_ms() - since_last_ms, 0.0))
+    row = estimates.verify_cost(depth + 1) - estimates.verify_cost(depth)
+    reached = math.prod(odds) if odds else estimates.drafted.reach(depth - 1)
+    return reached * estimates.drafted.rate(depth) > waiting + row
+
+
+def _copy_value(estimates: Estimates, tail: CopiedTail) -> float:
+    """Returns the tokens of a step with a copy, minus the worth of its forward."""
+    return 1.0 - estimates.verify_cost(0) + tail.gain
+
+
+def _request_value(estimates: Estimates, length: int, drafter: str = "") -> float:
+    """Returns the tokens of a chain on request, minus the worth of its forward and of the wait."""
+    tokens = estimates.acceptance_of(drafter).expected_tokens(length)
+    return tokens - estimates.verify_cost(length) - estimates.wait_cost(estimates.draft_ms(length, drafter))
+
+
+def _in_process_value(estimates: Estimates, length: int, drafter: str) -> float:
+    """Returns the tokens of an in-process chain, minus the worth of its forward, its drafting, and the drafting of the
+    next chain: draft workers do not know this one, so they prepare no branch after it."""
+    drafting = estimates.tokens_per_ms() * estimates.in_process_ms(length, drafter)
+    acceptance = estimates.acceptance_of(drafter)
+    next_drafting = estimates.hit_rate() * acceptance.reach(0) * drafting
+    return acceptance.expected_tokens(length) - estimates.verify_cost(length) - drafting - next_drafting

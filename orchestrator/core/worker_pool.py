@@ -118,10 +118,8 @@ class WorkerPool:
         """Starts the worker processes, which report their progress while they load."""
         self._supervisor.start()
         if self._settings.await_target:
-            self.stage, self.status_changed = (
-                f"waiting for a target: outrider worker target --connect {self.endpoint}",
-                True,
-            )
+            self.stage = f"waiting for a target: outrider worker target --connect {self.endpoint}"
+            self.status_changed = True
 
     def record_invalid(self, name: str, kind: str) -> None:
         """Counts an invalid message; a drafter that sends too many is dismissed."""

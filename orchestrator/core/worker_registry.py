@@ -125,11 +125,9 @@ class Heartbeat:
 
     def max_stalled(self, ping_interval_s: float) -> float:
         """Returns the number of pings that it may answer without progress."""
-        return (
-            max(MAX_STALL_RATIO * self.expected_s / ping_interval_s, LOST_AFTER_PINGS)
-            if self.expected_s
-            else UNKNOWN_STALL_RATIO * LOST_AFTER_PINGS
-        )
+        if not self.expected_s:
+            return UNKNOWN_STALL_RATIO * LOST_AFTER_PINGS
+        return max(MAX_STALL_RATIO * self.expected_s / ping_interval_s, LOST_AFTER_PINGS)
 
     def is_frozen(self, ping_interval_s: float) -> bool:
         """Whether it must not be waited for; it may come back."""

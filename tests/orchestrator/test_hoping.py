@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outrider.orchestrator.core.metrics import Trace
-from outrider.orchestrator.core.next_round import choose_fallback, max_wait_ms, should_wait_for_branch
+from outrider.orchestrator.core.next_round import max_wait_ms
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.proposal import CopiedTail
+from outrider.orchestrator.core.proposal import CopiedTail, choose_fallback, should_wait_for_branch
 from outrider.orchestrator.core.request import DrafterState, DraftState, SpeculationCache
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, RequestEnded, ToFront

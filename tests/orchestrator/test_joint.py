@@ -6,11 +6,10 @@ from functools import partial
 
 import pytest
 
-from outrider.orchestrator.core.next_round import choose_fallback
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Costs, Odds, joint_rate, ssd_rate
 from outrider.orchestrator.core.policy.policy import Policy
-from outrider.orchestrator.core.proposal import CopiedTail, should_merge_in_process
+from outrider.orchestrator.core.proposal import CopiedTail, choose_fallback, should_merge_in_process
 from outrider.protocol.messages import InProcessDrafter
 
 VERIFY_MS, DEPTH, HEAD = 20.0, 4, "mtp"

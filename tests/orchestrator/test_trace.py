@@ -9,6 +9,7 @@ import pytest
 
 from outrider.orchestrator.core import metrics
 from outrider.orchestrator.core.metrics import Trace
+from outrider.protocol.messages import Span
 
 
 def test_trace_drops_events_past_its_limit_and_warns_once(
@@ -17,7 +18,7 @@ def test_trace_drops_events_past_its_limit_and_warns_once(
     monkeypatch.setattr(metrics, "MAX_TRACE_EVENTS", 5)
     written = Trace(tmp_path / "trace.json")
     for number in range(20):
-        written.mark("target", f"verify {number}", number)
+        written.add("target", f"verify {number}", Span(number, number))
     written.close()
     told = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [event["name"] for event in told if event["ph"] == "X"] == [f"verify {number}" for number in range(5)]
@@ -28,7 +29,7 @@ def test_trace_is_written_while_the_server_runs(tmp_path: Path) -> None:
     path, events = tmp_path / "trace.json", 20_000
     written = Trace(path)
     for number in range(events):
-        written.mark("target", f"verify {number}", number)
+        written.add("target", f"verify {number}", Span(number, number))
     assert path.stat().st_size > 50 * events  # the end has little left to write
     written.close()
     assert len(json.loads(path.read_text())["traceEvents"]) == events + 2  # the names of a process and its track

@@ -16,12 +16,6 @@ from functools import cache
 from typing import cast
 
 from outrider.drafters.fan_out import best_first
-from outrider.orchestrator.core.next_round import (
-    choose_fallback,
-    should_draft,
-    should_wait_for_branch,
-    should_wait_for_token,
-)
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, TextProfile, classify_text
 from outrider.orchestrator.core.policy.forecasts import Arm
@@ -31,10 +25,14 @@ from outrider.orchestrator.core.proposal import (
     Proposal,
     ProposalSource,
     best_tail,
+    choose_fallback,
     extend_by_copy,
     longest_copy,
     merge_into_tree,
     propose_copy,
+    should_draft,
+    should_wait_for_branch,
+    should_wait_for_token,
 )
 from outrider.orchestrator.events import Admit
 from outrider.protocol.heads import NGRAM
@@ -325,7 +323,7 @@ class Server:
         e.observe_lookup(lookup is Lookup.HIT, text.covered)
         if lookup is Lookup.HIT and deep > 0:
             wait_ms = 0.0
-            while should_wait_for_token(e, deep, depth, since):
+            while deep < depth and should_wait_for_token(e, deep, since):
                 wait_ms, since, deep = wait_ms + max(step_ms - since, 0.0), 0.0, deep + 1
             return self._branch(text, deep, Lookup.GROWN if wait_ms else Lookup.HIT, wait_ms)
         if missing:

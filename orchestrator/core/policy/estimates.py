@@ -423,6 +423,11 @@ class Estimates:
         """Returns the recent rate of all requests; the cost of a millisecond of the target."""
         return self.active * self.request_tokens_per_ms()
 
-    def wait_ms(self, milliseconds: float) -> float:
-        """Returns the cost of a wait: with several requests at least a forward, which begins without this request."""
-        return milliseconds if self.active == 1 else max(milliseconds, self.verify_ms(1))
+    def wait_cost(self, milliseconds: float) -> float:
+        """Returns what a request's wait costs, in its tokens; with others at least a forward, which they begin."""
+        least_ms = self.verify_ms(1) if self.active > 1 else 0.0
+        return self.request_tokens_per_ms() * max(milliseconds, least_ms)
+
+    def verify_cost(self, drafted: int) -> float:
+        """Returns what the verify of this many draft tokens costs, in tokens of all requests."""
+        return self.tokens_per_ms() * self.verify_ms(drafted + 1)

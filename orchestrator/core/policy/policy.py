@@ -74,11 +74,8 @@ class ArmRecord:
 
     def cap_stall(self, milliseconds: float) -> float:
         """Returns the time that counts for a round of `milliseconds` (`max_stall_factor`)."""
-        return (
-            min(milliseconds, POLICY.max_stall_factor * self.milliseconds / self.rounds)
-            if self.rounds
-            else milliseconds
-        )
+        most = POLICY.max_stall_factor * self.milliseconds / self.rounds if self.rounds else math.inf
+        return min(milliseconds, most)
 
     def add(self, tokens: float, milliseconds: float, episode: float, each: bool) -> None:
         """Adds a round. Older rounds fade with every episode since the last one if `each`, otherwise once at most."""
@@ -240,7 +237,7 @@ class Policy:
         before, self._trial, self._is_baseline = self._trial, None, False
         if is_new_load and self._load_fell:
             return self._choose_expected(rates, guesses, forecasts)
-        if not rates and self._active > 1 and Arm("ar") in guesses:
+        if not rates and self._active > 1:
             self._is_baseline = True
             return self._adopt(Arm("ar"), forecasts, "baseline for the other arms")
         best = max(rates, key=rates.__getitem__)

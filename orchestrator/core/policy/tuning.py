@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,7 @@ from msgspec import Meta
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import SECOND_NS
-from outrider.protocol.digest import cache_folder, replace_file
+from outrider.protocol.digest import cache_folder, file_hash, replace_file
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE
 
@@ -100,7 +101,7 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class TuningFile:
-    """The content of a file; `after` is the `digest` of the file that its records began from."""
+    """The content of a file; `after` is the digest of the file that its records began from."""
 
     format: int
     after: str = ""
@@ -174,14 +175,6 @@ def load(path: Path, after: str | None = None) -> tuple[Tuning, ...]:
     return file.tunings if file.format == FORMAT_VERSION and after in (None, file.after) else ()
 
 
-def digest(path: Path) -> str:
-    """Returns the hash of a file's content; empty if it can't be read."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return ""
-
-
 class PolicyStore:
     """The file of what `auto` learned; `path` None: nothing is kept."""
 
@@ -197,7 +190,8 @@ class PolicyStore:
 
         The file names that tuning by its digest, since clocks do not show which file is newer.
         """
-        self._tuning_digest = digest(tuned)
+        with suppress(OSError):  # there is none
+            self._tuning_digest = file_hash(tuned)
         return () if self._path is None else load(self._path, self._tuning_digest)
 
     def is_due(self, now_ns: int) -> bool:
