@@ -42,7 +42,8 @@ COMPILE_STACK_BYTES = 2**28  # the library recurses along chains of rules, and a
 _STACK_SIZE_LOCK = threading.Lock()  # the size for new threads is the whole process's
 # The library makes a state for each remainder: 9,973 take 0.1 s, and a million 20 s or more, in every process.
 MAX_REMAINDERS = 20_000
-_MULTIPLE = re.compile(r"multipleOf\W{1,8}([\d.]{1,40})")
+_MULTIPLE = re.compile(r"multipleOf(?:\W|(?<=\\)[nrt])*([\d.]{1,400})")
+_ESCAPED_ASCII = re.compile(r"\\+u00([0-7][0-9A-Fa-f])")  # several backslashes in a schema in a grammar in a JSON text
 # ASCII, as in the patterns of a JSON schema and in vLLM. The library's own classes have the digits of all scripts.
 _CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 
@@ -97,7 +98,8 @@ class GrammarCompiler:
 
 def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     """Compiles a grammar, on a thread with a large stack. Raises InvalidRequest if it can't be compiled."""
-    multiples = [int(digits.replace(".", "") or 0) for digits in _MULTIPLE.findall(grammar.text)]
+    text = _ESCAPED_ASCII.sub(lambda found: chr(int(found[1], 16)), grammar.text)
+    multiples = [int(digits.replace(".", "") or 0) for digits in _MULTIPLE.findall(text)]
     if math.lcm(*(number // math.gcd(number, 10**64) for number in multiples if number)) > MAX_REMAINDERS:
         raise InvalidRequest(f"the {grammar.name} can't be used: its multipleOf is too large; leave it out")
     try:

@@ -159,6 +159,10 @@ def test_a_grammar_is_compiled_once() -> None:
     assert len(kept) == compiler.MAX_CACHED_GRAMMARS and (CHOICE, (END,)) in kept
 
 
+# A schema in a grammar in a JSON text, where each may escape characters of the one inside.
+AS_TEXT = r'{"grammars": [{"lark_grammar": "start: %json {\"m\\u0075ltipleO\u0066\": \n2001\u0031}"}]}'
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
@@ -178,6 +182,9 @@ def test_a_grammar_is_compiled_once() -> None:
         ("grammar", 'start: some "b"\nsome[stop="b"]: /a*/', "not supported with max_tokens="),
         ("grammar", 'root ::= "a" root', "Too many items"),
         ("json_schema", '{"type": "integer", "multipleOf": 99999989}', "multipleOf is too large"),
+        ("json_schema", '{"type": "integer", "multipleOf":            20011}', "multipleOf is too large"),
+        ("json_schema", '{"type": "integer", "multiple\\u004ff": 20011}', "multipleOf is too large"),
+        ("llguidance", AS_TEXT, "multipleOf is too large"),
         ("json_schema", '{"allOf": [{"multipleOf": 997}, {"multipleOf": 9.91}]}', "multipleOf is too large"),
         ("llguidance", '{"grammars": []}', "empty"),
     ],
