@@ -77,6 +77,13 @@ class GgufFile:
     def whole(self, key: str, default: int | None = None) -> int:
         return int(self._get(key, default, int, "a whole number"))
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """Returns a whole number above 0."""
+        size = self.whole(key, default)
+        if size < 1:
+            raise ModelError(f"{self.path}: {key} is {size}; expected a whole number above 0")
+        return size
+
     def number(self, key: str, default: float | None = None) -> float:
         """Returns a number; a float32 as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
         return float(self._get(key, default, (int, float), "a number"))
@@ -153,16 +160,13 @@ class _HeaderReader:
         for _ in range(keys):
             key = self._read_string()
             metadata[key] = self._read_value(self._read_number(4), key)
-        places = dict(self._read_tensor_info() for _ in range(tensors))
-        alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
-            described = _describe(alignment)
-            raise ModelError(f"{self._path}: general.alignment is {described}; expected a whole number above 0")
+        header = GgufFile(self._path, metadata, dict(self._read_tensor_info() for _ in range(tensors)))
+        alignment = header.size("general.alignment", 32)
         start = -(-self._file.tell() // alignment) * alignment
-        placed = {name: replace(place, offset=start + place.offset) for name, place in places.items()}
+        placed = {name: replace(place, offset=start + place.offset) for name, place in header.tensors.items()}
         if any(place.offset + place.size > self._size for place in placed.values()):
             raise truncated_error(self._path)
-        return GgufFile(self._path, metadata, placed)
+        return replace(header, tensors=placed)
 
     def _read_tensor_info(self) -> tuple[str, TensorInfo]:
         """Reads a tensor's name and position; its offset is relative to the end of the header."""

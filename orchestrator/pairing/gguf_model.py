@@ -131,8 +131,8 @@ def _find_architecture(file: GgufFile) -> GgufArchitecture:
 
 def _map_names(file: GgufFile, known: GgufArchitecture) -> dict[str, str]:
     """Returns the new name of each tensor that is a weight of the model."""
-    blocks = file.whole(f"{file.architecture}.block_count")
-    if not 0 < blocks <= len(file.tensors):
+    blocks = file.size(f"{file.architecture}.block_count")
+    if blocks > len(file.tensors):
         raise ModelError(f"{file.path} has {blocks} blocks and {len(file.tensors)} tensors; download it again")
     names = {f"{old}.weight": f"{new}.weight" for old, new in _OUTSIDE_BLOCKS.items()}
     optional = {"output.weight"}
@@ -192,17 +192,14 @@ def _unpermute_rows(file: GgufFile, name: str, rows: NDArray[Any], heads: int) -
 
 
 def _head_counts(file: GgufFile) -> tuple[int, int]:
-    heads = file.whole(f"{file.architecture}.attention.head_count")
-    kv_heads = file.whole(f"{file.architecture}.attention.head_count_kv", heads)
-    if heads < 1 or kv_heads < 1:
-        raise ModelError(f"{file.path} has {heads} heads and {kv_heads} for keys and values; expected 1 or more")
-    return heads, kv_heads
+    heads = file.size(f"{file.architecture}.attention.head_count")
+    return heads, file.size(f"{file.architecture}.attention.head_count_kv", heads)
 
 
 def _model_config(file: GgufFile, known: GgufArchitecture, dtype: str) -> dict[str, Any]:
     name = file.architecture
     heads, kv_heads = _head_counts(file)
-    hidden = file.whole(f"{name}.embedding_length")
+    hidden = file.size(f"{name}.embedding_length")
     vocabulary, *width = file.tensors["token_embd.weight"].shape
     if width != [hidden]:
         sizes = " x ".join(map(str, width)) or "no"
@@ -213,14 +210,14 @@ def _model_config(file: GgufFile, known: GgufArchitecture, dtype: str) -> dict[s
         "architectures": [known.class_name],
         "model_type": known.model_type,
         "hidden_size": hidden,
-        "intermediate_size": file.whole(f"{name}.feed_forward_length"),
-        "num_hidden_layers": file.whole(f"{name}.block_count"),
+        "intermediate_size": file.size(f"{name}.feed_forward_length"),
+        "num_hidden_layers": file.size(f"{name}.block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": file.whole(f"{name}.attention.key_length", hidden // heads),
+        "head_dim": file.size(f"{name}.attention.key_length", hidden // heads),
         "rms_norm_eps": file.number(f"{name}.attention.layer_norm_rms_epsilon"),
         "rope_theta": file.number(f"{name}.rope.freq_base", 10_000.0),
-        "max_position_embeddings": file.whole(f"{name}.context_length"),
+        "max_position_embeddings": file.size(f"{name}.context_length"),
         "vocab_size": vocabulary,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "hidden_act": "silu",
@@ -243,13 +240,13 @@ def _architecture_config(file: GgufFile, config: Mapping[str, Any]) -> dict[str,
         by_heads = config["hidden_size"] // config["num_attention_heads"]  # only for the 27B, which has 62 blocks
         return {
             "rope_local_base_freq": file.number("gemma3.rope.freq_base_swa", 10_000.0),
-            "sliding_window": file.whole("gemma3.attention.sliding_window"),
+            "sliding_window": file.size("gemma3.attention.sliding_window"),
             "sliding_window_pattern": 6,
             "query_pre_attn_scalar": by_heads if config["num_hidden_layers"] == 62 else head,
         }
     if name == "phi3":
-        rotated = file.whole("phi3.rope.dimension_count", head)
-        original = file.whole("phi3.rope.scaling.original_context_length", config["max_position_embeddings"])
+        rotated = file.size("phi3.rope.dimension_count", head)
+        original = file.size("phi3.rope.scaling.original_context_length", config["max_position_embeddings"])
         return {"partial_rotary_factor": rotated / head, "original_max_position_embeddings": original}
     return {}
 
@@ -262,7 +259,7 @@ def _rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] |
             f"{length}_factor": [float(str(factor)) for factor in _read_floats(file, f"rope_factors_{length}.weight")]
             for length in ("long", "short")
         }
-        original = file.whole(f"{file.architecture}.rope.scaling.original_context_length")
+        original = file.size(f"{file.architecture}.rope.scaling.original_context_length")
         return {"type": "longrope", "rope_type": "longrope", "original_max_position_embeddings": original, **parts}
     kind = file.text(f"{file.architecture}.rope.scaling.type", "none")
     if kind == "none" or (kind == "linear" and file.number(f"{file.architecture}.rope.scaling.factor", 1.0) == 1.0):
@@ -273,7 +270,7 @@ def _rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] |
         "factor": file.number(f"{file.architecture}.rope.scaling.factor"),
     }
     if kind == "yarn":
-        original = file.whole(f"{file.architecture}.rope.scaling.original_context_length")
+        original = file.size(f"{file.architecture}.rope.scaling.original_context_length")
         return scaling | {"original_max_position_embeddings": original}
     if kind == "linear":
         return scaling

@@ -65,12 +65,12 @@ def write_tokenizer(file: GgufFile, folder: Path, vocabulary: int) -> dict[str, 
     types = file.numbers("tokenizer.ggml.token_type")
     if types is not None and len(types) != len(tokens):
         raise ModelError(f"{file.path} has {len(tokens)} tokens, but {len(types)} token types; download it again")
-    typed = [1] * len(tokens) if types is None else [int(kind) for kind in types]
+    typed = [1] * len(tokens) if types is None else types.tolist()
     tokenizer = _byte_level_tokenizer(file, tokens) if kind == "gpt2" else _sentencepiece_tokenizer(file, tokens, typed)
     tokenizer.add_special_tokens(_added_tokens(tokenizer, tokens, typed, _CONTROL))
     tokenizer.add_tokens(_added_tokens(tokenizer, tokens, typed, _USER_DEFINED))
     special = _special_ids(file, tokens)
-    _set_post_processor(file, tokenizer, special, kind)
+    tokenizer.post_processor = _post_processor(file, tokens, special, kind)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = json.dumps(_tokenizer_config(file, tokens, special), indent=1, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
@@ -177,20 +177,20 @@ def _config_ids(tokens: Sequence[str], types: Sequence[int], special: dict[str, 
     return ids | ({"bos_token_id": special["bos_token"]} if "bos_token" in special else {})
 
 
-def _set_post_processor(file: GgufFile, tokenizer: Tokenizer, special: dict[str, int], kind: str) -> None:
-    """Sets the special tokens around a text that is not a conversation."""
+def _post_processor(
+    file: GgufFile, tokens: Sequence[str], special: dict[str, int], kind: str
+) -> processors.TemplateProcessing:
+    """Returns what puts special tokens around a text that is not a conversation."""
     begins = kind == "llama" or file.text("tokenizer.ggml.pre", "") in _BOS_BY_DEFAULT
     around = {
         "bos_token": file.flag("tokenizer.ggml.add_bos_token", begins),
         "eos_token": file.flag("tokenizer.ggml.add_eos_token", False),
     }
-    names = {
-        role: tokenizer.id_to_token(special[role]) for role, wanted in around.items() if wanted and role in special
-    }
-    if names:
-        single = [name for name in (names.get("bos_token"), "$A", names.get("eos_token")) if name is not None]
-        pairs = [(name, special[role]) for role, name in names.items()]
-        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=pairs)
+    roles = [role for role, wanted in around.items() if wanted and role in special]
+    return processors.TemplateProcessing(
+        single=[piece for piece in ("bos_token", "$A", "eos_token") if piece in ("$A", *roles)],
+        special_tokens=[{"id": role, "ids": [special[role]], "tokens": [tokens[special[role]]]} for role in roles],
+    )
 
 
 def _tokenizer_config(file: GgufFile, tokens: Sequence[str], special: dict[str, int]) -> dict[str, Any]:

