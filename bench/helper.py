@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Self
 
 from outrider.orchestrator.machine import system
@@ -52,14 +53,11 @@ class HelperProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
         try:
-            self._process.wait(EXIT_TIMEOUT_SECONDS)
+            self._process.communicate(timeout=EXIT_TIMEOUT_SECONDS)  # closes its stdin
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._process.communicate()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Sends a request, and returns the answer.
@@ -67,9 +65,9 @@ class HelperProcess:
         Raises:
             WorkerError: the process ended instead of answering.
         """
-        if self._process.stdin is not None and self._process.poll() is None:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):  # it ended
+                print(json.dumps(request), file=self._process.stdin, flush=True)
         return self._read_answer()
 
     def _read_answer(self) -> dict[str, Any]:

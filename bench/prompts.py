@@ -34,4 +34,8 @@ def load_prompts(folder: Path = SUITE_FOLDER, kinds: Sequence[str] | None = None
         texts = {kind: paths[kind].read_text(encoding="utf-8").removesuffix("\n") for kind in kinds or ordered}
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the prompts in {folder} can't be read: {error}") from error
-    return {kind: [entry for entry in text.split("\n%\n") if entry.strip()] for kind, text in texts.items()}
+    prompts = {kind: [entry for entry in text.split("\n%\n") if entry.strip("%\n ")] for kind, text in texts.items()}
+    for kind, entries in prompts.items():
+        if not entries:
+            raise InvalidRequest(f"{paths[kind]} has no prompts; expected texts, separated by lines with one %")
+    return prompts

@@ -43,6 +43,12 @@ def test_helper_that_fails_to_start_is_a_worker_error(monkeypatch: pytest.Monkey
         pytest.fail("it has started")
 
 
+def test_helper_that_reads_no_request_is_a_worker_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import os, time; os.close(0); print('{}', flush=True); time.sleep(1)"
+    with pytest.raises(WorkerError, match="ended; see its message"), run_helper(monkeypatch, program) as helper:
+        helper.ask({})
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux pins threads to cores")
 def test_pinning_moves_all_threads_of_a_running_process() -> None:
     work = "import threading, sys; e = threading.Event(); threading.Thread(target=e.wait, daemon=True).start();"

@@ -45,6 +45,12 @@ def test_an_unknown_class_is_refused() -> None:
         load_prompts(TINY_FOLDER, ["poems"])
 
 
+def test_a_class_without_prompts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "chat.txt").write_text("%\n\n")
+    with pytest.raises(InvalidRequest, match=r"chat\.txt has no prompts"):
+        load_prompts(tmp_path)
+
+
 @pytest.mark.parametrize("kind", SUITE_CLASSES)
 def test_each_suite_class_has_twenty_distinct_prompts(kind: str) -> None:
     prompts = load_prompts()[kind]
