@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from outrider.grammar.constraint import Constraint, GrammarConstraint, MinTokensConstraint
+from outrider.grammar.constraint import Constraint, GrammarConstraint, MinTokensConstraint, error_text
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import Grammar, SamplingParams
 
@@ -113,7 +113,7 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     except Exception as error:  # the GBNF converter raises plain Exception
         raise InvalidRequest(f"the {grammar.name} can't be used: {error}") from None
     if matcher.is_error():
-        raise InvalidRequest(f"the {grammar.name} can't be used: {matcher.get_error().strip()}")
+        raise InvalidRequest(f"the {grammar.name} can't be used: {error_text(matcher)}")
     return matcher
 
 
@@ -202,7 +202,7 @@ def _rollback_error(matcher: LLMatcher) -> str:
     copy.try_consume_tokens([(allowed & -allowed).bit_length() - 1])
     if not copy.is_error():
         copy.rollback(1)
-    return str(copy.get_error()).strip()
+    return error_text(copy)
 
 
 class _ByteTokenizer:

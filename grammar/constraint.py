@@ -58,7 +58,7 @@ class GrammarConstraint:
             if self._advance_to(wanted):
                 self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             if self._matcher.is_error() or len(self._consumed) < len(wanted):
-                self._faults[tuple(wanted)] = self._matcher.get_error().strip() or "a token is not allowed"
+                self._faults[tuple(wanted)] = error_text(self._matcher) or "a token is not allowed"
                 row[:] = 0xFFFFFFFF
         while len(self._faults) > MAX_FAULTS:
             del self._faults[next(iter(self._faults))]
@@ -87,6 +87,12 @@ class GrammarConstraint:
         took = self._matcher.try_consume_tokens(wanted[kept:])
         self._consumed += wanted[kept : kept + took]
         return len(self._consumed) == len(wanted)
+
+
+def error_text(matcher: LLMatcher) -> str:
+    """Returns the reason of the library's error; empty without one."""
+    text = str(matcher.get_error()).removesuffix("<non-verbose/>").strip()
+    return "it allows no text" if text == "NoExtensionBias" else text
 
 
 class MinTokensConstraint:
