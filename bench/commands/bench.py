@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs, to_builtins
+from msgspec import structs
 
 from outrider.bench.commands import files
 from outrider.bench.commands.files import parse_modes, parse_numbers
@@ -39,7 +39,7 @@ from outrider.bench.comparison.runners import (
     main_table_runs,
     second_table_runs,
 )
-from outrider.bench.comparison.runs import SEED_STRIDE, BatchRunner, Run, mode_batch_runner, run_interleaved
+from outrider.bench.comparison.runs import SEED_STRIDE, BatchRunner, Reply, Run, mode_batch_runner, run_interleaved
 from outrider.bench.prompts import TINY_CLASSES
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import ensure_writable
@@ -157,12 +157,7 @@ def run(options: argparse.Namespace) -> int:
     title = f"outrider bench: K chosen per family, B = {settings.breadth}"
     if plan.suite:
         title = f"outrider bench --suite: {options.max_tokens} tokens, B = {settings.breadth}"
-    results = {
-        "sections": [asdict(found) for found in sections],
-        "ratios": {at: [asdict(ratio) for ratio in found] for at, found in ratios.items()},
-        "footprint": asdict(used) if used else None,
-        "runs": raw,
-    }
+    results = {"sections": sections, "ratios": ratios, "footprint": used, "runs": raw}
     name = "suite" if plan.suite else "bench"
     files.write_results(out, name, title, settings, results, lambda: report.draw(sections, title))
     return 0
@@ -242,7 +237,7 @@ def _run_to_dict(kind: str, run: Run) -> dict[str, Any]:
         "class": kind,
         "tokens": run.timed.tokens,
         "seconds": run.timed.seconds,
-        "timings": to_builtins(structs.asdict(run.timings)) if run.timings else None,
+        "timings": structs.asdict(run.timings) if run.timings else None,
     }
 
 
@@ -287,21 +282,17 @@ def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Se
             found = run_interleaved(runners, rounds, sampling, show, seeds=SEED_STRIDE)
             sections.append(report.make_concurrent_section(width, sampling.temp, found))
             raw[f"{width} at once T={sampling.temp:g}"] = {
-                name: _rounds_to_dicts(rounds) for name, rounds in found.items()
+                name: [list(map(_reply_to_dict, replies)) for replies in rounds] for name, rounds in found.items()
             }
             screen.clear()
             print(report.format_concurrent_section(sections[-1]) + "\n", flush=True)
     title = f"outrider bench: concurrent requests, {options.max_tokens} tokens each"
-    results = {"sections": [asdict(found) for found in sections], "rounds": raw}
+    results = {"sections": sections, "rounds": raw}
     files.write_results(out, "concurrency", title, settings, results, lambda: report.draw_concurrent(sections, title))
     for note in peers.left_out:
         print(note)
     return 0
 
 
-def _rounds_to_dicts(rounds: report.Rounds) -> list[list[dict[str, Any]]]:
-    """Returns rounds as JSON values; times are in seconds on the clock of `Reply.sent`."""
-    return [
-        [{"sent": reply.sent, "arrivals": [list(asdict(a).values()) for a in reply.arrivals]} for reply in replies]
-        for replies in rounds
-    ]
+def _reply_to_dict(reply: Reply) -> dict[str, Any]:
+    return {"sent": reply.sent, "arrivals": [(arrival.at, arrival.tokens) for arrival in reply.arrivals]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from outrider.bench import picture
 from outrider.bench.prompts import SUITE_FOLDER, TINY_FOLDER, load_prompts
@@ -44,7 +45,8 @@ def write_results(
     """
     paths = [out / f"{name}.json"]
     try:
-        paths[0].write_text(json.dumps({"machine": describe_machine(settings), **results}, indent=1))
+        machine = describe_machine(settings)
+        paths[0].write_bytes(msgspec.json.format(msgspec.json.encode({"machine": machine, **results}), indent=1))
     except OSError as error:
         raise InvalidRequest(f"the results can't be written to {out}: {error.strerror}") from error
     if picture.write(out / f"{name}.png", draw):

@@ -68,16 +68,9 @@ def measure_footprint(
         begun = time.perf_counter()
         with LocalCluster(**given) as cluster:
             ready = time.perf_counter() - begun
+            answer = mode_batch_runner(cluster.client(), OUTRIDER_MODE, 1)
             short = _cut_prompts(words, 2, SHORT_PROMPT_TOKENS)
-            starts.append(
-                (
-                    ready,
-                    *(
-                        mode_batch_runner(cluster.client(), OUTRIDER_MODE, 1)([p], TWO_TOKENS)[0].first_ms
-                        for p in short
-                    ),
-                )
-            )
+            starts.append((ready, *(answer([prompt], TWO_TOKENS)[0].first_ms for prompt in short)))
     start_s, first, second = map(statistics.median, zip(*starts, strict=True))
 
     tell(f"memory of {MEMORY_REQUESTS} concurrent requests")

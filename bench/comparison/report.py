@@ -278,19 +278,19 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class ConcurrentRow:
-    """One runner at one concurrency: tokens per second of all requests, their ratio to the peer's, and the time to
+    """One runner at one concurrency: tokens per second of all requests, their ratio to the baseline's, and the time to
     first token and per token as clients see it."""
 
     name: str
     rate: Interval
-    against_peer: Interval | None
+    against: Interval | None
     first_ms: Percentiles
     token_ms: Percentiles
 
 
 @dataclass(frozen=True, slots=True)
 class ConcurrentSection:
-    """One concurrency, compared with `peer`: llama.cpp, or mlx-lm without llama.cpp.
+    """One concurrency, compared with `baseline`: llama.cpp if it ran, else mlx-lm, else the first mode.
 
     `auto_over_best`: auto over `best`, the best of ar, sd and ssd, if all of them ran.
     """
@@ -299,7 +299,7 @@ class ConcurrentSection:
     temp: float
     rounds: int
     rows: tuple[ConcurrentRow, ...]
-    peer: str
+    baseline: str
     best: str | None
     auto_over_best: Interval | None
 
@@ -310,12 +310,12 @@ class ConcurrentSection:
 def make_concurrent_section(width: int, temp: float, found: Mapping[str, Rounds]) -> ConcurrentSection:
     """Summarizes runs, in the given order."""
     times = {name: [time_replies(replies) for replies in rounds] for name, rounds in found.items()}
-    peer = LLAMA_CPP if LLAMA_CPP in times else MLX_LM
+    baseline = next(name for name in (LLAMA_CPP, MLX_LM, *times) if name in times)
     rows = tuple(
         ConcurrentRow(
             name,
             bootstrap(times[name], total_rate),
-            ratio(times[name], times[peer]) if peer in times and name != peer else None,
+            ratio(times[name], times[baseline]) if name != baseline else None,
             _estimate_percentiles([[[reply.first_ms] for reply in replies] for replies in rounds]),
             _estimate_percentiles([[reply.token_ms for reply in replies] for replies in rounds]),
         )
@@ -324,7 +324,7 @@ def make_concurrent_section(width: int, temp: float, found: Mapping[str, Rounds]
     modes = [name for name in FIXED_MODES if name in times]
     best = max(modes, key=lambda name: total_rate(times[name])) if modes and "auto" in times else None
     auto = ratio(times["auto"], times[best]) if best is not None else None
-    return ConcurrentSection(width, temp, len(next(iter(times.values()))), rows, peer, best, auto)
+    return ConcurrentSection(width, temp, len(next(iter(times.values()))), rows, baseline, best, auto)
 
 
 def _estimate_percentiles(rounds: Sequence[Sequence[Sequence[float]]]) -> Percentiles:
@@ -338,10 +338,10 @@ def _estimate_percentiles(rounds: Sequence[Sequence[Sequence[float]]]) -> Percen
 
 def format_concurrent_section(found: ConcurrentSection) -> str:
     """Returns a Markdown table with a title line."""
-    titles = ["", "total tok/s [95 %]", f"relative to {found.peer}"]
+    titles = ["", "total tok/s [95 %]", f"relative to {found.baseline} [95 %]"]
     titles += ["first token, ms p50 / p99", "per token, ms p50 / p99"]
     rows = [
-        (row.name, f"{row.rate:.0f}", str(row.against_peer or ""), f"{row.first_ms}", f"{row.token_ms:.1f}")
+        (row.name, f"{row.rate:.0f}", str(row.against or ""), f"{row.first_ms}", f"{row.token_ms:.1f}")
         for row in found.rows
     ]
     head = f"{found.width} concurrent requests, T = {found.temp:g}, {found.rounds} rounds"

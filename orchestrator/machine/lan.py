@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -112,7 +113,7 @@ def _discover(interfaces: Sequence[str] | None) -> list[DiscoveredServer]:
     try:
         browser = ServiceBrowser(zeroconf, SERVICE, handlers=[changed])
         if answered.wait(SEARCH_SECONDS):
-            threading.Event().wait(1.0)  # for other servers that answer the same query
+            time.sleep(1.0)  # for other servers that answer the same query
         browser.cancel()
         infos = [zeroconf.get_service_info(SERVICE, name, ANSWER_TIMEOUT_MS) for name in sorted(names)]
     finally:

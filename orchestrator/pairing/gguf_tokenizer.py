@@ -67,8 +67,12 @@ def write_tokenizer(file: GgufFile, folder: Path, vocabulary: int) -> dict[str, 
         raise ModelError(f"{file.path} has {len(tokens)} tokens, but {len(types)} token types; download it again")
     typed = [1] * len(tokens) if types is None else types.tolist()
     tokenizer = _byte_level_tokenizer(file, tokens) if kind == "gpt2" else _sentencepiece_tokenizer(file, tokens, typed)
-    tokenizer.add_special_tokens(_added_tokens(tokenizer, tokens, typed, _CONTROL))
-    tokenizer.add_tokens(_added_tokens(tokenizer, tokens, typed, _USER_DEFINED))
+    added = [
+        AddedToken(token, special=of == _CONTROL, normalized=False)
+        for token, of in zip(tokens, typed, strict=True)
+        if of in (_CONTROL, _USER_DEFINED) and tokenizer.token_to_id(token) is not None
+    ]
+    tokenizer.add_tokens(added)  # without Gemma's runs of spaces, which merges make of their own tokens
     special = _special_ids(file, tokens)
     tokenizer.post_processor = _post_processor(file, tokens, special, kind)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -87,16 +91,13 @@ def _byte_level_tokenizer(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _IGNORE_MERGES))
     if pre in _NORMALIZE_NFC:
         tokenizer.normalizer = normalizers.NFC()
-    split = _SPLIT_PATTERNS.get(pre)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    split, steps = _SPLIT_PATTERNS.get(pre), list[pre_tokenizers.PreTokenizer]()
     if pre in _DIGIT_SPLITTERS:
-        first: pre_tokenizers.PreTokenizer = pre_tokenizers.Digits(individual_digits=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
     elif split is not None:
-        first = pre_tokenizers.Split(Regex(split), behavior="isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
-    else:
-        tokenizer.pre_tokenizer = byte_level
+        steps.append(pre_tokenizers.Split(Regex(split), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -146,15 +147,6 @@ def _derive_merges(vocabulary: dict[str, int], rank: dict[str, float]) -> list[t
         merges = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
         ranked += [(rank[token], vocabulary[left], vocabulary[right], left, right) for left, right in merges]
     return [(left, right) for *_, left, right in sorted(ranked)]
-
-
-def _added_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int], kind: int) -> list[AddedToken]:
-    """Returns the added tokens of one kind, without Gemma's runs of spaces, which merges make of their own tokens."""
-    return [
-        AddedToken(token, special=kind == _CONTROL, normalized=False)
-        for token, of in zip(tokens, types, strict=True)
-        if of == kind and tokenizer.token_to_id(token) is not None
-    ]
 
 
 def _special_ids(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:

@@ -45,8 +45,8 @@ def test_section_compares_modes_with_the_peer_and_auto_with_the_best() -> None:
     found = make_concurrent_section(2, 0.8, {"ar": crowd(10), "ssd": crowd(20), "auto": crowd(15), "mlx-lm": crowd(40)})
     rates = {row.name: row.rate.value for row in found.rows}
     assert rates == pytest.approx({"ar": 20, "ssd": 40, "auto": 30, "mlx-lm": 80})
-    assert found.row("ar").against_peer and found.row("ar").against_peer.value == pytest.approx(0.25)
-    assert found.row("mlx-lm").against_peer is None
+    assert found.row("ar").against and found.row("ar").against.value == pytest.approx(0.25)
+    assert found.row("mlx-lm").against is None
     assert found.best == "ssd" and found.auto_over_best and found.auto_over_best.value == pytest.approx(0.75)
     assert found.row("ar").token_ms.p50.value == pytest.approx(100)
     assert "| ssd | 40 [40, 40] | 0.50 [0.50, 0.50] | 50 / 50 | 50.0 / 50.0 |" in format_concurrent_section(found)
@@ -58,9 +58,10 @@ def test_latency_interval_covers_all_rounds_and_requests() -> None:
     assert (first.low, first.value, first.high) == pytest.approx((100, 400, 500))
 
 
-def test_ratios_are_left_out_without_peer_and_auto(tmp_path: Path) -> None:
+def test_modes_are_compared_with_the_first_one_without_a_peer(tmp_path: Path) -> None:
     found = [make_concurrent_section(width, 0.0, {"ar": crowd(10), "sd": crowd(12)}) for width in (1, 2)]
-    assert found[0].best is None and found[0].rows[0].against_peer is None
+    assert found[0].best is None and found[0].baseline == "ar" and found[0].rows[0].against is None
+    assert found[0].row("sd").against and found[0].row("sd").against.value == pytest.approx(1.2)
     picture.save(report.draw_concurrent(found, "two ways"), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
