@@ -316,8 +316,8 @@ def make_concurrent_section(width: int, temp: float, found: Mapping[str, Rounds]
             name,
             bootstrap(times[name], total_rate),
             ratio(times[name], times[baseline]) if name != baseline else None,
-            _estimate_percentiles([[[reply.first_ms] for reply in replies] for replies in rounds]),
-            _estimate_percentiles([[reply.token_ms for reply in replies] for replies in rounds]),
+            estimate_percentiles([[[reply.first_ms] for reply in replies] for replies in rounds]),
+            estimate_percentiles([[reply.token_ms for reply in replies] for replies in rounds]),
         )
         for name, rounds in found.items()
     )
@@ -327,8 +327,8 @@ def make_concurrent_section(width: int, temp: float, found: Mapping[str, Rounds]
     return ConcurrentSection(width, temp, len(next(iter(times.values()))), rows, baseline, best, auto)
 
 
-def _estimate_percentiles(rounds: Sequence[Sequence[Sequence[float]]]) -> Percentiles:
-    """`rounds`: milliseconds by round and request."""
+def estimate_percentiles(rounds: Sequence[Sequence[Sequence[float]]]) -> Percentiles:
+    """Estimates both percentiles over all requests. `rounds`: milliseconds by round and request."""
 
     def at(share: int) -> Interval:
         return nested_bootstrap(rounds, lambda many: float(np.percentile(many, share)))

@@ -89,10 +89,8 @@ def load_pair(pair: ChosenPair) -> ModelText:
 
 def _have_equal_tokenizers(target: ModelFiles, draft: ModelFiles) -> bool:
     """Returns whether the models' tokenizer files are equal; comparing them is quicker than loading a tokenizer."""
-    try:
-        return all(filecmp.cmp(target.folder / name, draft.folder / name, shallow=False) for name in _VOCABULARY_FILES)
-    except OSError:  # one of them has no such file
-        return False
+    equal, _, _ = filecmp.cmpfiles(target.folder, draft.folder, _VOCABULARY_FILES, shallow=False)
+    return len(equal) == len(_VOCABULARY_FILES)
 
 
 def _find_default_draft(settings: ServeSettings, model: str) -> str | None:

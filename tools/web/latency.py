@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from outrider.bench import picture
-from outrider.bench.comparison.report import RUNNER_COLOURS, Percentiles
-from outrider.bench.comparison.runs import Interval, Timed, bootstrap, nested_bootstrap, total_rate
+from outrider.bench.comparison.report import RUNNER_COLOURS, Percentiles, estimate_percentiles
+from outrider.bench.comparison.runs import Interval, Timed, bootstrap, total_rate
 from tools.web.generator import TimedAnswer
 from tools.web.reading import StreamTimes
 
@@ -46,8 +44,8 @@ def make_row(name: str, share: float, blocks: Sequence[Sequence[TimedAnswer]]) -
         name,
         share,
         bootstrap([time_streams(block) for block in found], total_rate),
-        _percentiles(found, lambda s: [1000 * (s.first - s.sent)]),
-        _percentiles(found, lambda s: [1000 * (s.ended - s.first) / (s.tokens - 1)] if s.tokens > 1 else []),
+        estimate_percentiles([[[1000 * (s.first - s.sent)] for s in block] for block in found]),
+        estimate_percentiles([[_token_ms(s) for s in block] for block in found]),
         sum(len(block) for block in blocks),
         errors,
     )
@@ -59,13 +57,9 @@ def time_streams(block: Sequence[StreamTimes]) -> Timed:
     return Timed(sum(stream.tokens for stream in block), seconds)
 
 
-def _percentiles(blocks: Sequence[Sequence[StreamTimes]], of: Callable[[StreamTimes], list[float]]) -> Percentiles:
-    numbers = [[of(stream) for stream in block] for block in blocks]
-
-    def at(share: int) -> Interval:
-        return nested_bootstrap(numbers, lambda many: float(np.percentile(many, share)))
-
-    return Percentiles(at(50), at(99))
+def _token_ms(stream: StreamTimes) -> list[float]:
+    """Returns the mean time of a token after the first one; empty without one."""
+    return [1000 * (stream.ended - stream.first) / (stream.tokens - 1)] if stream.tokens > 1 else []
 
 
 def table(rows: Sequence[LatencyRow]) -> str:
@@ -75,9 +69,8 @@ def table(rows: Sequence[LatencyRow]) -> str:
         "|---|---|---|---|---|",
     ]
     for row in rows:
-        rate = f"{row.rate.value:.0f} [{row.rate.low:.0f}, {row.rate.high:.0f}]"
-        token = f"{row.token_ms.p50.value:.1f} / {row.token_ms.p99.value:.1f}"
-        lines.append(f"| {row.name} | {rate} | {row.first_ms} | {token} | {len(row.errors)} of {row.requests} |")
+        numbers = f"{row.rate:.0f} | {row.first_ms} | {row.token_ms:.1f}"
+        lines.append(f"| {row.name} | {numbers} | {len(row.errors)} of {row.requests} |")
     return "\n".join(lines)
 
 
