@@ -21,35 +21,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SOURCE_COLOURS = {
-    "hit": "#2a9d4e",
-    "late": "#8fcf9f",
-    "miss": "#d1495b",
-    "ngram": "#8d6cc9",
-    "drafter": "#e09f3e",
-    "head": "#3aa6a0",
-    "none": "#9aa5b1",
+SOURCES = {
+    "hit": ("#2a9d4e", "verify of a cached branch"),
+    "late": ("#8fcf9f", "verify of a branch that came late"),
+    "miss": ("#d1495b", "verify after a miss (AR step or n-gram chain)"),
+    "ngram": ("#8d6cc9", "verify of an n-gram chain"),
+    "drafter": ("#e09f3e", "verify of a chain on request"),
+    "head": ("#3aa6a0", "verify of a head's chain"),
+    "none": ("#9aa5b1", "AR step"),
 }
+"""What a round can verify: its colour, and its words in the legend."""
 DEPTH_COLOURS = ("#0b4f8a", "#2f77b5", "#5c9fd4", "#8fc1e8", "#bcdcf5")
 CHAIN_COLOUR = "#e09f3e"
-SOURCE_LABELS = {
-    "hit": "verify of a cached branch",
-    "late": "verify of a branch that came late",
-    "miss": "verify after a miss (AR step or n-gram chain)",
-    "ngram": "verify of an n-gram chain",
-    "drafter": "verify of a chain on request",
-    "head": "verify of a head's chain",
-    "none": "AR step",
-}
 
 # The part of a round to which the wait before a verify is counted, by the chain's source (default: fallback).
 WAIT_PARTS = {"hit": "turnaround", "late": "waiting", "drafter": "waiting"}
 
 
 def chain_source(record: RoundRecord) -> str:
-    """Returns what the round verified, a key of `SOURCE_COLOURS`: the lookup's result, or else the chain's source."""
+    """Returns what the round verified, a key of `SOURCES`: the lookup's result, or else the chain's source."""
     if record.lookup == "none" or record.source == "drafter":
-        return record.source if record.source in SOURCE_COLOURS else "none"
+        return record.source if record.source in SOURCES else "none"
     return "hit" if record.lookup == "grown" else record.lookup
 
 
@@ -69,7 +61,8 @@ def draw_rounds(records: Sequence[RoundRecord], title: str, first_round: int, ro
     axes = figure.subplots()
     origin_ns = min(record.verify.started_ns for record in chosen)
     for record in chosen:
-        _draw_bar(axes, 0, record.verify, origin_ns, SOURCE_COLOURS[chain_source(record)], str(record.tokens))
+        colour, _ = SOURCES[chain_source(record)]
+        _draw_bar(axes, 0, record.verify, origin_ns, colour, str(record.tokens))
     for work in drafting:
         label = str(work.depth) if work.branches else "chain"
         _draw_bar(axes, tracks.index(work.drafter), work.work, origin_ns, _drafting_colour(work), label)
@@ -102,7 +95,7 @@ def _draw_legend(axes: Axes, sources: set[str], shades: set[str]) -> None:
     from matplotlib.patches import Patch
 
     entries: list[tuple[tuple[str, ...], str]] = [
-        ((SOURCE_COLOURS[source],), words) for source, words in SOURCE_LABELS.items() if source in sources
+        ((colour,), words) for source, (colour, words) in SOURCES.items() if source in sources
     ]
     if used := tuple(shade for shade in DEPTH_COLOURS if shade in shades):
         entries.append((used, "all branches one token deeper (number: their depth)"))
