@@ -87,7 +87,8 @@ told_what_is_missing() {
 other_directory() {
     local room
     mkdir "$folder/away"
-    for room in protocol engine drafting target_worker draft_worker prefill_worker orchestrator bench models; do
+    for room in protocol grammar engine drafters target_worker draft_worker prefill_worker orchestrator server fleet bench \
+        models; do
         echo 'raise SystemExit("a file of the user was imported as a room")' >"$folder/away/$room.py"
     done
     awk '/^```python/ { inside = 1; next } /^```/ { inside = 0 } inside' "$root/README.md" >"$folder/away/readme.py"
