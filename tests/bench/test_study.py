@@ -116,7 +116,7 @@ def traced(path: Path) -> None:
         start = number * 12_000_000
         trace.add("target", "verify 4", Span(start, start + 10_000_000), round=number, accepted=2)
         trace.add("draft-0", "depth 1", Span(start, start + 4_000_000), round=number, rows=8)
-        trace.mark("orchestrator", "hit" if number % 3 else "miss", start, round=number, chain=3)
+        trace.add("orchestrator", "hit" if number % 3 else "miss", Span(start, start), round=number, chain=3)
     trace.close()
 
 
