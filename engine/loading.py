@@ -147,7 +147,7 @@ def load(
     report = progress or log.info
     path = find_model_folder(name)
     report(f"loading {name}")
-    model, config = _read_model(path)
+    model, config = read_model(path)
     parameters = get_total_parameters(model)
     forward = None
     if mx.default_device().type == mx.cpu:
@@ -173,7 +173,7 @@ def load(
 def load_lazily(name: str | Path) -> LoadedModel:
     """Returns the model with its weights left in their files until they are used. Raises ModelError as `load` does."""
     path = find_model_folder(name)
-    model, config = _read_model(path)
+    model, config = read_model(path)
     parameters = get_total_parameters(model)
     if mx.default_device().type == mx.cpu:
         model = _to_float32(model, parameters)
@@ -209,7 +209,8 @@ def find_model_folder(name: str | Path) -> Path:
     raise ModelError(f"no model at {path}: give an existing directory")
 
 
-def _read_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns the config.json of a model folder. Raises ModelError if it can't be a model's."""
     try:
         config: dict[str, Any] = load_config(path)
     except ValueError as error:
@@ -218,6 +219,12 @@ def _read_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
         ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path / 'config.json'} has no model_type: expected a Hugging Face model's config")
+    return config
+
+
+def read_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """Returns the model of a folder, whose weights are not read yet, and its config. Raises ModelError."""
+    config = read_config(path)
     try:
         changed = flat_rope_fields(config)
         if isinstance(text := config.get("text_config"), dict):
@@ -299,14 +306,14 @@ def _load_ort_forward(path: Path, model: nn.Module, model_type: str) -> OrtForwa
 
 
 def _release_weights(model: nn.Module, path: Path) -> None:
-    """Replaces the weights by lazy ones, left in their files until used. Takes a fifth of the time of `_read_model`."""
+    """Replaces the weights by lazy ones, left in their files until used. Takes a fifth of the time of `read_model`."""
     try:
         weights: dict[str, Any] = {}
         for file in path.glob("model*.safetensors"):
             weights |= mx.load(str(file))  # type: ignore[arg-type]
         model.load_weights(list((model.sanitize(weights) if hasattr(model, "sanitize") else weights).items()))
     except (ValueError, KeyError):  # the files have another layout than the model, or are sanitized only once
-        model.update(_read_model(path)[0].parameters())
+        model.update(read_model(path)[0].parameters())
     model.set_dtype(mx.float32)
 
 

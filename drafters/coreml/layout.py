@@ -106,6 +106,11 @@ def _refuse_variants(family: str, config: Mapping[str, Any]) -> None:
             f"this {family} model has rope_traditional, which rotates neighbouring pairs; the coreml graph rotates"
             " halves (use --draft-backend mlx for this one)"
         )
+    if "draft_vocab_size" in config:
+        raise ModelError(
+            f"this {family} model has fewer output tokens than input tokens (draft_vocab_size), which the coreml graph"
+            " can't map (use --draft-backend mlx for this one)"
+        )
     sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
     if family == "llama" and sliding:
         raise ModelError(

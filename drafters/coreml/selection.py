@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_lm.utils import load_config
-
 from outrider.drafters.coreml import layout, package, runtimes, trial
 from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.drafter import CoreMLDrafter, PackageReader
@@ -29,7 +27,7 @@ from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import open_runtime
 from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
 from outrider.drafters.drafter import Drafter
-from outrider.engine.loading import find_model_folder
+from outrider.engine.loading import find_model_folder, read_config
 from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import InvalidRequest, ModelError
 
@@ -50,12 +48,9 @@ class Packages:
     """
 
     def __init__(self, checkpoint: Path, tell: Tell = log.info) -> None:
-        """
-        Args:
-            tell: receives each stage of a conversion once.
-        """
+        """`tell` receives each stage of a conversion once."""
         self.checkpoint, self.source_hash, self._tell = checkpoint, model_digest(checkpoint), tell
-        context = min(DEFAULT_CONTEXT, layout.read_architecture(load_config(checkpoint)).max_positions)
+        context = min(DEFAULT_CONTEXT, layout.read_architecture(read_config(checkpoint)).max_positions)
         self.variants = tuple(Options(mode, weights, context) for mode, weights in PACKAGE_VARIANTS)
 
     def is_converted(self, variant: Options) -> bool:

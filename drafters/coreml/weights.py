@@ -20,13 +20,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.utils import get_total_parameters, load_config, load_model
+from mlx_lm.utils import get_total_parameters
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import layout
 from outrider.drafters.coreml.layout import TRIAL_PROMPT_TOKENS, DecoderArchitecture
-from outrider.engine.loading import flat_rope_fields
-from outrider.protocol.errors import ModelError, first_line
+from outrider.engine.loading import read_config, read_model
+from outrider.protocol.errors import ModelError
 
 GROUP_SIZE = 64
 _INT4_SCALE_BITS = 7  # times a 4-bit number: 11 bits
@@ -200,16 +200,9 @@ class Checkpoint:
     def __init__(self, path: Path, kind: str) -> None:
         if not (path / "config.json").is_file() or not any(path.glob("model*.safetensors")):
             raise ModelError(f"{path} is not a model folder; expected config.json and model*.safetensors in it")
-        try:
-            config = load_config(path)
-        except ValueError as error:
-            raise ModelError(f"{path / 'config.json'} is not JSON: {first_line(error)}") from error
-        self.path, self.architecture = path, layout.read_architecture(config)
+        self.path, self.architecture = path, layout.read_architecture(read_config(path))
         _check_tied_head(path, self.architecture.tied)
-        try:
-            self._model, _ = load_model(path, lazy=True, model_config=flat_rope_fields(config))
-        except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
-            raise ModelError(f"{path} can't be loaded: {first_line(error)}") from error
+        self._model, _ = read_model(path)
         self.parameters = int(get_total_parameters(self._model))
         self._kind, self._cast_stats = kind, _CastStats()
 
