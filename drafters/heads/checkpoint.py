@@ -59,7 +59,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder / 'config.json'} can't be read ({first_line(error)}); expected the config.json of a draft head"
         ) from error
     if not isinstance(config, dict):
-        raise CannotDraft(f"{folder / 'config.json'} is empty; expected the settings of a draft head")
+        raise CannotDraft(f"{folder / 'config.json'} is not a JSON object; expected the settings of a draft head")
     return config
 
 
@@ -68,14 +68,11 @@ def find_target_mismatch(folder: Path, target: Path | None) -> str:
 
     The config's `target` is a fingerprint (`protocol.digest`), which heads trained by `models` have.
     """
-    fingerprint = read_config(folder).get("target")
-    if target is None or not isinstance(fingerprint, str) or not _FINGERPRINT_PATTERN.fullmatch(fingerprint):
+    fingerprint = str(read_config(folder).get("target"))
+    if target is None or not _FINGERPRINT_PATTERN.fullmatch(fingerprint):
         return ""
-    return (
-        ""
-        if digests_match(fingerprint, model_digest(target))
-        else "by its fingerprint, the head was trained for another target"
-    )
+    matches = digests_match(fingerprint, model_digest(target))
+    return "" if matches else "by its fingerprint, the head was trained for another target"
 
 
 def read_weights(folder: Path, prefix: str = "") -> Weights:
@@ -138,22 +135,19 @@ def parse_layer_sizes(layer: Mapping[str, Any], weights: Weights, target: Mappin
 
 @contextmanager
 def config_errors(name: str, what: str = "a head's sizes") -> Iterator[None]:
-    """Raises CannotDraft if a field of a config.json is missing or not a number."""
+    """Raises CannotDraft if a field of a config.json is missing, or has a type or a value that can't be used."""
     try:
         yield
     except KeyError as error:
         raise CannotDraft(f"{name}: config.json lacks {error}; expected {what}") from error
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise CannotDraft(f"{name}: config.json has a value that can't be used ({error}); expected {what}") from error
 
 
-def parse_settings(
-    kind: type[Settings], config: Mapping[str, Any], name: str, what: str = "a head's sizes"
-) -> Settings:
-    """Returns a dataclass filled from the fields of a config.json. Raises CannotDraft as `config_errors` does."""
-    with config_errors(name, what):
-        wanted = [field for field in fields(cast(Any, kind)) if field.default is MISSING or field.name in config]
-        return kind(**{field.name: _FIELD_PARSERS[field.type](config[field.name]) for field in wanted})
+def parse_settings(kind: type[Settings], config: Mapping[str, Any]) -> Settings:
+    """Returns a dataclass filled from the fields of a config.json. Call it within `config_errors`."""
+    wanted = [field for field in fields(cast(Any, kind)) if field.default is MISSING or field.name in config]
+    return kind(**{field.name: _FIELD_PARSERS[field.type](config[field.name]) for field in wanted})
 
 
 def parse_taps(

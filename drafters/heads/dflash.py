@@ -193,24 +193,24 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
-    if head_kind(config) != "dflash":
-        raise CannotDraft(f"{name} is not a DFlash head: its config.json has another architecture")
-    check_not_quantized(config, weights, name)
-    weights = {_rename_tensor(key): value for key, value in weights.items()}
-    # Some formats nest the sizes, or the settings of the method.
-    config = {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}
     with config_errors(name):
+        if head_kind(config) != "dflash":
+            raise CannotDraft(f"{name} is not a DFlash head: its config.json has another architecture")
+        check_not_quantized(config, weights, name)
+        weights = {_rename_tensor(key): value for key, value in weights.items()}
+        # Some formats nest the sizes, or the settings of the method.
+        config = {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}
         settings = _parse_config(config, weights, target.config, name)
         count = int(config.get("draft_vocab_size") or target.vocab_size)
-    _check_target(config, settings, target, name)
-    d2t = weights.pop("d2t", None)
-    count = count if d2t is not None else target.vocab_size
-    vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
-    if d2t is None:
-        weights = {key: value for key, value in weights.items() if not key.startswith("lm_head.")}
-    head = DFlash(settings, target.embed, target.output, vocabulary)
-    load_head_weights(head, weights, name, unused=_TARGET_TENSOR_PREFIXES)
-    return head
+        _check_target(config, settings, target, name)
+        d2t = weights.pop("d2t", None)
+        count = count if d2t is not None else target.vocab_size
+        vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
+        if d2t is None:
+            weights = {key: value for key, value in weights.items() if not key.startswith("lm_head.")}
+        head = DFlash(settings, target.embed, target.output, vocabulary)
+        load_head_weights(head, weights, name, unused=_TARGET_TENSOR_PREFIXES)
+        return head
 
 
 def _rename_tensor(key: str) -> str:

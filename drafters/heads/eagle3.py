@@ -170,22 +170,23 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
-    if head_kind(config) != "eagle3":
-        raise CannotDraft(f"{name} is not an EAGLE-3 head: its config.json has another architecture")
-    check_not_quantized(config, weights, name)
-    weights = {_rename_tensor(key): value for key, value in weights.items()}
-    d2t, _ = weights.pop("d2t", None), weights.pop("t2d", None)
-    settings, count = _parse_config(config, weights, target.config, name)
-    vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
-    check_hidden_size(settings.target_hidden_size, target.config, name)
-    if not settings.embeds and settings.hidden_size != settings.target_hidden_size:
-        raise CannotDraft(f"{name} has no embedding and is narrower than the target; expected embed_tokens in it")
-    if "mask_hidden" in weights:
-        head: Eagle3 = PEagle(settings, target.embed, vocabulary, *_parse_masks(config, target.vocab_size, name))
-    else:
-        head = Eagle3(settings, target.embed, vocabulary)
-    load_head_weights(head, weights, name)
-    return head
+    with config_errors(name):
+        if head_kind(config) != "eagle3":
+            raise CannotDraft(f"{name} is not an EAGLE-3 head: its config.json has another architecture")
+        check_not_quantized(config, weights, name)
+        weights = {_rename_tensor(key): value for key, value in weights.items()}
+        d2t, _ = weights.pop("d2t", None), weights.pop("t2d", None)
+        settings, count = _parse_config(config, weights, target.config, name)
+        vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
+        check_hidden_size(settings.target_hidden_size, target.config, name)
+        if not settings.embeds and settings.hidden_size != settings.target_hidden_size:
+            raise CannotDraft(f"{name} has no embedding and is narrower than the target; expected embed_tokens in it")
+        if "mask_hidden" in weights:
+            head: Eagle3 = PEagle(settings, target.embed, vocabulary, *_parse_masks(config, target.vocab_size, name))
+        else:
+            head = Eagle3(settings, target.embed, vocabulary)
+        load_head_weights(head, weights, name)
+        return head
 
 
 def _rename_tensor(key: str) -> str:
@@ -198,21 +199,20 @@ def _parse_config(
 ) -> tuple[Eagle3Config, int]:
     """Returns sizes by the config, switches by the config or the weights present, and the head's vocabulary size."""
     layer = config.get("transformer_layer_config") or config
-    with config_errors(name):
-        sizes = parse_layer_sizes(layer, weights, target)
-        layers = len({key.split(".")[1] for key in weights if key.startswith("layers.")})
-        settings = Eagle3Config(
-            **asdict(sizes),
-            target_hidden_size=int(config.get("target_hidden_size") or sizes.hidden_size),
-            taps=_parse_tapped_layers(config, int(target["num_hidden_layers"]), name),
-            num_hidden_layers=max(layers, 1),
-            embeds="embed_tokens.weight" in weights,
-            norm_before_residual=bool(config.get("norm_before_residual", False)),
-            norm_output=bool(config.get("norm_output", False)),
-            fc_norm="fc_norm.0.weight" in weights,
-            input_norm="input_norm.weight" in weights,
-        )
-        return settings, int(config.get("draft_vocab_size") or layer["vocab_size"])
+    sizes = parse_layer_sizes(layer, weights, target)
+    layers = len({key.split(".")[1] for key in weights if key.startswith("layers.")})
+    settings = Eagle3Config(
+        **asdict(sizes),
+        target_hidden_size=int(config.get("target_hidden_size") or sizes.hidden_size),
+        taps=_parse_tapped_layers(config, int(target["num_hidden_layers"]), name),
+        num_hidden_layers=max(layers, 1),
+        embeds="embed_tokens.weight" in weights,
+        norm_before_residual=bool(config.get("norm_before_residual", False)),
+        norm_output=bool(config.get("norm_output", False)),
+        fc_norm="fc_norm.0.weight" in weights,
+        input_norm="input_norm.weight" in weights,
+    )
+    return settings, int(config.get("draft_vocab_size") or layer["vocab_size"])
 
 
 def _parse_masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple[int, int]:

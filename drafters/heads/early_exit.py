@@ -11,7 +11,7 @@ reason is one sentence. `measure_agreements` measures how often its first layers
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -23,6 +23,7 @@ from outrider.drafters.heads.checkpoint import (
     HeadTarget,
     Layer,
     check_not_quantized,
+    config_errors,
     find_target_mismatch,
     load_head_weights,
     parse_settings,
@@ -33,7 +34,7 @@ from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.kv_rows import LazyBool, are_finite
 from outrider.drafters.heads.trees import HeadTree
-from outrider.engine.flat import FlatSequence
+from outrider.engine.flat import FlatSequence, Ints
 from outrider.engine.hidden_states import (
     FirstLayers,
     HiddenStatePoints,
@@ -42,7 +43,7 @@ from outrider.engine.hidden_states import (
     find_final_norm,
 )
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache
-from outrider.engine.kv_rows import KVRows, NewRows
+from outrider.engine.kv_rows import KVRows, NewRows, Row
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
@@ -122,28 +123,37 @@ def generate_trial_text(model: LoadedModel) -> list[int]:
     return [0, *(verify(slot).bonus for _ in range(_TRIAL_TOKENS))]
 
 
+def read_rows(
+    target: LoadedModel,
+    text: Sequence[int],
+    points: HiddenStatePoints,
+    fuse: Callable[[mx.array], mx.array] | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Returns the target's logits [T, V] of a text, and its rows [T, W] at these points."""
+    rows: list[mx.array] = []
+    hidden_states = HiddenStates(target.model, points, fuse)
+    logits = hidden_states.forward(lambda: target.model(mx.array([text]))[0], [(len(text), rows.append)])
+    return logits, rows[0]
+
+
 def measure_agreements(target: LoadedModel, exits: Iterable[EarlyExit]) -> dict[int, float]:
     """Returns how often each exit agrees with the target, by its number of layers."""
-    tried, rows = list(exits), list[mx.array]()
+    tried = list(exits)
     if not tried:
         return {}
-    text = mx.array([generate_trial_text(target)])
-    hidden_states = HiddenStates(target.model, HiddenStatePoints(tuple(exit.exit_layer - 1 for exit in tried)))
-    logits = hidden_states.forward(lambda: target.model(text)[0], [(text.shape[1], rows.append)])
-    truth = mx.argmax(logits, axis=-1)
-    shares = {}
-    for exit, own in zip(tried, mx.split(rows[0], len(tried), axis=-1), strict=True):
+    points = HiddenStatePoints(tuple(exit.exit_layer - 1 for exit in tried))
+    logits, rows = read_rows(target, generate_trial_text(target), points)
+    truth, shares = mx.argmax(logits, axis=-1), {}
+    for exit, own in zip(tried, mx.split(rows, len(tried), axis=-1), strict=True):
         shares[exit.exit_layer] = cast(float, (mx.argmax(exit.logits(own), axis=-1) == truth).mean().item())
     return shares
 
 
 def reproduces_logits(target: LoadedModel, last: EarlyExit) -> bool:
     """Whether norm and output layer, applied to the rows after all layers, give the model's own logits."""
-    rows: list[mx.array] = []
-    tokens = mx.arange(8)[None]
-    hidden_states = HiddenStates(target.model, HiddenStatePoints((last.exit_layer - 1,)))
-    truth = hidden_states.forward(lambda: target.model(tokens)[0], [(8, rows.append)]).astype(mx.float32)
-    apart = mx.abs(last.logits(rows[0]) - truth).max()
+    logits, rows = read_rows(target, list(range(8)), HiddenStatePoints((last.exit_layer - 1,)))
+    truth = logits.astype(mx.float32)
+    apart = mx.abs(last.logits(rows) - truth).max()
     return bool((apart <= 1e-2 * mx.abs(truth).max()).item())
 
 
@@ -158,7 +168,7 @@ class ExitKVRows(KVRows):
 
     def __init__(self, drafter: ExitDrafter, sequence: FlatSequence) -> None:
         self._drafter, self._sequence = drafter, sequence
-        self._vectors: dict[int, mx.array] = {}
+        self._vectors: dict[int, Row] = {}  # by column, of the nodes
 
     @staticmethod
     def forward(texts: Sequence[ExitKVRows], new: Sequence[NewRows]) -> mx.array:
@@ -171,15 +181,21 @@ class ExitKVRows(KVRows):
         finally:
             for text, length in zip(texts, fed, strict=True):
                 text._sequence.length = length
-        row = 0
-        for text, rows in zip(texts, new, strict=True):
-            for column in range(rows.start, rows.end):
-                text._vectors[column], row = vectors[row], row + 1
+        places = [
+            (text, column) for text, rows in zip(texts, new, strict=True) for column in range(rows.start, rows.end)
+        ]
+        for row, (text, column) in enumerate(places):
+            text._vectors[column] = vectors, row
         return drafter.head.logits(vectors)
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        """Forgets all vectors; a chain's nodes are dropped together, and the columns are the target's."""
+        self._vectors.clear()
 
     def is_finite(self, column: int) -> LazyBool:
         """Whether its vector is finite."""
-        return are_finite(self._vectors[column])
+        vectors, row = self._vectors[column]
+        return are_finite(vectors[row])
 
 
 class ExitDraft(HeadDraft):
@@ -261,10 +277,11 @@ def _load_adapted_exit(folder: Path, target: LoadedModel, count: int) -> ExitDra
     if head_kind(config) != "early-exit":
         raise CannotDraft(f"{name} is not an early-exit adapter; expected one, or no draft model")
     check_not_quantized(config, weights, name)
-    settings = parse_settings(AdapterConfig, config, name, "an adapter's sizes")
-    _check_target(settings, target, count, name)
-    adapter = ExitAdapter(settings)
-    load_head_weights(adapter, weights, name)
+    with config_errors(name, "an adapter's sizes"):
+        settings = parse_settings(AdapterConfig, config)
+        _check_target(settings, target, count, name)
+        adapter = ExitAdapter(settings)
+        load_head_weights(adapter, weights, name)
     exit = _make_exit(target, settings.exit_layer, adapter)
     (agreement,) = measure_agreements(target, [exit]).values()
     other = find_target_mismatch(folder, target.folder)

@@ -25,11 +25,11 @@ import numpy as np
 from outrider.drafters.heads import dflash, eagle3, early_exit, mtp, redrafter
 from outrider.drafters.heads.checkpoint import HeadTarget, find_target_mismatch, read_config, read_weights
 from outrider.drafters.heads.drafter import HeadDrafter, make_for_draft_worker
-from outrider.drafters.heads.early_exit import generate_trial_text
+from outrider.drafters.heads.early_exit import generate_trial_text, read_rows
 from outrider.drafters.heads.head import BlockHead, Head
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureKVCache, HeadKVCache, PairKVCache, make_kv_cache
 from outrider.engine.flat import Segment
-from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
+from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, find_model_folder, load_lazily
@@ -195,13 +195,10 @@ def _accuracy(
     tokens: int = 0,
 ) -> float:
     """Returns how often the head is right with rows from these points, and with the tokens shifted by `tokens`."""
-    rows: list[mx.array] = []
-    logits = HiddenStates(model.model, points or head.points, head.fuse).forward(
-        lambda: model.model(mx.array([text]))[0], [(len(text), rows.append)]
-    )
+    logits, rows = read_rows(model, text, points or head.points, head.fuse)
     count = len(text) - 1 - max(tokens, 0)
     following = slice(1 + tokens, count + 1 + tokens)
-    predicted = _predict_tokens(kv_cache, mx.array(text[following], mx.int32), rows[0][:count])
+    predicted = _predict_tokens(kv_cache, mx.array(text[following], mx.int32), rows[:count])
     return cast(float, (predicted == mx.argmax(logits[following], axis=-1)).mean().item())
 
 

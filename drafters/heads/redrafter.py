@@ -22,6 +22,7 @@ from outrider.drafters.heads.checkpoint import (
     Weights,
     check_hidden_size,
     check_not_quantized,
+    config_errors,
     load_head_weights,
     parse_settings,
 )
@@ -98,14 +99,17 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
-    if head_kind(config) != "redrafter":
-        raise CannotDraft(
-            f"{name} is not a ReDrafter: the model_type in its config.json is not recurrent_drafting_drafter"
-        )
-    check_not_quantized(config, weights, name)
-    settings = parse_settings(RedrafterConfig, config, name)
-    check_hidden_size(settings.hidden_size, target.config, name)
-    vocabulary = DraftVocabulary.read(None, settings.vocab_size, target.vocab_size, name)
-    head = Redrafter(settings, target.embed, vocabulary, target.context_length)
-    load_head_weights(head, weights, name)  # emb_norm.weight in some checkpoints is not used by their forward either
-    return head
+    with config_errors(name):
+        if head_kind(config) != "redrafter":
+            raise CannotDraft(
+                f"{name} is not a ReDrafter: the model_type in its config.json is not recurrent_drafting_drafter"
+            )
+        check_not_quantized(config, weights, name)
+        settings = parse_settings(RedrafterConfig, config)
+        check_hidden_size(settings.hidden_size, target.config, name)
+        vocabulary = DraftVocabulary.read(None, settings.vocab_size, target.vocab_size, name)
+        head = Redrafter(settings, target.embed, vocabulary, target.context_length)
+        load_head_weights(
+            head, weights, name
+        )  # emb_norm.weight in some checkpoints is not used by their forward either
+        return head

@@ -136,6 +136,19 @@ def test_chains_equal_an_independent_forward(
             assert slot.tokens[-said.accepted - 1 :] == whole.argmax(axis=-1).tolist()
 
 
+def test_vectors_of_earlier_rounds_are_freed(target: LoadedModel, drafters: Callable[[float], HeadDrafter]) -> None:
+    """A long text holds no more of them than a short one."""
+    own, held = drafters(0), open_kv_cache(target)
+    own.attach_kv_cache(held)  # type: ignore[attr-defined]
+    slot = CacheSlot(target, held, list(range(60, 70)), SamplingParams())
+    slot.feed_all_but_last()
+    draft = own.open_exit_draft(slot.sequence, SamplingParams())  # type: ignore[attr-defined]
+    for _ in range(12):
+        own.continuations([draft.set_text(slot.tokens)], [3])
+        verify(slot)
+    assert len(draft.tree.kv_rows._vectors) <= 3
+
+
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("requests", [1, 4])
 @pytest.mark.parametrize("scale", [0, 3.0])
