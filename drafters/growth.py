@@ -306,9 +306,8 @@ class BranchGrowth:
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Updates the calibration by the `tokens` that became final; called before the tree drops its nodes."""
-        accepted = common_prefix_length(
-            self._chain, tokens[:-1]
-        )  # the next token is the bonus token, or an alternative
+        # The token after the accepted ones is the bonus token, or an alternative.
+        accepted = common_prefix_length(self._chain, tokens[:-1])
         if accepted >= len(self._spine):
             return
         self._read_candidates(range(accepted + 1))

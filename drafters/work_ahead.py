@@ -59,13 +59,7 @@ class WorkAhead:
     features can't grow yet.
     """
 
-    def __init__(
-        self,
-        tree: TokenTree,
-        eos: Collection[int],
-        fan_out: FanOut,
-        calibration: Calibration,
-    ) -> None:
+    def __init__(self, tree: TokenTree, eos: Collection[int], fan_out: FanOut, calibration: Calibration) -> None:
         self.tree = tree
         self._feature_tree = tree if isinstance(tree, FeatureTree) else None
         self._eos = frozenset(eos)

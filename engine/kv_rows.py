@@ -103,6 +103,10 @@ class KVRows:
         """
         raise NotImplementedError
 
+    def is_stale(self, column: int) -> bool:
+        """Returns whether a column's token would be fed with other inputs now."""
+        return False
+
     def keep(self, prefix: int, columns: Ints) -> None:
         """Moves column `columns[i]` (ascending, from `prefix` on) to column `prefix` + i, and drops the others."""
 

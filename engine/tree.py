@@ -181,13 +181,9 @@ class Tree:
         for child in parent.children:
             entry = self._nodes[child]
             fits = given is None or (entry.fork != parent.fork) == given
-            if fits and self._token(entry) == token and not self._is_stale(entry.column):
+            if fits and self._token(entry) == token and not self.kv_rows.is_stale(entry.column):
                 return child
         return None
-
-    def _is_stale(self, column: int) -> bool:
-        """Returns whether a column's token would be fed with other inputs now."""
-        return False
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
         (nodes,) = self.feed_together([self], [TreeFeed(parents, tokens)])

@@ -327,12 +327,9 @@ class BlockKVRows(SlotKVRows):
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
         """Adds the features of committed tokens from `position` on that are new. Reads and evaluates them if there are
         many, or some are missing before them."""
-        known = max(self.features.end - position, 0)
-        if known >= len(rows):
-            return
         if position > self.features.end:
             self.read_rest()
-        self.features.add(position + known, rows[known:])
+        self.features.add(position, rows)
         if self.features.count >= _READ_CHUNK_TOKENS:
             self.read_rest()
 

@@ -181,9 +181,9 @@ class FeatureBuffer:
         end = position + rows.shape[0]
         if end <= self.end:
             return
-        if not self.begin <= position <= self.end:
+        if position > self.end:
             self.begin, self._parts = position, deque()
-        elif position < self.end:
+        else:
             position, rows = self.end, rows[self.end - position :]
         self._parts.append((position, rows))
         self.end = end

@@ -78,10 +78,6 @@ class HeadTree(Tree):
         if not self._nodes:
             self._feed_remaining(True)
 
-    def _is_stale(self, column: int) -> bool:
-        stale: bool = self.kv_rows.is_stale(column)
-        return stale
-
     def _feed_root(self) -> None:
         super()._feed_root()
         if not self.is_finite(self.root):
@@ -169,7 +165,7 @@ class SlotTree(HeadTree):
         if self._sampler.needs_history:
             found = super().score_rows(begun, logits)
         else:
-            _score_blocks([(sampler, slot) for sampler, rows in new for slot in rows.slots], not self.kv_rows.lazy)
+            _score_blocks([(sampler, block) for sampler, rows in new for block in rows.opened], not self.kv_rows.lazy)
             slots = [slot for _, rows in new for slot in rows.slots]
             found = [(slot.block.step, slot.block.first + slot.index) for slot in slots if slot.block.step is not None]
         link: BlockLink | None = self.kv_rows.link
@@ -197,12 +193,10 @@ class SlotTree(HeadTree):
         return [(step, row) for row in range(len(slots))]
 
 
-def _score_blocks(slots: Sequence[tuple[Sampler, BlockSlot]], at_once: bool) -> None:
-    """Scores all slots of the blocks that are new."""
-    new = {id(slot.block): (sampler, slot.block) for sampler, slot in slots if slot.block.step is None}
-    if not new:
+def _score_blocks(blocks: Sequence[tuple[Sampler, DraftBlock]], at_once: bool) -> None:
+    """Scores all slots of these blocks."""
+    if not blocks:
         return
-    blocks = list(new.values())
     metadata = [
         SamplingMetadata(sampler, range(block.position + 1, block.position + 1 + block.slots))
         for sampler, block in blocks
