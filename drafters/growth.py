@@ -58,7 +58,7 @@ class Continuation:
 
     @property
     def tree(self) -> DraftTree:
-        return DraftTree(self.chain, self.parents, self.odds)
+        return DraftTree(self.chain, self.parents)
 
     @property
     def line(self) -> tuple[int, ...]:

@@ -131,16 +131,12 @@ class Step:
 
 
 class CandidateStep(Step):
-    """Scores [R, C] of a few tokens [R, C] of each row, in any order; all other tokens have none.
+    """Scores [R, C] of a few tokens [R, C] of each row, in any order; all other tokens have none."""
 
-    `odds` [R]: the probability that a row's choice is accepted if the tokens before it are; None if the drafter does
-    not estimate it.
-    """
-
-    def __init__(self, tokens: mx.array, scores: mx.array, size: int, odds: mx.array | None = None) -> None:
+    def __init__(self, tokens: mx.array, scores: mx.array, size: int) -> None:
         """`size`: the size of the vocabulary."""
         super().__init__(scores)
-        self._tokens, self._size, self.odds = tokens, size, odds
+        self._tokens, self._size = tokens, size
 
     def candidates(self, rows: Sequence[int], count: int) -> list[list[Candidate]]:
         tokens = cast(list[list[int]], self._tokens.tolist())

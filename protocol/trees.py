@@ -29,14 +29,13 @@ SUM_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """A proposal as a tree. `odds`: each node's probability of being accepted if its parent is; (): not known.
+    """A proposal as a tree.
 
     The nodes of the likeliest branch should come first: accepted nodes then rarely have to be moved.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    odds: tuple[float, ...] = ()
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:

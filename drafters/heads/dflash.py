@@ -1,9 +1,9 @@
 """DFlash (arXiv 2602.06036): a block of masks over the target's features drafts all its tokens in one forward.
 
-One module serves z-lab's heads and those derived from them; their differences are switches: DSpark's Markov head and
-confidence, DFlash2's convolutions (`BlockConvolution`) and selector. Weights have z-lab's names. A layer's keys and
-values are those of the projected features and of the block's own rows; features do not depend on the layer below, so
-they are written once.
+One module serves z-lab's heads and those derived from them; their differences are switches: DSpark's Markov head, and
+DFlash2's convolutions (`BlockConvolution`) and selector. DSpark's confidence is not read. Weights have z-lab's names. A
+layer's keys and values are those of the projected features and of the block's own rows; features do not depend on the
+layer below, so they are written once.
 
 `build` accepts the published formats: z-lab's DFlash and DFlash2, DeepSpec's and SpecForge's DSpark, speculators'. It
 converts their conventions: layers are the target's outputs counted from 0, tokens are the target's, and the depth of a
@@ -36,7 +36,6 @@ from outrider.drafters.heads.head import BlockHead
 from outrider.drafters.heads.layers import (
     Attention,
     BlockLink,
-    Confidence,
     DraftVocabulary,
     LayerSizes,
     Markov,
@@ -100,8 +99,6 @@ class DFlashConfig(LayerSizes):
     softcap: float = 0.0
     markov: str = ""
     markov_rank: int = 0
-    confidence: bool = False
-    confidence_with_markov: bool = False
     conv_taps: int = 0
     conv_group: int = 16
     selector_rank: int = 0
@@ -150,11 +147,8 @@ class DFlash(BlockHead):
         self.norm = nn.RMSNorm(size, eps=eps)
         if config.own_output:
             self.lm_head = nn.Linear(size, vocabulary.draft_size, bias=False)
-        if config.confidence:
-            self.confidence_head = Confidence(size, config.confidence_with_markov * config.markov_rank)
         if config.markov_rank:
-            confidence = self.get("confidence_head")
-            self.markov_head = Markov(config.markov, config.markov_rank, size, vocabulary, confidence)
+            self.markov_head = Markov(config.markov, config.markov_rank, size, vocabulary)
         if config.selector_rank:
             self.candidate_selector = Selector(config.selector_rank, size, vocabulary.size)
 
@@ -206,8 +200,8 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         d2t = weights.pop("d2t", None)
         count = count if d2t is not None else target.vocab_size
         vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
-        if d2t is None:
-            weights = {key: value for key, value in weights.items() if not key.startswith("lm_head.")}
+        unused = ("confidence_head.",) if d2t is not None else ("confidence_head.", "lm_head.")
+        weights = {key: value for key, value in weights.items() if not key.startswith(unused)}
         head = DFlash(settings, target.embed, target.output, vocabulary)
         load_head_weights(head, weights, name, unused=_TARGET_TENSOR_PREFIXES)
         return head
@@ -237,8 +231,6 @@ def _parse_config(config: Mapping[str, Any], weights: Weights, target: Mapping[s
         softcap=float(config.get("final_logit_softcapping") or 0.0),
         markov=kind,
         markov_rank=markov,
-        confidence="confidence_head.proj.weight" in weights,
-        confidence_with_markov=bool(config.get("confidence_head_with_markov", False)),
         conv_taps=int(config.get("conv_kernel_size") or 0),
         conv_group=int(config.get("conv_group_size") or 16),
         selector_rank=int(config.get("selector_rank") or 0),

@@ -233,7 +233,7 @@ class HeadDraft:
         if self._min_prob < 1.0:
             self._proposed = ChainAlternatives.of(chain, tree.candidates(nodes, MAX_CHILDREN))
             return self._proposed.tree(self._drafter.calibration, self._min_prob)
-        return Continuation(chain, one_hot(chain) if self._sampler.params.is_residual else None, odds=tree.odds(nodes))
+        return Continuation(chain, one_hot(chain) if self._sampler.params.is_residual else None)
 
     def close(self, spoilt: bool) -> None:
         """Ignores further features, and frees the text in the KV cache. Its pairs may serve later texts, unless a

@@ -146,30 +146,13 @@ class BlockLink(nn.Module):  # type: ignore[misc]
         best = mx.argmax(mx.take_along_axis(logits, few, axis=-1) + gains, axis=-1, keepdims=True)
         return mx.take_along_axis(few, best, axis=-1)[:, 0]
 
-    def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
-        """Returns the probability [R] that these slots' tokens are accepted if those before are; None: not known."""
-        return None
-
-
-class Confidence(nn.Module):  # type: ignore[misc]
-    """DSpark's probability that a slot's token is accepted, from its vector and `rank` numbers of the token before (or
-    0)."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(size + rank, 1)
-        self.sees_token = rank > 0
-
 
 class Markov(BlockLink):
     """DSpark's Markov head: `kind` vanilla, gated (by the slot's vector) or rnn (with a memory of the chain)."""
 
-    def __init__(
-        self, kind: str, rank: int, size: int, vocabulary: DraftVocabulary, confidence: Confidence | None = None
-    ) -> None:
-        """`confidence` belongs to the head, which has its weights."""
+    def __init__(self, kind: str, rank: int, size: int, vocabulary: DraftVocabulary) -> None:
         super().__init__()
-        self._kind, self._rank, self._vocabulary, self._confidence = kind, rank, vocabulary, confidence
+        self._kind, self._rank, self._vocabulary = kind, rank, vocabulary
         self.is_recurrent = kind == "rnn"
         self.markov_w1 = nn.Embedding(vocabulary.size, rank)
         self.markov_w2 = nn.Linear(rank, vocabulary.draft_size, bias=False)
@@ -180,13 +163,6 @@ class Markov(BlockLink):
 
     def begin(self, rows: int) -> mx.array:
         return mx.zeros((rows, self._rank), self.markov_w2.weight.dtype)
-
-    def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
-        confidence = self._confidence
-        if confidence is None:
-            return None
-        x = mx.concatenate([hidden, self.markov_w1(before)], axis=-1) if confidence.sees_token else hidden
-        return mx.sigmoid(confidence.proj(x)[:, 0].astype(mx.float32))
 
     def __call__(
         self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array

@@ -62,11 +62,6 @@ class HeadTree(Tree):
     def close(self, spoilt: bool = False) -> None:
         super().close(spoilt or not self.pairs)
 
-    def odds(self, nodes: Sequence[int]) -> tuple[float, ...]:
-        """Returns the probability that each node's continuation is accepted if those before are; (): not known."""
-        rows = [(node.step.odds, node.row) for node in map(self._node, nodes) if isinstance(node.step, CandidateStep)]
-        return tuple(np.array(odds)[row].item() for odds, row in rows if odds is not None)
-
     def is_finite(self, node: int) -> LazyBool:
         """Whether the vector after a node is finite."""
         sound: LazyBool = self.kv_rows.is_finite(self._node(node).column)
@@ -189,7 +184,7 @@ class SlotTree(HeadTree):
         for row, slot in enumerate(slots):
             slot.memory = memory, row
         temp = self._sampler.params.temp
-        step = CandidateStep(tokens, scores + gains / (temp or 1.0), self._sampler.vocab_size, link.odds(last, hidden))
+        step = CandidateStep(tokens, scores + gains / (temp or 1.0), self._sampler.vocab_size)
         return [(step, row) for row in range(len(slots))]
 
 

@@ -163,14 +163,6 @@ class NumpyHead:
             found[np.argsort(-scores)[16:]] = -np.inf
         return found
 
-    def odds(self, features: Array, anchor: int, chain: list[int]) -> list[float]:
-        """What DSpark's confidence says of each token of a chain."""
-        hidden = self.hidden(features, anchor, len(chain))
-        known = self.w["markov_head.markov_w1.weight"][[anchor, *chain[:-1]]]
-        both = np.concatenate([hidden, known], axis=-1)
-        found = both @ self.w["confidence_head.proj.weight"][0] + self.w["confidence_head.proj.bias"][0]
-        return _sigmoid(found).tolist()
-
     def _gains(self, before: int, hidden: Array, memory: Array) -> tuple[Array, Array]:
         if self.layout.convolves:
             wanted = self.w["candidate_selector.hidden_projection.weight"] @ hidden

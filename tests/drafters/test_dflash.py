@@ -82,8 +82,6 @@ def test_a_chain_is_the_coupled_walk_along_the_block(tmp_path: Path, name: str, 
             noise = gumbel(np, 5 + n, range(done[n] + 1, done[n] + 1 + depth), V) if temp else None
             features = truth.fuse(ROWS[n][: done[n]])
             assert list(chain) == truth.chain(features, TEXTS[n][done[n]], depth, noise, temp or 1.0)
-            odds = truth.odds(features, TEXTS[n][done[n]], list(chain)) if layout.markov else []
-            np.testing.assert_allclose(found[n].odds, odds, rtol=1e-3, atol=1e-3)
 
 
 def test_markov_links_change_the_reference_chain(tmp_path: Path) -> None:
