@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
@@ -124,9 +124,10 @@ class Parser(argparse.ArgumentParser):
     def parse(self, given: Sequence[str]) -> argparse.Namespace:
         """Parses like `parse_args`, but any word after a flag with a value is that value, unless it is a known flag.
 
-        argparse mistakes every word that begins with a dash for a flag, so no text like "-x" could follow --prompt.
+        argparse mistakes every word that begins with a dash for a flag, so no text like "-x" could follow --prompt. And
+        it takes a list of arguments to be complete, and perhaps empty, when the next flag comes.
         """
-        options, unknown = self.parse_known_args(list(self._join_values(given)))
+        options, unknown = self.parse_known_args(self._move_flags_first(given))
         if unknown:
             self.error(self._explain_unknown(unknown[0]))
         return options
@@ -143,22 +144,29 @@ class Parser(argparse.ArgumentParser):
         close = get_close_matches(flag.replace("_", "-"), self._option_string_actions, n=1)
         return f"unknown flag {flag}" + (f" (did you mean {close[0]}?)" if close else "")
 
-    def _join_values(self, given: Sequence[str]) -> Iterator[str]:
-        words = iter(given)
-        flags = self._option_string_actions
+    def _move_flags_first(self, given: Sequence[str]) -> list[str]:
+        """Returns the words with all flags, each joined with its value, before all arguments."""
+        words, known = iter(given), self._option_string_actions
+        flags, arguments = list[str](), list[str]()
+        takes_words = False  # the latest flag has a list of values, or an optional one
         for word in words:
-            if word in flags and flags[word].nargs is None:
+            action = known.get(word)
+            if action is not None and action.nargs is None:
                 value = next(words, None)
-                dashed = value is not None and value.startswith("-") and value not in flags
-                yield f"{flags[word].option_strings[0]}={value}" if dashed else word
-                if not dashed and value is not None:
-                    yield value
-            elif word.startswith("--") and word != "--" and word.partition("=")[0] not in flags:
-                self.error(self._explain_unknown(word))  # here, before its value is mistaken for an argument
+                if value is None or value in known:
+                    self.error(str(argparse.ArgumentError(action, "expected one argument")))
+                flags.append(f"{action.option_strings[0]}={value}")
+                takes_words = False
+            elif word == "--":
+                arguments += [word, *words]
+            elif word.startswith("-") and word != "-":
+                if word.startswith("--") and word.partition("=")[0] not in known:
+                    self.error(self._explain_unknown(word))  # here, before its value is mistaken for an argument
+                flags.append(word)
+                takes_words = action is not None and action.nargs != 0
             else:
-                yield word
-                if word == "--":
-                    yield from words
+                (flags if takes_words else arguments).append(word)
+        return flags + arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -193,7 +201,7 @@ def run_as_program() -> int:
 
 
 def _run_command(given: list[str]) -> int:
-    if given and given[0] == HELP_COMMAND and given[1:]:
+    if given[:1] == [HELP_COMMAND]:
         given = [*given[1:], "--help"]
     if not given or given[0] not in COMMANDS:
         return _run_without_command(given)
@@ -220,8 +228,6 @@ def common_flags(command: ModuleType) -> tuple[str, ...]:
 
 
 def _run_without_command(given: list[str]) -> int:
-    if given == [HELP_COMMAND]:
-        given = []
     parser = Parser(
         prog="outrider",
         usage="outrider COMMAND ...",

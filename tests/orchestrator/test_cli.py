@@ -184,7 +184,7 @@ def test_version_is_printed(run):
         (["generate", "x", "--zzz"], 2, "unknown flag --zzz; see outrider generate --help"),
         (["generate", "def", "f():"], 2, "unexpected argument 'f():'; a text of several words needs quotes"),
         (["serve", "x"], 2, "unexpected argument 'x'; see outrider serve --help"),
-        (["generate", "x", "-p", "y"], 2, "not allowed with argument PROMPT"),
+        (["generate", "x", "-p", "y"], 2, "argument PROMPT: not allowed with argument --prompt/-p"),
         (["generate", "x", "--json-schema", '{"type": '], 2, "expected JSON"),
         (["generate", "x", "--json-schema", "/no/such"], 2, "expected a file with a JSON Schema, or the schema"),
         (["generate", "-p", ""], 2, "prompt is empty"),

@@ -50,7 +50,7 @@ def test_a_key_is_made_shown_allowed_listed_and_revoked(run: Run, tmp_path: Path
     assert run("keys", "show") == (0, made, "")
     assert {stat.S_IMODE(f.stat().st_mode) for f in (tmp_path / "config" / "outrider" / "keys").iterdir()} == {0o600}
     assert run("keys", "allow", KEY, "mini", "--as", "drafter")[0] == 0
-    assert run("keys", "allow", KEY, "mini")[0] == 0
+    assert run("keys", "allow", "--as=client", KEY, "mini")[0] == 0
     code, out, err = run("keys", "trust", "tcp://studio.local:5556", KEY)
     assert (code, out) == (0, "") and "studio.local:5556" in err
     own = made.strip()
