@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from outrider.orchestrator.settings import count, setting, switch
 from outrider.protocol import values, version
@@ -47,15 +48,23 @@ def _check_model_names(name: str, value: object) -> tuple[str, ...]:
 def _check_origins(name: str, value: object) -> tuple[str, ...]:
     origins = values.check_texts(name, value)
     for origin in origins:
-        parts = urlsplit(origin)
+        parts = _split_url(origin)
         if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
             raise InvalidRequest(f"cors_origin is {origin!r}; expected an origin such as https://host:port, or *")
     return origins
 
 
+def _split_url(url: str) -> SplitResult:
+    """Returns the parts of a URL; without any if it is malformed, such as http://[."""
+    with suppress(ValueError):
+        return urlsplit(url)
+    return urlsplit("")
+
+
 def _check_collector(name: str, value: object) -> str:
     url = values.check_text(name, value)
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+    parts = _split_url(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidRequest(f"{name} is {url!r}; expected a collector's URL such as http://127.0.0.1:4318")
     version.require_extra("otel", name)
     return url

@@ -296,13 +296,9 @@ class ServeSettings:
                 f"colocate drafts with MLX in the target's process and can't use draft_backend {self.draft_backend};"
                 " leave out one of the two"
             )
-        if self.draft_device != "auto":
-            yield "draft_device is for draft workers, which colocate does not start; leave out one of them"
-        if self.draft_prefill not in ("auto", "mlx"):
-            yield (
-                f"draft_prefill {self.draft_prefill} is for draft workers, which colocate does not start; leave out"
-                " one of them"
-            )
+        for name, value in (("draft_device", self.draft_device), ("draft_prefill", self.draft_prefill)):
+            if value not in ("auto", "mlx"):
+                yield f"{name} {value} is for draft workers, which colocate does not start; leave out one of them"
         if self._lacks_draft_model and self.draft_backend not in TARGET_HEADS:
             yield "colocate needs draft_model with model, or neither of them"
 
@@ -352,29 +348,30 @@ class Settings(TypedDict, total=False):
     keyed: bool
 
 
-def describe_settings(separator: str) -> str:
-    """Returns a list of the settings for a docstring: each name, the default of a switch, and the help."""
+def describe_settings() -> str:
+    """Returns a list of the settings for a class's docstring: each name, the default of a switch, and the help."""
     lines = []
     for field in dataclasses.fields(ServeSettings):
         switch = f" (default: {field.default}); {not field.default}" if isinstance(field.default, bool) else ""
         lines.append(f"- `{field.name}`{switch}: {field.metadata['help'].replace(' --', ' ')}.")
-    return separator.join(lines)
+    return "\n    ".join(lines)
 
 
 def to_flags(settings: ServeSettings) -> list[str]:
     """Returns the settings as command-line flags, without defaults."""
     line = []
     for field in dataclasses.fields(settings):
-        value, name = getattr(settings, field.name), field.name.replace("_", "-")
-        if value == field.default:
-            continue
+        value, flag = getattr(settings, field.name), flag_of(field)
         if isinstance(value, bool):
-            line.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, tuple):
-            line += [f"--{name}={item}" for item in value]
-        else:
-            line.append(f"--{name}={value}")  # as one word, because a value may begin with a dash
+            line += [flag] if value != field.default else []
+        elif value != field.default:  # as one word, because a value may begin with a dash
+            line += [f"{flag}={item}" for item in (value if isinstance(value, tuple) else (value,))]
     return line
+
+
+def flag_of(field: dataclasses.Field[Any]) -> str:
+    """Returns the flag of a setting; that of a switch sets the opposite of its default."""
+    return f"--{'no-' if field.default is True else ''}{field.metadata.get('flag', field.name.replace('_', '-'))}"
 
 
 def check_setting(name: str, value: object) -> Any:

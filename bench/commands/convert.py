@@ -38,9 +38,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    source = "a model (Llama, Qwen2/2.5, Qwen3), named as for generate; required (default: none)"
+    source = "a model (Llama, Qwen2/2.5, Qwen3), named as for generate; required"
     parser.add_argument("--model", required=True, metavar="ID|PATH", help=source)
-    package = "the package's directory, which must not exist; required (default: none)"
+    package = "the package's directory, which must not exist; required"
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help=package)
     cache = "how keys and values are kept, see docs/coreml.md (default: %(default)s)"
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default=Mode.STATELESS.value, help=cache)

@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
     """Prints the report of `REPORT_MODULE`, which is run as a separate process because it imports MLX."""
     flags.set_up_logging(options)
     require_mlx()
+    heads = {head: _find_kind(head, options.model or embedded_pair()[0]) for head in options.head}
     screen = Screen()
     screen.show("looking at this machine")
     draft = _find_default_draft() if options.draft_model is None else find_model(options.draft_model).folder
@@ -58,8 +59,7 @@ def run(options: argparse.Namespace) -> int:
     screen.clear()
     if done.returncode != 0:
         raise WorkerError(f"this machine can't be examined: {REPORT_MODULE} ended with code {done.returncode}")
-    report = json.loads(done.stdout)
-    report["heads"] = {head: _find_kind(head, options.model or embedded_pair()[0]) for head in options.head}
+    report = {**json.loads(done.stdout), "heads": heads}
     print(json.dumps(report) if options.json else _format_report(report))
     return 0
 

@@ -73,14 +73,13 @@ def add_settings(parser: argparse.ArgumentParser, group: str, without: Collectio
 def add_setting(add: Callable[..., object], name: str) -> None:
     """Adds the flag of one setting; `add` is a parser's or a group's `add_argument`."""
     field = _SETTINGS[name]
-    flag, kind = field.metadata.get("flag", name.replace("_", "-")), field.metadata.get("type")
+    flag, kind = settings.flag_of(field), field.metadata.get("type")
     options: dict[str, Any] = {"dest": name, "help": field.metadata["help"]}
     if kind is bool:
-        no, action = ("no-", "store_false") if field.default else ("", "store_true")
-        add(f"--{no}{flag}", action=action, default=None, **options)
+        add(flag, action="store_false" if field.default else "store_true", default=None, **options)
     else:
         options |= {"metavar": field.metadata["metavar"]} | ({"type": kind} if kind is not None else {})
-        add(f"--{flag}", **options | ({"action": "append"} if isinstance(field.default, tuple) else {}))
+        add(flag, **options | ({"action": "append"} if isinstance(field.default, tuple) else {}))
 
 
 def add_sampling_flags(
@@ -152,11 +151,6 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def sampling_of(options: argparse.Namespace) -> SamplingParams:
-    """Returns the sampling parameters. Raises InvalidRequest if a value is out of range."""
-    return SamplingParams(**given_sampling(options))
-
-
 def given_sampling(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the given sampling settings as keywords of SamplingParams; a flag overrides the preset."""
     given = {**PRESETS.get(options.preset, {}), **_given_fields(options, SamplingParams)}
@@ -197,7 +191,7 @@ def _parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:
     try:
         pairs = json.loads(text)
         return tuple((int(token), float(bias)) for token, bias in pairs.items())
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, OverflowError, RecursionError):
         raise InvalidRequest(f'logit_bias is {text!r}; expected a JSON object like {{"11": -5.0}}') from None
 
 

@@ -21,12 +21,11 @@ from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.chat_template import Message
 from outrider.orchestrator.pairing.model_files import default_model, find_model, is_on_disk
 from outrider.orchestrator.pairing.tokenizer import ModelText, load_text
+from outrider.orchestrator.settings import ServeSettings, flag_of
 from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import SamplingParams
-
-# A conversation is a list of messages with `role` and `content`, in a file as JSON. Knows nothing of models.
 
 EXPECTED_CHAT = 'a JSON list like [{"role": "user", "content": "Hello"}]'
 
@@ -47,7 +46,7 @@ COMMON = (
 
 
 class Conversation:
-    """The messages so far. System messages stay when others are removed."""
+    """The messages so far, with `role` and `content`. System messages stay when others are removed."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.messages = list(messages)
@@ -85,7 +84,7 @@ class Conversation:
             real.parent.stat()  # no folder is created
             mode = stat.S_IMODE(real.stat().st_mode) if real.exists() else 0o666
             replace_file(real, text, mode)  # an earlier conversation stays if this one doesn't fit on the disk
-        except (OSError, RuntimeError, UnicodeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise InvalidRequest(f"{path} can't be written ({why}); choose another file") from None
 
@@ -207,7 +206,7 @@ def reading_progress(screen: Screen) -> Callable[[int, int], None]:
 def request_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> Generate:
     """Returns the checked request. A conversation is turned into tokens by the model's chat template."""
     given = prompt if isinstance(prompt, str) else load_model_text(options).tokens(prompt)
-    return request_with(options, given, flags.sampling_of(options))
+    return request_with(options, given, SamplingParams(**flags.given_sampling(options)))
 
 
 def request_with(options: argparse.Namespace, prompt: Prompt, sampling: SamplingParams) -> Generate:
@@ -228,11 +227,10 @@ def open_client(options: argparse.Namespace, screen: Screen) -> Iterator[BaseCli
     """Yields a client of the servers at --connect, or of a cluster that lives as long as the context."""
     settings = flags.settings_of(options)
     if options.connect is not None:
-        foreign = [f"--{name.replace('_', '-')}" for name in settings if name not in REQUEST_SETTINGS]
+        foreign = settings.keys() - set(REQUEST_SETTINGS)
         if foreign:
-            raise InvalidRequest(
-                f"{', '.join(foreign)} can't be used with --connect: the server was started with its own"
-            )
+            named = ", ".join(flag_of(field) for field in dataclasses.fields(ServeSettings) if field.name in foreign)
+            raise InvalidRequest(f"{named} can't be used with --connect: the server was started with its own")
         clients = connect_all(options)
         yield clients[0] if len(clients) == 1 else Resumed(clients)
         return

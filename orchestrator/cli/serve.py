@@ -120,9 +120,8 @@ class StatusBoard:
         now, tokens = time.monotonic(), stats.generated
         rate = (tokens - self._tokens) / (now - self._at)
         self._at, self._tokens = now, tokens
-        if not (self._ready and self._screen.live):
-            return
-        self._screen.show(status_line(stats, rate))
+        if self._ready and self._screen.live:
+            self._screen.show(status_line(stats, rate))
 
     def clear(self) -> None:
         self._screen.clear()

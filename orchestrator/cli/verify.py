@@ -33,8 +33,6 @@ from outrider.protocol.errors import InvalidRequest, WorkerError, make_error
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
 
-# Runs the replay, `target_worker.certificate`, in a separate process, since it imports MLX.
-
 REPLAY_THREADS = 1
 MAX_QUOTED = 20
 NOT_CERTIFIED_EXIT_CODE = 1
@@ -51,7 +49,7 @@ def certify(
     ends: Iterable[int] = (),
     kernels: str | None = None,
 ) -> Report:
-    """Replays `generated`, which should follow `tokens`, through the model in `folder`.
+    """Replays `generated`, which should follow `tokens`, through the model in `folder`, in a process that imports MLX.
 
     `progress` is called with each stage. `ends` may end a grammar's text. `kernels` are those of `blas_environment`.
 
@@ -214,7 +212,8 @@ def _parse_output(found: dict[str, Any], options: argparse.Namespace) -> Output:
         }
         return msgspec.convert(found, Output)
     except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
-        raise InvalidRequest(f"{options.json_file} can't be used ({error}); expected {EXPECTED_OUTPUT}") from None
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise InvalidRequest(f"{options.json_file} can't be used ({why}); expected {EXPECTED_OUTPUT}") from None
 
 
 def _require_coupled(sampling: SamplingParams) -> None:

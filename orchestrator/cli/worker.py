@@ -37,7 +37,7 @@ SERVER_SETTINGS = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("role", choices=list(MODULES), help="the worker's role")
     where = parser.add_mutually_exclusive_group(required=True)
-    joined = "the endpoint that the server prints as `workers:`; this or --discover is required (default: none)"
+    joined = "the endpoint that the server prints as `workers:`; this or --discover is required"
     where.add_argument("--connect", metavar="ENDPOINT", help=joined)
     find = "find a server with a trusted key (`outrider keys trust`) on the local network"
     where.add_argument("--discover", action="store_true", help=find)
@@ -93,9 +93,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _joining_options(options: argparse.Namespace, pair: ChosenPair) -> list[str]:
     """Returns the options of a worker that this server did not start: its keys, and its vocabulary's fingerprint."""
-    line = []
-    for flag, value in (("--keys", options.keys), ("--server-key", options.server_key)):
-        line += [f"{flag}={value}"] if value is not None else []
+    given = (("--keys", options.keys), ("--server-key", options.server_key))
+    line = [f"{flag}={value}" for flag, value in given if value is not None]
     if options.role == "draft" and pair.draft is not None:
         model = pair.target if pair.settings.drafts_with_head else pair.draft
         line += ["--vocabulary", vocabulary_digest(load_codec(model))]

@@ -140,4 +140,4 @@ class LocalCluster:
             raise ServerStopped(f"the server {how} during this request; start it again")
 
 
-LocalCluster.__doc__ = (LocalCluster.__doc__ or "").replace("{settings}", describe_settings("\n    "))
+LocalCluster.__doc__ = (LocalCluster.__doc__ or "").replace("{settings}", describe_settings())

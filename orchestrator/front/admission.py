@@ -194,14 +194,12 @@ class Admission:
             raise InvalidRequest("the request has a prompt and tokens, or neither; expected exactly one of them")
         if generate.tokens is not None:
             return tuple(int(token) for token in generate.tokens)
-        if not generate.prompt:
-            raise InvalidRequest("the prompt is empty; expected at least one character")
         text = self._text if generate.chat_template else replace(self._text, template=None)
-        return text.tokens(generate.prompt)
+        return text.tokens(generate.prompt) if generate.prompt else ()
 
     def _check_tokens(self, tokens: tuple[int, ...], resumed: tuple[int, ...], sampling: SamplingParams) -> None:
         if not tokens:
-            raise InvalidRequest("the prompt is empty; expected at least one token")
+            raise InvalidRequest("the prompt is empty; expected text, or at least one token")
         if self.context_length is not None and len(tokens) >= self.context_length:
             raise PromptTooLong(
                 f"the prompt is too long: {len(tokens)} tokens > {self.context_length - 1} maximum; this model's"

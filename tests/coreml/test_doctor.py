@@ -20,6 +20,7 @@ from outrider.drafters.coreml.selection import Packages
 from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.pairing.model_files import TINY
+from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import GOOD, SIZES, Bench
 from tools import coreml_survey as survey
 
@@ -184,3 +185,8 @@ def test_command_names_the_kind_of_each_head(tmp_path: Path, capsys: pytest.Capt
         assert json.loads(printed)["heads"] == {str(tmp_path): "redrafter", "mtp": "mtp"}
     else:
         assert f"head {tmp_path}: redrafter\nhead mtp: part of the target" in printed
+
+
+def test_command_looks_for_heads_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("the report takes minutes with --probe"))
+    assert main(["doctor", "--model", TINY, "--draft-model", TINY, "--head", "/no/such"]) == ModelError.exit_code

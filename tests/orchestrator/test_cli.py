@@ -119,13 +119,14 @@ def test_help_shows_some_flags_and_help_all_shows_all(run, command):
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command != "fleet"])
-def test_every_flag_has_help_and_a_default(run, command):
+def test_every_flag_has_help_and_a_default_unless_it_is_required(run, command):
     parser = Parser(prog="x")
     import_command(command).add_flags(parser)
     told = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
     assert all(action.help for action in told)
     valued = [action for action in told if action.option_strings and action.nargs != 0]
-    assert [action.option_strings[0] for action in valued if "(default" not in action.help] == []
+    has_default = {action.option_strings[0]: "(default" in action.help for action in valued}
+    assert has_default == {action.option_strings[0]: action not in parser._required_actions() for action in valued}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -192,6 +193,8 @@ def test_version_is_printed(run):
         (["generate", "-p", "x", "--temp", "-1"], 2, "temp is -1.0"),
         (["generate", "-p", "x", "--top-p", "2"], 2, "top_p is 2.0"),
         (["generate", "-p", "x", "--logit-bias", "[1]"], 2, "JSON object"),
+        (["generate", "-p", "x", "--logit-bias", "[" * 99999], 2, "JSON object"),
+        (["generate", "-p", "x", "--logit-bias", f'{{"1": {"9" * 400}}}'], 2, "JSON object"),
         (["generate", "-p", "x", "--logprobs", "2"], 2, "--logprobs needs --json"),
         (["generate", "--chat", str(PACKAGE_FOLDER)], 2, "can't be read (Is a directory); expected a JSON list"),
         (["generate", "-p", "x", "--num-draft-tokens", "0"], 2, "num_draft_tokens is 0"),
@@ -206,9 +209,12 @@ def test_version_is_printed(run):
             2,
             "--model can't be used with --connect",
         ),
+        (["generate", "x", "--connect", "ipc:///tmp/x", "--no-ngrams"], 2, "--no-ngrams can't be used with --connect"),
         (["serve", "--model", "/no/such"], 3, "no such path"),
         (["serve", "--mode", "fast"], 2, "mode is 'fast'"),
         (["serve", "--host", "0.0.0.0"], 2, "needs an API key"),
+        (["serve", "--cors-origin", "http://["], 2, "cors_origin is 'http://['; expected an origin such as"),
+        (["serve", "--otlp-endpoint", "http://["], 2, "otlp_endpoint is 'http://['; expected a collector's URL"),
         (["serve", "--api-key-file", "/no/such"], 2, "/no/such can't be read"),
         (["worker", "cook", "--connect", "ipc:///x"], 2, "invalid choice"),
         (["worker", "draft", "--connect", "nowhere"], 4, "not an endpoint"),
@@ -503,6 +509,14 @@ def test_verify_refuses_a_file_that_is_not_an_output(run, output, claims, change
     file.write_text(json.dumps({**found, **changes}))
     code, out, err = run("verify", "--json-file", str(file))
     assert (code, out) == (InvalidRequest.exit_code, "") and len(err.splitlines()) == 1 and "expected" in err
+
+
+@pytest.mark.parametrize("name", ["model", "seed"])
+def test_verify_names_what_a_file_lacks(run, output, claims, name):
+    found, file = output
+    del found[name]
+    file.write_text(json.dumps(found))
+    assert f"can't be used (it has no '{name}'); expected the output of" in run("verify", "--json-file", str(file))[2]
 
 
 def test_verify_accepts_an_older_file_with_flags(run, codec, output, claims):

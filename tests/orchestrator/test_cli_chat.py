@@ -458,6 +458,7 @@ def test_failed_request_is_reported_and_ends_only_piped_input(served, talk, temp
         ("/bake", "unknown command '/bake' (see /help)"),
         ("/save", "unknown command '/save' (see /help)"),
         ("/save /no/such/folder/x", "can't be written"),
+        ("/save a\0b", "can't be written (embedded null byte); choose another file"),
         ("/save ~nosuchuser/x", "can't be written"),
         ("half a pair \ud83d", "the text can't be encoded as UTF-8"),
         ("", ""),

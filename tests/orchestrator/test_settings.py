@@ -57,7 +57,7 @@ from outrider.protocol.errors import InvalidRequest
         ({"colocate": True, "mode": "ssd"}, "take turns in one process; expected mode sd, ar or auto"),
         ({"colocate": True, "model": "m"}, "colocate needs draft_model"),
         ({"colocate": True, "draft_prefill": "coreml"}, "draft_prefill coreml is for draft workers"),
-        ({"colocate": True, "draft_device": "cpu"}, "draft_device is for draft workers"),
+        ({"colocate": True, "draft_device": "cpu"}, "draft_device cpu is for draft workers"),
         ({"draft_device": "gpu"}, "expected one of auto, cpu"),
     ],
 )
