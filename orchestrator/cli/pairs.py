@@ -16,9 +16,6 @@ from outrider.orchestrator.pairing.pulled import PULLED_MODELS, PulledModel
 from outrider.orchestrator.pairing.tokenizer import load_codec, token_texts, vocabulary_difference
 from outrider.protocol.errors import InvalidRequest, ModelError
 
-# Known model pairs: the draft model is of the target's family, has its tokenizer and is much smaller. Other pairs can
-# be used, too; `outrider pairs TARGET DRAFT` checks any two.
-
 KNOWN_PAIRS = (
     ("Llama-3.3-70B-Instruct-4bit", 70.6, "Llama-3.2-1B-Instruct-4bit", 1.24, "of the paper's families"),
     ("Meta-Llama-3.1-8B-Instruct-4bit", 8.03, "Llama-3.2-1B-Instruct-4bit", 1.24, "large draft model"),
@@ -31,7 +28,8 @@ KNOWN_PAIRS = (
     ("gemma-3-27b-it-4bit", 27.4, "gemma-3-1b-it-4bit", 1.0, "text only"),
     ("Mistral-Large-Instruct-2407-4bit", 123.0, "Mistral-7B-Instruct-v0.3-4bit", 7.25, "needs 80 GB"),
 )
-"""Target and draft of mlx-community, each with its billions of parameters, and a note."""
+"""Target and draft of mlx-community, each with its billions of parameters, and a note. The draft model is of the
+target's family, has its tokenizer and is much smaller."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

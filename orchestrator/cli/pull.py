@@ -11,9 +11,8 @@ from outrider.protocol.errors import InvalidRequest
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "name", nargs="?", default=DEFAULT_MODEL, help=f"{' or '.join(PULLED_MODELS)} (default: {DEFAULT_MODEL})"
-    )
+    names = f"{' or '.join(PULLED_MODELS)} (default: {DEFAULT_MODEL})"
+    parser.add_argument("name", nargs="?", default=DEFAULT_MODEL, help=names)
     parser.add_argument("--accept-terms", action="store_true", help="accept the model's terms of use, if it has any")
 
 

@@ -286,6 +286,10 @@ class EndpointClient:
         self.endpoint = endpoint
         self.sources = int(values.check_bool("reconnect", reconnect))
         self.timeout = values.check_float("timeout", timeout, 0.001, math.inf)
+        if server_key is not None:
+            server_key = values.check_text("server_key", server_key)
+        if keys is not None:
+            keys = values.check_path("keys", keys)
         self._keys = find_client_keys(endpoint, server_key, keys)
         self._alive = alive
         self._client_id = new_client_id()

@@ -137,7 +137,7 @@ class LocalCluster:
         code = self._process.poll() if os.getpid() == self._owner else None  # only the owner may wait for it
         if code is not None:
             how = f"died (signal {-code})" if code < 0 else f"ended with code {code}"
-            raise ServerStopped(f"the server {how} during this request; start it again")
+            raise ServerStopped(f"the server {how}; start it again")
 
 
 LocalCluster.__doc__ = (LocalCluster.__doc__ or "").replace("{settings}", describe_settings())

@@ -58,6 +58,12 @@ def test_outrider_exports_the_orchestrators_names():
         outrider.nothing  # noqa: B018
 
 
+@pytest.mark.parametrize(("name", "expected"), [("server_key", "text"), ("keys", "a path")])
+def test_key_of_a_wrong_type_is_refused(name, expected):
+    with pytest.raises(InvalidRequest, match=f"{name} is 5; expected {expected}"):
+        Client("ipc:///tmp/x", **{name: 5})
+
+
 @pytest.mark.parametrize(
     "prompt", [(5, 6), [5, 6], range(5, 7), [np.int64(5), 6], np.array([5, 6]), np.array([5, 6], np.uint64)]
 )
