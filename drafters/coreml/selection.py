@@ -58,14 +58,20 @@ class Packages:
         return self._directory(variant).exists()
 
     def get(self, variant: Options) -> Package:
-        """Returns the package, converted now if necessary. Raises ModelError if that fails."""
+        """Returns the package, converted now if it is missing or damaged. Raises ModelError if that fails."""
+        package.import_coremltools()  # without it no package can be opened
         directory = self._directory(variant)
-        if not directory.exists():
+        if directory.exists():
             try:
-                convert(self.checkpoint, directory, variant, self._on_progress)
-            except ModelError:
-                if not directory.exists():  # otherwise another process has converted it meanwhile
-                    raise
+                return open_package(directory, source=self.checkpoint)
+            except ModelError as error:  # the system may delete files of a cache
+                log.warning("%s (converting it again now)", error)
+                self.discard(variant)
+        try:
+            convert(self.checkpoint, directory, variant, self._on_progress)
+        except ModelError:
+            if not directory.exists():  # otherwise another process has converted it meanwhile
+                raise
         return open_package(directory, source=self.checkpoint)
 
     def discard(self, variant: Options) -> None:

@@ -308,3 +308,13 @@ def test_a_model_is_converted_once_and_found_again(
     assert packages.get(fp16).path == first.path and stages == []
     assert packages.get(int8).path != first.path
     assert sorted(path.name[:1] != "." for path in (tmp_path / "coreml").iterdir()) == [True, True]
+
+
+def test_damaged_package_in_the_cache_is_converted_again(
+    tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS may delete files of a cache."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    packages = Packages(tiny_model("llama", **SIZES, max_position_embeddings=64))
+    (packages.get(packages.variants[0]).path / WEIGHTS_PATH).unlink()
+    assert (packages.get(packages.variants[0]).path / WEIGHTS_PATH).is_file()
