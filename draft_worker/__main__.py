@@ -16,7 +16,6 @@ from outrider.engine.memory import PeakMemory
 from outrider.engine.models_only import models_only
 from outrider.grammar.compiler import TOKENIZER_FILE, GrammarCompiler
 from outrider.protocol import process, worker_link
-from outrider.protocol.heads import WORKER_HEADS
 from outrider.protocol.messages import Hello, Loading
 from outrider.protocol.worker_link import Link, WorkerLink
 
@@ -55,7 +54,7 @@ def worker_of(options: argparse.Namespace, incarnation: int, drafter: Drafter, l
         vocabulary=options.vocabulary,
         features=getattr(drafter, "features", ""),
     )
-    memory = PeakMemory() if options.backend in ("mlx", *WORKER_HEADS) else None
+    memory = PeakMemory() if drafter.backend != "coreml" else None
     folder = Path(options.target or options.model)
     compiler = GrammarCompiler(folder) if (folder / TOKENIZER_FILE).is_file() else None
     return hello, DraftWorker(link, drafter, FAN_OUT_POLICIES[options.fan_out], memory, compiler)
