@@ -289,9 +289,8 @@ class DraftBatcher:
     def _grant(self, requests: Sequence[tuple[BranchGrowth, BranchRequest]], active: int) -> None:
         """Divides the branches that can be ready in time; a share is left for requests that come later in the round."""
         demands = [demand for _, demand in requests]
-        budget = (
-            self.capacity.max_branches(max((demand.depth for demand in demands), default=0)) if active > 1 else None
-        )
+        deepest = max((demand.depth for demand in demands), default=0)
+        budget = self.capacity.max_branches(deepest) if active > 1 else None
         if budget is not None:
             budget = budget * len(demands) // active
         for (growth, demand), share in zip(requests, divide_branches(demands, budget, self._calibration), strict=True):

@@ -100,13 +100,12 @@ class HeadDrafter:
         masks: bool = False,
     ) -> PairTree | BlockTree:
         """Returns a tree. `masks`: it only drafts after its committed text, by a block of masks if the head has one."""
-        if isinstance(self.kv_cache, FeatureKVCache):
-            rows = BlockKVRows(self.kv_cache, features)
-            return BlockTree(rows, sampler, self.context_length, tokens, cache=cache)
+        kv_cache, size = self.kv_cache, self.context_length
+        if isinstance(kv_cache, FeatureKVCache):
+            return BlockTree(BlockKVRows(kv_cache, features), sampler, size, tokens, cache=cache)
         if masks and isinstance(self.head, MaskedHead):
-            masked = MaskedKVRows(self.kv_cache, features)
-            return MaskedTree(masked, sampler, self.context_length, tokens, cache=cache)
-        return PairTree(PairKVRows(self.kv_cache, features), sampler, self.context_length, tokens, cache=cache)
+            return MaskedTree(MaskedKVRows(kv_cache, features), sampler, size, tokens, cache=cache)
+        return PairTree(PairKVRows(kv_cache, features), sampler, size, tokens, cache=cache)
 
     def continuations(self, drafts: Sequence[HeadDraft], depths: Sequence[int]) -> list[Continuation]:
         """Returns the `depths` tokens after each committed text; empty if features are missing. Waits.
