@@ -44,13 +44,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options, "orchestrator")
-    settings, http = ServeSettings(**flags.settings_of(options)), flags.http_settings_of(options)
-    drain = values.check_int("drain_timeout", options.drain_timeout, 0, MAX_WAIT_SECONDS)
-    if options.for_parent:
-        return _run_for_parent(settings, http)
-    in_json = settings.log_format == "json"  # then all that goes to stderr is logged
+    in_json = options.log_format == "json"  # then all that goes to stderr is logged
     board = StatusBoard(in_json)
     try:
+        settings, http = ServeSettings(**flags.settings_of(options)), flags.http_settings_of(options)
+        drain = values.check_int("drain_timeout", options.drain_timeout, 0, MAX_WAIT_SECONDS)
+        if options.for_parent:
+            return _run_for_parent(settings, http)
         unfinished = serve.run(settings, board.announce, status=board.status, http=http, drain_timeout=drain)
         if unfinished is not None:
             raise make_error(unfinished.kind, unfinished.message)

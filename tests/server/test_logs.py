@@ -7,10 +7,10 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import ModelError
@@ -72,12 +72,16 @@ def test_refusals_are_logged_and_no_line_contains_a_secret(pair: RunningServer) 
     assert KEY not in text and QUERY not in text
 
 
-def test_startup_failure_is_logged_as_json(tmp_path: Path) -> None:
-    line = python("-m", "outrider", "serve", "--no-http", "--log-format", "json", "--model", str(tmp_path / "none"))
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [(("--model", "/no/such"), ModelError.exit_code, "no such path"), (("--drafters", "0"), 2, "drafters is 0")],
+)
+def test_startup_failure_is_logged_as_json(flags: tuple[str, ...], code: int, words: str) -> None:
+    line = python("-m", "outrider", "serve", "--no-http", "--log-format", "json", *flags)
     done = subprocess.run(line, env=child_environment(), capture_output=True, text=True, timeout=200, check=False)
     records = [json.loads(line) for line in done.stderr.splitlines()]
-    assert done.returncode == ModelError.exit_code and done.stdout == ""
-    assert records[-1]["level"] == "error" and "no such path" in records[-1]["message"]
+    assert (done.returncode, done.stdout) == (code, "")
+    assert records[-1]["level"] == "error" and words in records[-1]["message"]
 
 
 def test_logged_path_stays_encoded_and_is_truncated(pair: RunningServer) -> None:
