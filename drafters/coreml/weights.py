@@ -189,7 +189,7 @@ class _CastStats:
 
 
 class Checkpoint:
-    """An mlx-lm model in the directory `path`, whose weights are not read yet; `kind` is one of layout.WEIGHTS.
+    """An mlx-lm model in the directory `path`, whose weights are not read yet; `kind` is one of WEIGHT_FORMATS.
 
     `parameters`: the number of its weights.
 
