@@ -104,7 +104,7 @@ def read_line() -> UserInput | None:
 class Editor:
     """A line editor on stderr, whose history has the messages of earlier conversations."""
 
-    def __init__(self, commands: Sequence[str]) -> None:
+    def __init__(self) -> None:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.output.vt100 import Vt100_Output
@@ -116,7 +116,7 @@ class Editor:
             multiline=True,
             prompt_continuation=CONTINUATION,
             history=_open_history(),
-            completer=WordCompleter(list(commands), sentence=True),
+            completer=WordCompleter(list(COMMANDS), sentence=True),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             key_bindings=_create_key_bindings(),
@@ -266,7 +266,7 @@ class Chat:
     def _take_turns(self) -> None:
         if self._reader is None:
             self._greet()
-            self._reader = Editor(COMMANDS).read if self._interactive and can_erase() else read_line
+            self._reader = Editor().read if self._interactive and can_erase() else read_line
         elif self._unanswered:
             self._report_errors(self._answer)
         while (entry := self._report_errors(self._reader, "\nCtrl-D or /quit quits.")) is not None:

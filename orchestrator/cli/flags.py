@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from outrider.orchestrator import settings
 from outrider.orchestrator.http_settings import HTTP, HttpSettings
@@ -189,9 +190,8 @@ def _format_preset(name: str) -> str:
 
 def _parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:
     try:
-        pairs = json.loads(text)
-        return tuple((int(token), float(bias)) for token, bias in pairs.items())
-    except (ValueError, AttributeError, TypeError, OverflowError, RecursionError):
+        return tuple(msgspec.json.decode(text, type=dict[int, float], strict=False).items())
+    except ValueError:
         raise InvalidRequest(f'logit_bias is {text!r}; expected a JSON object like {{"11": -5.0}}') from None
 
 
