@@ -109,7 +109,6 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         check_hidden_size(settings.hidden_size, target.config, name)
         vocabulary = DraftVocabulary.read(None, settings.vocab_size, target.vocab_size, name)
         head = Redrafter(settings, target.embed, vocabulary, target.context_length)
-        load_head_weights(
-            head, weights, name
-        )  # emb_norm.weight in some checkpoints is not used by their forward either
+        # emb_norm.weight in some checkpoints is not used by their forward either
+        load_head_weights(head, weights, name)
         return head

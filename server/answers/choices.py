@@ -202,8 +202,8 @@ class ChoiceState:
     `words` detokenizes, if token origins are requested. `one_call`: it ends after its first tool call. `ids`: return
     the tokens' ids.
 
-    `finish` is eos, stop, length, cancelled or tool; empty while it runs. `pieces`: its parts as they came. `chunks`:
-    those with extras that were requested besides the text; `unsent_chunks`: those of them since the last part.
+    `finish` is eos, stop, length, cancelled or tool; once it is set, new text is ignored. `pieces`: its parts as they
+    came. `chunks`: those with extras that were requested besides the text; `unsent_chunks`: those since the last part.
     """
 
     index: int
