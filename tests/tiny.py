@@ -137,6 +137,7 @@ def write_model(
 
     settings = {**BASE, **FAMILIES[family], **config}
     model_class, args_class = _get_classes(settings)
+    mx.random.seed(seed)  # a recurrent layer draws its decay when it is made
     model = model_class(args_class.from_dict(settings))
     draws, others = np.random.default_rng([seed, 7]), np.random.default_rng([seed, noise_seed, 8])
     weights = {}

@@ -11,7 +11,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 from transformers import AutoTokenizer
 
-from tests.tiny import FAMILIES, VOCAB_SIZE, Pair
+from tests.tiny import FAMILIES, VOCAB_SIZE, Pair, write_model
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next"])
@@ -28,6 +28,13 @@ def test_every_family_loads(tiny_model: Callable[..., Path], family: str) -> Non
     logits = model(mx.array([[5, 6, 7, 8]]))
     assert logits.shape == (1, 4, VOCAB_SIZE)
     assert 1.0 < mx.std(logits).item() < 20.0
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path, family: str) -> None:
+    """Also those that a module draws for itself: another text in each process would hide what a failed test found."""
+    first, second = (write_model(tmp_path / name, family) / "model.safetensors" for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_text_round_trips(tiny_model: Callable[..., Path]) -> None:

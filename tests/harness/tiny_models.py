@@ -23,6 +23,7 @@ def write_model(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
     from mlx_lm.utils import _get_classes  # takes a second, which writing a tokenizer does not need
 
     model_class, args_class = _get_classes(config)
+    mx.random.seed(seed)  # a recurrent layer draws its decay when it is made
     model = model_class(args_class.from_dict(config))
     draws = np.random.default_rng(seed)
     weights = {name: _drawn(name, value, draws) for name, value in tree_flatten(model.parameters())}
