@@ -195,16 +195,17 @@ def run_interleaved(
     tell: Callable[[str], None],
     seeds: int = 1,
 ) -> dict[str, list[R]]:
-    """Runs every task with every runner, beginning with a different runner for each task. Returns results by runner
-    name, in task order.
+    """Runs every task with every runner. Returns results by runner name, in task order.
 
-    Task number n uses seed n * `seeds`.
+    Every second task takes the runners in reverse, so that of any two each is first as often, and each pair of tasks
+    begins with another runner. Task number n uses seed n * `seeds`.
     """
     runs: dict[str, list[R]] = {name: [] for name in runners}
     names = list(runners)
     for number, task in enumerate(tasks):
-        chosen, first = replace(sampling, seed=seeds * number), number % len(names)
-        for name in (*names[first:], *names[:first]):
+        chosen, first = replace(sampling, seed=seeds * number), number // 2 % len(names)
+        order = (*names[first:], *names[:first])
+        for name in order if number % 2 == 0 else order[::-1]:
             tell(f"{number + 1} of {len(tasks)}: {name}")
             runs[name].append(runners[name](task, chosen))
     return runs

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outrider.bench.comparison.runs import Run, Timed
+from outrider.bench.comparison.runs import Run, Timed, run_interleaved
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from tools.versions import Side, report, require_checkout
@@ -36,3 +37,15 @@ def test_the_ratio_is_this_checkout_over_the_other() -> None:
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="expected the root of a checkout"):
         require_checkout(tmp_path)
+
+
+@pytest.mark.parametrize("count", [2, 4, 6, 8])
+def test_of_two_runners_each_is_first_as_often(count: int) -> None:
+    """Otherwise what the first leaves behind, a warm or a cold cache, would be in every ratio of the two."""
+    ran: list[list[str]] = [[] for _ in range(24)]
+    names = [str(n) for n in range(count)]
+    runners = {name: lambda task, sampling, name=name: ran[task].append(name) for name in names}
+    run_interleaved(runners, range(24), SamplingParams(), lambda step: None)  # type: ignore[arg-type]
+    for left, right in combinations(names, 2):
+        assert sum(order.index(left) < order.index(right) for order in ran) == len(ran) // 2
+    assert {order[0] for order in ran} == set(names)
