@@ -23,6 +23,7 @@ import msgspec
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.generate import add_generation_flags, as_chat, as_json, generate, prompt_of, request_of
 from outrider.orchestrator.cli.terminal import Screen
+from outrider.orchestrator.client.dialogue import pluralize
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.chat_template import Message
@@ -225,9 +226,11 @@ def _require_coupled(sampling: SamplingParams) -> None:
 
 def _format_report(report: Report, own_faults: tuple[str, ...], codec: TextCodec) -> str:
     verdict = "certified" if report.holds and not own_faults else "NOT the target's output"
+    different = len(report.mismatches)
     lines = [
-        f"{report.positions} tokens replayed: {report.identical} identical, {len(report.ties)} ties"
-        f" (rounding differences), {len(report.mismatches)} mismatches: {verdict}"
+        f"{pluralize(report.positions, 'token')} replayed: {report.identical:,} identical,"
+        f" {pluralize(len(report.ties), 'tie')} (rounding differences),"
+        f" {different:,} mismatch{'' if different == 1 else 'es'}: {verdict}"
     ]
     lines += [f"  FAULT: {fault}" for fault in own_faults]
     lines += [_format_difference("tie", tie, codec) for tie in report.ties]

@@ -20,7 +20,7 @@ from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import MALLOC_ENV, STDERR, SpawnedProcess, child_environment, worker_command
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
-from outrider.protocol.errors import WorkerError
+from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.worker_link import INCARNATION_BITS
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Supervisor:
             log.warning("restarting %s", before)
             try:
                 self._spawn(before.role, before.name, before)
-            except WorkerError as error:
+            except (WorkerError, InvalidRequest) as error:
                 lost.append(self._schedule(before, str(error), now_ns))
         return lost
 

@@ -56,6 +56,10 @@ def announce(endpoint: str, key: str) -> Zeroconf:
     ipv4 = [entry.address for entry in entries if entry.family == socket.AF_INET]
     others = [address for address in ipv4 if not address.startswith("127.")]
     own = others if anywhere else [str(socket.getaddrinfo(where.host, None)[0][4][0])]
+    if not own:
+        raise EndpointError(
+            f"{endpoint} can't be announced: this machine has no IPv4 address but loopback; leave out --advertise"
+        )
     name = f"{socket.gethostname().partition('.')[0][:40]}-{where.port}"
     about = {"key": key, "protocol": str(PROTOCOL_VERSION)}
     zeroconf = _open_zeroconf(None if anywhere else own)

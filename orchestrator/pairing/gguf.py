@@ -108,7 +108,10 @@ class GgufFile:
     def read_tensor_bytes(self, name: str) -> NDArray[np.uint8]:
         """Reads a tensor's bytes [rows, bytes of a row], where the last dimension of the tensor is a row."""
         place = self.tensors[name]
-        data = np.fromfile(self.path, np.uint8, place.size, offset=place.offset)
+        try:
+            data = np.fromfile(self.path, np.uint8, place.size, offset=place.offset)
+        except OSError as error:
+            raise unreadable_error(self.path, error) from None
         if len(data) < place.size:
             raise truncated_error(self.path)
         return data.reshape(prod(place.shape[:-1]), -1)
@@ -132,7 +135,11 @@ def read_gguf(path: Path) -> GgufFile:
         with path.open("rb") as file:
             return _HeaderReader(path, file).read()
     except OSError as error:
-        raise ModelError(f"{path} can't be read: {error.strerror}") from None
+        raise unreadable_error(path, error) from None
+
+
+def unreadable_error(path: Path, error: OSError) -> ModelError:
+    return ModelError(f"{path} can't be read: {error.strerror or error}")
 
 
 def truncated_error(path: Path) -> ModelError:

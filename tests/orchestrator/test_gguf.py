@@ -361,6 +361,15 @@ def test_full_disk_is_reported_and_leaves_no_model(file, cache, monkeypatch):
     assert not list((cache / "gguf").glob("*"))[1:] and not list(cache.rglob("*.json"))
 
 
+def test_unreadable_file_is_no_full_disk(file, cache, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(np, "fromfile", broken)
+    with pytest.raises(ModelError, match=r"can't be read: Input/output error"):
+        converted(file)
+
+
 def test_unwritable_cache_is_reported(file, tmp_path, monkeypatch):
     (tmp_path / "plain").write_text("")
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "plain" / "below"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,3 +68,10 @@ def test_missing_zeroconf_error_names_the_extra(monkeypatch: pytest.MonkeyPatch)
 def test_ipc_endpoint_is_not_announced() -> None:
     with pytest.raises(InvalidRequest, match="expected tcp://HOST:PORT"):
         lan.announce("ipc:///tmp/x", OWN)
+
+
+def test_a_machine_without_a_network_can_not_be_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    loopback = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")
+    monkeypatch.setattr(lan.psutil, "net_if_addrs", lambda: {"lo": [loopback]})
+    with pytest.raises(EndpointError, match=r"no IPv4 address but loopback; leave out"):
+        lan.announce("tcp://*:45557", OWN)

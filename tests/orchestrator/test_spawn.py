@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -19,6 +20,7 @@ from outrider.orchestrator.core.worker_registry import Worker, WorkerRegistry
 from outrider.orchestrator.machine import spawn, system
 from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
 
@@ -156,6 +158,16 @@ def test_stderr_of_an_ended_worker_is_kept(spawned):
     assert worker.wait(200) == 7
     assert worker.log_tail() == "first | last words"
     worker.terminate()  # nobody is signalled: the process is gone
+
+
+def test_a_worker_that_can_not_be_restarted_is_lost_and_ends_nothing(monkeypatch, tmp_path):
+    registry = WorkerRegistry(True)
+    worker = Worker("draft-0", "draft", 1, SimpleNamespace(exit_code=lambda: 1, kill=lambda: None))
+    registry.assign(worker)
+    worker.restarts.died(0, True, False, "")
+    monkeypatch.setattr(system, "require_mlx", mock.Mock(side_effect=InvalidRequest("MLX has no backend installed")))
+    (loss,) = supervisor.Supervisor(registry, SETTINGS, "ipc:///none", tmp_path, 1.0).restart(clock.SECOND_NS * 10**6)
+    assert "no backend" in loss.why and not loss.fatal
 
 
 def test_failed_process_start_raises_worker_error(monkeypatch, tmp_path):
