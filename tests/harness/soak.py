@@ -1,7 +1,7 @@
 """Runs many requests of random sizes, some cancelled, and checks that none is lost and memory does not grow.
 
-    python -m tests.harness.soak                               # 1,000 requests, 8 at once, one in eight cancelled
-    python -m tests.harness.soak --requests 60 --kv-memory 20MB
+    python -m tests.harness.soak       # 1,000 requests, 8 at once, one in eight cancelled: half an hour on two cores
+    OUTRIDER_MODEL=tiny python -m tests.harness.soak --kv-memory 60MB
 
 Prints the resident memory of target, drafter and server after a fifth of the requests and at the end, and the size of
 the prompt caches at both times, to tell a filling cache from a leak. The exit code is 1 if a request is lost, a slot or
@@ -60,7 +60,7 @@ def settled(cluster: LocalCluster) -> Stats:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--at-once", type=int, default=8)
-    parser.add_argument("--kv-memory", default="60MB", help="small, so that caches are full after a fifth")
+    parser.add_argument("--kv-memory", default="240MB", help="small, so that caches are full after a fifth")
     parser.add_argument("--seed", type=int, default=1)
 
 
