@@ -228,7 +228,11 @@ def _open_client_socket(
 
 def _start_thread(body: Callable[[], None], name: str) -> threading.Thread:
     thread = threading.Thread(target=body, name=name, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        cause = system.likely_cause(1, str(error)) or "raise its limit of processes (ulimit -u)"
+        raise WorkerError(f"the server can't start a thread ({error}): {cause}") from None
     return thread
 
 

@@ -61,6 +61,7 @@ FALLBACK_OPEN_FILES = (10_240, 4_096)
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _MEMORY_ERRORS = (
     "memoryerror", "bad_alloc", "cannot allocate memory", "resource temporarily unavailable", "failed to map segment",
+    "can't start new thread",
 )  # fmt: skip
 
 
