@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
-from outrider.orchestrator.pairing.gguf import GROUP_SIZE, quantize
+from outrider.orchestrator.pairing.gguf import GROUP_SIZE, quantize, unreadable_error
 from outrider.protocol.digest import CACHE_VARIABLE, cache_folder, file_hash, replace_file
 from outrider.protocol.errors import ModelError
 
@@ -150,7 +150,7 @@ def content_hash(path: Path) -> str:
             return note.read_text()
         digest = file_hash(path)
     except OSError as error:
-        raise ModelError(f"{path} can't be read: {error.strerror}") from None
+        raise unreadable_error(path, error) from None
     try:
         replace_file(note, digest)
     except OSError as error:
