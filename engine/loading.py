@@ -235,11 +235,15 @@ def read_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
             model, config = load_model(path, lazy=True, model_config=changed)
     except FileNotFoundError as error:
         raise ModelError(f"{path} has no weights: expected model*.safetensors next to config.json") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OSError, ImportError) as error:
+    except Exception as error:  # mlx-lm has a file of code for each model type, which may raise anything
         reason = first_line(error)
         if "not supported" in reason:
             raise ModelError(f"{path}: mlx-lm has no model type {config['model_type']!r}; choose another") from error
-        raise ModelError(f"{path} can't be loaded as {config['model_type']}: {reason}") from error
+        if isinstance(error, KeyError):
+            reason = f"{reason} is missing"
+        raise ModelError(
+            f"{path} can't be loaded as {config['model_type']}: {reason}; download it again, or choose another model"
+        ) from error
     except SystemExit as error:  # mlx-lm's OLMo ends the process if a library of its own is missing
         raise ModelError(
             f"{path}: mlx-lm's {config['model_type']} needs a library that is not installed; see stderr for its name"

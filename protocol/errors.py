@@ -114,8 +114,12 @@ def wrap_model_errors(doing: str, level: int = logging.WARNING) -> Iterator[None
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of the error's message, or its class name if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Returns the first line of the error's message, or its class name if it has none.
+
+    MLX's "Missing 2 parameters:" is followed by the first of them, which is on the next line.
+    """
+    first, *others = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first.rstrip()} {others[0].strip()}" if first.rstrip().endswith(":") and others else first
 
 
 def error_kind(error: OutriderError) -> str:

@@ -168,6 +168,14 @@ def broken(source: Path, tmp_path: Path, name: str) -> Path:
             (path / "config.json").write_text(json.dumps(config))
         case "other-shape":
             (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
+        case "no-heads":
+            (path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 0}))
+        case "other-quantization":
+            config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+            (path / "config.json").write_text(json.dumps(config))
+        case "half-rope":
+            config["rope_scaling"] = {"rope_type": "llama3"}
+            (path / "config.json").write_text(json.dumps(config))
         case "truncated":
             (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:100])
     return path
@@ -182,7 +190,10 @@ def broken(source: Path, tmp_path: Path, name: str) -> Path:
         ("no-type", "has no model_type"),
         ("strange-type", "no model type 'frobnicator'"),
         ("half-config", "can't be loaded as llama"),
-        ("other-shape", "can't be loaded as llama"),
+        ("other-shape", r"as llama: Missing 18 parameters: model\.layers\.3\.\S+ download it again"),
+        ("no-heads", "can't be loaded as llama"),
+        ("other-quantization", "can't be loaded as llama"),
+        ("half-rope", "can't be loaded as llama: 'factor' is missing"),
         ("truncated", "can't be loaded as llama"),
     ],
 )
