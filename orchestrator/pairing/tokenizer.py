@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from outrider.orchestrator.pairing.chat_template import Message, chat_template, join_messages, render_template
 from outrider.orchestrator.pairing.detokenizer import Spelling, decoder_kinds
 from outrider.orchestrator.pairing.model_files import ModelFiles, read_json
-from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.errors import InvalidRequest, ModelError, first_line
 from outrider.protocol.sampling import SamplingParams
 
 MAX_SAMPLES = 3
@@ -114,7 +114,9 @@ def _load_with_transformers(model: ModelFiles) -> Tokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(str(model.folder), trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{model.name} has no readable tokenizer ({str(error).partition(chr(10))[0]})") from None
+        raise ModelError(
+            f"{model.name} has no readable tokenizer ({first_line(error)}); expected tokenizer.json in its folder"
+        ) from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise ModelError(f"{model.name} has a tokenizer without a tokenizer.json; convert it to tokenizer.json first")
@@ -133,8 +135,9 @@ def _read_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]
 
 
 def _token_set(value: object) -> frozenset[int]:
+    """Returns the tokens in a field of a config, which some fill with -1 if there is none."""
     values = value if isinstance(value, list) else [value]
-    return frozenset(token for token in values if isinstance(token, int) and not isinstance(token, bool))
+    return frozenset(token for token in values if type(token) is int and token in range(2**31))
 
 
 def vocabulary_difference(target: TextCodec, draft: TextCodec) -> str:

@@ -83,6 +83,10 @@ def test_end_tokens_come_from_generation_config_config_and_tokenizer(model_folde
     assert ends() == {0, 5, 6}
     change(model_folder, "generation_config.json", eos_token_id=7)
     assert ends() == {0, 7}, "generation_config.json takes config.json's place, as in mlx-lm"
+    change(model_folder, "generation_config.json", eos_token_id=[8, -1, 2**31, True])
+    assert ends() == {0, 8}, "no message can have other numbers, so the server ended at the first request"
+    change(model_folder, "generation_config.json", eos_token_id=-1)
+    assert ends() == {0, 5, 6}
 
 
 def test_recommended_sampling_is_read_except_for_values_out_of_range(model_folder):
