@@ -27,6 +27,8 @@ Array = np.ndarray[Any, Any]
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
 
+_HEAD_WIDTH_STEP = 16  # of GroupQueryAttention with a rope
+
 InputBuilder = Callable[["Builder"], tuple[str, str]]
 """Adds the inputs of the first layer and of its attention, computed from `x` and `features`; returns their names."""
 
@@ -111,6 +113,8 @@ class Layout:
             heads = {(int(own.n_heads), shape.kv_heads) for own, shape in zip(attentions, shapes, strict=True)}
             if len(heads) > 1:
                 raise TypeError("layers with different numbers of heads are not supported")
+            if uneven := [shape.width for shape in shapes if shape.width % _HEAD_WIDTH_STEP]:
+                raise TypeError(f"heads of width {uneven[0]} are not supported, only multiples of {_HEAD_WIDTH_STEP}")
             used = [(rope_signature(own.rope), shape.width) for own, shape in zip(attentions, shapes, strict=True)]
             known = list(dict.fromkeys(used))
             ropes = [_make_rope_table(attentions[used.index(key)].rope, key[1]) for key in known]

@@ -104,6 +104,15 @@ def test_unsupported_families_are_left_to_mlx(loaded: Loaded, family: str) -> No
     assert model.cpu is None
 
 
+def test_heads_of_a_width_that_has_no_kernel_are_left_to_mlx(
+    loaded: Loaded, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before a graph is built, which would fail with a line of ONNX Runtime's on stderr."""
+    assert loaded("llama", head_dim=24).cpu is None
+    assert "heads of width 24 are not supported, only multiples of 16" in caplog.text
+    assert "GroupQueryAttention" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("family", SERVED)
 def test_logits_of_a_quantised_model_stay_close_to_those_of_mlx(quantised: Quantised, family: str) -> None:
     """Only activations are rounded: logits are MLX's own but for that, and the model keeps its bits in memory."""

@@ -87,7 +87,16 @@ def test_default_is_chosen_among_several_templates(model_folder):
     assert chat_template(model_folder) == "yes"
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% if %}", "{{ messages.append(1) }}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no') }}",
+        "{% if %}",
+        "{{ messages.append(1) }}",
+        "{% macro never() %}{{ never() }}{% endmacro %}{{ never() }}",
+        "{{ 'x' * 10**15 }}",
+    ],
+)
 def test_failing_or_unsafe_template_raises_model_error(template):
     with pytest.raises(ModelError, match="chat template failed"):
         render_template(template, [{"role": "user", "content": "hi"}], {})
