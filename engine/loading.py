@@ -229,10 +229,8 @@ def read_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
         changed = flat_rope_fields(config)
         if isinstance(text := config.get("text_config"), dict):
             changed["text_config"] = text | flat_rope_fields(text)
-        if "draft_vocab_size" in config:
-            model, config = load_model(path, lazy=True, model_config=changed, get_model_classes=_make_reduced_llama)
-        else:
-            model, config = load_model(path, lazy=True, model_config=changed)
+        own = {"get_model_classes": _make_reduced_llama} if "draft_vocab_size" in config else {}
+        model, config = load_model(path, lazy=True, model_config=changed, **own)
     except FileNotFoundError as error:
         raise ModelError(f"{path} has no weights: expected model*.safetensors next to config.json") from error
     except Exception as error:  # mlx-lm has a file of code for each model type, which may raise anything

@@ -134,13 +134,8 @@ def as_part(grammar: Grammar, name: str) -> dict[str, Any]:
 
 def _whitespace_options(schema: str) -> JsonCompileOptions | None:
     """Returns the options for white space: `JSON_WHITESPACE`, or None if the schema's `x-guidance` sets them."""
-    try:
-        parsed = json.loads(schema)
-    except ValueError:
-        return None
-    if not isinstance(parsed, dict):
-        return None
-    own = parsed.get("x-guidance", {})
+    parsed = json.loads(schema)
+    own = parsed.get("x-guidance", {}) if isinstance(parsed, dict) else None
     return JSON_WHITESPACE if isinstance(own, dict) and _WHITESPACE_KEYS.isdisjoint(own) else None
 
 
