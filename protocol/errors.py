@@ -119,7 +119,7 @@ def first_line(error: Exception) -> str:
     MLX's "Missing 2 parameters:" is followed by the first of them, which is on the next line.
     """
     first, *others = (str(error).strip() or type(error).__name__).splitlines()
-    return f"{first.rstrip()} {others[0].strip()}" if first.rstrip().endswith(":") and others else first
+    return f"{first.rstrip()} {others[0].strip(' ,.')}" if first.rstrip().endswith(":") and others else first
 
 
 def error_kind(error: OutriderError) -> str:

@@ -190,7 +190,7 @@ def broken(source: Path, tmp_path: Path, name: str) -> Path:
         ("no-type", "has no model_type"),
         ("strange-type", "no model type 'frobnicator'"),
         ("half-config", "can't be loaded as llama"),
-        ("other-shape", r"as llama: Missing 18 parameters: model\.layers\.3\.\S+ download it again"),
+        ("other-shape", r"as llama: Missing 18 parameters: model\.layers\.3\.\S+\w; download it again"),
         ("no-heads", "can't be loaded as llama"),
         ("other-quantization", "can't be loaded as llama"),
         ("half-rope", "can't be loaded as llama: 'factor' is missing"),
