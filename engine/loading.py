@@ -233,6 +233,8 @@ def read_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
         model, config = load_model(path, lazy=True, model_config=changed, **own)
     except FileNotFoundError as error:
         raise ModelError(f"{path} has no weights: expected model*.safetensors next to config.json") from error
+    except MemoryError:
+        raise
     except Exception as error:  # mlx-lm has a file of code for each model type, which may raise anything
         reason = first_line(error)
         if "not supported" in reason:

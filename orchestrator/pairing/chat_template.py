@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from outrider.orchestrator.pairing.model_files import read_json
-from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.errors import InvalidRequest, ModelError, first_line
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -78,7 +78,7 @@ def render_template(
         )
     except Exception as error:  # a template is a program that comes with a model
         raise ModelError(
-            f"the model's chat template failed ({error}); expected a template that takes these messages, or"
+            f"the model's chat template failed ({first_line(error)}); expected a template that takes these messages, or"
             " none (--ignore-chat-template)"
         ) from None
 
