@@ -19,13 +19,8 @@ def run(options: argparse.Namespace) -> int:
     wanted = Options(Mode(options.mode), options.weights, options.context)
     from outrider.drafters.coreml.converter import convert  # deferred: imports MLX and coremltools
 
-    manifest = convert(
-        find_model(options.model).folder,
-        options.out,
-        wanted,
-        None if options.quiet else _show_progress,
-        options.mlx_out,
-    )
+    progress = None if options.quiet else _show_progress
+    manifest = convert(find_model(options.model).folder, options.out, wanted, progress, options.mlx_out)
     size = sum(file.stat().st_size for file in options.out.rglob("*") if file.is_file())
     result = {
         "package": str(options.out), "source": manifest.source, "family": manifest.layout.architecture.family,
