@@ -253,8 +253,8 @@ class Keyring:
     def _lines(self, path: Path) -> Iterator[str]:
         """Yields the lines of a file; none if there is no file."""
         try:
-            check_private(self.folder, "700")
             check_private(path, "600")
+            check_private(self.folder, "700")
             lines = path.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
             return

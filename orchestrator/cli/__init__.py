@@ -236,18 +236,15 @@ def _run_without_command(given: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
     if given and not given[0].startswith("-"):
         parser.error(f"unknown command {given[0]!r}; {suggest_command(given[0], COMMANDS)}")
     options = parser.parse(given)
-    if options.version and options.command is None:
+    if options.version:
         from outrider import __version__
         from outrider.protocol.version import PROTOCOL_VERSION
 
         print(f"outrider {__version__} (protocol {PROTOCOL_VERSION})")
         return 0
-    if options.command is not None:
-        parser.error(f"the command comes first: outrider {options.command} {given[0]}")
     parser.print_help()
     return 0
 

@@ -92,8 +92,10 @@ Reader = Callable[[], UserInput | None]
 
 def read_line() -> UserInput | None:
     """Reads a line as one message."""
+    if sys.stdin.isatty():
+        say(PROMPT, end="")  # input() may write a prompt to stdout
     try:
-        line = input(PROMPT if sys.stdin.isatty() else "")
+        line = input()
     except EOFError:
         return None
     except UnicodeDecodeError as error:
@@ -326,9 +328,11 @@ class Chat:
             case "/undo", "":
                 text = self._conversation.undo()
                 say("There is no message to remove." if text is None else f"Removed with its answer: {_shorten(text)}")
-            case "/save", file if file:
+            case "/save", file if file and self._conversation.messages:
                 self._conversation.save(Path(file))
                 say(f"The conversation is saved to {file}.")
+            case "/save", file:
+                say("There is no message to save." if file else "the file is missing; expected /save FILE")
             case _:
                 say(f"unknown command {entry.text.strip()!r} (see /help); to send it as text, start with a space")
 

@@ -82,6 +82,8 @@ class Conversation:
         try:
             real = path.expanduser().resolve()
             real.parent.stat()  # no folder is created
+            if real.exists() and not real.is_file():
+                raise OSError("it is not a file")  # replacing a pipe or a device would remove it
             mode = stat.S_IMODE(real.stat().st_mode) if real.exists() else 0o666
             replace_file(real, text, mode)  # an earlier conversation stays if this one doesn't fit on the disk
         except (OSError, RuntimeError, ValueError) as error:

@@ -169,7 +169,7 @@ def test_version_is_printed(run):
         (["help", "bake"], 2, "unknown command 'bake'; expected one of generate"),
         (["genrate", "-p", "x", "--seed", "3"], 2, "unknown command 'genrate'; did you mean generate?"),
         (["--mode", "generate"], 2, "unknown flag --mode"),
-        (["--version", "generate"], 2, "the command comes first: outrider generate --version"),
+        (["--version", "generate"], 2, "unexpected argument 'generate'"),
         (["generate", "-p"], 2, "expected one argument"),
         (["generate", "-p", "--json"], 2, "expected one argument"),
         (["worker", "draft", "--connect", "ipc:///tmp/no/such"], 4, "no server at ipc:///tmp/no/such"),

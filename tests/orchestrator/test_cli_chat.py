@@ -117,6 +117,7 @@ def test_quit_exit_and_bye_end_the_chat(served, talk, templated, name):
 
 
 def test_conversation_that_does_not_fit_on_the_disk_leaves_the_saved_one(served, talk, tmp_path, monkeypatch):
+    served.core.play = says(served.codec, "yes")
     file = tmp_path / "talk.json"
     file.write_text("the old one")
     file.chmod(0o600)
@@ -126,10 +127,25 @@ def test_conversation_that_does_not_fit_on_the_disk_leaves_the_saved_one(served,
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_bytes", full)
-        _, _, err = talk(f"/save {file}")
+        _, _, err = talk("one", f"/save {file}")
     assert "can't be written (File too large)" in err and file.read_text() == "the old one"
-    talk(f"/save {file}")
-    assert json.loads(file.read_text()) == [] and file.stat().st_mode & 0o777 == 0o600
+    talk("one", f"/save {file}")
+    assert len(json.loads(file.read_text())) == 2 and file.stat().st_mode & 0o777 == 0o600
+
+
+def test_nothing_to_save_leaves_the_saved_conversation(served, talk, tmp_path):
+    """An empty list is no conversation that --chat continues."""
+    file = tmp_path / "talk.json"
+    file.write_text("the old one")
+    _, _, err = talk(f"/save {file}")
+    assert "There is no message to save." in err and file.read_text() == "the old one"
+
+
+def test_what_is_no_file_is_not_replaced_by_a_conversation(served, talk, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    _, _, err = talk(f"/save {pipe}", flags=("--system-prompt", "Be brief."))
+    assert "can't be written (it is not a file); choose another file" in err and pipe.is_fifo()
 
 
 def test_without_a_template_turns_are_concatenated_with_a_note(served, talk):
@@ -401,10 +417,16 @@ def test_dead_server_ends_the_chat_unless_a_restart_is_accepted(served, chat_wit
     assert ("[Y/n]" in err) is person and not served.core.told
 
 
+def test_only_text_goes_to_stdout(served, talk):
+    served.core.play = says(served.codec, "yes")
+    _, out, err = talk("one")
+    assert out == "yes\n" and "> " in err
+
+
 def test_interrupt_at_the_prompt_does_not_end_the_chat(served, monkeypatch, capsys):
     lines = iter([KeyboardInterrupt, "x", EOFError])
 
-    def typed(_prompt):
+    def typed():
         line = next(lines)
         if isinstance(line, str):
             return line
@@ -422,7 +444,7 @@ def test_invalid_utf8_is_reported_and_ends_only_piped_input(served, monkeypatch,
     served.core.play = says(served.codec, "yes")
     lines = iter([b"\xff", b"x"])
 
-    def typed(_prompt):
+    def typed():
         line = next(lines, None)
         if line is None:
             raise EOFError
@@ -456,10 +478,7 @@ def test_failed_request_is_reported_and_ends_only_piped_input(served, talk, temp
         ("/help", "/save FILE"),
         ("/undo", "There is no message to remove."),
         ("/bake", "unknown command '/bake' (see /help)"),
-        ("/save", "unknown command '/save' (see /help)"),
-        ("/save /no/such/folder/x", "can't be written"),
-        ("/save a\0b", "can't be written (embedded null byte); choose another file"),
-        ("/save ~nosuchuser/x", "can't be written"),
+        ("/save", "the file is missing; expected /save FILE"),
         ("half a pair \ud83d", "the text can't be encoded as UTF-8"),
         ("", ""),
     ],
@@ -467,6 +486,19 @@ def test_failed_request_is_reported_and_ends_only_piped_input(served, talk, temp
 def test_slash_commands_send_no_request(served, talk, line, words):
     code, _, err = talk(line)
     assert code == 0 and words in err and not served.core.told
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("/no/such/folder/x", "can't be written"),
+        ("a\0b", "can't be written (embedded null byte); choose another file"),
+        ("~nosuchuser/x", "can't be written"),
+    ],
+)
+def test_conversation_that_cannot_be_saved_prints_one_sentence(served, talk, file, words):
+    _, _, err = talk(f"/save {file}", flags=("--system-prompt", "Be brief."))
+    assert words in err and not served.core.told
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,14 @@ def test_missing_own_key_error_names_the_command_that_creates_it(tmp_path: Path)
         Keyring(tmp_path / "none").own()
 
 
+def test_folder_of_keys_that_is_a_file_keeps_its_mode(tmp_path: Path) -> None:
+    """Advice to `chmod 700 /etc/passwd` would harm."""
+    file = tmp_path / "passwd"
+    file.touch(0o644)
+    with pytest.raises(KeyFault, match="Not a directory"):
+        Keyring(file).allowed()
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666, 0o644])
 def test_keys_accessible_to_others_are_refused_with_the_remedy(ring: Keyring, mode: int) -> None:
     secret(ring).chmod(mode)

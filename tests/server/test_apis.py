@@ -645,3 +645,10 @@ def test_lost_http_process_is_restarted_on_the_same_port(chat: RunningServer, mo
 def test_a_port_in_use_is_refused_before_anything_is_loaded(chat: RunningServer) -> None:
     with pytest.raises(EndpointError, match="the port is in use; choose another with --port, or --no-http"):
         HttpListener(HttpSettings(port=int(chat.url.rpartition(":")[2])))
+
+
+@pytest.mark.parametrize("host", ["a..b", "nosuchhost.invalid"])
+def test_an_unknown_host_is_refused_in_plain_words(host: str) -> None:
+    with pytest.raises(EndpointError, match=r"expected an address of this machine \(--host\)") as raised:
+        HttpListener(HttpSettings(host=host, api_keys=("key",)))
+    assert "[Errno" not in str(raised.value)
