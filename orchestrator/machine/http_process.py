@@ -54,8 +54,8 @@ class HttpListener:
             self.socket = socket.socket(family, kind, number)
         except (OSError, UnicodeError) as error:
             raise EndpointError(
-                f"HTTP can't be served at {where} ({getattr(error, 'strerror', error)}); expected an address of this"
-                " machine (--host)"
+                f"HTTP can't be served at {where} ({getattr(error, 'strerror', None) or error}); expected an"
+                " address of this machine (--host)"
             ) from None
         try:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
