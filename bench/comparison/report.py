@@ -30,6 +30,7 @@ from outrider.bench.comparison.runs import (
     time_replies,
     total_rate,
 )
+from outrider.orchestrator.client.dialogue import pluralize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,7 +137,8 @@ def _format_shares(parts: Sequence[int], wholes: Sequence[int], first: int) -> s
 
 def format_section(found: Section) -> str:
     """Returns a Markdown table with a title line and notes."""
-    head = f"{found.kind}, T = {found.temp:g}: {found.prompts} prompts, {found.repeated:.0%} of 4-grams repeated"
+    prompts = pluralize(found.prompts, "prompt")
+    head = f"{found.kind}, T = {found.temp:g}: {prompts}, {found.repeated:.0%} of 4-grams repeated"
     titles = [
         "",
         "tok/s (median)",

@@ -80,12 +80,12 @@ def _format_pairs() -> str:
     for target, target_b, draft, draft_b, note in KNOWN_PAIRS:
         sizes = f"{target_b:g}B / {draft_b:g}B ({target_b / draft_b:.0f}x)"
         lines += [f"{f'mlx-community/{target}':52}{sizes}", f"  + {f'mlx-community/{draft}':48}{note}".rstrip()]
+    lines += [
+        "According to their publishers, each of these pairs shares a tokenizer;",
+        "`outrider pairs TARGET DRAFT` compares the vocabularies of any two models.",
+    ]
     lines += ["", "to pull (outrider pull NAME, --model NAME):", *map(_format_pulled, PULLED_MODELS.values())]
     if is_on_disk(TINY):
         target, draft = embedded_pair()
         lines += ["", "embedded, a tiny pair for tests (--model tiny):", f"  {target}", f"  + {draft}"]
-    return "\n".join([
-        *lines,
-        "According to their publishers, each pair shares a tokenizer;",
-        "`outrider pairs TARGET DRAFT` compares the vocabularies of any two models.",
-    ])  # fmt: skip
+    return "\n".join(lines)
