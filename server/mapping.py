@@ -42,13 +42,15 @@ def join_text(content: str | Sequence[ContentPart] | None, where: str, readable:
     """Returns a message's content as one text, with its parts concatenated.
 
     Raises:
-        Refused: a part is not text, but for example an image.
+        Refused: a part has no text, or is for example an image.
     """
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if part.type not in readable:
             raise Refused(f"{where}: a part of type {part.type[:40]!r} can't be read here; only text can", where)
+        if part.text is None:
+            raise Refused(f"{where}: a part of type {part.type!r} has no text; expected its text as 'text'", where)
     return "".join(part.text or "" for part in content)
 
 

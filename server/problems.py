@@ -18,6 +18,8 @@ from outrider.protocol.errors import (
     UnknownDrafter,
     WorkerError,
 )
+from outrider.protocol.process import current_request
+from outrider.protocol.sampling import SamplingParams
 from outrider.server.schemas import AnthropicError, AnthropicErrorBody, ErrorDetails, OpenAIError, OpenAIErrorBody
 
 RETRY_SECONDS = 1
@@ -55,8 +57,9 @@ class Problem(OutriderError):
     def __str__(self) -> str:
         return self.message
 
-    def body(self, anthropic: bool, request_id: str) -> bytes:
-        """Returns the JSON body in one API's format."""
+    def body(self, anthropic: bool, request_id: str | None = None) -> bytes:
+        """Returns the JSON body in one API's format. `request_id`: by default the current request's."""
+        request_id = request_id or current_request.get() or ""
         if anthropic:
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
             details = ErrorDetails(error_code=self.details) if self.details is not None else None
@@ -68,7 +71,7 @@ class Problem(OutriderError):
 
     def response(self, scope: Scope) -> Response:
         """Returns the response to a request, in the format of its API."""
-        body = self.body(is_anthropic(scope), scope["state"]["request_id"])
+        body = self.body(is_anthropic(scope))
         return Response(body, self.status, headers=self.headers, media_type="application/json")
 
     @property
@@ -108,7 +111,8 @@ def to_problem(error: Exception) -> Problem:
         case PromptTooLong():
             return Problem(str(error), code="context_length_exceeded")
         case InvalidRequest() | ModelError():
-            return Problem(str(error))
+            first = str(error).partition(" ")[0]  # errors of a sampling parameter begin with its name
+            return Problem(str(error), first if first in SamplingParams.__dataclass_fields__ else None)
         case OutriderError():
             return Problem(str(error), status=500)
     return Problem("the server failed to answer this request; see its log", status=500)

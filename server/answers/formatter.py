@@ -178,7 +178,7 @@ class CompletionFormatter(AnswerFormatter):
         return self._event([], self.plan.choices, usage=build_usage(self.plan)) + DONE
 
     def format_error(self, problem: Problem) -> bytes:
-        return event(problem.body(anthropic=False, request_id=""))
+        return event(problem.body(anthropic=False))
 
     def _returned_choices(self) -> list[ChoiceState]:
         """Returns the choices of the full response."""

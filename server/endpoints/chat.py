@@ -294,7 +294,9 @@ def to_conversation(model: ServedModel, payload: ConversationRequest) -> Templat
     functions = []
     for place, tool in enumerate(payload.tools or ()):
         if tool.type != "function" or tool.function is None:
-            raise Refused(f"tools.{place}: only function tools are supported", f"tools.{place}")
+            raise Refused(
+                f"tools.{place}: only function tools are supported; expected type and function", f"tools.{place}"
+            )
         functions.append(tool.function)
     named = payload.model_dump(include={"enable_thinking", "reasoning_effort"})
     return TemplateInput(

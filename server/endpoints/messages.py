@@ -226,7 +226,7 @@ class MessageFormatter(BlockFormatter):
         return typed_event("message_stop")
 
     def format_error(self, problem: Problem) -> bytes:
-        return event(problem.body(anthropic=True, request_id=""), "error")
+        return event(problem.body(anthropic=True), "error")
 
     def _keep_alive(self, note: str) -> bytes:
         return typed_event("ping")

@@ -133,7 +133,7 @@ class ResponsesRequest(OpenAIGeneration):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="inputs are never truncated: one that is too long is rejected, with auto too"
     )
-    max_tool_calls: Annotated[int | None, unsupported("tools are called by the client")] = None
+    max_tool_calls: Annotated[int | None, unsupported("tools are called by the client; leave it out")] = None
     # Ignored as well.
     stream_options: Any = None
     client_metadata: Any = None
@@ -394,7 +394,7 @@ def _select_tools(model: ServedModel, payload: ResponsesRequest) -> Toolbox:
         if tool.type != "function":
             continue  # ignored, with a note
         if not tool.name:
-            raise Refused(f"tools.{place}: the function has no name", f"tools.{place}")
+            raise Refused(f"tools.{place}: the function has no name; expected it beside its type", f"tools.{place}")
         functions.append(Function(**tool.model_dump(exclude={"type"})))
     return select_tools(model, functions, _tool_choice(payload))
 
@@ -451,6 +451,8 @@ def _convert_items(items: list[Item]) -> list[dict[str, Any]]:
                 messages.append(assistant_message("", [], thought))
             case "item_reference":
                 raise Refused(f"{where}: items are not stored; set the client's store to false to send them", where)
+            case "message":
+                raise Refused(f"{where}: the message has no role; expected user, assistant, system or developer", where)
             case other:
                 raise Refused(f"{where}: an item of type {other[:40]!r} can't be read here", where)
     return [m for m in messages if m["role"] != "assistant" or m["content"] or m.get("tool_calls")]

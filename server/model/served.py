@@ -131,9 +131,11 @@ class ServedModel:
         """Applies the chat template and tokenizes. Without a template the text is used as it is (`join_messages`).
 
         Raises:
-            InvalidRequest: the template does not support the input, or there is none.
+            InvalidRequest: there is no message, or the template does not support the input or is missing.
             ModelError: the template rejects these messages.
         """
+        if not source.messages:
+            raise InvalidRequest("there is no message to answer; expected at least one")
         if self.template is None:
             if source.keywords:
                 raise InvalidRequest(f"{self.id} has no chat template; leave out the template's arguments")

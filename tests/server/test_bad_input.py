@@ -224,9 +224,11 @@ def test_invalid_field_is_refused_by_chat_and_completions(
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "'image_url' can't be read here"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'text' has no text"),
         (CHAT, {**CHAT_BODY, "tool_choice": "required"}, "requires a call, but there are no tools"),
         (CHAT, {**CHAT_BODY, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "'g'"),
         (CHAT, {**CHAT_BODY, "tools": [{"type": "web_search"}]}, "only function tools"),
+        (CHAT, {**CHAT_BODY, "tools": [{"type": "function", "name": "f"}]}, "expected type and function"),
         (CHAT, {**CHAT_BODY, "max_tokens": 5, "max_completion_tokens": 6}, "expected one of them"),
         (CHAT, {**CHAT_BODY, "top_logprobs": 2}, "needs logprobs: true"),
         (CHAT, {**CHAT_BODY, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -248,6 +250,9 @@ def test_invalid_field_is_refused_by_chat_and_completions(
         (RESPOND, {"input": "x", "text": {"format": {"type": "json_schema", "schema": False}}}, "Unsatisfiable"),
         (RESPOND, {"input": "x", "top_logprobs": 2}, "top_logprobs"),
         (RESPOND, {"input": [{"type": "computer_call"}]}, "'computer_call'"),
+        (RESPOND, {"input": [{"content": "x"}]}, "input.0: the message has no role"),
+        (RESPOND, {"input": [{"type": "reasoning", "content": []}]}, "there is no message to answer"),
+        (RESPOND, {"input": "x", "tools": [TOOL]}, "tools.0: the function has no name; expected it beside its type"),
         (RESPOND, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "set the client's store to false"),
         (CLAUDE, CHAT_BODY, "max_tokens"),
         (
@@ -326,6 +331,14 @@ def test_neutral_values_of_other_servers_fields_are_ignored(ask: Ask) -> None:
     more = {"skip_special_tokens": True, "stop_token_ids": [], "echo": False, "best_of": 1, "extra_body": {}}
     assert ask(CHAT, json={**CHAT_BODY, **off, **more, "prompt_logprobs": None}).status_code == 503
     assert ask(CLAUDE, json={**PATHS[CLAUDE], **off, "n": 1}).status_code == 503
+
+
+def test_error_names_the_field_of_a_sampling_parameter(ask: Ask) -> None:
+    """Also one that the orchestrator found, whose errors are a class and a sentence."""
+    short = ask(TEXT, json={"prompt": "x", "min_tokens": 20, "max_tokens": 5}).json()["error"]
+    assert (short["param"], short["message"][:16]) == ("min_tokens", "min_tokens is 20")
+    assert to_problem(InvalidRequest("logit_bias has token 5000; expected ids from 0 to 511")).param == "logit_bias"
+    assert to_problem(InvalidRequest("the prompt is empty")).param is None
 
 
 def test_output_format_error_names_its_field(ask: Ask) -> None:
