@@ -185,12 +185,13 @@ def should_include_usage(payload: Sampling) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """`param` is the request's field. `loose`: parts of the schema that no grammar can enforce are checked after
-    generation."""
+    """`param` is the request's field. `loose`: the grammar may omit parts of the schema that it can't enforce; then
+    `checked` is the schema, as JSON, for a check after generation."""
 
     grammar: Grammar
     param: str
     loose: bool = False
+    checked: str | None = None
 
 
 def get_output_format(payload: Sampling) -> OutputFormat | None:
@@ -288,12 +289,12 @@ def build_answer_grammar(
 
 
 def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> OutputFormat | None:
-    """Returns a format that can be enforced. It is `loose` if its grammar omits part of the schema. Raises Refused."""
+    """Returns a format that can be enforced, `checked` if its grammar omits part of the schema. Raises Refused."""
     if form is None:
         return None
     try:
         check_grammar(form.grammar, model.vocabulary)
-        return replace(form, loose=False)
+        return form
     except InvalidRequest as error:
         if form.loose:
             schema = without_unreadable_patterns(json.loads(form.grammar.text))
@@ -301,7 +302,7 @@ def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> Outp
             lenient = Grammar.json_schema(schema)  # without what the library does not support
             with suppress(InvalidRequest):
                 check_grammar(lenient, model.vocabulary)
-                return replace(form, grammar=lenient)
+                return replace(form, grammar=lenient, checked=form.grammar.text)
         raise Refused(f"{form.param}: {error}", form.param) from None
 
 

@@ -39,6 +39,7 @@ MIN_LOGPROB = -9999.0
 """OpenAI's value for an impossible token."""
 
 _MAX_REASON_CHARS = 300
+_MAX_BACKTRACKS = 10_000
 
 
 def sum_timings(choices: Sequence[ChoiceState]) -> dict[str, Any]:
@@ -178,8 +179,8 @@ def describe_schema_violations(plan: AnswerPlan, choices: Sequence[ChoiceState])
     """Checks answers and non-strict tool calls against the parts of their schemas that the grammar did not enforce,
     such as uniqueItems, and describes each violation."""
     found = []
-    if plan.form is not None and plan.form.loose:
-        schema = json.loads(plan.form.grammar.text)
+    if plan.form is not None and plan.form.checked is not None:
+        schema = json.loads(plan.form.checked)
         for choice in (choice for choice in choices if choice.finish != "length" and not choice.calls):
             if (why := _find_violation(schema, choice.text)) is not None:
                 found.append(
@@ -197,11 +198,11 @@ def describe_schema_violations(plan: AnswerPlan, choices: Sequence[ChoiceState])
 def _find_violation(schema: Any, text: str) -> str | None:
     """Returns how the JSON `text` violates the schema, or why that can't be checked; None if it does not.
 
-    Patterns take linear time, and remote references are not fetched.
+    Patterns take limited time, and remote references are not fetched.
     """
     import jsonschema_rs  # deferred: few schemas need it
 
-    patterns = jsonschema_rs.RegexOptions()
+    patterns = jsonschema_rs.FancyRegexOptions(backtrack_limit=_MAX_BACKTRACKS)  # with look-around
     try:
         validator = jsonschema_rs.validator_for(schema, retriever=_refuse_retrieval, pattern_options=patterns)
         return next((str(error.message)[:_MAX_REASON_CHARS] for error in validator.iter_errors(json.loads(text))), None)
