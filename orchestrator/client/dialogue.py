@@ -23,6 +23,7 @@ from outrider.protocol.errors import (
     InvalidRequest,
     OtherModel,
     OutriderError,
+    PromptTooLong,
     ServerBusy,
     ServerStopped,
     WorkerError,
@@ -30,7 +31,7 @@ from outrider.protocol.errors import (
 )
 from outrider.protocol.messages import Done, Failed, Generate, Message, Progress, RoundRecord, Started, Timings
 from outrider.protocol.sampling import SamplingFields, SamplingParams
-from outrider.protocol.schema import IMPOSSIBLE_LOGPROB, Logprobs, Origin
+from outrider.protocol.schema import IMPOSSIBLE_LOGPROB, MAX_AXIS_LENGTH, Logprobs, Origin
 from outrider.protocol.values import short_repr
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -114,6 +115,11 @@ def _as_tokens(prompt: object) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         raise InvalidRequest(EMPTY_PROMPT)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidRequest("the prompt is neither text nor token ids; expected a str or a sequence of whole numbers")
+    if len(ids) > MAX_AXIS_LENGTH:
+        raise PromptTooLong(
+            f"the prompt is too long: {len(ids)} tokens > {MAX_AXIS_LENGTH} maximum; any model's maximum context"
+            f" length is {MAX_AXIS_LENGTH} tokens here"
+        )
     if ids.min() < 0 or ids.max() > MAX_TOKEN_ID:
         raise InvalidRequest(f"the prompt has a token id out of range; expected whole numbers from 0 to {MAX_TOKEN_ID}")
     return ids.astype(np.int32)

@@ -87,6 +87,10 @@ def test_prompt_may_be_token_ids(stand, codec, prompt):
         ({"prompt": b"x"}, "neither text nor token ids"),
         ({"prompt": [[1], [2, 3]]}, "neither text nor token ids"),
         ({"prompt": np.zeros((0,))}, "prompt is empty"),
+        (
+            {"prompt": np.zeros(2**24 + 1, int)},
+            "too long: 16777217 tokens > 16777216 maximum; .*maximum context length is",
+        ),
         ({"sampling": {"temp": 1}}, "sampling is .*expected SamplingParams"),
         ({"chat_template": "no"}, "chat_template is 'no'"),
         ({"mode": "fast"}, "mode is 'fast'"),
