@@ -144,8 +144,13 @@ class LogprobFormatter:
         """Formats the tokens of the next chunks. In a token's own text, incomplete characters become U+FFFD."""
         return self._place([row for row in collect_logprobs(chunks) if row.token not in self._ends])
 
-    def format_prompt(self, tokens: Sequence[int], rows: Sequence[TokenLogprob]) -> list[PlacedToken]:
-        """Formats the tokens of a prompt, before those of chunks; `rows` are those of all but the first token."""
+    def format_prompt(self, text: str, tokens: Sequence[int], rows: Sequence[TokenLogprob]) -> list[PlacedToken]:
+        """Formats the tokens of a prompt, before those of chunks; `rows` are those of all but the first token.
+
+        Their places end with `text`; what the tokenizer adds before it, such as a begin token, starts where it does.
+        """
+        spelled = b"".join(map(self._codec.spelling.of, tokens))
+        self._length = len(text) - len(spelled.decode(errors="replace"))
         return self._place([TokenLogprob(tokens[0], 0.0), *rows])
 
     def _place(self, rows: Sequence[TokenLogprob]) -> list[PlacedToken]:
@@ -155,7 +160,7 @@ class LogprobFormatter:
             spelled = ChatTokenLogprob(**self._format_token(row.token, row.logprob).model_dump(), top_logprobs=top)
             start = self._length
             self._length += len(self._characters.decode(bytes(spelled.bytes)))
-            found.append(PlacedToken(start, self._length, spelled))
+            found.append(PlacedToken(max(start, 0), self._length, spelled))
         return found
 
     def _format_token(self, token: int, value: float) -> TopLogprob:

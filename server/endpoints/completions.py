@@ -149,7 +149,7 @@ class TextCompletionFormatter(CompletionFormatter):
         rows = choice.result.prompt_logprobs
         if rows is None:
             raise WorkerError("the logprobs of the prompt were lost, because the target failed; send the request again")
-        return self._logprobs[choice.index].format_prompt(choice.prompt.tokens, rows)
+        return self._logprobs[choice.index].format_prompt(self._echoes[choice.index], choice.prompt.tokens, rows)
 
     def _format_chunk_choice(
         self,

@@ -222,6 +222,8 @@ def test_echo_with_no_tokens_returns_and_scores_the_prompt_alone(pair: RunningSe
     assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
     assert choice["logprobs"] == {name: rows[:-1] for name, rows in more.items()}
     assert body["usage"]["completion_tokens"] == 0
+    starts = [*choice["logprobs"]["text_offset"], len(PROMPT)]  # of which the tokenizer's own first token has no part
+    assert [PROMPT[a:b] for a, b in pairwise(starts)] == ["", *choice["logprobs"]["tokens"][1:]]
     events = post(pair, "/v1/completions", max_tokens=0, stream=True, **asked).text.split("\n\n")
     told = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
     assert "".join(choice["text"] for event in told for choice in event["choices"]) == PROMPT
