@@ -94,17 +94,18 @@ class ServerContext:
         """
         if self.draining:
             raise Refused("the server is shutting down; retry after it restarts", status=503)
-        caller, most = identify_caller(request), self.settings.max_streams_per_key
-        if most is not None and self._running[caller] >= most:
+        plan, caller, most = formatter.plan, identify_caller(request), self.settings.max_streams_per_key
+        running, more = self._running[caller], len(plan.choices)
+        if most is not None and running + more > most:
             raise Refused(
-                f"{most} of your answers are running, the maximum (--max-streams-per-key); try again later",
+                f"{running} of your answers are running and this request has {more}; expected at most {most} at once"
+                " (--max-streams-per-key); wait for them, or ask for fewer",
                 status=429,
                 code="rate_limit_exceeded",
             )
-        plan = formatter.plan
-        self._running[caller] += len(plan.choices)
+        self._running[caller] += more
         start_timer = partial(ChoiceTimer, self.metrics, request.scope["state"]["span"], plan.is_chat)
-        client, release = self.backend.client(request), partial(self._release, caller, len(plan.choices))
+        client, release = self.backend.client(request), partial(self._release, caller, more)
         name = hashlib.sha256(caller.encode()).hexdigest()[:16]  # a key must not reach another machine
         run = RequestRun(client, plan, start_timer, release, self.settings.request_timeout, name)
         if stream:

@@ -138,7 +138,8 @@ class ServedModel:
             raise InvalidRequest("there is no message to answer; expected at least one")
         if self.template is None:
             if source.keywords:
-                raise InvalidRequest(f"{self.id} has no chat template; leave out the template's arguments")
+                named = ", ".join(sorted(source.keywords))
+                raise InvalidRequest(f"{self.id} has no chat template that takes {named}; leave it out")
             return self.tokenize_text(join_messages(source.messages))
         if source.continue_final:
             text = render_open(lambda of: self._render(replace(source, messages=of)), source.messages)

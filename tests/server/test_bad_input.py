@@ -382,6 +382,23 @@ def test_unsupported_field_that_affects_the_answer_is_refused(
     assert refused.status_code == 400 and words in error_message(refused, path == CLAUDE)
 
 
+def test_one_request_gets_no_more_answers_at_once_than_its_key(chatty: ServedModel) -> None:
+    ask = asking(chatty, max_streams_per_key=3)
+    assert ask(CHAT, json={**CHAT_BODY, "n": 3}).status_code == 503  # it gets as far as the orchestrator
+    refused = ask(CHAT, json={**CHAT_BODY, "n": 4})
+    assert refused.status_code == 429
+    assert error_message(refused).startswith("0 of your answers are running and this request has 4; expected at most 3")
+
+
+def test_arguments_of_a_missing_template_are_named() -> None:
+    ask = asking(load_served_model(str(EMBEDDED_TARGET), EMBEDDED_TARGET, ()))
+    refused = ask(CHAT, json={**CHAT_BODY, "reasoning_effort": "low", "enable_thinking": False})
+    assert refused.status_code == 400
+    assert error_message(refused).endswith(
+        "no chat template that takes enable_thinking, reasoning_effort; leave it out"
+    )
+
+
 def test_the_log_of_unknown_fields_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     counts = Counter[str]()
     for number in range(1000):
