@@ -158,9 +158,9 @@ class JsonRoute(APIRoute):
 
 
 def _report_invalid(error: ValidationError) -> Refused:
-    """Reports the first invalid field; of several failed union alternatives, the one that got furthest."""
+    """Reports the first invalid field; of failed union alternatives, the one of the right type that got furthest."""
     wrong = error.errors(include_url=False)
-    first = max(wrong, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
+    first = max(wrong, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
     is_unknown = first["type"] == "extra_forbidden"
     path = [str(part) for part in first["loc"] if _is_field(part)]
     if is_unknown and not _is_field(first["loc"][-1]):

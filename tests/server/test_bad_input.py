@@ -194,6 +194,7 @@ def test_invalid_field_is_refused_by_every_api(ask: Ask, path: str, wrong: dict[
     [
         (CHAT, {"stop": ["s"] * 5000}, "stop: List should have at most 32 items"),
         (RESPOND, {"input": []}, "input: List should have at least 1 item"),
+        (TEXT, {"prompt": ["x"] * 129}, "prompt: List should have at most 128 items"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
