@@ -143,7 +143,10 @@ class RequestRun:
         except OutriderError as error:
             self._queue.put_nowait(failed := error)
         except TimeoutError:
-            late = f"the answer was not complete after {self._timeout:g} s and was cancelled; set a longer timeout"
+            late = (
+                f"the answer was not complete after {self._timeout:g} s and was cancelled; set a longer timeout, at most"
+                " the server's --request-timeout"
+            )
             self._queue.put_nowait(failed := Refused(late, "timeout", 504, "timeout"))
         except Exception as error:
             self._queue.put_nowait(failed := error)  # ends the reader's wait

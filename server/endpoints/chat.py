@@ -93,20 +93,15 @@ class FunctionName(StrictSchema):
 
 
 class NamedToolChoice(LooseSchema):
-    """Requires a call of one function."""
+    """Names a function; as `tool_choice`, requires a call of it."""
 
-    type: Literal["function"]
-    function: FunctionName
-
-
-class AllowedTool(LooseSchema):
     type: Literal["function"] = "function"
     function: FunctionName
 
 
 class AllowedTools(StrictSchema):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], bounded(MAX_TOOLS, least=1)]
+    tools: Annotated[list[NamedToolChoice], bounded(MAX_TOOLS, least=1)]
 
 
 class AllowedToolsChoice(LooseSchema):
