@@ -144,8 +144,8 @@ class RequestRun:
             self._queue.put_nowait(failed := error)
         except TimeoutError:
             late = (
-                f"the answer was not complete after {self._timeout:g} s and was cancelled; set a longer timeout, at most"
-                " the server's --request-timeout"
+                f"the answer was not complete after {self._timeout:g} s and was cancelled; set a longer timeout, at"
+                " most the server's --request-timeout"
             )
             self._queue.put_nowait(failed := Refused(late, "timeout", 504, "timeout"))
         except Exception as error:

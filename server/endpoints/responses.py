@@ -252,6 +252,7 @@ class ResponseFormatter(BlockFormatter):
             "top_p": sampling.top_p,
             "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
             "tools": [tool.model_dump() for tool in payload.tools or ()],
+            "metadata": payload.metadata if isinstance(payload.metadata, dict) else {},
         }
 
     def format_response(self) -> ResponseObject:

@@ -435,7 +435,8 @@ def test_continue_final_message_continues_the_assistants_turn(chat: RunningServe
 
 
 def test_responses_api_returns_text_and_function_calls(ai: openai.OpenAI) -> None:
-    answer = ai.responses.create(model="chatty", input="hi", instructions="Be kind.")
+    answer = ai.responses.create(model="chatty", input="hi", instructions="Be kind.", metadata={"job": "7"})
+    assert answer.metadata == {"job": "7"}
     assert answer.output_text == text_of(PLAIN) and answer.status == "completed"
     tool: Any = {"type": "function", "strict": False, **WEATHER}
     called = ai.responses.create(model="chatty", input="hi", tools=[tool])
