@@ -96,10 +96,12 @@ class ServerContext:
             raise Refused("the server is shutting down; retry after it restarts", status=503)
         plan, caller, most = formatter.plan, identify_caller(request), self.settings.max_streams_per_key
         running, more = self._running[caller], len(plan.choices)
+        if most is not None and more > most:
+            raise Refused(f"this request asks for {more} answers; expected at most {most} (--max-streams-per-key)")
         if most is not None and running + more > most:
             raise Refused(
-                f"{running} of your answers are running and this request has {more}; expected at most {most} at once"
-                " (--max-streams-per-key); wait for them, or ask for fewer",
+                f"{running} of your answers are running and this request asks for {more}; expected at most {most} at"
+                " once (--max-streams-per-key); try again later",
                 status=429,
                 code="rate_limit_exceeded",
             )

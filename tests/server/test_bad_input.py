@@ -387,8 +387,8 @@ def test_one_request_gets_no_more_answers_at_once_than_its_key(chatty: ServedMod
     ask = asking(chatty, max_streams_per_key=3)
     assert ask(CHAT, json={**CHAT_BODY, "n": 3}).status_code == 503  # it gets as far as the orchestrator
     refused = ask(CHAT, json={**CHAT_BODY, "n": 4})
-    assert refused.status_code == 429
-    assert error_message(refused).startswith("0 of your answers are running and this request has 4; expected at most 3")
+    assert refused.status_code == 400, "trying again, as after a 429, would not help"
+    assert error_message(refused) == "this request asks for 4 answers; expected at most 3 (--max-streams-per-key)"
 
 
 def test_arguments_of_a_missing_template_are_named() -> None:
