@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 JINJA_FILE = "chat_template.jinja"
+TOOL_TEMPLATE = "tool_use"
+"""The name that a model's template for conversations with tools has if it is not the default one."""
+_DEFAULT_NAME, _NAMED_FOLDER = "default", "additional_chat_templates"
 Message: TypeAlias = Mapping[str, Any]
 """A message as templates expect it: `role` and `content`, and optionally `tool_calls`, `tool_call_id`, `name`, ..."""
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -28,20 +31,20 @@ RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generatio
 _END_MARK = "\ue000\ue001\ue000"  # private characters, which no template writes or changes
 
 
-def chat_template(folder: Path) -> str | None:
-    """Returns the chat template in a model's folder; None if there is none.
+def chat_template(folder: Path, name: str = _DEFAULT_NAME) -> str | None:
+    """Returns the chat template of this name in a model's folder, where transformers looks; None if there is none.
 
     Raises:
         ModelError: its file can't be read.
     """
-    file = folder / JINJA_FILE
+    file = folder / (JINJA_FILE if name == _DEFAULT_NAME else f"{_NAMED_FOLDER}/{name}.jinja")
     if file.is_file():
         try:
             return file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} can't be read as text ({error}); download the model again") from None
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        template = _default_template(read_json(folder / name).get("chat_template"))
+    for config in ("chat_template.json", "tokenizer_config.json"):
+        template = _named_template(read_json(folder / config).get("chat_template"), name)
         if template is not None:
             return template
     return None
@@ -141,11 +144,11 @@ def _compile_template(template: str) -> Template:
     return environment.from_string(template)
 
 
-def _default_template(value: object) -> str | None:
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+def _named_template(value: object, name: str) -> str | None:
+    entries = value if isinstance(value, list) else [{"name": _DEFAULT_NAME, "template": value}]
+    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    template = named.get(name)
+    return template if isinstance(template, str) else None
 
 
 def join_messages(messages: Sequence[Message]) -> str:

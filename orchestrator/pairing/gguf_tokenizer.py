@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from outrider.orchestrator.pairing.chat_template import TOOL_TEMPLATE
 from outrider.orchestrator.pairing.gguf import GgufFile
 from outrider.protocol.errors import ModelError
 
@@ -186,11 +187,12 @@ def _post_processor(
 
 
 def _tokenizer_config(file: GgufFile, tokens: Sequence[str], special: dict[str, int]) -> dict[str, Any]:
-    template = file.text("tokenizer.chat_template", "")
+    plain, with_tools = (file.text(f"tokenizer.chat_template{name}", "") for name in ("", f".{TOOL_TEMPLATE}"))
+    named = [{"name": "default", "template": plain}, {"name": TOOL_TEMPLATE, "template": with_tools}]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{name: tokens[token] for name, token in special.items()},
         "model_max_length": file.whole(f"{file.architecture}.context_length"),
         "clean_up_tokenization_spaces": False,
-        **({"chat_template": template} if template else {}),
+        **({"chat_template": named if with_tools else plain} if plain else {}),
     }

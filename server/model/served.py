@@ -14,6 +14,7 @@ from typing import Any
 
 from outrider.grammar.compiler import Vocabulary, get_vocabulary
 from outrider.orchestrator.pairing.chat_template import (
+    TOOL_TEMPLATE,
     Message,
     chat_template,
     join_messages,
@@ -92,6 +93,7 @@ class ServedModel:
     """`names`: accepted model names, the id first. `defaults`: sampling values of generation_config.json.
 
     `longest_token`: the characters of the longest token. `tools_as_text`: the template does not support tools.
+    `tool_template`: the one for conversations with tools, if it is not `template`.
     """
 
     names: tuple[str, ...]
@@ -104,6 +106,7 @@ class ServedModel:
     longest_token: int
     loaded_at: int
     tools_as_text: bool = False
+    tool_template: str | None = None
 
     @property
     def id(self) -> str:
@@ -169,7 +172,7 @@ class ServedModel:
     def _apply_template(self, source: TemplateInput) -> str:
         is_mistral = self.tools is not None and self.tools.name == "mistral"
         return render_template(
-            self.template or "",
+            (self.tool_template if source.box.tools else None) or self.template or "",
             with_short_ids(source.messages) if is_mistral else source.messages,
             self.codec.special,
             tools=list(source.box.tools) or None,
@@ -212,10 +215,10 @@ def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fall
         ModelError: its files can't be read.
     """
     codec = load_codec(find_model(str(folder), weights=False))
-    template = chat_template(folder)
+    template, tool_template = chat_template(folder), chat_template(folder, TOOL_TEMPLATE)
     vocabulary = codec.tokenizer.get_vocab(with_added_tokens=True)
     named = read_json(folder / "tokenizer_config.json").get("tool_parser_type")
-    tools = tool_format(template, vocabulary, named) if template is not None else None
+    tools = tool_format(tool_template or template, vocabulary, named) if template is not None else None
     worded = template is not None and tools is None and tool_fallback
     return ServedModel(
         names=names or default_names(name, folder),
@@ -228,6 +231,7 @@ def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fall
         longest_token=max(map(len, vocabulary)),
         loaded_at=int(time.time()),
         tools_as_text=worded,
+        tool_template=tool_template,
     )
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from outrider.orchestrator.pairing.chat_template import chat_template, render_template
+from outrider.orchestrator.pairing.chat_template import TOOL_TEMPLATE, chat_template, render_template
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.tokenizer import ModelText, load_codec
 from outrider.protocol.errors import ModelError
@@ -81,10 +81,17 @@ def test_unreadable_jinja_file_is_a_model_error(model_folder):
         chat_template(model_folder)
 
 
-def test_default_is_chosen_among_several_templates(model_folder):
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+@pytest.mark.parametrize("saved", [False, True], ids=["in the config", "in files"])
+def test_named_templates_are_found_where_transformers_looks(model_folder, tmp_path, saved):
+    from transformers import AutoTokenizer
+
+    named = [{"name": "tool_use", "template": "with tools"}, {"name": "default", "template": "plain"}]
     write_config(model_folder, chat_template=named)
-    assert chat_template(model_folder) == "yes"
+    if saved:
+        AutoTokenizer.from_pretrained(str(model_folder)).save_pretrained(str(tmp_path / "saved"))
+        model_folder = tmp_path / "saved"
+    assert [chat_template(model_folder), chat_template(model_folder, TOOL_TEMPLATE)] == ["plain", "with tools"]
+    assert chat_template(model_folder, "rag") is None
 
 
 @pytest.mark.parametrize(

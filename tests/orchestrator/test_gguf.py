@@ -23,6 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from outrider.engine.loading import load
 from outrider.orchestrator.pairing import gguf, gguf_model, model_files, pulled
+from outrider.orchestrator.pairing.chat_template import TOOL_TEMPLATE, chat_template
 from outrider.orchestrator.pairing.gguf import read_gguf
 from outrider.orchestrator.pairing.gguf_model import write_model
 from outrider.orchestrator.pairing.model_files import find_model
@@ -31,7 +32,7 @@ from outrider.orchestrator.pairing.tokenizer import load_text, read_default_samp
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.digest import CACHE_VARIABLE
 from outrider.protocol.errors import ModelError
-from tests.gguf_files import SIZES, write_gguf
+from tests.gguf_files import SIZES, TEMPLATE, write_gguf
 
 EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 FINER = {"Q2_K": 4, "Q3_K": 5, "Q6_K": 8}
@@ -291,6 +292,13 @@ def test_end_of_turn_token_of_the_metadata_ends_the_text(tmp_path):
     """Whatever its name is."""
     file = write_gguf(tmp_path / "a.gguf", metadata={"tokenizer.ggml.eot_token_id": 9})
     assert 9 in load_text(find_model(str(file))).codec.eos
+
+
+def test_template_for_conversations_with_tools_is_kept(tmp_path):
+    """llama.cpp's converter writes templates other than the default one under their names."""
+    file = write_gguf(tmp_path / "a.gguf", metadata={"tokenizer.chat_template.tool_use": "{{ tools }}"})
+    assert chat_template(converted(file)) == TEMPLATE
+    assert chat_template(converted(file), TOOL_TEMPLATE) == "{{ tools }}"
 
 
 def test_two_gguf_files_form_a_pair(file, tmp_path):

@@ -49,7 +49,7 @@ BARE = """{% for m in messages %}<|im_start|>{{ m.role }}
 STERN = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + BARE
 
 
-def folder_with(template: str, model: Path, to: Path) -> Path:
+def folder_with(template: str | list[dict[str, str]], model: Path, to: Path) -> Path:
     """Returns a folder of the model with another template."""
     shutil.copytree(model, to)
     settings = json.loads((to / "tokenizer_config.json").read_text())
@@ -93,6 +93,21 @@ def test_tools_precede_the_first_user_message_if_system_is_refused(scripted: Pat
     assert text.startswith("<|im_start|>user\n") and "<tools>" in text and "\n\nhi<|im_end|>" in text
     with pytest.raises(ModelError, match="no system here"):
         stern.tokenize_conversation(TemplateInput([{"role": "system", "content": "x"}, *HELLO], Toolbox((TOOL,))))
+
+
+def test_template_named_tool_use_renders_conversations_with_tools(scripted: Path, tmp_path: Path) -> None:
+    """As in transformers: models such as Hermes have it beside the default one, which has no tools."""
+    marks = "{# <tool_call> tool_call.name #}"  # by which the format of its calls is recognised
+    own = "{{ messages[0].content }}: {{ tools | map(attribute='function.name') | join }}" + marks
+    named = [{"name": "default", "template": BARE}, {"name": "tool_use", "template": own}]
+    hermes = load_served_model("hermes", folder_with(named, scripted, tmp_path / "hermes"), ())
+    assert hermes.tools is not None and not hermes.tools_as_text
+
+    def prompt(box: Toolbox) -> str:
+        return hermes.codec.decode(hermes.tokenize_conversation(TemplateInput(HELLO, box)).tokens)
+
+    assert prompt(Toolbox((TOOL,))).strip() == "hi: get_weather"
+    assert prompt(Toolbox()).startswith("<|im_start|>user\nhi<|im_end|>")
 
 
 @pytest.mark.parametrize("begun", ["<", "e", "im", "|", "end", "A <|im_end|> b", "two  words "])
