@@ -227,8 +227,9 @@ def _int_or_none(value: object) -> int | None:
 
 def _fetch_from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Path:
     """Finds or downloads a repository. `shards`: the files of its weights; empty for all."""
+    shown = f"{name} (in {MODEL_VARIABLE})" if name == os.environ.get(MODEL_VARIABLE) else name
     if name.startswith((".", "/", "~")) or not _REPOSITORY_ID.fullmatch(name):
-        raise ModelError(f"no such path: {name}; {_EXPECTED_NAME}")
+        raise ModelError(f"no such path: {shown}; {_EXPECTED_NAME}")
     from huggingface_hub import snapshot_download  # deferred: a local model doesn't need it
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -240,7 +241,7 @@ def _fetch_from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Pat
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the HTTP libraries of the hub's versions share no base class
-        raise ModelError(f"no model {name}: there is no such folder, and {_hub_error_reason(error)}") from None
+        raise ModelError(f"no model {shown}: there is no such folder, and {_hub_error_reason(error)}") from None
 
 
 def _has_weights(folder: Path, shards: Sequence[str]) -> bool:

@@ -47,6 +47,12 @@ def test_missing_path_raises_model_error(name):
         find_model(name)
 
 
+def test_missing_path_in_the_environment_names_the_variable(monkeypatch):
+    monkeypatch.setenv("OUTRIDER_MODEL", "/no/such/path")
+    with pytest.raises(ModelError, match=r"no such path: /no/such/path \(in OUTRIDER_MODEL\); expected"):
+        find_model("/no/such/path")
+
+
 @pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 300, "/proc/1/fd/x"])
 def test_path_that_cannot_be_looked_up_raises_model_error(name, monkeypatch):
     def forbidden(self, *_, **__):
