@@ -118,6 +118,14 @@ def test_signal_during_a_finalizer_takes_effect_after_it(name, code):
     assert done.stderr == b"" or name == "SIGINT"
 
 
+def test_signal_during_the_last_finalizer_of_a_command_leaves_no_traceback():
+    """It was raised while Python waited for its threads: "Exception ignored in: <module 'threading' ...>"."""
+    waited_for = "import threading, time\nthreading.Thread(target=time.sleep, args=(0.5,)).start()\n"
+    ended = waited_for + ENDED_IN_A_FINALIZER.replace("    time.sleep(60)\n", "")
+    done = subprocess.run(python("-c", ended, "SIGTERM"), env=child_environment(), capture_output=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"whole\n", b"")
+
+
 @pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL], ids=["nohup", "terminal"])
 def test_server_started_by_nohup_survives_its_terminal(before):
     own = signal.signal(signal.SIGHUP, before)
