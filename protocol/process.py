@@ -104,9 +104,12 @@ def trim_memory() -> None:
 
 
 def run_outside_finalizers(handler: Handler) -> Handler:
-    """Returns a handler that calls `handler`; if a finalizer is running, it tries again later, by SIGALRM."""
+    """Returns a handler that calls `handler`; if a finalizer is running, it tries again later, by SIGALRM, unless
+    another handler has taken its place by then."""
 
     def call(number: int, frame: FrameType | None) -> None:
+        if signal.getsignal(number) is not call:
+            return
         if _in_finalizer(frame):
             signal.signal(signal.SIGALRM, lambda _, later: call(number, later))
             signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)

@@ -46,12 +46,14 @@ def join_text(content: str | Sequence[ContentPart] | None, where: str, readable:
     """
     if content is None or isinstance(content, str):
         return content or ""
+    texts = []
     for part in content:
         if part.type not in readable:
             raise Refused(f"{where}: a part of type {part.type[:40]!r} can't be read here; only text can", where)
         if part.text is None:
             raise Refused(f"{where}: a part of type {part.type!r} has no text; expected its text as 'text'", where)
-    return "".join(part.text or "" for part in content)
+        texts.append(part.text)
+    return "".join(texts)
 
 
 def past_tool_call(name: str, arguments: str | dict[str, Any], own_id: str | None) -> dict[str, Any]:

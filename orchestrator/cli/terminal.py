@@ -123,8 +123,6 @@ def unwind_on_signals() -> Iterator[None]:
     finally:
         for number in handled:
             signal.signal(number, signal.SIG_DFL)
-        if handled:  # a signal that waits for the end of a finalizer: the command has ended
-            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _on_signal(number: int, _frame: FrameType | None) -> None:

@@ -93,20 +93,20 @@ class ServedModel:
     """`names`: accepted model names, the id first. `defaults`: sampling values of generation_config.json.
 
     `longest_token`: the characters of the longest token. `tools_as_text`: the template does not support tools.
-    `tool_template`: the one for conversations with tools, if it is not `template`.
+    `tool_template`: the template for conversations with tools, which may be the same.
     """
 
     names: tuple[str, ...]
     codec: TextCodec
     vocabulary: Vocabulary
     template: str | None
+    tool_template: str | None
     thinking: SpanTags | None
     tools: ToolFormat | None
     defaults: Mapping[str, float]
     longest_token: int
     loaded_at: int
     tools_as_text: bool = False
-    tool_template: str | None = None
 
     @property
     def id(self) -> str:
@@ -172,7 +172,7 @@ class ServedModel:
     def _apply_template(self, source: TemplateInput) -> str:
         is_mistral = self.tools is not None and self.tools.name == "mistral"
         return render_template(
-            (self.tool_template if source.box.tools else None) or self.template or "",
+            (self.tool_template if source.box.tools else self.template) or "",
             with_short_ids(source.messages) if is_mistral else source.messages,
             self.codec.special,
             tools=list(source.box.tools) or None,
@@ -215,23 +215,24 @@ def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fall
         ModelError: its files can't be read.
     """
     codec = load_codec(find_model(str(folder), weights=False))
-    template, tool_template = chat_template(folder), chat_template(folder, TOOL_TEMPLATE)
+    template = chat_template(folder)
+    tool_template = chat_template(folder, TOOL_TEMPLATE) or template
     vocabulary = codec.tokenizer.get_vocab(with_added_tokens=True)
     named = read_json(folder / "tokenizer_config.json").get("tool_parser_type")
-    tools = tool_format(tool_template or template, vocabulary, named) if template is not None else None
+    tools = tool_format(tool_template, vocabulary, named) if template is not None else None
     worded = template is not None and tools is None and tool_fallback
     return ServedModel(
         names=names or default_names(name, folder),
         codec=codec,
         vocabulary=get_vocabulary(codec.tokenizer),
         template=template,
+        tool_template=tool_template,
         thinking=find_thinking_tags(vocabulary) if template is not None else None,
         tools=tool_format(template, vocabulary, FALLBACK_FORMAT) if worded else tools,
         defaults=read_default_sampling(folder),
         longest_token=max(map(len, vocabulary)),
         loaded_at=int(time.time()),
         tools_as_text=worded,
-        tool_template=tool_template,
     )
 
 
