@@ -10,6 +10,7 @@ finalizer. An exception raised there is printed as "Exception ignored in ... __d
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import logging
@@ -105,7 +106,7 @@ def trim_memory() -> None:
 
 def run_outside_finalizers(handler: Handler) -> Handler:
     """Returns a handler that calls `handler`; if a finalizer is running, it tries again later, by SIGALRM, unless
-    another handler has taken its place by then."""
+    another handler has taken its place or the interpreter is ending by then."""
 
     def call(number: int, frame: FrameType | None) -> None:
         if signal.getsignal(number) is not call:
@@ -116,6 +117,7 @@ def run_outside_finalizers(handler: Handler) -> Handler:
         else:
             handler(number, frame)
 
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # later, SIGALRM would end the process
     return call
 
 
