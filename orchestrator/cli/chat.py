@@ -96,10 +96,11 @@ def read_line() -> UserInput | None:
         say(PROMPT, end="")  # input() may write a prompt to stdout
     try:
         line = input()
+        line.encode()
     except EOFError:
         return None
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the message is not UTF-8 ({error.reason}); expected text in UTF-8") from None
+    except UnicodeError:
+        raise InvalidRequest("the message is not UTF-8; expected text in UTF-8") from None
     return UserInput(line, line.startswith("/"))
 
 

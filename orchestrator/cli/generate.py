@@ -314,9 +314,11 @@ def read_prompt(given: str) -> str:
     if given != "-":
         return given
     try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the prompt on stdin is not UTF-8 ({error.reason}); expected text in UTF-8") from None
+        text = sys.stdin.read()
+        text.encode()
+    except UnicodeError:
+        raise InvalidRequest("the prompt on stdin is not UTF-8; expected text in UTF-8") from None
+    return text
 
 
 def as_json(

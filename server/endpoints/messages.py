@@ -96,7 +96,7 @@ class ToolChoice(LooseSchema):
 
 
 class Thinking(LooseSchema):
-    type: str
+    type: Literal["enabled", "adaptive", "disabled"]
 
 
 class OutputConfig(LooseSchema):

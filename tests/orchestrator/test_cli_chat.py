@@ -439,6 +439,14 @@ def test_interrupt_at_the_prompt_does_not_end_the_chat(served, monkeypatch, caps
     assert "yes\n" in capsys.readouterr().out
 
 
+def test_piped_messages_before_one_that_is_not_utf8_are_answered(served, monkeypatch, capsys):
+    served.core.play = says(served.codec, "yes")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"x\n\xff\nx\n")))
+    assert main(["chat", "--connect", served.endpoint]) == InvalidRequest.exit_code
+    told = capsys.readouterr()
+    assert told.out.count("yes") == 1 and "the message is not UTF-8; expected text in UTF-8" in told.err
+
+
 @pytest.mark.parametrize("person", [True, False])
 def test_invalid_utf8_is_reported_and_ends_only_piped_input(served, monkeypatch, capsys, person):
     served.core.play = says(served.codec, "yes")

@@ -263,6 +263,7 @@ def test_invalid_field_is_refused_by_chat_and_completions(
         ),
         (CLAUDE, {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 5}, "'image'"),
         (CLAUDE, {**CHAT_BODY, "max_tokens": 5, "output_config": {"format": schema(False)}}, "Unsatisfiable"),
+        (CLAUDE, {**CHAT_BODY, "max_tokens": 5, "thinking": {"type": "on"}}, "'enabled', 'adaptive' or 'disabled'"),
         ("/tokenize", {}, "exactly one of content"),
         ("/detokenize", {"tokens": [999999]}, "999999 is not a token id"),
     ],
