@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
 from outrider import LocalCluster
@@ -19,6 +21,15 @@ from tests.server.running_server import KEY, STREAMS, RunningServer, command, se
 if TYPE_CHECKING:  # a second each: they are imported by whoever uses them
     import anthropic
     import openai
+
+
+@pytest.fixture(scope="package", autouse=True)
+def without_certificates() -> Iterator[None]:
+    """These servers have no TLS, but httpx would read all certificates before each request, which takes 50 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get", "post", "stream"):
+            patch.setattr(httpx, name, partial(getattr(httpx, name), verify=False))
+        yield
 
 
 @pytest.fixture(scope="package")
