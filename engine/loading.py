@@ -187,7 +187,7 @@ def _make_loaded_model(
         model=model,
         config=config,
         model_type=config["model_type"],
-        vocab_size=model(mx.array([[0]])).shape[-1],  # lazy: only the shape is computed
+        vocab_size=cpu.vocab_size if cpu is not None else model(mx.array([[0]])).shape[-1],  # lazy: only a shape
         context_length=_context_length(config),
         parameters=parameters,
         weight_bytes=weight_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else numpy starts threads that spin and are not used
     from outrider.orchestrator.cli import main as run
 
     return run(arguments)
