@@ -37,6 +37,7 @@ from outrider.protocol.errors import EndpointError, ServerStopped
 from outrider.protocol.messages import Stats
 from outrider.protocol.stats import add_tallies
 from outrider.server.__main__ import DRAIN_SECONDS, uvicorn_config
+from outrider.server.answers.run import run_unless
 from outrider.server.app import build_app
 from outrider.server.model.served import load_served_model
 
@@ -104,28 +105,18 @@ class EngineLeases:
         """
         kind = self._selector.choose(session)
         response = self._kinds[kind].options(stream=True, session_id=session).lease.remote(self._ingress_key)
-        gone: asyncio.Task[None] | None = None
+        place: EngineAddress | None = None
         try:
             with self._selector.under_way(kind):
                 place = await self._first_address(response, kind)
-                gone = asyncio.create_task(_wait_until_gone(response))
-                task = asyncio.create_task(ask(self._client_for(place)))
-                try:
-                    await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-                    if not task.done():
-                        raise ServerStopped("the engine stopped during this request; send it again")
-                    task.result()
-                finally:
-                    task.cancel()
-                    await asyncio.wait((task,))
+                stopped = ServerStopped("the engine stopped during this request; send it again")
+                await run_unless(_wait_until_gone(response), stopped, ask(self._client_for(place)))
         except (EndpointError, ServerStopped):
-            if gone is not None:
+            if place is not None:
                 self._selector.mark_lost(kind, place)
             raise
         finally:
             response.cancel()
-            if gone is not None:
-                gone.cancel()
 
     def connect(self) -> None:
         """Makes Serve resolve the engines now, so that the first request need not wait for it."""

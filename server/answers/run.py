@@ -206,13 +206,18 @@ async def run_while_connected(work: Coroutine[Any, Any, T], receive: Receive) ->
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.create_task(work), asyncio.create_task(disconnect())
+    return await run_unless(disconnect(), ClientDisconnect(), work)
+
+
+async def run_unless(event: Coroutine[Any, Any, None], error: Exception, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`. If `event` ends first, cancels `work` and raises `error`."""
+    working, waiting = asyncio.create_task(work), asyncio.create_task(event)
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientDisconnect
+            raise error
         return working.result()
     finally:
-        for task in (working, leaving):
+        for task in (working, waiting):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(working, waiting, return_exceptions=True)
