@@ -1,17 +1,20 @@
 """Both sides of a helper process that answers JSON requests, one object per line.
 
-The helper keeps MLX out of the measuring process.
+The helper keeps MLX out of the measuring process. As a program, this module serves a peer: another engine's class.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pkgutil import resolve_name
 from typing import Any, Self
 
+from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import WorkerError
@@ -82,10 +85,20 @@ def say_ready() -> None:
     print(json.dumps({"ready": True}), flush=True)
 
 
-def serve_requests(peer: Any) -> int:
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("peer", help="the engine's class, as MODULE:CLASS")
+    parser.add_argument("given", type=json.loads, help="its arguments, as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
     """Reports readiness, then answers every line of stdin: one prompt by the peer's `run`, many by its `batch`."""
+    peer = resolve_name(options.peer)(**options.given)
     say_ready()
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps((peer.batch if "batch" in request else peer.run)(**request)), flush=True)
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

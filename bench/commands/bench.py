@@ -39,7 +39,7 @@ from outrider.bench.comparison.runners import (
     main_table_runs,
     second_table_runs,
 )
-from outrider.bench.comparison.runs import SEED_STRIDE, BatchRunner, Reply, Run, mode_batch_runner, run_interleaved
+from outrider.bench.comparison.runs import SEED_STRIDE, BatchRunner, Run, mode_batch_runner, run_interleaved
 from outrider.bench.prompts import TINY_CLASSES
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import ensure_writable
@@ -281,9 +281,7 @@ def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Se
             run_interleaved(runners, [first], sampling, show, seeds=SEED_STRIDE)  # warms up
             found = run_interleaved(runners, rounds, sampling, show, seeds=SEED_STRIDE)
             sections.append(report.make_concurrent_section(width, sampling.temp, found))
-            raw[f"{width} at once T={sampling.temp:g}"] = {
-                name: [list(map(_reply_to_dict, replies)) for replies in rounds] for name, rounds in found.items()
-            }
+            raw[f"{width} at once T={sampling.temp:g}"] = found
             screen.clear()
             print(report.format_concurrent_section(sections[-1]) + "\n", flush=True)
     title = f"outrider bench: concurrent requests, {options.max_tokens} tokens each"
@@ -292,7 +290,3 @@ def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Se
     for note in peers.left_out:
         print(note)
     return 0
-
-
-def _reply_to_dict(reply: Reply) -> dict[str, Any]:
-    return {"sent": reply.sent, "arrivals": [(arrival.at, arrival.tokens) for arrival in reply.arrivals]}

@@ -1,21 +1,16 @@
-"""Runs llama.cpp's server on the same GGUF file, by `xllamacpp`, which needs no HTTP. A program that `peers` starts.
+"""Runs llama.cpp's server on the same GGUF file, by `xllamacpp`, which needs no HTTP. `peers` starts its process.
 
 Each number of threads or slots and each kind of speculation needs a process of its own.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import xllamacpp
-
-from outrider.bench.helper import serve_requests
-from outrider.orchestrator.cli import run_as_program
 
 TYPE_PREFIX = "COMMON_SPECULATIVE_TYPE_"
 SLOT_CONTEXT_TOKENS = 2560
@@ -94,15 +89,3 @@ def _enable_speculation(given: Any, kind: str, settings: Mapping[str, Any], draf
     if draft is not None and part == "draft" and name != "NGRAM_CACHE":
         parameters.mparams.path = draft
         parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("given", type=json.loads, help="arguments of the engine, as JSON")
-
-
-def run(options: argparse.Namespace) -> int:
-    return serve_requests(LlamaCpp(**options.given))
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_as_program())

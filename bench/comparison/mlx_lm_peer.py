@@ -1,12 +1,10 @@
-"""Runs mlx-lm's own loops on the same weights. A program that `peers` starts.
+"""Runs mlx-lm's own loops on the same weights. `peers` starts its process.
 
 Both models use float32 on a CPU, as ours do where MLX computes them.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from typing import Any
 
@@ -16,9 +14,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load_tokenizer
 
-from outrider.bench.helper import serve_requests
 from outrider.engine.loading import load
-from outrider.orchestrator.cli import run_as_program
 
 
 class MlxLm:
@@ -66,15 +62,3 @@ class MlxLm:
         # Waiting prompts start in order as slots become free.
         sent = [0.0] * slots + sorted(times[-1][0] for times in arrivals.values())
         return {"replies": [{"sent": at, "arrivals": a} for at, a in zip(sent, arrivals.values(), strict=False)]}
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("given", type=json.loads, help="arguments of the engine, as JSON")
-
-
-def run(options: argparse.Namespace) -> int:
-    return serve_requests(MlxLm(**options.given))
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_as_program())

@@ -16,9 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from outrider.bench.comparison.runs import (
     SEED_STRIDE,
-    Arrival,
     BatchRunner,
     Reply,
     Run,
@@ -40,6 +41,7 @@ from outrider.protocol.version import install_command
 MLX_LM, LLAMA_CPP = "mlx-lm", "llama.cpp"
 PEERS = {MLX_LM: "mlx_lm", LLAMA_CPP: "xllamacpp"}
 """Peers by name, with the module that each needs."""
+CLASSES = {MLX_LM: f"{__package__}.mlx_lm_peer:MlxLm", LLAMA_CPP: f"{__package__}.llama_cpp_peer:LlamaCpp"}
 
 # Prompts per forward to try with mlx-lm; its default is 8.
 PREFILL_BATCH_SIZES = (1, 4, 8)
@@ -70,10 +72,11 @@ DRAFT_SPECULATIONS = tuple(LlamaSpeculation("draft-simple", {"n_max": most}) for
 
 
 class PeerProcess(HelperProcess):
-    """Another engine's process, with our target's BLAS, threads and core. `given` are the engine's arguments."""
+    """A peer's process, with our target's BLAS, threads and core. `given` are the arguments of the peer's class."""
 
-    def __init__(self, module: str, settings: ServeSettings, /, **given: Any) -> None:
-        super().__init__(f"outrider.bench.comparison.{module}", json.dumps(given), threads=settings.threads)
+    def __init__(self, name: str, settings: ServeSettings, /, **given: Any) -> None:
+        super().__init__("outrider.bench.helper", CLASSES[name], json.dumps(given), threads=settings.threads)
+        self._name = name
         system.assign_core(self.pid, "target", settings)
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams, **extra: Any) -> Run:
@@ -84,7 +87,7 @@ class PeerProcess(HelperProcess):
     def run_batch(self, texts: Texts, sampling: SamplingParams, **extra: Any) -> list[Reply]:
         """Completes all prompts; `extra` as for `run`."""
         answer = self._complete(sampling, batch=[list(text) for text in texts], **extra)
-        return [Reply(r["sent"], tuple(Arrival(at, n) for at, n in r["arrivals"])) for r in answer["replies"]]
+        return msgspec.convert(answer["replies"], list[Reply])
 
     def _complete(self, sampling: SamplingParams, **request: Any) -> dict[str, Any]:
         """Sends a request with the fields of `sampling` that both kinds of requests have."""
@@ -94,7 +97,7 @@ class PeerProcess(HelperProcess):
 
 def mlx_lm(settings: ServeSettings) -> PeerProcess:
     """Starts mlx-lm. `settings` must name folders (see `pairing`)."""
-    return PeerProcess("mlx_lm_peer", settings, model=settings.model, draft_model=settings.draft_model)
+    return PeerProcess(MLX_LM, settings, model=settings.model, draft_model=settings.draft_model)
 
 
 def llama_cpp(
@@ -108,7 +111,7 @@ def llama_cpp(
     given = asdict(speculation) if speculation is not None else {}
     draft_model = str(draft) if draft is not None else None
     return PeerProcess(
-        "llama_cpp_peer",
+        LLAMA_CPP,
         settings,
         model=str(file),
         draft_model=draft_model,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from outrider.orchestrator.client.client import Client
 from outrider.protocol.messages import Timings
@@ -211,8 +211,7 @@ def run_interleaved(
     return runs
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """The arrival of a chunk of `tokens` at the client, in seconds on the clock of `Reply.sent`."""
 
     at: float

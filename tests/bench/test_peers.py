@@ -13,8 +13,8 @@ from outrider.orchestrator.settings import ServeSettings
 def test_llama_cpp_gets_the_file_the_threads_and_its_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, object]] = []
 
-    def record(_: object, module: str, given: str, threads: int) -> None:
-        started.append({"module": module, **json.loads(given)})
+    def record(_: object, module: str, peer: str, given: str, threads: int) -> None:
+        started.append({"module": module, "peer": peer, **json.loads(given)})
 
     monkeypatch.setattr(HelperProcess, "__init__", record)
     monkeypatch.setattr(HelperProcess, "pid", 0)
@@ -23,7 +23,8 @@ def test_llama_cpp_gets_the_file_the_threads_and_its_speculation(monkeypatch: py
     peers.llama_cpp(ServeSettings(threads=2), Path("m.gguf"), speculation=speculation, draft=Path("d.gguf"))
     assert started == [
         {
-            "module": "outrider.bench.comparison.llama_cpp_peer",
+            "module": "outrider.bench.helper",
+            "peer": "outrider.bench.comparison.llama_cpp_peer:LlamaCpp",
             "model": "m.gguf",
             "draft_model": "d.gguf",
             "threads": 2,
