@@ -104,18 +104,6 @@ class PromptGroup:
     trials: list[files.Tokens]
 
 
-@dataclass(frozen=True, slots=True)
-class BenchPlan:
-    """The checked plan of a bench. In a `suite` all classes are one group, as for a real server."""
-
-    groups: list[PromptGroup]
-    samplings: list[SamplingParams]
-    depths: list[int]
-    peers: ChosenPeers
-    suite: bool
-    both_cores: bool
-
-
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     pair = choose_pair(ServeSettings(**flags.settings_of(options)))
@@ -129,53 +117,51 @@ def run(options: argparse.Namespace) -> int:
     for name in ("modes", "rounds", "each"):
         if getattr(options, name) is not None:
             raise InvalidRequest(f"{name} is only used with concurrency")
-    plan, out = _make_plan(options, pair, samplings), ensure_writable(options.out, "choose another --out")
-    screen, settings, given = Screen(), pair.settings, flags.settings_of(options)
+    suite, settings, given = options.suite is not None, pair.settings, flags.settings_of(options)
+    if suite and options.both_cores:
+        raise InvalidRequest("both-cores can't be combined with suite")
+    usual = DEFAULT_SUITE_DEPTHS if suite else DEFAULT_DEPTHS
+    depths = [check_setting("num_draft_tokens", k) for k in parse_numbers("depths", options.depths or usual, int)]
+    peers = choose_peers(options.peers, options.model, options.draft_model)
+    groups = _make_groups(options, pair)
+    out, screen = ensure_writable(options.out, "choose another --out"), Screen()
     sections: list[report.Section] = []
     ratios: dict[str, list[report.Ratio]] = {}
     raw: dict[str, Any] = {}
     with ExitStack() as stack:
-        families = RunnerFamilies(
-            stack, given, settings, plan.depths, plan.both_cores, plan.peers, screen.show, plan.suite
-        )
-        for group, sampling in product(plan.groups, plan.samplings):
+        families = RunnerFamilies(stack, given, settings, depths, options.both_cores, peers, screen.show, suite)
+        for group, sampling in product(groups, (replace(s, ignore_eos=not suite) for s in samplings)):
             best = families.best(group.trials, sampling, lambda message: screen.show(f"trial, {message}"))
             runs = run_interleaved(best, group.prompts, sampling, screen.show)
-            found = _make_sections(plan, group, sampling.temp, runs, settings.threads, families.weight_bytes)
-            at = f"T={sampling.temp:g}" if plan.suite else f"{group.name} T={sampling.temp:g}"
+            found = _make_sections(options, group, sampling.temp, runs, settings.threads, families.weight_bytes)
+            at = f"T={sampling.temp:g}" if suite else f"{group.name} T={sampling.temp:g}"
             raw[at] = {name: list(map(_run_to_dict, group.classes, of_name)) for name, of_name in runs.items()}
             sections += found
             screen.clear()
             for section in found:
                 print(report.format_section(section) + "\n", flush=True)
-            if plan.suite:
+            if suite:
                 ratios[at] = report.compare_families(runs, group.classes, settings.threads)
                 print(f"ratios, {at}\n\n{report.format_ratios(ratios[at])}\n", flush=True)
-    used = _measure_footprint(pair, plan, given, screen) if plan.suite else None
-    for line in (*(footprint_lines(used) if used else ()), *plan.peers.left_out):
+    used = _measure_footprint(pair, groups, peers, given, screen) if suite else None
+    for line in (*(footprint_lines(used) if used else ()), *peers.left_out):
         print(line)
     title = f"outrider bench: K chosen per family, B = {settings.breadth}"
-    if plan.suite:
+    if suite:
         title = f"outrider bench --suite: {options.max_tokens} tokens, B = {settings.breadth}"
     results = {"sections": sections, "ratios": ratios, "footprint": used, "runs": raw}
-    name = "suite" if plan.suite else "bench"
+    name = "suite" if suite else "bench"
     files.write_results(out, name, title, settings, results, lambda: report.draw(sections, title))
     return 0
 
 
-def _make_plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[SamplingParams]) -> BenchPlan:
-    """Returns the plan that the flags describe.
+def _make_groups(options: argparse.Namespace, pair: ChosenPair) -> list[PromptGroup]:
+    """Returns the prompts to measure: a group for each class; with --suite one of all classes, as for a real server.
 
     Raises:
-        InvalidRequest: a flag is invalid, or a class of prompts or a peer is missing.
+        InvalidRequest: a class is missing, or has too few prompts.
     """
-    suite = options.suite is not None
-    if suite and options.both_cores:
-        raise InvalidRequest("both-cores can't be combined with suite")
-    given = parse_numbers("depths", options.depths or (DEFAULT_SUITE_DEPTHS if suite else DEFAULT_DEPTHS), int)
-    depths = [check_setting("num_draft_tokens", depth) for depth in given]
-    peers = choose_peers(options.peers, options.model, options.draft_model)
-    found = files.load_prompt_tokens(options, pair, ("code",))
+    suite, found = options.suite is not None, files.load_prompt_tokens(options, pair, ("code",))
     usual, kept = (DEFAULT_SUITE_PROMPTS, SUITE_TRIAL_PROMPTS) if suite else (DEFAULT_PROMPTS, MIN_TRIAL_PROMPTS)
     count = usual if options.prompts is None else options.prompts
     for kind, prompts in found.items():
@@ -187,20 +173,16 @@ def _make_plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Sa
             )
     if suite:
         in_turn = files.interleave([prompts[:count] for prompts in found.values()])
-        groups = [
-            PromptGroup(report.ALL_CLASSES, in_turn, [*found] * count, [prompts[-1] for prompts in found.values()])
-        ]
-        samplings = [replace(sampling, ignore_eos=False) for sampling in samplings]
-    else:
-        groups = [
-            PromptGroup(kind, prompts[:count], [kind] * count, prompts[count : count + TRIAL_PROMPTS])
-            for kind, prompts in found.items()
-        ]
-    return BenchPlan(groups, samplings, depths, peers, suite, options.both_cores)
+        trials = [prompts[-1] for prompts in found.values()]
+        return [PromptGroup(report.ALL_CLASSES, in_turn, [*found] * count, trials)]
+    return [
+        PromptGroup(kind, prompts[:count], [kind] * count, prompts[count : count + TRIAL_PROMPTS])
+        for kind, prompts in found.items()
+    ]
 
 
 def _make_sections(
-    plan: BenchPlan,
+    options: argparse.Namespace,
     group: PromptGroup,
     temp: float,
     runs: dict[str, list[Run]],
@@ -209,11 +191,12 @@ def _make_sections(
 ) -> list[report.Section]:
     """Returns the tables of one group at one temperature."""
     here = f"{threads} BLAS thread{'s' * (threads > 1)} per worker"
-    main = runs if plan.suite else main_table_runs(runs)
+    suite = options.suite is not None
+    main = runs if suite else main_table_runs(runs)
     found = [report.make_section(group.name, temp, here, main, BASELINE, weight_bytes)]
-    for kind in dict.fromkeys(group.classes) if plan.suite else ():
+    for kind in dict.fromkeys(group.classes) if suite else ():
         found.append(report.make_section(kind, temp, here, report.filter_by_class(runs, group.classes, kind), BASELINE))
-    if plan.both_cores:
+    if options.both_cores:
         there = f"{BOTH_CORES_SUFFIX[2:]}: {2 * threads} BLAS threads, not pinned; others as above"
         found.append(
             report.make_section(group.name, temp, there, second_table_runs(runs), BASELINE + BOTH_CORES_SUFFIX)
@@ -221,13 +204,15 @@ def _make_sections(
     return found
 
 
-def _measure_footprint(pair: ChosenPair, plan: BenchPlan, given: dict[str, Any], screen: Screen) -> Footprint | None:
+def _measure_footprint(
+    pair: ChosenPair, groups: Sequence[PromptGroup], peers: ChosenPeers, given: dict[str, Any], screen: Screen
+) -> Footprint | None:
     """Measures the footprint. Returns None if the model's context is shorter than `MEMORY_TEXT_TOKENS`."""
     if (pair.target.context_length or MEMORY_TEXT_TOKENS) < MEMORY_TEXT_TOKENS:
         return None
-    words = [token for group in plan.groups for prompt in group.prompts for token in prompt]
+    words = [token for group in groups for prompt in group.prompts for token in prompt]
     try:
-        return measure_footprint(given, pair.settings, plan.peers, words, screen.show)
+        return measure_footprint(given, pair.settings, peers, words, screen.show)
     finally:
         screen.clear()
 
