@@ -19,6 +19,7 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import RoundRecord
 from outrider.protocol.sampling import SamplingParams
@@ -76,8 +77,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
-    if not 1 <= options.rounds <= 1000:
-        raise InvalidRequest(f"rounds is {options.rounds}; expected a whole number from 1 to 1000")
+    values.check_int("rounds", options.rounds, 1, 1000)
+    SamplingParams(temp=options.temp)  # checks the temperature before anything starts
     pair = choose_pair(ServeSettings(**flags.settings_of(options)))
     settings = pair.settings
     if settings.drafts_with_head:

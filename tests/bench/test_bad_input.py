@@ -26,6 +26,7 @@ def forbid_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr("outrider.bench.comparison.runners.LocalCluster", started)
     monkeypatch.setattr(tune, "LocalCluster", started)
+    monkeypatch.setattr("outrider.bench.commands.overlap.workbench", started)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -102,6 +103,19 @@ def test_bench_without_peers_needs_no_peer_installed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: None)
     with pytest.raises(pytest.fail.Exception, match="processes were started"):
         main(["bench", "--prompts", "1", *wanted])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rounds", "0"], "rounds is 0; expected a whole number from 1 to 1000"),
+        (["--temp=-1"], "temp is -1.0; expected a number from 0 to 100"),
+    ],
+)
+def test_invalid_overlap_arguments_are_refused_before_measuring(
+    capsys: Captured, arguments: list[str], words: str
+) -> None:
+    assert exit_code_and_error(capsys, "overlap", *arguments) == (2, f"outrider overlap: {words}")
 
 
 @pytest.mark.parametrize("backend", ["ngram", "none"])
