@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
             raise InvalidRequest(f"{name} is only used with concurrency")
     suite, settings, given = options.suite is not None, pair.settings, flags.settings_of(options)
     if settings.draft_backend == "none":
-        raise InvalidRequest("bench compares drafts; draft_backend none has none")
+        raise InvalidRequest("bench compares drafters; draft_backend is none, expected another one")
     if suite and options.both_cores:
         raise InvalidRequest("both-cores can't be combined with suite")
     usual = DEFAULT_SUITE_DEPTHS if suite else DEFAULT_DEPTHS

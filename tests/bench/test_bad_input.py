@@ -55,7 +55,7 @@ def exit_code_and_error(captured: Captured, *arguments: str) -> tuple[int, str]:
         (["--suite", "nowhere"], "nowhere has no prompts; expected files like chat.txt"),
         (["--suite", "--both-cores"], "both-cores can't be combined with suite"),
         (["--max-tokens", "1"], "max_tokens is 1; expected a whole number from 2"),
-        (["--draft-backend", "none"], "bench compares drafts; draft_backend none has none"),
+        (["--draft-backend", "none"], "bench compares drafters; draft_backend is none, expected another one"),
     ],
 )
 def test_invalid_bench_arguments_are_refused(capsys: Captured, arguments: list[str], words: str) -> None:
