@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import KeyFault
@@ -36,6 +35,8 @@ class CurveAuth:
     """
 
     def __init__(self, context: zmq.Context[Any], keyring: Keyring) -> None:
+        from zmq.auth.thread import ThreadAuthenticator  # deferred: imports asyncio
+
         self.own = keyring.own()
         self._keyring = keyring
         self._lock = threading.Lock()

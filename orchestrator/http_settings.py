@@ -7,7 +7,6 @@ socket.
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -151,6 +150,8 @@ def is_tracing_enabled(settings: HttpSettings, environment: Mapping[str, str]) -
 
 
 def _check_certificate(cert: str, key: str) -> None:
+    import ssl  # deferred: most commands do without
+
     for path in (cert, key):
         if not Path(path).is_file():
             raise InvalidRequest(f"no such file: {path}; expected a PEM file")

@@ -11,15 +11,17 @@ import signal
 import subprocess
 import weakref
 from collections.abc import Callable
-from typing import Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.events import Failure, ServerReady, ShutdownFailure, Stage, read_announcement
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import ServeSettings, Settings, describe_settings, to_flags
 from outrider.protocol import values
 from outrider.protocol.errors import ServerStopped, WorkerError, make_error
+
+if TYPE_CHECKING:
+    from outrider.orchestrator.client.async_client import AsyncClient
 
 SHUTDOWN_SECONDS = 24.0
 
@@ -81,6 +83,8 @@ class LocalCluster:
 
     def async_client(self, timeout: float = math.inf) -> AsyncClient:
         """Returns the same client for asyncio."""
+        from outrider.orchestrator.client.async_client import AsyncClient  # deferred: imports asyncio
+
         return AsyncClient(self.own_endpoint, timeout, self._raise_if_ended)
 
     def wait(self) -> int:

@@ -13,8 +13,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import psutil
-
 from outrider.protocol import version
 from outrider.protocol.endpoints import Tcp, parse_endpoint
 from outrider.protocol.errors import EndpointError, InvalidRequest
@@ -49,6 +47,7 @@ def announce(endpoint: str, key: str) -> Zeroconf:
     if not isinstance(where, Tcp):
         raise InvalidRequest(f"{endpoint} can't be announced; expected tcp://HOST:PORT")
     version.require_extra("discovery", "finding servers")
+    import psutil
     from zeroconf import NonUniqueNameException, ServiceInfo
 
     anywhere = where.host in WILDCARD_HOSTS

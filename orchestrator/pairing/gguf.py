@@ -19,7 +19,6 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-import ml_dtypes  # noqa: F401  (gives numpy the dtype bfloat16)
 import numpy as np
 from numpy.typing import NDArray
 
@@ -131,6 +130,8 @@ def read_gguf(path: Path) -> GgufFile:
     Raises:
         ModelError: the file is no GGUF file, is truncated, or has unknown types.
     """
+    import ml_dtypes  # noqa: F401  (gives numpy the dtype bfloat16; deferred: few starts read a GGUF file)
+
     try:
         with path.open("rb") as file:
             return _HeaderReader(path, file).read()

@@ -72,6 +72,6 @@ def test_ipc_endpoint_is_not_announced() -> None:
 
 def test_a_machine_without_a_network_can_not_be_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     loopback = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")
-    monkeypatch.setattr(lan.psutil, "net_if_addrs", lambda: {"lo": [loopback]})
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [loopback]})
     with pytest.raises(EndpointError, match=r"no IPv4 address but loopback; leave out"):
         lan.announce("tcp://*:45557", OWN)
