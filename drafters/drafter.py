@@ -24,7 +24,7 @@ class TokenTree(Protocol):
     """One request's committed tokens and the drafted tokens that grow from them.
 
     A *node* is a token that has been fed, so that the scores after it are known. Nodes are ints, numbered from 0 in the
-    order of feeding: the i-th node of a `feed` gets `next_node + i`. `root` is the last committed token's node. Scores
+    order of feeding: the i-th node of a feed gets `next_node + i`. `root` is the last committed token's node. Scores
     are warped log-probabilities plus the request's Gumbel noise at that position (coupled sampling), or without noise
     (residual sampling).
 
@@ -44,55 +44,38 @@ class TokenTree(Protocol):
     @property
     def cached(self) -> int:
         """The number of leading tokens that came from the prompt cache."""
-        ...
 
     @property
     def committed_len(self) -> int:
         """The number of committed tokens, including the root's."""
-        ...
 
     @property
     def room(self) -> int:
         """The number of positions left in the context after the committed tokens."""
-        ...
-
-    def column_tokens(self) -> list[int]:
-        """Returns the token of every committed KV column, in order; they must equal the committed tokens."""
-        ...
 
     def child(self, node: int, token: int, given: bool | None = None) -> int | None:
         """Returns the fed node for `token` right after `node`, or None; with `given` True only one
         that was fed as a token, with False only one that was fed as None. May evaluate."""
-        ...
-
-    def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
-        """Feeds one token after each parent, all in one forward, and returns their nodes.
-
-        A token of None is the parent's best continuation, kept on the device: feeding is lazy and never waits. A parent
-        may be a node of this same call if its token comes earlier in the list and the child's token is not None.
-        """
-        ...
 
     @staticmethod
     def feed_together(trees: Sequence[Any], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-        """Feeds several trees of one drafter as `feed` does, in one forward if they can share it.
+        """Feeds trees of one drafter one token after each parent, and returns their nodes. A tree's tokens share a
+        forward, and those of all trees if they can.
 
-        A call that fails leaves every tree as it was.
+        A token of None is the parent's best continuation, kept on the device: feeding is lazy and never waits. A parent
+        may be a node of this same call if its token comes earlier in the list and the child's token is not None. A call
+        that fails leaves every tree as it was.
         """
-        ...
 
     def best(self, nodes: Sequence[int]) -> list[int]:
         """Returns each node's best continuation. Waits for it."""
-        ...
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
         """Returns the `count` best continuations of each node, best first. Waits for them."""
-        ...
 
     def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
         """Returns the distributions that the nodes' continuations were drawn from, one row for each node; None without
         nodes, or if they are not drawn. Waits for them."""
-        ...
 
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
         """Commits `tokens`, which follow the root and were not drafted; the last one becomes the root. Waits.
@@ -100,18 +83,15 @@ class TokenTree(Protocol):
         Drops every pending node. Logits are computed for the last token only, so that many tokens take no more memory
         than a prompt. With `more` there is no root until a later call reads the rest.
         """
-        ...
 
     def commit(self, path: Sequence[int]) -> None:
         """Commits `path`, which leads down from a child of the root; its last node becomes the root.
 
         Drops every pending node that does not descend from the new root.
         """
-        ...
 
     def close(self, spoilt: bool = False) -> None:
         """Frees its memory. A prompt cache may keep its rows for later texts, unless a failure has `spoilt` them."""
-        ...
 
 
 class Drafter(Protocol):
@@ -144,7 +124,6 @@ class Drafter(Protocol):
         not. For residual sampling the tree draws if the drafter can; Saguaro's factor then lowers the weight of
         `cached` continuations of a node. A drafter that can't draw proposes its best tokens.
         """
-        ...
 
 
 @runtime_checkable
@@ -153,11 +132,9 @@ class FeatureTree(TokenTree, Protocol):
 
     def add_features(self, position: int, rows: Halves) -> None:
         """Adds the features [N, W] of tokens from `position` on, which may arrive before the tokens are committed."""
-        ...
 
     def can_grow(self, ahead: int = 0) -> bool:
         """Returns whether it can grow, or could after reading `ahead` more tokens. Before that there is no root."""
-        ...
 
 
 class DrafterFault(OutriderError):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.drafters.growth import Continuation
+from outrider.drafters.work_ahead import DraftTurn
+from outrider.protocol.messages import InProcess
 from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, Copy, CopyAcceptance, NgramIndex, NgramTable
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import one_hot
@@ -35,7 +37,7 @@ class NgramDraft:
     """The n-grams of one request; its text is indexed a piece at a time."""
 
     def __init__(self, drafter: NgramDrafter, sampling: SamplingParams) -> None:
-        self._acceptance, self._index = drafter.acceptance, NgramIndex(table=drafter.table)
+        self._drafter, self._index = drafter, NgramIndex(table=drafter.table)
         self._is_residual = sampling.is_residual
         self._length, self._last = 0, Copy()
         self._row_costs: Sequence[float] = ()
@@ -44,15 +46,22 @@ class NgramDraft:
         """Sets the committed tokens, which extend those of the call before; the new ones show how far the last copy was
         right. `row_costs`: what the verify of 0, 1, ... tokens costs, in tokens."""
         new = tokens[self._length :]
-        self._acceptance.add(self._last, new)
+        self._drafter.acceptance.add(self._last, new)
         self._length, self._row_costs = len(tokens), row_costs
         self._index.extend(new)
         self._index.index_more(INDEX_PIECE_TOKENS)
         return self
 
+    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn:
+        """Returns the turn of the draft that is `asked` for after the committed `tokens`; see `set_text`."""
+        return DraftTurn(self._drafter, self.set_text(tokens, asked.row_costs), asked.depth)
+
+    def close(self, spoilt: bool) -> None:
+        """Does nothing: later texts could use nothing."""
+
     def continuation(self, depth: int) -> Continuation:
         """Returns up to `depth` tokens that probably follow."""
         self._last = self._index.lookup(depth)
-        length, _ = self._acceptance.best_length(self._last, self._row_costs)
+        length, _ = self._drafter.acceptance.best_length(self._last, self._row_costs)
         chain = self._last.chain[:length]
         return Continuation(chain, one_hot(chain) if chain and self._is_residual else None)

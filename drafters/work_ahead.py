@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from outrider.drafters.drafter import Drafter, DrafterFault, FeatureTree, TokenTree
@@ -300,6 +301,16 @@ class DraftBatcher:
         """Returns the `depths` tokens after each committed text, or the error of one that failed."""
         steps = [work.continuation(depth) for work, depth in zip(works, depths, strict=True)]
         return run_together([work.tree for work in works], steps)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTurn:
+    """A request in the target's process that drafts up to `depth` tokens, in forwards that `batcher` shares: its
+    `work` is what `batcher.continuations` takes; None if it can't draft."""
+
+    batcher: Any
+    work: Any
+    depth: int
 
 
 def run_together(

@@ -174,6 +174,7 @@ class Tree:
         return self._layout.prefix + len(self._recent)
 
     def column_tokens(self) -> list[int]:
+        """Returns the token of every committed column, in order; they must equal the committed tokens."""
         return self._committed[self._origin : self._origin + self._columns]
 
     def child(self, node: int, token: int, given: bool | None = None) -> int | None:
@@ -186,6 +187,7 @@ class Tree:
         return None
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
+        """Feeds this tree alone, as `feed_together` does."""
         (nodes,) = self.feed_together([self], [TreeFeed(parents, tokens)])
         return nodes
 

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
@@ -24,7 +23,7 @@ from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.early_exit import ExitDrafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.ngrams import NgramDraft, NgramDrafter
-from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, check_in_vocabulary, start_drafting
+from outrider.drafters.work_ahead import DraftBatcher, DraftTurn, WorkAhead, check_in_vocabulary, start_drafting
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, HiddenStatesListener, KVCache
 from outrider.engine.kv_rows import ReadProgress
@@ -41,15 +40,6 @@ from outrider.protocol.stats import KvCost
 log = logging.getLogger(__name__)
 
 CostMeasure = Callable[[HeadDrafter, LoadedModel], float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class DraftTurn:
-    """A request that drafts up to `depth` tokens in forwards that `batcher` shares; `work`: None if it can't draft."""
-
-    batcher: DraftBatcher | HeadDrafter | NgramDrafter
-    work: Any
-    depth: int
 
 
 def propose(turns: Sequence[DraftTurn]) -> list[Continuation | OutriderError]:
@@ -109,43 +99,8 @@ class ModelDraftSession:
         if work is not None:
             work.tree.close(spoilt)
 
-    def column_tokens(self) -> list[int]:
-        """Returns the token of every committed KV column, in order; they must equal the committed tokens."""
-        return self._work.tree.column_tokens() if self._work is not None else []
 
-
-@dataclass(frozen=True, slots=True)
-class HeadDraftSession:
-    """A request of a head, whose `draft` gets features from the first token on."""
-
-    drafter: HeadDrafter
-    draft: HeadDraft
-
-    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn:
-        """See `ModelDraftSession.turn`."""
-        return DraftTurn(self.drafter, self.draft.set_text(tokens, asked.min_prob), asked.depth)
-
-    def close(self, spoilt: bool) -> None:
-        """See `ModelDraftSession.close`."""
-        self.draft.close(spoilt)
-
-
-@dataclass(frozen=True, slots=True)
-class NgramSession:
-    """A request of the n-grams."""
-
-    drafter: NgramDrafter
-    draft: NgramDraft
-
-    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn:
-        """See `ModelDraftSession.turn`."""
-        return DraftTurn(self.drafter, self.draft.set_text(tokens, asked.row_costs), asked.depth)
-
-    def close(self, spoilt: bool) -> None:
-        """See `ModelDraftSession.close`. Later texts could use nothing."""
-
-
-DraftSession = ModelDraftSession | HeadDraftSession | NgramSession
+DraftSession = ModelDraftSession | HeadDraft | NgramDraft
 
 
 class InProcessModel:
@@ -223,12 +178,11 @@ class InProcessDrafters:
                 case InProcessModel():
                     sessions[name] = partial(ModelDraftSession, proposer, slot.tokens, sampling, progress, constraint())
                 case NgramDrafter():
-                    sessions[name] = partial(NgramSession, proposer, proposer.open_draft(sampling))
+                    sessions[name] = partial(proposer.open_draft, sampling)
                 case ExitDrafter():
-                    draft = proposer.open_exit_draft(slot.sequence, sampling, constraint())
-                    sessions[name] = partial(HeadDraftSession, proposer, draft)
+                    sessions[name] = partial(proposer.open_exit_draft, slot.sequence, sampling, constraint())
                 case HeadDrafter():
-                    sessions[name] = partial(HeadDraftSession, proposer, drafts[name])
+                    sessions[name] = partial(drafts.__getitem__, name)
         return sessions
 
     def divide_memory(self, limit: int, context: int, whole: KvCost) -> int:

@@ -21,6 +21,7 @@ from msgspec import structs
 
 from outrider.drafters.growth import Continuation
 from outrider.drafters.heads.head import Head
+from outrider.drafters.work_ahead import DraftTurn
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.verify import VerifyInput, VerifyOutput
 from outrider.protocol import clock
@@ -44,7 +45,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.schema import MAX_CHAIN, Logprobs, concat_logprobs
 from outrider.protocol.trees import DraftTree, SparseQ, merge_trees, one_hot
-from outrider.target_worker.in_process_drafters import DraftSession, DraftTurn, propose
+from outrider.target_worker.in_process_drafters import DraftSession, propose
 
 log = logging.getLogger(__name__)
 

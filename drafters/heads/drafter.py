@@ -26,13 +26,14 @@ from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, BlockHead, Head, Ma
 from outrider.drafters.heads.kv_rows import BlockKVRows, MaskedKVRows, PairKVRows
 from outrider.drafters.heads.pair_kv_cache import MAX_BUFFERED, FeatureBuffer, FeatureKVCache, SavedPairs, make_kv_cache
 from outrider.drafters.heads.trees import BlockTree, HeadTree, MaskedTree, PairTree
-from outrider.drafters.work_ahead import run_together
+from outrider.drafters.work_ahead import DraftTurn, run_together
 from outrider.engine.kv_rows import ReadProgress
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft, ModelFault, OutriderError, wrap_model_errors
+from outrider.protocol.messages import InProcess
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import TreeFeed, one_hot
@@ -192,6 +193,10 @@ class HeadDraft:
             self._proposed.update_calibration(self._drafter.calibration, new)
         self._proposed, self._tokens, self._length, self._min_prob = None, tokens, len(tokens), min_prob
         return self
+
+    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn:
+        """Returns the turn of the draft that is `asked` for after the committed `tokens`; see `set_text`."""
+        return DraftTurn(self._drafter, self.set_text(tokens, asked.min_prob), asked.depth)
 
     @property
     def tree(self) -> HeadTree:

@@ -298,7 +298,7 @@ class Watch:
         for name, one in running.items():
             self._check_committed(name, one.slot.tokens)
             for part in one._drafting.values():
-                self._check_committed(name, part.column_tokens())
+                self._check_committed(name, part._work.tree.column_tokens() if part._work is not None else [])
             fed = one.slot.fed - worker.runner.is_verifying(one)  # a step may be under way behind one that is not read
             self.judge("columns", fed < len(one.slot.tokens), f"{name}: {fed} of {one.slot.tokens} are fed")
         self.judge("memory", len(texts) == len(running), f"{len(texts)} texts are held for {len(running)} requests")

@@ -88,7 +88,7 @@ def test_drafters_cache_holds_the_committed_tokens(make_cluster: Make, sampling:
     def look(sender: str, message: Message, now_ns: int) -> None:
         for running in cluster.target._running.values():
             parts = list(running._drafting.values())
-            columns = parts[0].column_tokens() if parts else []  # type: ignore[attr-defined]
+            columns = parts[0]._work.tree.column_tokens() if parts else []  # type: ignore[union-attr]
             assert columns == running.slot.tokens[: len(columns)]
             seen.append(len(columns))
         handle(sender, message, now_ns)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from outrider.drafters.fan_out import Calibration
-from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Autonomous, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafters import HeadDraftSession, InProcessDrafters
+from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered, drafted_chain
 from tests.target_worker.block_heads import block_head, linked_head, parallel_head
@@ -29,10 +29,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return markov_llama(tmp_path_factory.mktemp("markov"))
 
 
-def part_of(own: HeadDrafter, sampling: SamplingParams) -> HeadDraftSession:
+def part_of(own: HeadDrafter, sampling: SamplingParams) -> HeadDraft:
     """One that has heard of three tokens."""
-    part = HeadDraftSession(own, own.open_draft(sampling))
-    part.draft.add_features(0, mx.ones((3, 64)))
+    part = own.open_draft(sampling)
+    part.add_features(0, mx.ones((3, 64)))
     return part
 
 

@@ -133,7 +133,7 @@ def test_plain_rounds_received_chains_and_own_chains_can_alternate() -> None:
     assert turns > 6
     assert worker_under_test.tokens == TRUTH[: len(worker_under_test.tokens)]
     running = worker_under_test.worker._running["r"]
-    columns = running._drafting["draft"].column_tokens()  # type: ignore[attr-defined]
+    columns = running._drafting["draft"]._work.tree.column_tokens()  # type: ignore[union-attr]
     assert columns == TRUTH[: len(columns)]
 
 

@@ -79,8 +79,8 @@ class Conversation:
 
 def draft_of(running: TargetRequest) -> HeadDraft:
     found: Any = next(iter(running._drafting.values()))
-    assert isinstance(found.draft, HeadDraft)
-    return found.draft
+    assert isinstance(found, HeadDraft)
+    return found
 
 
 def assert_as_fresh(chat: Conversation, running: TargetRequest) -> None:

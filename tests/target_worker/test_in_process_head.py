@@ -132,7 +132,8 @@ def test_plain_rounds_and_received_chains_leave_no_gap_for_the_head(target: Load
         word = Verify("r", 0, running.round + 1, at, Coupled(chain)) if turn % 3 == 1 else autonomous
         answered(worker, link, [word])
     assert running.slot.tokens[start:] == truth[: len(running.slot.tokens) - start]
-    draft = running._drafting["own"].draft  # type: ignore[union-attr]
+    draft = running._drafting["own"]
+    assert isinstance(draft, HeadDraft)
     assert len(draft.tree.pairs) + draft.features.count == len(running.slot.tokens) - 1
 
 
