@@ -7,7 +7,7 @@ A drafter knows tokens and nodes; it knows nothing of sockets, rounds or the out
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
@@ -90,6 +90,14 @@ class TokenTree(Protocol):
         Drops every pending node that does not descend from the new root.
         """
 
+    def add_features(self, position: int, rows: Halves) -> None:
+        """Adds the target's features [N, W] of tokens from `position` on, which may arrive before the tokens are
+        committed. A tree that reads no features ignores them."""
+
+    def can_grow(self, ahead: int = 0) -> bool:
+        """Returns whether it has the features to grow, or would have them after reading `ahead` more tokens. Before
+        that there is no root."""
+
     def close(self, spoilt: bool = False) -> None:
         """Frees its memory. A prompt cache may keep its rows for later texts, unless a failure has `spoilt` them."""
 
@@ -124,17 +132,6 @@ class Drafter(Protocol):
         not. For residual sampling the tree draws if the drafter can; Saguaro's factor then lowers the weight of
         `cached` continuations of a node. A drafter that can't draw proposes its best tokens.
         """
-
-
-@runtime_checkable
-class FeatureTree(TokenTree, Protocol):
-    """A tree that reads the target's features."""
-
-    def add_features(self, position: int, rows: Halves) -> None:
-        """Adds the features [N, W] of tokens from `position` on, which may arrive before the tokens are committed."""
-
-    def can_grow(self, ahead: int = 0) -> bool:
-        """Returns whether it can grow, or could after reading `ahead` more tokens. Before that there is no root."""
 
 
 class DrafterFault(OutriderError):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from outrider.drafters.drafter import Drafter, DrafterFault, FeatureTree, TokenTree
+from outrider.drafters.drafter import Drafter, DrafterFault, TokenTree
 from outrider.drafters.fan_out import BranchRequest, Calibration, FanOut, divide_branches
 from outrider.drafters.growth import (
     MAX_CHILDREN,
@@ -62,7 +62,6 @@ class WorkAhead:
 
     def __init__(self, tree: TokenTree, eos: Collection[int], fan_out: FanOut, calibration: Calibration) -> None:
         self.tree = tree
-        self._feature_tree = tree if isinstance(tree, FeatureTree) else None
         self._eos = frozenset(eos)
         self._fan_out = fan_out
         self._calibration = calibration
@@ -105,27 +104,21 @@ class WorkAhead:
         self._begin_growth()
 
     def add_features(self, position: int, rows: Halves) -> None:
-        """Adds the target's features of tokens from `position` on; ignored if the tree does not read them."""
-        if self._feature_tree is None:
-            return
-        self._feature_tree.add_features(position, rows)
+        """Adds the target's features of tokens from `position` on."""
+        self.tree.add_features(position, rows)
         if self.growth is None:
             self._begin_growth()
 
     @property
     def _can_grow(self) -> bool:
         """Whether something can grow or be read before more features arrive."""
-        return self._feature_tree is None or self._feature_tree.can_grow(len(self._unfed))
-
-    @property
-    def _has_root(self) -> bool:
-        return self._feature_tree is None or self._feature_tree.can_grow()
+        return self.tree.can_grow(len(self._unfed))
 
     def continuation(self, depth: int) -> Steps[Continuation]:
         """Returns the `depth` tokens after the committed text, chained on the device and evaluated once (SD)."""
         while self._unfed and self._can_grow:
             yield from self._catch_up()
-        depth = min(depth, self.tree.room) if self._has_root else 0
+        depth = min(depth, self.tree.room) if self.tree.can_grow() else 0
         if depth < 1:
             return Continuation()
         nodes = [self.tree.root]
@@ -153,7 +146,7 @@ class WorkAhead:
 
     def _catch_up(self) -> Steps[None]:
         """Makes one forward over committed tokens; after the last of them, branches can be planned."""
-        if self.is_far_behind or not self._has_root:
+        if self.is_far_behind or not self.tree.can_grow():
             piece, self._unfed = self._unfed[:_READ_CHUNK_TOKENS], self._unfed[_READ_CHUNK_TOKENS:]
             self.tree.read(piece, more=len(self._unfed) > _MAX_TOKENS_WITH_CHAIN)
         else:
@@ -167,7 +160,7 @@ class WorkAhead:
     def _begin_growth(self) -> None:
         """Begins the branches of the chain under verification, if all committed tokens are fed."""
         task, eos = self._task, self._eos
-        if task.verifying is not None and not self._unfed and self._has_root:
+        if task.verifying is not None and not self._unfed and self.tree.can_grow():
             self.growth = BranchGrowth(self.tree, task.verifying, task, eos, self._fan_out, self._calibration)
 
 

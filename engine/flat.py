@@ -192,11 +192,9 @@ class FlatAttentionMetadata:
         self.segments, self._masks = tuple(segments), {}
         self.needed_size = max(p.row for p in segments) + 1, max(p.end for p in segments)
         if len(segments) == 1:
-            (only_segment,) = segments
-            self.offset = (
-                mx.array(only_segment.positions) if isinstance(only_segment, NodeSegment) else only_segment.start
-            )
-            self.columns = slice(only_segment.start, only_segment.end)
+            (only,) = segments
+            self.offset = mx.array(only.positions) if isinstance(only, NodeSegment) else only.start
+            self.columns = slice(only.start, only.end)
             return
         begins = np.concatenate([[0], np.cumsum([p.count for p in segments])])[:-1].tolist()
         short = sum(not p.long for p in segments)

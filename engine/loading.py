@@ -275,9 +275,8 @@ def _make_reduced_llama(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     count: int = config["draft_vocab_size"]
     size: int = config.get("vocab_size", 0)
     expected = f"expected a llama with draft_vocab_size from 1 to its vocab_size, {size}; not {count}"
-    if config["model_type"] != "llama" or not (isinstance(count, int) and isinstance(size, int)):
-        raise ValueError(expected)
-    if not 0 < count <= size:
+    numbers = isinstance(count, int) and isinstance(size, int)
+    if config["model_type"] != "llama" or not numbers or not 0 < count <= size:
         raise ValueError(expected)
 
     class Reduced(llama.Model):  # type: ignore[misc]

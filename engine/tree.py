@@ -25,6 +25,7 @@ from outrider.engine.residual import DrawnStep, Draws
 from outrider.engine.sampling import Sampler, SamplingMetadata
 from outrider.engine.steps import Step, make_step
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.schema import Halves
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
 
@@ -83,15 +84,10 @@ class TreeLayout:
         return kept
 
     def _make_room(self, wanted: int) -> None:
-        room = len(self._seen)
-        if wanted > room:
-            seen = np.zeros((2 * wanted, 2 * wanted), dtype=np.bool_)
-            seen[:room, :room] = self._seen
-            self._seen = seen
+        if wanted > len(self._seen):
+            self._seen = np.pad(self._seen, (0, 2 * wanted - len(self._seen)))
         if self.prefix + wanted > len(self._positions):
-            longer = np.zeros(2 * (self.prefix + wanted), dtype=np.int32)
-            longer[: len(self._positions)] = self._positions
-            self._positions = longer
+            self._positions = np.pad(self._positions, (0, 2 * (self.prefix + wanted) - len(self._positions)))
 
 
 @dataclass(slots=True)
@@ -240,6 +236,12 @@ class Tree:
         (root,) = yield TreeFeed([NO_PARENT], tokens[-1:], [wanted])
         self._commit_node(root)
         return root
+
+    def add_features(self, position: int, rows: Halves) -> None:
+        """Does nothing: only trees of heads read features."""
+
+    def can_grow(self, ahead: int = 0) -> bool:
+        return True
 
     def commit(self, path: Sequence[int]) -> None:
         for node in path:

@@ -27,8 +27,6 @@ from outrider.protocol.messages import Close, KvMemory, Prefill, PromptKv, Shutd
 from outrider.protocol.stats import CacheUse, KvCost
 from outrider.protocol.worker_link import Link, WorkerLoop
 
-StageCallback = Callable[[str], None]
-"""A function that is called with each stage of the start."""
 Pieces = Generator[list[PromptKv]]
 """The keys and values of a prompt, packed by `engine.kv_cache.KVLayout`: a list after each forward."""
 
@@ -105,7 +103,7 @@ class MlxReader:
         self.prompt_cache = PromptCache(measure_sequence_cost(kv_cache))
 
     @classmethod
-    def load(cls, model: str, report: StageCallback) -> MlxReader:
+    def load(cls, model: str, report: Callable[[str], None]) -> MlxReader:
         """Loads the model. Raises ModelError if there is no such model."""
         return cls(load(model, progress=report))
 
@@ -160,7 +158,7 @@ class CoreMLReader:
         self._package, self._layout = package, layout
 
     @classmethod
-    def load(cls, model: str, report: StageCallback) -> CoreMLReader:
+    def load(cls, model: str, report: Callable[[str], None]) -> CoreMLReader:
         """Loads the package; the first time, converts the model.
 
         Raises:

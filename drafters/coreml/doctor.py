@@ -189,7 +189,7 @@ class DoctorReport:
 
 
 def create_report(model: str | None, try_now: bool) -> DoctorReport:
-    """Inspects the machine and, with a draft `model` (a directory or an id), the devices that it could run on.
+    """Inspects the machine and, with a draft `model` (a directory), the devices that it could run on.
 
     Args:
         try_now: convert the draft if necessary, and try every Core ML unit; takes minutes on a first run.
@@ -216,7 +216,7 @@ def create_report(model: str | None, try_now: bool) -> DoctorReport:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.doctor", description=__doc__)
-    parser.add_argument("--model", help="the draft: a model directory or a Hugging Face id")
+    parser.add_argument("--model", help="the draft: a model directory")
     parser.add_argument("--probe", action="store_true", help="convert it and try Core ML, which can take minutes")
     parser.add_argument(
         "--prompts", action="store_true", help="measure only whether prefill is faster on Core ML or MLX"

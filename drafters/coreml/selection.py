@@ -186,7 +186,7 @@ def select_fastest(rows: Sequence[TrialResult]) -> TrialResult | None:
 
 
 def load_drafter(model: str, tell: Tell) -> Drafter:
-    """Returns the drafter for `model`: a package directory, a model directory or a Hugging Face id.
+    """Returns the drafter for `model`: a package directory or a model directory.
 
     A model is converted first (once). MLX drafts if Core ML's trials fail on every unit, or there is no Core ML. `tell`
     receives a sentence about each step.

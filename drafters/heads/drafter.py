@@ -1,7 +1,7 @@
 """A head as a drafter: its token trees, which it opens in a draft worker or drafts with in the target's process.
 
 In a draft worker it works ahead like a draft model. Only the weights that the head needs, such as the embedding, are
-read from the target's files. Its trees are `FeatureTree`s, which can't grow before the first features arrive.
+read from the target's files. Its trees can't grow before the first features arrive.
 
 In the target's process a chain is a tree of one branch. After each verify the head reads the true pairs
 of the accepted tokens; drafted pairs are dropped. Tokens are chosen by the target's own contract (`engine.sampling`),

@@ -53,7 +53,7 @@ _TRIAL_PROMPT_TOKENS, _TRIAL_TURNS = 16, 6
 
 
 def read_head(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None]) -> Head:
-    """Returns the head of this kind at a path or Hugging Face id, for `model`.
+    """Returns the head of this kind in the folder `path`, for `model`.
 
     Raises:
         CannotDraft: there is none, or it can't draft for this target.

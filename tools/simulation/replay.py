@@ -27,6 +27,7 @@ from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Message
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import Halves
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
 from outrider.protocol.worker_link import WorkerLink
@@ -176,6 +177,12 @@ class ReplayTree:
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
         for token in tokens:
             self.commit(self.feed([self.root], [token]))
+
+    def add_features(self, position: int, rows: Halves) -> None:
+        """Does nothing."""
+
+    def can_grow(self, ahead: int = 0) -> bool:
+        return True
 
     def commit(self, path: Sequence[int]) -> None:
         for node in path:
