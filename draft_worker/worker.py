@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from typing import Literal
 
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import Calibration, FanOut
@@ -93,12 +93,8 @@ class Inbox:
         return taken
 
 
-class Operation(Enum):
-    """The kinds of work between two checks for messages."""
-
-    READ = "a piece of a prompt"
-    GROW = "a forward of its trees"
-    CHAIN = "a chain on request"
+Operation = Literal["read", "grow", "chain"]
+"""Work between two checks for messages: a piece of a prompt, a forward of its trees, or a chain on request."""
 
 
 class OpLatency:
@@ -243,15 +239,15 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         if self._memory is not None and not self._running:
             self._memory.restart()
 
-        self._link.expect(self._op_latency.expected_ms(Operation.READ))
+        self._link.expect(self._op_latency.expected_ms("read"))
         read_ns = clock.now()
 
         def progress(done: int, total: int) -> None:
             nonlocal read_ns
-            self._record_latency(Operation.READ, read_ns)
+            self._record_latency("read", read_ns)
             self._link.send(Prefilled(message.request, message.epoch, done, total))
             self._work_for_others(message.request)
-            self._link.expect(self._op_latency.expected_ms(Operation.READ))
+            self._link.expect(self._op_latency.expected_ms("read"))
             read_ns = clock.now()
 
         try:
@@ -325,10 +321,11 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         owed = [running for running in working if running.owes_draft and not running.work.is_far_behind]
         growing = [running for running in working if not running.owes_draft and not running.work.is_far_behind]
         if owed:
-            self._link.expect(self._op_latency.expected_ms(Operation.CHAIN))
+            self._link.expect(self._op_latency.expected_ms("chain"))
             self._draft(owed)
         if growing or reading:
-            self._link.expect(self._op_latency.expected_ms(Operation.GROW, *[Operation.READ] * bool(reading)))
+            operations: list[Operation] = ["grow", "read"] if reading else ["grow"]
+            self._link.expect(self._op_latency.expected_ms(*operations))
             self._grow([*growing, *reading[:1]])
 
     def _record_latency(self, operation: Operation, started_ns: int) -> None:
@@ -339,13 +336,13 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         drafts = self._batcher.continuations([d.work for d in owed], [d.newest.depth for d in owed])
         for running in owed:
             running.owes_draft = False
-        self._answer(Operation.CHAIN, started_ns, owed, drafts)
+        self._answer("chain", started_ns, owed, drafts)
 
     def _grow(self, growing: Sequence[DraftRequest]) -> None:
         started_ns = clock.now()
         active = sum(running.newest.verifying is not None for running in self._running.values())
         branches = self._batcher.advance([running.work for running in growing], active)
-        self._answer(Operation.GROW, started_ns, growing, branches)
+        self._answer("grow", started_ns, growing, branches)
 
     def _answer(
         self,

@@ -39,8 +39,6 @@ from outrider.protocol.stats import KvCost
 
 log = logging.getLogger(__name__)
 
-CostMeasure = Callable[[HeadDrafter, LoadedModel], float | None]
-
 
 def propose(turns: Sequence[DraftTurn]) -> list[Continuation | OutriderError]:
     """Returns the chains of requests of one drafter, which share its forwards, or their errors.
@@ -228,12 +226,11 @@ def load(
     model: LoadedModel,
     progress: Callable[[str], None],
     unsharded: bool,
-    cost: CostMeasure = heads.measure_step_cost,
     ngrams: str | None = None,
 ) -> LoadedDrafters:
     """Loads drafters, each a kind (`DRAFT_MODEL` or one of `protocol.heads.HEAD_KINDS`) with the folder of its files.
 
-    `unsharded`: the whole model is in this process (see `drafters.heads.load`); `cost` then measures a head. `ngrams`:
+    `unsharded`: the whole model is in this process (see `drafters.heads.load`), so a head's cost is measured. `ngrams`:
     the file of a table of n-grams, "" without one; None: no n-grams. They are used where ONNX Runtime computes: MLX
     begins a forward before the tokens of the one before are known, and n-grams in between would have to wait for them.
     """
@@ -251,7 +248,7 @@ def load(
         drafters[name] = drafter
         doubts += [drafter.note] if drafter.note else []
         agreement = -1.0 if drafter.agreement is None else drafter.agreement
-        weight = _relative_cost(drafter, model, cost if unsharded else None)
+        weight = _relative_cost(drafter, model, unsharded)
         is_head = isinstance(drafter, HeadDrafter)
         infos.append(workers.InProcessDrafter(name, path, is_head, agreement, weight))
     if ngrams is not None and unsharded and model.cpu is not None:
@@ -262,13 +259,13 @@ def load(
     return LoadedDrafters(drafters, tuple(infos), tuple(left_out), tuple(doubts))
 
 
-def _relative_cost(drafter: InProcessProposer, model: LoadedModel, cost: CostMeasure | None) -> float:
-    """Returns the measured `cost` of a head, or else its weight bytes relative to the model's."""
+def _relative_cost(drafter: InProcessProposer, model: LoadedModel, unsharded: bool) -> float:
+    """Returns the measured cost of a head if it can be measured, or else its weight bytes relative to the model's."""
     measured = None
-    if cost is not None and isinstance(drafter, HeadDrafter) and not isinstance(drafter, ExitDrafter):
+    if unsharded and isinstance(drafter, HeadDrafter) and not isinstance(drafter, ExitDrafter):
         try:
             with wrap_model_errors("measuring the head"):
-                measured = cost(drafter, model)
+                measured = heads.measure_step_cost(drafter, model)
         except OutriderError as error:
             log.warning("%s; its cost is estimated by its weights", error)
     return drafter.weight_bytes / max(model.weight_bytes, 1) if measured is None else measured

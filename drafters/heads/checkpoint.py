@@ -107,16 +107,10 @@ def check_not_quantized(config: Mapping[str, Any], weights: Weights, name: str) 
         raise CannotDraft(f"{name} is quantized; use the head as it was published")
 
 
-def parse_rope(sizes: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Returns a rope's base and scaling."""
-    flat = {**sizes, **flat_rope_fields(sizes)}
-    return float(flat.get("rope_theta") or 10000.0), flat.get("rope_scaling")
-
-
 def parse_layer_sizes(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, Any]) -> LayerSizes:
     """Returns sizes from the layers' config, and switches from the weights present. Call it within `config_errors`."""
     hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
-    theta, scaling = parse_rope(layer)
+    rope = {**layer, **flat_rope_fields(layer)}
     return LayerSizes(
         hidden_size=hidden,
         intermediate_size=int(layer["intermediate_size"]),
@@ -124,8 +118,8 @@ def parse_layer_sizes(layer: Mapping[str, Any], weights: Weights, target: Mappin
         num_key_value_heads=int(layer.get("num_key_value_heads") or heads),
         head_dim=int(layer.get("head_dim") or hidden // heads),
         rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        rope_theta=float(rope.get("rope_theta") or 10000.0),
+        rope_scaling=rope.get("rope_scaling"),
         # Positions count from the first feature, so the target's context is the limit.
         context_length=int(target.get("max_position_embeddings") or layer.get("max_position_embeddings") or 32768),
         qk_norm="layers.0.self_attn.q_norm.weight" in weights,

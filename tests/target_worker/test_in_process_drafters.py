@@ -160,10 +160,13 @@ def test_hidden_states_of_several_readers_are_tapped_once_and_split() -> None:
     assert third[1].tolist() == [18, 19, 20]
 
 
-def test_unusable_drafter_is_left_out_with_a_reason(target: LoadedModel, tmp_path: Path) -> None:
+def test_unusable_drafter_is_left_out_with_a_reason(
+    target: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "measure_step_cost", lambda head, model: None)
     head = write_feature_head(tmp_path / "head", target)
     kinds = [("eagle3", str(tmp_path / "none")), ("eagle3", str(head)), ("draft", str(tmp_path / "none"))]
-    loaded = in_process_drafters.load(kinds, target, lambda stage: None, unsharded=True, cost=lambda head, model: None)
+    loaded = in_process_drafters.load(kinds, target, lambda stage: None, unsharded=True)
     assert list(loaded.drafters) == ["eagle3-2"] == [one.name for one in loaded.infos]
     assert loaded.infos[0].is_head and loaded.infos[0].agreement > 0.1 and 0 < loaded.infos[0].weight < 1
     assert [words.split(" is not used: ")[0] for words in loaded.left_out] == [
@@ -174,18 +177,18 @@ def test_unusable_drafter_is_left_out_with_a_reason(target: LoadedModel, tmp_pat
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_weight_of_a_head_is_its_measured_cost_or_its_share_of_bytes(
-    target: LoadedModel, tmp_path: Path, alone: bool
+    target: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
     wanted = [("eagle3", str(write_feature_head(tmp_path / "head", target)))]
 
     def fails(head: HeadDrafter, model: LoadedModel) -> float:
         raise ZeroDivisionError
 
-    tried = in_process_drafters.load(wanted, target, lambda stage: None, alone, cost=lambda head, model: 3.5)
-    plain, failed = (
-        in_process_drafters.load(wanted, target, lambda stage: None, alone, cost)
-        for cost in (lambda head, model: None, fails)
-    )
+    found = []
+    for cost in (lambda head, model: 3.5, lambda head, model: None, fails):
+        monkeypatch.setattr(loading, "measure_step_cost", cost)
+        found.append(in_process_drafters.load(wanted, target, lambda stage: None, alone))
+    tried, plain, failed = found
     by_bytes = plain.infos[0].weight
     assert 0 < by_bytes < 1 and [tried.infos[0].weight, failed.infos[0].weight] == [
         3.5 if alone else by_bytes,
