@@ -1,8 +1,8 @@
 """The target worker's loop: receives messages about requests, sends outcomes, runs one forward over all requests.
 
 Owns a `TargetRequest` for each request. Answers a repeated VERIFY with its latest outcomes, drops stale messages,
-sends RESYNC if the committed lengths disagree, and closes requests that have had no message for a long time. Knows
-nothing of drafters in other processes, or of text.
+sends RESYNC if the committed lengths disagree, and closes requests that have had no message for a long time.
+`PrefixReuse` and `KVImport` save the reading of prompts. Knows nothing of drafters in other processes, or of text.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import logging
 from collections.abc import Iterable
 
 import mlx.core as mx
+import numpy as np
 
 from outrider.engine import memory
-from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS, CacheSlot, FlatKVCache, KVCache
+from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS, CacheSlot, FlatKVCache, KVCache, KVLayout
 from outrider.engine.load_checks import measure_sequence_cost, open_kv_cache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.prompt_cache import PromptCache
+from outrider.engine.prompt_cache import MIN_PREFIX_TOKENS, PromptCache, common_prefix_length
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
-from outrider.protocol.errors import OutriderError
+from outrider.protocol.errors import OutriderError, wrap_model_errors
 from outrider.protocol.messages import (
     Close,
     Halt,
@@ -39,14 +40,116 @@ from outrider.protocol.stats import CacheUse, KvCost
 from outrider.protocol.worker_link import WorkerLink, WorkerLoop
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.model_runner import ModelRunner, VerifyResult
-from outrider.target_worker.prefix_reuse import KVImport, PrefixReuse
 from outrider.target_worker.ranks import FORWARDS_PER_CACHE_CLEAR, RankLeader
-from outrider.target_worker.target_request import FeatureListener, FeaturePublisher, TargetRequest, first_verify
+from outrider.target_worker.target_request import (
+    AwaitedPrefix,
+    FeatureListener,
+    FeaturePublisher,
+    TargetRequest,
+    first_verify,
+)
 
 log = logging.getLogger(__name__)
 
 # How long requests that can continue wait for messages about others, which then join the same forward.
 JOIN_WAIT_MS = 1.0
+
+
+class PrefixReuse:
+    """Opens and closes requests with `cache`, the prompt cache. `context`: the model's context length.
+
+    A prompt that shares a prefix with one being read waits for it, so that a system prompt is read once for any number
+    of requests.
+    """
+
+    def __init__(self, cache: PromptCache, context: int) -> None:
+        self.cache = cache
+        self._context = context
+
+    def open(self, running: TargetRequest, others: Iterable[TargetRequest]) -> None:
+        """Uses the cached prefix of the prompt, or waits until another request has read it.
+
+        A request that wants its prompt's log-probabilities reads all of it.
+        """
+        slot = running.slot
+        if not running.wants_prompt_logprobs:
+            if self.cache.is_on:
+                running.awaits = _find_reader(running, others)
+            if running.awaits is None:
+                self.begin(running)
+        self.cache.enter(slot, min(running.opened.prompt_len + running.opened.sampling.max_tokens, self._context))
+
+    def begin(self, running: TargetRequest) -> None:
+        """Copies the longest cached prefix. Raises OutriderError if that fails."""
+        running.awaits = None
+        start = self.cache.find(running.slot.tokens)
+        if start is not None:
+            with wrap_model_errors("copying from the prompt cache"):
+                running.slot.begin(start)
+            running.cached = running.slot.fed
+
+    def read(self, running: TargetRequest) -> None:
+        """Saves state that can't be shortened, for requests with the same prompt, once a prompt has been read."""
+        if not (running.slot.sequence.exact or running.unread or running.is_closed):
+            self._save(running)
+
+    def close(self, running: TargetRequest, spoilt: bool) -> None:
+        """Closes a request, and saves its text's state for later ones unless a failure may have `spoilt` it."""
+        self.cache.leave(running.slot)
+        if not spoilt:
+            self._save(running)
+        running.slot.close()
+
+    def _save(self, running: TargetRequest) -> None:
+        slot = running.slot
+        known = slot.tokens[: slot.fed]
+        if not self.cache.wants(known):
+            return
+        try:
+            with wrap_model_errors("copying to the prompt cache"):
+                self.cache.keep(known, slot.save(len(known)))
+        except OutriderError as error:
+            log.warning("%s; the text is not cached", error)
+
+
+def _find_reader(running: TargetRequest, others: Iterable[TargetRequest]) -> AwaitedPrefix | None:
+    """Returns the request that will read the longest part of the beginning of this one's prompt."""
+    wanted, best = np.array(running.slot.tokens[:-1], np.int32), None
+    for other in others:
+        if other.unread and other.slot.sequence.exact:
+            shared = common_prefix_length(np.array(other.slot.tokens[:-1], np.int32), wanted)
+            if shared >= max(MIN_PREFIX_TOKENS, other.slot.fed + 1) and (best is None or shared > best.tokens):
+                best = AwaitedPrefix(other, shared)
+    return best
+
+
+class KVImport:
+    """Imports a prefill worker's keys and values into the `kv_cache` of `model`, in which they are a text's only state.
+
+    If they don't fit, only time is lost: the target continues from the end of the text.
+    """
+
+    def __init__(self, model: LoadedModel, kv_cache: FlatKVCache) -> None:
+        self._kv_cache, self._layout = kv_cache, KVLayout.of(model.model, model.cpu)
+
+    def take(self, running: TargetRequest, message: PromptKv) -> None:
+        """Appends the part that the text lacks; after a gap or an error the target reads the rest."""
+        slot = running.slot
+        skip = slot.fed - message.start
+        if skip < 0:
+            running.offered = False
+            return
+        count = min(message.count - skip, running.unread)
+        if count <= 0:
+            return
+        try:
+            with wrap_model_errors("receiving the prompt's keys and values"):
+                layers = self._layout.unpack(message.data, message.count)
+                own = tuple((k[..., skip : skip + count, :], v[..., skip : skip + count, :]) for k, v in layers)
+                self._kv_cache.extend(slot.sequence, own, count)
+        except OutriderError as error:
+            log.warning("%s; the target reads the prompt from token %d on", error, slot.fed)
+            running.offered = False
 
 
 class TargetWorker(WorkerLoop[TargetRequest]):

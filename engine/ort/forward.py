@@ -1,8 +1,8 @@
 """Forwards of one model by ONNX Runtime, and the check at load whether they are used.
 
 `OrtForward` computes one flat row of several texts over the buffers of `engine.flat`, which also has rollback, copies
-and the prompt cache. `open_forward` compares logits with the model's own when the model loads: they may differ by the
-rounding of float32, or of activations to 8 bits if the checkpoint is quantised.
+and the prompt cache; `Embedding` is its first layer, in numpy. `open_forward` compares logits with the model's own when
+the model loads: they may differ by the rounding of float32, or of activations to 8 bits if the checkpoint is quantised.
 
 If activations are rounded, a token's logits have the same bits however it is fed: alone, in a chain, in a piece of a
 prompt, or together with other requests. So chains and other requests can't change a text. Trees are not fed then,
@@ -15,8 +15,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +28,10 @@ import numpy as np
 
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
 from outrider.engine.memory import release_memory
-from outrider.engine.ort.embedding import Embedding
-from outrider.engine.ort.layers import SUPPORTED_MODEL_TYPES, Array, DecoderLayers, Layout, to_numpy
+from outrider.engine.ort.layers import SUPPORTED_MODEL_TYPES, Array, DecoderLayers, Layout, levels, to_numpy
 from outrider.engine.ort.sessions import CachedGraph, Sessions, arena_shrink_options, kernel_name
 from outrider.engine.positions import Ints
+from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line, wrap_model_errors
 from outrider.protocol.worker_link import CPU_KERNEL_CHOICES, CPU_KERNELS_VARIABLE
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_EMBEDDING_FILE = "embedding.bin"
 _MASKED_SCORE = -65504.0  # the lowest float16: such a column gets the weight 0
 _MIN_QUERIES = 2  # with one query ONNX Runtime computes attention by another path, with other bits
 _MAX_PIECE_TOKENS = 128  # each further head of a group writes as many columns beyond the text
@@ -50,6 +53,75 @@ _CHECK_TOKENS, _NEIGHBOUR_TOKENS = 11, 3  # tokens: of the checked text, and of 
 
 Features = Callable[[Ints], Array | None]
 """A function that returns the features [T, W] of tokens [T]; None for a model, which needs none."""
+
+
+class Embedding:
+    """An embedding [V, H]. Each row has its levels and then the scales and biases of its groups, or its float32 values.
+
+    With a cached graph the rows stay in a file in its `folder`, since a text needs few of them; the layer's weights are
+    read only if there is no such file. The file is read, not mapped: the system would map 64 KiB around each row, and
+    so most of the file after a few texts. Its pages are in the system's page cache, which all processes share.
+    """
+
+    def __init__(self, layer: nn.Module, factor: float, folder: Path | None) -> None:
+        self._factor = np.float32(factor)
+        self._groups, self._bits, width = 0, 32, int(layer.weight.shape[1])
+        if isinstance(layer, nn.QuantizedEmbedding):
+            self._groups, self._bits = int(layer.scales.shape[1]), layer.bits if layer.bits in (4, 8) else 8
+            width = width * 32 // layer.bits
+        self._level_bytes = width * self._bits // 8
+        self._row_bytes = self._level_bytes + 8 * self._groups
+        self._file = _open_file(folder, layer, int(layer.weight.shape[0]) * self._row_bytes)
+        self._rows = _to_rows(layer) if self._file is None else np.empty(0, np.uint8)
+
+    def __call__(self, tokens: Ints) -> Array:
+        """Returns the rows [T, H] of tokens [T]."""
+        rows = self._read(tokens)
+        rows = self._dequantise(rows) if self._groups else rows.view(np.float32)
+        return rows * self._factor if self._factor != 1 else rows
+
+    def _dequantise(self, stored: Array) -> Array:
+        split = self._level_bytes, self._level_bytes + 4 * self._groups
+        q, *parts = np.split(stored, split, axis=1)
+        scales, biases = (np.ascontiguousarray(part).view(np.float32) for part in parts)
+        if self._bits == 4:
+            q = np.stack([q & 15, q >> 4], axis=-1)
+        apart: Array = q.reshape(len(stored), self._groups, -1) * scales[..., None]
+        return (apart + biases[..., None]).reshape(len(stored), -1)
+
+    def _read(self, tokens: Ints) -> Array:
+        """Returns the rows [T, size of a row] of tokens [T]."""
+        if self._file is None:
+            return np.asarray(self._rows[tokens])
+        size, file = self._row_bytes, self._file.fileno()
+        content = b"".join(os.pread(file, size, token * size) for token in tokens.tolist())
+        if len(content) < len(tokens) * size:
+            raise ModelError("the file of the model's embedding was truncated; restart to write it again")
+        return np.frombuffer(content, np.uint8).reshape(len(tokens), size)
+
+
+def _to_rows(layer: nn.Module) -> Array:
+    """Returns the rows of an embedding as bytes [V, size of a row]."""
+    if not isinstance(layer, nn.QuantizedEmbedding):
+        return to_numpy(layer.weight).view(np.uint8)
+    q, _ = levels(layer)
+    return np.concatenate([q, to_numpy(layer.scales).view(np.uint8), to_numpy(layer.biases).view(np.uint8)], axis=1)
+
+
+def _open_file(folder: Path | None, layer: nn.Module, size: int) -> FileIO | None:
+    """Opens the file of rows, of `size` bytes, and writes it if there is none of this size; None: it can't be kept."""
+    if folder is None:
+        return None
+    path = folder / _EMBEDDING_FILE
+    with suppress(OSError):
+        if path.stat().st_size == size:
+            return FileIO(path)
+    try:
+        replace_file(path, _to_rows(layer).tobytes())
+        return FileIO(path)
+    except OSError as error:
+        log.info("the model's embedding is not kept on disk: %s", first_line(error))
+        return None
 
 
 class OrtForward:

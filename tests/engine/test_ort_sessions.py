@@ -22,7 +22,7 @@ from mlx_lm.utils import load_model, quantize_model, save_model
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.ort import embedding, exact_biases, forward, graph, sessions
+from outrider.engine.ort import exact_biases, forward, graph, sessions
 from outrider.orchestrator.machine.system import USABLE_CORES
 from outrider.protocol.digest import CACHE_VARIABLE
 from outrider.protocol.errors import ModelError
@@ -101,7 +101,7 @@ def test_cached_graph_is_used_without_another_build_or_check(
     first = logits(model)
     assert [path.name for path in kept(tmp_path)[0].iterdir()]
     monkeypatch.setattr(graph, "build", fail_if_called)
-    monkeypatch.setattr(embedding, "_to_rows", fail_if_called)
+    monkeypatch.setattr(forward, "_to_rows", fail_if_called)
     monkeypatch.setattr(forward, "check_logits", fail_if_called)
     assert np.array_equal(logits(model), first)
 
@@ -116,8 +116,8 @@ def test_rows_of_an_embedding_are_the_modules_from_memory_and_from_a_file(
     tokens = np.array([299, 0, 7, 7])
     expected = np.array(layer(mx.array(tokens))) * factor
     for folder in (None, tmp_path, tmp_path):
-        assert np.allclose(embedding.Embedding(layer, factor, folder)(tokens), expected, atol=1e-6)
-    kept_rows = embedding.Embedding(layer, factor, tmp_path)
+        assert np.allclose(forward.Embedding(layer, factor, folder)(tokens), expected, atol=1e-6)
+    kept_rows = forward.Embedding(layer, factor, tmp_path)
     os.truncate(tmp_path / "embedding.bin", 40)
     with pytest.raises(ModelError, match="was truncated"):
         kept_rows(tokens)
