@@ -37,7 +37,6 @@ from outrider.protocol.messages import (
     Shutdown,
     Span,
 )
-from outrider.protocol.stats import CacheUse
 from outrider.protocol.worker_link import Link, WorkerLoop
 
 log = logging.getLogger(__name__)
@@ -174,7 +173,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
     ) -> None:
         """`memory`: measures the drafter's peak; None: it can't be measured. `compiler`: for grammars over its tokens;
         without one it may draft tokens that a grammar excludes."""
-        super().__init__(link)
+        super().__init__(link, lambda: drafter.prompt_cache.use)
         self._drafter = drafter
         self._fan_out = fan_out
         self._memory = memory
@@ -360,10 +359,6 @@ class DraftWorker(WorkerLoop[DraftRequest]):
                 self._fail(running.newest.request, result, running.newest.round)
             elif result is not None:
                 self._link.send(running.answer(result, span, peak_bytes))
-
-    @property
-    def _cache_use(self) -> CacheUse:
-        return self._drafter.prompt_cache.use
 
     def _release(self, running: DraftRequest, spoilt: bool) -> None:
         running.work.tree.close(spoilt)

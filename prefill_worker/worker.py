@@ -24,7 +24,7 @@ from outrider.engine.prompt_cache import PromptCache
 from outrider.protocol.endpoints import MAX_PIECE_BYTES
 from outrider.protocol.errors import CannotDraft, OutriderError, wrap_model_errors
 from outrider.protocol.messages import Close, KvMemory, Prefill, PromptKv, Shutdown
-from outrider.protocol.stats import CacheUse, KvCost
+from outrider.protocol.stats import KvCost
 from outrider.protocol.worker_link import Link, WorkerLoop
 
 Pieces = Generator[list[PromptKv]]
@@ -37,7 +37,7 @@ class PrefillWorker(WorkerLoop[Pieces]):
     """Reads prompts from `link` with `reader` until SHUTDOWN; the first one is read, the others wait for their turn."""
 
     def __init__(self, link: Link, reader: MlxReader | CoreMLReader) -> None:
-        super().__init__(link)
+        super().__init__(link, lambda: reader.prompt_cache.use)
         self._reader = reader
 
     def turn(self) -> bool:
@@ -70,10 +70,6 @@ class PrefillWorker(WorkerLoop[Pieces]):
             self._link.send(piece)
         if pieces is None:
             self._close(request)
-
-    @property
-    def _cache_use(self) -> CacheUse:
-        return self._reader.prompt_cache.use
 
     def _release(self, running: Pieces, spoilt: bool) -> None:
         running.close()

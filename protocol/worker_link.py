@@ -334,8 +334,9 @@ class Link(Protocol):
 class WorkerLoop(ABC, Generic[Request]):
     """A worker's loop: its requests by their ids, and the handling that all workers share."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, cache_use: Callable[[], CacheUse]) -> None:
+        """`cache_use` returns the use of its prompt cache."""
+        self._link, self._cache_use = link, cache_use
         self._running: dict[str, Request] = {}
         self._reported_use = CacheUse()
         self._stale = 0
@@ -355,11 +356,6 @@ class WorkerLoop(ABC, Generic[Request]):
         for request in list(self._running):
             self._close(request)
         self._reported_use = CacheUse()  # the next orchestrator has no report yet
-
-    @property
-    @abstractmethod
-    def _cache_use(self) -> CacheUse:
-        """The use of its prompt cache."""
 
     @abstractmethod
     def _release(self, running: Request, spoilt: bool) -> None:
@@ -388,7 +384,7 @@ class WorkerLoop(ABC, Generic[Request]):
 
     def _report(self) -> None:
         """Reports the use of the prompt cache, if it has changed."""
-        use = self._cache_use
+        use = self._cache_use()
         if use != self._reported_use:
             self._reported_use = use
             self._link.send(CacheReport(use))

@@ -36,7 +36,7 @@ from outrider.protocol.messages import (
     Verify,
     WorkerNote,
 )
-from outrider.protocol.stats import CacheUse, KvCost
+from outrider.protocol.stats import KvCost
 from outrider.protocol.worker_link import WorkerLink, WorkerLoop
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.model_runner import ModelRunner, VerifyResult
@@ -170,7 +170,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         leader: RankLeader | None = None,
         publisher: FeaturePublisher | None = None,
     ) -> None:
-        super().__init__(link)
+        super().__init__(link, lambda: self._prefixes.cache.use)
         self._model = model
         self._leader = leader
         self._kv_cache = kv_cache or open_kv_cache(model)
@@ -194,10 +194,6 @@ class TargetWorker(WorkerLoop[TargetRequest]):
     def kv(self) -> KvCost:
         """The memory of a request's text, including in-process drafters."""
         return self._prefixes.cache.cost + self._drafters.cost
-
-    @property
-    def _cache_use(self) -> CacheUse:
-        return self._prefixes.cache.use
 
     @property
     def verifies_trees(self) -> bool:
