@@ -153,14 +153,12 @@ class DenseKVRows(KVRows):
     reader: PromptReader | None = None
     read = 0
 
-    def __init__(self, model: LoadedModel) -> None:
-        self.rows = self._rows(model)
+    def __init__(self, model: LoadedModel, rows: ModelRows | None = None) -> None:
+        """`rows`: where the columns are; None: the rows that all trees of this model share."""
+        self.rows = rows or _shared_rows(model)
         self.lazy = self.rows.is_lazy
         self.sequence = self.rows.open()
         finalize(self, self.rows.drop, self.sequence)
-
-    def _rows(self, model: LoadedModel) -> ModelRows:
-        return _shared_rows(model)
 
     def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
         done = start
@@ -292,12 +290,8 @@ class RecurrentKVRows(DenseKVRows):
 
     def __init__(self, model: LoadedModel) -> None:
         """Raises ModelError if the model has a kind of cache that can be neither masked nor kept by reference."""
-        super().__init__(model)
+        super().__init__(model, _BatchRows(model))  # its own, because a forward puts its tree's state into the caches
         self._column_states: dict[int, _ColumnState] = {}
-
-    def _rows(self, model: LoadedModel) -> _BatchRows:
-        """Returns rows of its own, because a forward puts its tree's state into the caches."""
-        return _BatchRows(model)
 
     def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
         if start == len(tokens):
