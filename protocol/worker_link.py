@@ -143,7 +143,7 @@ class WorkerLink:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is SystemExit and self._by_hand and self._has_joined:
-            self.send(Fault(self.name, None, "it was stopped"))
+            self.send(Fault(None, "it was stopped"))
         self._socket.close(linger=500)
 
     def enter(self, hello: Hello) -> None:
@@ -194,7 +194,7 @@ class WorkerLink:
     def failed(self, error: OutriderError) -> int:
         """Reports to the orchestrator and the log why this worker ends; returns the exit code."""
         log.error("%s", error)
-        self.send(Fault(self.name, None, str(error), dispensable=isinstance(error, CannotDraft)))
+        self.send(Fault(None, str(error), dispensable=isinstance(error, CannotDraft)))
         return error.exit_code
 
     def expect(self, milliseconds: float) -> None:
@@ -290,7 +290,7 @@ class WorkerLink:
                 return
             if isinstance(message, Ping):
                 self._pings += 1
-                pong = Pong(self.name, message.serial, self._progress, self._expected_ms, clock.now())
+                pong = Pong(message.serial, self._progress, self._expected_ms, clock.now())
                 socket.send_multipart(encode(pong))
 
 
@@ -372,7 +372,7 @@ class WorkerLoop(ABC, Generic[Request]):
         """Ends the request, in round `number`; the worker continues."""
         log.warning("request %s failed: %s", request, error, extra={"request": request, "round": number})
         self._close(request or "", spoilt=True)
-        self._link.send(Fault(self._link.name, request, str(error)))
+        self._link.send(Fault(request, str(error)))
 
     def _close_silent(self, waits_since_ns: Callable[[Request], float]) -> None:
         """Closes requests that have waited for a message for a long time, because their CLOSE must have been lost."""

@@ -234,7 +234,7 @@ class RankMember(RankLink):
         """Sends rank 0 the error, and waits a while so that it can report it. Returns the exit code."""
         log.error("%s", error)
         self.expect_end()
-        self.send(Fault(routing_id(self.ranks.rank).decode(), None, str(error)))
+        self.send(Fault(None, str(error)))
         self._socket.poll(SHUTDOWN_TIMEOUT_MS)
         self.close()
         return error.exit_code
@@ -293,7 +293,7 @@ def _serve(member: RankMember, model: LoadedModel, kv_cache: KVCache) -> None:
                     memory.set_limits(model.weight_bytes, limit)
                 case Ping(serial=serial):
                     mx.eval(kv_cache.state())
-                    member.send(Pong("rank", serial, forwards))
+                    member.send(Pong(serial, forwards))
                 case Shutdown():
                     return
                 case _:

@@ -378,7 +378,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
                 continue
             features += running.listener.take()
             if running.listener.fault:
-                features.append(WorkerNote(self._link.name, running.listener.fault))
+                features.append(WorkerNote(running.listener.fault))
                 running.listener = None
         return features
 

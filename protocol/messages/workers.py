@@ -145,7 +145,6 @@ class Pong(Message, frozen=True):
     `clock_ns` is the worker's current time, by the clock of its spans.
     """
 
-    name: Name
     serial: Serial
     progress: Serial
     expected_ms: Count = 0
@@ -158,7 +157,6 @@ class Fault(Message, frozen=True):
     `dispensable`: nothing is broken, but the worker is of no use here, and the others may start without it.
     """
 
-    name: Name
     request: RequestId | None
     message: Text
     dispensable: bool = False
@@ -167,7 +165,6 @@ class Fault(Message, frozen=True):
 class WorkerNote(Message, frozen=True):
     """Worker -> orchestrator: a note for the readers of the texts under way. Nothing is lost."""
 
-    name: Name
     message: Text
 
 

@@ -47,7 +47,7 @@ def late() -> Notes:
 def test_run_that_missed_the_times_of_its_profile_fails() -> None:
     failed = f"the simulation failed: target-0: {TIMES_NOT_KEPT}: 30"
     with pytest.raises(WorkerError, match=failed), simulated_machine(PROFILE):
-        assert late().sent == [WorkerNote("target-0", f"{TIMES_NOT_KEPT}: 30 ms late")]
+        assert late().sent == [WorkerNote(f"{TIMES_NOT_KEPT}: 30 ms late")]
     with simulated_machine(PROFILE) as check:
         check()
         late()

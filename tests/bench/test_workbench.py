@@ -53,7 +53,7 @@ def test_rounds_verify_the_text_itself_and_the_warm_up_does_not_count(monkeypatc
     ("pool", "words"),
     [
         (Pool(loses="target-0 has not answered"), "target-0 has not answered"),
-        (Pool(says=(Fault("target-0", "bench", "out of memory"),)), "out of memory"),
+        (Pool(says=(Fault("bench", "out of memory"),)), "out of memory"),
     ],
 )
 def test_workbench_wait_ends_when_its_worker_fails(pool: Pool, words: str) -> None:

@@ -159,7 +159,7 @@ def dies(made: Cluster, name: str) -> None:
 
 
 def fails(made: Cluster, name: str) -> None:
-    made.rounds.handle([(name, Fault(name, "r", "no more of this"))], made._now)
+    made.rounds.handle([(name, Fault("r", "no more of this"))], made._now)
 
 
 def stops(made: Cluster, name: str) -> None:

@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Message, str]] = {
     "a round long past": (replace(GOOD, round=1), LATE),
     "an epoch past": (replace(GOOD, epoch=1), LATE),
     "a request of nobody": (replace(GOOD, request="x"), "request"),
-    "a fault of nobody": (Fault("d", "x", "broken"), "request"),
+    "a fault of nobody": (Fault("x", "broken"), "request"),
     "a round to come": (replace(GOOD, round=10), "round"),
     "an epoch to come": (replace(GOOD, epoch=3), "round"),
     "missed what was never said": (Resync("r", 3), "round"),

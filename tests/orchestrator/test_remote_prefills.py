@@ -103,7 +103,7 @@ def test_only_the_readers_pieces_of_this_epoch_reach_the_target(bench: Bench) ->
 
 def test_prompt_of_a_failed_or_lost_worker_goes_back_to_the_target(bench: Bench) -> None:
     first, second = bench.begin("a"), bench.begin("b")
-    assert bench.prefills.on_message(first, "prefill-0", Fault("prefill-0", "a", "it is too long"))
+    assert bench.prefills.on_message(first, "prefill-0", Fault("a", "it is too long"))
     other = bench.begin("c")
     bench.prefills.on_worker_lost("prefill-1", {"a": first, "b": second, "c": other})
     assert bench.handed_back == ["a", "b"]

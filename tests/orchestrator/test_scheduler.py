@@ -355,7 +355,7 @@ def test_target_finishes_without_a_lost_drafter() -> None:
     assert any("lost" in note for note in ended.notes)
 
 
-@pytest.mark.parametrize("last_words", [Resync("r", 0), Fault("draft-0", "r", "again")])
+@pytest.mark.parametrize("last_words", [Resync("r", 0), Fault("r", "again")])
 def test_messages_of_a_dropped_drafter_are_ignored(last_words: Message) -> None:
     text = random_text(13)
     cluster = Cluster(text, script(text), ngrams=False)
@@ -365,7 +365,7 @@ def test_messages_of_a_dropped_drafter_are_ignored(last_words: Message) -> None:
         handle(sender, message, now_ns)
         heard.append(sender)
         if len(heard) == 20:
-            handle("draft-0", Fault("draft-0", "r", "the context is full"), now_ns)
+            handle("draft-0", Fault("r", "the context is full"), now_ns)
             handle("draft-0", last_words, now_ns)
 
     handle = intercept(cluster.rounds, fails)
@@ -404,8 +404,8 @@ def test_worker_note_is_reported_once_with_the_result(sender: str) -> None:
     cluster, places = Cluster(text, script(text)), count()
 
     def remarking(name: str, message: Message, now_ns: int) -> None:
-        handle(sender, WorkerNote(sender, f"the times are wrong, at {next(places)}"), now_ns)
-        handle("draft-7", WorkerNote("draft-7", "I have no part in this"), now_ns)
+        handle(sender, WorkerNote(f"the times are wrong, at {next(places)}"), now_ns)
+        handle("draft-7", WorkerNote("I have no part in this"), now_ns)
         handle(name, message, now_ns)
 
     handle = intercept(cluster.rounds, remarking)

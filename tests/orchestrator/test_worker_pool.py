@@ -138,7 +138,7 @@ class Peer:
             assert isinstance(ping, Ping)
             serial = ping.serial
             clock_ns = 0 if ahead_ns is None else clock.now() + ahead_ns
-            self.beat.send_multipart(encode(Pong("", serial, progress, expected_ms, clock_ns)))
+            self.beat.send_multipart(encode(Pong(serial, progress, expected_ms, clock_ns)))
         worker = self.harness.pool._registry.at(routing_id(self.incarnation))
         while worker is not None and worker.heartbeat.unanswered:
             assert self.harness.pool.socket.poll(WAIT_MS)
@@ -260,7 +260,7 @@ def test_a_cluster_is_ready_with_the_workers_it_started(harness: PoolHarness) ->
 
 def test_cluster_starts_without_a_draft_model_that_cannot_draft(harness: PoolHarness) -> None:
     draft = Peer(harness, "draft", harness.spawned["draft-0"][0])
-    draft.say(Fault("", None, "a llama4 model can't draft", dispensable=True))
+    draft.say(Fault(None, "a llama4 model can't draft", dispensable=True))
     harness.settle()
     assert not harness.pool.ready
     harness.worker("target-0")
@@ -270,7 +270,7 @@ def test_cluster_starts_without_a_draft_model_that_cannot_draft(harness: PoolHar
 
 
 def test_any_other_fault_at_the_start_is_fatal(harness: PoolHarness) -> None:
-    Peer(harness, "draft", harness.spawned["draft-0"][0]).say(Fault("", None, "no model at /x"))
+    Peer(harness, "draft", harness.spawned["draft-0"][0]).say(Fault(None, "no model at /x"))
     harness.settle()
     harness.spawned["draft-0"][1].code = 3
     assert [(loss.why, loss.fatal) for loss in harness.losses()] == [("no model at /x", True)]
@@ -310,8 +310,8 @@ def test_peer_with_a_worker_name_as_routing_id_changes_nothing(harness: PoolHarn
         harness.worker("target-0")
     stray = Peer(harness, "target", 5, identity=b"target-0")
     stray.say(Loading("target", "taking over"))
-    stray.say(Fault("target-0", None, "I am broken"))
-    stray.beat.send_multipart(encode(Pong("target-0", 0, 1)))
+    stray.say(Fault(None, "I am broken"))
+    stray.beat.send_multipart(encode(Pong(0, 1)))
     assert isinstance(stray.hello("target-0"), Shutdown)
     target = harness.worker("target-0") if early else None
     harness.pool.send_target(Close("r"))
@@ -411,7 +411,7 @@ def test_number_of_workers_is_limited(harness: PoolHarness) -> None:
 def test_messages_before_hello_concern_only_their_worker(harness: PoolHarness) -> None:
     target = Peer(harness, "target", harness.spawned["target-0"][0])
     target.say(Loading("target", "reading weights"))
-    target.say(Fault("target-0", None, "no such file"))
+    target.say(Fault(None, "no such file"))
     harness.settle()
     assert harness.pool.stage == "target: reading weights" and harness.pool.status_changed
     harness.spawned["target-0"][1].code = 3
@@ -540,7 +540,7 @@ def test_joined_drafter_that_reports_its_end_is_lost_at_once_and_frees_its_name(
     harness.worker("target-0")
     drafter = Peer(harness, "draft", 9)
     assert drafter.hello("studio") == welcome("studio")
-    drafter.say(Fault("studio", None, "it was stopped"))
+    drafter.say(Fault(None, "it was stopped"))
     while not (losses := harness.losses()):
         harness.listen()
     assert losses[0].gone and losses[0].why == "draft worker studio has left: 'it was stopped'"
@@ -680,7 +680,7 @@ def load_fails(harness: PoolHarness, *, says: str, code: int = 3, times: int = 1
     losses: list[WorkerLoss] = []
     for _ in range(times):
         wait(harness, 60)
-        Peer(harness, "draft", harness.spawned["draft-0"][0]).say(Fault("", None, says))
+        Peer(harness, "draft", harness.spawned["draft-0"][0]).say(Fault(None, says))
         harness.settle()
         harness.spawned["draft-0"][1].code = code
         losses += harness.losses()

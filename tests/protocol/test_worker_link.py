@@ -177,7 +177,7 @@ def test_stopped_worker_reports_its_end(endpoint: str, number: signal.Signals) -
     with pytest.raises(SystemExit), link:
         signal.raise_signal(number)
         link.receive(wait=True)
-    assert orchestrator.hear(Fault) == Fault("studio", None, "it was stopped")
+    assert orchestrator.hear(Fault) == Fault(None, "it was stopped")
     orchestrator.close()
 
 

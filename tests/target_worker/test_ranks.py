@@ -104,7 +104,7 @@ def test_rank_of_the_same_kind_is_admitted_and_receives_broadcasts(monkeypatch: 
             "rank 1 and rank 0 differ in the releases: outrider 2 and outrider 1",
         ),
         (replace(HELLO, rank=1, size=3), "rank 1 and rank 0 differ in the number of ranks: 3 and 2"),
-        (Fault("1", None, "no model at /m"), "rank 1: no model at /m"),
+        (Fault(None, "no model at /m"), "rank 1: no model at /m"),
         (Welcome("x"), "a rank began with Welcome"),
     ],
 )
@@ -128,7 +128,7 @@ def test_assure_returns_once_all_ranks_have_answered(monkeypatch: pytest.MonkeyP
         asking = threading.Thread(target=leader.check_ranks)
         asking.start()
         assert member.receive() == [Ping(0)] and asking.is_alive()
-        member.send(Pong("rank", 0, 5))
+        member.send(Pong(0, 5))
         asking.join(LIMIT)
         assert not asking.is_alive()
 

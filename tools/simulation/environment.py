@@ -73,7 +73,7 @@ def take_options() -> argparse.Namespace:
 
 def report_too_slow(link: Link, why: str) -> None:
     """Reports that the worker of this link is too slow."""
-    link.send(WorkerNote(link.name, why))
+    link.send(WorkerNote(why))
     if LATE_FILE_VARIABLE in os.environ:
         with open(os.environ[LATE_FILE_VARIABLE], "a", encoding="utf-8") as file:
             file.write(f"{link.name}: {why}\n")
