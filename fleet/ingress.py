@@ -35,7 +35,7 @@ from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError, ServerStopped
 from outrider.protocol.messages import Stats
-from outrider.protocol.stats import add_tallies
+from outrider.protocol.stats import add_counts
 from outrider.server.__main__ import DRAIN_SECONDS, uvicorn_config
 from outrider.server.answers.run import run_unless
 from outrider.server.app import build_app
@@ -171,7 +171,7 @@ def _add_stats(left: Stats, right: Stats) -> Stats:
     """Adds all fields, except those that describe the answer itself."""
     names = set(Stats.__struct_fields__) - {"request", "version", "known", "endings"}
     sums: dict[str, Any] = {name: getattr(left, name) + getattr(right, name) for name in names}
-    return structs.replace(left, endings=add_tallies(left.endings, right.endings), **sums)
+    return structs.replace(left, endings=add_counts(left.endings, right.endings), **sums)
 
 
 class Ingress:

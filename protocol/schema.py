@@ -68,6 +68,9 @@ CommitTokens = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN + 1)]
 """A commit: the accepted tokens of a chain, then the bonus token."""
 
 Committed = Annotated[tuple[Token, ...], Meta(max_length=MAX_COMMIT_TOKENS)]
+Counts = Annotated[dict[Name, Serial], Meta(max_length=MAX_ITEMS)]
+"""How often each of these was seen, by name."""
+
 ChunkTokens = Many[Token]
 """The tokens of a chunk, in the header: a client that just woke up needs as long for an array as for all the rest."""
 

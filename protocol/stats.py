@@ -1,18 +1,17 @@
 """The numbers that processes report: memory, counts, durations, and the report of a replay.
 
 `KvCost`, `KvUse` and `CacheUse` are bytes of keys, values and state of a model, and the use of a prompt cache. A
-worker measures them; the orchestrator adds them up. `Tally` and `Durations` count events since the process started.
+worker measures them; the orchestrator adds them up. `Durations` counts events since the process started.
 `Report` is written by `target_worker.certificate` and read by `outrider verify`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from outrider.protocol.schema import Count, Many, Name, Real, Record, Serial
+from outrider.protocol.schema import Count, Many, Real, Record, Serial
 
 
 class KvCost(Record, frozen=True):
@@ -52,19 +51,9 @@ class CacheUse(Record, frozen=True):
     tokens_saved: Serial = 0
 
 
-class Tally(Record, frozen=True):
-    """`name` happened `count` times."""
-
-    name: Name
-    count: Serial
-
-
-def add_tallies(left: tuple[Tally, ...], right: tuple[Tally, ...]) -> tuple[Tally, ...]:
-    """Adds two lists of counts, name by name."""
-    counts: Counter[str] = Counter()
-    for tally in (*left, *right):
-        counts[tally.name] += tally.count
-    return tuple(Tally(name, count) for name, count in sorted(counts.items()))
+def add_counts(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
+    """Adds counts name by name."""
+    return {name: left.get(name, 0) + right.get(name, 0) for name in sorted({*left, *right})}
 
 
 def add_rows(*rows: Sequence[int]) -> tuple[int, ...]:

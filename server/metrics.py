@@ -85,7 +85,7 @@ class OrchestratorMetrics(Collector):
         yield gauge("worker_state", "Whether the worker is in this state", states, "worker", "role", "state")
         again = {(worker.name, worker.role): worker.restarts for worker in workers}
         yield counter("worker_restarts", "Restarts of the worker", again, "worker", "role")
-        invalid = {(worker.name, kind.name): kind.count for worker in workers for kind in worker.invalid_messages}
+        invalid = {(w.name, kind): count for w in workers for kind, count in w.invalid_messages.items()}
         yield counter("worker_invalid_messages", "Invalid messages of the worker", invalid, "worker", "kind")
         trips = {(worker.name,): worker.round_trip_ms / 1000 for worker in workers if worker.round_trip_ms}
         yield gauge("worker_round_trip_seconds", "Round-trip time of a ping to the worker", trips, "worker")
@@ -93,7 +93,7 @@ class OrchestratorMetrics(Collector):
         yield gauge("prompt_cache_bytes", "Prompt cache of the worker", held, "worker")
 
     def _collect_counters(self, stats: Stats) -> Iterator[Metric]:
-        totals, counter, endings = stats.totals, self._counter, {one.name: one.count for one in stats.endings}
+        totals, counter, endings = stats.totals, self._counter, stats.endings
         ended = {(reason,): endings.get(reason, 0) for reason in FINISH_REASONS}
         yield counter("request_success", "Completed requests by finish reason", ended, "finished_reason")
         failed = {(kind,): endings.get(kind, 0) for kind in ERROR_KINDS}
@@ -123,7 +123,7 @@ class OrchestratorMetrics(Collector):
         ):
             places = {(str(place),): count for place, count in enumerate(counts)}
             yield counter(f"spec_decode_num_{name}_tokens_per_pos", doc, places, "position")
-        held = {(one.name,): one.count for one in totals.draft_n_accepted_by}
+        held = {(name,): count for name, count in totals.draft_n_accepted_by.items()}
         yield counter("drafter_accepted_tokens", "Accepted draft tokens by drafter", held, "worker")
         misses = {(then,): getattr(totals, f"missed_then_{then}") for then in ("copied", "drafted", "plain")}
         doc = "Outcomes without a branch, by what was verified next: the branch after a wait, n-grams, a chain"

@@ -143,7 +143,7 @@ class ChoiceSpan:
         )
         at_ns = self._add_phase("queue", self._began_ns, times.queue_ms, {})
         at_ns = self._add_phase("prefill", at_ns, times.prompt_ms, {"outrider.prompt_n": times.prompt_n})
-        fields = {f"outrider.draft_n_accepted_from.{tally.name}": tally.count for tally in times.draft_n_accepted_from}
+        fields = {f"outrider.draft_n_accepted_from.{by}": count for by, count in times.draft_n_accepted_from.items()}
         fields |= {f"outrider.{name}": getattr(times, name) for name in SPECULATION_FIELDS}
         self._add_phase("decode", at_ns, times.predicted_ms, fields)
 

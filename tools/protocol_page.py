@@ -44,7 +44,8 @@ message is refused as a whole.
 
 - **The header** is msgpack: `[version, message]`. The message is a map of its name, under `type`, and its fields.
   Fields that have their defaults may be left out. A record inside a message is a map of its fields, with its name
-  under `type` where a field may hold one of several. A tuple is an array. There is no binary and no extension type.
+  under `type` where a field may hold one of several. A tuple is an array, a dict a map. There is no binary and no
+  extension type.
 - **Arrays** take one frame each, in the order of the header. The array's field holds `[dtype, shape]` in the header;
   the frame holds its items, little-endian, last axis fastest. An array field that is nil has no frame.
 
@@ -172,7 +173,8 @@ def _render_section(name: str, cls: type) -> str:
     if found := _fields(cls):
         lines += ["| field | may be | default |", "|---|---|---|"]
         for field in found:
-            shown = f"{type(field.default).__name__}()" if isinstance(field.default, Record) else repr(field.default)
+            default = {} if field.default_factory is dict else field.default
+            shown = f"{type(default).__name__}()" if isinstance(default, Record) else repr(default)
             default = "" if field.required else f"`{shown}`"
             lines.append(f"| `{field.name}` | {_add_links(describe_type(field.type))} | {default} |")
         lines += [""]
@@ -201,6 +203,8 @@ def describe_type(shape: types.Type) -> str:
             return f"an array of {dtype}, {axes} {'axis' if axes == 1 else 'axes'} of at most {MAX_AXIS_LENGTH:,}{sign}"
         case types.VarTupleType(item_type=item, max_length=limit):
             return f"at most {limit:,} of: {describe_type(item)}"
+        case types.DictType(value_type=value, max_length=limit):
+            return f"at most {limit:,} of: {describe_type(value)}, by name"
         case types.TupleType(item_types=items):
             return f"({'; '.join(map(describe_type, items))})"
         case types.UnionType(types=(inner, types.NoneType())):

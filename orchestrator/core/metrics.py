@@ -33,7 +33,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Branches, Drafted, DraftWork, RoundRecord, Span, Timings
 from outrider.protocol.schema import MAX_SERIAL, Origin
-from outrider.protocol.stats import Durations, Tally
+from outrider.protocol.stats import Durations
 
 if TYPE_CHECKING:
     from outrider.orchestrator.core.request import Request, SettledRound
@@ -260,10 +260,8 @@ class RequestMetrics:
             peak_bytes=min(sum(self._peaks.values()), MAX_SERIAL),
             resumed=self.resumed,
             rejoined=self.rejoined,
-            draft_n_accepted_by=tuple(Tally(name, count) for name, count in sorted(sums.accepted_by_drafter.items())),
-            draft_n_accepted_from=tuple(
-                Tally(o.name.lower(), count) for o, count in sorted(sums.accepted_by_origin.items())
-            ),
+            draft_n_accepted_by=dict(sorted(sums.accepted_by_drafter.items())),
+            draft_n_accepted_from={o.name.lower(): count for o, count in sorted(sums.accepted_by_origin.items())},
         )
 
     def _entry(self, number: int) -> RoundEntry:

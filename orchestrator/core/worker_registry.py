@@ -41,7 +41,7 @@ from outrider.protocol.digest import digests_match
 from outrider.protocol.keys import DRAFTER, PREFILL
 from outrider.protocol.messages import Branches, Drafted, Hello, Message, Span, WorkerStats
 from outrider.protocol.schema import clip
-from outrider.protocol.stats import CacheUse, Tally
+from outrider.protocol.stats import CacheUse
 from outrider.protocol.worker_link import heartbeat_id, routing_id
 
 # Two quartz clocks drift apart by less than this share of the time.
@@ -265,7 +265,7 @@ class Worker:
             kv=hello.kv,
             cache=self.cache,
             restarts=self.restarts.done,
-            invalid_messages=tuple(Tally(kind, count) for kind, count in sorted(self.invalid.items())),
+            invalid_messages=dict(sorted(self.invalid.items())),
             round_trip_ms=self.clock.round_trip_ns / MILLISECOND_NS,
             clock_ahead_ms=0.0 if self.spawned else self.clock.ahead_ns(clock.now()) / MILLISECOND_NS,
             fingerprint=clip("-".join(filter(None, (hello.files, hello.number_format)))),

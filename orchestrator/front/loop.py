@@ -53,7 +53,7 @@ from outrider.protocol.messages import (
     WorkerStats,
 )
 from outrider.protocol.schema import MAX_SERIAL
-from outrider.protocol.stats import KvUse, Tally
+from outrider.protocol.stats import KvUse
 
 MESSAGES_PER_TURN = 64
 DRAINING_MESSAGE = "the server is draining and accepts no new requests; retry after it restarts"
@@ -133,7 +133,7 @@ class Front:
             stale_messages=0,
             rejected_frames=self._clients.rejected,
             generated=self._generated_tokens,
-            endings=tuple(Tally(*tally) for tally in (*list(self._endings.items()), *list(self._failures.items()))),
+            endings={**self._endings, **self._failures},
             kv=self._kv_use(),
         )
         return self._core_stats(stats)

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from operator import add
 from typing import Annotated, Any
 
+from msgspec import field
+
 from outrider.protocol.messages.rounds import RequestMessage, Span
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import (
     ChunkTokens,
     ClientName,
     Count,
+    Counts,
     Logprobs,
     Many,
     Mode,
@@ -26,13 +29,13 @@ from outrider.protocol.schema import (
     Tokens,
     one_of,
 )
-from outrider.protocol.stats import CacheUse, Durations, KvCost, KvUse, Tally, add_rows, add_tallies
+from outrider.protocol.stats import CacheUse, Durations, KvCost, KvUse, add_counts, add_rows
 
 FIELD_ADDERS: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(
         ("accepted_by_position", "drafted_by_position", "looked_up_by_accepted", "hits_by_accepted"), add_rows
     ),
-    **dict.fromkeys(("draft_n_accepted_by", "draft_n_accepted_from"), add_tallies),
+    **dict.fromkeys(("draft_n_accepted_by", "draft_n_accepted_from"), add_counts),
     "peak_bytes": max,
 }
 """How to add the fields of `Timings` that are not plain sums."""
@@ -188,9 +191,9 @@ class Timings(Record, frozen=True):
     peak_bytes: Serial = 0
     resumed: Count = 0
     rejoined: Count = 0
-    draft_n_accepted_by: Many[Tally] = ()
+    draft_n_accepted_by: Counts = field(default_factory=dict)
     prefill_n: Serial = 0
-    draft_n_accepted_from: Many[Tally] = ()
+    draft_n_accepted_from: Counts = field(default_factory=dict)
 
     def __add__(self, other: Timings) -> Timings:
         """Adds counts and times; rates are weighted by their times, and the peak is the larger one.
@@ -253,7 +256,7 @@ class WorkerStats(Record, frozen=True):
     kv: KvCost = KvCost()
     cache: CacheUse = CacheUse()
     restarts: Count = 0
-    invalid_messages: Many[Tally] = ()
+    invalid_messages: Counts = field(default_factory=dict)
     round_trip_ms: Real = 0.0
     clock_ahead_ms: Real = 0.0
     fingerprint: Name = ""
@@ -278,7 +281,7 @@ class Stats(RequestMessage, frozen=True):
     stale_messages: Serial
     rejected_frames: Serial
     generated: Serial = 0
-    endings: Many[Tally] = ()
+    endings: Counts = field(default_factory=dict)
     kv: KvUse = KvUse()
     round_seconds: Durations = Durations()
     verify_seconds: Durations = Durations()

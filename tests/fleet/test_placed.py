@@ -60,7 +60,7 @@ def test_placed_drafters_join_from_other_hosts_and_their_chains_are_accepted(
     assert len(where) == 2 and hosts.head_node.node_id not in where
     assert fleet.stream() == expected_text
     _, busiest = max(fleet.stats(), key=lambda one: one[1].finished)
-    assert sum(one.count for one in busiest.totals.draft_n_accepted_by if one.name in drafting()) > 0
+    assert sum(count for name, count in busiest.totals.draft_n_accepted_by.items() if name in drafting()) > 0
 
 
 def test_gate_serves_the_http_api_and_requires_keys(fleet: Fleet, expected_text: str) -> None:

@@ -10,7 +10,6 @@ from msgspec import structs
 from outrider.orchestrator.core.metrics import MAX_RECENT_ROUNDS, RequestMetrics
 from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
 from outrider.protocol.messages import Outcome, Span, Timings
-from outrider.protocol.stats import Tally
 from tests.orchestrator.rounds import settled
 
 HIT = Proposal((1, 2, 3), ProposalSource.CACHE, lookup=Lookup.HIT)
@@ -95,9 +94,9 @@ def test_peak_bytes_is_the_sum_of_each_workers_peak() -> None:
 def test_the_timings_of_requests_add_up():
     one = Timings(prompt_n=3, prefill_n=2, predicted_n=4, predicted_ms=10.0, predicted_per_second=300.0, peak_bytes=5)
     other = structs.replace(one, predicted_ms=20.0, predicted_per_second=150.0, peak_bytes=9, turnaround_ms=(1.0,))
-    one = structs.replace(one, hits_by_accepted=(1, 2), draft_n_accepted_by=(Tally("a", 1), Tally("b", 2)))
-    other = structs.replace(other, hits_by_accepted=(4,), draft_n_accepted_by=(Tally("b", 3),))
+    one = structs.replace(one, hits_by_accepted=(1, 2), draft_n_accepted_by={"a": 1, "b": 2})
+    other = structs.replace(other, hits_by_accepted=(4,), draft_n_accepted_by={"b": 3})
     total = one + other
     assert (total.prompt_n, total.prefill_n, total.predicted_n, total.peak_bytes) == (6, 4, 8, 9)
     assert (total.predicted_ms, total.predicted_per_second, total.turnaround_ms) == (30.0, 200.0, ())
-    assert total.hits_by_accepted == (5, 2) and total.draft_n_accepted_by == (Tally("a", 1), Tally("b", 5))
+    assert total.hits_by_accepted == (5, 2) and total.draft_n_accepted_by == {"a": 1, "b": 5}

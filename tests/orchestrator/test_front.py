@@ -50,7 +50,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.protocol.schema import IMPOSSIBLE_LOGPROB, Logprobs, Origin
-from outrider.protocol.stats import Durations, Tally
+from outrider.protocol.stats import Durations
 from tests.orchestrator.stand import says, worker_stats
 
 WAIT_MS = 200_000
@@ -427,7 +427,7 @@ def test_stats_report_workers_totals_and_dropped_messages(stand, codec):
     assert stats.totals.predicted_n == len(codec.encode("a b c", special=False)) + 1
     assert stats.stale_messages == 3 and stats.rejected_frames == 2 + 2
     assert stats.generated == stats.totals.predicted_n
-    assert stats.endings == (Tally("eos", 1), Tally("InvalidRequest", 1))
+    assert stats.endings == {"eos": 1, "InvalidRequest": 1}
     assert stats.round_seconds == Durations((0.1,), (3, 1), 2.0) and stats.verify_seconds == Durations()
 
 

@@ -812,12 +812,7 @@ def test_unprintable_model_in_hello_is_refused_and_not_logged(
 
 
 def invalid_counts(harness: PoolHarness, name: str) -> dict[str, int]:
-    return {
-        tally.name: tally.count
-        for worker in harness.pool.stats()
-        if worker.name == name
-        for tally in worker.invalid_messages
-    }
+    return next((worker.invalid_messages for worker in harness.pool.stats() if worker.name == name), {})
 
 
 def test_joined_drafter_with_too_many_invalid_messages_is_dismissed(harness: PoolHarness) -> None:

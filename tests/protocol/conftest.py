@@ -39,6 +39,8 @@ def of_shape(shape: types.Type) -> st.SearchStrategy[Any]:
             return hnp.arrays(dtype, lengths, elements={**low, **finite})
         case types.VarTupleType(item_type=item, max_length=int(limit)):
             return st.lists(of_shape(item), max_size=min(limit, 5)).map(tuple)
+        case types.DictType(key_type=key, value_type=value, max_length=int(limit)):
+            return st.dictionaries(of_shape(key), of_shape(value), max_size=min(limit, 5))
         case types.TupleType(item_types=items):
             return st.tuples(*map(of_shape, items))
         case types.UnionType(types=(inner, types.NoneType())):

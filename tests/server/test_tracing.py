@@ -95,9 +95,7 @@ def test_spans_have_genai_attributes_and_speculation_counts(app: App) -> None:
     }  # fmt: skip
     assert expected.items() <= choice.items()
     assert decode["outrider.draft_n"] == times["draft_n"] > 0
-    by_origin = {
-        f"outrider.draft_n_accepted_from.{one['name']}": one["count"] for one in times["draft_n_accepted_from"]
-    }
+    by_origin = {f"outrider.draft_n_accepted_from.{name}": n for name, n in times["draft_n_accepted_from"].items()}
     assert sum(by_origin.values()) == times["draft_n_accepted"] > 0 and by_origin.items() <= decode.items()
     assert all(decode[name] == times[name.removeprefix("outrider.")] for name in decode if name not in by_origin)
     assert ASKED["prompt"] not in str([attributes(span) for span in spans])

@@ -51,7 +51,7 @@ def run(
 
 
 def held(found: Run) -> Counter[str]:
-    return Counter({tally.name: tally.count for tally in found.timings.draft_n_accepted_from})
+    return Counter(found.timings.draft_n_accepted_from)
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])

@@ -74,6 +74,8 @@ def _value(rng: random.Random, shape: types.Type) -> Any:
             return np.array(rng.choices(range(300), k=int(np.prod(size)))).reshape(size).astype(dtype)
         case types.VarTupleType(item_type=item, max_length=int(limit)):
             return tuple(_value(rng, item) for _ in range(rng.randrange(min(limit, FEW) + 1)))
+        case types.DictType(key_type=key, value_type=value, max_length=int(limit)):
+            return {_value(rng, key): _value(rng, value) for _ in range(rng.randrange(min(limit, FEW) + 1))}
         case types.TupleType(item_types=items):
             return tuple(_value(rng, item) for item in items)
         case types.UnionType(types=(inner, types.NoneType())):
