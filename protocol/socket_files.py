@@ -15,7 +15,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import zmq
@@ -164,7 +164,7 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-class PrivateDirectory:
+class PrivateDirectory(AbstractContextManager["PrivateDirectory"]):
     """A directory of mode 0700 in the temporary folder, or in /tmp if that folder's path is long (macOS).
 
     `close` removes it with its contents. A context manager.
@@ -199,9 +199,6 @@ class PrivateDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._descriptor)
             self._descriptor = None
-
-    def __enter__(self) -> PrivateDirectory:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

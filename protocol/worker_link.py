@@ -23,7 +23,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
@@ -104,7 +104,7 @@ class OrchestratorGone(BaseException):
     """
 
 
-class WorkerLink:
+class WorkerLink(AbstractContextManager["WorkerLink"]):
     """A worker's connection to the orchestrator. A context manager, for the thread that does the work.
 
     `incarnation` and `parent_fd` are given to a spawned worker; one that was started by hand draws its incarnation and
@@ -137,9 +137,6 @@ class WorkerLink:
         _end_on_signals(self._by_hand)
         if parent_fd is not None:
             end_with_parent(parent_fd)
-
-    def __enter__(self) -> WorkerLink:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is SystemExit and self._by_hand and self._has_joined:

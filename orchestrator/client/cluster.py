@@ -11,6 +11,7 @@ import signal
 import subprocess
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from outrider.orchestrator.client.client import Client
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 SHUTDOWN_SECONDS = 24.0
 
 
-class LocalCluster:
+class LocalCluster(AbstractContextManager["LocalCluster"]):
     """Orchestrator, target worker and draft workers on this machine, from creation to `close`; a context manager.
 
     `progress` is called with each stage of the start. All settings are keywords, named like the flags of `outrider
@@ -115,9 +116,6 @@ class LocalCluster:
             return None
         last = map(read_announcement, announced.splitlines())
         return next((announcement for announcement in last if isinstance(announcement, ShutdownFailure)), None)
-
-    def __enter__(self) -> LocalCluster:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

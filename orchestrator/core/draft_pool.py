@@ -327,7 +327,8 @@ class DraftPool:
         """
         state = request.draft.drafters[name]
         is_awaited = state.is_awaited(message)
-        if message.chain and not is_awaited and name == self._fastest(request):
+        fastest = sort_by_latency(self._latencies_of(request), request.plan.depth)[0]
+        if message.chain and not is_awaited and name == fastest:
             self._estimates.observe_draft(len(message.chain), message.work.milliseconds)
             self._estimates.observe_link(2 * _ms_since(message.work.ended_ns, now_ns))
         if is_awaited and state.asked_ns:
@@ -344,9 +345,6 @@ class DraftPool:
             state.done = True
 
     # --- internals ------------------------------------------------------------------------------------------------
-
-    def _fastest(self, request: Request) -> str:
-        return sort_by_latency(self._latencies_of(request), request.plan.depth)[0]
 
     def _latencies_of(self, request: Request) -> Mapping[str, DrafterLatency]:
         return {name: self._latencies[name] for name in request.draft.drafters}

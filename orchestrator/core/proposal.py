@@ -169,10 +169,6 @@ class Proposal:
         by += tuple(sent[node] for node in range(len(drafted.tokens), len(union.tokens)))
         return replace(self, chain=union.tokens, parents=union.parents, by=by)
 
-    def for_next_round(self) -> Proposal:
-        """Returns the proposal of the next round of a target that continues by itself."""
-        return replace(self, chain=(), parents=(), by=(), lookup=Lookup.NONE)
-
     @property
     def origin(self) -> Origin:
         """The origin of its drafted tokens."""

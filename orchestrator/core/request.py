@@ -241,7 +241,7 @@ class RoundState:
         """Returns the proposal that the target verifies by itself after this outcome: its own, a prepared one, or
         n-grams after a miss."""
         if self.proposal.autonomous:
-            return self.proposal.for_next_round()
+            return replace(self.proposal, chain=(), parents=(), by=(), lookup=Lookup.NONE)
         verified = outcome.next_proposal or Coupled()
         prepared = self.prepared.get((committed, verified.chain, verified.parents))
         if prepared is not None:
