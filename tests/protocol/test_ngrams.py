@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from models.training.draft.ngram_table import save_table
 from outrider.protocol import ngrams
 from outrider.protocol.errors import ModelError
 from outrider.protocol.ngrams import (
@@ -22,7 +23,6 @@ from outrider.protocol.ngrams import (
     CopyAcceptance,
     NgramIndex,
     NgramTable,
-    save_table,
 )
 
 texts = st.lists(st.integers(0, 3), max_size=40)

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from models.training.draft.ngram_table import save_table
 from outrider.drafters.growth import Continuation
 from outrider.drafters.heads import load as loading
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
@@ -26,7 +27,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.verify import VerifyOutput
 from outrider.protocol.messages import Autonomous, Halt, InProcess, Open, Outcome, Verify
-from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, PRIOR_COPIED, NgramTable, save_table
+from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, PRIOR_COPIED, NgramTable
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.target_worker import in_process_drafters

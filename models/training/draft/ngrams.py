@@ -10,10 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from models.training.draft.ngram_table import save_table
 from models.training.draft.store import Answer, read_shard
 from models.training.storage import replacing
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.ngrams import TABLE_NGRAM_SIZE, TABLE_PROBABILITIES, save_table
+from outrider.protocol.ngrams import TABLE_NGRAM_SIZE, TABLE_PROBABILITIES
 
 Ngram = tuple[int, ...]
 
