@@ -177,7 +177,7 @@ def find_client_keys(
     host = where.host if isinstance(where, Tcp) else endpoint
     known = parse_key(server_key) if server_key is not None else None
     if known is None and isinstance(where, Tcp):
-        trusted = {server.place: server.key for server in keyring.servers()}
+        trusted = keyring.servers()
         known = trusted.get(str(where).removeprefix("tcp://"), trusted.get(host))
     if known is not None:
         return ClientKeys(keyring.own(), known)

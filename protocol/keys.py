@@ -13,7 +13,7 @@ import binascii
 import fcntl
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,17 +106,6 @@ class AllowedKey:
         return f"{self.role} {self.key} {self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class KnownServer:
-    """The server at `place` (HOST, HOST:PORT, or a name) has this `key`."""
-
-    place: str
-    key: str
-
-    def __str__(self) -> str:
-        return f"{self.place} {self.key}"
-
-
 def default_folder() -> Path:
     """Returns the default folder of a user's keys."""
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
@@ -206,35 +195,33 @@ class Keyring:
             self._write(self.allowed_file, [str(entry) for entry in allowed if entry not in revoked])
             return revoked
 
-    def servers(self) -> tuple[KnownServer, ...]:
-        """Returns the trusted servers."""
-        servers = []
+    def servers(self) -> dict[str, str]:
+        """Returns the keys of the trusted servers, by place: HOST, HOST:PORT, or a name."""
+        servers = {}
         for line in self._lines(self._servers):
             place, _, key = line.partition(" ")
             try:
-                servers.append(KnownServer(place, parse_key(key)))
+                servers[place] = parse_key(key)
             except KeyFault:
                 raise KeyFault(f"{self._servers} has the line {line[:60]!r}; expected PLACE KEY") from None
-        return tuple(servers)
+        return servers
 
-    def trust(self, server: KnownServer) -> None:
+    def trust(self, place: str, key: str) -> None:
         """Saves the key of a server; replaces an earlier key for the same place."""
-        if not server.place.isprintable() or server.place.split() != [server.place]:
-            raise KeyFault(f"{server.place!r} is not a place; expected HOST or HOST:PORT, without spaces")
+        if not place.isprintable() or place.split() != [place]:
+            raise KeyFault(f"{place!r} is not a place; expected HOST or HOST:PORT, without spaces")
         with self._locked():
-            others = [str(other) for other in self.servers() if other.place != server.place]
-            self._write(self._servers, [*others, str(server)])
+            self._write_servers({**self.servers(), place: key})
 
     def forget(self, place: str) -> None:
         """Removes the key of the server at that place."""
         with self._locked():
             servers = self.servers()
-            left = [server for server in servers if server.place != place]
-            if len(left) == len(servers):
+            if servers.pop(place, None) is None:
                 raise KeyFault(
                     f"there is no trusted key for a server at {place!r}; `outrider keys list` lists them all"
                 )
-            self._write(self._servers, list(map(str, left)))
+            self._write_servers(servers)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -261,6 +248,9 @@ class Keyring:
         except (OSError, UnicodeDecodeError) as error:
             raise KeyFault(f"{path} can't be read ({error}); expected a file of `outrider keys`") from None
         yield from filter(None, map(str.strip, lines))
+
+    def _write_servers(self, servers: Mapping[str, str]) -> None:
+        self._write(self._servers, [f"{place} {key}" for place, key in servers.items()])
 
     def _write(self, path: Path, lines: Sequence[str]) -> None:
         try:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import say
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.keys import CLIENT, ROLES, AllowedKey, Keyring, KnownServer, parse_key
+from outrider.protocol.keys import CLIENT, ROLES, AllowedKey, Keyring, parse_key
 
 MAX_NAME_LENGTH = 64
 
@@ -59,7 +59,7 @@ def _revoke(ring: Keyring, options: argparse.Namespace) -> None:
 
 def _trust(ring: Keyring, options: argparse.Namespace) -> None:
     place, key = _place(options), parse_key(options.what[1])
-    ring.trust(KnownServer(place, key))
+    ring.trust(place, key)
     say(f"The server at {place} is expected to have this key.")
 
 
@@ -71,7 +71,7 @@ def _forget(ring: Keyring, options: argparse.Namespace) -> None:
 def _list(ring: Keyring, options: argparse.Namespace) -> None:
     rows = [("own", ring.own().public, "")] if ring.has_own else []
     rows += [(allowed.role, allowed.key, allowed.name) for allowed in ring.allowed()]
-    rows += [("server", server.key, server.place) for server in ring.servers()]
+    rows += [("server", key, place) for place, key in ring.servers().items()]
     if not rows:
         say(f"No key in {ring.folder}; `outrider keys make` creates one.")
     for row in rows:

@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> int:
     if options.shard and (options.role != "target" or settings.shards > 1):
         raise InvalidRequest("--shard is for one rank that mlx.launch starts; expected role target, and no --shards")
     if options.discover:
-        trusted = {server.key for server in Keyring(options.keys).servers()}
-        found = lan.find_server({parse_key(options.server_key)} if options.server_key is not None else trusted)
+        trusted = Keyring(options.keys).servers().values()
+        found = lan.find_server([parse_key(options.server_key)] if options.server_key is not None else trusted)
         options.connect, options.server_key = found.endpoint, found.key
     endpoint = str(parse_endpoint(options.connect))
     if os.environ.get("MLX_RANK", "0") == "0":  # only rank 0 connects to the server

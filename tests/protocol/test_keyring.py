@@ -22,7 +22,6 @@ from outrider.protocol.keys import (
     AllowedKey,
     ClientKeys,
     Keyring,
-    KnownServer,
     default_folder,
     derive_pair,
     from_zmq,
@@ -151,12 +150,12 @@ def test_allowed_keys_are_added_renamed_and_revoked(ring: Keyring) -> None:
 @pytest.mark.parametrize("place", ["", " ", "my studio", "a\nb"])
 def test_place_with_spaces_is_refused_and_the_list_stays_readable(ring: Keyring, place: str) -> None:
     with pytest.raises(KeyFault, match="is not a place; expected HOST or HOST:PORT"):
-        ring.trust(KnownServer(place, KEY))
-    assert ring.servers() == ()
+        ring.trust(place, KEY)
+    assert ring.servers() == {}
 
 
 def test_invalid_line_of_the_trusted_list_is_named(ring: Keyring) -> None:
-    ring.trust(KnownServer("studio.local", KEY))
+    ring.trust("studio.local", KEY)
     (ring.folder / "servers").write_text(f"studio.local x {KEY}\n")
     with pytest.raises(KeyFault, match=r"servers has the line 'studio.local x .*expected PLACE KEY"):
         ring.servers()
@@ -179,9 +178,9 @@ def test_changes_by_several_processes_at_once_are_all_kept(ring: Keyring, monkey
 
 def test_trusted_key_for_host_and_port_precedes_that_for_the_host(ring: Keyring) -> None:
     other = make_pair().public
-    ring.trust(KnownServer("studio.local", KEY))
+    ring.trust("studio.local", KEY)
     assert find_client_keys(FAR, folder=ring.folder) == ClientKeys(ring.own(), KEY)
-    ring.trust(KnownServer("studio.local:5556", other))
+    ring.trust("studio.local:5556", other)
     assert find_client_keys(FAR, folder=ring.folder) == ClientKeys(ring.own(), other)
     assert find_client_keys(FAR, KEY, ring.folder) == ClientKeys(ring.own(), KEY)
     ring.forget("studio.local:5556")
@@ -198,7 +197,7 @@ def test_local_endpoint_needs_no_keys_unless_one_is_trusted(ring: Keyring, tmp_p
         assert find_client_keys(endpoint, folder=tmp_path / "none") is None
         assert find_client_keys(endpoint, folder=ring.folder) is None
         assert find_client_keys(endpoint, KEY, ring.folder) == ClientKeys(ring.own(), KEY)
-    ring.trust(KnownServer("127.0.0.1:5", KEY))
+    ring.trust("127.0.0.1:5", KEY)
     assert find_client_keys("tcp://127.0.0.1:5", folder=ring.folder) == ClientKeys(ring.own(), KEY)
     assert find_client_keys("tcp://127.0.0.1:6", folder=ring.folder) is None
     with pytest.raises(EndpointError):
