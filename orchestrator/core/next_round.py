@@ -45,7 +45,7 @@ from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Drafted, Halt, Prepare, Verify
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
-from outrider.protocol.schema import MAX_BRANCHES
+from outrider.protocol.schema import MAX_BRANCHES, Origin
 
 # The limit of a wait for a drafter that may not have drafted before, or that full depth requires.
 MAX_FIRST_WAIT_MS = 2000.0
@@ -112,7 +112,6 @@ class Proposer:
             drafter=drafter,
             min_prob=min_alternative_prob(self.estimates, request.takes_trees),
             by=beside.origins(range(len(beside.chain)))[:-1],
-            copied=0,
         )
 
     def _propose_ngrams(self) -> Proposal:
@@ -211,7 +210,7 @@ class Proposer:
         """Whether one more token of a branch, which is proposed as `hit`, is worth its wait, this long after the latest
         push. In full depth it always is. A branch that a copy continues does not wait."""
         depth = len(cached.chain)
-        if hit.copied or not request.draft.can_grow(cached) or depth >= request.max_draft_tokens:
+        if Origin.COPIED in hit.by or not request.draft.can_grow(cached) or depth >= request.max_draft_tokens:
             return False
         return self.full_depth or should_wait_for_token(self.estimates, depth, since_push_ms, cached.odds)
 

@@ -99,20 +99,19 @@ class Lookup(Enum):
 class Proposal:
     """The tokens that the next round verifies after the last committed token.
 
-    The last tokens (`self.copied`) are n-gram copies; those before may be from a `drafter`. `q` holds the distributions
-    that the chain was drawn from, if any. With `parents` the tokens are a tree; `by` holds the origin of each token if
-    they differ. With `autonomous` the target continues by itself after this round, plainly or with an in-process
-    drafter. That drafter drafts `draft` tokens a round, and alternatives likelier than `min_prob`, or, if it copies
-    n-grams, what is worth `row_costs` (`Estimates.row_costs`). Its chain comes with the outcome. With `draft` but not
-    `autonomous` it does so for this round only, and `chain` forms one tree with that chain. `offered` is the length of
-    a draft worker's chain before it was cut to what pays.
+    They are a `drafter`'s or n-gram copies; `by` holds the origin of each token if they are not all the drafter's. `q`
+    holds the distributions that the chain was drawn from, if any. With `parents` the tokens are a tree. With
+    `autonomous` the target continues by itself after this round, plainly or with an in-process drafter. That drafter
+    drafts `draft` tokens a round, and alternatives likelier than `min_prob`, or, if it copies n-grams, what is worth
+    `row_costs` (`Estimates.row_costs`). Its chain comes with the outcome. With `draft` but not `autonomous` it does so
+    for this round only, and `chain` forms one tree with that chain. `offered` is the length of a draft worker's chain
+    before it was cut to what pays.
     """
 
     chain: tuple[int, ...] = ()
     source: ProposalSource = ProposalSource.NONE
     lookup: Lookup = Lookup.NONE
     autonomous: bool = False
-    copied: int = 0
     q: SparseQ | None = None
     draft: int = 0
     drafter: str = ""
@@ -131,7 +130,7 @@ class Proposal:
     def drafter_nodes(self) -> Sequence[int]:
         """The nodes of the drafter's chain."""
         if not self.by:
-            return range(len(self.chain) - self.copied)
+            return range(len(self.chain))
         return [node for node, origin in enumerate(self.by) if origin is self.origin]
 
     @property
@@ -159,11 +158,10 @@ class Proposal:
         own = outcome.drafted
         drafted = DraftTree(own.chain, own.parents) if own is not None else DraftTree()
         first = set(first_branch(drafted.parents)) if drafted.parents else range(len(drafted.tokens))
-        by = tuple(self.origin if node in first else Origin.GUESSED for node in range(len(drafted.tokens)))
+        origin = Origin.COPIED if self.drafter == NGRAM else self.origin
+        by = tuple(origin if node in first else Origin.GUESSED for node in range(len(drafted.tokens)))
         if not self.chain:
-            copied = len(drafted.tokens) if self.drafter == NGRAM else 0
-            by = by if drafted.parents else ()
-            return replace(self, chain=drafted.tokens, parents=drafted.parents, by=by, copied=copied)
+            return replace(self, chain=drafted.tokens, parents=drafted.parents, by=by)
         union = merge_trees(drafted, DraftTree(self.chain, self.parents), MAX_CHAIN)
         sent = {place: origin for place, origin in zip(union.places, self.by, strict=True) if place is not None}
         by += tuple(sent[node] for node in range(len(drafted.tokens), len(union.tokens)))
@@ -176,7 +174,7 @@ class Proposal:
 
     def origins(self, nodes: Sequence[int]) -> tuple[Origin, ...]:
         """Returns the origins of an outcome's tokens, given the accepted nodes."""
-        by = self.by or (self.origin,) * (len(self.chain) - self.copied) + (Origin.COPIED,) * self.copied
+        by = self.by or (self.origin,) * len(self.chain)
         return (*(by[node] for node in nodes), Origin.TARGET)
 
     def after_wait(self, missed: bool) -> Proposal:
@@ -296,7 +294,7 @@ class CopyRound:
 
 def propose_copy(tokens: tuple[int, ...]) -> Proposal:
     """Returns the proposal of a copy alone; an empty one is an AR step."""
-    return Proposal(tokens, ProposalSource.NGRAM if tokens else ProposalSource.NONE, copied=len(tokens))
+    return Proposal(tokens, ProposalSource.NGRAM if tokens else ProposalSource.NONE, by=(Origin.COPIED,) * len(tokens))
 
 
 def extend_by_copy(
@@ -326,7 +324,8 @@ def extend_by_copy(
             best, copied, most = kept, tail.tokens, gain
     if best == 0 and most > -math.inf:
         return replace(propose_copy(copied), lookup=branch.lookup, offered=branch.offered)
-    return replace(branch, chain=branch.chain[:best] + copied, copied=len(copied))
+    by = (branch.origin,) * best + (Origin.COPIED,) * len(copied)
+    return replace(branch, chain=branch.chain[:best] + copied, by=by)
 
 
 def min_alternative_prob(estimates: Estimates, takes_trees: bool) -> float:
@@ -381,7 +380,7 @@ def merge_into_tree(
     if is_chain(parents):
         return None
     tokens, by = tuple(drafts.tokens[node] for node in nodes), tuple(drafts.by[node] for node in nodes)
-    return replace(branch, chain=tokens, parents=parents, by=by, copied=by.count(Origin.COPIED))
+    return replace(branch, chain=tokens, parents=parents, by=by)
 
 
 def copy_for_tree(estimates: Estimates, copy: Copy, drafter: str, depth: int) -> tuple[int, ...]:

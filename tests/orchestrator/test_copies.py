@@ -23,6 +23,7 @@ from outrider.orchestrator.core.proposal import (
 )
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.ngrams import MAX_COPY_TOKENS, Copy, NgramIndex
+from outrider.protocol.schema import Origin
 
 LOOP = (1, 2, 3, 4, 5, 6, 7)
 COPY = Copy((1, 2, 3, 4, 5, 6), 5)
@@ -110,16 +111,15 @@ def test_copies_that_stop_holding_are_soon_shortened() -> None:
 
 
 def branch(*chain: int) -> Proposal:
-    return Proposal(chain, ProposalSource.CACHE, lookup=Lookup.HIT)
+    return Proposal(chain, ProposalSource.CACHE, Lookup.HIT, by=(Origin.PREPARED,) * len(chain))
 
 
 def test_branch_in_a_repeating_text_is_extended_by_a_copy() -> None:
     ngrams = NgramIndex((*LOOP, *LOOP, 1))
     found = extend_by_copy(estimates(), ngrams, branch(3, 4, 5), committed=(2,), max_chain_tokens=50)
     assert found.chain[:6] == (3, 4, 5, 6, 7, 1) and 6 <= len(found.chain) <= MAX_COPY_TOKENS
-    assert found.lookup is Lookup.HIT and found.copied == len(found.chain) - (
-        3 if found.source is ProposalSource.CACHE else 0
-    )
+    copied = len(found.chain) - (3 if found.source is ProposalSource.CACHE else 0)
+    assert found.lookup is Lookup.HIT and found.by.count(Origin.COPIED) == copied
 
 
 def test_copy_replaces_a_branch_only_if_better() -> None:

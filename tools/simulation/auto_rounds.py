@@ -346,7 +346,7 @@ class Server:
         if choice.in_process:
             return self._own_chain(text, plan, choice.in_process, lookup)
         tokens = propose_copy(tail.tokens)
-        return Step(Proposal(tokens.chain, tokens.source, lookup, copied=tokens.copied))
+        return Step(Proposal(tokens.chain, tokens.source, lookup, by=tokens.by))
 
     def _own_chain(self, text: Text, plan: Arm, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
         chain = text.chain(plan.drafter, depth)
