@@ -487,7 +487,7 @@ def test_failed_request_is_reported_and_ends_only_piped_input(served, talk, temp
         ("/undo", "There is no message to remove."),
         ("/bake", "unknown command '/bake' (see /help)"),
         ("/save", "the file is missing; expected /save FILE"),
-        ("half a pair \ud83d", "the text can't be encoded as UTF-8"),
+        ("half a pair \ud83d", "the message is not UTF-8"),
         ("", ""),
     ],
 )
