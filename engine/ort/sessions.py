@@ -17,10 +17,9 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import onnxruntime as ort
@@ -47,16 +46,14 @@ _SAVE_OPTIONS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
 class Sessions:
-    """A model's sessions: `own`, and `all_cores`, which also computes on the drafters' core.
+    """A model's sessions. `all_cores` also computes on the drafters' core; None: there is no such core, or the weights
+    would be in memory twice. `exact`: biases are the checkpoint's own (`exact_biases`)."""
 
-    `exact`: biases are the checkpoint's own (`exact_biases`).
-    """
-
-    def __init__(self, own: Any, all_cores: Any | None = None, exact: bool = False) -> None:
-        self.own, self.exact = own, exact
-        self.all_cores = all_cores
-        """None: there is no such core, the weights would be in memory twice, or it is still being opened."""
+    own: Any
+    all_cores: Any | None
+    exact: bool = False
 
     @classmethod
     def open(cls, build: Callable[[bool], Graph], cached: CachedGraph | None) -> Sessions:
@@ -87,30 +84,16 @@ class Sessions:
         weights = _to_ort_values(made)
         if size < _MIN_WEIGHT_BYTES:
             return cls._open_all(made.proto, weights)
-        return cls(_open_session(made.proto, weights))  # each session has its own copy of these weights
+        return cls(_open_session(made.proto, weights), None)  # each session has its own copy of these weights
 
     @classmethod
     def _open_cached(cls, cached: CachedGraph, written: bool = False) -> Sessions:
         cached.read_ahead(written)
-        sessions = cls(_open_session(cached.file), exact=exact_biases.has_biases(cached.folder))
-        if sessions.exact:
-            exact_biases.apply(cached.folder, cached.weights)
-        if drafter_core() is not None:
-            opening = Thread(target=sessions._open_all_cores, args=(cached,))  # the process waits for it before it ends
-            opening.start()
-            if cached.min_rows is None:  # the check needs both sessions
-                opening.join()
-        return sessions
-
-    def _open_all_cores(self, cached: CachedGraph) -> None:
-        try:
-            opened = _open_session(cached.file, core=drafter_core())
-            if self.exact:
-                exact_biases.apply(cached.folder, cached.weights)  # to `own` again, too, with the same content
-        except ModelError as error:
-            log.warning("forwards don't use the drafters' core: %s", first_line(error))
-        else:
-            self.all_cores = opened
+        sessions = cls._open_all(cached.file)
+        if not exact_biases.has_biases(cached.folder):
+            return sessions
+        exact_biases.apply(cached.folder, cached.weights)
+        return replace(sessions, exact=True)
 
     @classmethod
     def _open_all(cls, source: bytes | str, weights: dict[str, Any] | None = None) -> Sessions:
@@ -217,7 +200,7 @@ def _to_ort_values(graph: Graph) -> dict[str, Any]:
     return {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in graph.weights.items()}
 
 
-def _open_session(source: bytes | str, weights: dict[str, Any] | None = None, core: int | None = None) -> Any:
+def _open_session(source: bytes | str, weights: dict[str, Any] | None, core: int | None = None) -> Any:
     """Opens a session; with `core` it has one more thread, on that core."""
     options = _make_options(num_threads() + (core is not None))
     if core is not None:

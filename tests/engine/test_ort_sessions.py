@@ -7,10 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +19,7 @@ from mlx_lm.utils import load_model, quantize_model, save_model
 
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
-from outrider.engine.loading import LoadedModel, load
+from outrider.engine.loading import load
 from outrider.engine.ort import exact_biases, forward, graph, sessions
 from outrider.orchestrator.machine.system import USABLE_CORES
 from outrider.protocol.digest import CACHE_VARIABLE
@@ -56,23 +54,7 @@ def model(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.M
 
 
 def logits(model: Path, all_cores: bool = False) -> np.ndarray:
-    loaded = load(model)
-    if all_cores:
-        assert loaded.cpu is not None
-        await_all_cores(loaded.cpu._sessions)
-    return logits_of(loaded, all_cores)
-
-
-def await_all_cores(opened: sessions.Sessions) -> None:
-    """Waits for the session on all cores, which may still be being opened."""
-    deadline = time.monotonic() + 100
-    while opened.all_cores is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert opened.all_cores is not None
-
-
-def logits_of(loaded: LoadedModel, all_cores: bool = False) -> np.ndarray:
-    kv_cache = open_kv_cache(loaded)
+    kv_cache = open_kv_cache(load(model))
     sequence = kv_cache.open()
     parts = [TOKENS[:20], TOKENS[20:21], TOKENS[21:]]
     feeds = [Feed(sequence, part, len(part), all_cores=all_cores) for part in parts]
@@ -227,7 +209,7 @@ def test_kept_graph_has_exact_biases(model: Path, tmp_path: Path, monkeypatch: A
     found = [logits(model, all_cores=cores) for _ in range(2)]
     exact = load(model).number_format
     unwritable_cache(tmp_path, monkeypatch)
-    rounded, plain = logits(model), load(model).number_format
+    rounded, plain = logits(model, all_cores=cores), load(model).number_format
     errors = [np.sqrt(np.square(each - own).mean()) for each in (found[0], rounded)]
     assert errors[0] < errors[1] < 0.1 * own.std()
     assert np.array_equal(*found) and not np.array_equal(found[0], rounded)
@@ -258,26 +240,3 @@ def test_logits_are_bit_equal_for_any_number_of_cores(model: Path, monkeypatch: 
     assert opened is not None and opened._sessions.all_cores is not None
     assert np.array_equal(logits(model, all_cores=True), alone)
     assert np.array_equal(logits(model), alone)
-
-
-def test_logits_do_not_change_when_the_session_on_all_cores_is_added(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A graph that was checked gets it while the first session works; biases are then applied to both once more."""
-    monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(CORE))
-    checked = logits(model)
-    go_on, slow = Event(), sessions._open_session
-
-    def open_session(*given: Any, core: int | None = None) -> Any:
-        if core is not None:
-            assert go_on.wait(100)
-        return slow(*given, core=core)
-
-    monkeypatch.setattr(sessions, "_open_session", open_session)
-    loaded = load(model)
-    assert loaded.cpu is not None and loaded.cpu._sessions.all_cores is None
-    assert np.array_equal(logits_of(loaded, all_cores=True), checked)
-    go_on.set()
-    await_all_cores(loaded.cpu._sessions)
-    for cores in (True, False):
-        assert np.array_equal(logits_of(loaded, all_cores=cores), checked)
