@@ -71,8 +71,8 @@ class Embedding:
             width = width * 32 // layer.bits
         self._level_bytes = width * self._bits // 8
         self._row_bytes = self._level_bytes + 8 * self._groups
-        self._file = _open_file(folder, layer, int(layer.weight.shape[0]) * self._row_bytes)
-        self._rows = _to_rows(layer) if self._file is None else np.empty(0, np.uint8)
+        self._file = _open_embedding_file(folder, layer, int(layer.weight.shape[0]) * self._row_bytes)
+        self._rows = _to_embedding_rows(layer) if self._file is None else np.empty(0, np.uint8)
 
     def __call__(self, tokens: Ints) -> Array:
         """Returns the rows [T, H] of tokens [T]."""
@@ -100,7 +100,7 @@ class Embedding:
         return np.frombuffer(content, np.uint8).reshape(len(tokens), size)
 
 
-def _to_rows(layer: nn.Module) -> Array:
+def _to_embedding_rows(layer: nn.Module) -> Array:
     """Returns the rows of an embedding as bytes [V, size of a row]."""
     if not isinstance(layer, nn.QuantizedEmbedding):
         return to_numpy(layer.weight).view(np.uint8)
@@ -108,7 +108,7 @@ def _to_rows(layer: nn.Module) -> Array:
     return np.concatenate([q, to_numpy(layer.scales).view(np.uint8), to_numpy(layer.biases).view(np.uint8)], axis=1)
 
 
-def _open_file(folder: Path | None, layer: nn.Module, size: int) -> FileIO | None:
+def _open_embedding_file(folder: Path | None, layer: nn.Module, size: int) -> FileIO | None:
     """Opens the file of rows, of `size` bytes, and writes it if there is none of this size; None: it can't be kept."""
     if folder is None:
         return None
@@ -117,7 +117,7 @@ def _open_file(folder: Path | None, layer: nn.Module, size: int) -> FileIO | Non
         if path.stat().st_size == size:
             return FileIO(path)
     try:
-        replace_file(path, _to_rows(layer).tobytes())
+        replace_file(path, _to_embedding_rows(layer).tobytes())
         return FileIO(path)
     except OSError as error:
         log.info("the model's embedding is not kept on disk: %s", first_line(error))

@@ -83,7 +83,7 @@ def test_cached_graph_is_used_without_another_build_or_check(
     first = logits(model)
     assert [path.name for path in kept(tmp_path)[0].iterdir()]
     monkeypatch.setattr(graph, "build", fail_if_called)
-    monkeypatch.setattr(forward, "_to_rows", fail_if_called)
+    monkeypatch.setattr(forward, "_to_embedding_rows", fail_if_called)
     monkeypatch.setattr(forward, "check_logits", fail_if_called)
     assert np.array_equal(logits(model), first)
 
