@@ -101,7 +101,7 @@ class ActorKeyring:
     def __init__(self) -> None:
         self._directory = PrivateDirectory()
         self._sweeper = Sweeper(self._directory.path, None)
-        self._ring = Keyring(self._directory.path / "keys")
+        self._ring = Keyring(self._directory.keys_folder)
         self._lock = threading.Lock()
         self.folder = self._ring.folder
         self.key = self._ring.make().public

@@ -31,6 +31,7 @@ MAX_NAME_CHARACTERS = 28
 
 _PREFIX = "outrider-run-"
 _UNLOCKED_PREFIX = ".outrider-run-"  # until it is locked, so that no other process removes it as abandoned
+_KEYS_FOLDER, _KEY_FILES = "keys", ("secret", "allowed")
 
 
 class SocketLock:
@@ -187,6 +188,11 @@ class PrivateDirectory(AbstractContextManager["PrivateDirectory"]):
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         self.path = unlocked.rename(root / (_PREFIX + unlocked.name.removeprefix(_UNLOCKED_PREFIX)))
 
+    @property
+    def keys_folder(self) -> Path:
+        """The folder for the keyring of a process that has keys of its own; it need not exist."""
+        return self.path / _KEYS_FOLDER
+
     def endpoint(self, name: str) -> str:
         """Returns an ipc endpoint in the directory. Raises ValueError if the name is too long or not plain."""
         if not name.isascii() or not name.isidentifier() or len(name) > MAX_NAME_CHARACTERS:
@@ -230,8 +236,12 @@ def _remove_abandoned(root: Path) -> None:
 
 
 def _remove_directory(left: Path) -> None:
-    """Removes the sockets, locks and logs in a directory, then the directory; raises OSError if it has other files."""
+    """Removes the sockets, locks, logs and keys in a directory, then the directory. Raises OSError if it has others."""
     for entry in left.iterdir():
         if entry.is_socket() or entry.suffix in (".lock", ".log"):
             entry.unlink()
+        elif entry.name == _KEYS_FOLDER:
+            for name in _KEY_FILES:
+                (entry / name).unlink(missing_ok=True)
+            entry.rmdir()
     left.rmdir()

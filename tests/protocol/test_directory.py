@@ -16,8 +16,12 @@ from outrider.protocol.socket_files import MAX_PATH_BYTES, PrivateDirectory
 KILLED = """
 import os, signal, sys, tempfile
 tempfile.tempdir = sys.argv[1]
+from outrider.protocol.keys import AllowedKey, Keyring
 from outrider.protocol.socket_files import PrivateDirectory
-open(PrivateDirectory().path / "s.lock", "w")
+private = PrivateDirectory()
+open(private.path / "s.lock", "w")
+ring = Keyring(private.keys_folder)
+ring.allow(AllowedKey("client", ring.make().public, "x"))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
