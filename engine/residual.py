@@ -26,17 +26,8 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.sampling import (
-    Floats,
-    History,
-    Purpose,
-    Sampler,
-    SamplingMetadata,
-    best_tokens,
-    derive_seed,
-    exponential_numpy,
-    gumbel_at,
-)
+from outrider.engine.noise import Purpose, derive_seed, exponential_numpy, gumbel_at
+from outrider.engine.sampling import Floats, History, Sampler, SamplingMetadata, best_tokens
 from outrider.engine.steps import Step, make_step
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest

@@ -120,7 +120,9 @@ def run(options: argparse.Namespace) -> int:
     for role in ("client", *ROLES.values()):
         print(f"{role}: {len(found[role])} files")
         print("".join(f"  {file}\n" for file in found[role]))
-    print(f"{len({file for files in found.values() for file in files})} different files")
+    serving = {file for role in ROLES.values() for file in found[role]}
+    others = set(found["client"]) - serving
+    print(f"{len(serving)} different files in the three processes of a round, and {len(others)} in the client's")
     return 0
 
 

@@ -15,7 +15,7 @@ from outrider.drafters.heads.dflash import DFlash
 from outrider.drafters.heads.drafter import UNTRAINED_PREFIX_NOTE, HeadDrafter, make_for_draft_worker
 from outrider.drafters.heads.trees import BlockTree
 from outrider.drafters.work_ahead import WorkAhead
-from outrider.engine.sampling import gumbel
+from outrider.engine.noise import gumbel
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams

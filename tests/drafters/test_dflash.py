@@ -14,7 +14,7 @@ from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_wei
 from outrider.drafters.heads.dflash import DFlash, build
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.pair_kv_cache import FeatureKVCache
-from outrider.engine.sampling import gumbel
+from outrider.engine.noise import gumbel
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from tests.drafters.dflash_heads import NumpyHead, write

@@ -8,7 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.engine.sampling import MAX_NOISE, MIN_NOISE, Sampler, gumbel
+from outrider.engine.noise import MAX_NOISE, MIN_NOISE, gumbel
+from outrider.engine.sampling import Sampler
 from outrider.protocol.sampling import SamplingParams
 from tests.covering import matrix
 

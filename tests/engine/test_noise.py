@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import scipy
 
-from outrider.engine import sampling as noise
-from outrider.engine.sampling import Purpose, derive_seed, gumbel
+from outrider.engine import noise
+from outrider.engine.noise import Purpose, derive_seed, gumbel
 
 KNOWN = [
     # seed, position, token, 24-bit integer, G
@@ -25,7 +25,7 @@ KNOWN = [
 
 
 def integers(seed: int, positions: list[int], vocab_size: int) -> np.ndarray:
-    first, second = noise._noise_keys(seed, positions)
+    first, second = noise.noise_keys(seed, positions)
     return noise.hash_tokens(np, np.arange(vocab_size, dtype=np.uint32), first, second)
 
 
@@ -39,8 +39,8 @@ def test_noise_matches_known_values(seed: int, position: int, token: int, intege
 def test_numpy_and_mlx_agree_on_every_integer() -> None:
     for start in range(0, 2**24, 2**21):
         x = np.arange(start, start + 2**21, dtype=np.uint32)
-        ours = noise._gumbel(np, x)
-        assert np.array_equal(ours, np.array(noise._gumbel(mx, mx.array(x))))
+        ours = noise.gumbel_of(np, x)
+        assert np.array_equal(ours, np.array(noise.gumbel_of(mx, mx.array(x))))
         u_above = (2**24 - x.astype(np.float64) - 0.5) / 2**24  # 1 - u, exact
         exact = -np.log(-np.log1p(-u_above))
         assert np.abs(ours - exact).max() < 1e-6
@@ -73,7 +73,7 @@ def test_values_are_standard_gumbel() -> None:
     values = gumbel(np, 11, range(256), 4096).ravel()
     assert scipy.stats.kstest(values[::4], "gumbel_r").pvalue > 1e-4
     assert abs(values.mean() - np.euler_gamma) < 5 * 1.2825 / 1024
-    assert np.isfinite(noise._gumbel(np, np.array([0, 2**23 - 1, 2**23, 2**24 - 1], dtype=np.uint32))).all()
+    assert np.isfinite(noise.gumbel_of(np, np.array([0, 2**23 - 1, 2**23, 2**24 - 1], dtype=np.uint32))).all()
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:

@@ -20,8 +20,9 @@ from scipy.special import chdtrc
 
 from outrider.engine import residual
 from outrider.engine.loading import LoadedModel
+from outrider.engine.noise import Purpose, derive_seed
 from outrider.engine.residual import Draws, ResidualSampler, draw_tokens
-from outrider.engine.sampling import Purpose, Sampler, derive_seed
+from outrider.engine.sampling import Sampler
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams

@@ -8,7 +8,8 @@ import pytest
 import scipy
 from mlx_lm.sample_utils import make_logits_processors
 
-from outrider.engine.sampling import Sampler, gumbel
+from outrider.engine.noise import gumbel
+from outrider.engine.sampling import Sampler
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from tests.warp import warp

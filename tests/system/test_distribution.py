@@ -16,7 +16,7 @@ import pytest
 
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine import sampling
-from outrider.engine.sampling import gumbel
+from outrider.engine.noise import gumbel
 from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
 from tests.system.links import VirtualClock
