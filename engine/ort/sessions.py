@@ -15,6 +15,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _MIN_WEIGHT_BYTES, _MAX_WEIGHT_BYTES = 2**22, 2**29  # smaller ones are quick to build, larger ones would fill disks
 _READ_BYTES = 2**22  # read at a time
+_MAX_UNUSED_SECONDS = 30 * 24 * 3600
 _GRAPH_FILE, _WEIGHTS_FILE, _CHECKED_FILE = "graph.onnx", "weights.bin", "checked.json"
 _CPU_FLAGS = ("avx512_vnni", "avx512f", "avx_vnni", "avx2")
 _SAVE_OPTIONS = {
@@ -103,7 +105,10 @@ class Sessions:
 
 @dataclass(frozen=True, slots=True)
 class CachedGraph:
-    """A graph in the cache. Its folder's name is a hash of all that its bits depend on; older folders are removed."""
+    """A graph in the cache. Its folder's name is a hash of all that its bits depend on.
+
+    A new graph replaces older ones of its model, and those of other models that were not used for 30 days.
+    """
 
     folder: Path
 
@@ -161,14 +166,25 @@ class CachedGraph:
         for old in parent.iterdir():
             if old != self.folder and not old.name.startswith("."):
                 shutil.rmtree(old, ignore_errors=True)
+        self._remove_unused()
         return True
 
+    def _remove_unused(self) -> None:
+        """Removes the graphs of models that were not loaded for a long time, whose folders may be gone."""
+        for model in self.folder.parent.parent.iterdir():
+            with suppress(OSError):
+                if model.stat().st_mtime < time.time() - _MAX_UNUSED_SECONDS:
+                    shutil.rmtree(model)
+
     def read_ahead(self, written: bool = False) -> None:
-        """Reads the weights into the system's page cache, whose pages become as large as what is read at a time.
+        """Reads the weights into the system's page cache, whose pages become as large as what is read at a time, and
+        marks the graph as used.
 
         ONNX Runtime writes and maps them in small pieces. Forwards that read small pages take a sixth longer, so what
         was just `written` is dropped from the page cache first.
         """
+        with suppress(OSError):
+            os.utime(self.folder.parent)
         with suppress(OSError), open(self.weights, "rb", buffering=0) as file:
             if written and sys.platform == "linux":
                 os.fsync(file.fileno())

@@ -149,6 +149,20 @@ def test_weights_that_change_in_place_replace_the_cached_graph(model: Path, tmp_
     assert not np.array_equal(logits(model), before) and kept(tmp_path) != [old]
 
 
+def test_graphs_that_were_not_used_for_long_are_removed(model: Path, tmp_path: Path) -> None:
+    """Their models may be gone; a graph that is used stays, however old it is."""
+    forgotten, used = (shutil.copytree(model, tmp_path / name) for name in ("forgotten", "used"))
+    logits(forgotten)
+    (oldest,) = kept(tmp_path)
+    logits(used)
+    for graph_folder in kept(tmp_path):
+        os.utime(graph_folder.parent, (0, 0))
+    logits(used)
+    before = kept(tmp_path)
+    logits(model)
+    assert len(before) == 2 and set(before) - set(kept(tmp_path)) == {oldest}
+
+
 def test_processes_with_and_without_a_drafters_core_share_the_cached_graph(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
