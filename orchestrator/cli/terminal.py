@@ -101,7 +101,9 @@ def _prepare_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # returns the lowest free number, which is this one
-            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+            setattr(sys, name, None)
+        if getattr(sys, name) is None:  # also if another file has got its number
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     if isinstance(sys.stdin, io.TextIOWrapper):
