@@ -41,7 +41,7 @@ step() {
 
 build() {
     local found
-    found="$(find_python)" || fail "Python 3.11 to 3.13 is needed"
+    found="$(find_python)" || fail "Python 3.11 to 3.14 is needed"
     "$found" -m venv "$folder/tools" && "$folder/tools/bin/python" -m pip install --quiet build mypy
     # What git knows, links as links: what else lies in the checkout (an old build/) must not go along.
     mkdir "$folder/tree"

@@ -13,11 +13,12 @@ fail() {
     exit 1
 }
 
-is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1; }
+is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' >/dev/null 2>&1; }
 
+# Finds a Python that coremltools supports, which 3.14 is not, before others.
 find_python() {
     local candidate
-    for candidate in "${PYTHON:-}" python3.13 python3.12 python3.11 python3 python; do
+    for candidate in "${PYTHON:-}" python3.13 python3.12 python3.11 python3.14 python3 python; do
         if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 && is_supported "$candidate"; then
             printf '%s\n' "$candidate"
             return 0
@@ -28,12 +29,15 @@ find_python() {
 
 make_venv() {
     local found
-    if command -v uv >/dev/null 2>&1; then
+    if command -v uv >/dev/null 2>&1; then # it downloads a Python that coremltools supports if there is none
         uv venv --quiet --allow-existing --python '>=3.11,<3.14' "$venv" >&2 || fail "uv can't create $venv; see its output above"
         return
     fi
-    found="$(find_python)" || fail "Python 3.11 to 3.13 is needed, and $(python3 --version 2>&1 || true) is installed;" \
+    found="$(find_python)" || fail "Python 3.11 to 3.14 is needed, and $(python3 --version 2>&1 || true) is installed;" \
         "install one of them (python.org, your package manager) or uv"
+    if [ "$(uname -s)" = Darwin ] && "$found" -c 'import sys; sys.exit(sys.version_info < (3, 14))'; then
+        say "coremltools does not support Python 3.14, so nothing drafts on the Neural Engine; install Python 3.13 for it"
+    fi
     "$found" -m venv "$venv" >&2 || fail "$found can't create a virtual environment (on Debian and Ubuntu:" \
         "apt install python3-venv)"
 }

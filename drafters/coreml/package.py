@@ -52,7 +52,9 @@ def import_coremltools(part: str = "") -> Any:
     try:
         return importlib.import_module(f"coremltools{part}")
     except ImportError as error:
-        raise ModelError(f"the coreml drafter needs coremltools ({error}); pip install 'coremltools>=9.0'") from error
+        raise ModelError(
+            f"the coreml drafter needs coremltools ({error}); pip install 'coremltools>=9.0', with Python 3.13 or older"
+        ) from error
     finally:
         logger.setLevel(level)
 

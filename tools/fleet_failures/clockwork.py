@@ -34,8 +34,8 @@ class Clockwork(threading.Thread):
 
     def __init__(self, pace: float = PACE_SECONDS) -> None:
         super().__init__(daemon=True, name="clockwork")
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._zmq: zmq.Context[Any] = zmq.Context()
+        self._socket = self._zmq.socket(zmq.ROUTER)
         self._socket.linger = 0
         self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
         self._closing = threading.Event()
@@ -52,7 +52,7 @@ class Clockwork(threading.Thread):
     def close(self) -> None:
         self._closing.set()
         self.join()
-        self._context.term()
+        self._zmq.term()
 
     def _answer(self, client: bytes, message: Message) -> None:
         match message:
