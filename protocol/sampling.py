@@ -95,7 +95,9 @@ def _check_grammar(name: str, given: object) -> Grammar:
         return given
     if isinstance(given, Mapping) and set(given) == {"kind", "text"}:
         return Grammar(**given)
-    raise InvalidRequest(f"{name} is {given!r}; expected a Grammar, such as Grammar.json_schema({{...}})")
+    raise InvalidRequest(
+        f"{name} is {values.plain_repr(given)}; expected a Grammar, such as Grammar.json_schema({{...}})"
+    )
 
 
 class SamplingFields(TypedDict, total=False):
@@ -132,7 +134,7 @@ def _check_bias(name: str, given: object) -> tuple[tuple[int, float], ...]:
         entries = [(token, bias) for token, bias in cast("Iterable[Any]", pairs)]
     except (TypeError, ValueError):
         raise InvalidRequest(
-            f"{name} is {given!r}; expected a dict of token ids and biases, or (token, bias) pairs"
+            f"{name} is {values.plain_repr(given)}; expected a dict of token ids and biases, or (token, bias) pairs"
         ) from None
     return tuple(
         (
@@ -146,11 +148,13 @@ def _check_bias(name: str, given: object) -> tuple[tuple[int, float], ...]:
 def _check_stops(name: str, given: object) -> tuple[str, ...]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, Sequence) or any(not isinstance(text, str) or not text for text in texts):
-        raise InvalidRequest(f"{name} is {given!r}; expected a text or a list of texts that are not empty")
+        raise InvalidRequest(
+            f"{name} is {values.plain_repr(given)}; expected a text or a list of texts that are not empty"
+        )
     try:
         "".join(texts).encode()
     except UnicodeEncodeError:  # half a surrogate pair, or a byte of a command line that is not UTF-8
-        raise InvalidRequest(f"{name} is {given!r}; expected Unicode text") from None
+        raise InvalidRequest(f"{name} is {values.plain_repr(given)}; expected Unicode text") from None
     return tuple(values.plain_str(text) for text in texts)
 
 

@@ -23,6 +23,7 @@ from outrider.protocol.errors import InvalidRequest
 
 Check = Callable[[str, Any], Any]
 """(name, value) -> the converted value; raises InvalidRequest."""
+MAX_REPR_LENGTH = 200
 _INTEGERS = (int, np.integer)
 _NUMBERS = (*_INTEGERS, float, np.floating)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -34,7 +35,7 @@ _SIZE_PATTERN = re.compile(
 
 def check_int(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, _INTEGERS) or not low <= int(value) <= high:
-        raise InvalidRequest(f"{name} is {_plain_repr(value)}; expected a whole number from {low} to {high}")
+        raise InvalidRequest(f"{name} is {plain_repr(value)}; expected a whole number from {low} to {high}")
     return int(value)
 
 
@@ -51,26 +52,26 @@ def check_size(name: str, value: object) -> int:
 def check_float(name: str, value: Any, low: float, high: float) -> float:
     # A large int would overflow `float`, so it is compared as it is; NaN is in no range.
     if isinstance(value, bool) or not isinstance(value, _NUMBERS) or not low <= value <= high:
-        raise InvalidRequest(f"{name} is {_plain_repr(value)}; expected a number from {low:g} to {high:g}")
+        raise InvalidRequest(f"{name} is {plain_repr(value)}; expected a number from {low:g} to {high:g}")
     return float(value)
 
 
 def check_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool | np.bool_):
-        raise InvalidRequest(f"{name} is {_plain_repr(value)}; expected True or False")
+        raise InvalidRequest(f"{name} is {plain_repr(value)}; expected True or False")
     return bool(value)
 
 
 def check_choice(name: str, value: object, words: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in words:
-        raise InvalidRequest(f"{name} is {_plain_repr(value)}; expected one of {', '.join(words)}")
+        raise InvalidRequest(f"{name} is {plain_repr(value)}; expected one of {', '.join(words)}")
     return plain_str(value)
 
 
 def check_text(name: str, value: object) -> str:
     """Checks text, or a path, which is converted to text."""
     if not isinstance(value, str | os.PathLike):
-        raise InvalidRequest(f"{name} is {_plain_repr(value)}; expected text")
+        raise InvalidRequest(f"{name} is {plain_repr(value)}; expected text")
     return plain_str(str(os.fspath(value)))
 
 
@@ -83,7 +84,7 @@ def check_texts(name: str, value: object) -> tuple[str, ...]:
 
 def check_path(name: str, value: object) -> Path:
     if not isinstance(value, str | os.PathLike):
-        raise InvalidRequest(f"{name} is {_plain_repr(value)}; expected a path")
+        raise InvalidRequest(f"{name} is {plain_repr(value)}; expected a path")
     return Path(value)
 
 
@@ -137,6 +138,10 @@ def plain_str(value: str) -> str:
     return str.__str__(value)
 
 
-def _plain_repr(value: object) -> str:
-    """Returns the repr of a value; of a numpy number as a plain number."""
-    return repr(value.item() if isinstance(value, np.generic) else value)
+def plain_repr(value: object) -> str:
+    """Returns the start of a value's repr for an error message; of a numpy number as a plain number."""
+    try:
+        text = repr(value.item() if isinstance(value, np.generic) else value)
+    except ValueError:  # Python writes no int of more than 4,300 digits
+        return "too large to print"
+    return text if len(text) <= MAX_REPR_LENGTH else f"{text[:MAX_REPR_LENGTH]}..."

@@ -88,7 +88,7 @@ def generate_message(
     text, tokens = (_as_text(prompt), None) if isinstance(prompt, str) else (None, _as_tokens(prompt))
     sampling = SamplingParams() if sampling is None else sampling
     if not isinstance(sampling, SamplingParams):
-        raise InvalidRequest(f"sampling is {sampling!r}; expected SamplingParams(...)")
+        raise InvalidRequest(f"sampling is {values.plain_repr(sampling)}; expected SamplingParams(...)")
     sampling = sampling.changed(**{name: value for name, value in options.items() if name not in CHECKS})
     chosen: dict[str, Any] = {
         name: CHECKS[name](name, value) for name, value in (*options.items(), ("rounds", rounds)) if name in CHECKS

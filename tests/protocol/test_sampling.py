@@ -94,6 +94,18 @@ def test_invalid_sampling_parameters_are_refused(given, words) -> None:
         SamplingParams(**given)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_tokens", 10**5000), ("temp", -(10**5000)), ("temp", [5] * 9999), ("rule", "x" * 9999),
+     ("stop", ["a", 5] * 9999), ("grammar", "x" * 9999), ("logit_bias", "x" * 9999)],
+    ids=range(7),
+)  # fmt: skip
+def test_message_about_a_huge_value_is_short(name, value) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} is .*; expected") as error:
+        SamplingParams(**{name: value})
+    assert len(str(error.value)) < 400
+
+
 def test_grammar_can_be_given_as_a_dict() -> None:
     grammar = Grammar.json_schema({"type": "object"})
     assert SamplingParams(grammar=asdict(grammar)) == SamplingParams(grammar=grammar)  # type: ignore[arg-type]
