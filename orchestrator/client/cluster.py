@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import subprocess
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -45,6 +46,7 @@ class LocalCluster(AbstractContextManager["LocalCluster"]):
         checked = ServeSettings(**cast("dict[str, Any]", settings))
         self._models = " and ".join(filter(None, (checked.model, checked.draft_model))) or "the default model"
         self._owner = os.getpid()
+        self._shutdown_lock = threading.RLock()
         self._process = subprocess.Popen(
             python("-m", "outrider", "serve", "--no-http", "--for-parent", *to_flags(checked)),
             stdin=subprocess.PIPE,
@@ -93,7 +95,7 @@ class LocalCluster(AbstractContextManager["LocalCluster"]):
         return self._process.wait()
 
     def close(self) -> None:
-        """Ends the server and its workers, cleanly if possible. A second call does nothing.
+        """Ends the server and its workers, cleanly if possible. Thread-safe; a second call does nothing.
 
         Raises:
             OutriderError: something could not be finished, such as a trace on a full disk; the server has ended.
@@ -104,16 +106,19 @@ class LocalCluster(AbstractContextManager["LocalCluster"]):
 
     def _shut_down(self) -> ShutdownFailure | None:
         """Ends the server; returns what it could not finish. Does nothing in a process forked from the owner."""
-        if os.getpid() != self._owner or self._process.stdout is None or self._process.stdout.closed:
+        if os.getpid() != self._owner:
             return None
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)  # a process forked from this one may hold the server's stdin open
-        try:
-            announced, _ = self._process.communicate(timeout=SHUTDOWN_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
-            return None
+        with self._shutdown_lock:
+            if self._process.stdout is None or self._process.stdout.closed:
+                return None
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)  # a process forked from this one may hold its stdin open
+            try:
+                announced, _ = self._process.communicate(timeout=SHUTDOWN_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.communicate()
+                return None
         last = map(read_announcement, announced.splitlines())
         return next((announcement for announcement in last if isinstance(announcement, ShutdownFailure)), None)
 

@@ -60,7 +60,7 @@ def test_collected_messages_include_errors_help_log_lines_and_notes() -> None:
     """One of each kind: raised here, made elsewhere and raised, a flag's help, a log line, a note, the page."""
     found = {(message.kind, message.text) for message in messages.find_messages()}
     for kind, words in (
-        ("errors", "{name} is {_plain_repr(value)}; expected True or False"),
+        ("errors", "{name} is {plain_repr(value)}; expected True or False"),
         ("help", "print the version and exit"),
         ("log", "dropped a heartbeat frame: %s"),
         ("other", "speculation is off: there is no drafter"),

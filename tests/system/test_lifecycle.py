@@ -316,6 +316,14 @@ def test_dropped_cluster_ends_without_close(served: Pair) -> None:
     assert process.wait(LIMIT) == 0
 
 
+def test_cluster_may_be_closed_by_several_threads(served: Pair) -> None:
+    cluster = LocalCluster(model=served.target, draft_backend="none")
+    with ThreadPoolExecutor(4) as pool:
+        closings = [pool.submit(cluster.close) for _ in range(4)]
+    assert [closing.result() for closing in closings] == [None] * 4
+    assert cluster.wait() == 0
+
+
 def test_forked_process_may_use_the_cluster_and_leave_its_block(served: Pair) -> None:
     with LocalCluster(model=served.target, draft_model=served.draft) as cluster:
         child = os.fork()
