@@ -53,18 +53,20 @@ class Grammar:
 
     def __post_init__(self) -> None:
         values.set_field(self, "kind", values.check_choice("grammar kind", self.kind, GRAMMAR_KINDS))
-        if not isinstance(self.text, str) or not self.text.strip():
+        values.set_field(self, "text", values.check_unicode(f"the {self.name}", self.text))
+        if not self.text.strip():
             raise InvalidRequest(f"the {self.name} is empty; expected a description of what may be generated")
         if len(self.text) > MAX_GRAMMAR_CHARACTERS:
             raise InvalidRequest(
                 f"the {self.name} has {len(self.text)} characters; expected at most {MAX_GRAMMAR_CHARACTERS}"
             )
-        values.set_field(self, "text", values.plain_str(self.text))
         if self.kind in ("json_schema", "llguidance"):
             try:
-                json.loads(self.text)
+                value = json.loads(self.text)
             except (ValueError, RecursionError) as error:
                 raise InvalidRequest(f"the {self.name} can't be read ({error}); expected JSON") from None
+            if not isinstance(value, dict | bool):
+                raise InvalidRequest(f"the {self.name} is {values.plain_repr(value)}; expected a JSON object")
 
     @property
     def name(self) -> str:
@@ -79,9 +81,10 @@ class Grammar:
             InvalidRequest: the schema holds a value that JSON can't express.
         """
         try:
-            return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
-        except (TypeError, ValueError) as error:
+            text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest(f"the JSON schema can't be written as JSON ({error}); expected JSON values") from None
+        return cls("json_schema", text)
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -151,11 +154,7 @@ def _check_stops(name: str, given: object) -> tuple[str, ...]:
         raise InvalidRequest(
             f"{name} is {values.plain_repr(given)}; expected a text or a list of texts that are not empty"
         )
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError:  # half a surrogate pair, or a byte of a command line that is not UTF-8
-        raise InvalidRequest(f"{name} is {values.plain_repr(given)}; expected Unicode text") from None
-    return tuple(values.plain_str(text) for text in texts)
+    return tuple(values.check_unicode(name, text) for text in texts)
 
 
 def _check_rule(name: str, given: object) -> str:

@@ -68,11 +68,29 @@ def check_choice(name: str, value: object, words: tuple[str, ...]) -> str:
     return plain_str(value)
 
 
+def check_unicode(name: str, value: object) -> str:
+    """Checks text that a message can hold."""
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name} is {plain_repr(value)}; expected text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, or a byte of a command line that is not UTF-8
+        raise InvalidRequest(f"{name} is {plain_repr(value)}; expected Unicode text") from None
+    return plain_str(value)
+
+
 def check_text(name: str, value: object) -> str:
-    """Checks text, or a path, which is converted to text."""
+    """Checks text, or a path, which is converted to text: what a process can be given as an argument."""
     if not isinstance(value, str | os.PathLike):
         raise InvalidRequest(f"{name} is {plain_repr(value)}; expected text")
-    return plain_str(str(os.fspath(value)))
+    text = plain_str(str(os.fspath(value)))
+    try:
+        is_argument = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        is_argument = False
+    if not is_argument:
+        raise InvalidRequest(f"{name} is {plain_repr(value)}; expected Unicode text without null characters")
+    return text
 
 
 def check_texts(name: str, value: object) -> tuple[str, ...]:
@@ -85,7 +103,7 @@ def check_texts(name: str, value: object) -> tuple[str, ...]:
 def check_path(name: str, value: object) -> Path:
     if not isinstance(value, str | os.PathLike):
         raise InvalidRequest(f"{name} is {plain_repr(value)}; expected a path")
-    return Path(value)
+    return Path(check_text(name, value))
 
 
 def checked_field(default: Any, check: Check, **metadata: Any) -> Any:

@@ -250,6 +250,8 @@ class AsyncClient(EndpointClient, AsyncBaseClient):
 class AsyncResumed(ClientSelector[AsyncClient], AsyncBaseClient):
     """`Resumed` for asyncio."""
 
+    _client_type = AsyncClient
+
     async def run_once(self, dialogue: Dialogue, on_chunk: ChunkHandler) -> None:
         with self.current_client() as client:
             await client.run_once(dialogue, on_chunk)

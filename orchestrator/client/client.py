@@ -385,9 +385,12 @@ def _send(socket: zmq.Socket[bytes], frames: Sequence[bytes | memoryview]) -> No
 class ClientSelector(Generic[C]):
     """Chooses the client of a server for `Resumed` and `AsyncResumed`, at first the one that answered last."""
 
+    _client_type: type[C]
+
     def __init__(self, clients: Sequence[C]) -> None:
-        if not isinstance(clients, Sequence) or not all(isinstance(one, EndpointClient) for one in clients):
-            raise InvalidRequest(f"clients is {clients!r}; expected a list of clients, such as [Client(A), Client(B)]")
+        if not isinstance(clients, Sequence) or not all(isinstance(one, self._client_type) for one in clients):
+            kind = self._client_type.__name__
+            raise InvalidRequest(f"clients is {clients!r}; expected a list of clients, such as [{kind}(A), {kind}(B)]")
         if not clients:
             raise InvalidRequest("Resumed needs at least one client")
         super().__init__()
@@ -415,6 +418,8 @@ class Resumed(ClientSelector[Client], BaseClient):
     Create the clients with a `timeout` of about a second, so that a lost server is noticed soon. If no server can
     continue, the last server's error is raised.
     """
+
+    _client_type = Client
 
     def run_once(self, dialogue: Dialogue) -> Iterator[Chunk]:
         with self.current_client() as client:

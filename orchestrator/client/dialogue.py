@@ -35,7 +35,7 @@ from outrider.protocol.schema import IMPOSSIBLE_LOGPROB, MAX_AXIS_LENGTH, Logpro
 from outrider.protocol.values import short_repr
 
 MAX_TOKEN_ID = 2**31 - 1
-MAX_CLIENT_NAME_LENGTH = 64
+MAX_NAME_LENGTH = 64
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 EMPTY_PROMPT = "the prompt is empty; expected text, or at least one token"
 
@@ -58,18 +58,17 @@ class GenerateFields(SamplingFields, total=False):
     client: str
 
 
-def _check_client_name(name: str, value: object) -> str:
-    text = values.check_text(name, value)
-    if len(text) > MAX_CLIENT_NAME_LENGTH:
-        raise InvalidRequest(f"{name} has {len(text)} characters; expected at most {MAX_CLIENT_NAME_LENGTH}")
+def _check_name(name: str, value: object) -> str:
+    text = values.check_unicode(name, value)
+    if len(text) > MAX_NAME_LENGTH:
+        raise InvalidRequest(f"{name} has {len(text)} characters; expected at most {MAX_NAME_LENGTH}")
     return text
 
 
 CHECKS: dict[str, values.Check] = {
     **dict.fromkeys(("mode", "num_draft_tokens", "branches"), check_setting),
     **dict.fromkeys(("chat_template", "origins", "rounds"), values.check_bool),
-    "drafter": values.check_text,
-    "client": _check_client_name,
+    **dict.fromkeys(("drafter", "client"), _check_name),
 }
 """The check of each option, and of `rounds`."""
 

@@ -96,6 +96,9 @@ def test_prompt_may_be_token_ids(stand, codec, prompt):
         ({"mode": "fast"}, "mode is 'fast'"),
         ({"num_draft_tokens": 0}, "num_draft_tokens is 0"),
         ({"branches": 1000}, "branches is 1000"),
+        ({"client": "\ud800"}, "client is .*; expected Unicode text"),
+        ({"drafter": "\ud800"}, "drafter is .*; expected Unicode text"),
+        ({"drafter": "x" * 65}, "drafter has 65 characters; expected at most 64"),
     ],
 )
 def test_bad_input_is_refused_before_it_is_sent(changes, words):

@@ -209,10 +209,16 @@ def test_invalid_server_list_prints_one_sentence(
     assert sentence in said.err and len(said.err.splitlines()) == 1 and not said.out
 
 
-@pytest.mark.parametrize("clients", [[], ["ipc:///tmp/a"], None, "ipc:///tmp/a"])
+@pytest.mark.parametrize("clients", [[], ["ipc:///tmp/a"], None, "ipc:///tmp/a", [AsyncClient("ipc:///tmp/a")]])
 def test_resumed_needs_a_list_of_clients(clients: Any) -> None:
     with pytest.raises(InvalidRequest, match="client"):
         Resumed(clients)
+
+
+def test_async_resumed_needs_async_clients() -> None:
+    clients: list[Any] = [Client("ipc:///tmp/a")]
+    with pytest.raises(InvalidRequest, match=r"such as \[AsyncClient\(A\), AsyncClient\(B\)\]"):
+        AsyncResumed(clients)
 
 
 # --- the end is lost ----------------------------------------------------------------------------------------------

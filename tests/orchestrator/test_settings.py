@@ -59,6 +59,8 @@ from outrider.protocol.errors import InvalidRequest
         ({"colocate": True, "draft_prefill": "coreml"}, "draft_prefill coreml is for draft workers"),
         ({"colocate": True, "draft_device": "cpu"}, "draft_device cpu is for draft workers"),
         ({"draft_device": "gpu"}, "expected one of auto, cpu"),
+        ({"model": "\ud800"}, "model is .*; expected Unicode text without null characters"),
+        ({"trace": Path("a\0b")}, "trace is .*; expected Unicode text without null characters"),
     ],
 )
 def test_invalid_settings_are_refused_with_the_reason(given, words):

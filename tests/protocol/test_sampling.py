@@ -86,6 +86,9 @@ def test_single_stop_string_needs_no_list() -> None:
         ({"grammar": "[0-9]"}, "grammar is '.0-9.'; expected a Grammar"),
         ({"grammar": {"kind": "regex"}}, "expected a Grammar"),
         ({"grammar": {"kind": "regex", "text": ""}}, "the regular expression is empty"),
+        ({"grammar": {"kind": "regex", "text": b"a"}}, "the regular expression is b'a'; expected text"),
+        ({"grammar": {"kind": "regex", "text": "\ud800"}}, "the regular expression is .*; expected Unicode text"),
+        ({"grammar": {"kind": "json_schema", "text": "null"}}, "the JSON schema is None; expected a JSON object"),
         ({"grammar": Grammar("regex", "a"), "ignore_eos": True}, "decides where the text ends"),
     ],
 )
@@ -112,6 +115,14 @@ def test_grammar_can_be_given_as_a_dict() -> None:
     assert Grammar.json_object() == grammar == Grammar.json_schema('{"type": "object"}')
 
 
-def test_schema_that_is_not_json_is_refused() -> None:
+def nested(depth: int) -> dict[str, object]:
+    schema: dict[str, object] = {}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return schema
+
+
+@pytest.mark.parametrize("schema", [{"const": {1, 2}}, {"const": float("nan")}, nested(9999)], ids=range(3))
+def test_schema_that_is_not_json_is_refused(schema) -> None:
     with pytest.raises(InvalidRequest, match="can't be written as JSON"):
-        Grammar.json_schema({"const": {1, 2}})
+        Grammar.json_schema(schema)
