@@ -332,7 +332,7 @@ class Dialogue:
             case Progress(done=done, total=total) if self._progress is not None:
                 self._progress(done, total)
             case Done():
-                self._done, self.over = message, True
+                self._done, self.over = None if self.is_closed else message, True  # a closed stream has no result
             case Failed(kind=kind, message=sentence):
                 self.over = True
                 raise make_error(kind, sentence)

@@ -539,10 +539,25 @@ def test_async_stream_can_be_closed(stand, codec, by):
                 await waiting
         with pytest.raises(InvalidRequest, match="this AsyncClient is closed"):
             client.stream("x")
+        with pytest.raises(InvalidRequest, match="closed before"):
+            _ = stream.result
         return repr(stream)
 
-    assert asyncio.run(ask()).startswith("<AsyncStream: ")
+    assert asyncio.run(ask()).startswith("<AsyncStream: closed, ")
     assert stand.core.wait_for(Stop)[0].reason == "cancelled"
+
+
+def test_closing_an_async_client_fails_its_calls(stand, codec):
+    stand.core.play = begins(codec)
+
+    async def ask():
+        async with AsyncClient(stand.endpoint) as client:
+            calling = asyncio.create_task(client.generate("x"))
+            await asyncio.to_thread(stand.core.wait_for, Admit)
+        with pytest.raises(InvalidRequest, match="closed before"):
+            await calling
+
+    asyncio.run(ask())
 
 
 def test_reprs_are_informative(stand, codec):
