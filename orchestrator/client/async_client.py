@@ -82,6 +82,11 @@ class AsyncSocket:
                 self.send(await asyncio.to_thread(patience.on_silence, about))
         self._finished.result()
 
+    def finish(self) -> None:
+        """Ends the wait for the last message."""
+        if not self._finished.done():
+            self._finished.set_result(None)
+
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket; messages that are still queued have `linger_ms` milliseconds to leave."""
         self._loop.remove_reader(self._file)
@@ -177,7 +182,7 @@ class AsyncStream(BaseStream[AsyncBaseClient, AsyncGenerator[Chunk, None]]):
         self._dialogue.is_closed = True
         reading = self._reading()
         if reading is None or cast("AsyncGeneratorType[Chunk, None]", reading).ag_running:
-            await self.end()  # another task reads, or `follow` does; the server's answer ends it
+            self._dialogue.cancel()  # another task reads, or `follow` does
         else:
             await reading.aclose()
 
@@ -236,7 +241,7 @@ class AsyncClient(EndpointClient, AsyncBaseClient):
         try:
             socket.send(dialogue.first_message)
             dialogue.was_sent = True
-            dialogue.cancel = lambda: socket.send(Cancel(dialogue.request))
+            dialogue.cancel = lambda: socket.finish() if dialogue.is_closed else socket.send(Cancel(dialogue.request))
             if dialogue.is_ending:  # `end` was called while no server answered
                 dialogue.cancel()
             await socket.wait_until_done(patience, dialogue.request)

@@ -235,7 +235,7 @@ class Dialogue:
     """One request's exchange with a server, and with the next one if that server goes away before the end.
 
     `sources`: how many servers may continue the text, in turn; 1: the next server at the same endpoint; 0: none.
-    `cancel`: asks the server that answers, if there is one, to end the text.
+    `cancel`: asks the server that answers, if there is one, to end the text; if `is_closed`, without waiting for it.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class Dialogue:
             case Progress(done=done, total=total) if self._progress is not None:
                 self._progress(done, total)
             case Done():
-                self._done, self.over = None if self.is_closed else message, True  # a closed stream has no result
+                self._done, self.over = message, True
             case Failed(kind=kind, message=sentence):
                 self.over = True
                 raise make_error(kind, sentence)

@@ -547,6 +547,17 @@ def test_async_stream_can_be_closed(stand, codec, by):
     assert stand.core.wait_for(Stop)[0].reason == "cancelled"
 
 
+def test_async_stream_of_a_silent_server_can_be_closed(mute):
+    async def ask():
+        stream = AsyncClient(mute, 1e9).stream("x")
+        reading = asyncio.create_task(anext(aiter(stream), None))
+        await asyncio.sleep(0.01)
+        await stream.close()
+        return await asyncio.wait_for(reading, 100)
+
+    assert asyncio.run(ask()) is None
+
+
 def test_closing_an_async_client_fails_its_calls(stand, codec):
     stand.core.play = begins(codec)
 
