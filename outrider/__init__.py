@@ -10,8 +10,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:  # a misspelt name is a type error, not Any
     from outrider.orchestrator.client.async_client import AsyncClient as AsyncClient
     from outrider.orchestrator.client.async_client import AsyncResumed as AsyncResumed
+    from outrider.orchestrator.client.async_client import AsyncStream as AsyncStream
     from outrider.orchestrator.client.client import Client as Client
     from outrider.orchestrator.client.client import Resumed as Resumed
+    from outrider.orchestrator.client.client import Stream as Stream
     from outrider.orchestrator.client.cluster import LocalCluster as LocalCluster
     from outrider.orchestrator.client.dialogue import Chunk as Chunk
     from outrider.orchestrator.client.dialogue import GenerationResult as GenerationResult
@@ -25,17 +27,20 @@ if TYPE_CHECKING:  # a misspelt name is a type error, not Any
     from outrider.protocol.errors import ServerBusy as ServerBusy
     from outrider.protocol.errors import ServerStopped as ServerStopped
     from outrider.protocol.errors import WorkerError as WorkerError
+    from outrider.protocol.messages import Stats as Stats
+    from outrider.protocol.messages import Timings as Timings
     from outrider.protocol.sampling import Grammar as Grammar
     from outrider.protocol.sampling import SamplingParams as SamplingParams
     from outrider.protocol.schema import Origin as Origin
 else:
     _MODULES = {
-        "orchestrator.client.async_client": "AsyncClient AsyncResumed",
-        "orchestrator.client.client": "Client Resumed",
+        "orchestrator.client.async_client": "AsyncClient AsyncResumed AsyncStream",
+        "orchestrator.client.client": "Client Resumed Stream",
         "orchestrator.client.cluster": "LocalCluster",
         "orchestrator.client.dialogue": "Chunk GenerationResult TokenLogprob",
         "protocol.errors": "EndpointError InvalidRequest KeyFault ModelError OutriderError"
         " ProtocolError ServerBusy ServerStopped WorkerError",
+        "protocol.messages": "Stats Timings",
         "protocol.sampling": "Grammar SamplingParams",
         "protocol.schema": "Origin",
     }

@@ -78,7 +78,7 @@ class LocalCluster(AbstractContextManager["LocalCluster"]):
         return self._process.pid
 
     def client(self, timeout: float = math.inf) -> Client:
-        """Returns a client that notices at once when the server has ended.
+        """Returns a client that notices within a second when the server has ended.
 
         `timeout`: seconds that the server may be silent; inf: as long as its process lives, on however busy a machine.
         """

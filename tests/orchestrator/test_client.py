@@ -58,6 +58,12 @@ def test_outrider_exports_the_orchestrators_names():
         outrider.nothing  # noqa: B018
 
 
+def test_types_of_returned_values_are_exported():
+    methods = Client.stats, Client.generate, Client._create_stream, AsyncClient._create_stream
+    returned = {get_type_hints(method)["return"] for method in methods} | {get_type_hints(GenerationResult)["timings"]}
+    assert returned <= {getattr(outrider, name) for name in outrider.__all__}
+
+
 @pytest.mark.parametrize(("name", "expected"), [("server_key", "text"), ("keys", "a path")])
 def test_key_of_a_wrong_type_is_refused(name, expected):
     with pytest.raises(InvalidRequest, match=f"{name} is 5; expected {expected}"):
