@@ -172,7 +172,7 @@ class TargetRequest:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """True if every token of the prompt has to be read for its log-probabilities."""
-        return self.opened.sampling.prompt_logprobs is not None and self.opened.round == 0
+        return self.slot.sampler.params.prompt_logprobs is not None
 
     @property
     def can_read(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -287,7 +288,10 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         if not self._running:
             self._peak_memory.restart()
         tokens = message.tokens.tolist()
-        slot = CacheSlot(self._model, self._kv_cache, tokens, message.sampling, self._constraint(message))
+        sampling = message.sampling
+        if message.generated:
+            sampling = replace(sampling, prompt_logprobs=None)  # they were sent with the first token
+        slot = CacheSlot(self._model, self._kv_cache, tokens, sampling, self._constraint(message))
         listener = None
         if self._publisher is not None and message.features:
             listener = FeatureListener(message.request, message.epoch, self._publisher.reach)

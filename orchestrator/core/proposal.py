@@ -361,7 +361,7 @@ def merge_into_tree(
     drafts.add(chain, rates, branch.origin)
     if alternatives is not None:
         for token, parent, share in zip(alternatives.tokens, alternatives.parents, alternatives.odds, strict=True):
-            if parent < len(chain):  # which may have been truncated
+            if parent < min(len(chain), max_chain_tokens - 1):  # the chain may have been truncated
                 drafts.add((*chain[: parent + 1], token), [*[0.0] * (parent + 1), share], Origin.GUESSED)
     if forks:
         shared, rate = drafts.count_shared(instead.chain), estimates.alternatives.rate

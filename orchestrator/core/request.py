@@ -363,8 +363,7 @@ class Request:
     @property
     def max_chain_tokens(self) -> int:
         """The maximum length of a chain, which leaves a place for the bonus token."""
-        most = len(self.admit.tokens) + self.admit.sampling.max_tokens - 1
-        return min(most, self.sequence.context) - len(self.sequence.tokens)
+        return self.remaining - 1
 
     @property
     def max_draft_tokens(self) -> int:

@@ -272,7 +272,7 @@ class Outcome(RoundMessage, frozen=True):
     - `drafted`: the in-process drafter's proposal for this round, if one was requested. `accepted` counts tokens of it
       and of Verify's proposal.
     - `logprobs` are those of the committed tokens, if the request asked for them; `prompt_logprobs`, sent with the
-      first round, those of the prompt after its first token.
+      first token, those of the prompt after its first token.
     """
 
     accepted: Count

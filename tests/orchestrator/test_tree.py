@@ -147,6 +147,13 @@ def test_alternatives_of_the_drafter_are_added_beside_its_tokens() -> None:
     assert 6 not in found.chain, "what it stood behind was cut off"
 
 
+def test_alternative_after_a_cut_chain_fits_the_remaining_room() -> None:
+    beside_and_behind = Alternatives((7, 6), (0, 1), (0.5, 0.9))
+    for room in (2, 3):
+        found = merge_into_tree(estimates(), NgramIndex(), hit(3, 4), (), room, beside_and_behind)
+        assert found is not None and found.depth == room
+
+
 def test_tree_depth_fits_the_remaining_room() -> None:
     known, ngrams = estimates(), NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2))
     for _ in range(50):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 
 import mlx.core as mx
@@ -141,6 +142,21 @@ def test_eos_ends_the_text_at_the_same_token(
     run = make_cluster("model", schedule=MIXED).run(PROMPT, params, mode, frozenset({end}))
     check_same(target, PROMPT, params, run.tokens, truth[: truth.index(end) + 1])
     assert run.reason == "eos"
+
+
+@pytest.mark.parametrize("context", [30, 31, 32])
+@pytest.mark.parametrize(("draft", "mode"), [("self", "sd"), ("self", "ssd"), (None, "sd")])
+def test_no_chain_reaches_past_the_targets_context(
+    make_cluster: Make, small_pair: Small, plain: Plain, draft: str | None, mode: str, context: int
+) -> None:
+    """The last token needs no chain, so that a text does not wait for drafters there."""
+    config = {} if draft else LOOPING
+    known, sampling = small_pair("self", **config)[0], SamplingParams(max_tokens=60)
+    short = replace(known, context_length=context)
+    run = make_cluster(draft, config=config, target=short, depth=6).run(PROMPT, sampling, mode)
+    check_same(known, PROMPT, sampling, run.tokens, plain(known, PROMPT, sampling)[: context - len(PROMPT)])
+    assert run.reason == "length" and any(round_.chain for round_ in run.rounds)
+    assert all(round_.base_len + len(round_.chain) < context for round_ in run.rounds)
 
 
 @every_sampling

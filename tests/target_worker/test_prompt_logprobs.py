@@ -37,9 +37,9 @@ def worker(model: LoadedModel) -> tuple[TargetWorker, FakeLink]:
     return worker, link
 
 
-def opened(name: str, tokens: Sequence[int], wanted: int | None = TOP, round_: int = 0) -> Open:
+def opened(name: str, tokens: Sequence[int], wanted: int | None = TOP, round_: int = 0, generated: int = 0) -> Open:
     sampling = SamplingParams(temp=0.8, seed=3, repetition_penalty=1.3, prompt_logprobs=wanted)
-    return Open(name, 0, round_, np.array(tokens, np.int32), sampling)
+    return Open(name, 0, round_, np.array(tokens, np.int32), sampling, generated=generated)
 
 
 def found(told: Sequence[Any]) -> dict[str, Logprobs | None]:
@@ -70,8 +70,17 @@ def test_prompt_logprobs_are_those_of_one_forward(model: LoadedModel, worker: tu
 
 
 def test_only_requests_that_ask_get_prompt_logprobs(worker: tuple[TargetWorker, FakeLink]) -> None:
-    messages = [opened("plain", SYSTEM, None), opened("again", SYSTEM[:20], TOP, round_=4)]
+    messages = [opened("plain", SYSTEM, None), opened("again", SYSTEM[::-1], TOP, round_=4, generated=9)]
     assert found(answered(*worker, messages)) == {"plain": None, "again": None}
+    assert not worker[0]._running["again"].slot.prompt_logprobs  # nor are they computed
+
+
+def test_request_that_begins_again_before_its_first_token_gets_prompt_logprobs(
+    model: LoadedModel, worker: tuple[TargetWorker, FakeLink]
+) -> None:
+    """Its OPEN was lost, or the target was replaced while it read the prompt."""
+    told = found(answered(*worker, [opened("again", SYSTEM, round_=1)]))
+    check(model, SYSTEM, told["again"])
 
 
 def test_prompt_logprobs_survive_a_failed_forward(
