@@ -247,7 +247,7 @@ class RequestMetrics:
             cache_late=sums.misses_at.total() - sums.after_misses.total(),
             missed_then_plain=sums.after_misses[ProposalSource.NONE],
             missed_then_copied=sums.after_misses[ProposalSource.NGRAM],
-            missed_then_drafted=sums.after_misses[ProposalSource.DRAFTER],
+            missed_then_drafted=sums.after_misses[ProposalSource.DRAFTER] + sums.after_misses[ProposalSource.HEAD],
             ngram_chains=sums.copied,
             draft_waits=sums.waits,
             accepted_by_position=tuple(sums.accepted_at[i] for i in positions),

@@ -151,9 +151,9 @@ class Timings(Record, frozen=True):
     - Chains: `draft_n` tokens were verified in `draft_rounds` rounds with a chain; `draft_n_accepted` were accepted.
       `rounds` counts every verify.
     - Speculation cache: `cache_hits` and `cache_misses` count lookups; a hit found its branch in time. In `cache_late`
-      misses the branch arrived during the wait. After the others the target decoded plainly, verified a chain copied
-      from the text, or a chain on request (`missed_then_...`). `looked_up_by_accepted[k]` and `hits_by_accepted[k]`
-      count outcomes with k accepted tokens.
+      misses the branch arrived during the wait. After the others the target decoded plainly, or verified a chain
+      copied from the text, or one drafted on request or in its process (`missed_then_...`). `looked_up_by_accepted[k]`
+      and `hits_by_accepted[k]` count outcomes with k accepted tokens.
     - `draft_n_accepted_by` counts accepted tokens by drafter, `draft_n_accepted_from` by `Origin`.
     - `queue_ms` is the time in the queue.
     - `peak_bytes` is the most memory that MLX held in the target and its drafters, weights included, since the request,

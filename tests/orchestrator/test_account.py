@@ -59,6 +59,7 @@ def test_last_round_counts_only_tokens_before_the_end(kept: int, drafted: int, a
         (ProposalSource.NONE, Lookup.MISS, (1, 0, 0, 0)),
         (ProposalSource.NGRAM, Lookup.MISS, (0, 1, 0, 0)),
         (ProposalSource.DRAFTER, Lookup.MISS, (0, 0, 1, 0)),
+        (ProposalSource.HEAD, Lookup.MISS, (0, 0, 1, 0)),
         (ProposalSource.CACHE, Lookup.LATE, (0, 0, 0, 1)),
         (ProposalSource.NGRAM, Lookup.LATE, (0, 0, 0, 1)),
     ],
