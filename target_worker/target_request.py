@@ -121,8 +121,8 @@ class TargetRequest:
     as long as `max_tokens` leaves room; None: nothing. `drafters` open each in-process drafter's session, which reads
     the text when it is first needed. `ended`: it reached an end token or `max_tokens` while autonomous.
     `awaits`: another request that reads the beginning of its prompt. `cached`: the number of its prompt's tokens that
-    came from the prompt cache. `offered`: it waits for a prefill worker, which may read its prompt. `listener` gets the
-    features for heads in other processes.
+    came from the prompt cache. `offered`: it waits for a prefill worker, which may read its prompt; `heard_ns`: when
+    its OPEN or the latest PROMPTKV came. `listener` gets the features for heads in other processes.
     """
 
     slot: CacheSlot
@@ -136,6 +136,7 @@ class TargetRequest:
     draft: InProcess | None = None
     max_tokens: int = 0
     opened_ns: int = 0
+    heard_ns: int = 0
     halting: bool = False
     ended: bool = False
     is_closed: bool = False
@@ -198,6 +199,8 @@ class TargetRequest:
     @property
     def waits_since_ns(self) -> float:
         """The time since which it waits for a message; infinity while it has work."""
+        if self.unread and self.offered:
+            return self.heard_ns
         if self.has_next or self.unread:
             return math.inf
         return self.answers[-1].work.ended_ns

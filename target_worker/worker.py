@@ -302,7 +302,8 @@ class TargetWorker(WorkerLoop[TargetRequest]):
             lambda: self._constraint(message),
             listener.on_features if listener is not None else None,
         )
-        running = TargetRequest(slot, message, sessions, opened_ns=clock.now(), listener=listener)
+        now_ns = clock.now()
+        running = TargetRequest(slot, message, sessions, opened_ns=now_ns, heard_ns=now_ns, listener=listener)
         running.on_verify(first_verify(message))
         others = tuple(self._running.values())
         self._running[message.request] = running
@@ -317,6 +318,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
 
     def _import_kv(self, running: TargetRequest, message: PromptKv) -> None:
         if self._kv_import is not None and running.epoch == message.epoch and running.offered:
+            running.heard_ns = clock.now()
             self._kv_import.take(running, message)
             for progress in _progress_messages([running]):
                 self._link.send(progress)
@@ -364,6 +366,8 @@ class TargetWorker(WorkerLoop[TargetRequest]):
             self._drop_stale(message)
             return
         running.offered = False  # a repeated VERIFY ends the wait for a prefill worker
+        if running.awaits is not None and clock.now() - running.awaits.reader.heard_ns > clock.OUTCOME_TIMEOUT_NS:
+            running.awaits.reader.offered = False  # its own VERIFY or CLOSE must have been lost
         if not running.answers or (running.has_next and not running.autonomous):
             return  # a repeated message, or the round is under way
         if message.base_len != len(running.slot.tokens) or message.round != running.round + 1:

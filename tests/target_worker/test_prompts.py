@@ -15,11 +15,12 @@ from msgspec.structs import replace
 
 from outrider.engine.kv_cache import FlatKVCache
 from outrider.engine.loading import LoadedModel, load
+from outrider.protocol import clock
 from outrider.protocol.messages import CacheReport, Close, Coupled, Fault, KvMemory, Open, Outcome, Prefilled, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import CacheUse
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, Idle, answered
+from tests.system.links import FakeLink, Idle, VirtualClock, answered
 
 Bonus = Callable[[Sequence[int]], int]
 ROOM = KvMemory(1 << 26)
@@ -177,6 +178,35 @@ def test_request_behind_one_that_is_read_elsewhere_leaves_the_worker_idle(model:
         with pytest.raises(Idle):
             for _ in range(20):
                 worker.turn()
+
+
+def test_lost_close_of_a_request_that_is_read_elsewhere_stalls_no_other(
+    model: LoadedModel, bonus: Bonus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing more comes about it, so the request that waits for it asks it to read itself; then it is closed."""
+    virtual = VirtualClock()
+    monkeypatch.setattr(clock, "now", virtual)
+    worker_under_test = WorkerUnderTest(model, ROOM)
+    for name in ("lost", "waits"):
+        worker_under_test.exchange(replace(asked(name, SYSTEM), offered=True))
+    worker_under_test.exchange(Verify("waits", 0, 0, len(SYSTEM)))  # at once: the first one may still be read
+    assert not worker_under_test.told(Outcome)
+    virtual.skip(clock.OUTCOME_TIMEOUT_NS)
+    worker_under_test.exchange(Verify("waits", 0, 0, len(SYSTEM)))
+    assert worker_under_test.told(Outcome)["waits"].bonus == bonus(SYSTEM)
+    assert worker_under_test.cached["waits"] == len(SYSTEM) - 1
+
+
+def test_request_that_waits_for_a_prefill_worker_is_closed_after_long_silence(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    virtual = VirtualClock()
+    monkeypatch.setattr(clock, "now", virtual)
+    worker_under_test = WorkerUnderTest(model, ROOM)
+    worker_under_test.exchange(replace(asked("lost", SYSTEM), offered=True))
+    virtual.skip(clock.IDLE_REQUEST_TIMEOUT_NS)
+    worker_under_test.exchange(asked("next", SYSTEM[::-1]))
+    assert list(worker_under_test.worker._running) == ["next"]
 
 
 def test_rest_of_a_prompt_that_waited_for_a_prefix_is_offered_to_prefill_workers(
