@@ -59,7 +59,7 @@ class FleetHead:
                 f"the head at {address} refuses this host's token; expected a copy of the head's own token file"
             ) from None
         except RpcError:
-            raise EndpointError(f"no fleet's head answers at {address}; {EXPECTED_ADDRESS}") from None
+            raise EndpointError(f"no head of a fleet answers at {address}; {EXPECTED_ADDRESS}") from None
 
     def check_versions(self) -> None:
         """Raises VersionMismatch if this host's versions differ from the head's, as far as these are known."""
@@ -127,4 +127,4 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_SECONDS).close()
     except OSError as error:
         why = error.strerror or str(error) or "it does not answer"
-        raise EndpointError(f"no fleet's head is at {address} ({why}); {EXPECTED_ADDRESS}") from None
+        raise EndpointError(f"there is no head of a fleet at {address} ({why}); {EXPECTED_ADDRESS}") from None

@@ -145,7 +145,7 @@ class FleetPlan:
                 " running servers"
             )
         if self.scale is not None and self.placed is None:
-            raise InvalidRequest("scale adds placed engines, but there is no placed; expected both, or no scale")
+            raise InvalidRequest("scale adds placed engines, but placed is missing; expected both, or no scale")
         for one in self.attached:
             try:
                 parse_reachable(one)
@@ -253,7 +253,7 @@ def _ingress_plan(found: object) -> IngressPlan:
             raise
         raise InvalidRequest(
             f"ingress.host {http['host']} is reachable from other machines and needs an API key; expected"
-            " ingress.api_keys, ingress.api_key_file or OUTRIDER_API_KEY, or a host of loopback such as 127.0.0.1"
+            " ingress.api_keys, ingress.api_key_file or OUTRIDER_API_KEY, or a loopback host such as 127.0.0.1"
         ) from None
 
 
@@ -268,7 +268,7 @@ def _section_keys(name: str, found: object, known: tuple[str, ...]) -> dict[str,
     if found is None:
         return {}
     if not isinstance(found, Mapping):
-        raise InvalidRequest(f"{name} is {shorten(found)}; expected keys and values, of {', '.join(known)}")
+        raise InvalidRequest(f"{name} is {shorten(found)}; expected keys and values; the keys are {', '.join(known)}")
     for key in found:
         if key not in known:
             close = get_close_matches(str(key), known, n=1)

@@ -109,7 +109,7 @@ class HttpSettings:
     )
     max_streams_per_key: int | None = count(
         None, 1, 1_000_000, HTTP,
-        help="answers at a time for each API key, or client address if no key is sent (default: no limit)",
+        help="the most answers at a time for each API key, or client address if no key is sent (default: no limit)",
     )  # fmt: skip
     tool_fallback: bool = switch(
         True, HTTP,

@@ -115,19 +115,21 @@ class ServeSettings:
     draft_backend: str = _enum("mlx", DRAFT_BACKENDS, MODELS, "NAME", help=f"the drafter: {', '.join(DRAFT_BACKENDS)}")
     head: tuple[str, ...] = setting(
         (), values.check_texts, MODELS, "ID|PATH",
-        help="a head that also drafts, in the target's process; mtp or early-exit: the model's own; repeatable",
+        help="an additional drafter: a head in the target's process (mtp, early-exit: the model's own); repeatable",
     )  # fmt: skip
     head_in: str = _enum("target", ("target", "draft-worker"), MODELS, help="the process that a head drafts in")
     drafters: int = count(1, 1, MAX_DRAFTERS, DRAFTING, help="draft processes, which share the outcomes")
     draft_prefill: str = setting(
         "auto", values.check_text, DRAFTING, "auto|mlx|coreml|PACKAGE",
-        help="the backend for prefill of an MLX drafter",
+        help="what reads prompts for a drafter on MLX",
     )  # fmt: skip
     draft_device: str = _enum(
         "auto", ("auto", "cpu"), DRAFTING, help="the device of draft workers on MLX; auto: the target's"
     )
     colocate: bool = switch(False, DRAFTING, help="draft in the target's process")
-    fan_out: str = _enum("best-first", ("best-first", "geometric", "uniform"), DRAFTING, help="how outcomes are chosen")
+    fan_out: str = _enum(
+        "best-first", ("best-first", "geometric", "uniform"), DRAFTING, help="how the outcomes to prepare are chosen"
+    )
     branch_depth: str = _enum("auto", ("auto", "full"), DRAFTING, help="full: wait until branches have K tokens")
     ngrams: bool = switch(True, DRAFTING, help="do not draft with n-grams")
     ngram_table: str | None = setting(
@@ -135,14 +137,14 @@ class ServeSettings:
         help="a table of n-grams that the model often generates (default: the one that comes with --model)",
     )  # fmt: skip
     trees: bool = switch(
-        False, DRAFTING, help="verify drafts of several drafters as one tree, if the target can and it is faster"
+        False, DRAFTING, help="verify drafts of several drafters as one tree, if the target can do so and it is faster"
     )
     threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products, at most one per core")
     cpu_kernels: str = _enum(
         "auto", CPU_KERNEL_CHOICES, WORKERS,
         help="the kernels on a CPU; auto: ONNX Runtime, or MLX for models that it does not support",
     )  # fmt: skip
-    pin_cores: bool = switch(True, WORKERS, help="do not pin target and drafter to a core each (two cores)")
+    pin_cores: bool = switch(True, WORKERS, help="on two cores, do not pin target and drafter to one each")
     shards: int = count(1, 1, 64, WORKERS, help="ranks of the target on this machine")
     prefill_workers: int = count(0, 0, MAX_DRAFTERS, WORKERS, help="processes that read long prompts")
     prefill_from: int | None = count(
@@ -162,7 +164,7 @@ class ServeSettings:
         None, values.check_size, MEMORY, "SIZE",
         help="memory for keys and values in all workers, such as 2GB (default: half of what the weights leave free)",
     )  # fmt: skip
-    prompt_cache: bool = switch(True, MEMORY, help="read every prompt in full")
+    prompt_cache: bool = switch(True, MEMORY, help="read every prompt in full, reusing no earlier one")
     memory: bool = switch(True, MEMORY, help="neither load nor save what mode auto has learned")
     keys: Path | None = _path(LOGS, "FOLDER", help="the folder of your keys (default: ~/.config/outrider/keys)")  # noqa: RUF009
     trace: Path | None = _path(LOGS, help="write a timeline for chrome://tracing or Perfetto")  # noqa: RUF009

@@ -381,7 +381,7 @@ def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT
         try:
             connect(socket, endpoint, keys)
             if not monitor.poll(int(1000 * seconds)):
-                raise EndpointError(f"nothing answers at {endpoint} for {seconds:g} s; expected a running server there")
+                raise EndpointError(f"no answer from {endpoint} within {seconds:g} s; expected a running server there")
             event = recv_monitor_message(monitor)["event"]
         finally:
             socket.disable_monitor()
@@ -389,7 +389,7 @@ def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT
     if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
         known = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         if not known and not _is_greeted(parse_endpoint(endpoint)):
-            raise EndpointError(f"{endpoint} closes connections unanswered; expected a running server there")
+            raise EndpointError(f"{endpoint} closes connections without an answer; expected a running server there")
         raise _handshake_error(endpoint, keys, known)
 
 

@@ -49,7 +49,7 @@ def join_text(content: str | Sequence[ContentPart] | None, where: str, readable:
     texts = []
     for part in content:
         if part.type not in readable:
-            raise Refused(f"{where}: a part of type {part.type[:40]!r} can't be read here; only text can", where)
+            raise Refused(f"{where}: parts of type {part.type[:40]!r} are not supported; expected text", where)
         if part.text is None:
             raise Refused(f"{where}: a part of type {part.type!r} has no text; expected its text as 'text'", where)
         texts.append(part.text)

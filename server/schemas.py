@@ -278,7 +278,7 @@ class TokenOrigin(ApiResponse):
 
     text: str
     origin: str = Field(
-        description="target, prepared, drafted (on request), head (drafted by one, on request), copied (n-grams) or"
+        description="target, prepared, drafted (on request), head (drafted by a head), copied (n-grams) or"
         " guessed (an alternative to a drafted token)"
     )
 
@@ -308,13 +308,13 @@ class Round(ApiResponse):
     """A verify of a chain of `drafted` tokens, of which `accepted` were accepted; `tokens` became final."""
 
     round: int
-    lookup: str = Field(description="lookup of the outcome before: hit, grown, late, miss; none: no lookup")
+    lookup: str = Field(description="lookup of the previous outcome: hit, grown, late, miss; none: no lookup")
     source: str = Field(description="where the chain came from: cache, drafter, head, ngram, none")
     drafted: int
     accepted: int
     tokens: int
     verify: Work
-    decided: Work | None = Field(description="the decision: from the outcome before to the next proposal")
+    decided: Work | None = Field(description="the decision: from the previous outcome to the next proposal")
     drafting: list[Drafting]
 
 

@@ -78,13 +78,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--depths", metavar="K,K,...", help=depths)
     length = "tokens to generate in each run (default: 128)"
     group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help=length)
-    peers = "engines to compare with: llama.cpp,mlx-lm or one of these, or none (default: all that are installed)"
+    peers = "engines to compare with: llama.cpp,mlx-lm, one of the two, or none (default: all that are installed)"
     group.add_argument("--peers", metavar="NAME,NAME", help=peers)
     group.add_argument("--both-cores", action="store_true", help="add a table of AR, SD and mlx-lm with both cores")
     results = "folder for bench.json and bench.png (default: out)"
     group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help=results)
     concurrent = parser.add_argument_group("bench of concurrent requests")
-    many = "numbers of concurrent requests, like 1,2,4,8,16 (default: one request at a time, with all K)"
+    many = "numbers of concurrent requests, like 1,2,4,8,16 (default: one request at a time, at each K)"
     concurrent.add_argument("--concurrency", metavar="N,N,...", help=many)
     concurrent.add_argument("--modes", metavar="M,M,...", help="modes to run (default: ar,sd,ssd,auto)")
     concurrent.add_argument("--each", type=int, metavar="N", help="consecutive requests per client (default: 1)")

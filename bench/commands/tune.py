@@ -91,9 +91,9 @@ def measure_prefill(settings: dict[str, Any], target: ModelFiles, show: Callable
         if worker >= MAX_PREFILL_TIME_RATIO * own:
             break
         least = length
-    verdict = "never" if least == NEVER_PREFILL else f"for prompts of at least {least} tokens"
+    verdict = "for no prompt" if least == NEVER_PREFILL else f"for prompts of at least {least} tokens"
     medians = "  ".join(f"{length}: {worker:.0f}, target {own:.0f} ms" for length, own, worker in rows)
-    return least, f"a prefill worker pays: {verdict} ({medians})"
+    return least, f"a prefill worker is worth it {verdict} ({medians})"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -43,9 +43,8 @@ log = logging.getLogger(__name__)
 _MAX_REREAD_TOKENS = 16  # cached tokens that the target reads again, so that the head can continue its own prefix
 
 UNTRAINED_PREFIX_NOTE = (
-    "this head was not trained for blocks whose first tokens are known (dflash_config's loss_type variable_prefix), as"
-    " those of outcomes are, so its branches are accepted less often than its chains; expected one that was, or head_in"
-    " target"
+    "this head was not trained for blocks that begin with known tokens (loss_type variable_prefix in dflash_config), so"
+    " its branches, which do, are accepted less often than its chains; use a head that was, or head_in target"
 )
 
 
@@ -140,8 +139,8 @@ def make_for_draft_worker(
     if isinstance(head, BlockHead):
         if head.link is not None and head.link.is_recurrent:
             raise CannotDraft(
-                f"this {backend} head's memory starts with each block, so it can't continue from an outcome inside one;"
-                " use head_in target"
+                f"the state of this {backend} head starts anew with each block, so it can't continue from an outcome"
+                " inside one; use head_in target"
             )
         note = "" if head.sees_prefixes else UNTRAINED_PREFIX_NOTE
     return HeadDrafter(head, vocab_size, note, cpu, backend=backend, features=features)

@@ -265,7 +265,7 @@ def _load_best_exit(target: LoadedModel, count: int) -> ExitDrafter:
         raise CannotDraft(f"the target has {count} layer, so early exit is not possible")
     gains = {layers: best_speedup(agreement, layers / count) for layers, agreement in shares.items()}
     layers = max(gains, key=gains.__getitem__)
-    note = f"drafting by the first {layers} of {count} layers, which agree with all on {shares[layers]:.0%} of a trial"
+    note = f"drafting with the first {layers} of {count} layers: {shares[layers]:.0%} of a trial text's tokens agree"
     if gains[layers] < 1:
         note += ": few drafts will be accepted; use a model trained for early exit (LayerSkip), or an adapter"
         log.warning("%s", note)
@@ -289,8 +289,8 @@ def _load_adapted_exit(folder: Path, target: LoadedModel, count: int) -> ExitDra
         raise CannotDraft(
             f"{name}: {other}, and never agrees with this one; expected an adapter trained for this target"
         )
-    by = f"{exit.exit_layer} of {count} layers and an adapter"
-    note = f"drafting by {by}, which agree on {agreement:.0%} of a trial text"
+    used = f"{exit.exit_layer} of {count} layers and an adapter"
+    note = f"drafting with {used}: {agreement:.0%} of a trial text's tokens agree"
     if other:
         note += f"; {other}"
     if agreement < _MIN_AGREEMENT:

@@ -398,7 +398,7 @@ def open_forward(model: nn.Module, model_type: str, folder: Path) -> OrtForward 
     if not is_enabled():
         return None
     if model_type not in SUPPORTED_MODEL_TYPES:
-        log.info("MLX computes this %s model: ONNX Runtime serves %s", model_type, ", ".join(SUPPORTED_MODEL_TYPES))
+        log.info("MLX computes this %s model: ONNX Runtime supports %s", model_type, ", ".join(SUPPORTED_MODEL_TYPES))
         return None
     try:
         with wrap_model_errors("ONNX Runtime's forwards", logging.INFO):

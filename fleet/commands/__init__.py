@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         return cli.run(f"outrider fleet {name}", partial(_module, name), arguments[1:])
     parser = Parser(
         prog="outrider fleet",
-        description="Many engines on many hosts behind one address.",
+        description="Runs engines on several hosts behind one address.",
         epilog=cli.format_commands(COMMANDS) + "\n" + STEPS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -21,13 +21,13 @@ from outrider.fleet.host import (
 )
 from outrider.orchestrator.cli.terminal import Screen, say
 
-PLATFORM_NOTE = "Note: Ray supports several hosts on Linux only; Macs are better attached (`outrider fleet unit`)."
+PLATFORM_NOTE = "Note: Ray supports several hosts on Linux only; attach Macs instead (`outrider fleet unit`)."
 
 RESTART_NOTE = "The previous fleet restarts by itself: see `outrider fleet status` (`outrider fleet down` discards it)."
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    where = "this host's address for other hosts, in a network that you trust (default: 127.0.0.1, no other can join)"
+    where = "this host's address for other hosts, in a network that you trust (default: 127.0.0.1: none can join)"
     parser.add_argument("--ip", default="127.0.0.1", help=where)
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, metavar="N", help=f"port (default: {DEFAULT_PORT})")
     add_folder_flag(parser)

@@ -19,7 +19,7 @@ WAIT_SECONDS = 600
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="a fleet.yaml (see docs/fleet.md)")
     parser.add_argument("--check", action="store_true", help="check the file and describe it, but start nothing")
-    late = f"seconds to wait for all engines, which may also start later (default: {WAIT_SECONDS})"
+    late = f"seconds to wait until all engines run; slower ones still start (default: {WAIT_SECONDS})"
     parser.add_argument("--wait", type=int, default=WAIT_SECONDS, metavar="SECONDS", help=late)
     add_folder_flag(parser)
 

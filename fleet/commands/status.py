@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         )
     )
     if not found.state:
-        say("No fleet runs on them; `outrider fleet run fleet.yaml` starts one.")
+        say("No fleet runs on these hosts; `outrider fleet run fleet.yaml` starts one.")
         return 0
     engines = [
         (e.kind, e.endpoint, str(e.running), str(e.waiting), str(e.finished), str(e.tokens), e.drafters)

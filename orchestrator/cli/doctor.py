@@ -34,9 +34,9 @@ GIBIBYTE = 2**30
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    drafting = "the draft model to time (default: the default model's, if that has been pulled; else the embedded one)"
+    drafting = "the draft model to time (default: the default model's; in a clone without that model, the tiny one)"
     parser.add_argument("--draft-model", metavar="ID|PATH", help=drafting)
-    parser.add_argument("--model", metavar="ID|PATH", help="the target of the heads (default: the embedded one)")
+    parser.add_argument("--model", metavar="ID|PATH", help="the target of the heads (default: the tiny one of a clone)")
     head = "show the kind of this head, and whether it fits the target; repeatable (default: none)"
     parser.add_argument("--head", action="append", default=[], metavar="ID|PATH", help=head)
     trial = "convert the draft model and try Core ML, which can take minutes"

@@ -105,7 +105,7 @@ def add_sampling_flags(
     for name, neutral in (("repetition", "1"), ("presence", "0"), ("frequency", "0")):
         penalty = f"penalty for tokens already in the text, {PENALTIES[name]} (default: {neutral}, none)"
         add(f"--{name}-penalty", type=float, metavar="X", help=penalty)
-        add(f"--{name}-context-size", type=int, metavar="N", help="apply it to the latest N tokens")
+        add(f"--{name}-context-size", type=int, metavar="N", help=f"the latest tokens that the {name} penalty looks at")
     add("--logit-bias", metavar="JSON", help='biases added to logits, by token id, like {"11": -5.0}')
     add("--stop", action="append", metavar="TEXT", help="end the text before TEXT; repeatable")
     add("--ignore-eos", action="store_true", default=None, help="continue past the model's end-of-text token")

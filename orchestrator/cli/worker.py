@@ -1,5 +1,5 @@
-"""Runs one worker in the foreground: a draft or prefill worker joins a running server, and a target worker one that
-was started with --await-target, as one of several ranks if mlx.launch starts it.
+"""Runs one worker in the foreground. A draft or prefill worker joins a running server. A target worker joins a server
+that was started with --await-target; if mlx.launch starts it, it is one of several ranks (--shard).
 
 A drafter on another machine needs only the draft model, and a key that the server allows (docs/security.md).
 """

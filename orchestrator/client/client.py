@@ -100,7 +100,7 @@ class Patience:
         self._asked += 1  # counted, not timed: a suspended process sends no queries, and misses no answers
         if (self._asked - 1) * self.poll_ms > 1000 * self.seconds:
             raise EndpointError(
-                f"nothing answers at {self.endpoint} for {self.seconds:g} s; expected a running `outrider serve`"
+                f"no answer from {self.endpoint} within {self.seconds:g} s; expected a running `outrider serve`"
             )
         return StatsQuery(f"s{os.urandom(8).hex()}", about)
 

@@ -389,7 +389,7 @@ class WorkerRegistry:
         if hello.role == "prefill" and (why := self._prefill_refusal(hello)) is not None:
             return why
         if hello.role == "draft" and not self._drafters_may_join:
-            return "the target of this cluster drafts for itself; start it without colocate for drafters to join"
+            return "the target of this cluster drafts itself; start it without colocate so that drafters can join"
         if len(hello.name) > MAX_NAME_LENGTH or not hello.name.isprintable():
             return (
                 f"the name {hello.name[:MAX_NAME_LENGTH]!r} is not a valid name; expected at most"

@@ -240,7 +240,7 @@ class Admission:
                 notes += (f"max_tokens was reduced from {sampling.max_tokens} to {room}, because {what} would be full",)
                 sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
         if self.draft_context is not None and prompt_tokens + sampling.max_tokens > self.draft_context:
-            notes += (f"the draft model's context ends at {self.draft_context} tokens: no drafting after that",)
+            notes += (f"the draft model's context ends at {self.draft_context} tokens; drafting stops there",)
         if sampling.is_residual and self._settings.draft_backend not in SAMPLING_BACKENDS:
             backend = self._settings.draft_backend
             notes += (f"the {backend} drafter does not sample: its tokens are verified as if they had probability 1",)

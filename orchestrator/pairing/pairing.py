@@ -51,7 +51,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     draft = _find_default_draft(settings, model) if settings.draft_model is None else settings.draft_model
     if draft is None and settings.needs_draft_model:
         if settings.colocate or settings.draft_backend == "coreml":
-            raise ModelError(f"no draft model comes with {model}; expected --draft-model with --colocate or coreml")
+            raise ModelError(f"no draft model comes with {model}; expected --draft-model for colocate or coreml")
         settings = replace(settings, draft_backend="ngram" if settings.ngrams else "none")
         if settings.ngrams and not settings.head and model not in PULLED_MODELS:
             note = "there is no draft model (--draft-model), so drafts come only from n-grams of the text"
@@ -121,7 +121,8 @@ def _find_ngram_table(settings: ServeSettings, model: str, target: ModelFiles) -
     greatest = NgramTable.load(path).max_token
     if target.vocab_size is not None and greatest >= target.vocab_size:
         raise ModelError(
-            f"{path} has token {greatest}, but {target.name} has only {target.vocab_size}; make one from its texts"
+            f"{path} has token {greatest}, but {target.name} has only {target.vocab_size} tokens;"
+            " expected a table that was made for it"
         )
     return str(Path(path).resolve())
 
@@ -130,7 +131,7 @@ def _find_embedded_head(kind: str) -> str:
     shipped = embedded_heads()
     if kind not in shipped:
         raise ModelError(
-            f"no {kind} head comes with the embedded target; expected --draft-backend {' or '.join(shipped) or 'mlx'},"
+            f"no {kind} head comes with the tiny target; expected --draft-backend {' or '.join(shipped) or 'mlx'},"
             " or --model and, unless the head is in its folder, --draft-model"
         )
     return shipped[kind]

@@ -122,7 +122,7 @@ class ConversationRequest(ApiRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
-    enable_thinking: bool | None = Field(None, description="DashScope's place for this entry of chat_template_kwargs")
+    enable_thinking: bool | None = Field(None, description="DashScope's field for this entry of chat_template_kwargs")
 
 
 class ChatRequest(ConversationRequest, Sampling):

@@ -131,7 +131,7 @@ class ResponsesRequest(OpenAIGeneration):
     background: Annotated[bool | None, unsupported("responses can't run in the background; leave it out")] = None
     prompt: Annotated[Any, unsupported("prompts are not stored; send instructions and input")] = None
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="inputs are never truncated: one that is too long is rejected, with auto too"
+        None, description="inputs are never truncated; one that is too long is refused, also with auto"
     )
     max_tool_calls: Annotated[int | None, unsupported("tools are called by the client; leave it out")] = None
     # Ignored as well.
@@ -455,7 +455,7 @@ def _convert_items(items: list[Item]) -> list[dict[str, Any]]:
             case "message":
                 raise Refused(f"{where}: the message has no role; expected user, assistant, system or developer", where)
             case other:
-                raise Refused(f"{where}: an item of type {other[:40]!r} can't be read here", where)
+                raise Refused(f"{where}: items of type {other[:40]!r} are not supported", where)
     return [m for m in messages if m["role"] != "assistant" or m["content"] or m.get("tool_calls")]
 
 

@@ -16,6 +16,18 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 
 
+@pytest.fixture(scope="module")
+def source() -> str:
+    """The code of the project, and the paths of its files, from which tests have their names."""
+    folders = (
+        path
+        for path in ROOT.iterdir()
+        if path.is_dir() and path.name not in ("outrider", "docs") and path.name[0] != "."
+    )
+    files = [file for folder in folders for file in folder.rglob("*.py") if "node_modules" not in file.parts]
+    return "\n".join(f"{file.relative_to(ROOT)}\n{file.read_text()}" for file in files)
+
+
 def anchors(document: Path) -> list[str]:
     """What GitHub calls the headings of a document, in order."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL), re.MULTILINE)
@@ -35,6 +47,20 @@ def test_every_link_resolves(document: Path) -> None:
         there = (document.parent / path).resolve() if path else document
         assert there.exists(), f"{link}: there is no {there.relative_to(ROOT)}"
         assert not anchor or anchor in anchors(there), f"{link}: {there.relative_to(ROOT)} has no such heading"
+
+
+NOT_HISTORY = [path for path in DOCUMENTS if "log" not in str(path.relative_to(ROOT)).lower()]
+
+
+@pytest.mark.parametrize("document", NOT_HISTORY, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_constants_tests_and_modules_exist(document: Path, source: str) -> None:
+    """A name with `...` is the beginning of one. The log and the changelog may name what was removed later."""
+    text = document.read_text()
+    names = re.findall(r"`(?!OTEL_)([A-Z]+_[A-Z_]+|test_[a-z_]+)(?:\.\.\.)?`", text)
+    assert [name for name in names if not re.search(rf"\b{name}", source)] == []
+    for module in re.findall(r"python -m (?:outrider\.)?((?:tools|tests|drafters|models)\b[\w.]*)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").exists(), f"there is no module {module}"
 
 
 @pytest.mark.parametrize("document", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda path: path.stem)

@@ -209,5 +209,5 @@ def test_head_not_trained_for_known_prefixes_has_a_note(tmp_path: Path) -> None:
 
 
 def test_recurrent_markov_head_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CannotDraft, match="memory starts with each block"):
+    with pytest.raises(CannotDraft, match="starts anew with each block"):
         make_for_draft_worker(head_of(write(tmp_path, "SpecForge, rnn")), "dflash", V)

@@ -86,7 +86,7 @@ def test_a_host_with_another_token_does_not_join(folder: Path, address: str) -> 
 
 def test_an_address_without_a_head_is_refused(call: Callable[..., Result]) -> None:
     code, err = call("join", "localhost:1")
-    assert code == 4 and "no fleet's head is at localhost:1" in err and "expected the address that" in err
+    assert code == 4 and "there is no head of a fleet at localhost:1" in err and "expected the address that" in err
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_resources_are_converted_to_rays_names():
         ({"placed": {"replicas": 1}, "scale": {}}, "scale replaces placed.replicas"),
         ({"placed": {}, "scale": {"min": 3, "max": 2}}, "scale: min is 3 and max 2"),
         ({"placed": {}, "scale": {"upscale_delay_s": -1}}, "scale: upscale_delay_s is -1; expected a number from 0"),
-        ({**ONE, "scale": {}}, "scale adds placed engines, but there is no placed"),
+        ({**ONE, "scale": {}}, "scale adds placed engines, but placed is missing"),
         ({"attached": "tcp://a:1"}, "attached is 'tcp://a:1'; expected a list of strings"),
         ({"attached": ["tcp://a"]}, "attached: 'tcp://a' has no port"),
         ({"attached": ["tcp://a:0"]}, "attached: tcp://a:0 is an address to listen on, not to connect to"),

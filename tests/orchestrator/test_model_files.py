@@ -142,7 +142,7 @@ def test_head_kind_without_a_model_uses_the_embedded_target(kind):
 
 
 def test_head_kind_without_an_embedded_head_is_refused():
-    with pytest.raises(ModelError, match="no redrafter head comes with the embedded target; expected --draft-backend"):
+    with pytest.raises(ModelError, match="no redrafter head comes with the tiny target; expected --draft-backend"):
         choose_pair(ServeSettings(draft_backend="redrafter"))
     assert choose_pair(ServeSettings(head=("early-exit",))).settings.head == ("early-exit",)
 

@@ -171,7 +171,7 @@ def test_first_layer_of_a_target_with_empty_layers_drafts_perfectly(tmp_path: Pa
     """At a temperature too, for the noise is the target's; an adapter's rows are used, so a wild one spoils it."""
     markov = markov_llama(tmp_path / "markov")
     own = drafter(markov)
-    assert own.head.exit_layer == 1 and "agree with all on 100%" in own.note  # type: ignore[attr-defined]
+    assert own.head.exit_layer == 1 and "100% of a trial text's tokens agree" in own.note  # type: ignore[attr-defined]
     assert accepted(run(markov, own, temp, 4)) > 2.5
     exit: Any = own.head
     exit.adapter = ExitAdapter(AdapterConfig(1, 8, H, VOCAB_SIZE, LAYERS))
