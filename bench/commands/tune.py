@@ -216,7 +216,7 @@ def _describe_limit(found: ArmCosts, best: MeasuredArm) -> str:
     hidden = "drafting is hidden" if tree <= best.verify_ms else f"drafting takes {tree:.1f} ms"
     return (
         f"{tokens}, hit rate {best.summary.hit_rate or 0.0:.0%}; verify while drafting {best.verify_ms:.1f} ms,"
-        f" {found.slowdown(best):.2f} times that alone; {hidden}"
+        f" {found.slowdown(best):.2f} times as long as alone; {hidden}"
     )
 
 

@@ -220,7 +220,7 @@ def find_ignored_fields(payload: ApiRequest) -> list[str]:
     names = [name[:_MAX_NAME] for name, value in given.items() if value not in (None, _NEUTRAL_VALUES.get(name))]
     for name in names:
         if name in _OTHER_SERVERS_FIELDS or name in _fields_of_all_paths():
-            raise Refused(f"{name}: this path has no such field, and without it the answer would differ", name)
+            raise Refused(f"{name}: this path does not support it, and ignoring it would change the answer", name)
         near = get_close_matches(name, _effective_fields(type(payload)), 1, _MIN_SIMILARITY)
         if near:
             raise Refused(f"{name}: no such field is known here; did you mean {near[0]}?", name)

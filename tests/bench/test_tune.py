@@ -163,7 +163,7 @@ def test_ssd_is_recommended_when_rows_are_cheap_and_drafts_accepted() -> None:
 def test_printed_lines_show_the_costs_that_limit_each_mode() -> None:
     found = measured(Machine(slower=1.2))
     ssd, sd, plain = (tune._format_arm(found, found.of(mode)[0]) for mode in ("ssd", "sd", "ar"))
-    assert "hit rate 100%" in ssd and "1.20 times that alone" in ssd and "drafting is hidden" in ssd
+    assert "hit rate 100%" in ssd and "1.20 times as long as alone" in ssd and "drafting is hidden" in ssd
     assert "3.00 tokens per round; verify 11.7 + draft 4.5 ms" in sd
     assert "100.0 tok/s   one token per forward of 10.0 ms" in plain
 
