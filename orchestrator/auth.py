@@ -1,7 +1,7 @@
 """Decides which peers may connect, and which client a request comes from.
 
-`CurveAuth` admits the keys on the allow-list of the server's keyring, which it reads again when it changes, except for
-those that were refused since. ZeroMQ calls it at each handshake, on a thread of its own. Knows nothing of messages.
+`CurveAuth` admits the keys on the allow-list of the server's keyring, except for keys that were refused since. It reads
+the list again when the file changes. ZeroMQ calls it at each handshake, on its own thread. Knows nothing of messages.
 
 `new_client_id` returns the common prefix of the routing ids of one client, which has a socket for each request.
 """

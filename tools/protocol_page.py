@@ -85,13 +85,13 @@ any message. The target keeps its last two `Outcome`s and answers a repeated `Ve
 fill sends `Resync`, and the orchestrator answers with `Open` and the committed tokens.
 
 **When a message is lost.** ZeroMQ keeps the order of a link, repeats nothing, and loses messages only together with
-their connection. The protocol needs less: messages of a request may be lost, late, duplicated or out of order, and the
-request still ends with the same text as long as some messages arrive.
+their connection. The protocol does not rely on that: messages of a request may be lost, late, duplicated or out of
+order, and the request still ends with the same text as long as some messages arrive.
 
 - *No outcome arrives.* After {OUTCOME_TIMEOUT_NS // SECOND_NS} s without a sign of progress from the target, the
   orchestrator sends `Verify` of the current round again, also where that round began with `Open`, and `Halt` if that
   was sent. The target answers with the outcome it kept, and sends nothing while it reads or verifies. If it does not
-  know the request, or is further ahead than it remembers, it sends `Resync`, and a new epoch begins.
+  know the request, or no longer has that outcome, it sends `Resync`, and a new epoch begins.
 - *No message of a drafter arrives.* Waits for drafters are bounded; then the target continues alone. The drafter
   detects what it missed from `base_len` of the next `Commit`.
 - *No `Close` arrives.* When a request is opened, a worker closes each request that has no work left and of

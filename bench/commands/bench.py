@@ -1,7 +1,7 @@
 """Compares AR, SD, SSD and auto with other engines on the same weights and prompts, in interleaved runs.
 
-By default each class of prompts has a table, at the settings that are best for it. `--suite` runs chat prompts of all
-classes at settings that are chosen once, as for a real server, and measures the footprint afterwards.
+By default it prints a table for each class of prompts, at the settings that are best for the class. `--suite` runs chat
+prompts of all classes at settings that are chosen once, as for a real server, and then measures memory and latency.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures how far drafting overlaps with verifying: times each alone and both together, and draws real rounds."""
+"""Measures how far drafting overlaps with verifying: times each alone and both together, and draws rounds."""
 
 from __future__ import annotations
 

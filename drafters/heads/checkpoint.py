@@ -1,4 +1,4 @@
-"""Reads a head's config.json and tensors, and loads them into a module. Every failure is one sentence.
+"""Reads a head's config.json and tensors, and loads them into a module. Each failure raises CannotDraft.
 
 Only the module of a kind of head knows its tensors and their names.
 """

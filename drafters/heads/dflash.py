@@ -7,7 +7,7 @@ layer below, so they are written once.
 
 `build` accepts the published formats: z-lab's DFlash and DFlash2, DeepSpec's and SpecForge's DSpark, speculators'. It
 converts their conventions: layers are the target's outputs counted from 0, tokens are the target's, and the depth of a
-block is the number of tokens that it drafts. If a head can't be used, the reason is one sentence.
+block is the number of tokens that it drafts. It raises CannotDraft if a head can't be used.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ One module serves the official, SpecForge's and speculators' heads; their differ
 begins, and which norms there are. Weights have speculators' names.
 
 `build` accepts EAGLE-3 and P-EAGLE heads in SafeAI's, SpecForge's and speculators' formats. It converts their
-conventions: layers are the target's outputs counted from 0, tokens are the target's. If a head can't be used, the
-reason is one sentence.
+conventions: layers are the target's outputs counted from 0, tokens are the target's. It raises CannotDraft if a
+head can't be used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Early exit: drafts by the target's own first layers, its final norm and its output layer.
+"""Early exit: drafts with the target's own first layers, its final norm and its output layer.
 
 LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models whose early rows predict tokens in this way. For other
 models an *adapter*, a normed low-rank map that is added to the row, is trained with a frozen target.
 
-`load` creates a target's early exit, from its layers alone or with an adapter from a folder; if there is none, the
-reason is one sentence. `measure_agreements` measures how often its first layers predict a text of its own.
+`load` creates a target's early exit, from its layers alone or with an adapter from a folder; it raises CannotDraft if
+there is none. `measure_agreements` measures how often its first layers predict a text of its own.
 `ExitDrafter` drafts in the target's own KV cache: the verify overwrites the rows that it wrote.
 """
 

@@ -5,7 +5,7 @@ in which order), `MtpFamily` the names of their tensors. A family's layer is mlx
 repository's tensors if mlx-lm has one.
 
 `read_head` loads the heads that mlx-lm leaves out of a target, from the original repository or a copy of their tensors.
-If there is none that can be used, the reason is one sentence.
+It raises CannotDraft if none can be used.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ It reads only the newest pair of a text and keeps none, so its whole input is th
 the same for a chain, and the state, which each token advances. Weights and fields of the config have the names of
 Apple's checkpoints.
 
-`build` accepts ReDrafters in the format of Apple's trainers. If one can't be used, the reason is one sentence.
+`build` accepts ReDrafters in the format of Apple's trainers. It raises CannotDraft if one can't be used.
 """
 
 from __future__ import annotations

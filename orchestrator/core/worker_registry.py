@@ -13,13 +13,13 @@ as it expects; one that loads does not answer yet, and may take ten times as lon
 
 `Restarts` decides when a worker that died is restarted. The wait doubles with each death in a row, up to a minute; a
 worker that has worked for a request since its start, or was ready for a while, begins a new row. The target is given up
-after some deaths in a row, so that the operator notices; any worker is, after as many loads with the same error.
+after some deaths in a row, so that the operator notices; another worker only after as many loads with the same error.
 
 `WorkerRegistry` holds the workers by name and routing id. The orchestrator assigns names, each to one process. A
 worker's routing id is its incarnation, which the orchestrator draws for workers that it spawns, and a drafter that
 joins draws itself. A living worker's name can't be taken over: ZeroMQ leaves a routing id with its holder, on other
-machines with the holder's key, and a name stays with its incarnation. It decides which workers may join and stay, by
-key, description and vocabulary. Knows nothing of sockets or requests.
+machines with the holder's key, and a name stays with its incarnation. Key, description and vocabulary decide which
+workers may join and stay. Knows nothing of sockets or requests.
 """
 
 from __future__ import annotations
