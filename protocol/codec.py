@@ -40,7 +40,7 @@ MESSAGES: dict[str, type[Message]] = {
 for _cls in MESSAGES.values():
     # msgspec inspects a class on its first use; another thread that uses it at the same time crashes the process.
     msgspec.msgpack.Decoder(_cls)
-_DECODE_ERRORS = (ValueError, RecursionError)  # msgpack's errors and msgspec's are ValueErrors
+_DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)  # msgpack's errors are ValueErrors
 
 
 def _write_array(frames: list[Buffer], value: object) -> tuple[str, tuple[int, ...]]:
