@@ -1,4 +1,4 @@
-"""Measures how far drafting overlaps with verifying: times each alone and both together, and draws rounds."""
+"""Times drafting and verifying, each alone and both together, and draws a picture of real rounds."""
 
 from __future__ import annotations
 

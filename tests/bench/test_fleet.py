@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 
 from outrider.bench.timing import Latency
+from outrider.orchestrator.settings import MAX_DRAFTERS
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
 from tools.fleet import service
@@ -73,6 +74,13 @@ def test_simulation_repeats_with_its_seed_and_differs_with_another(real: bool) -
     traffic = [replace(TRAFFIC, seconds=3.0, seed=seed) for seed in (0, 0, 1)]
     one, again, other = (Simulation(FLEET, own, real).run(2.0).sums for own in traffic)
     assert one == again != other
+
+
+def test_rounds_of_an_engine_run_with_more_drafters_than_a_server_starts() -> None:
+    """The default is ten; a server starts up to eight, and the others join."""
+    fleet = replace(FLEET, drafters=Fleet((MACHINE,)).drafters)
+    assert fleet.drafters > MAX_DRAFTERS
+    assert Simulation(fleet, replace(TRAFFIC, seconds=1.0), True).run(2.0).sums
 
 
 def test_flow_simulation_agrees_with_the_real_rounds() -> None:

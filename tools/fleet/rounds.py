@@ -7,6 +7,7 @@ from typing import Protocol
 
 from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
+from outrider.orchestrator.settings import MAX_DRAFTERS
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Failed
 from outrider.protocol.sampling import SamplingParams
@@ -40,7 +41,8 @@ class RealRounds:
         self, world: World, fleet: Fleet, profile: Profile, on_tokens: OnTokens, on_complete: Callable[[Job], None],
         memory: Sequence[Tuning] = (),
     ) -> None:  # fmt: skip
-        settings = round_settings(fleet.depth, fleet.branches, ngrams=False, drafters=fleet.drafters)
+        started = min(fleet.drafters, MAX_DRAFTERS)  # others join
+        settings = round_settings(fleet.depth, fleet.branches, ngrams=False, drafters=started)
         self._engine = VirtualEngine(world, hardware(fleet, profile), settings, self._on_event, memory=memory)
         self._mode, self._on_tokens, self._on_complete = fleet.mode, on_tokens, on_complete
         self._jobs: dict[str, Job] = {}
