@@ -78,5 +78,5 @@ clean_up() {
 trap clean_up EXIT
 say "image: $(buildah images --format '{{.Size}}' "$image")"
 case "$mlx" in cuda*) exit 0 ;; esac
-container="$(buildah from --ulimit nofile=8192:8192 "$image")" # what buildah gives by itself is too few
+container="$(buildah from --ulimit nofile=8192:8192 "$image")" # buildah's default is too low
 unshare --net --pid --fork --mount-proc "${BASH_SOURCE[0]}" --inside "$container"

@@ -43,7 +43,7 @@ build() {
     local found
     found="$(find_python)" || fail "Python 3.11 to 3.14 is needed"
     "$found" -m venv "$folder/tools" && "$folder/tools/bin/python" -m pip install --quiet build mypy
-    # What git knows, links as links: what else lies in the checkout (an old build/) must not go along.
+    # Only files that git tracks, and links as links: other files, such as an old build/, must not be packed.
     mkdir "$folder/tree"
     (cd "$root" && git ls-files -z | tar cf - --null -T -) | tar xf - -C "$folder/tree"
     "$folder/tools/bin/python" -m build --outdir "$folder/dist" "$folder/tree"

@@ -66,7 +66,7 @@ set_up() {
                 "once, or use a copy of your own"
         fi
         exec 9>"$root/.venv.lock"
-        if command -v flock >/dev/null 2>&1; then flock 9; fi # of two first starts one installs, and the other waits
+        if command -v flock >/dev/null 2>&1; then flock 9; fi # if two first starts run at once, one waits
         is_installed || install_all "$1"
         exec 9>&-
     fi

@@ -64,7 +64,7 @@ generate() {
     done
 }
 
-# A model's directory; an id's is in the cache, where it is downloaded to if it is missing.
+# folder_of MODEL: prints its directory. A model given by its id is downloaded into the cache if it is missing.
 folder_of() {
     "$python" -P -c 'import sys; from outrider.orchestrator.pairing.model_files import find_model
 print(find_model(sys.argv[1]).folder)' "$1"

@@ -5,10 +5,11 @@ set -euo pipefail
 
 set_up test
 cd "$root"
-preload_openblas # models that a test computes with in its own process cost a third; a thread each, for tests have the cores
+# Models in a test's own process are three times as fast with OpenBLAS. Tests run in parallel, so one thread is enough.
+preload_openblas
 export OPENBLAS_NUM_THREADS=1
-unset PYTHONDONTWRITEBYTECODE # tests start some hundred processes: each would compile all that it imports
-if [ "$#" -eq 0 ]; then # all of them: a file at a time, in the order of tests/conftest.py; one more than cores, for some wait
+unset PYTHONDONTWRITEBYTECODE # else each of the tests' many processes would compile all its imports
+if [ "$#" -eq 0 ]; then # one process more than cores, since some tests wait; tests/conftest.py sets the order
     set -- -n "$(($(getconf _NPROCESSORS_ONLN) + 1))" --dist loadfile --no-loadscope-reorder
 fi
 exec "$python" -m pytest "$@"
