@@ -127,9 +127,7 @@ class ServeSettings:
         "auto", ("auto", "cpu"), DRAFTING, help="the device of draft workers on MLX; auto: the target's"
     )
     colocate: bool = switch(False, DRAFTING, help="draft in the target's process")
-    fan_out: str = _enum(
-        "best-first", ("best-first", "geometric", "uniform"), DRAFTING, help="how the outcomes to prepare are chosen"
-    )
+    fan_out: str = _enum("best-first", ("best-first", "geometric", "uniform"), DRAFTING, help="the outcomes to prepare")
     branch_depth: str = _enum("auto", ("auto", "full"), DRAFTING, help="full: wait until branches have K tokens")
     ngrams: bool = switch(True, DRAFTING, help="do not draft with n-grams")
     ngram_table: str | None = setting(

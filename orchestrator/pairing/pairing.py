@@ -121,8 +121,7 @@ def _find_ngram_table(settings: ServeSettings, model: str, target: ModelFiles) -
     greatest = NgramTable.load(path).max_token
     if target.vocab_size is not None and greatest >= target.vocab_size:
         raise ModelError(
-            f"{path} has token {greatest}, but {target.name} has only {target.vocab_size} tokens;"
-            " expected a table that was made for it"
+            f"{path} has token {greatest}, but {target.name} has only {target.vocab_size}; expected a table made for it"
         )
     return str(Path(path).resolve())
 
