@@ -44,3 +44,15 @@ def test_every_token_origin_has_a_label_a_colour_and_a_counter() -> None:
         assert f'data-count="{origin}"' in texts["index.html"]
         assert f"--{origin}: light-dark(#" in texts["style.css"]
         assert origin in ORIGINS
+
+
+def test_number_fields_of_the_page_have_the_limits_of_the_api(pair: RunningServer) -> None:
+    """A larger number than the API takes would be refused only after it was sent."""
+    page = httpx.get(pair.url).text
+    schemas = httpx.get(f"{pair.url}/openapi.json").json()["components"]["schemas"]
+    fields = schemas["ChatRequest"]["properties"] | schemas["Speculation"]["properties"]
+    found = re.findall(r'name="(\w+)" type="number" min="(\d+)" max="(\d+)"', page)
+    assert {"temperature", "top_p", "max_tokens", "num_draft_tokens", "branches"} <= {name for name, _, _ in found}
+    for name, low, high in found:
+        (number,) = (kind for kind in fields[name].get("anyOf", [fields[name]]) if kind.get("type") != "null")
+        assert number["minimum"] <= int(low) and int(high) <= number["maximum"], name
