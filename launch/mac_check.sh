@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs all checks of the Core ML drafter that need a Mac, and writes one report. Run it once and send the report.
 #
-#   launch/mac_check.sh                                   the embedded pair, about fifteen minutes
+#   launch/mac_check.sh                                   the tiny pair, about fifteen minutes
 #   launch/mac_check.sh --model T --draft-model D         also a real pair, such as
 #       --model mlx-community/Qwen2.5-7B-Instruct-4bit --draft-model mlx-community/Qwen2.5-0.5B-Instruct-bf16
 #   --report FILE (mac-report.md)   --predictions N (1000)   --quick (20 predictions, few tokens)
@@ -93,6 +93,6 @@ step "SD, CoreML drafter" generate sd coreml
 step "SSD, MLX drafter" generate ssd mlx
 step "SSD, CoreML drafter" generate ssd coreml
 step "SSD, MLX drafter, prompts read by Core ML" generate ssd mlx --draft-prefill coreml
-[ -n "$real_pair" ] || printf '\nOnly the embedded pair was run; name a real one with --model and --draft-model.\n' >>"$report"
+[ -n "$real_pair" ] || printf '\nOnly the tiny pair was run; name a real one with --model and --draft-model.\n' >>"$report"
 rm -f "$report.stderr"
 say "the report is in $report"

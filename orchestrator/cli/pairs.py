@@ -17,9 +17,9 @@ from outrider.orchestrator.pairing.tokenizer import load_codec, token_texts, voc
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 KNOWN_PAIRS = (
-    ("Llama-3.3-70B-Instruct-4bit", 70.6, "Llama-3.2-1B-Instruct-4bit", 1.24, "of the paper's families"),
+    ("Llama-3.3-70B-Instruct-4bit", 70.6, "Llama-3.2-1B-Instruct-4bit", 1.24, "families of the SSD paper"),
     ("Meta-Llama-3.1-8B-Instruct-4bit", 8.03, "Llama-3.2-1B-Instruct-4bit", 1.24, "large draft model"),
-    ("Qwen3-32B-4bit", 32.8, "Qwen3-0.6B-4bit", 0.6, "of the paper's families"),
+    ("Qwen3-32B-4bit", 32.8, "Qwen3-0.6B-4bit", 0.6, "families of the SSD paper"),
     ("Qwen3-14B-4bit", 14.8, "Qwen3-0.6B-4bit", 0.6, ""),
     ("Qwen3-8B-4bit", 8.2, "Qwen3-0.6B-4bit", 0.6, ""),
     ("Qwen2.5-32B-Instruct-4bit", 32.8, "Qwen2.5-0.5B-Instruct-4bit", 0.49, ""),
@@ -84,8 +84,8 @@ def _format_pairs() -> str:
         "According to their publishers, each of these pairs shares a tokenizer;",
         "`outrider pairs TARGET DRAFT` compares the vocabularies of any two models.",
     ]
-    lines += ["", "to pull (outrider pull NAME, --model NAME):", *map(_format_pulled, PULLED_MODELS.values())]
+    lines += ["", "downloads by name (outrider pull NAME, --model NAME):", *map(_format_pulled, PULLED_MODELS.values())]
     if is_on_disk(TINY):
         target, draft = embedded_pair()
-        lines += ["", "embedded, a tiny pair for tests (--model tiny):", f"  {target}", f"  + {draft}"]
+        lines += ["", "for tests, in a clone (--model tiny):", f"  {target}", f"  + {draft}"]
     return "\n".join(lines)
