@@ -332,7 +332,9 @@ class Dialogue:
             case Progress(done=done, total=total) if self._progress is not None:
                 self._progress(done, total)
             case Done():
-                self._done, self.over = message, True
+                self.over = True
+                if not self.is_closed:  # it may come while the request is being cancelled
+                    self._done = message
             case Failed(kind=kind, message=sentence):
                 self.over = True
                 raise make_error(kind, sentence)
