@@ -230,8 +230,11 @@ def test_unsupported_python_is_a_one_line_error(copy, tmp_path, version):
 
 def test_scripts_take_the_python_versions_of_pyproject():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    versions = re.findall(r"3, (\d+)", (ROOT / "launch/environment.sh").read_text())
-    assert project["requires-python"] == ">=3.{},<3.{}".format(*versions[:2])
+    script = (ROOT / "launch/environment.sh").read_text()
+    low, high = re.findall(r"3, (\d+)", script)[:2]
+    assert project["requires-python"] == f">=3.{low},<3.{high}"
+    assert f"--python '>=3.{low},<3.14'" in script
+    assert any(one.startswith("coremltools") and "python_version < '3.14'" in one for one in project["dependencies"])
 
 
 def test_uv_is_used_when_available(copy, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +61,9 @@ def test_path_that_cannot_be_looked_up_raises_model_error(name, monkeypatch):
 
     if name.startswith("/proc"):
         monkeypatch.setattr(Path, "exists", forbidden)
-    with pytest.raises(ModelError, match=r"(can't be opened \(|no such path: ).*expected a name of `outrider pairs`"):
+    is_long_and_only_missing = sys.version_info >= (3, 14) and name.startswith("xxx")  # what `exists` says there
+    why = "no such path: " if is_long_and_only_missing else r"can't be opened \("
+    with pytest.raises(ModelError, match=rf"{why}.*expected a name of `outrider pairs`"):
         find_model(name)
 
 
