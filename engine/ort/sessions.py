@@ -90,6 +90,7 @@ class Sessions:
 
     @classmethod
     def _open_cached(cls, cached: CachedGraph, written: bool = False) -> Sessions:
+        cached.mark_used()
         cached.read_ahead(written)
         sessions = cls._open_all(cached.file)
         if not exact_biases.has_biases(cached.folder):
@@ -176,15 +177,17 @@ class CachedGraph:
                 if model.stat().st_mtime < time.time() - _MAX_UNUSED_SECONDS:
                     shutil.rmtree(model)
 
+    def mark_used(self) -> None:
+        """Keeps the graph from being removed as unused for the next 30 days."""
+        with suppress(OSError):
+            os.utime(self.folder.parent)
+
     def read_ahead(self, written: bool = False) -> None:
-        """Reads the weights into the system's page cache, whose pages become as large as what is read at a time, and
-        marks the graph as used.
+        """Reads the weights into the system's page cache, whose pages become as large as what is read at a time.
 
         ONNX Runtime writes and maps them in small pieces. Forwards that read small pages take a sixth longer, so what
         was just `written` is dropped from the page cache first.
         """
-        with suppress(OSError):
-            os.utime(self.folder.parent)
         with suppress(OSError), open(self.weights, "rb", buffering=0) as file:
             if written and sys.platform == "linux":
                 os.fsync(file.fileno())
