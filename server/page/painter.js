@@ -68,10 +68,17 @@ export class Painter {
     this.drawn = this.drawn.slice(-GROWING);
   }
 
+  /** Returns the blocks after `from`; those of a plain text are its lines, because a growing block is laid out anew. */
   #divide(from) {
     const text = this.text.slice(from);
-    const plain = { kind: "paragraph", start: from, level: 0, runs: [{ start: from, end: this.text.length, kind: "" }] };
-    return this.formatted && text ? blocksOf(text, from) : [plain];
+    if (this.formatted && text) return blocksOf(text, from);
+    const lines = text.match(/[^\n]*\n|[^\n]+$/g) ?? [""];
+    let end = from;
+    return lines.map((line) => {
+      const start = end;
+      end += line.length;
+      return { kind: "paragraph", start, level: 0, runs: [{ start, end, kind: "" }] };
+    });
   }
 
   /** Divides a block's runs after `from` among its tokens; `isLast`: those at the end of the text belong to it. */

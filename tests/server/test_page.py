@@ -314,8 +314,8 @@ def test_growing_text_has_the_elements_of_the_whole_text(visit: Open) -> None:
     differing = """async () => {
         const { Painter } = await import("./page/painter.js");
         const parts = ["#", " ", "a", "\\n", "\\n\\n", "*", "**", "`", "```", "- ", "1. ", "b c", "> ", "|", "---", ""];
-        const draw = (groups) => {
-            const painter = new Painter(document.createElement("div"), true);
+        const draw = (groups, formatted) => {
+            const painter = new Painter(document.createElement("div"), formatted);
             for (const group of groups) painter.add(group);
             return painter.place;
         };
@@ -325,13 +325,28 @@ def test_growing_text_has_the_elements_of_the_whole_text(visit: Open) -> None:
                 return { text: parts[seed % parts.length], origin: "target" };
             });
             const text = tokens.map((token) => token.text).join("");
-            const [whole, grown] = [draw([tokens]), draw(tokens.map((token) => [token]))];
+            const formatted = round % 4 > 0;
+            const [whole, grown] = [[tokens], tokens.map((token) => [token])].map((groups) => draw(groups, formatted));
             if (whole.innerHTML !== grown.innerHTML || grown.textContent !== text) return text;
             if (grown.querySelectorAll(".token").length !== tokens.length) return text;
         }
         return null;
     }"""
     assert visit().evaluate(differing) is None
+
+
+def test_lines_of_a_plain_text_are_laid_out_one_by_one(visit: Open) -> None:
+    """A long text of one block would be laid out as a whole whenever it grows."""
+    page, text = visit(), "def f():\n\n    return 1\n" * 50 + "end"
+    body = stream_of(re.findall(r"(?s).{1,4}", text))
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.get_by_role("button", name="Generate").click()
+    wait_until_done(page)
+    shown = page.locator(".lane .text")
+    assert shown.text_content() == text and shown.locator("> *").count() == len(text.splitlines())
+    heights = shown.locator("> *").evaluate_all("nodes => nodes.map(node => node.offsetHeight)")
+    assert len(set(heights)) == 1  # an empty line, too
+    assert shown.evaluate("node => (getSelection().selectAllChildren(node), String(getSelection()))") == text
 
 
 def test_reasoning_is_folded_once_the_answer_begins(visit: Open, chat: RunningServer) -> None:
