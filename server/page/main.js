@@ -13,6 +13,7 @@ const WORDS = {
 const DEFAULT_TOKENS = Object.values(WORDS).map(({ tokens }) => String(tokens));
 const CHECK_AGAIN_MS = 2000;
 const SCROLL_KEYS = ["ArrowUp", "ArrowDown", "PageUp", "PageDown", "Home", "End", " "];
+const BELOW_END = 48; // points that stay visible below a growing text
 const NEEDS_KEY = "needs an API key";
 const PHONE = matchMedia("(max-width: 56rem)");
 const find = (selector) => document.querySelector(selector);
@@ -172,8 +173,10 @@ function follow(lane) {
   let reached = scrollY;
   isScrolling = false;
   return () => {
-    if (!lane.end || isScrolling || scrollY < reached || lane.end.getBoundingClientRect().top < 0) return;
-    lane.end.scrollIntoView({ block: "nearest" });
+    const end = lane.end?.getBoundingClientRect();
+    if (!end || isScrolling || scrollY < reached || end.top < 0) return;
+    const edge = PHONE.matches ? find(".talking .composer")?.getBoundingClientRect().top : innerHeight;
+    scrollBy(0, Math.max(end.bottom + BELOW_END - (edge ?? innerHeight), 0)); // scrollIntoView scrolls code sideways, too
     reached = scrollY;
   };
 }

@@ -256,7 +256,7 @@ def test_events_that_arrive_together_are_drawn_together(visit: Open, chat: Runni
     events = [{"choices": [one]}] * 1000 + [{"choices": [], "outrider": {"seed": 1, "mode": "ar", "notes": []}}]
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
-    page.evaluate("drawn = 0; Element.prototype.scrollIntoView = () => drawn++")
+    page.evaluate("drawn = 0; scrollBy = () => drawn++")
     page.get_by_role("button", name="Send").click()
     wait_until_done(page)
     assert count_colours(page.locator(".lane")) == Counter(target=1000)
@@ -499,6 +499,18 @@ def test_text_does_not_pull_back_a_reader_who_scrolls_by_keyboard(visit: Open, c
         assert page.evaluate("scrollY") == 0
         page.get_by_role("button", name="Stop").click()
         wait_until_done(page, "Stopped.")
+
+
+def test_long_lines_of_code_stay_at_their_beginning(visit: Open, chat: RunningServer) -> None:
+    page = visit(chat.url, viewport={"width": 390, "height": 700})
+    body = stream_of(["```\n", *[f"{'wide ' * 60}\n"] * 50, "wide " * 60])
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.get_by_role("button", name="Send").click()
+    wait_until_done(page)
+    code = page.locator(".lane pre")
+    assert code.evaluate("node => [node.scrollLeft, node.scrollWidth > node.clientWidth]") == [0, True]
+    bottom = code.evaluate("node => node.getBoundingClientRect().bottom")
+    assert 0 < bottom < page.locator(".composer").bounding_box()["y"]  # the text's end is visible
 
 
 def test_right_to_left_text_is_written_from_the_right(visit: Open, chat: RunningServer) -> None:
