@@ -43,10 +43,10 @@ export class Lane {
     } finally {
       this.#showWaiting("");
       this.#show(grown);
+      this.painter.close(this.text);
+      this.timeline.draw();
+      if (navigator.clipboard) this.#offerCopy();
     }
-    this.painter.close(this.text);
-    this.timeline.draw();
-    if (navigator.clipboard) this.#offerCopy();
   }
 
   /** The element of the latest token. */

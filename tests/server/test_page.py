@@ -239,6 +239,15 @@ def test_failed_stream_leaves_the_reason_and_no_progress(visit: Open) -> None:
     assert not page.locator(".lane .waiting").is_visible()
 
 
+def test_text_that_is_incomplete_can_be_copied(visit: Open) -> None:
+    page, whole = visit(), stream_of(["half a", " text"])
+    body = whole.removesuffix("data: [DONE]\n\n")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.get_by_role("button", name="Generate").click()
+    page.get_by_role("alert").filter(has_text="The answer is incomplete").wait_for()
+    assert page.get_by_role("button", name="Copy").is_visible()
+
+
 def test_failure_of_the_page_itself_cancels_the_request(visit: Open, chat: RunningServer) -> None:
     page = visit(chat.url)
     endless(page)
