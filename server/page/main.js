@@ -191,7 +191,7 @@ async function runRace(body, signal) {
 function body() {
   const number = (name) => (form[name].value === "" ? {} : { [name]: Number(form[name].value) });
   return {
-    messages: [...talk, { role: "user", content: form.prompt.value }],
+    messages: [...(isChat() ? talk : []), { role: "user", content: form.prompt.value }],
     ...number("temperature"),
     ...number("top_p"),
     ...number("max_tokens"),

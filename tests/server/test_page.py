@@ -377,13 +377,19 @@ def test_reasoning_is_folded_once_the_answer_begins(visit: Open, chat: RunningSe
 def test_page_follows_a_server_that_has_another_model(visit: Open, chat: RunningServer) -> None:
     page = visit(chat.url)
     models = {"data": [{"id": "another", "object": "model", "chat_template": False}]}
+    generate(page)
     page.route("**/v1/models", lambda route: route.fulfill(json=models))
     page.route("**/v1/chat/completions", lambda route: route.abort(), times=1)
+    page.get_by_label("Message").fill("Hello")
     page.get_by_label("Max tokens").fill("77")
     page.get_by_role("button", name="Send").click()
     page.get_by_role("button", name="Generate").wait_for()
     assert page.locator("#model").inner_text() == "another" and page.get_by_label("Prompt").input_value()
     assert page.get_by_label("Max tokens").input_value() == "77"  # the user's own
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.get_by_role("button", name="Generate").click()
+    assert len(asked.value.post_data_json["messages"]) == 1  # it has no conversations
+    wait_until_done(page)
     page.complaints.clear()
 
 
