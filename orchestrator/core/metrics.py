@@ -174,7 +174,8 @@ class RequestMetrics:
         """
         entry, outcome, proposal = self._entry(ended.number), ended.outcome, ended.proposal
         entry.after = len(self._recent[ended.number - 1].nodes) if ended.number - 1 in self._recent else 0
-        entry.proposal = replace(proposal, q=None) if proposal.q is not None else proposal  # q may hold a whole message
+        source = proposal.source if proposal.chain else ProposalSource.NONE  # also if a drafter here found nothing
+        entry.proposal = replace(proposal, source=source, q=None)  # q may hold a whole message
         entry.nodes, entry.kept, entry.ended_ns = ended.nodes, len(ended.kept), now_ns
         if self.first_ns and not ended.read:
             entry.verify_ns, entry.idle_ns = outcome.work.duration_ns, outcome.idle_ns
@@ -182,7 +183,7 @@ class RequestMetrics:
         return self._report(ended, entry) if self.reports else None
 
     def _report(self, ended: SettledRound, entry: RoundEntry) -> RoundRecord:
-        proposal, outcome = ended.proposal, ended.outcome
+        proposal, outcome = entry.proposal, ended.outcome
         drafting, self._drafting = self._drafting, []
         if outcome.drafted is not None:
             name, work = proposal.drafter or TARGET_DRAFTER_TRACK, self._relative(outcome.drafted.span)

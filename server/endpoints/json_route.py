@@ -221,8 +221,7 @@ def find_ignored_fields(payload: ApiRequest) -> list[str]:
     for name in names:
         if name in _OTHER_SERVERS_FIELDS or name in _fields_of_all_paths():
             raise Refused(f"{name}: this path does not support it, and ignoring it would change the answer", name)
-        near = get_close_matches(name, _effective_fields(type(payload)), 1, _MIN_SIMILARITY)
-        if near:
+        if near := get_close_matches(name, _effective_fields(type(payload)), 1, _MIN_SIMILARITY):
             raise Refused(f"{name}: no such field is known here; did you mean {near[0]}?", name)
     return names
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
+from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Branch, Branches, Drafted, DraftWork, InProcessDraft, Outcome, RoundRecord, Span
 from tests.orchestrator.rounds import settled
 
@@ -72,6 +73,16 @@ def test_in_process_chain_is_reported_as_draft_work() -> None:
     own = outcome(2, 1, Span(1_030, 1_060), drafted=InProcessDraft((4, 5), Span(1_010, 1_030)))
     found = report(metrics, 2, Proposal((4, 5), ProposalSource.DRAFTER, draft=2), own, 2)
     assert found.drafting == (DraftWork("target's drafter", 2, 2, 0, Span(10, 30)),) and found.decided is None
+
+
+def test_round_in_which_a_drafter_found_nothing_has_no_source() -> None:
+    metrics = RequestMetrics(BEGAN, reports=True)
+    looked = Proposal((), ProposalSource.NGRAM, autonomous=True, draft=8, drafter=NGRAM)
+    assert report(metrics, 1, looked, outcome(1, 0, Span(1_000, 1_050)), 1).source == "none"
+    assert metrics.timings(1, 1).ngram_chains == 0
+    copied = Proposal((4,), ProposalSource.NGRAM, autonomous=True, draft=8, drafter=NGRAM)
+    assert report(metrics, 2, copied, outcome(2, 1, Span(1_050, 1_100)), 2).source == "ngram"
+    assert metrics.timings(1, 3).ngram_chains == 1
 
 
 def test_tokens_past_the_end_do_not_count() -> None:
