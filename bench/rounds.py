@@ -64,7 +64,7 @@ def draw_rounds(records: Sequence[RoundRecord], title: str, first_round: int, ro
         colour, _ = SOURCES[chain_source(record)]
         _draw_bar(axes, 0, record.verify, origin_ns, colour, str(record.tokens))
     for work in drafting:
-        label = str(work.depth) if work.branches else "chain"
+        label = str(work.depth) if work.branches or not work.depth else "chain"
         _draw_bar(axes, tracks.index(work.drafter), work.work, origin_ns, _drafting_colour(work), label)
     end = Span(origin_ns, max(record.verify.ended_ns for record in chosen)).milliseconds
     busy = sum(record.verify.milliseconds for record in chosen) / end
@@ -85,7 +85,7 @@ def _draw_bar(axes: Axes, row: int, span: Span, origin_ns: int, colour: str, lab
 
 
 def _drafting_colour(work: DraftWork) -> str:
-    if not work.branches:
+    if work.depth and not work.branches:
         return CHAIN_COLOUR
     return DEPTH_COLOURS[min(max(work.depth - 1, 0), len(DEPTH_COLOURS) - 1)]
 

@@ -296,7 +296,7 @@ class Work(ApiResponse):
 
 
 class Drafting(Work):
-    """A drafter's work for `round`: `branches` became `depth` tokens deep; 0 branches: a chain on request."""
+    """A drafter's work for `round`: `branches` became `depth` tokens deep; 0: a chain on request, or nothing yet."""
 
     drafter: str
     round: int

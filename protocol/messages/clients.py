@@ -94,7 +94,7 @@ class Progress(RequestMessage, frozen=True):
 
 
 class DraftWork(Record, frozen=True):
-    """A drafter's work for `round`: `branches` are now `depth` tokens deep. 0 branches: a chain on request."""
+    """A drafter's work for `round`: `branches` are now `depth` deep. 0 branches: a chain on request, or nothing yet."""
 
     drafter: Name
     round: Serial

@@ -106,8 +106,10 @@ class Drawing {
   }
 
   #draft(work) {
-    const kind = work.branches ? "prepared ahead" : "drafted";
-    const what = work.branches ? `${work.branches} branches, ${work.depth} deep` : `a chain of ${work.depth}, on request`;
+    const isChain = work.depth && !work.branches;
+    const kind = isChain ? "drafted" : "prepared ahead";
+    const ahead = work.branches ? `${work.branches} branches, ${work.depth} deep` : "nothing drafted yet";
+    const what = isChain ? `a chain of ${work.depth}, on request` : ahead;
     this.#bar(this.rows.indexOf(work.drafter), work, kind, work.depth, `round ${work.round}: ${what}; ${ms(work.ms)}`);
   }
 
