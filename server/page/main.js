@@ -12,6 +12,7 @@ const WORDS = {
 };
 const DEFAULT_TOKENS = Object.values(WORDS).map(({ tokens }) => String(tokens));
 const CHECK_AGAIN_MS = 2000;
+const SCROLL_MS = 1000;
 const SCROLL_KEYS = ["ArrowUp", "ArrowDown", "PageUp", "PageDown", "Home", "End", " "];
 const BELOW_END = 48; // points that stay visible below a growing text
 const NEEDS_KEY = "needs an API key";
@@ -22,7 +23,7 @@ let running = null;
 let model = null; // as /v1/models describes it
 let talk = []; // the conversation so far, as messages
 let nextCheck = null; // the timer of the next check of the server
-let isScrolling = false; // the reader is scrolling, which scrolling by the page would interrupt
+let scrollsUntil = 0; // until then the reader may be scrolling, which scrolling by the page would interrupt
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
@@ -32,13 +33,14 @@ find("#race").addEventListener("click", () => form.reportValidity() && begin(run
 find("#stop").addEventListener("click", () => running?.abort());
 find("#api-key").addEventListener("input", (event) => keepKey(event.target.value));
 find("#api-key").addEventListener("change", checkServer);
-for (const kind of ["wheel", "touchmove"]) addEventListener(kind, () => (isScrolling = true), { passive: true });
-addEventListener("scrollend", () => (isScrolling = false));
+const beginScroll = () => (scrollsUntil = performance.now() + SCROLL_MS); // nothing may move, and then nothing ends
+for (const kind of ["wheel", "touchmove"]) addEventListener(kind, beginScroll, { passive: true });
+addEventListener("scrollend", () => (scrollsUntil = 0));
 const openSettings = (event) => (find(".settings").open ||= find(".settings").contains(event.target));
 form.addEventListener("invalid", openSettings, true); // a hidden field can't show its error
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
-  if (SCROLL_KEYS.includes(event.key) && !event.target.closest("textarea, input")) isScrolling = true;
+  if (SCROLL_KEYS.includes(event.key) && !event.target.closest("textarea, input")) beginScroll();
   if (event.key !== "Enter") return;
   const sends = isChat() && event.target === form.prompt && !event.shiftKey && !event.isComposing;
   if (sends) event.preventDefault();
@@ -171,10 +173,10 @@ function showConversing(is) {
 /** Keeps the end of a growing text visible, unless the reader has scrolled up or past it. */
 function follow(lane) {
   let reached = scrollY;
-  isScrolling = false;
+  scrollsUntil = 0;
   return () => {
     const end = lane.end?.getBoundingClientRect();
-    if (!end || isScrolling || scrollY < reached || end.top < 0) return;
+    if (!end || performance.now() < scrollsUntil || scrollY < reached || end.top < 0) return;
     const edge = PHONE.matches ? find(".talking .composer")?.getBoundingClientRect().top : innerHeight;
     scrollBy(0, Math.max(end.bottom + BELOW_END - (edge ?? innerHeight), 0)); // scrollIntoView scrolls code sideways, too
     reached = scrollY;

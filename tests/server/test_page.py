@@ -529,6 +529,23 @@ def test_text_does_not_pull_back_a_reader_who_scrolls_by_keyboard(visit: Open, c
         wait_until_done(page, "Stopped.")
 
 
+def test_wheel_that_scrolls_nothing_does_not_end_the_following(visit: Open, chat: RunningServer) -> None:
+    page = visit(chat.url, viewport={"width": 1280, "height": 900})
+    endless(page)
+    page.evaluate("addEventListener('wheel', () => (wheeled = true))")
+    with slowed(pid_of(chat.client, "target")):
+        page.get_by_role("button", name="Send").click()
+        page.locator(".lane .text .token").first.wait_for()
+        page.mouse.move(800, 200)
+        page.mouse.wheel(40, 0)
+        while not page.evaluate("window.wheeled"):
+            time.sleep(0.05)
+    while page.evaluate("document.querySelector('.lane .text').offsetHeight") < 2000 or page.evaluate("scrollY") == 0:
+        time.sleep(0.05)
+    page.keyboard.press("Escape")
+    wait_until_done(page, "Stopped.")
+
+
 def test_long_lines_of_code_stay_at_their_beginning(visit: Open, chat: RunningServer) -> None:
     page = visit(chat.url, viewport={"width": 390, "height": 700})
     body = stream_of(["```\n", *[f"{'wide ' * 60}\n"] * 50, "wide " * 60])
