@@ -517,7 +517,7 @@ def test_text_does_not_pull_back_a_reader_who_scrolls_by_keyboard(visit: Open, c
         page.get_by_role("button", name="Send").click()
         while page.evaluate("scrollY") < 100:
             time.sleep(0.05)
-        page.evaluate("document.activeElement.blur()")
+        page.mouse.click(800, 200)  # beside the form, which keys scroll if the focus is there
         page.keyboard.press("Home")
         while page.evaluate("scrollY"):
             time.sleep(0.05)
@@ -598,6 +598,17 @@ def test_nothing_is_cut_off_or_scrolls_sideways(visit: Open) -> None:
         page.set_viewport_size({"width": width, "height": 450})
         assert page.evaluate("document.documentElement.scrollWidth") == width
         assert beyond(page) == []
+
+
+def test_settings_can_be_reached_beside_a_long_text(visit: Open) -> None:
+    page = visit(viewport={"width": 1280, "height": 450})
+    fill(page)
+    page.get_by_role("button", name="Generate").click()
+    wait_until_done(page)
+    page.evaluate("scrollTo(0, 100)")
+    page.get_by_label("Branches").scroll_into_view_if_needed()
+    box = page.get_by_label("Branches").bounding_box()
+    assert box["y"] + box["height"] <= 450 and page.evaluate("scrollY") == 100
 
 
 def test_page_is_usable_by_keyboard_with_visible_focus(visit: Open) -> None:
