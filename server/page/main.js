@@ -110,6 +110,7 @@ async function begin(run) {
   setBusy(true);
   if (find("#lanes").getBoundingClientRect().top > innerHeight / 2) find("#lanes").scrollIntoView();
   try {
+    if (!model) await checkServer(); // after Enter in the key's field
     showStatus(await run(body(), running.signal));
   } catch (error) {
     running.abort(); // so that the server stops too

@@ -648,6 +648,22 @@ def test_axe_finds_no_violations_in_light_and_dark_mode(visit: Open) -> None:
 # --- keys ----------------------------------------------------------------------------------------------------------
 
 
+def test_first_message_after_the_key_belongs_to_a_conversation(visit: Open, chat: RunningServer) -> None:
+    """Enter in the key's field sends at once, before the page knows the model."""
+    page = visit(chat.url)
+    refusal = {"error": {"message": "no valid API key"}}
+    page.route("**/v1/models", lambda route: route.fulfill(status=401, json=refusal))
+    page.reload()
+    visiting.wait_until_ready(page, "needs an API key")
+    page.unroute("**/v1/models")
+    page.locator("#prompt").fill("Hello")
+    page.get_by_label("API key").fill("a-key")
+    page.get_by_label("API key").press("Enter")
+    wait_until_done(page)
+    assert page.locator(".turn").inner_text() == "Hello" and page.locator(".lane h2").inner_text() == "Answer"
+    page.complaints.clear()  # the browser's own word of the refusal
+
+
 def test_required_api_key_is_requested_and_kept_for_the_tab(visit: Open, guarded: str) -> None:
     page = visit(guarded, expected="needs an API key")
     fill(page, tokens=8)
