@@ -48,10 +48,6 @@ def chain_parents(count: int) -> tuple[int, ...]:
     return tuple(range(ROOT, count - 1))
 
 
-def is_chain(parents: Sequence[int]) -> bool:
-    return all(parent == node - 1 for node, parent in enumerate(parents))
-
-
 def node_depths(parents: Sequence[int]) -> list[int]:
     """Returns the depth of each node: the number of nodes between the text and it."""
     result: list[int] = []

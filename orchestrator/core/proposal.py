@@ -45,9 +45,9 @@ from outrider.protocol.trees import (
     ROOT,
     DraftTree,
     SparseQ,
+    chain_parents,
     common_prefix_length,
     first_branch,
-    is_chain,
     merge_trees,
     node_depths,
 )
@@ -377,7 +377,7 @@ def merge_into_tree(
     nodes = drafts.best(lambda rows: fixed + estimates.verify_ms(rows), worth)
     places = {node: place for place, node in enumerate(nodes)}
     parents = tuple(places.get(drafts.parents[node], ROOT) for node in nodes)
-    if is_chain(parents):
+    if parents == chain_parents(len(parents)):
         return None
     tokens, by = tuple(drafts.tokens[node] for node in nodes), tuple(drafts.by[node] for node in nodes)
     return replace(branch, chain=tokens, parents=parents, by=by)
