@@ -386,11 +386,6 @@ def _draft_with_one_drafter(requests: Sequence[TargetRequest]) -> None:
         request.set_proposal(draft, span)
 
 
-def first_verify(message: Open) -> Verify:
-    """Returns the VERIFY of an empty chain that OPEN implies."""
-    return Verify(request=message.request, epoch=message.epoch, round=message.round, base_len=len(message.tokens))
-
-
 def _draft_distribution(message: Verify) -> SparseQ | None:
     """Returns the distributions that the chain was drawn from; None: it is verified by equality."""
     match message.proposal:

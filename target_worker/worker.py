@@ -47,7 +47,6 @@ from outrider.target_worker.target_request import (
     FeatureListener,
     FeaturePublisher,
     TargetRequest,
-    first_verify,
 )
 
 log = logging.getLogger(__name__)
@@ -304,7 +303,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         )
         now_ns = clock.now()
         running = TargetRequest(slot, message, sessions, opened_ns=now_ns, heard_ns=now_ns, listener=listener)
-        running.on_verify(first_verify(message))
+        running.on_verify(Verify(message.request, message.epoch, message.round, len(tokens)))  # of an empty chain
         others = tuple(self._running.values())
         self._running[message.request] = running
         self._prefixes.open(running, others)
