@@ -111,7 +111,7 @@ class Proposer:
             draft=depth or request.plan.depth,
             drafter=drafter,
             min_prob=min_alternative_prob(self.estimates, request.takes_trees),
-            by=beside.origins(range(len(beside.chain)))[:-1],
+            by=beside.token_origins,
         )
 
     def _propose_ngrams(self) -> Proposal:
@@ -209,8 +209,8 @@ class Proposer:
     def _should_grow(self, request: Request, cached: CachedBranch, hit: Proposal, since_push_ms: float) -> bool:
         """Whether one more token of a branch, which is proposed as `hit`, is worth its wait, this long after the latest
         push. In full depth it always is. A branch that a copy continues does not wait."""
-        depth = len(cached.chain)
-        if Origin.COPIED in hit.by or not request.draft.can_grow(cached) or depth >= request.max_draft_tokens:
+        depth, origins = len(cached.chain), hit.token_origins
+        if Origin.COPIED in origins or not request.draft.can_grow(cached) or depth >= request.max_draft_tokens:
             return False
         return self.full_depth or should_wait_for_token(self.estimates, depth, since_push_ms, cached.odds)
 

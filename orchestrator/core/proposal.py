@@ -27,7 +27,6 @@ from itertools import accumulate
 from operator import mul
 
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import (
     Alternatives,
     Autonomous,
@@ -68,7 +67,11 @@ class ProposalSource(Enum):
     HEAD = "head"
 
 
-_ORIGIN_OF_SOURCE = {ProposalSource.CACHE: Origin.PREPARED, ProposalSource.HEAD: Origin.HEAD}
+_ORIGIN_OF_SOURCE = {
+    ProposalSource.CACHE: Origin.PREPARED,
+    ProposalSource.NGRAM: Origin.COPIED,
+    ProposalSource.HEAD: Origin.HEAD,
+}
 
 
 class Lookup(Enum):
@@ -99,7 +102,7 @@ class Lookup(Enum):
 class Proposal:
     """The tokens that the next round verifies after the last committed token.
 
-    They are a `drafter`'s or n-gram copies; `by` holds the origin of each token if they are not all the drafter's. `q`
+    They are a `drafter`'s or n-gram copies; `by` holds the origin of each token if they are not all of one source. `q`
     holds the distributions that the chain was drawn from, if any. With `parents` the tokens are a tree. With
     `autonomous` the target continues by itself after this round, plainly or with an in-process drafter. That drafter
     drafts `draft` tokens a round, and alternatives likelier than `min_prob`, or, if it copies n-grams, what is worth
@@ -129,9 +132,7 @@ class Proposal:
     @property
     def drafter_nodes(self) -> Sequence[int]:
         """The nodes of the drafter's chain."""
-        if not self.by:
-            return range(len(self.chain))
-        return [node for node, origin in enumerate(self.by) if origin is self.origin]
+        return [node for node, origin in enumerate(self.token_origins) if origin is self.origin is not Origin.COPIED]
 
     @property
     def depth(self) -> int:
@@ -158,8 +159,7 @@ class Proposal:
         own = outcome.drafted
         drafted = DraftTree(own.chain, own.parents) if own is not None else DraftTree()
         first = set(first_branch(drafted.parents)) if drafted.parents else range(len(drafted.tokens))
-        origin = Origin.COPIED if self.drafter == NGRAM else self.origin
-        by = tuple(origin if node in first else Origin.GUESSED for node in range(len(drafted.tokens)))
+        by = tuple(self.origin if node in first else Origin.GUESSED for node in range(len(drafted.tokens)))
         if not self.chain:
             return replace(self, chain=drafted.tokens, parents=drafted.parents, by=by)
         union = merge_trees(drafted, DraftTree(self.chain, self.parents), MAX_CHAIN)
@@ -169,13 +169,17 @@ class Proposal:
 
     @property
     def origin(self) -> Origin:
-        """The origin of its drafted tokens."""
+        """The origin of its source's tokens."""
         return _ORIGIN_OF_SOURCE.get(self.source, Origin.DRAFTED)
+
+    @property
+    def token_origins(self) -> tuple[Origin, ...]:
+        """The origin of each token."""
+        return self.by or (self.origin,) * len(self.chain)
 
     def origins(self, nodes: Sequence[int]) -> tuple[Origin, ...]:
         """Returns the origins of an outcome's tokens, given the accepted nodes."""
-        by = self.by or (self.origin,) * len(self.chain)
-        return (*(by[node] for node in nodes), Origin.TARGET)
+        return (*map(self.token_origins.__getitem__, nodes), Origin.TARGET)
 
     def after_wait(self, missed: bool) -> Proposal:
         """Returns the proposal after a wait for a drafter; `missed`: there was no branch when the outcome came."""
@@ -294,7 +298,7 @@ class CopyRound:
 
 def propose_copy(tokens: tuple[int, ...]) -> Proposal:
     """Returns the proposal of a copy alone; an empty one is an AR step."""
-    return Proposal(tokens, ProposalSource.NGRAM if tokens else ProposalSource.NONE, by=(Origin.COPIED,) * len(tokens))
+    return Proposal(tokens, ProposalSource.NGRAM if tokens else ProposalSource.NONE)
 
 
 def extend_by_copy(

@@ -31,7 +31,7 @@ from outrider.orchestrator.events import Admit
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Alternatives, Branches, Coupled, Drafted, Outcome
 from outrider.protocol.ngrams import NgramIndex
-from outrider.protocol.schema import Origin, clip
+from outrider.protocol.schema import clip
 from outrider.protocol.trees import SparseQ
 
 NO_RANKS = range(0)
@@ -248,8 +248,7 @@ class RoundState:
             return prepared
         if not verified.parents:
             return replace(propose_copy(verified.chain), lookup=Lookup.MISS)
-        by = (Origin.PREPARED,) * len(verified.parents)
-        return Proposal(verified.chain, ProposalSource.CACHE, Lookup.HIT, parents=verified.parents, by=by)
+        return Proposal(verified.chain, ProposalSource.CACHE, Lookup.HIT, parents=verified.parents)
 
 
 @dataclass(slots=True)

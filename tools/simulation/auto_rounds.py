@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import cast
 
@@ -345,8 +345,7 @@ class Server:
             return self._requested_chain(text, choice.wait_for, lookup)
         if choice.in_process:
             return self._own_chain(text, plan, choice.in_process, lookup)
-        tokens = propose_copy(tail.tokens)
-        return Step(Proposal(tokens.chain, tokens.source, lookup, by=tokens.by))
+        return Step(replace(propose_copy(tail.tokens), lookup=lookup))
 
     def _own_chain(self, text: Text, plan: Arm, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
         chain = text.chain(plan.drafter, depth)
