@@ -52,9 +52,9 @@ class NgramDraft:
         self._index.index_more(INDEX_PIECE_TOKENS)
         return self
 
-    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn:
+    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn[NgramDraft]:
         """Returns the turn of the draft that is `asked` for after the committed `tokens`; see `set_text`."""
-        return DraftTurn(self._drafter, self.set_text(tokens, asked.row_costs), asked.depth)
+        return DraftTurn(self._drafter.continuations, self.set_text(tokens, asked.row_costs), asked.depth)
 
     def close(self, spoilt: bool) -> None:
         """Does nothing: later texts could use nothing."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from outrider.drafters.drafter import Drafter, DrafterFault, TokenTree
 from outrider.drafters.fan_out import BranchRequest, Calibration, FanOut, divide_branches
@@ -297,12 +297,12 @@ class DraftBatcher:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftTurn:
-    """A request in the target's process that drafts up to `depth` tokens, in forwards that `batcher` shares: its
-    `work` is what `batcher.continuations` takes; None if it can't draft."""
+class DraftTurn(Generic[Value]):
+    """A request in the target's process that drafts up to `depth` tokens; `work` None: it can't draft. `draft` takes
+    the works and depths of all requests of one drafter, which share its forwards."""
 
-    batcher: Any
-    work: Any
+    draft: Callable[[Sequence[Value], Sequence[int]], Sequence[Continuation | OutriderError]]
+    work: Value | None
     depth: int
 
 

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
@@ -40,13 +41,13 @@ from outrider.protocol.stats import KvCost
 log = logging.getLogger(__name__)
 
 
-def propose(turns: Sequence[DraftTurn]) -> list[Continuation | OutriderError]:
+def propose(turns: Sequence[DraftTurn[Any]]) -> list[Continuation | OutriderError]:
     """Returns the chains of requests of one drafter, which share its forwards, or their errors.
 
     A chain ends where the draft model's context ends, and is empty from there on.
     """
     works = [(turn.work, turn.depth) for turn in turns if turn.work is not None]
-    chains = iter(turns[0].batcher.continuations([work for work, _ in works], [d for _, d in works]) if turns else [])
+    chains = iter(turns[0].draft([work for work, _ in works], [depth for _, depth in works]) if turns else ())
     return [Continuation() if turn.work is None else next(chains) for turn in turns]
 
 
@@ -62,7 +63,7 @@ class ModelDraftSession:
         constraint: Constraint | None = None,
     ) -> None:
         """Reads `tokens`; `progress(done, total)` may raise to end the reading."""
-        self._drafter, self._batcher = model.drafter, model.batcher
+        self._drafter, self._draft = model.drafter, model.batcher.continuations
         self._work: WorkAhead | None = None
         # No outcomes are prepared, so there are no tokens whose weight Saguaro's factor could lower.
         unscaled = replace(sampling, saguaro=1.0) if sampling.is_residual else sampling
@@ -74,7 +75,7 @@ class ModelDraftSession:
         except DrafterFault as error:
             log.warning("%s", error)
 
-    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn:
+    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn[WorkAhead]:
         """Prepares the draft that is `asked` for after the committed `tokens`, which extend those of the call before.
 
         Nothing is drafted once the text is longer than the draft model's context.
@@ -87,9 +88,9 @@ class ModelDraftSession:
             work = None
         if work is None or len(tokens) >= self._drafter.context_length:
             self.close(spoilt=False)
-            return DraftTurn(self._batcher, None, asked.depth)
+            return DraftTurn(self._draft, None, asked.depth)
         work.commit(new, BranchTask(None, asked.depth, min_prob=asked.min_prob))
-        return DraftTurn(self._batcher, work, asked.depth)
+        return DraftTurn(self._draft, work, asked.depth)
 
     def close(self, spoilt: bool) -> None:
         """Ends drafting; the text's state may serve later texts, unless a failure has `spoilt` it."""

@@ -14,6 +14,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -319,7 +320,7 @@ class TargetRequest:
         """True if the in-process drafter proposes the next round."""
         return self.draft is not None and (self.autonomous or self.asked is not None)
 
-    def turn(self) -> DraftTurn:
+    def turn(self) -> DraftTurn[Any]:
         """Returns the turn of its in-process drafter, whose session reads the text the first time."""
         if self.draft is None or self.drafter not in self.drafters:
             known = ", ".join(self.drafters) or "no draft"
@@ -369,7 +370,7 @@ def draft_together(requests: Sequence[TargetRequest]) -> None:
 def _draft_with_one_drafter(requests: Sequence[TargetRequest]) -> None:
     """The same for one drafter. While it reads a text, messages may close a request or ask for another draft."""
     started_ns = clock.now()
-    turns: list[tuple[TargetRequest, InProcess | None, DraftTurn]] = []
+    turns: list[tuple[TargetRequest, InProcess | None, DraftTurn[Any]]] = []
     for request in requests:
         if not request.needs_draft:
             continue

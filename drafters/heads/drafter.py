@@ -193,9 +193,9 @@ class HeadDraft:
         self._proposed, self._tokens, self._length, self._min_prob = None, tokens, len(tokens), min_prob
         return self
 
-    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn:
+    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn[HeadDraft]:
         """Returns the turn of the draft that is `asked` for after the committed `tokens`; see `set_text`."""
-        return DraftTurn(self._drafter, self.set_text(tokens, asked.min_prob), asked.depth)
+        return DraftTurn(self._drafter.continuations, self.set_text(tokens, asked.min_prob), asked.depth)
 
     @property
     def tree(self) -> HeadTree:

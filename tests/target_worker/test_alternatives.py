@@ -45,7 +45,7 @@ def test_tree_holds_the_chain_first_and_then_the_next_best_tokens(
     for least in (1.0, 0.01):
         part = part_of(own, SamplingParams(temp=0.8, seed=4))
         turn = part.turn(text, InProcess(3, min_prob=least))
-        found += turn.batcher.continuations([turn.work], [3])
+        found += turn.draft([turn.work], [3])
     plain, tree = found
     assert tree.line == plain.chain and plain.parents == ()
     assert tree.chain[:3] == plain.chain and tree.parents[:3] == (-1, 0, 1)
@@ -59,7 +59,7 @@ def test_accepted_alternative_is_learned(target: LoadedModel, monkeypatch: pytes
     own = drafter(token_head(target), target)
     part, text = part_of(own, SamplingParams()), [5, 6, 7, 8]
     turn = part.turn(text, InProcess(3, min_prob=0.001))
-    tree = turn.batcher.continuations([turn.work], [3])[0]
+    tree = turn.draft([turn.work], [3])[0]
     other = next(t for parent, t in zip(tree.parents[3:], tree.chain[3:], strict=True) if parent == 0)
     text += [tree.chain[0], other, 9]
     part.turn(text, InProcess(3, min_prob=0.001))
