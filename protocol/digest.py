@@ -85,8 +85,12 @@ def cache_folder() -> Path:
             return Path(named).expanduser().absolute()
         except RuntimeError as error:
             raise ModelError(f"{CACHE_VARIABLE} is {named}, which is not a folder: {error}") from None
+    return user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def user_folder(variable: str, default: str) -> Path:
+    """Returns `outrider` in the folder that `variable` names, or in `default` in the user's home; it need not exist."""
     try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return Path(os.environ.get(variable) or Path.home() / default) / "outrider"
     except RuntimeError:  # there is no home folder
-        home = Path(os.devnull)
-    return home / "outrider"
+        return Path(os.devnull) / "outrider"

@@ -21,7 +21,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from outrider.protocol.digest import replace_file
+from outrider.protocol.digest import replace_file, user_folder
 from outrider.protocol.errors import KeyFault
 
 KEY_BYTES = 32
@@ -108,8 +108,7 @@ class AllowedKey:
 
 def default_folder() -> Path:
     """Returns the default folder of a user's keys."""
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return home / "outrider" / "keys"
+    return user_folder("XDG_CONFIG_HOME", ".config") / "keys"
 
 
 def check_private(path: Path, mode: str, what: str = "key", flag: str = "--keys") -> None:
@@ -243,9 +242,9 @@ class Keyring:
             check_private(path, "600")
             check_private(self.folder, "700")
             lines = path.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            return
         except (OSError, UnicodeDecodeError) as error:
+            if isinstance(error, FileNotFoundError | NotADirectoryError) and not self.folder.is_file():
+                return
             raise KeyFault(f"{path} can't be read ({error}); expected a file of `outrider keys`") from None
         yield from filter(None, map(str.strip, lines))
 

@@ -32,6 +32,7 @@ from outrider.orchestrator.cli.generate import (
 from outrider.orchestrator.cli.terminal import Screen, can_erase, say
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, pluralize
 from outrider.orchestrator.pairing.detokenizer import TextStream
+from outrider.protocol.digest import user_folder
 from outrider.protocol.errors import InvalidRequest, OutriderError, PromptTooLong, ServerStopped
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
@@ -177,11 +178,10 @@ def _open_history() -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     try:
-        home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        path = Path(home) / "outrider" / "chat_history"
+        path = user_folder("XDG_STATE_HOME", ".local/state") / "chat_history"
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+    except OSError as error:
         say(f"Note: the history is not saved: {error}.")
         return InMemoryHistory()
     return FileHistory(path)

@@ -213,6 +213,19 @@ def test_default_key_folder_follows_xdg_config_home(monkeypatch: pytest.MonkeyPa
     assert default_folder() == Path.home() / ".config" / "outrider" / "keys"
 
 
+def test_user_without_a_home_folder_has_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert [find_client_keys(endpoint) for endpoint in ("ipc:///tmp/x", "tcp://127.0.0.1:5")] == [None, None]
+    with pytest.raises(KeyFault, match="no key of its server is trusted"):
+        find_client_keys(FAR)
+    with pytest.raises(KeyFault, match="expected a folder of your own"):
+        Keyring().make()
+
+
 def test_unwritable_key_folder_is_a_key_fault(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(KeyFault, match="can't be written"):
