@@ -59,7 +59,7 @@ class Span(Record, frozen=True):
 
     @property
     def milliseconds(self) -> float:
-        return (self.ended_ns - self.started_ns) / MILLISECOND_NS
+        return self.duration_ns / MILLISECOND_NS
 
 
 class RequestMessage(Message, frozen=True):
@@ -135,7 +135,7 @@ class Sparse(Record, frozen=True, tag=True):
 
 
 class InProcess(Record, frozen=True):
-    """A draft of `depth` tokens by the in-process drafter of this name (`abilities.InProcessDrafter`; "": the first).
+    """A draft of `depth` tokens by the in-process drafter of this name (`Abilities.drafters`; "": the first).
 
     It also drafts alternatives with a probability above `min_prob`; 1: none. N-grams are verified as far as they are
     worth `row_costs`.
