@@ -122,11 +122,11 @@ def _ancestor_mask(parents: tuple[int, ...]) -> Bools:
     return seen
 
 
+@dataclass(frozen=True, slots=True)
 class WindowMask:
     """A placeholder for the mask of layers with this window (None: all columns); `SegmentGroup` builds the mask."""
 
-    def __init__(self, window: int | None) -> None:
-        self.window = window
+    window: int | None
 
 
 class SegmentGroup:

@@ -233,7 +233,7 @@ class BoundSocket:
         if self.lock is not None:
             self.lock.shut()
 
-    def hang_up(self, descriptor: int) -> None:
+    def close_connection(self, descriptor: int) -> None:
         """Closes a connection to this port, unless its descriptor now belongs to another file."""
         with suppress(OSError):
             duplicate = os.dup(descriptor)

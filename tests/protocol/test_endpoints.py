@@ -327,7 +327,7 @@ def test_descriptor_that_now_belongs_to_a_file_is_left_alone(sockets, tmp_path):
     bound = bind(sockets(), "tcp://127.0.0.1:0")
     with closing(bound), open(tmp_path / "file", "w") as file:
         before = len(os.listdir("/proc/self/fd"))
-        bound.hang_up(file.fileno())
+        bound.close_connection(file.fileno())
         assert len(os.listdir("/proc/self/fd")) == before
         file.write("still open")
         file.flush()
