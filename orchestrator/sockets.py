@@ -157,7 +157,7 @@ class RouterSocket:
                 endpoint = self._endpoint_at(event["endpoint"].decode())
                 endpoint.open_fds.add(event["value"])
                 if len(endpoint.open_fds) > endpoint.max_connections:
-                    endpoint.bound.close_connection(event["value"])  # it came through a port, which can't stop listening
+                    endpoint.bound.close_connection(event["value"])  # of a port, which can't stop listening
             else:
                 for endpoint in self.endpoints:
                     endpoint.open_fds.discard(event["value"])
