@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from hypothesis import settings
 
 from outrider.protocol import clock
 from tests.tiny import Pair, write_model
@@ -21,6 +22,9 @@ FIRST = ("system", "server", "coreml", "models", "orchestrator")
 """The rooms with files that take longest, which begin first: none of them is then left for one core at the end."""
 TOGETHER = ("server", "coreml")
 """Rooms whose files share servers and packages: one process runs all of each."""
+
+settings.register_profile("untimed", deadline=None)  # no time decides a test
+settings.load_profile("untimed")
 
 
 @pytest.hookimpl(wrapper=True)

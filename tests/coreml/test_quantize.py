@@ -32,7 +32,7 @@ def matrix(seed: int, scale: float, rows: int = 96, columns: int = 192, offset: 
     return (draws.standard_normal((rows, columns)) * scale + offset * scale).astype(np.float16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31), exponent=st.integers(-24, 10), offset=st.sampled_from([0.0, 0.0, 3.0, -8.0]),
     bits=st.sampled_from([4, 8]),

@@ -33,7 +33,6 @@ def test_invariants_hold_in_random_stories() -> None:
             settings=settings(
                 max_examples=100 if STEPS else SHORT,
                 stateful_step_count=IN_A_STORY,
-                deadline=None,
                 database=None,
                 suppress_health_check=list(HealthCheck),
                 print_blob=False,

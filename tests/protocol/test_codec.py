@@ -47,7 +47,7 @@ def prompt(tokens):
 
 
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
-@settings(max_examples=EACH, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=EACH, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_message_round_trips_through_the_codec(cls, random_message, same_message, data):
     message = data.draw(random_message(cls))

@@ -18,7 +18,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.version import PROTOCOL_VERSION
 
 EACH = int(os.environ.get("OUTRIDER_FUZZ", "8"))
-QUIET = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUIET = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 OUTCOME = Outcome("r", 1, 2, 30, 2, 7, Span(5, 6))
 FEATURES = Features("r", 1, 7, np.zeros((1, 2), np.float16))
 BRANCHES = Branches("r", 1, 2, 30, 2, (Branch((1,), (2, 3)), Branch((1, 4), (5, 6))), Span(5, 6))
