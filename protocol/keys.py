@@ -25,6 +25,7 @@ from outrider.protocol.digest import replace_file, user_folder
 from outrider.protocol.errors import KeyFault
 
 KEY_BYTES = 32
+KEY_FILES = ("secret", "allowed", "servers")
 CLIENT, DRAFTER, PREFILL = ROLES = ("client", "drafter", "prefill")
 _OTHER_USERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -135,9 +136,7 @@ class Keyring:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or default_folder()
-        self.allowed_file = self.folder / "allowed"
-        self._secret = self.folder / "secret"
-        self._servers = self.folder / "servers"
+        self._secret, self.allowed_file, self._servers = (self.folder / name for name in KEY_FILES)
 
     def make(self, overwrite: bool = False) -> KeyPair:
         """Creates and saves the user's key pair. `overwrite`: replace an existing one."""

@@ -21,6 +21,7 @@ from pathlib import Path
 import zmq
 
 from outrider.protocol.errors import EndpointError
+from outrider.protocol.keys import KEY_FILES
 
 _NEW_SUFFIX = ".new"
 MAX_PATH_BYTES = (zmq.IPC_PATH_MAX_LEN or 103) - len(_NEW_SUFFIX)
@@ -31,7 +32,7 @@ MAX_NAME_CHARACTERS = 28
 
 _PREFIX = "outrider-run-"
 _UNLOCKED_PREFIX = ".outrider-run-"  # until it is locked, so that no other process removes it as abandoned
-_KEYS_FOLDER, _KEY_FILES = "keys", ("secret", "allowed")
+_KEYS_FOLDER = "keys"
 
 
 class SocketLock:
@@ -241,7 +242,7 @@ def _remove_directory(left: Path) -> None:
         if entry.is_socket() or entry.suffix in (".lock", ".log"):
             entry.unlink()
         elif entry.name == _KEYS_FOLDER:
-            for name in _KEY_FILES:
+            for name in KEY_FILES:
                 (entry / name).unlink(missing_ok=True)
             entry.rmdir()
     left.rmdir()

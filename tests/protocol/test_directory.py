@@ -21,7 +21,9 @@ from outrider.protocol.socket_files import PrivateDirectory
 private = PrivateDirectory()
 open(private.path / "s.lock", "w")
 ring = Keyring(private.keys_folder)
-ring.allow(AllowedKey("client", ring.make().public, "x"))
+own = ring.make().public
+ring.allow(AllowedKey("client", own, "x"))
+ring.trust("host", own)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
