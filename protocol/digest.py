@@ -1,15 +1,25 @@
-"""A digest that identifies the model in a folder, hashes of files, and files that are replaced as a whole.
+"""A digest that identifies the model in a folder, hashes of files, files that are replaced as a whole, and the cache.
 
 The digest covers the whole config.json, and each tensor's name, format, shape and first bytes. Other weights differ in
 these, too, so the rest is not read. Knows files; knows nothing of models.
+
+`make_cached`: fills a folder of the cache once, completely or not at all, for all later runs. It is filled under
+another name and renamed when it is complete; other processes wait for a lock, which is freed when its holder ends. The
+suffix of its name is its version, which replaces other versions. Beside it, what killed processes left is removed, and
+folders with the same file `holds` that no process uses and none has used for 30 days.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +28,10 @@ from outrider.protocol.errors import ModelError
 _SAMPLED_BYTES = 1024  # of each tensor
 _DIGEST_DIGITS = 16
 CACHE_VARIABLE = "OUTRIDER_CACHE"
+_MAX_UNUSED_SECONDS = 30 * 24 * 3600
+
+_in_use: dict[Path, BinaryIO] = {}
+"""Files of folders in the cache that this process uses; their locks keep the folders until it ends."""
 
 
 def model_digest(folder: Path) -> str:
@@ -94,3 +108,58 @@ def user_folder(variable: str, default: str) -> Path:
         return Path(os.environ.get(variable) or Path.home() / default) / "outrider"
     except RuntimeError:  # there is no home folder
         return Path(os.devnull) / "outrider"
+
+
+def use_cached(folder: Path, holds: str) -> bool:
+    """Returns whether the folder has the file `holds`; it then stays while this process runs, and for 30 days."""
+    path = folder / holds
+    with suppress(OSError):
+        file = path.open("rb")
+        fcntl.flock(file, fcntl.LOCK_SH)
+        _in_use[path] = file
+        os.utime(folder)
+    return has_content(path)
+
+
+def has_content(path: Path) -> bool:
+    """Returns whether this file exists, can be found by this user and is not empty."""
+    return os.path.isfile(path) and os.path.getsize(path) > 0
+
+
+def make_cached(folder: Path, make: Callable[[Path], None], holds: str) -> None:
+    """Lets `make` fill the folder if the file `holds` is missing in it. Raises OSError, or what `make` raises."""
+    if use_cached(folder, holds):
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder) as unfinished:
+        if not use_cached(folder, holds):
+            unfinished.mkdir()
+            make(unfinished)
+            for old in folder.parent.glob(f"{folder.stem}*"):
+                if old.stem == folder.stem:  # another version, or this one damaged
+                    shutil.rmtree(old, ignore_errors=True)
+            unfinished.rename(folder)
+            use_cached(folder, holds)
+    _remove_unused(folder.parent, holds)
+
+
+@contextmanager
+def _locked(folder: Path, flags: int = 0) -> Iterator[Path]:
+    """Locks all versions of a folder; yields a path for one that is not complete, or no longer, and removes it."""
+    unfinished, lock = (folder.with_name(f".{folder.stem}.{suffix}") for suffix in ("unfinished", "lock"))
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | flags)
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
+        try:
+            yield unfinished
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _remove_unused(parent: Path, holds: str) -> None:
+    for entry in list(parent.iterdir()):
+        folder = parent / entry.name.removeprefix(".")
+        with suppress(OSError), _locked(folder, fcntl.LOCK_NB) as removed, (folder / holds).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if folder.stat().st_mtime < time.time() - _MAX_UNUSED_SECONDS:
+                folder.rename(removed)

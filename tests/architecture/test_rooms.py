@@ -81,6 +81,7 @@ MAY_READ_WALL_CLOCKS = {
     "orchestrator/auth.py",  # the same
     "orchestrator/pairing/chat_template.py",
     "orchestrator/pairing/pulled.py",  # the same
+    "protocol/digest.py",  # whether a folder of the cache was used lately
     "protocol/process.py",
     "server/answers/choices.py",
     "server/endpoints/status.py",

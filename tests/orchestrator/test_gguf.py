@@ -30,6 +30,7 @@ from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.pairing.tokenizer import load_text, read_default_sampling
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import digest
 from outrider.protocol.digest import CACHE_VARIABLE
 from outrider.protocol.errors import ModelError
 from tests.gguf_files import SIZES, TEMPLATE, write_gguf
@@ -357,6 +358,15 @@ def test_unfinished_conversion_is_redone(file, cache):
     folder.rename(folder.with_name(f".{folder.name}.unfinished"))
     assert (converted(file) / "model.safetensors").is_file()
     assert not list(cache.rglob("*.unfinished"))
+
+
+def test_conversion_that_was_not_used_for_long_is_removed(file, tmp_path):
+    old, later = converted(file), [write_gguf(tmp_path / f"{kind}.gguf", kind=kind) for kind in ("Q4_1", "Q8_0")]
+    assert converted(later[0]).is_dir() and old.is_dir()
+    os.utime(old, (0, 0))
+    digest._in_use.clear()  # as if the processes that used it had ended
+    assert converted(later[1]).is_dir() and not old.exists()
+    assert converted(file) == old and old.is_dir()
 
 
 def test_full_disk_is_reported_and_leaves_no_model(file, cache, monkeypatch):

@@ -1,13 +1,17 @@
-"""Another model has another digest."""
+"""Another model has another digest; what the cache no longer needs is removed, and nothing that a process uses."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from outrider.protocol.digest import digests_match, model_digest
+from outrider.protocol import digest
+from outrider.protocol.digest import digests_match, make_cached, model_digest
 from outrider.protocol.errors import ModelError
 
 
@@ -27,3 +31,64 @@ def test_other_weights_have_another_digest(tiny_model: Callable[..., Path], tmp_
 def test_digest_without_weights_matches_by_configuration() -> None:
     assert digests_match("ab-cd", "ab-cd") and digests_match("ab-", "ab-cd") and digests_match("ab-cd", "ab-")
     assert not digests_match("ab-cd", "ab-ce") and not digests_match("ab-", "ac-cd") and not digests_match("ab-cd", "")
+
+
+KILLED_WHILE_MAKING = """
+import os, signal, sys
+from pathlib import Path
+from outrider.protocol.digest import make_cached
+def make(folder):
+    (folder / "half").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+make_cached(Path(sys.argv[1]) / "killed.1", make, "whole")
+"""
+USER = """
+import sys
+from pathlib import Path
+from outrider.protocol.digest import use_cached
+print(use_cached(Path(sys.argv[1]), "whole"), flush=True)
+sys.stdin.read()
+"""
+
+
+def make_whole(folder: Path) -> None:
+    (folder / "whole").write_text("x")
+
+
+def content(cache: Path) -> set[str]:
+    return {entry.name for entry in cache.iterdir() if entry.suffix != ".lock"}
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(
+    tmp_path: Path, run_and_be_killed: Callable[[str, str], None]
+) -> None:
+    run_and_be_killed(KILLED_WHILE_MAKING, str(tmp_path))
+    assert content(tmp_path) == {".killed.unfinished"}
+    make_cached(tmp_path / "other.1", make_whole, "whole")
+    assert content(tmp_path) == {"other.1"}
+
+
+def test_cached_folder_stays_while_a_process_uses_it_and_for_a_time(tmp_path: Path) -> None:
+    for name in ("unused.1", "used.1", "lately.1"):
+        make_cached(tmp_path / name, make_whole, "whole")
+    digest._in_use.clear()  # as if their processes had ended
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", USER, str(tmp_path / "used.1")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as user:
+        assert user.stdout is not None and user.stdout.readline() == "True\n"
+        for name in ("unused.1", "used.1"):
+            os.utime(tmp_path / name, (0, 0))  # its process has run for long
+        make_cached(tmp_path / "new.1", make_whole, "whole")
+        assert content(tmp_path) == {"used.1", "lately.1", "new.1"}
+        user.communicate("")
+    make_cached(tmp_path / "new.2", make_whole, "whole")
+    assert content(tmp_path) == {"lately.1", "new.2"}
+    make_cached(tmp_path / "new.3", lambda folder: (folder / "another").touch(), "another")
+    assert "lately.1" in content(tmp_path)
+
+
+def test_damaged_cached_folder_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "damaged.1").mkdir()
+    (tmp_path / "damaged.1" / "whole").touch()  # empty, as after a power failure
+    make_cached(tmp_path / "damaged.1", make_whole, "whole")
+    assert (tmp_path / "damaged.1" / "whole").read_text() == "x"
