@@ -14,7 +14,9 @@ import ctypes
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LAST_LEVEL_CACHE_BYTES = 24 * 2**20
+_MLX_THREADS = 8  # four read weights, one computes; the rest is a margin
 _CONTEXT_LENGTH_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -147,6 +150,7 @@ def load(
     report = progress or log.info
     path = find_model_folder(name)
     report(f"loading {name}")
+    _require_threads()
     model, config = read_model(path)
     parameters = get_total_parameters(model)
     forward = None
@@ -168,6 +172,22 @@ def load(
         with wrap_model_errors(f"a forward of this {config['model_type']} model{among}"):
             _warm_up(model)
     return _make_loaded_model(path, model, config, parameters, weight_bytes, forward)
+
+
+def _require_threads() -> None:
+    """Checks that MLX can start its threads: if only some of them start, it waits without end. Raises ModelError."""
+    done = threading.Event()
+    with ThreadPoolExecutor(_MLX_THREADS) as pool:
+        try:
+            for _ in range(_MLX_THREADS):
+                pool.submit(done.wait)
+        except RuntimeError as error:
+            raise ModelError(
+                f"MLX can't start its threads ({error}): allow this process more memory (ulimit -v) or threads"
+                " (ulimit -u)"
+            ) from error
+        finally:
+            done.set()
 
 
 def load_lazily(name: str | Path) -> LoadedModel:

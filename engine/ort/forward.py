@@ -394,6 +394,7 @@ def open_forward(model: nn.Module, model_type: str, folder: Path) -> OrtForward 
 
     Raises:
         InvalidRequest: `CPU_KERNELS_VARIABLE` is none of `CPU_KERNEL_CHOICES`.
+        ModelError: memory ran out. MLX needs more of it, and where OpenBLAS gets none it asks again without end.
     """
     if not is_enabled():
         return None
@@ -413,6 +414,8 @@ def open_forward(model: nn.Module, model_type: str, folder: Path) -> OrtForward 
                 forward.min_rows = min_rows
             return forward
     except ModelError as error:
+        if isinstance(error.__cause__, MemoryError) or "bad_alloc" in str(error):
+            raise ModelError(f"{folder} does not fit in memory ({first_line(error)}); choose another model") from error
         log.warning("MLX computes this %s model: %s", model_type, first_line(error))
         return None
 

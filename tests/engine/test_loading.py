@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,24 @@ def test_loaded_model_reports_its_type_sizes_and_progress(tiny_model: TinyModel)
     assert loaded.weight_bytes == 4 * loaded.parameters
     assert loaded.attention_only
     assert stages
+
+
+def test_load_is_refused_where_mlx_can_not_start_its_threads(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX would wait without end for the threads that did start."""
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(ModelError, match=r"MLX can't start its threads .*\(ulimit -v\).*\(ulimit -u\)"):
+        load(tiny_model("llama"))
+    assert len(started) == 2 and not any(thread.is_alive() for thread in started)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -425,6 +425,22 @@ def test_graph_that_computes_another_model_is_not_used(
     assert load(tiny_model("llama")).cpu is not None
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), ModelError("ONNX Runtime refuses this model's graph: std::bad_alloc")]
+)
+def test_mlx_does_not_compute_a_model_that_memory_ran_out_for(
+    tiny_model: Callable[..., Path], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs more memory: dense float32 weights, and buffers for which OpenBLAS asks without end."""
+
+    def run_out(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ort_forward, "OrtForward", run_out)
+    with pytest.raises(ModelError, match="does not fit in memory"):
+        load(tiny_model("llama"))
+
+
 def test_layer_that_the_graph_does_not_know_is_refused(loaded: Loaded) -> None:
     model = loaded("llama").model
     decoder = DecoderLayers.of(model, "llama")
