@@ -76,7 +76,7 @@ def write_tokenizer(file: GgufFile, folder: Path, vocabulary: int) -> dict[str, 
     tokenizer.add_tokens(added)  # without Gemma's runs of spaces, which merges make of their own tokens
     special = _special_ids(file, tokens)
     tokenizer.post_processor = _post_processor(file, tokens, special, kind)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = json.dumps(_tokenizer_config(file, tokens, special), indent=1, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
     return _config_ids(tokens, typed, special)

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import random
+import resource
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -377,6 +378,17 @@ def test_full_disk_is_reported_and_leaves_no_model(file, cache, monkeypatch):
     with pytest.raises(ModelError, match=r"can't be stored in .*: No space left on device; .*OUTRIDER_CACHE"):
         converted(file)
     assert not list((cache / "gguf").glob("*"))[1:] and not list(cache.rglob("*.json"))
+
+
+def test_disk_that_is_full_from_the_first_file_on_is_reported(file, cache):
+    """No file may grow beyond 4 KiB, so the tokenizer's, which is written first, does not fit."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(ModelError, match=r"can't be stored in .*: File too large; .*OUTRIDER_CACHE"):
+            converted(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_unreadable_file_is_no_full_disk(file, cache, monkeypatch):
