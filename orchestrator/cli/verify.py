@@ -164,9 +164,8 @@ def run(options: argparse.Namespace) -> int:
             f"the prompt has {len(tokens)} tokens, and the output's prompt had {output.prompt_tokens}; expected the"
             " prompt and the model that the output was generated with"
         )
-    report = certify(
-        model.folder, tokens, output.token_ids, output.sampling, screen.show, codec.eos, options.cpu_kernels
-    )
+    ends = () if output.sampling.ignore_eos else codec.eos
+    report = certify(model.folder, tokens, output.token_ids, output.sampling, screen.show, ends, options.cpu_kernels)
     own_faults = find_faults(output, codec, tokens, report.context_length)
     holds = report.holds and not own_faults
     screen.clear()

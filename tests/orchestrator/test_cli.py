@@ -478,6 +478,20 @@ def test_verify_flags_override_the_file(run, codec, output, claims):
     assert claims[0][1] == codec.encode("def g(") and (claims[0][3].temp, claims[0][3].seed) == (0, 6)
 
 
+@pytest.mark.parametrize("ignored", [True, False])
+def test_verify_replays_end_tokens_as_the_server_does(run, codec, output, monkeypatch, ignored):
+    """No token ends a text that ignores them, so `min_tokens` excludes none."""
+    found, file = output
+    found["sampling"] |= {"ignore_eos": ignored, "min_tokens": 2}
+    file.write_text(json.dumps(found))
+    replayed = []
+    monkeypatch.setattr(
+        "outrider.orchestrator.cli.verify.certify", lambda *given: replayed.append(given) or Report(1, 1, (), (), 99)
+    )
+    assert run("verify", "--json-file", str(file))[0] == 0
+    assert set(replayed[0][5]) == (set() if ignored else codec.eos)
+
+
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
