@@ -23,6 +23,7 @@ GRAMMAR_KINDS = ("json_schema", "grammar", "regex", "llguidance")
 MAX_GRAMMAR_CHARACTERS = 2**16
 MAX_COUNT, MAX_SEED = 2**31 - 1, 2**63 - 1
 MIN_TEMPERATURE = 1e-3
+MIN_TOP_P = 2.0**-126  # no token passes a smaller one, because it may be 0 in float32
 MAX_LOGPROBS = 20
 SAMPLING_RULES = ("coupled", "residual")
 PRESETS: Mapping[str, Mapping[str, float]] = {
@@ -166,9 +167,9 @@ class SamplingParams:
     """How tokens are chosen and when generation ends.
 
     `temperature` is an alias of `temp`. 0 is greedy. Below `MIN_TEMPERATURE` it becomes 0, because float32 can't hold a
-    score of logit / `temp` together with the noise that decides between near equals; so it does if `top_p` is 0.
-    `top_p` 1, `min_p` 0, `top_k` 0, penalties of 0 and `repetition_penalty` 1 are off. With `seed` None a seed is drawn
-    and reported. Penalties look at the last `*_context_size` tokens, prompt included.
+    score of logit / `temp` together with the noise that decides between near equals; so it does if `top_p` is below
+    2^-126. `top_p` 1, `min_p` 0, `top_k` 0, penalties of 0 and `repetition_penalty` 1 are off. With `seed` None a seed
+    is drawn and reported. Penalties look at the last `*_context_size` tokens, prompt included.
 
     `rule` sets how proposals are verified above temperature 0: "coupled" or "residual" (docs/exactness.md). For
     residual sampling a draft proposes from its `q_width` most likely tokens, with the weight of those that the work
@@ -227,7 +228,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Checks the fields. The codec, which sets them itself, calls it, too."""
         values.check_fields(self)
-        if self.temp < MIN_TEMPERATURE or self.top_p == 0.0:
+        if self.temp < MIN_TEMPERATURE or self.top_p < MIN_TOP_P:
             values.set_field(self, "temp", 0.0)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(

@@ -97,6 +97,13 @@ def test_scores_add_the_noise_of_their_positions(logits: mx.array) -> None:
         assert np.array_equal(scores, expected)
 
 
+@pytest.mark.parametrize("top_p", [1e-7, 1e-38, 1e-40, 1e-46, 5e-324])
+def test_likeliest_token_passes_the_smallest_top_p(logits: mx.array, top_p: float) -> None:
+    scores = Sampler(SamplingParams(temp=1.0, top_p=top_p, seed=4), V).scores(logits, [9, 10, 11, 12])
+    assert mx.isfinite(scores.max(axis=-1)).all()
+    assert mx.array_equal(scores.argmax(axis=-1), logits.argmax(axis=-1))
+
+
 def test_rows_do_not_influence_each_other(logits: mx.array) -> None:
     params = SamplingParams(temp=1.0, top_p=0.95, min_p=0.01, top_k=20, seed=4)
     sampler = Sampler(params, V)
