@@ -247,7 +247,7 @@ class OrtForward:
         Each set of tapped layers has its own binding, since a shared one would still write rows to an old address.
         """
         first, stop = arrangement.first, arrangement.first + arrangement.rows
-        columns = max(part.start + _count_queries(part, self._heads) for part in parts)
+        columns = max(part.start for part in parts) + arrangement.size  # each text's queries are padded to this size
         pairs = [cache.on_host(stop, columns, like) for cache, like in zip(caches, self.columns, strict=True)]
         key = (id(session), tapped, first, stop, *(cache.views for cache in caches))
         binding = self._bindings.get(key)

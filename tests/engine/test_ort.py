@@ -98,6 +98,19 @@ def test_ragged_chains_have_the_logits_of_mlx(loaded: Loaded, family: str) -> No
     assert not np.array_equal(*found)  # else one of them was not asked
 
 
+def test_text_at_the_end_of_the_buffers_shares_a_forward_with_any_chain(loaded: Loaded) -> None:
+    """Attention has as many queries for each text as for the longest chain, and columns for all of them."""
+    kv_cache = open_kv_cache(loaded("llama"))
+    text, other = kv_cache.open(), kv_cache.open()
+    fed(kv_cache, other, some_tokens(2, 20), prompt=True)
+    for length in range(0, 260, 10):
+        alone = fed(kv_cache, text, some_tokens(1, 10))
+        text.roll_back(length)
+        together = kv_cache.forward([Feed(text, some_tokens(1, 10), 10), Feed(other, some_tokens(3, 33), 33)])
+        assert np.abs(np.array(together)[:10] - alone).max() < 1e-4, length
+        other.roll_back(20)
+
+
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SERVED])
 def test_unsupported_families_are_left_to_mlx(loaded: Loaded, family: str) -> None:
     model = loaded(family)
