@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
+import outrider
 from outrider.orchestrator.cli import Parser, flags, serve
 from outrider.protocol.errors import InvalidRequest
 
@@ -72,3 +76,15 @@ def test_homebrew_formula_has_a_digest_for_every_download():
     assert len(fetched) == formula.count("url ") > 30 and "$" not in re.sub(r"#\{.*?\}", "", formula)
     names = set(re.findall(r'resource "(\S+)" do', formula))
     assert {"mlx", "mlx-metal", "mlx-lm", "pyzmq", "coremltools", "fastapi", "shtab"} <= names
+
+
+@pytest.mark.parametrize(("tag", "status"), [(f"v{outrider.__version__}", 0), ("v0.0.0", 1), ("main", 1)])
+def test_only_the_tag_of_the_version_is_released(tag, status):
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))
+    (step,) = [step for step in workflow["jobs"]["build"]["steps"] if step.get("name") == "The tag is the version"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-e", "-c", step["run"]], cwd=ROOT, env={"PATH": path, "TAG": tag}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (status, "")
+    assert (f"the tag is {tag}" in done.stdout) == bool(status)
