@@ -29,7 +29,7 @@ find_python() {
 
 make_venv() {
     local found
-    if command -v uv >/dev/null 2>&1; then # it downloads a Python that coremltools supports if there is none
+    if [ -z "${PYTHON:-}" ] && command -v uv >/dev/null 2>&1; then # it downloads a Python that coremltools supports if there is none
         uv venv --quiet --allow-existing --python '>=3.11,<3.14' "$venv" >&2 || fail "uv can't create $venv; see its output above"
         return
     fi

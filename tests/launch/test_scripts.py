@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ("run_local.sh", "test.sh", "test_fleet.sh", "environment.sh", "mac_check.sh")
@@ -235,6 +236,18 @@ def test_scripts_take_the_python_versions_of_pyproject():
     assert project["requires-python"] == f">=3.{low},<3.{high}"
     assert f"--python '>=3.{low},<3.14'" in script
     assert any(one.startswith("coremltools") and "python_version < '3.14'" in one for one in project["dependencies"])
+
+
+def test_ci_tests_with_the_python_that_it_set_up(copy, tmp_path):
+    """Not with another one of the runner's system, such as Ubuntu 24.04's python3.12, nor with one that uv finds."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    for name in ("uv", "python", "python3", "python3.12", "python3.13"):
+        executable(tmp_path / "tools" / name, f'[ "$1" = -c ] || echo "{name} $*"')
+    done = subprocess.run(
+        ["bash", "-c", f". '{copy}/launch/environment.sh' && make_venv"],
+        env={"PATH": f"{tmp_path}/tools:/usr/bin:/bin", **workflow.get("env", {})}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stderr == f"python -m venv {copy}/.venv\n"
 
 
 def test_uv_is_used_when_available(copy, tmp_path):
