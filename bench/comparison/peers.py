@@ -157,19 +157,19 @@ def choose_peers(wanted: str | None, model: str | None, draft: str | None) -> Ch
     names = list(PEERS) if wanted is None else wanted.split(",")
     if unknown := [name for name in names if name not in PEERS]:
         raise InvalidRequest(f"peers is {unknown[0]!r}; expected none, or comma-separated names of {', '.join(PEERS)}")
-    name = model or default_model()[0]
-    file = pull(PULLED_MODELS[name]) if name in PULLED_MODELS else Path(name).expanduser()
-    has_gguf, why = is_gguf(file), dict[str, str]()
+    target, file, why = model or default_model()[0], None, dict[str, str]()
     for name in names:
         if find_spec(PEERS[name]) is None:
             why[name] = f"{name} is left out: {PEERS[name]} is not installed; run {install_command('bench')}"
-        elif name == LLAMA_CPP and not has_gguf:
-            why[name] = f"{name} is left out: it reads GGUF files; expected --model FILE.gguf"
+        elif name == LLAMA_CPP:
+            file = pull(PULLED_MODELS[target]) if target in PULLED_MODELS else Path(target).expanduser()
+            if not is_gguf(file):
+                why[name] = f"{name} is left out: it reads GGUF files; expected --model FILE.gguf"
     if wanted is not None and why:
         raise InvalidRequest(next(iter(why.values())))
     return ChosenPeers(
         mlx_lm=MLX_LM in names and MLX_LM not in why,
-        gguf=file if LLAMA_CPP in names and LLAMA_CPP not in why else None,
+        gguf=file if LLAMA_CPP not in why else None,
         draft=Path(draft).expanduser() if draft is not None and is_gguf(Path(draft).expanduser()) else None,
         left_out=tuple(why.values()),
     )

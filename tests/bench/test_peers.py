@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -33,3 +34,17 @@ def test_llama_cpp_gets_the_file_the_threads_and_its_speculation(monkeypatch: py
             "settings": {"n_max": 3},
         }
     ]
+
+
+def test_no_gguf_file_is_downloaded_for_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only llama.cpp reads it; the conversion, which mlx-lm reads, may be all that is left in the cache."""
+
+    def download(_: object) -> NoReturn:
+        pytest.fail("a file was downloaded")
+
+    monkeypatch.setattr(peers, "pull", download)
+    monkeypatch.setattr(peers, "find_spec", lambda name: True)
+    assert peers.choose_peers("mlx-lm", "smollm2", None) == peers.ChosenPeers(mlx_lm=True)
+    monkeypatch.setattr(peers, "find_spec", lambda name: name == "mlx_lm" or None)
+    found = peers.choose_peers(None, "smollm2", None)
+    assert found.mlx_lm and found.gguf is None and "xllamacpp is not installed" in found.left_out[0]
