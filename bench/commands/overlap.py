@@ -30,7 +30,7 @@ DEFAULT_PROMPT = "def read_lines(path):\n"
 # The picture starts here, after the warm-up of a request.
 FIRST_DRAWN_ROUND = 8
 PICTURE_TOKENS = 400
-PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
+PICTURE_SUFFIXES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp")
 COMMON = (
     "--prompt", "--rounds", "--out", "--temp", "--num-draft-tokens", "--branches", "--model", "--draft-model",
     "--draft-backend", "--threads",

@@ -181,6 +181,7 @@ def overlap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], int]:
     ("out", "picture", "trace"),
     [
         ("x.png", "x.png", "x.json"),
+        ("x.JPG", "x.JPG", "x.json"),
         ("new/y.svg", "new/y.svg", "new/y.json"),
         ("v1.5", "v1.5/rounds.png", "v1.5/rounds.json"),
     ],
