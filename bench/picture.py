@@ -50,3 +50,5 @@ def save(drawn: Figure, path: Path, dpi: int = 110) -> None:
         drawn.savefig(path, dpi=dpi)
     except OSError as error:
         raise InvalidRequest(f"the picture can't be written to {path}: {error.strerror}") from error
+    except ValueError as error:  # a suffix that Matplotlib does not know
+        raise InvalidRequest(f"the picture can't be written to {path}: {error}") from error

@@ -111,13 +111,7 @@ def llama_cpp(
     given = asdict(speculation) if speculation is not None else {}
     draft_model = str(draft) if draft is not None else None
     return PeerProcess(
-        LLAMA_CPP,
-        settings,
-        model=str(file),
-        draft_model=draft_model,
-        threads=settings.threads,
-        slots=slots,
-        **given,
+        LLAMA_CPP, settings, model=str(file), draft_model=draft_model, threads=settings.threads, slots=slots, **given
     )
 
 

@@ -58,3 +58,8 @@ def test_picture_is_drawn_for_any_number_of_tables(tmp_path: Path, count: int) -
 def test_unwritable_picture_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="can't be written"):
         picture.save(report.draw([made()], "test"), tmp_path / "missing" / "bench.png")
+
+
+def test_kind_of_picture_that_matplotlib_does_not_write_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"can't be written to .*bench\.doc: .*not supported"):
+        picture.save(report.draw([made()], "test"), tmp_path / "bench.doc")
