@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import re
-import sys
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from msgspec import inspect as types
 
+from outrider.orchestrator.cli import run_as_program
 from outrider.protocol.clock import IDLE_REQUEST_TIMEOUT_NS, OUTCOME_TIMEOUT_NS, SECOND_NS
 from outrider.protocol.codec import MESSAGES, encode
 from outrider.protocol.messages import Close, Features, Message, RankHello, TextChange, TextForward
@@ -226,10 +227,14 @@ def _add_links(words: str) -> str:
     return re.sub(r"\ban? ([A-Z]\w+)", lambda match: f"[{match[1]}](#{match[1].lower()})", words)
 
 
-def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE_PATH
-    path.write_text(render_page(), encoding="utf-8")
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, nargs="?", default=PAGE_PATH, help=f"file to write (default: {PAGE_PATH})")
+
+
+def run(options: argparse.Namespace) -> int:
+    options.path.write_text(render_page(), encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run_as_program())

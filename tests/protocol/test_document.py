@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from outrider.orchestrator.cli import run
 from outrider.protocol.codec import MESSAGES
+from tools import protocol_page
 from tools.protocol_page import render_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -26,3 +30,12 @@ def test_every_message_and_record_has_a_description():
     assert {"Span", "Branch", "Timings", "WorkerStats", "SamplingParams"} <= {
         part.partition("\n")[0] for part in render_page().split("\n### ")
     }
+
+
+def test_page_is_written_to_the_given_path_and_not_for_help(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run("protocol_page", lambda: protocol_page, ["--help"])
+    assert "docs/protocol.md" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert run("protocol_page", lambda: protocol_page, ["page.md"]) == 0
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == render_page()
