@@ -21,6 +21,7 @@ from pathlib import Path
 from outrider.bench import picture
 from outrider.bench.comparison.runs import Interval, bootstrap
 from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
@@ -129,6 +130,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.picture is not None:
+        ensure_writable(options.picture.parent, "choose another --picture")
     options.screen = Screen()
     texts = [prompt.text for prompt in mixed(options.prompts)] + read_held_out(options.heads[0], options.prompts)
     prompts = [default_codec().encode(text) for text in texts]

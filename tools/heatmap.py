@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from outrider.bench import picture
 from outrider.bench.timing import Latency
 from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.cli.flags import ensure_writable
 from tools.simulation.profile import Profile
 from tools.simulation.simulator import Policy, Simulator
 
@@ -116,6 +117,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     profile = Profile.read(options.profile)
+    ensure_writable(options.out.parent, "choose another --out")
     draw([compute_panel(profile, batch, trip) for batch in BATCHES for trip in ROUND_TRIPS], profile, options.out)
     print(options.out)
     return 0

@@ -22,6 +22,7 @@ from typing import Any
 from outrider.bench.commands.files import parse_modes, parse_numbers
 from outrider.bench.comparison.runs import run_interleaved
 from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
@@ -122,6 +123,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.plot is not None:
+        ensure_writable(options.plot.parent, "choose another --plot")
     require_locust()
     count = values.check_int("requests", options.requests, 2, 100_000)
     each = values.check_int("each", options.each, 2, count)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from outrider.bench.comparison.runs import Interval, Run, mode_runner, ratio, summarize, total_rate
 from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values
@@ -78,6 +79,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.out is not None:
+        ensure_writable(options.out.parent, "choose another --out")
     prompts, tokens = (values.check_int(name, getattr(options, name), 1, 1 << 20) for name in ("prompts", "max_tokens"))
     rows = {str(path): simulate(path, prompts, tokens) for path in options.profiles}
     if options.out is not None:

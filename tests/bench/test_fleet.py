@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from outrider.bench.timing import Latency
+from outrider.orchestrator import cli
 from outrider.orchestrator.settings import MAX_DRAFTERS
+from outrider.protocol.errors import InvalidRequest
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
+from tools.fleet import __main__ as program
 from tools.fleet import service
 from tools.fleet.engine import Engine
 from tools.fleet.ingress import IngressQueue, LeastLoaded, PowerOfTwo, Router, Sessions
@@ -19,6 +23,7 @@ from tools.fleet.job import Job
 from tools.fleet.plan import Fleet, Loss, Scaling, Sizes, Traffic
 from tools.fleet.report import describe_difference, describe_loss, table
 from tools.fleet.simulation import Outcome, Simulation
+from tools.fleet.tally import Tally
 from tools.simulation.profile import Profile
 
 MACHINE = Profile(
@@ -107,7 +112,53 @@ def test_losing_a_zone_loses_no_request(real: bool) -> None:
 
 def test_interrupted_request_waits_until_the_loss_is_noticed() -> None:
     late = replace(ZONE, engine=5.0)
-    assert outcome(True, late).sums.gaps[0] > outcome(True, ZONE).sums.gaps[0] > 0.5
+    jobs = [[job for job in outcome(True, loss).tally.jobs if job.interruptions] for loss in (ZONE, late)]
+    soon, later = (max(job.gap for job in broken if job.first is not None and job.first < ZONE.at) for broken in jobs)
+    assert later > soon > 0.5
+
+
+def test_gaps_of_a_loss_are_of_texts_that_had_begun() -> None:
+    """A request that was lost in the queue, or while its prompt was read, has no text with a gap."""
+    found = outcome(False, ZONE)
+    tally = Tally(found.tally.tokens, found.tally.samples, [replace(job("asked"), first=9.0, gap=0.0, interruptions=1)])
+    assert "longest gap" not in describe_loss(Outcome(tally, found.sums), ZONE)
+    tally.jobs.append(replace(job("read"), first=7.0, gap=3.0, interruptions=1))
+    assert "longest gap in 1 text: p50 3.0 s, p99 3.0 s, longest 3.0 s" in describe_loss(
+        Outcome(tally, found.sums), ZONE
+    )
+
+
+def test_a_loss_at_the_start_has_nothing_to_recover_to() -> None:
+    loss = Loss("drafters", 0.0)
+    assert "recovered" not in describe_loss(outcome(False, loss), loss)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--lose", "zone", "--seconds", "20", "--at", "25"], "at is 25.0; expected a number from 0 to 19"),
+        (["--lose", "zone", "--at=-5"], "at is -5.0; expected a number from 0 to 299"),
+        (["--lose", "zone", "--back", "0"], "back is 0.0; expected a number from"),
+        (["--scale", "1:x:3"], "scale is 1:x:3; expected LEAST:MOST:EACH, like 10:100:3"),
+        (["--scale", "5:2:3"], "most is 2; expected a whole number from 5"),
+        (["--scale", "1:2:0"], "each is 0.0; expected a number from"),
+        (["--picture", "file/x.png"], "nothing can be written to file"),
+        (["--out", "file/x.json"], "nothing can be written to file"),
+    ],
+)
+def test_invalid_flags_are_refused_before_a_simulation(
+    given: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(program, "Simulation", lambda *_: pytest.fail("a simulation began"))
+    assert cli.run("tools.fleet", lambda: program, ["run", *given]) == InvalidRequest.exit_code
+    assert words in capsys.readouterr().err
+
+
+def test_nothing_generated_after_a_loss_has_no_share() -> None:
+    quiet = outcome(False, ZONE, traffic=replace(TRAFFIC, rate=0.001))
+    assert "Share of the tokens" not in describe_loss(quiet, ZONE, quiet)
 
 
 def test_engines_without_drafters_are_slower_but_complete_their_texts() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from outrider.bench.commands.files import parse_numbers
 from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
@@ -67,6 +68,8 @@ def run(options: argparse.Namespace) -> int:
     programs = {
         "run": _run_once, "load": _run_loads, "need": _find_needed_engines, "check": _compare_flow_with_rounds
     }  # fmt: skip
+    for path in filter(None, (options.picture, options.out)):
+        ensure_writable(path.parent, "choose another file")
     programs[options.what](_fleet(options), _traffic(options), options)
     return 0
 
@@ -76,8 +79,7 @@ def _simulate(fleet: Fleet, traffic: Traffic, rounds: bool) -> Outcome:
 
 
 def _run_once(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
-    loss = Loss(options.lose, options.at, options.back) if options.lose else None
-    screen = Screen()
+    loss, screen = _loss(options, traffic.seconds), Screen()
 
     def shown(second: float) -> None:
         if second % PROGRESS_SECONDS == 0:
@@ -155,10 +157,19 @@ def _fleet(options: argparse.Namespace) -> Fleet:
 
 def _scaling(text: str) -> Scaling:
     try:
-        least, most, each = text.split(":")
-        return Scaling(int(least), int(most), float(each))
+        first, second, third = text.split(":")
+        least, most, each = int(first), int(second), float(third)
     except ValueError as error:
         raise InvalidRequest(f"scale is {text}; expected LEAST:MOST:EACH, like 10:100:3") from error
+    least = values.check_int("least", least, 1, 10_000)
+    return Scaling(least, values.check_int("most", most, least, 10_000), values.check_float("each", each, 1e-3, 1e6))
+
+
+def _loss(options: argparse.Namespace, seconds: float) -> Loss | None:
+    if options.lose is None:
+        return None
+    back = None if options.back is None else values.check_float("back", options.back, 1e-3, 1e6)
+    return Loss(options.lose, values.check_float("at", options.at, 0.0, seconds - 1), back)
 
 
 def _traffic(options: argparse.Namespace) -> Traffic:

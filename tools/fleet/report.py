@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from tools.fleet.job import Job
 from tools.fleet.plan import Loss
 from tools.fleet.simulation import Outcome
 from tools.fleet.tally import percentile
@@ -11,7 +12,7 @@ from tools.fleet.tally import percentile
 COLUMNS = (
     "requests/s", "sent", "tok/s", "good tok/s", "first token p50", "p99", "queued p50", "p99", "targets busy",
 )  # fmt: skip
-SMOOTHING_SECONDS, WINDOW_SECONDS = 10, 30
+SMOOTHING_SECONDS, BEFORE_SECONDS, WINDOW_SECONDS = 10, 15, 30
 # The fleet has recovered when its smoothed rate reaches this share of the rate before the loss.
 RECOVERED_RATIO = 0.95
 
@@ -29,39 +30,61 @@ def table(outcomes: Mapping[str, Outcome]) -> str:
 
 def describe_loss(outcome: Outcome, loss: Loss, without: Outcome | None = None) -> str:
     """Returns a description of the cost of a loss, compared with the same traffic `without` it if given."""
-    tally, found, at = outcome.tally, outcome.sums, int(loss.at)
-    before = sum(tally.tokens[second] for second in range(at - 15, at)) / 15
-    seconds = len(tally.samples) - 1
-    after = [
-        sum(tally.tokens[second + n] for n in range(SMOOTHING_SECONDS)) / SMOOTHING_SECONDS
-        for second in range(at, seconds - SMOOTHING_SECONDS)
-    ]
-    lowest = min(after, default=0.0)
-    whole = next(
-        (n for n in range(len(after)) if n > after.index(lowest) and after[n] >= RECOVERED_RATIO * before), None
-    )
-    recovery = f"recovered after {whole} s" if whole is not None else "not recovered before the end"
-    waiting = max(sample.waiting for sample in tally.samples[at:]) if tally.samples[at:] else 0
+    tally, at = outcome.tally, int(loss.at)
     interrupted = [job for job in tally.jobs if job.interruptions]
     waits = [_count_queued(outcome, begin, begin + WINDOW_SECONDS) for begin in (at - WINDOW_SECONDS, at)]
-    missing = f" {_describe_missing(outcome, without, at)}" if without is not None else ""
+    waiting = max((sample.waiting for sample in tally.samples[at:]), default=0)
+    missing = _describe_missing(outcome, without, at) if without is not None else ""
     return (
-        f"lost at {loss.at:g} s: {before:.0f} tok/s before, at least {lowest:.0f} after ({SMOOTHING_SECONDS} s),"
-        f" {recovery}; at most {waiting} requests waited.{missing}\n"
-        f"{found.interrupted} requests interrupted, {sum(job.is_complete for job in interrupted)} of them complete by"
-        f" the end; longest gap p50 {found.gaps[0]:.1f} s, p99 {found.gaps[1]:.1f} s, longest {found.gaps[2]:.1f} s.\n"
+        f"lost at {loss.at:g} s: {_describe_recovery(outcome, at)}; at most {waiting} requests waited.{missing}\n"
+        f"{len(interrupted)} requests interrupted, {sum(job.is_complete for job in interrupted)} of them complete by"
+        f" the end{_describe_gaps(interrupted, loss.at)}.\n"
         f"Sent in the {WINDOW_SECONDS} s before and after: first token p99 {waits[0][1]:.1f} and {waits[1][1]:.1f} s;"
         f" over a second in the queue {waits[0][0]} and {waits[1][0]} requests."
     )
 
 
+def _describe_recovery(outcome: Outcome, at: int) -> str:
+    """Returns the rates before and after the loss, and when it had recovered."""
+    tokens, seconds = outcome.tally.tokens, len(outcome.tally.samples) - 1
+    after = [
+        sum(tokens[second + n] for n in range(SMOOTHING_SECONDS)) / SMOOTHING_SECONDS
+        for second in range(at, seconds - SMOOTHING_SECONDS)
+    ]
+    lowest = min(after, default=0.0)
+    lost = f"at least {lowest:.0f} tok/s after ({SMOOTHING_SECONDS} s)"
+    if at == 0:
+        return lost
+    first = max(at - BEFORE_SECONDS, 0)
+    before = sum(tokens[second] for second in range(first, at)) / (at - first)
+    whole = next(
+        (n for n in range(len(after)) if n > after.index(lowest) and after[n] >= RECOVERED_RATIO * before), None
+    )
+    recovery = f"recovered after {whole} s" if whole is not None else "not recovered before the end"
+    return f"{before:.0f} tok/s before, {lost}, {recovery}"
+
+
+def _describe_gaps(interrupted: Sequence[Job], at: float) -> str:
+    """Returns the longest gaps in the texts that had begun; others have only waited for their first token."""
+    gaps = [job.gap for job in interrupted if job.first is not None and job.first <= at]
+    if not gaps:
+        return ""
+    p50, p99, longest = percentile(gaps, 0.5), percentile(gaps, 0.99), max(gaps)
+    many = f"{len(gaps)} text{'s' * (len(gaps) > 1)}"
+    return f"; longest gap in {many}: p50 {p50:.1f} s, p99 {p99:.1f} s, longest {longest:.1f} s"
+
+
 def _describe_missing(outcome: Outcome, without: Outcome, at: int) -> str:
-    """Returns the share of tokens after the loss, of the tokens without it."""
-    spans = [sum(one.tally.tokens[second] for second in range(at, at + WINDOW_SECONDS)) for one in (outcome, without)]
+    """Returns the share of tokens after the loss, of the tokens without it; empty if there are none without it."""
     end = len(outcome.tally.samples) - 1
-    whole = [sum(one.tally.tokens[second] for second in range(at, end)) for one in (outcome, without)]
+    near, whole = (
+        [sum(one.tally.tokens[second] for second in range(at, until)) for one in (outcome, without)]
+        for until in (min(at + WINDOW_SECONDS, end), end)
+    )
+    if not near[1]:
+        return ""
     return (
-        f"Share of the tokens without the loss: {spans[0] / spans[1]:.0%} in the {WINDOW_SECONDS} s after,"
+        f" Share of the tokens without the loss: {near[0] / near[1]:.0%} in the {WINDOW_SECONDS} s after,"
         f" {whole[0] / whole[1]:.0%} until the end."
     )
 

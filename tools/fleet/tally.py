@@ -43,8 +43,7 @@ class Sums:
     """Sums over the requests that were sent in a time (`asked`); times in seconds, rates in tokens per second.
 
     `first`, `queued`: p50 and p99 of the time to first token and in the queue. `good`: the rate of requests served
-    well. `busy`: the share of time in which targets worked. `interrupted`: requests whose engine was lost; `gaps`:
-    p50, p99 and maximum of their longest gaps.
+    well. `busy`: the share of time in which targets worked. `interrupted`: requests whose engine was lost.
     """
 
     asked: int
@@ -55,7 +54,6 @@ class Sums:
     queued: tuple[float, float]
     busy: float
     interrupted: int
-    gaps: tuple[float, float, float]
 
 
 def percentile(values: Iterable[float], share: float) -> float:
@@ -71,7 +69,6 @@ def sum_up(tally: Tally, begin: float, end: float, busy: float) -> Sums:
     tokens = sum(count for second, count in tally.tokens.items() if begin <= second < end)
     firsts = [(job.first if job.first is not None else end) - job.asked for job in jobs]
     queues = [(job.begun if job.begun is not None else end) - job.asked for job in jobs]
-    gaps = [job.gap for job in tally.jobs if job.interruptions]
     return Sums(
         len(jobs),
         sum(job.is_complete for job in jobs),
@@ -80,8 +77,7 @@ def sum_up(tally: Tally, begin: float, end: float, busy: float) -> Sums:
         (percentile(firsts, 0.5), percentile(firsts, 0.99)),
         (percentile(queues, 0.5), percentile(queues, 0.99)),
         busy,
-        len(gaps),
-        (percentile(gaps, 0.5), percentile(gaps, 0.99), max(gaps, default=0.0)),
+        sum(job.interruptions > 0 for job in tally.jobs),
     )
 
 

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values
@@ -52,6 +53,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.json is not None:
+        ensure_writable(options.json.parent, "choose another --json")
     rows, repeats = parse_rows(options.rows), values.check_int("repeats", options.repeats, 1, 1000)
     readers, length = (
         values.check_int("readers", options.readers, 1, 16),
