@@ -7,6 +7,7 @@ preload OpenBLAS on Linux, because it is slow otherwise.
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import sys
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ def _check(options: argparse.Namespace) -> None:
         raise InvalidRequest(f"--context must be at least 2 tokens, not {options.context}")
     if options.tokens < 1:
         raise InvalidRequest(f"--tokens must be at least 1, not {options.tokens}")
-    if any(temp <= 0 for temp in options.temp):
+    if not all(temp > 0 for temp in options.temp):  # NaN, too
         raise InvalidRequest("--temp must be above 0; agreement at temperature 0 is always shown")
 
 
@@ -84,6 +85,9 @@ def _compare(options: argparse.Namespace, texts: Sequence[str]) -> Comparison:
     if tokenizer.get_vocab() != other.get_vocab():
         raise ModelError("target and draft have different vocabularies; expected a pair with one tokenizer")
     documents = [tokenizer.encode(text) for text in texts]
+    if all(len(document) < 2 for document in documents):
+        read = ", ".join(map(str, options.text or [options.pair]))
+        raise InvalidRequest(f"{read} has too little text; expected two tokens or more")
     return compare(target, draft, documents, length=options.context, limit=options.tokens, temps=options.temp)
 
 
@@ -110,7 +114,7 @@ def _report(comparison: Comparison, temps: Sequence[float]) -> str:
 
 
 def _shown(figure: Figure) -> str:
-    return f"{figure.mean:.3f} +- {figure.error:.3f}"
+    return f"{figure.mean:.3f}" + (f" +- {figure.error:.3f}" if not math.isnan(figure.error) else "")
 
 
 def _parser() -> argparse.ArgumentParser:

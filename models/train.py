@@ -103,7 +103,10 @@ def _make_draft(options: argparse.Namespace, out: Path) -> None:
 
 
 def _layer_list(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of layers; expected numbers like 0,1,-1") from None
 
 
 def _pair_recipe(options: argparse.Namespace) -> Recipe:

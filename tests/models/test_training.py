@@ -159,6 +159,12 @@ def test_invalid_settings_are_a_one_line_error(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_list_of_layers_that_is_none_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["--out", "x", "--draft", "--layers", "first"])
+    assert capsys.readouterr().err.endswith("'first' is no list of layers; expected numbers like 0,1,-1\n")
+
+
 def test_unusable_folders_are_a_one_line_error(torch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--out", str(tmp_path / "pair"), "--extra-dir", str(tmp_path / "gone")]) == 2
     assert capsys.readouterr().err == f"train: {tmp_path / 'gone'} is not a folder; expected a folder with .py files\n"
