@@ -346,7 +346,7 @@ def format_concurrent_section(found: ConcurrentSection) -> str:
         (row.name, f"{row.rate:.0f}", str(row.against or ""), f"{row.first_ms}", f"{row.token_ms:.1f}")
         for row in found.rows
     ]
-    head = f"{found.width} concurrent requests, T = {found.temp:g}, {found.rounds} rounds"
+    head = f"{pluralize(found.width, 'concurrent request')}, T = {found.temp:g}, {found.rounds} rounds"
     lines = [head, "", _format_markdown(titles, rows)]
     if found.auto_over_best is not None:
         lines += ["", f"- auto over {found.best}, the best fixed mode: {found.auto_over_best}"]

@@ -33,6 +33,11 @@ TYPED_EVENT_SCHEMA = {"type": "object", "properties": {"type": {"type": "string"
 """The schema of events that differ by `type`."""
 
 _UNION_ALTERNATIVES = frozenset({"str", "int", "float", "bool", "none"})
+_REASONS = {  # in place of pydantic's sentences, by the type of error
+    "extra_forbidden": "no such field is known here; leave it out",
+    "model_type": "Input should be an object",
+    "dict_type": "Input should be an object",
+}
 _MIN_SIMILARITY = 0.9
 _MAX_COUNTED_NAMES = 200
 _MAX_NAME = 80
@@ -165,7 +170,7 @@ def _report_invalid(error: ValidationError) -> Refused:
     path = [str(part) for part in first["loc"] if _is_field(part)]
     if is_unknown and not _is_field(first["loc"][-1]):
         path.append(str(first["loc"][-1]))
-    reason = "no such field is known here; leave it out" if is_unknown else first["msg"]
+    reason = _REASONS.get(first["type"], first["msg"])
     details = first.get("ctx", {}).get("details")
     return Refused(f"{'.'.join(path) or 'the body'}: {reason}", path[0] if path else None, details=details)
 
