@@ -83,8 +83,11 @@ def test_traced_request_has_nested_spans_for_its_choice_and_phases(app: App, str
 
 
 def test_spans_have_genai_attributes_and_speculation_counts(app: App) -> None:
-    answer, spans = app.post("/v1/completions", ASKED, TRACED)
-    told, times = answer.json(), answer.json()["timings"]
+    for _ in range(20):  # on a busy machine a text may end before a draft is accepted
+        answer, spans = app.post("/v1/completions", ASKED, TRACED)
+        told, times = answer.json(), answer.json()["timings"]
+        if times["draft_n_accepted"]:
+            break
     choice, decode = attributes(spans[3]), attributes(spans[2])
     expected = {
         "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "outrider", "gen_ai.request.model": "fib",
