@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from outrider.orchestrator.client.dialogue import pluralize
 from tools.fleet.job import Job
 from tools.fleet.plan import Loss
 from tools.fleet.simulation import Outcome
@@ -70,8 +71,7 @@ def _describe_gaps(interrupted: Sequence[Job], at: float) -> str:
     if not gaps:
         return ""
     p50, p99, longest = percentile(gaps, 0.5), percentile(gaps, 0.99), max(gaps)
-    many = f"{len(gaps)} text{'s' * (len(gaps) > 1)}"
-    return f"; longest gap in {many}: p50 {p50:.1f} s, p99 {p99:.1f} s, longest {longest:.1f} s"
+    return f"; longest gap in {pluralize(len(gaps), 'text')}: p50 {p50:.1f} s, p99 {p99:.1f} s, longest {longest:.1f} s"
 
 
 def _describe_missing(outcome: Outcome, without: Outcome, at: int) -> str:
