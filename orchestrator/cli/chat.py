@@ -365,8 +365,7 @@ class Chat:
     def _print_answer(self, texts: list[str]) -> str:
         """Prints the answer, appends its pieces to `texts`, and returns the status line."""
         tokens, codec, sampling = self._fit_context(), self._text.codec, self._sampling
-        ends = frozenset[int]() if sampling.ignore_eos else codec.eos
-        painter = Painter(TextStream(codec.spelling, tokens, sampling.stop, ends))
+        painter = Painter(TextStream(codec.spelling, tokens, sampling.stop, codec.end_tokens(sampling)))
         stream = self._client.ask(request_with(self._options, tokens, sampling), reading_progress(self._screen))
         try:
             for chunk in stream:

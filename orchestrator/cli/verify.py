@@ -111,7 +111,7 @@ class Output:
 def find_faults(output: Output, codec: TextCodec, prompt: tuple[int, ...], context_length: int) -> tuple[str, ...]:
     """Returns how the output's end, finish reason or text contradicts its tokens, which are taken as the target's."""
     sampling = output.sampling
-    eos = frozenset() if sampling.ignore_eos else codec.eos
+    eos = codec.end_tokens(sampling)
     stream = TextStream(codec.spelling, prompt, sampling.stop, eos)
     room = min(sampling.max_tokens, context_length - len(prompt))
     text, reason, count = "", "", 0
@@ -164,7 +164,7 @@ def run(options: argparse.Namespace) -> int:
             f"the prompt has {len(tokens)} tokens, and the output's prompt had {output.prompt_tokens}; expected the"
             " prompt and the model that the output was generated with"
         )
-    ends = () if output.sampling.ignore_eos else codec.eos
+    ends = codec.end_tokens(output.sampling)
     report = certify(model.folder, tokens, output.token_ids, output.sampling, screen.show, ends, options.cpu_kernels)
     own_faults = find_faults(output, codec, tokens, report.context_length)
     holds = report.holds and not own_faults

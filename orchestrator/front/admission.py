@@ -132,7 +132,7 @@ class Admission:
         self._check_fingerprint(generate)
         self._check_tokens(tokens, resumed, generate.sampling)
         sampling, notes = self._fit_sampling(generate.sampling, len(tokens))
-        eos = frozenset() if sampling.ignore_eos else self._text.codec.eos
+        eos = self._text.codec.end_tokens(sampling)
         if sampling.grammar is not None:
             self._check_grammar(sampling.grammar)
         mode = self._choose_mode(generate.mode)

@@ -60,6 +60,10 @@ class TextCodec:
             raise InvalidRequest("the text can't be encoded as UTF-8; expected Unicode text") from None
         return tuple(encoding.ids)
 
+    def end_tokens(self, sampling: SamplingParams) -> frozenset[int]:
+        """Returns the tokens that end a text and are not part of it."""
+        return frozenset() if sampling.ignore_eos else self.eos
+
     def decode(self, tokens: tuple[int, ...]) -> str:
         """Returns the text of `tokens`, including special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))

@@ -347,7 +347,7 @@ def plan_answer(
         for number in range(count):
             own = replace(sampling, seed=derive_seed(sampling.seed or 0, number))
             splitter = Splitter(thinking, model.tools, box, prompt.thoughts, form is not None, grammar is not None)
-            words = TextStream(model.codec.spelling, prompt.tokens, own.stop, model.end_tokens(own))
+            words = TextStream(model.codec.spelling, prompt.tokens, own.stop, model.codec.end_tokens(own))
             choices.append(
                 ChoiceState(len(choices), prompt, own, splitter, words if speculation.get("origins") else None, box.one)
             )

@@ -177,7 +177,7 @@ def create_logprob_formatters(plan: AnswerPlan) -> list[LogprobFormatter] | None
     sampling = plan.choices[0].sampling
     if sampling.logprobs is None:
         return None
-    return [LogprobFormatter(plan.model.codec, plan.model.end_tokens(sampling)) for _ in plan.choices]
+    return [LogprobFormatter(plan.model.codec, plan.model.codec.end_tokens(sampling)) for _ in plan.choices]
 
 
 def describe_schema_violations(plan: AnswerPlan, choices: Sequence[ChoiceState]) -> list[str]:

@@ -281,7 +281,7 @@ def _to_block(part: Part, begun: bool = False) -> AnswerBlock:
 
 def find_stop_sequence(model: ServedModel, choice: ChoiceState) -> str | None:
     """Returns the stop string that occurs first in the choice's text, or None."""
-    detokenizer, ends = Detokenizer(model.codec.spelling, choice.prompt.tokens), model.end_tokens(choice.sampling)
+    detokenizer, ends = Detokenizer(model.codec.spelling, choice.prompt.tokens), model.codec.end_tokens(choice.sampling)
     text = "".join(detokenizer.feed(token) for token in choice.tokens if token not in ends) + detokenizer.finish()
     found = [(place, stop) for stop in choice.sampling.stop if (place := text.find(stop)) >= 0]
     return min(found)[1] if found else None

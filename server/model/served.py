@@ -24,7 +24,6 @@ from outrider.orchestrator.pairing.chat_template import (
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model, read_json
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec, read_default_sampling
 from outrider.protocol.errors import InvalidRequest, ModelError, PromptTooLong
-from outrider.protocol.sampling import SamplingParams
 from outrider.server.model.tool_format import (
     FALLBACK_FORMAT,
     SpanTags,
@@ -115,10 +114,6 @@ class ServedModel:
     @property
     def context_length(self) -> int | None:
         return self.codec.model.context_length
-
-    def end_tokens(self, sampling: SamplingParams) -> frozenset[int]:
-        """Returns the tokens that end a text and are not part of it."""
-        return frozenset() if sampling.ignore_eos else self.codec.eos
 
     def tokenize_text(self, text: str) -> TokenizedPrompt:
         """Tokenizes a text to complete.
