@@ -41,6 +41,8 @@ def _sampling_bounds(name: str) -> Any:
 
 
 MaxTokens = Annotated[int, _sampling_bounds("max_tokens")]
+UNLIMITED = -1
+TokenLimit = Annotated[int, Field(ge=UNLIMITED, le=MAX_COUNT, description="-1: until the context is full")]
 Penalty = Annotated[float, _sampling_bounds("presence_penalty")]
 ContextSize = Annotated[int, _sampling_bounds("repetition_context_size")]
 
@@ -205,7 +207,7 @@ class Sampling(OpenAIGeneration):
     """Common fields of chat and text completions."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: MaxTokens | None = None
+    max_tokens: TokenLimit | None = None
     min_tokens: Annotated[int, _sampling_bounds("min_tokens")] | None = None
     logit_bias: LogitBias | None = None
     presence_context_size: ContextSize | None = None

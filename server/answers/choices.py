@@ -26,7 +26,7 @@ from outrider.server.mapping import (
 )
 from outrider.server.model.served import ServedModel, TemplateInput, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import InvalidToolCall, SpanTags, ToolCall, ToolFormat
-from outrider.server.schemas import Generation
+from outrider.server.schemas import UNLIMITED, Generation
 
 UNFINISHED = GenerationResult("", (), "", Timings(), 0, "", 0, "", "")
 
@@ -325,7 +325,7 @@ def plan_answer(
 ) -> AnswerPlan:
     """Plans `count` choices for a conversation, or for each prompt. This may take long; call it in a thread.
 
-    The choices of a prompt differ in the seed. `max_tokens` None: what the context has room for.
+    The choices of a prompt differ in the seed. `max_tokens` None or -1: what the context has room for.
 
     Raises:
         Refused, InvalidRequest, ModelError: a value is out of range, the template rejects the conversation, or the
@@ -337,7 +337,7 @@ def plan_answer(
         prompts, box, thinking = list(source), Toolbox(), None
     form = resolve_output_format(model, form)
     grammar = build_answer_grammar(model, prompts[0], box, form)
-    if max_tokens is None:
+    if max_tokens in (None, UNLIMITED):
         length = model.context_length
         max_tokens = MAX_COUNT if length is None else max(length - len(prompts[0].tokens), 1)
     sampling = to_sampling_params(model, payload, max_tokens, stop, grammar, logprobs)

@@ -42,12 +42,12 @@ from outrider.server.schemas import (
     Function,
     JsonObject,
     LooseSchema,
-    MaxTokens,
     Outrider,
     Sampling,
     SpeculationReport,
     StrictSchema,
     Timings,
+    TokenLimit,
     Usage,
     bounded,
     omit_if_none,
@@ -129,7 +129,7 @@ class ChatRequest(ConversationRequest, Sampling):
     """A chat completion."""
 
     messages: Annotated[list[ChatMessage], bounded(least=1)]
-    max_completion_tokens: MaxTokens | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     modalities: Annotated[list[str], bounded(MAX_STOPS)] | None = None

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import MAX_TOKEN_ID, Chunk
 from outrider.protocol.errors import WorkerError
-from outrider.protocol.sampling import MAX_COUNT, MAX_LOGPROBS
+from outrider.protocol.sampling import MAX_LOGPROBS
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, plan_answer
 from outrider.server.answers.formatter import CompletionFormatter
 from outrider.server.answers.usage import PlacedToken, collect_logprobs, create_logprob_formatters, report_speculation
@@ -43,7 +43,6 @@ class CompletionRequest(Sampling):
     """A completion of texts or token ids. No chat template is applied."""
 
     prompt: str | Tokens | Annotated[list[str | Tokens], bounded(MAX_CHOICES, least=1)]
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT, description="0, with echo: only the prompt")] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     suffix: Annotated[str | None, unsupported("fill-in-the-middle is not supported; leave it out")] = None

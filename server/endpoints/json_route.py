@@ -46,23 +46,22 @@ _IGNORABLE_FIELDS = frozenset({"include", "stream_options", "timeout", "truncati
 
 _OTHER_SERVERS_FIELDS = frozenset(
     {
-        "add_special_tokens", "allowed_token_ids", "bad_words", "chat_template", "documents", "dry_allowed_length",
-        "dry_base", "dry_multiplier", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
+        "add_special_tokens", "allowed_token_ids", "bad_words", "chat_template", "documents", "dry_multiplier",
         "dynatemp_range", "extra_body", "format", "images", "include_stop_str_in_output", "input_extra", "json",
-        "length_penalty", "logits_processors", "lora", "lora_path", "mirostat", "mirostat_eta", "mirostat_tau",
-        "n_keep", "n_predict", "n_probs", "num_beams", "options", "prompt_embeds", "prompt_logprobs", "random_seed",
-        "repeat_last_n", "repeat_penalty", "samplers", "skip_special_tokens", "stop_regex", "stop_token_ids", "tfs_z",
-        "thinking_budget", "thinking_budget_tokens", "top_a", "top_n_sigma", "truncate_prompt_tokens", "typical_p",
-        "use_beam_search", "xtc_probability", "xtc_threshold",
+        "length_penalty", "logits_processors", "lora", "lora_path", "mirostat", "n_keep", "n_predict", "n_probs",
+        "num_beams", "options", "prompt_embeds", "prompt_logprobs", "random_seed", "repeat_penalty", "samplers",
+        "skip_special_tokens", "stop_regex", "stop_token_ids", "tfs_z", "thinking_budget", "thinking_budget_tokens",
+        "top_a", "top_n_sigma", "truncate_prompt_tokens", "typ_p", "typical_p", "use_beam_search", "xtc_probability",
     }
 )  # fmt: skip
-"""Fields of vLLM, llama.cpp, SGLang, Mistral and others that change the text there."""
+"""Fields of vLLM, llama.cpp, SGLang, Mistral and others that change the text there, but not
+those that only matter together with another one, such as mirostat_tau."""
 
 _NEUTRAL_VALUES = {
     "bad_words": [], "best_of": 1, "dry_multiplier": 0, "dynatemp_range": 0, "echo": False, "extra_body": {},
     "include_stop_str_in_output": False, "length_penalty": 1, "mirostat": 0, "n": 1, "n_keep": 0, "n_probs": 0,
-    "repeat_penalty": 1, "skip_special_tokens": True, "stop_token_ids": [], "tfs_z": 1, "top_a": 0, "typical_p": 1,
-    "use_beam_search": False, "xtc_probability": 0,
+    "repeat_penalty": 1, "skip_special_tokens": True, "stop_token_ids": [], "tfs_z": 1, "top_a": 0, "top_n_sigma": -1,
+    "typ_p": 1, "typical_p": 1, "use_beam_search": False, "xtc_probability": 0,
 }  # fmt: skip
 """Values with which such a field, or one of another path, has no effect there."""
 

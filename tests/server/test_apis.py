@@ -214,6 +214,19 @@ def test_echoed_prompt_has_the_logprobs_of_its_generation(pair: RunningServer) -
     assert [body["choices"][0]["text"][a:b] for a, b in pairwise(starts)] == whole["tokens"]
 
 
+def test_max_tokens_of_minus_1_sets_no_limit(chat: RunningServer, pair: RunningServer) -> None:
+    """As in llama.cpp and LM Studio."""
+    said = {"messages": [{"role": "user", "content": "hi"}]}
+    ended = post(chat, "/v1/chat/completions", **said).json()
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert post(chat, "/v1/chat/completions", **said, **{name: -1}).json()["choices"] == ended["choices"]
+    whole = pair.client.generate(PROMPT, SamplingParams(max_tokens=60)).text
+    (text,) = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=-1, temperature=0, stop=whole[-6:]).json()[
+        "choices"
+    ]
+    assert text["finish_reason"] == "stop" and text["text"] == whole[: whole.index(whole[-6:])]
+
+
 def test_echo_with_no_tokens_returns_and_scores_the_prompt_alone(pair: RunningServer) -> None:
     asked: Any = {"prompt": PROMPT, "echo": True}
     more = post(pair, "/v1/completions", max_tokens=1, logprobs=0, **asked).json()["choices"][0]["logprobs"]

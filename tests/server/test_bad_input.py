@@ -332,7 +332,8 @@ def test_neutral_values_of_other_servers_fields_are_ignored(ask: Ask) -> None:
     """Programs send all of a server's samplers, with those that are off."""
     off = {"mirostat": 0, "typical_p": 1.0, "repeat_penalty": 1.0, "xtc_probability": 0.0, "use_beam_search": False}
     more = {"skip_special_tokens": True, "stop_token_ids": [], "echo": False, "best_of": 1, "extra_body": {}}
-    assert ask(CHAT, json={**CHAT_BODY, **off, **more, "prompt_logprobs": None}).status_code == 503
+    unused = {"mirostat_tau": 5.0, "xtc_threshold": 0.1, "repeat_last_n": 64, "dry_base": 1.75, "typ_p": 1}
+    assert ask(CHAT, json={**CHAT_BODY, **off, **unused, **more, "prompt_logprobs": None}).status_code == 503
     assert ask(CLAUDE, json={**PATHS[CLAUDE], **off, "n": 1}).status_code == 503
 
 
