@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from outrider.drafters.coreml.drafter import PackageReader
 from outrider.drafters.drafter import TokenTree
 from outrider.engine.kv_rows import PromptReader, ReadProgress
 from outrider.engine.load_checks import find_tree_form, measure_tree_cost, open_tree
@@ -20,9 +19,9 @@ class MlxDrafter:
 
     backend = "mlx"
 
-    def __init__(self, model: LoadedModel, reader: PromptReader | None = None, note: str = "") -> None:
+    def __init__(self, model: LoadedModel, reader: PromptReader | None = None) -> None:
         self.model = model
-        self.note = note
+        self.note = "" if reader is None else reader.note
         self._reader = reader
         self.vocab_size = model.vocab_size
         self.context_length = model.context_length
@@ -31,7 +30,7 @@ class MlxDrafter:
         self.prompt_cache = PromptCache(measure_tree_cost(model))
 
     @classmethod
-    def load(cls, path: str, progress: Callable[[str], None], reader: PackageReader | None = None) -> MlxDrafter:
+    def load(cls, path: str, progress: Callable[[str], None], reader: PromptReader | None = None) -> MlxDrafter:
         """Loads the model and checks that branches reproduce its logits.
 
         Args:
@@ -42,7 +41,7 @@ class MlxDrafter:
         """
         model = load(path, progress=progress)
         find_tree_form(model)
-        return cls(model, reader, "" if reader is None else reader.note)
+        return cls(model, reader)
 
     def open(
         self,

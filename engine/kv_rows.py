@@ -126,7 +126,9 @@ class ReadingFault(OutriderError):
 
 
 class PromptReader(Protocol):
-    """Reads prompts instead of a model."""
+    """Reads prompts instead of a model. `note`: says so."""
+
+    note: str
 
     def readable(self, count: int) -> int:
         """Returns how many of a prompt's first `count` tokens it reads; 0: the model is faster."""

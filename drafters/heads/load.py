@@ -1,4 +1,4 @@
-"""Loads a head as a drafter in the target's process, and checks it. A new kind of head needs a file and a line here.
+"""Loads a head as a drafter in the target's process, and checks it. A new kind of head is a file named after it.
 
 - `measure_agreement`: whether the head gets the inputs that it was trained on. Formats pair rows with tokens and count
   layers in different ways; a mistake raises no error and only lowers the acceptance rate. So the head is fed a text of
@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads import dflash, eagle3, early_exit, mtp, redrafter
+from outrider.drafters.heads import early_exit
 from outrider.drafters.heads.checkpoint import HeadTarget, find_target_mismatch, read_config, read_weights
 from outrider.drafters.heads.drafter import HeadDrafter, make_for_draft_worker
 from outrider.drafters.heads.early_exit import generate_trial_text, read_rows
@@ -44,7 +45,6 @@ from outrider.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_BUILDERS = {"dflash": dflash.build, "eagle3": eagle3.build, "redrafter": redrafter.build}
 _MIN_AGREEMENT = 0.1  # a head of this target agrees far more often, an untrained one far less often
 _MIN_AGREEMENT_GAIN = 0.1
 _NUM_TEST_FEATURES = 16  # different features in the check
@@ -61,9 +61,10 @@ def read_head(kind: str, path: str, model: LoadedModel, progress: Callable[[str]
     with _errors_as_cannot_draft(f"loading the head {path}"):
         folder = find_model_folder(path)
         progress(f"loading {path}")
+        module = import_module(f"outrider.drafters.heads.{kind}")  # not each one, as mtp imports many models
         if kind == "mtp":
-            return mtp.read_head(folder, model)
-        return _BUILDERS[kind](read_config(folder), read_weights(folder), HeadTarget.of(model), str(folder))
+            return cast("Head", module.read_head(folder, model))
+        return cast("Head", module.build(read_config(folder), read_weights(folder), HeadTarget.of(model), str(folder)))
 
 
 def load(

@@ -31,6 +31,8 @@ class RecordingKVRows(DenseKVRows):
 class Reader:
     """Takes `readable` tokens, four at a time, and fails after `good` of these pieces."""
 
+    note = "prompts are read by a test"
+
     def __init__(self, takes: int, good: int = 99) -> None:
         self._takes, self._good = takes, good
 
