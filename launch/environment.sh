@@ -78,6 +78,8 @@ is_installed() { [ -x "$python" ] && is_supported "$python" && [ "$(cat "$stamp"
 install_all() {
     if [ ! -x "$python" ] || ! is_supported "$python"; then make_venv; fi
     install_project "[$1]"
+    # As pip does for packages: where PYTHONDONTWRITEBYTECODE is set, each start would compile all modules.
+    "$python" -m compileall -q "$root/outrider" "$root"/outrider/*/ >&2 || true
     printf '%s\n' "$wanted" >"$stamp"
     case "$1" in test*) printf '%s\n' "$wanted" >"$venv/.outrider-installed-serve,cpu" ;; esac
 }
