@@ -14,13 +14,13 @@ routing ids; knows nothing of requests.
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from outrider.orchestrator.auth import client_id_of
 from outrider.protocol import clock
@@ -152,15 +152,16 @@ class RouterSocket:
     def update_connections(self) -> None:
         """Handles events of connections that were opened or closed; stops or resumes listening."""
         while self.monitor.poll(0):
-            event = recv_monitor_message(self.monitor)
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                endpoint = self._endpoint_at(event["endpoint"].decode())
-                endpoint.open_fds.add(event["value"])
+            frame, address = self.monitor.recv_multipart()
+            event, fd = struct.unpack("=hi", frame)  # as zmq.utils.monitor does, which imports asyncio
+            if event == zmq.EVENT_ACCEPTED:
+                endpoint = self._endpoint_at(address.decode())
+                endpoint.open_fds.add(fd)
                 if len(endpoint.open_fds) > endpoint.max_connections:
-                    endpoint.bound.close_connection(event["value"])  # of a port, which can't stop listening
+                    endpoint.bound.close_connection(fd)  # of a port, which can't stop listening
             else:
                 for endpoint in self.endpoints:
-                    endpoint.open_fds.discard(event["value"])
+                    endpoint.open_fds.discard(fd)
         for endpoint in self.endpoints:
             if len(endpoint.open_fds) >= endpoint.max_connections:
                 endpoint.bound.stop_listening()
