@@ -23,6 +23,7 @@ from outrider.engine.hidden_states import find_backbone, find_embedding, find_ou
 from outrider.engine.loading import LoadedModel, flat_rope_fields
 from outrider.protocol.digest import digests_match, model_digest
 from outrider.protocol.errors import CannotDraft, first_line
+from outrider.protocol.heads import head_kind
 
 Weights = dict[str, mx.array]
 Layer = Callable[[mx.array], mx.array]
@@ -128,14 +129,20 @@ def parse_layer_sizes(layer: Mapping[str, Any], weights: Weights, target: Mappin
 
 
 @contextmanager
-def config_errors(name: str, what: str = "a head's sizes") -> Iterator[None]:
-    """Raises CannotDraft if a field of a config.json is missing, or has a type or a value that can't be used."""
+def config_errors(kind: str, config: Mapping[str, Any], weights: Weights, name: str) -> Iterator[None]:
+    """Raises CannotDraft if this is not a head of `kind`, or is quantized, or if a field of its config.json is missing,
+    or has a type or a value that can't be used."""
     try:
+        if head_kind(config) != kind:
+            raise CannotDraft(f"{name} is not a head of kind {kind}: its config.json has another architecture or type")
+        check_not_quantized(config, weights, name)
         yield
     except KeyError as error:
-        raise CannotDraft(f"{name}: config.json lacks {error}; expected {what}") from error
+        raise CannotDraft(f"{name}: config.json lacks {error}; expected a head's sizes") from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise CannotDraft(f"{name}: config.json has a value that can't be used ({error}); expected {what}") from error
+        raise CannotDraft(
+            f"{name}: config.json has a value that can't be used ({error}); expected a head's sizes"
+        ) from error
 
 
 def parse_settings(kind: type[Settings], config: Mapping[str, Any]) -> Settings:

@@ -26,7 +26,6 @@ from outrider.drafters.heads.checkpoint import (
     Weights,
     check_hidden_size,
     check_mask_token,
-    check_not_quantized,
     config_errors,
     load_head_weights,
     parse_layer_sizes,
@@ -44,7 +43,6 @@ from outrider.drafters.heads.layers import (
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.protocol.errors import CannotDraft
-from outrider.protocol.heads import head_kind
 
 _SUPPORTED_MODEL_TYPES = ("qwen3", "llama", "dflash", "dspark", "")
 _TARGET_TENSOR_PREFIXES = ("embed_tokens.", "lm_head.", "verifier_norm.", "verifier_lm_head.", "rotary_emb.", "t2d")
@@ -187,10 +185,7 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
-    with config_errors(name):
-        if head_kind(config) != "dflash":
-            raise CannotDraft(f"{name} is not a DFlash head: its config.json has another architecture")
-        check_not_quantized(config, weights, name)
+    with config_errors("dflash", config, weights, name):
         weights = {_rename_tensor(key): value for key, value in weights.items()}
         # Some formats nest the sizes, or the settings of the method.
         config = {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}

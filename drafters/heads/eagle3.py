@@ -24,7 +24,6 @@ from outrider.drafters.heads.checkpoint import (
     Weights,
     check_hidden_size,
     check_mask_token,
-    check_not_quantized,
     config_errors,
     load_head_weights,
     parse_layer_sizes,
@@ -36,7 +35,6 @@ from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.ort.layers import DecoderLayers
 from outrider.protocol.errors import CannotDraft
-from outrider.protocol.heads import head_kind
 
 if TYPE_CHECKING:
     from outrider.engine.ort.graph import Builder
@@ -170,10 +168,7 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
-    with config_errors(name):
-        if head_kind(config) != "eagle3":
-            raise CannotDraft(f"{name} is not an EAGLE-3 head: its config.json has another architecture")
-        check_not_quantized(config, weights, name)
+    with config_errors("eagle3", config, weights, name):
         weights = {_rename_tensor(key): value for key, value in weights.items()}
         d2t, _ = weights.pop("d2t", None), weights.pop("t2d", None)
         settings, count = _parse_config(config, weights, target.config, name)

@@ -22,7 +22,6 @@ import mlx.nn as nn
 from outrider.drafters.heads.checkpoint import (
     HeadTarget,
     Layer,
-    check_not_quantized,
     config_errors,
     find_target_mismatch,
     load_head_weights,
@@ -50,7 +49,6 @@ from outrider.engine.sampling import Sampler
 from outrider.engine.verify import verify
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft, ModelError
-from outrider.protocol.heads import head_kind
 from outrider.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -274,10 +272,7 @@ def _load_best_exit(target: LoadedModel, count: int) -> ExitDrafter:
 
 def _load_adapted_exit(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
     name, config, weights = str(folder), read_config(folder), read_weights(folder)
-    if head_kind(config) != "early-exit":
-        raise CannotDraft(f"{name} is not an early-exit adapter; expected one, or no draft model")
-    check_not_quantized(config, weights, name)
-    with config_errors(name, "an adapter's sizes"):
+    with config_errors("early-exit", config, weights, name):
         settings = parse_settings(AdapterConfig, config)
         _check_target(settings, target, count, name)
         adapter = ExitAdapter(settings)

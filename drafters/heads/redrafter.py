@@ -21,7 +21,6 @@ from outrider.drafters.heads.checkpoint import (
     Layer,
     Weights,
     check_hidden_size,
-    check_not_quantized,
     config_errors,
     load_head_weights,
     parse_settings,
@@ -30,8 +29,6 @@ from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.layers import DraftVocabulary
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
-from outrider.protocol.errors import CannotDraft
-from outrider.protocol.heads import head_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +96,7 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
-    with config_errors(name):
-        if head_kind(config) != "redrafter":
-            raise CannotDraft(
-                f"{name} is not a ReDrafter: the model_type in its config.json is not recurrent_drafting_drafter"
-            )
-        check_not_quantized(config, weights, name)
+    with config_errors("redrafter", config, weights, name):
         settings = parse_settings(RedrafterConfig, config)
         check_hidden_size(settings.hidden_size, target.config, name)
         vocabulary = DraftVocabulary.read(None, settings.vocab_size, target.vocab_size, name)

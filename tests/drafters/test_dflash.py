@@ -151,7 +151,7 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
         ("z-lab", {"model_type": "gemma4"}, TARGET, "is built of gemma4 layers"),
         ("z-lab", {"block_size": 1}, TARGET, "has blocks of 1 tokens"),
         ("z-lab", {"quantization": {"bits": 4}}, TARGET, "is quantized"),
-        ("z-lab", {"architectures": ["LlamaForCausalLM"]}, TARGET, "is not a DFlash head"),
+        ("z-lab", {"architectures": ["LlamaForCausalLM"]}, TARGET, "is not a head of kind dflash"),
         ("DeepSpec", {"markov_head_type": "odd"}, TARGET, "a Markov head of type 'odd'"),
         ("DFlash2", {"sliding_window_non_causal": False}, TARGET, "sliding windows of causal blocks"),
     ],

@@ -147,7 +147,7 @@ def test_invalid_head_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CannotDraft, match="download the head again"):
         head_of(tmp_path)
     mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a": mx.zeros(1)})
-    with pytest.raises(CannotDraft, match="not an EAGLE-3 head"):
+    with pytest.raises(CannotDraft, match="not a head of kind eagle3"):
         head_of(tmp_path)
 
 
