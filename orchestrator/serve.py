@@ -6,6 +6,7 @@ Owns the run directory and the order of start and end. Knows nothing of requests
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -120,6 +121,7 @@ def _announce_until_signal(
         try:
             event = events.get(timeout=STATUS_INTERVAL_SECONDS)
         except Empty:
+            _check_sockets(server.ready)
             if server.http is not None:
                 server.http.check()
             if status is not None:
@@ -135,6 +137,16 @@ def _announce_until_signal(
                 on_announcement(structs.replace(server.ready, notes=(*notes, *system.blas_notes())))
             case _:
                 on_announcement(event)
+
+
+def _check_sockets(ready: ServerReady) -> None:
+    """Raises EndpointError if the file of a socket was removed, since nothing can connect without it."""
+    for path in (where.removeprefix("ipc://") for where in (ready.own, ready.workers) if where.startswith("ipc://")):
+        if not os.path.lexists(path):
+            raise EndpointError(
+                f"the socket {path} was removed, and the server can't be reached without it; start the server again,"
+                " and exclude that folder from clean-ups (TMPDIR or --endpoint set another one)"
+            )
 
 
 def _drain(events: SimpleQueue[Event], server: ServerThreads, seconds: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -307,6 +308,21 @@ def test_killed_parent_ends_its_cluster(served: Pair) -> None:
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("removed", ["directory", "endpoint"])
+def test_server_whose_sockets_were_removed_ends_with_an_error(
+    serve: Callable[..., Serving], short: Path, removed: str
+) -> None:
+    """As by programs that clean the temporary folder: nothing could connect, and a supervisor can restart it."""
+    server = serve("--draft-backend", "ngram", "--endpoint", f"ipc://{short}/c")
+    if removed == "directory":
+        shutil.rmtree(server.directory)
+    else:
+        (short / "c").unlink()
+    _, err = server.process.communicate(timeout=LIMIT)
+    assert server.process.returncode == EndpointError.exit_code and "Traceback" not in err
+    assert "was removed" in err and "TMPDIR" in err
 
 
 def test_dropped_cluster_ends_without_close(served: Pair) -> None:
