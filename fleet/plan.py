@@ -162,7 +162,7 @@ class FleetPlan:
                 f"placed.drafter is on other-host, and draft_backend {self.engine.draft_backend} has no process of its"
                 " own; expected mlx or coreml"
             )
-        if on == "other-host" and self.engine.draft_model is None and self.engine.model is not None:
+        if on == "other-host" and self.engine.lacks_draft_model:
             raise InvalidRequest("placed.drafter has no draft model; expected draft_model in addition to model")
 
 

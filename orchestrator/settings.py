@@ -27,8 +27,8 @@ SAMPLING_BACKENDS = ("mlx", "coreml", "ngram", "none")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_DRAFT_TOKENS = 4
 DEFAULT_BRANCHES = 16
-NAMED_MODELS = ("tiny", "smollm2", "gemma3-270m")
-"""The short names of models (`pairing.model_files`), which may come with a draft model."""
+MODELS_WITH_DRAFT = ("tiny", "smollm2")
+"""The named models (`pairing.model_files`) that come with a draft model."""
 MAX_DRAFTERS = 8
 MAX_DRAFT_TOKENS = 32
 MAX_REQUESTED_BRANCHES = 256
@@ -242,9 +242,9 @@ class ServeSettings:
         return self.has_draft_worker or self.colocate
 
     @property
-    def _lacks_draft_model(self) -> bool:
-        """Whether there is no draft model: none is given, and only named and default targets come with one."""
-        return self.model is not None and self.model not in NAMED_MODELS and self.draft_model is None
+    def lacks_draft_model(self) -> bool:
+        """Whether there is no draft model: none is given, and none comes with the target."""
+        return self.model is not None and self.model not in MODELS_WITH_DRAFT and self.draft_model is None
 
     def _find_conflicts(self) -> Iterator[str]:
         """Yields a sentence for each pair of settings that exclude each other."""
@@ -284,7 +284,7 @@ class ServeSettings:
             )
         if self.head_in != "target" and self.colocate:
             yield "colocate drafts in the target's process; leave out colocate or head_in"
-        if self.drafts_with_head and self.draft_backend not in TARGET_HEADS and self._lacks_draft_model:
+        if self.drafts_with_head and self.draft_backend not in TARGET_HEADS and self.lacks_draft_model:
             yield (
                 f"draft_backend {self.draft_backend} has no head to draft with; expected draft_model to name one made"
                 " for this model"
@@ -299,7 +299,7 @@ class ServeSettings:
         for name, value in (("draft_device", self.draft_device), ("draft_prefill", self.draft_prefill)):
             if value not in ("auto", "mlx"):
                 yield f"{name} {value} is for draft workers, which colocate does not start; leave out one of them"
-        if self._lacks_draft_model and self.draft_backend not in TARGET_HEADS:
+        if self.lacks_draft_model and self.draft_backend not in TARGET_HEADS:
             yield "colocate needs draft_model with model, or neither of them"
 
 

@@ -71,6 +71,12 @@ def test_plan_round_trips_through_pickle():
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
+@pytest.mark.parametrize("model", ["tiny", "smollm2"])
+def test_drafter_on_another_host_may_take_the_draft_that_comes_with_a_model(model):
+    plan = parse_plan({"placed": {"drafter": "other-host"}, "model": model})
+    assert plan.engine.model == model and plan.placed.drafter.on == "other-host"
+
+
 def test_resources_are_converted_to_rays_names():
     assert Resources(0.5, 0, 0, 2, "1KiB").as_ray() == {"metal": 0.5, "CPU": 2, "memory": 1024}
     assert undetected_resources(Resources(1, 1, 0, 8, 10**9)) == {"metal": 1, "ane": 1}
@@ -100,6 +106,7 @@ def test_resources_are_converted_to_rays_names():
         ({"placed": {"drafter": "none"}, "model": "a", "draft_model": "b"}, "placed.drafter is none; leave out one"),
         ({"placed": {"drafter": {"on": "none", "needs": {"ane": 1}}}}, "expected no needs, or a drafter"),
         ({"placed": {"drafter": "other-host"}, "model": "a"}, "expected draft_model in addition to model"),
+        ({"placed": {"drafter": "other-host"}, "model": "gemma3-270m"}, "expected draft_model in addition to model"),
         ({"placed": {"drafter": "other-host"}, "engine": {"draft_backend": "ngram"}}, "has no process of its own"),
         ({"placed": {"drafter": "none"}, "engine": {"mode": "ssd"}}, "drafter is none: mode ssd needs a drafter"),
         ({"placed": {}, "engine": {"max_actve": 1}}, "engine has the key 'max_actve'; did you mean max_active?"),

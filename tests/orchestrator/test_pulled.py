@@ -18,7 +18,7 @@ from outrider.orchestrator.pairing import model_files, pairing, pulled
 from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, MODEL_VARIABLE, find_model
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.pairing.pulled import PULLED_MODELS, PulledModel, Wheel, pull
-from outrider.orchestrator.settings import NAMED_MODELS, ServeSettings
+from outrider.orchestrator.settings import MODELS_WITH_DRAFT, ServeSettings
 from outrider.protocol.errors import ModelError
 from tests.gguf_files import write_gguf
 
@@ -260,4 +260,6 @@ def test_names_are_listed_with_size_and_licence(capsys):
     assert "  smollm2      SmolLM2-135M-Instruct   93 MB  Apache-2.0  default\n" in listed
     assert "  gemma3-270m  Gemma 3 270M           238 MB  Gemma       base model, terms\n" in listed
     assert main(["pull", "nothing"]) == 2
-    assert set(NAMED_MODELS) == {*PULLED_MODELS, model_files.TINY} and pairing.PULLED_MODELS is PULLED_MODELS
+    assert pairing.PULLED_MODELS is PULLED_MODELS
+    with_draft = {name for name, model in PULLED_MODELS.items() if model.draft is not None}
+    assert set(MODELS_WITH_DRAFT) == {*with_draft, model_files.TINY}
