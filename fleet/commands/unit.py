@@ -92,9 +92,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("endpoint", metavar="ENDPOINT", help="tcp://HOST:PORT, an address of this host")
     keeper = f"service manager (default: {DEFAULT_MANAGER})"
     parser.add_argument("--for", dest="kind", choices=SERVICE_MANAGERS, default=DEFAULT_MANAGER, help=keeper)
-    parser.add_argument("--user", default=getpass.getuser(), help="user with the keys and models (default: you)")
+    parser.add_argument("--user", help="user with the keys and models (default: you)")
     home = "home directory of that user (default: yours)"
-    parser.add_argument("--home", type=Path, default=Path.home(), metavar="FOLDER", help=home)
+    parser.add_argument("--home", type=Path, metavar="FOLDER", help=home)
     flags.add_request_flags(parser, ("drafter",))
     flags.add_cluster_flags(parser)
 
@@ -106,7 +106,10 @@ def run(options: argparse.Namespace) -> int:
     chosen = settings.ServeSettings(**{**flags.settings_of(options), "endpoint": str(where)})
     chosen = replace(chosen, **{name: _make_absolute(getattr(chosen, name)) for name in PATHS})
     command = python("-m", "outrider", "serve", "--no-http", *settings.to_flags(chosen))
-    unit = (command, options.user, str(options.home))
+    try:
+        unit = (command, options.user or getpass.getuser(), str(options.home or Path.home()))
+    except (KeyError, OSError, RuntimeError):  # what `getpass` raises depends on Python's version
+        raise InvalidRequest("the current user has no account here; expected --user and --home") from None
     if options.kind == "launchd":
         print(launchd_plist(*unit), end="")
         file = f"/Library/LaunchDaemons/{SERVICE_NAME}.plist"

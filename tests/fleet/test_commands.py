@@ -155,6 +155,18 @@ def test_paths_in_a_unit_are_absolute(run: Run, tmp_path: Path, monkeypatch: pyt
         assert word in out
 
 
+def test_unit_of_a_user_without_an_account_asks_for_user_and_home(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs with a user id of its own."""
+    for variable in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", dict[int, object]().__getitem__)
+    code, out, err = run("unit", "tcp://10.0.0.1:7777")
+    assert (code, out) == (2, "") and "expected --user and --home" in err and len(err.splitlines()) == 1
+    code, out, _ = run("unit", "tcp://10.0.0.1:7777", "--for", "systemd", "--user", "ann", "--home", "/home/ann")
+    assert code == 0 and "User=ann\n" in out and "WorkingDirectory=/home/ann\n" in out
+    assert run("unit", "--help")[0] == 0
+
+
 def test_systemd_unit_escapes_the_words_of_its_command() -> None:
     told = systemd_unit(("/bin/x", "100%", "a b", "$HOME", 'say "hi"'), "ann", "/home/ann")
     assert 'ExecStart=/bin/x "100%%" "a b" "$$HOME" "say \\"hi\\""\n' in told
