@@ -6,6 +6,7 @@ import { ORIGINS, Painter } from "./painter.js";
 import { Timeline } from "./timeline.js";
 
 const EVERY_MS = 50; // between updates, because each makes the browser lay out the text's last blocks
+const REST = 3; // and at least so many times as long as an update took: a long line is laid out as a whole
 const COPIED_MS = 2000;
 
 export class Lane {
@@ -28,6 +29,7 @@ export class Lane {
     this.pending = []; // tokens whose text has not arrived
     this.fresh = []; // tokens that are not shown yet, with their painters
     this.waiting = null;
+    this.pause = EVERY_MS;
     this.answers = false;
     place.append(made);
   }
@@ -38,7 +40,7 @@ export class Lane {
       for await (const event of chat(body, signal)) {
         if (event.progress) this.#showProgress(event.progress);
         else this.#handle(event);
-        this.waiting ??= setTimeout(() => this.#show(grown), EVERY_MS);
+        this.waiting ??= setTimeout(() => this.#show(grown), this.pause);
       }
     } finally {
       this.#showWaiting("");
@@ -104,6 +106,7 @@ export class Lane {
   #show(grown) {
     clearTimeout(this.waiting);
     this.waiting = null;
+    const began = performance.now();
     const fresh = this.fresh.splice(0);
     for (const painter of [this.thinker, this.painter]) {
       painter.add(fresh.filter((one) => one.painter === painter).map(({ token }) => token));
@@ -116,6 +119,7 @@ export class Lane {
     this.found = this.timings ? ofTimings(this.timings) : ofRounds(this.timeline.rounds);
     show(this.list, this.found);
     grown();
+    this.pause = Math.max(EVERY_MS, REST * (performance.now() - began));
   }
 
   /** Shows reasoning until the answer begins; then it is folded, once: the reader may open it again. */

@@ -20,6 +20,7 @@ const PLAIN = ["code", "table", "rule"];
 const INLINE = new RegExp(
   [
     /(?<!`)(?<ticks>`+)(?!`)(?<code>.+?)(?<!`)\k<ticks>(?!`)/,
+    /(?<![\w*])\*{3}(?=[^\s*])(?<both>.+?)(?<=[^\s*])\*{3}(?![\w*])/,
     /(?<![\w*])\*\*(?=[^\s*])(?<strong>.+?)(?<=\S)\*\*(?![\w*])/,
     /(?<!\w)__(?=[^\s_])(?<bold>.+?)(?<=\S)__(?!\w)/,
     /(?<![\w*])\*(?=[^\s*])(?<emphasis>.+?)(?<=[^\s*])\*(?![\w*])/,
@@ -29,7 +30,7 @@ const INLINE = new RegExp(
     .join("|"),
   "gs",
 );
-const STYLES = { bold: "strong", italic: "emphasis" };
+const STYLES = { both: "strong emphasis", bold: "strong", italic: "emphasis" };
 
 /** Returns the blocks of a text that begins at `from`. */
 export function blocksOf(text, from = 0) {

@@ -289,9 +289,28 @@ def test_events_that_arrive_together_are_drawn_together(visit: Open, chat: Runni
     assert 0 < page.evaluate("drawn") < 500
 
 
+def test_page_whose_updates_are_slow_updates_less_often(visit: Open, chat: RunningServer) -> None:
+    """A browser lays out a line of 12,000 tokens anew for each update."""
+    page = visit(chat.url)
+    endless(page)
+    page.evaluate("""() => {
+        let now = 0;
+        const wait = setTimeout;
+        window.slow = new Promise((resolve) => {
+            window.setTimeout = (then, ms) => (ms > 800 && resolve(ms), wait(then, 0));
+        });
+        performance.now = () => now;
+        window.scrollBy = () => (now += 400);
+    }""")
+    page.get_by_role("button", name="Send").click()
+    assert page.evaluate("slow") == 1200
+    page.get_by_role("button", name="Stop").click()
+    wait_until_done(page, "Stopped")
+
+
 MARKDOWN = """# Lists
 
-Some **bold *and* slanted** text with `a*b*c`, 2*3*4 and snake_case_names.
+Some **bold *and* slanted** text with `a*b*c`, 2*3*4, ***both*** and snake_case_names.
 
 1. one
 2. two
@@ -331,8 +350,9 @@ def test_markdown_is_formatted_and_keeps_every_token(visit: Open, chat: RunningS
     assert len(set(colours)) == 1 < len(pieces) < len(colours)  # the parts of a divided token have the same colour
     assert text.locator("pre").inner_text().strip() == 'def f(**kw):\n    return "`"'
     assert "".join(text.locator(".strong:not(.emphasis)").all_inner_texts()) == "bold  slanted"
+    assert "".join(text.locator(".strong.emphasis").all_inner_texts()) == "andboth"
     assert text.locator(".paragraph").inner_text().strip() == (
-        "Some bold and slanted text with a*b*c, 2*3*4 and snake_case_names."
+        "Some bold and slanted text with a*b*c, 2*3*4, both and snake_case_names."
     )
 
 
