@@ -93,7 +93,7 @@ def fresh_id() -> str:
 
 def get_route(scope: Scope) -> str:
     """Returns the route's path template, the metrics label. FastAPI may report it without the router's prefix."""
-    path = str(getattr(scope.get("route"), "path", UNKNOWN_ROUTE))
+    path = str(getattr(scope.get("route"), "path_format", UNKNOWN_ROUTE))
     is_below = path.startswith("/") and scope["path"].startswith(f"{API_PREFIX}/")
     return API_PREFIX + path if is_below and not path.startswith(f"{API_PREFIX}/") else path
 
