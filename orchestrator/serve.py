@@ -243,8 +243,7 @@ def _start_thread(body: Callable[[], None], name: str) -> threading.Thread:
     try:
         thread.start()
     except RuntimeError as error:
-        cause = system.likely_cause(1, str(error)) or "raise its limit of processes (ulimit -u)"
-        raise WorkerError(f"the server can't start a thread ({error}): {cause}") from None
+        raise WorkerError(f"the server can't start a thread ({error}): {system.likely_cause(1, str(error))}") from None
     return thread
 
 

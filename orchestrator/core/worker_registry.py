@@ -240,7 +240,8 @@ class Worker:
             tail = self.spawned.log_tail()
             cause = system.likely_cause(code, tail)
             ended = f"{self} ended with code {code}" + (f", {cause}" if cause else "")
-            return self.fault or ended + (f": {tail}" if tail else "")
+            last = tail.rpartition(" | ")[2] if cause else tail  # the error without its traceback
+            return self.fault or ended + (f": {last}" if last else "")
         if self.dismissal_reason:
             return f"{self} is dismissed: {self.dismissal_reason}"
         if self.spawned is None and self.fault:

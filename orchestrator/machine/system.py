@@ -10,7 +10,7 @@ everything waits, and the drafter works ahead anyway (docs/log.md). Linux only.
 
 `raise_file_limit`: raises the number of files that may be open; each connection is one. A Mac's terminal
 allows 256 by default, and ZeroMQ ends the process when none is left. `physical_memory`: the memory of this machine
-or container. `likely_cause`: whether a process ended because memory ran out.
+or container. `likely_cause`: whether a process ended for want of memory or threads.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ WANTED_OPEN_FILES = 65_536
 FALLBACK_OPEN_FILES = (10_240, 4_096)
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
+_NO_THREAD = "can't start new thread"
 _MEMORY_ERRORS = (
     "memoryerror", "bad_alloc", "cannot allocate memory", "resource temporarily unavailable", "failed to map segment",
-    "can't start new thread",
+    _NO_THREAD,
 )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def physical_memory(bound: Path = _CGROUP) -> int:
 
 
 def likely_cause(code: int, last_words: str = "", bound: Path = _CGROUP) -> str:
-    """Returns why a process with this exit code most likely ended, if its memory is limited; "" if unknown.
+    """Returns why a process with this exit code most likely ended, for want of memory or threads; "" if unknown.
 
     Beyond a limit of the address space, allocations and starts of threads fail, and libraries crash or print an error,
     which is in `last_words`; beyond a container's limit the kernel kills the process.
@@ -206,4 +207,4 @@ def likely_cause(code: int, last_words: str = "", bound: Path = _CGROUP) -> str:
     whole, allowed = physical_memory(Path(os.devnull)), physical_memory(bound)
     if allowed < whole and code == -signal.SIGKILL:
         return f"most likely out of memory (this container is allowed {allowed / 2**30:.1f} GiB)"
-    return ""
+    return "most likely out of threads; raise its limit of processes (ulimit -u)" if _NO_THREAD in last_words else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -67,13 +68,14 @@ class Spawned:
 
     def __init__(self) -> None:
         self.code: int | None = None
+        self.tail = ""
         self.killed = False
 
     def exit_code(self) -> int | None:
         return self.code
 
     def log_tail(self) -> str:
-        return ""
+        return self.tail
 
     def kill(self) -> None:
         self.killed, self.code = True, -9
@@ -622,6 +624,20 @@ def test_refused_memory_in_the_last_words_names_the_limit(monkeypatch: pytest.Mo
     monkeypatch.setattr("resource.getrlimit", lambda _: (512 << 20, 512 << 20))
     assert LIKELY_CAUSE(127, words) == "most likely out of memory (ulimit -v allows a process 0.5 GiB)"
     assert LIKELY_CAUSE(127, "no such file") == ""
+
+
+def test_worker_that_can_start_no_thread_names_the_limit(harness: PoolHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traceback in its log is left out."""
+    monkeypatch.setattr(system, "likely_cause", LIKELY_CAUSE)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    harness.worker("target-0")
+    _, spawned = harness.spawned["target-0"]
+    spawned.code, spawned.tail = 1, 'File "threading.py" | start() | RuntimeError: can\'t start new thread'
+    (loss,) = harness.losses()
+    assert loss.why == (
+        "target worker target-0 ended with code 1, most likely out of threads; raise its limit of processes (ulimit"
+        " -u): RuntimeError: can't start new thread"
+    )
 
 
 def test_messages_to_a_loading_worker_are_not_kept(harness: PoolHarness) -> None:
