@@ -53,7 +53,8 @@ def spawn_worker(
     try:
         process = SpawnedProcess(command, env, run_dir / f"{name}.log", "wb", inherited)
     except OSError as error:
-        raise WorkerError(f"the {role} worker can't be started ({error}); expected {sys.executable} to run") from None
+        cause = system.likely_cause(1, str(error)) or f"expected {sys.executable} to run"
+        raise WorkerError(f"the {role} worker can't be started ({error}); {cause}") from None
     finally:
         for number in inherited:
             os.close(number)

@@ -59,10 +59,10 @@ WANTED_OPEN_FILES = 65_536
 FALLBACK_OPEN_FILES = (10_240, 4_096)
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
-_NO_THREAD = "can't start new thread"
+_PROCESS_ERRORS = "can't start new thread", "resource temporarily unavailable"
 _MEMORY_ERRORS = (
-    "memoryerror", "bad_alloc", "cannot allocate memory", "resource temporarily unavailable", "failed to map segment",
-    _NO_THREAD,
+    "memoryerror", "bad_alloc", "cannot allocate memory", "failed to map segment",
+    *_PROCESS_ERRORS,
 )  # fmt: skip
 
 
@@ -207,4 +207,5 @@ def likely_cause(code: int, last_words: str = "", bound: Path = _CGROUP) -> str:
     whole, allowed = physical_memory(Path(os.devnull)), physical_memory(bound)
     if allowed < whole and code == -signal.SIGKILL:
         return f"most likely out of memory (this container is allowed {allowed / 2**30:.1f} GiB)"
-    return "most likely out of threads; raise its limit of processes (ulimit -u)" if _NO_THREAD in last_words else ""
+    refused = any(words in last_words.lower() for words in _PROCESS_ERRORS)
+    return "most likely out of processes or threads; raise their limit (ulimit -u)" if refused else ""

@@ -176,6 +176,13 @@ def test_failed_thread_start_is_a_sentence(monkeypatch):
         serve._start_thread(lambda: None, "core")
 
 
+def test_process_start_beyond_the_limit_of_processes_names_it(monkeypatch, tmp_path):
+    refused = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    monkeypatch.setattr("outrider.orchestrator.machine.spawn.subprocess.Popen", mock.Mock(side_effect=refused))
+    with pytest.raises(WorkerError, match=r"can't be started .*; most likely out of .*ulimit"):
+        supervisor.spawn_worker("draft", "draft-0", "ipc:///none", SETTINGS, tmp_path, 1)
+
+
 def test_failed_process_start_raises_worker_error(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", "/no/python")
     before = len(os.listdir("/dev/fd"))

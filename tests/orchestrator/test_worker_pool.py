@@ -635,8 +635,8 @@ def test_worker_that_can_start_no_thread_names_the_limit(harness: PoolHarness, m
     spawned.code, spawned.tail = 1, 'File "threading.py" | start() | RuntimeError: can\'t start new thread'
     (loss,) = harness.losses()
     assert loss.why == (
-        "target worker target-0 ended with code 1, most likely out of threads; raise its limit of processes (ulimit"
-        " -u): RuntimeError: can't start new thread"
+        "target worker target-0 ended with code 1, most likely out of processes or threads; raise their limit"
+        " (ulimit -u): RuntimeError: can't start new thread"
     )
 
 
