@@ -319,11 +319,11 @@ class ResponseFormatter(BlockFormatter):
         return rows
 
     def _logprobs_of(self, words: TextPart) -> list[ChatTokenLogprob]:
-        """Returns the tokens that end in `words`. Earlier ones, of tags and thinking, are dropped."""
+        """Returns the tokens that end in `words` or, completing no character, begin it. Earlier ones are dropped."""
         found = []
         while self._placed and self._placed[0].end <= words.at + len(words.text):
             one = self._placed.popleft()
-            found += [one.spelled] if one.end > words.at else []
+            found += [one.spelled] if one.end > words.at or one.start == words.at else []
         return found
 
     def _format_block_start(self, part: Part) -> bytes:

@@ -322,11 +322,16 @@ def check_rows(rows: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses_logprobs_equal_those_of_chat(ai: openai.OpenAI, stream: bool) -> None:
-    chat = ai.chat.completions.create(model="chatty", messages=HELLO, logprobs=True, top_logprobs=3)
+@pytest.mark.parametrize("form", [{}, {"schema": {"const": "\u00e9\U0001f600\u20ac"}}])
+def test_responses_logprobs_equal_those_of_chat(ai: openai.OpenAI, form: dict[str, Any], stream: bool) -> None:
+    """Also where a character is several tokens, of which the first ones complete no text."""
+    spelled = {"name": "spelled", **form}
+    in_chat: Any = {"response_format": {"type": "json_schema", "json_schema": spelled}} if form else {}
+    chat = ai.chat.completions.create(model="chatty", messages=HELLO, logprobs=True, top_logprobs=3, **in_chat)
     assert chat.choices[0].logprobs is not None
     expected = [row.model_dump() for row in chat.choices[0].logprobs.content or ()]
     asked: Any = {"model": "chatty", "input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    asked |= {"text": {"format": {"type": "json_schema", **spelled}}} if form else {}
     if stream:
         told = list(ai.responses.create(**asked, stream=True))
         final = next(event.response for event in told if event.type == "response.completed")
@@ -339,7 +344,7 @@ def test_responses_logprobs_equal_those_of_chat(ai: openai.OpenAI, stream: bool)
     (item,) = final.output
     assert item.type == "message" and item.content[0].type == "output_text"
     check_rows([row.to_dict() for row in item.content[0].logprobs or ()], expected)
-    assert "".join(row["token"] for row in expected) == final.output_text
+    assert bytes(byte for row in expected for byte in row["bytes"]).decode() == final.output_text
 
 
 @pytest.mark.parametrize("stream", [False, True])
