@@ -337,15 +337,14 @@ def plan_answer(
         prompts, box, thinking = list(source), Toolbox(), None
     form = resolve_output_format(model, form)
     grammar = build_answer_grammar(model, prompts[0], box, form)
-    if max_tokens in (None, UNLIMITED):
-        length = model.context_length
-        max_tokens = MAX_COUNT if length is None else max(length - len(prompts[0].tokens), 1)
-    sampling = to_sampling_params(model, payload, max_tokens, stop, grammar, logprobs)
+    limit = MAX_COUNT if max_tokens in (None, UNLIMITED) else max_tokens
+    sampling = to_sampling_params(model, payload, limit, stop, grammar, logprobs)
     speculation = payload.speculation.model_dump() if payload.speculation is not None else {}
     choices: list[ChoiceState] = []
     for prompt in prompts:
+        room = max((model.context_length or MAX_COUNT) - len(prompt.tokens), 1) if limit == MAX_COUNT else limit
         for number in range(count):
-            own = replace(sampling, seed=derive_seed(sampling.seed or 0, number))
+            own = replace(sampling, seed=derive_seed(sampling.seed or 0, number), max_tokens=room)
             splitter = Splitter(thinking, model.tools, box, prompt.thoughts, form is not None, grammar is not None)
             words = TextStream(model.codec.spelling, prompt.tokens, own.stop, model.codec.end_tokens(own))
             choices.append(

@@ -193,6 +193,13 @@ def test_chat_logprobs_equal_those_of_the_python_client(
     assert [row.token for row in content] == [bytes(row.bytes or ()).decode(errors="replace") for row in content]
 
 
+def test_unlimited_completion_has_the_room_that_its_own_prompt_leaves(pair: RunningServer) -> None:
+    asked: Any = {"prompt": [[5] * 1023, [5, 6, 7]], "max_tokens": -1, "regex": "[ab]{20}"}
+    full, short = post(pair, "/v1/completions", return_token_ids=True, **asked).json()["choices"]
+    assert len(full["token_ids"]) == 1 and full["finish_reason"] == "length"
+    assert len(short["text"]) == 20 and short["finish_reason"] == "stop"
+
+
 def test_echoed_prompt_has_the_logprobs_of_its_generation(pair: RunningServer) -> None:
     """As lm-evaluation-harness asks for them: a text's tokens are worth the same generated and read."""
     asked: Any = {"logprobs": 2, "return_token_ids": True}
