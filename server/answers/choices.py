@@ -73,10 +73,8 @@ class Splitter:
         self._marks = tuple(filter(None, (thinking.answer, *thinking.marks))) if thinking is not None else ()
         self._span = thinking if begun else None
         self._in_form, self._by_grammar = in_form, by_grammar
-        self._pending = ""
-        self._had_call = False
+        self._pending, self._had_call, self._after_mark = "", False, begun
         self._at = self._search_start = 0
-        self._after_mark = begun
         self._text_only = not (begun or self._starts or self._marks)
 
     def feed(self, text: str) -> list[Part]:
@@ -199,8 +197,8 @@ class PartUpdate:
 class ChoiceState:
     """Choice `index`: its prompt, its parameters, and everything received for it.
 
-    `words` detokenizes, if token origins are requested. `one_call`: it ends after its first tool call. `ids`: return
-    the tokens' ids.
+    `words` detokenizes, if each token is added by itself: for origins, or because the tokens after the first tool call
+    don't count. `one_call`: it ends after that call. `ids`: return the tokens' ids.
 
     `finish` is eos, stop, length, cancelled or tool; once it is set, new text is ignored. `pieces`: its parts as they
     came. `chunks`: those with extras that were requested besides the text; `unsent_chunks`: those since the last part.
@@ -246,16 +244,26 @@ class ChoiceState:
 
     def add(self, chunk: Chunk) -> list[StreamItem]:
         """Adds a chunk, and returns its parts. Does nothing after the end."""
-        if self.finish:
-            return []
-        self.tokens += chunk.token_ids
-        if self.ids or chunk.logprobs is not None or chunk.origins is not None or chunk.rounds is not None:
-            self.chunks.append(chunk)
-            self.unsent_chunks += (chunk,)
-        items = self._add(self.splitter.feed(chunk.text))
-        if self.one_call and self.calls:
-            self.finish = "tool"
+        items: list[StreamItem] = []
+        for one in self._separate(chunk):
+            if self.finish:
+                break
+            self.tokens += one.token_ids
+            if self.ids or one.logprobs is not None or one.origins is not None or one.rounds is not None:
+                self.chunks.append(one)
+                self.unsent_chunks += (one,)
+            items += self._add(self.splitter.feed(one.text))
+            self.finish = "tool" if self.one_call and self.calls else ""
         return items
+
+    def _separate(self, chunk: Chunk) -> Iterator[Chunk]:
+        """Yields a chunk for each token if `words` detokenizes, else the chunk."""
+        if self.words is None or not chunk.token_ids:
+            yield chunk
+            return
+        for at, token in enumerate(chunk.token_ids):
+            rows, origins = chunk.logprobs and chunk.logprobs[at : at + 1], chunk.origins and chunk.origins[at : at + 1]
+            yield Chunk(self.words.feed((token,)).text, (token,), rows, origins, None if at else chunk.rounds)
 
     def end(self, result: GenerationResult) -> list[StreamItem]:
         """Adds the result, and returns the last parts and the choice."""
@@ -340,6 +348,7 @@ def plan_answer(
     limit = MAX_COUNT if max_tokens in (None, UNLIMITED) else max_tokens
     sampling = to_sampling_params(model, payload, limit, stop, grammar, logprobs)
     speculation = payload.speculation.model_dump() if payload.speculation is not None else {}
+    by_token = box.one or speculation.get("origins")
     choices: list[ChoiceState] = []
     for prompt in prompts:
         room = max((model.context_length or MAX_COUNT) - len(prompt.tokens), 1) if limit == MAX_COUNT else limit
@@ -347,9 +356,7 @@ def plan_answer(
             own = replace(sampling, seed=derive_seed(sampling.seed or 0, number), max_tokens=room)
             splitter = Splitter(thinking, model.tools, box, prompt.thoughts, form is not None, grammar is not None)
             words = TextStream(model.codec.spelling, prompt.tokens, own.stop, model.codec.end_tokens(own))
-            choices.append(
-                ChoiceState(len(choices), prompt, own, splitter, words if speculation.get("origins") else None, box.one)
-            )
+            choices.append(ChoiceState(len(choices), prompt, own, splitter, words if by_token else None, box.one))
     return AnswerPlan(
         model,
         sum(len(prompt.tokens) for prompt in prompts),

@@ -61,13 +61,11 @@ def build_statistics(
     return {"timings": sum_timings(choices), "outrider": about}
 
 
-def report_speculation(choice: ChoiceState, chunks: Sequence[Chunk]) -> SpeculationReport | None:
-    """Returns the `speculation` field of chat and text completions for the choice's next chunks; None if empty."""
-    origins, rounds = [], [_to_round(record) for chunk in chunks for record in chunk.rounds or ()]
-    if choice.words is not None:
-        for chunk in chunks:
-            for token, origin in zip(chunk.token_ids, chunk.origins or (), strict=True):
-                origins.append(TokenOrigin(text=choice.words.feed((token,)).text, origin=origin.name.lower()))
+def report_speculation(chunks: Sequence[Chunk]) -> SpeculationReport | None:
+    """Returns the `speculation` field of chat and text completions for a choice's chunks; None if empty. A chunk with
+    an origin has one token."""
+    origins = [TokenOrigin(text=one.text, origin=one.origins[0].name.lower()) for one in chunks if one.origins]
+    rounds = [_to_round(record) for chunk in chunks for record in chunk.rounds or ()]
     return SpeculationReport(origins=origins or None, rounds=rounds or None) if origins or rounds else None
 
 
@@ -174,8 +172,7 @@ def collect_logprobs(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
 
 def create_logprob_formatters(plan: AnswerPlan) -> list[LogprobFormatter] | None:
     """Returns a formatter for each choice; None if log-probabilities are not generated."""
-    sampling = plan.choices[0].sampling
-    if sampling.logprobs is None:
+    if (sampling := plan.choices[0].sampling).logprobs is None:
         return None
     return [LogprobFormatter(plan.model.codec, plan.model.codec.end_tokens(sampling)) for _ in plan.choices]
 

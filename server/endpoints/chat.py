@@ -260,7 +260,7 @@ class ChatFormatter(CompletionFormatter):
     def _extras(self, choice: ChoiceState, chunks: Sequence[Chunk]) -> dict[str, Any]:
         placed = self._logprobs[choice.index].format(chunks) if self._logprobs is not None else []
         logprobs = ChatLogprobs(content=[one.spelled for one in placed]) if placed else None
-        return {"logprobs": logprobs, "speculation": report_speculation(choice, chunks)}
+        return {"logprobs": logprobs, "speculation": report_speculation(chunks)}
 
 
 def _tool_choice(payload: ConversationRequest) -> ToolSelection:

@@ -111,9 +111,8 @@ def select_best(choices: Sequence[ChoiceState], tried: int, kept: int) -> list[C
         rows = collect_logprobs(choice.chunks)
         return sum(row.logprob for row in rows) / max(len(rows), 1)
 
-    best: list[ChoiceState] = []
-    for start in range(0, len(choices), tried):
-        best += sorted(choices[start : start + tried], key=mean, reverse=True)[:kept]
+    prompts = (sorted(choices[at : at + tried], key=mean, reverse=True) for at in range(0, len(choices), tried))
+    best = [choice for ranked in prompts for choice in ranked[:kept]]
     return [replace(choice, index=index) for index, choice in enumerate(best)]
 
 
@@ -165,7 +164,7 @@ class TextCompletionFormatter(CompletionFormatter):
             logprobs=format_logprobs([*prompt, *placed], bool(prompt)),
             finish_reason=None if finish is None else "length" if finish == "length" else "stop",
             token_ids=[token for chunk in chunks for token in chunk.token_ids] or None if choice.ids else None,
-            speculation=report_speculation(choice, chunks),
+            speculation=report_speculation(chunks),
         )
 
 

@@ -85,6 +85,23 @@ def test_required_choice_without_parallel_calls_makes_one_call(chat: RunningServ
         assert len(found) == 1 and found[0][0] in ("other", "get_weather")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_after_the_only_call_are_not_counted(chat: RunningServer, stream: bool) -> None:
+    """Also where they are final in the same round as the call's end."""
+    asked: dict[str, Any] = {
+        "messages": HELLO, "tools": [TOOL], "parallel_tool_calls": False, "min_tokens": 60, "max_tokens": 60,
+        "logprobs": True, "stream": stream, **({"stream_options": {"include_usage": True}} if stream else {}),
+    }  # fmt: skip
+    found: dict[str, set[tuple[int, int]]] = {"ar": set(), "sd": set()}
+    for mode in (*["sd"] * TRIES, "ar"):
+        how = {"mode": mode, "num_draft_tokens": 8, "origins": mode == "ar"}
+        text = httpx.post(f"{chat.url}{CHAT}", json={**asked, "speculation": how}, timeout=200).text
+        told = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if "{" in line]
+        rows = [row for one in told for c in one["choices"] for row in (c["logprobs"] or {}).get("content", ())]
+        found[mode].add((told[-1]["usage"]["completion_tokens"], len(rows)))
+    assert found["sd"] == found["ar"] == {(6, 6)}
+
+
 def test_responses_and_messages_apis_support_required_calls(ai: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     other: dict[str, Any] = {"name": "other", "parameters": None}
     tools: Any = [{"type": "function", "strict": True, **WEATHER}, {"type": "function", "strict": False, **other}]
