@@ -118,8 +118,8 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_chat_completion")
 def _(at: Servers) -> None:
-    """max_tokens of 0 and of less are refused."""
-    for most in (0, -1):
+    """max_tokens of 0 and of less than -1 are refused."""
+    for most in (0, -2):
         refused(at.chat.post(CHAT, messages=HELLO, max_tokens=most), "max_tokens")
 
 
