@@ -360,7 +360,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             elif result is not None:
                 self._link.send(running.answer(result, span, peak_bytes))
 
-    def _release(self, running: DraftRequest, spoilt: bool) -> None:
-        running.work.tree.close(spoilt)
+    def _release(self, running: DraftRequest, discard: bool) -> None:
+        running.work.tree.close(discard)
         if self._memory is not None:
             self._memory.count_ended_text(idle=not self._running)

@@ -98,8 +98,8 @@ class TokenTree(Protocol):
         """Returns whether it has the features to grow, or would have them after reading `ahead` more tokens. Before
         that there is no root."""
 
-    def close(self, spoilt: bool = False) -> None:
-        """Frees its memory. A prompt cache may keep its rows for later texts, unless a failure has `spoilt` them."""
+    def close(self, discard: bool = False) -> None:
+        """Frees its memory. A prompt cache may keep its rows. `discard`: it must not, after a failure."""
 
 
 class Drafter(Protocol):

@@ -179,10 +179,10 @@ def find_committed_path(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
     return path
 
 
-def make_chain_feed(tree: TokenTree, node: int, tokens: Sequence[int], wanted: int = 1) -> TreeFeed:
-    """Returns the feed of `tokens` in a row, the first after `node`; `wanted` more will follow the last."""
+def make_chain_feed(tree: TokenTree, node: int, tokens: Sequence[int], depth: int = 1) -> TreeFeed:
+    """Returns the feed of `tokens` in a row, the first after `node`; `depth`: how many will follow the last."""
     following = range(tree.next_node, tree.next_node + len(tokens) - 1)
-    return TreeFeed([node, *following][: len(tokens)], tokens, [*[1] * len(tokens[1:]), wanted][: len(tokens)])
+    return TreeFeed([node, *following][: len(tokens)], tokens, [*[1] * len(tokens[1:]), depth][: len(tokens)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,8 +322,8 @@ class BranchGrowth:
         tokens = [*line.tokens, *(None if b.nodes else b.bonus for b in grown)]
         if not tokens:
             return []
-        wanted = [*line.wanted, *(self._depth - len(b.chain) for b in grown)]
-        nodes, fed = (yield TreeFeed(parents, tokens, wanted)), len(self._unfed)
+        depths = [*line.depths, *(self._depth - len(b.chain) for b in grown)]
+        nodes, fed = (yield TreeFeed(parents, tokens, depths)), len(self._unfed)
         self._unfed = ()
         self._spine += nodes[:fed]
         for branch, node in zip(grown, nodes[fed:], strict=True):

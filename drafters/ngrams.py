@@ -52,11 +52,11 @@ class NgramDraft:
         self._index.index_more(INDEX_PIECE_TOKENS)
         return self
 
-    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn[NgramDraft]:
-        """Returns the turn of the draft that is `asked` for after the committed `tokens`; see `set_text`."""
-        return DraftTurn(self._drafter.continuations, self.set_text(tokens, asked.row_costs), asked.depth)
+    def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn[NgramDraft]:
+        """Returns the turn in which `task` is drafted after the committed `tokens`; see `set_text`."""
+        return DraftTurn(self._drafter.continuations, self.set_text(tokens, task.row_costs), task.depth)
 
-    def close(self, spoilt: bool) -> None:
+    def close(self, discard: bool) -> None:
         """Does nothing: later texts could use nothing."""
 
     def continuation(self, depth: int) -> Continuation:

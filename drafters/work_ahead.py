@@ -122,8 +122,8 @@ class WorkAhead:
         if depth < 1:
             return Continuation()
         nodes = [self.tree.root]
-        for wanted in range(depth - 1, 0, -1):
-            nodes += yield TreeFeed(nodes[-1:], [None], [wanted])
+        for remaining in range(depth - 1, 0, -1):
+            nodes += yield TreeFeed(nodes[-1:], [None], [remaining])
         if self._task.min_prob >= 1.0 or self.tree.draws:
             chain, odds = zip(*next_tokens(self.tree, nodes, self._calibration), strict=True)
             return Continuation(chain, self.tree.drawn_from(nodes), odds=odds)
@@ -266,12 +266,12 @@ class DraftBatcher:
         """
         started_ns = clock.now()
         demands = [_call_catching(work.growth.request) if work.growth is not None else None for work in works]
-        asked = list(zip(works, demands, strict=True))
+        demanded = list(zip(works, demands, strict=True))
         self._grant(
-            [(work.growth, demand) for work, demand in asked if work.growth and isinstance(demand, BranchRequest)],
+            [(work.growth, demand) for work, demand in demanded if work.growth and isinstance(demand, BranchRequest)],
             active,
         )
-        failed = {id(work): demand for work, demand in asked if isinstance(demand, OutriderError)}
+        failed = {id(work): demand for work, demand in demanded if isinstance(demand, OutriderError)}
         sound = [work for work in works if id(work) not in failed]
         at_once = self.capacity.rows_per_forward() if active == 1 else None
         found, rows = run_together([work.tree for work in sound], [work.advance(at_once) for work in sound])

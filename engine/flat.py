@@ -54,14 +54,14 @@ LayerKVs = tuple[tuple[mx.array, mx.array], ...]
 class Segment:
     """The next `count` tokens of the text in `row`, whose first `start` tokens are in the buffers.
 
-    `long`: a piece of a prompt. `whole`: each token sees all of the segment's tokens, later ones too.
+    `long`: a piece of a prompt. `bidirectional`: each token sees all of the segment's tokens, later ones too.
     """
 
     row: int
     start: int
     count: int
     long: bool = False
-    whole: bool = False
+    bidirectional: bool = False
 
     @property
     def end(self) -> int:
@@ -75,7 +75,7 @@ class Segment:
     def seen(self, end: int, window: int | None) -> Bools:
         """Returns which of the row's first `end` columns each token sees, within `window` if any: [count, end]."""
         seen = np.tri(self.count, end, self.start, dtype=np.bool_)
-        if self.whole:
+        if self.bidirectional:
             seen[:, : self.end] = True
         if window is not None:
             seen &= np.arange(end) > self.positions[:, None] - window
@@ -86,10 +86,10 @@ class Segment:
 class NodeSegment(Segment):
     """Nodes of a token tree, in the order in which they were fed; other tokens of the text may come before them.
 
-    `places`: the position of each of the row's columns, [end]. `visible`: what each node sees, [count, end].
+    `all_positions`: the position of each of the row's columns, [end]. `visible`: what each node sees, [count, end].
     """
 
-    places: Ints
+    all_positions: Ints
     visible: Bools
 
     @classmethod
@@ -97,19 +97,19 @@ class NodeSegment(Segment):
         """Returns the segment of `count` tokens, of which the last are the nodes of a tree (`protocol.trees`)."""
         end = start + count
         trunk = end - len(parents)
-        places, visible = np.arange(end, dtype=np.int32), np.tri(count, end, start, dtype=np.bool_)
-        places[trunk:] = np.array(node_depths(parents)) + trunk
+        all_positions, visible = np.arange(end, dtype=np.int32), np.tri(count, end, start, dtype=np.bool_)
+        all_positions[trunk:] = np.array(node_depths(parents)) + trunk
         visible[-len(parents) :, trunk:] = _ancestor_mask(parents)
-        return cls(row, start, count, places=places, visible=visible)
+        return cls(row, start, count, all_positions=all_positions, visible=visible)
 
     @property
     def positions(self) -> Ints:
-        return self.places[self.start :]
+        return self.all_positions[self.start :]
 
     def seen(self, end: int, window: int | None) -> Bools:
         seen = self.visible
         if window is not None:
-            seen = seen & (self.places > self.positions[:, None] - window)
+            seen = seen & (self.all_positions > self.positions[:, None] - window)
         return seen if end == self.end else np.pad(seen, ((0, 0), (0, end - self.end)))
 
 
@@ -245,7 +245,7 @@ class FlatCache:
         only_segment, window = self._frame.only_segment, window_size or self._window
         if only_segment is None:
             return WindowMask(window)
-        if only_segment.whole or isinstance(only_segment, NodeSegment):  # not just the columns up to their own
+        if only_segment.bidirectional or isinstance(only_segment, NodeSegment):  # not just the columns up to their own
             return self._frame.mask(only_segment, window, return_array)
         window = window if window is not None and only_segment.end > window else None  # else it covers the text
         return create_attention_mask(n, offset=only_segment.start, return_array=return_array, window_size=window)

@@ -141,18 +141,18 @@ class HiddenStates:
         self, call: Callable[[], mx.array], parts: Sequence[tuple[int, HiddenStatesCallback | None]]
     ) -> mx.array:
         """Runs `call`, a forward over parts with these token counts; passes their hidden states to the callbacks."""
-        if not any(takes for _, takes in parts):
+        if not any(callback for _, callback in parts):
             return call()
         with self._open() as seen:
             logits = call()
         flat = mx.concatenate([seen[key] for key in self._points.keys], axis=-1)[0]
-        if not all(takes for _, takes in parts):
-            wanted = np.repeat([takes is not None for _, takes in parts], [count for count, _ in parts])
-            flat = mx.take(flat, mx.array(np.flatnonzero(wanted).astype(np.int32)), axis=0)
+        if not all(callback for _, callback in parts):
+            has_callback = np.repeat([callback is not None for _, callback in parts], [count for count, _ in parts])
+            flat = mx.take(flat, mx.array(np.flatnonzero(has_callback).astype(np.int32)), axis=0)
         hidden, begin = flat if self._fuse is None else self._fuse(flat), 0
-        for count, takes in parts:
-            if takes is not None:
-                takes(hidden[begin : begin + count])
+        for count, callback in parts:
+            if callback is not None:
+                callback(hidden[begin : begin + count])
                 begin += count
         return logits
 
@@ -166,14 +166,14 @@ class HiddenStates:
             self._seen = None
 
     @property
-    def wanted(self) -> list[int]:
+    def tapped_layers(self) -> list[int]:
         """The layers whose outputs a forward outside the model must pass to `record_layer_rows`."""
         if self._seen is None:
             return []
         return sorted({*self._points.layers, *([] if self._norm is None else [self._last])})
 
     def record_layer_rows(self, number: int, rows: Floats) -> None:
-        """Records a layer's output [T, D] in a forward outside the model (see `wanted`)."""
+        """Records a layer's output [T, D] in a forward outside the model (see `tapped_layers`)."""
         out = mx.array(rows)[None]
         self._record(number, out)
         if number == self._last and self._norm is not None:
@@ -295,9 +295,9 @@ class LogitsIndices:
 
 def scatter_logits(logits: mx.array, tokens: mx.array, vocab_size: int) -> mx.array:
     """Returns logits [..., V] from those of these tokens, [..., T]; -inf for all others."""
-    whole = mx.full((*logits.shape[:-1], vocab_size), -mx.inf, logits.dtype)
-    whole[..., tokens] = logits
-    return whole
+    scattered = mx.full((*logits.shape[:-1], vocab_size), -mx.inf, logits.dtype)
+    scattered[..., tokens] = logits
+    return scattered
 
 
 class ReducedLMHead(nn.Module):  # type: ignore[misc]
@@ -337,8 +337,8 @@ _OUTPUT_LAYER_TYPES = nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.Quantiz
 def install_lm_head(model: nn.Module) -> LogitsIndices:
     """Extends the output layer of `model`, once; returns the object that chooses the rows that it computes."""
     found = [module.get(name) for module in model.modules() if isinstance(module, dict) for name in _OUTPUT_LAYER_NAMES]
-    wanted = next((layer._indices for layer in found if isinstance(layer, LMHead)), LogitsIndices())
+    indices = next((layer._indices for layer in found if isinstance(layer, LMHead)), LogitsIndices())
     for layer in found:
         if isinstance(layer, _OUTPUT_LAYER_TYPES):
-            add_mixin(layer, LMHead, _indices=wanted)
-    return wanted
+            add_mixin(layer, LMHead, _indices=indices)
+    return indices

@@ -48,7 +48,7 @@ HiddenStatesListener = Callable[[int, mx.array], None]
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """The next tokens of a text, [N]; the last `wanted` of them get logits. `prompt`: a piece of a prompt.
+    """The next tokens of a text, [N]; the last `num_logits` of them get logits. `prompt`: a piece of a prompt.
 
     `hidden` takes their hidden states, if `tap_hidden_states` was called. With `parents` the last tokens are a tree of
     drafts (`protocol.trees`), which the KV cache must support (`trees`). `all_cores`: no drafter works for the text, so
@@ -57,7 +57,7 @@ class Feed:
 
     sequence: Any
     tokens: Tokens
-    wanted: int
+    num_logits: int
     prompt: bool = False
     hidden: HiddenStatesCallback | None = None
     parents: tuple[int, ...] = ()
@@ -98,7 +98,7 @@ class KVCache(Protocol):
         """Allows feeds to take hidden states."""
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
-        """Feeds all texts. Returns the wanted logits, feed after feed: [sum of wanted, V]. Lazy."""
+        """Feeds all texts. Returns the logits, feed after feed: [sum of num_logits, V]. Lazy."""
 
     def state(self) -> list[Any]:
         """Returns everything to evaluate after a forward."""
@@ -113,7 +113,7 @@ class ModelRows(FlatRows):
         """`cpu`: computes the forwards instead of MLX. For the others see `FlatRows`."""
         super().__init__(model, keeps_buffers, own_caches)
         self.model, self.cpu, self.is_lazy = model, cpu, cpu is None
-        self._wanted = LogitsIndices()
+        self._lm_head_indices = LogitsIndices()
         self._hidden_states: HiddenStates | None = None
 
     def tap_hidden_states(self, taps: HiddenStates) -> None:
@@ -123,41 +123,41 @@ class ModelRows(FlatRows):
         self,
         tokens: Sequence[Tokens],
         segments: Sequence[Segment],
-        wanted: Sequence[int] | None = None,
+        logits_indices: Sequence[int] | None = None,
         all_cores: bool = False,
     ) -> mx.array:
         """Feeds the tokens of each segment, short segments first.
 
         Args:
-            wanted: the tokens of the flat row that get logits; None: all.
+            logits_indices: the tokens of the flat row that get logits; None: all.
             all_cores: see `Feed`.
 
         Returns:
             The logits [R, V]. Lazy, unless ONNX Runtime computes.
         """
         if self.cpu is None:
-            return self._forward_mlx(tokens, segments, wanted)
+            return self._forward_mlx(tokens, segments, logits_indices)
         flat = np.concatenate([np.array(part, np.int32) for part in tokens])
-        places = np.arange(len(flat)) if wanted is None else np.array(wanted, np.int64)
+        indices = np.arange(len(flat)) if logits_indices is None else np.array(logits_indices, np.int64)
         hidden = self._hidden_states
-        tapped = hidden.wanted if hidden is not None else []
-        results = self.cpu(flat, segments, self._layers, places, tapped, all_cores)
+        tapped = hidden.tapped_layers if hidden is not None else []
+        results = self.cpu(flat, segments, self._layers, indices, tapped, all_cores)
         if hidden is not None:
             for layer in tapped:
                 hidden.record_layer_rows(layer, results[f"layer{layer}"])
         return mx.array(results["logits"])
 
     def _forward_mlx(
-        self, tokens: Sequence[Tokens], segments: Sequence[Segment], wanted: Sequence[int] | None
+        self, tokens: Sequence[Tokens], segments: Sequence[Segment], logits_indices: Sequence[int] | None
     ) -> mx.array:
         self._frame.begin(segments)
-        rows = None if wanted is None else mx.array(list(wanted) or [0], mx.int32)
-        self._wanted.rows, self._wanted.passed = rows, False
+        rows = None if logits_indices is None else mx.array(list(logits_indices) or [0], mx.int32)
+        self._lm_head_indices.rows, self._lm_head_indices.passed = rows, False
         try:
             logits: mx.array = self.model(_join_tokens(tokens)[None], cache=self._caches)[0]
         finally:
-            self._wanted.rows = None
-        return logits if rows is None or self._wanted.passed else mx.take(logits, rows, axis=0)
+            self._lm_head_indices.rows = None
+        return logits if rows is None or self._lm_head_indices.passed else mx.take(logits, rows, axis=0)
 
     def _run_with_taps(self, call: Callable[[], mx.array], feeds: Sequence[Feed]) -> mx.array:
         """Runs a forward over `feeds`, passes on their hidden states, and returns its logits."""
@@ -174,15 +174,15 @@ class FlatKVCache(ModelRows):
     def __init__(self, model: nn.Module, trees: bool = True, cpu: OrtForward | None = None) -> None:
         """`cpu`: computes the forwards instead of MLX."""
         super().__init__(model, cpu)
-        self._wanted, self.trees = hidden_states.install_lm_head(model), trees
+        self._lm_head_indices, self.trees = hidden_states.install_lm_head(model), trees
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         order = sorted(range(len(feeds)), key=lambda i: (feeds[i].prompt, feeds[i].sequence.row))
         fed = [feeds[i] for i in order]
         segments = [_segment(feed) for feed in fed]
-        wanted = self._logits_indices(feeds, order, segments)
+        indices = self._logits_indices(feeds, order, segments)
         wide = all(feed.all_cores or feed.prompt for feed in fed)
-        return self._run_with_taps(partial(self.run, [feed.tokens for feed in fed], segments, wanted, wide), fed)
+        return self._run_with_taps(partial(self.run, [feed.tokens for feed in fed], segments, indices, wide), fed)
 
     def first(self, layers: FirstLayers, feeds: Sequence[Feed]) -> mx.array:
         """Feeds texts, in the order of their rows, to the model's first layers; returns hidden states [T, D]. Lazy."""
@@ -195,11 +195,11 @@ class FlatKVCache(ModelRows):
     def _logits_indices(
         self, feeds: Sequence[Feed], order: Sequence[int], segments: Sequence[Segment]
     ) -> list[int] | None:
-        """Returns the indices of the wanted logits in the flat row, feed after feed; None: all, in this order."""
-        if list(order) == list(range(len(feeds))) and all(feed.wanted == feed.count for feed in feeds):
+        """Returns the indices of `Feed.num_logits` in the flat row, feed after feed; None: all, in this order."""
+        if list(order) == list(range(len(feeds))) and all(feed.num_logits == feed.count for feed in feeds):
             return None
         ends = dict(zip(order, accumulate(segment.count for segment in segments), strict=True))
-        return [row for i, feed in enumerate(feeds) for row in range(ends[i] - feed.wanted, ends[i])]
+        return [row for i, feed in enumerate(feeds) for row in range(ends[i] - feed.num_logits, ends[i])]
 
 
 def _copy_state(leaf: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -300,8 +300,8 @@ class SeparateKVCache(ModelRows):
         for feed in feeds:
             self._caches = feed.sequence.caches
             logits = self._run_with_taps(partial(self.run, [feed.tokens], [_segment(feed)]), [feed])
-            if feed.wanted:
-                parts.append(logits[-feed.wanted :])
+            if feed.num_logits:
+                parts.append(logits[-feed.num_logits :])
         return parts[0] if len(parts) == 1 else mx.concatenate(parts) if parts else mx.zeros((0, 1))
 
     def state(self) -> list[Any]:

@@ -78,12 +78,12 @@ class NewRows:
 class KVRows:
     """A tree's columns. A forward writes the columns from `start` on and, if `lazy`, never waits.
 
-    `whole`: there is state besides the columns, so only all columns can be saved together. By default the methods do
-    nothing, and `save` returns an empty prefix.
+    `has_extra_state`: there is state besides the columns, so only all columns can be saved together. By default the
+    methods do nothing, and `save` returns an empty prefix.
     """
 
     lazy = True
-    whole = False
+    has_extra_state = False
 
     def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
         """Feeds tokens as columns from 0 on, evaluated, in chunks; calls `progress(done, total)` if there are several.
@@ -181,7 +181,7 @@ class DenseKVRows(KVRows):
         size = PREFILL_CHUNK_TOKENS if self.lazy else _ORT_PREFILL_CHUNK_TOKENS
         for first in range(start, len(tokens), size):
             segment = Segment(self.sequence.row, first, min(size, len(tokens) - first), long=True)
-            self.rows.run([tokens[first : segment.end]], [segment], wanted=())
+            self.rows.run([tokens[first : segment.end]], [segment], logits_indices=())
             self.sequence.length = segment.end
             if self.lazy:
                 mx.eval(self.rows.state())
@@ -216,7 +216,8 @@ class DenseKVRows(KVRows):
     def _segment(self, new: NewRows) -> NodeSegment:
         """Returns the segment of these tokens, whose columns are in use from now on."""
         self.sequence.length = new.end
-        return NodeSegment(self.sequence.row, new.start, len(new.parents), places=new.positions, visible=new.seen)
+        row, count = self.sequence.row, len(new.parents)
+        return NodeSegment(row, new.start, count, all_positions=new.positions, visible=new.seen)
 
     def keep(self, prefix: int, columns: Ints) -> None:
         self.sequence.keep(prefix, columns)
@@ -279,7 +280,7 @@ class _BatchRows(ModelRows):
 
     def batch(self, tokens: mx.array, row: int, start: int, positions: Ints, seen: Bools) -> mx.array:
         """Feeds tokens [R], each as a row of a batch. Returns their logits [R, V]. Lazy."""
-        self._frame.begin([NodeSegment(row, start, tokens.shape[0], places=positions, visible=seen)])
+        self._frame.begin([NodeSegment(row, start, tokens.shape[0], all_positions=positions, visible=seen)])
         logits: mx.array = self.model(tokens[:, None], cache=self._caches)
         return logits[:, 0]
 
@@ -287,7 +288,7 @@ class _BatchRows(ModelRows):
 class RecurrentKVRows(DenseKVRows):
     """`KVRows` of a model with recurrent layers. Each tree puts its own state into the caches."""
 
-    whole = True
+    has_extra_state = True
     rows: _BatchRows
 
     def __init__(self, model: LoadedModel) -> None:

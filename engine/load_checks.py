@@ -246,7 +246,7 @@ def logits_match(model: LoadedModel, text: Sequence[int], logits: mx.array) -> b
     """Returns whether logits [R, V] are those of the last R tokens in a plain forward of `text`, up to rounding."""
     rows = len(logits)
     if model.cpu is not None:  # compared with the model itself at load
-        own = mx.array(feed_in_pieces(model.cpu, np.array(text, np.int32), (len(text),), wanted=rows))
+        own = mx.array(feed_in_pieces(model.cpu, np.array(text, np.int32), (len(text),), num_logits=rows))
     else:
         own = model.model(mx.array([list(text)]), cache=make_prompt_cache(model.model))[0, -rows:]
     allowed = _LOGITS_TOLERANCE_FLOAT32 if own.dtype == mx.float32 else _LOGITS_TOLERANCE_HALF
@@ -408,7 +408,7 @@ def open_unchecked_tree(model: LoadedModel, form: TreeForm, tokens: Sequence[int
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:
     """Opens empty KV rows for one tree; see `open_tree` for `reader`. Raises ModelError as `find_tree_form` does."""
     kv_rows = find_tree_form(model)(model)
-    if not kv_rows.whole:  # a recurrent state comes from the model alone
+    if not kv_rows.has_extra_state:  # a recurrent state comes from the model alone
         kv_rows.reader = reader
     return kv_rows
 

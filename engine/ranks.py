@@ -193,7 +193,7 @@ class RankFollower:
 
     def forward(self, message: TextForward) -> None:
         """Starts the same forward. If it fails, it fails on rank 0, too."""
-        feeds = [Feed(self._sequences[f.text], self._tokens(f), f.wanted, f.prompt) for f in message.feeds]
+        feeds = [Feed(self._sequences[f.text], self._tokens(f), f.num_logits, f.prompt) for f in message.feeds]
         try:
             with wrap_model_errors("a rank's forward"):
                 _start_forward(self._own, feeds)
@@ -208,7 +208,7 @@ class RankFollower:
             log.warning("%s; see rank 0's log for the request", error)
 
     def _apply_change(self, change: TextChange) -> None:
-        match change.deed:
+        match change.operation:
             case "open":
                 self._sequences[change.text] = self._own.open()
             case "close":
@@ -230,7 +230,7 @@ class RankFollower:
 
 def _make_text_feed(feed: Feed) -> TextFeed:
     tokens = () if isinstance(feed.tokens, mx.array) else tuple(feed.tokens)
-    return TextFeed(feed.sequence.number, tokens, feed.count, feed.wanted, feed.prompt)
+    return TextFeed(feed.sequence.number, tokens, feed.count, feed.num_logits, feed.prompt)
 
 
 def _start_forward(kv_cache: KVCache, feeds: Sequence[Feed]) -> mx.array:

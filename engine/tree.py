@@ -230,10 +230,10 @@ class Tree:
         self._compact()
         self._read(tokens, more)
 
-    def read_in_steps(self, tokens: Sequence[int], wanted: int = 1) -> Generator[TreeFeed, list[int], int]:
+    def read_in_steps(self, tokens: Sequence[int], depth: int = 1) -> Generator[TreeFeed, list[int], int]:
         """The generator form of `read`: yields the root's feed, is sent the root's node, and returns it."""
         self.read(tokens[:-1], more=True)
-        (root,) = yield TreeFeed([NO_PARENT], tokens[-1:], [wanted])
+        (root,) = yield TreeFeed([NO_PARENT], tokens[-1:], [depth])
         self._commit_node(root)
         return root
 
@@ -253,15 +253,15 @@ class Tree:
 
     def shareable_tokens(self) -> list[int]:
         """Returns the committed tokens in the prefix; see `PrefixSource`."""
-        return [] if self.kv_rows.whole else self._committed[: self._layout.prefix]
+        return [] if self.kv_rows.has_extra_state else self._committed[: self._layout.prefix]
 
     def save(self, length: int) -> SavedPrefix:
         """Returns a copy of the first `length` columns; see `PrefixSource`."""
         return self.kv_rows.save(length)
 
-    def close(self, spoilt: bool = False) -> None:
+    def close(self, discard: bool = False) -> None:
         self._cache.leave(self)
-        if not spoilt and self._cache.wants(self._committed):
+        if not discard and self._cache.wants(self._committed):
             self._compact()
             self._cache.keep(self._committed, self.kv_rows.save(len(self._committed)))
         self._nodes.clear()

@@ -1,6 +1,6 @@
 """One forward over several texts: each verifies a chain or a tree, takes a plain step or reads a piece of its prompt.
 
-`begin_forward` starts it on the device, `BatchForward.verdicts` waits for it. If all texts take plain steps, the next
+`begin_forward` starts it on the device, `BatchForward.commit` waits for it. If all texts take plain steps, the next
 forward may begin before this one is read, while its tokens are still on the device. A token is scored in the
 same way however it was fed, so with coupled sampling a text depends neither on its chains nor on other requests.
 `engine.residual` verifies chains that come with a q.
@@ -72,7 +72,7 @@ class PrefillChunk:
     count: int
 
     @property
-    def wanted(self) -> int:
+    def num_logits(self) -> int:
         """The number of tokens that get logits: all of them, if the request asks for its prompt's log-probabilities."""
         return self.count if self.slot.sampler.params.prompt_logprobs is not None else 0
 
@@ -109,20 +109,20 @@ class BatchForward:
     def __init__(
         self,
         kv_cache: KVCache,
-        asks: Sequence[VerifyInput],
+        inputs: Sequence[VerifyInput],
         logits: mx.array,
         positions: Sequence[int],
         rows: int,
         hidden: Sequence[mx.array | None],
     ) -> None:
-        """`logits` [sum of chain lengths + 1, V]; the first row of ask i chooses the token at `positions[i]`.
+        """`logits` [sum of chain lengths + 1, V]; the first row of input i chooses the token at `positions[i]`.
 
-        `hidden[i]`: the hidden states of all tokens that ask i feeds, for its listener; those of readings follow.
+        `hidden[i]`: the hidden states of all tokens that input i feeds, for its listener; those of `chunks` follow.
         """
-        self._kv_cache, self.asks, self.rows = kv_cache, tuple(asks), rows
+        self._kv_cache, self.inputs, self.rows = kv_cache, tuple(inputs), rows
         self._logits, self._positions, self._hidden = logits, positions, hidden
-        self._begins = [0, *accumulate(len(ask.chain) + 1 for ask in asks)]
-        self._index_of = {ask.slot: index for index, ask in enumerate(asks)}
+        self._row_starts = [0, *accumulate(len(input_.chain) + 1 for input_ in inputs)]
+        self._index_of = {input_.slot: index for index, input_ in enumerate(inputs)}
         self.chosen: mx.array | None = None
         self._logprobs: dict[int, RowLogprobs] = {}
         self._prompt_logprobs: list[tuple[PrefillChunk, int, RowLogprobs]] = []
@@ -130,7 +130,7 @@ class BatchForward:
     @property
     def is_plain(self) -> bool:
         """True if every text takes a plain step, so that the next forward can begin before this one is read."""
-        return bool(self.asks) and not any(ask.chain for ask in self.asks)
+        return bool(self.inputs) and not any(input_.chain for input_ in self.inputs)
 
     def token_of(self, slot: CacheSlot) -> mx.array:
         """Returns the token of a slot's plain step, int [1], possibly unread."""
@@ -145,17 +145,17 @@ class BatchForward:
         # Reads the whole array: a slice would wait for the next forward.
         return cast(list[int], cast(mx.array, self.chosen).tolist())
 
-    def verdicts(self) -> list[VerifyOutput | OutriderError]:
+    def commit(self) -> list[VerifyOutput | OutriderError]:
         """Waits; commits accepted tokens to each slot and rolls back the rest. Returns each slot's output or error."""
         if self.chosen is None:
             mx.eval(self._kv_cache.state(), list(self._hidden), self._pending_logprobs())
-        for reading, start, rows in self._prompt_logprobs:
-            predicted = reading.slot.tokens[start + 1 : start + 1 + reading.count]
-            reading.slot.prompt_logprobs[start] = rows.of(predicted, range(reading.count))
+        for chunk, start, rows in self._prompt_logprobs:
+            predicted = chunk.slot.tokens[start + 1 : start + 1 + chunk.count]
+            chunk.slot.prompt_logprobs[start] = rows.of(predicted, range(chunk.count))
         if self.chosen is None:
             return []
         choices = self._read()
-        return [self._commit_verdict(index, ask, choices) for index, ask in enumerate(self.asks)]
+        return [self._commit_output(index, input_, choices) for index, input_ in enumerate(self.inputs)]
 
     def choose(self, after: BatchForward | None) -> None:
         """Starts the choice of every row's token. Slots with samplers of one kind are scored together.
@@ -163,18 +163,18 @@ class BatchForward:
         Args:
             after: a forward whose tokens are fed but not yet committed, if any.
         """
-        if any(ask.slot.sampler.constraint is not None for ask in self.asks):
+        if any(input_.slot.sampler.constraint is not None for input_ in self.inputs):
             mx.async_eval(self._logits)  # type: ignore[no-untyped-call]  # meanwhile grammars compute allowed tokens
         self.chosen = self._choose_tokens(after)
         mx.async_eval(self.chosen, self._pending_logprobs(), self._hidden)  # type: ignore[no-untyped-call]
 
-    def add_readings(self, readings: Sequence[PrefillChunk], starts: Sequence[int], logits: mx.array) -> None:
-        """Adds the log-probabilities of prompts. `starts`: where each reading begins; `logits`: the rows they want."""
+    def add_prompt_logprobs(self, chunks: Sequence[PrefillChunk], starts: Sequence[int], logits: mx.array) -> None:
+        """Adds the log-probabilities of prompts. `starts`: where each chunk begins; `logits`: their rows."""
         first = 0
-        for reading, start in zip(readings, starts, strict=True):
-            count, end = reading.slot.sampler.params.prompt_logprobs, first + reading.wanted
+        for chunk, start in zip(chunks, starts, strict=True):
+            count, end = chunk.slot.sampler.params.prompt_logprobs, first + chunk.num_logits
             if count is not None:
-                self._prompt_logprobs.append((reading, start, RowLogprobs(logits[first:end], count)))
+                self._prompt_logprobs.append((chunk, start, RowLogprobs(logits[first:end], count)))
             first = end
 
     def _pending_logprobs(self) -> list[mx.array]:
@@ -183,8 +183,8 @@ class BatchForward:
 
     def _choose_tokens(self, after: BatchForward | None) -> mx.array:
         groups: dict[object, list[int]] = {}
-        for index, ask in enumerate(self.asks):
-            groups.setdefault(ask.slot.sampler.kind, []).append(index)
+        for index, input_ in enumerate(self.inputs):
+            groups.setdefault(input_.slot.sampler.kind, []).append(index)
         parts = [self._choose_group(members, after) for members in groups.values()]
         if len(parts) == 1:
             return parts[0]
@@ -193,12 +193,12 @@ class BatchForward:
         return mx.take(mx.concatenate(parts), mx.array(back, mx.int32))
 
     def _rows(self, index: int) -> range:
-        return range(self._begins[index], self._begins[index + 1])
+        return range(self._row_starts[index], self._row_starts[index + 1])
 
     def _choose_group(self, members: Sequence[int], after: BatchForward | None) -> mx.array:
         rows = [row for index in members for row in self._rows(index)]
-        whole = len(rows) == self._begins[-1]
-        logits = self._logits if whole else mx.take(self._logits, mx.array(rows, mx.int32), axis=0)
+        all_rows = len(rows) == self._row_starts[-1]
+        logits = self._logits if all_rows else mx.take(self._logits, mx.array(rows, mx.int32), axis=0)
         metadata = [self._metadata_of(index, after) for index in members]
         logits = apply_penalties(metadata, logits)
         self._prepare_logprobs(members, logits)
@@ -209,97 +209,97 @@ class BatchForward:
         return _argmax_tokens(compute_scores(metadata, logits))
 
     def _metadata_of(self, index: int, after: BatchForward | None) -> SamplingMetadata:
-        ask = self.asks[index]
-        histories = _make_histories(ask, after) if ask.slot.sampler.needs_history else None
-        return SamplingMetadata(ask.slot.sampler, self._positions_of(index), histories)
+        input_ = self.inputs[index]
+        histories = _make_histories(input_, after) if input_.slot.sampler.needs_history else None
+        return SamplingMetadata(input_.slot.sampler, self._positions_of(index), histories)
 
     def _prepare_logprobs(self, members: Sequence[int], logits: mx.array) -> None:
         """Prepares the log-probabilities of requests that want them; `logits`: the members' rows."""
         start = 0
         for index in members:
-            end, count = start + len(self._rows(index)), self.asks[index].slot.sampler.params.logprobs
+            end, count = start + len(self._rows(index)), self.inputs[index].slot.sampler.params.logprobs
             if count is not None:
                 self._logprobs[index] = RowLogprobs(logits[start:end], count)
             start = end
 
     def _positions_of(self, index: int) -> list[int]:
         first = self._positions[index]
-        return [first, *(first + 1 + depth for depth in node_depths(self.asks[index].tree_parents))]
+        return [first, *(first + 1 + depth for depth in node_depths(self.inputs[index].tree_parents))]
 
-    def _commit_verdict(self, index: int, ask: VerifyInput, choices: Sequence[int]) -> VerifyOutput | OutriderError:
-        slot, chain = ask.slot, list(ask.chain)
+    def _commit_output(self, index: int, input_: VerifyInput, choices: Sequence[int]) -> VerifyOutput | OutriderError:
+        slot, chain = input_.slot, list(input_.chain)
         rows = self._rows(index)
         try:
             if chain and isinstance(slot.sampler, ResidualSampler):
-                verdict = self._verify_residual(slot.sampler, ask, rows, self._metadata_of(index, None))
+                output = self._verify_residual(slot.sampler, input_, rows, self._metadata_of(index, None))
             else:
-                verdict = _verify_coupled(slot.sampler, ask, choices[rows.start : rows.stop])
-            nodes = verdict.nodes
+                output = _verify_coupled(slot.sampler, input_, choices[rows.start : rows.stop])
+            nodes = output.nodes
             own = [0, *(node + 1 for node in nodes)]  # the rows of the accepted nodes
-            new = [*(chain[node] for node in nodes), verdict.bonus]
+            new = [*(chain[node] for node in nodes), output.bonus]
             if slot.sampler.constraint is not None:
                 slot.sampler.constraint.check([*slot.tokens, *new[:-1]])
             if index in self._logprobs:
-                verdict = replace(verdict, logprobs=self._logprobs[index].of(new, own))
+                output = replace(output, logprobs=self._logprobs[index].of(new, own))
             trunk = slot.sequence.length - len(chain)
             slot.tokens += new
-            if verdict.path is not None:
-                slot.sequence.keep(trunk, [trunk + node for node in verdict.path])
-            elif verdict.accepted < len(chain):  # else there is nothing to undo, and the next step may be under way
+            if output.path is not None:
+                slot.sequence.keep(trunk, [trunk + node for node in output.path])
+            elif output.accepted < len(chain):  # else there is nothing to undo, and the next step may be under way
                 slot.sequence.roll_back(len(slot.tokens) - 1)
             hidden = self._hidden[index]
             if slot.listener is not None and hidden is not None:
                 # Tokens that were fed again come first. A slice would wait for the next forward.
                 fed = hidden if hidden.shape[0] == len(chain) + 1 else hidden[-len(chain) - 1 :]
                 kept = fed if len(new) == fed.shape[0] else fed[: len(new)]
-                kept = kept if verdict.path is None else mx.take(fed, mx.array(own, mx.int32), axis=0)
+                kept = kept if output.path is None else mx.take(fed, mx.array(own, mx.int32), axis=0)
                 slot.listener(self._positions[index] - 1, kept)
         except OutriderError as error:
             return error
-        return verdict
+        return output
 
     def _verify_residual(
-        self, sampler: ResidualSampler, ask: VerifyInput, rows: range, metadata: SamplingMetadata
+        self, sampler: ResidualSampler, input_: VerifyInput, rows: range, metadata: SamplingMetadata
     ) -> VerifyOutput:
-        if ask.parents:
+        if input_.parents:
             raise InvalidRequest("this request uses residual sampling, which can't verify a tree; expected a chain")
-        if ask.q is None:
+        if input_.q is None:
             raise InvalidRequest("this request uses residual sampling, and its chain has no q; expected one with q")
         log_p, places = sampler.log_p(self._logits[rows.start : rows.stop], metadata.histories), metadata.positions
         if not (log_p.max(axis=-1) > -np.inf).all():
             raise ModelFault("the target's logits are NaN or infinite; this request can't continue")
-        k = sampler.accepted(log_p[:-1], places[:-1], ask.chain, ask.q)
-        rejected = ask.q.part(k, k + 1) if k < len(ask.chain) else None
+        k = sampler.accepted(log_p[:-1], places[:-1], input_.chain, input_.q)
+        rejected = input_.q.part(k, k + 1) if k < len(input_.chain) else None
         return VerifyOutput(k, sampler.resample(log_p[k], places[k], rejected))
 
 
 def begin_forward(
-    asks: Sequence[VerifyInput], readings: Sequence[PrefillChunk] = (), after: BatchForward | None = None
+    inputs: Sequence[VerifyInput], chunks: Sequence[PrefillChunk] = (), after: BatchForward | None = None
 ) -> BatchForward:
     """Starts one forward over these slots of one KV cache.
 
     Args:
         after: a forward of plain steps that is not read yet; every ask is then the plain step after the one there.
     """
-    parts: list[VerifyInput | PrefillChunk] = [*asks, *readings]
+    parts: list[VerifyInput | PrefillChunk] = [*inputs, *chunks]
     hidden: list[mx.array | None] = [None] * len(parts)
-    takes = [partial(hidden.__setitem__, n) if p.slot.listener is not None else None for n, p in enumerate(parts)]
-    feeds = [_make_feed(part, own, after) for part, own in zip(parts, takes, strict=True)]
-    positions = [ask.slot.fed + feed.count - len(ask.chain) for ask, feed in zip(asks, feeds, strict=False)]
-    starts = [reading.slot.fed for reading in readings]
+    callbacks = [partial(hidden.__setitem__, n) if p.slot.listener is not None else None for n, p in enumerate(parts)]
+    feeds = [_make_feed(part, own, after) for part, own in zip(parts, callbacks, strict=True)]
+    positions = [input_.slot.fed + feed.count - len(input_.chain) for input_, feed in zip(inputs, feeds, strict=False)]
+    starts = [chunk.slot.fed for chunk in chunks]
     kv_cache = parts[0].slot.kv_cache
     logits = kv_cache.forward(feeds)
     own, read = logits, None
-    if any(reading.wanted for reading in readings):
-        first = sum(feed.wanted for feed in feeds[: len(asks)])
+    if any(chunk.num_logits for chunk in chunks):
+        first = sum(feed.num_logits for feed in feeds[: len(inputs)])
         own, read = logits[:first], logits[first:]
-    forward = BatchForward(kv_cache, asks, own, positions, sum(feed.count for feed in feeds), hidden)
+    forward = BatchForward(kv_cache, inputs, own, positions, sum(feed.count for feed in feeds), hidden)
     if read is not None:
-        forward.add_readings(readings, starts, read)
-    for reading, start, rows in zip(readings, starts, hidden[len(asks) :], strict=True):
-        if reading.slot.listener is not None and rows is not None:
-            reading.slot.listener(start, rows)
-    if asks:
+        forward.add_prompt_logprobs(chunks, starts, read)
+    for chunk, start, rows in zip(chunks, starts, hidden[len(inputs) :], strict=True):
+        if chunk.slot.listener is not None and rows is not None:
+            chunk.slot.listener(start, rows)
+    if inputs:
         forward.choose(after)
     else:
         mx.async_eval(kv_cache.state(), hidden)  # type: ignore[no-untyped-call]
@@ -307,13 +307,13 @@ def begin_forward(
 
 
 def _make_feed(
-    part: VerifyInput | PrefillChunk, takes: HiddenStatesCallback | None, after: BatchForward | None
+    part: VerifyInput | PrefillChunk, callback: HiddenStatesCallback | None, after: BatchForward | None
 ) -> Feed:
     slot, sequence = part.slot, part.slot.sequence
     if isinstance(part, PrefillChunk):
         if sequence.has_free_marks:
             sequence.mark()
-        return Feed(sequence, slot.tokens[slot.fed : slot.fed + part.count], part.wanted, True, takes)
+        return Feed(sequence, slot.tokens[slot.fed : slot.fed + part.count], part.num_logits, True, callback)
     if len(slot.unfed) > _MAX_REPLAYED_TOKENS:
         slot.feed_all_but_last()
     if part.chain or after is not None or sequence.has_free_marks:
@@ -323,14 +323,14 @@ def _make_feed(
     # A drafter may have tokens that the target lacks; they are never accepted.
     known = [token if token < slot.sampler.vocab_size else 0 for token in part.chain]
     tokens = slot.unfed + known if after is None else after.token_of(slot)
-    return Feed(sequence, tokens, len(part.chain) + 1, False, takes, part.parents, slot.all_cores)
+    return Feed(sequence, tokens, len(part.chain) + 1, False, callback, part.parents, slot.all_cores)
 
 
-def _check_tree(ask: VerifyInput) -> None:
+def _check_tree(input_: VerifyInput) -> None:
     """Raises InvalidRequest if the parents are invalid, or the target verifies chains only."""
-    if not ask.slot.kv_cache.trees:
+    if not input_.slot.kv_cache.trees:
         raise InvalidRequest("this target can't verify a tree of drafts; expected a chain")
-    if why := tree_fault(ask.chain, ask.parents):
+    if why := tree_fault(input_.chain, input_.parents):
         raise InvalidRequest(why)
 
 
@@ -349,18 +349,18 @@ def verify(
         ModelFault: the model's logits are NaN or infinite.
         InvalidRequest: the chain does not fit the slot's sampling rule, or the tree is invalid.
     """
-    (verdict,) = begin_forward([VerifyInput(slot, tuple(chain), q, tuple(parents))]).verdicts()
-    if isinstance(verdict, OutriderError):
-        raise verdict
-    return verdict
+    (output,) = begin_forward([VerifyInput(slot, tuple(chain), q, tuple(parents))]).commit()
+    if isinstance(output, OutriderError):
+        raise output
+    return output
 
 
-def _verify_coupled(sampler: Sampler, ask: VerifyInput, choices: Sequence[int]) -> VerifyOutput:
-    if ask.q is not None and ask.chain and sampler.params.temp > 0:
+def _verify_coupled(sampler: Sampler, input_: VerifyInput, choices: Sequence[int]) -> VerifyOutput:
+    if input_.q is not None and input_.chain and sampler.params.temp > 0:
         raise InvalidRequest("this request uses coupled sampling, and its chain has a q; expected one without q")
     if min(choices) < 0:
         raise ModelFault("the target's logits are NaN or infinite; this request can't continue")
-    path = accepted_path(ask.chain, ask.tree_parents, choices)
+    path = accepted_path(input_.chain, input_.tree_parents, choices)
     bonus = choices[path[-1] + 1 if path else 0]
     return VerifyOutput(len(path), bonus, path=None if path == tuple(range(len(path))) else path)
 
@@ -385,12 +385,12 @@ def _argmax_tokens(scores: mx.array) -> mx.array:
     return mx.where(score > -mx.inf, best.astype(mx.int32), -1)
 
 
-def _make_histories(ask: VerifyInput, after: BatchForward | None) -> list[History]:
+def _make_histories(input_: VerifyInput, after: BatchForward | None) -> list[History]:
     """Returns the history of each row, for penalties and grammar: committed text and the chain before its choice."""
-    reach = ask.slot.sampler.reach
-    text = ask.slot.tokens[-reach:]
-    if after is not None and ask.slot.sampler.constraint is not None:
-        return [[*text, after.read_token_of(ask.slot)]]
+    reach = input_.slot.sampler.reach
+    text = input_.slot.tokens[-reach:]
+    if after is not None and input_.slot.sampler.constraint is not None:
+        return [[*text, after.read_token_of(input_.slot)]]
     if after is not None:
-        return [mx.concatenate([mx.array(text, mx.int32), after.token_of(ask.slot).astype(mx.int32)])]
-    return [[*text, *down][-reach:] for down in ((), *token_paths(ask.chain, ask.tree_parents))]
+        return [mx.concatenate([mx.array(text, mx.int32), after.token_of(input_.slot).astype(mx.int32)])]
+    return [[*text, *down][-reach:] for down in ((), *token_paths(input_.chain, input_.tree_parents))]

@@ -71,7 +71,7 @@ class PrefillWorker(WorkerLoop[Pieces]):
         if pieces is None:
             self._close(request)
 
-    def _release(self, running: Pieces, spoilt: bool) -> None:
+    def _release(self, running: Pieces, discard: bool) -> None:
         running.close()
 
 

@@ -172,12 +172,12 @@ def one_hot(tokens: Sequence[int]) -> SparseQ:
 class TreeFeed:
     """The next tokens of a drafter's token tree, one after each parent (`drafters.drafter.TokenTree`).
 
-    `wanted`: how many tokens will be requested after each, for drafters of several tokens at once; (): not known.
+    `depths`: how many tokens will be requested after each, for drafters of several tokens at once; (): not known.
     """
 
     parents: Sequence[int]
     tokens: Sequence[int | None]
-    wanted: Sequence[int] = ()
+    depths: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -355,20 +355,20 @@ class WorkerLoop(ABC, Generic[Request]):
         self._reported_use = CacheUse()  # the next orchestrator has no report yet
 
     @abstractmethod
-    def _release(self, running: Request, spoilt: bool) -> None:
-        """Frees a request's memory; its state may serve later requests unless a failure has `spoilt` it."""
+    def _release(self, running: Request, discard: bool) -> None:
+        """Frees a request's memory; its state may serve later requests. `discard`: keep nothing, after a failure."""
 
-    def _close(self, request: str, spoilt: bool = False) -> None:
+    def _close(self, request: str, discard: bool = False) -> None:
         """Closes a request, if it is open."""
         running = self._running.pop(request, None)
         if running is not None:
-            self._release(running, spoilt)
+            self._release(running, discard)
             self._report()
 
     def _fail(self, request: str | None, error: OutriderError, number: int | None = None) -> None:
         """Ends the request, in round `number`; the worker continues."""
         log.warning("request %s failed: %s", request, error, extra={"request": request, "round": number})
-        self._close(request or "", spoilt=True)
+        self._close(request or "", discard=True)
         self._link.send(Fault(request, str(error)))
 
     def _close_silent(self, waits_since_ns: Callable[[Request], float]) -> None:

@@ -58,7 +58,7 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     loaded = in_process_drafters.load(own, model, report, leader is None, ngrams=ngrams)
     found = replace(found, ngrams=NGRAM in loaded.drafters, drafters=loaded.infos, left_out=loaded.left_out)
     notes = [f"drafting in this process with {info.model}" for info in loaded.infos]
-    notes += [*loaded.left_out, *loaded.doubts]
+    notes += [*loaded.left_out, *loaded.warnings]
     drafters = in_process_drafters.InProcessDrafters(loaded.drafters)
     memory.set_limits(model.weight_bytes + drafters.weight_bytes)  # each load has set them for one model only
     publisher, features, note = _publisher(options.publish_features, model, report, leader is None)

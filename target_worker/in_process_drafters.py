@@ -75,8 +75,8 @@ class ModelDraftSession:
         except DrafterFault as error:
             log.warning("%s", error)
 
-    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn[WorkAhead]:
-        """Prepares the draft that is `asked` for after the committed `tokens`, which extend those of the call before.
+    def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn[WorkAhead]:
+        """Prepares the draft of `task` after the committed `tokens`, which extend those of the call before.
 
         Nothing is drafted once the text is longer than the draft model's context.
         """
@@ -87,16 +87,16 @@ class ModelDraftSession:
             log.warning("%s", error)
             work = None
         if work is None or len(tokens) >= self._drafter.context_length:
-            self.close(spoilt=False)
-            return DraftTurn(self._draft, None, asked.depth)
-        work.commit(new, BranchTask(None, asked.depth, min_prob=asked.min_prob))
-        return DraftTurn(self._draft, work, asked.depth)
+            self.close(discard=False)
+            return DraftTurn(self._draft, None, task.depth)
+        work.commit(new, BranchTask(None, task.depth, min_prob=task.min_prob))
+        return DraftTurn(self._draft, work, task.depth)
 
-    def close(self, spoilt: bool) -> None:
-        """Ends drafting; the text's state may serve later texts, unless a failure has `spoilt` it."""
+    def close(self, discard: bool) -> None:
+        """Ends drafting; the text's state may serve later texts. `discard`: keep nothing, after a failure."""
         work, self._work = self._work, None
         if work is not None:
-            work.tree.close(spoilt)
+            work.tree.close(discard)
 
 
 DraftSession = ModelDraftSession | HeadDraft | NgramDraft
@@ -219,7 +219,7 @@ class LoadedDrafters:
     drafters: Mapping[str, InProcessProposer]
     infos: tuple[workers.InProcessDrafter, ...] = ()
     left_out: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def load(
@@ -236,7 +236,7 @@ def load(
     begins a forward before the tokens of the one before are known, and n-grams in between would have to wait for them.
     """
     drafters: dict[str, InProcessProposer] = {}
-    infos, left_out, doubts = [], [], []
+    infos, left_out, warnings = [], [], []
     for name, (kind, path) in zip(unique_names(kind for kind, _ in wanted), wanted, strict=True):
         try:
             if kind == DRAFT_MODEL:
@@ -247,7 +247,7 @@ def load(
             left_out.append(f"drafter {name} is not used: {error}")
             continue
         drafters[name] = drafter
-        doubts += [drafter.note] if drafter.note else []
+        warnings += [drafter.note] if drafter.note else []
         agreement = -1.0 if drafter.agreement is None else drafter.agreement
         weight = _relative_cost(drafter, model, unsharded)
         is_head = isinstance(drafter, HeadDrafter)
@@ -257,7 +257,7 @@ def load(
             drafters[NGRAM] = NgramDrafter(NgramTable.load(ngrams) if ngrams else None)
         except OutriderError as error:
             left_out.append(str(error))
-    return LoadedDrafters(drafters, tuple(infos), tuple(left_out), tuple(doubts))
+    return LoadedDrafters(drafters, tuple(infos), tuple(left_out), tuple(warnings))
 
 
 def _relative_cost(drafter: InProcessProposer, model: LoadedModel, unsharded: bool) -> float:

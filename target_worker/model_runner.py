@@ -56,17 +56,17 @@ class ChunkedPrefill:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """A forward's result for one request: a verdict, or an error."""
+    """A forward's result for one request: its output, or an error."""
 
     running: TargetRequest
-    verdict: VerifyOutput | OutriderError
+    output: VerifyOutput | OutriderError
     work: Span
     rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightForward:
-    """A forward under way. `members`: the requests of its asks, in order; `readers` read a piece of their prompts.
+    """A forward under way. `members`: the requests of its inputs, in order; `readers` read a piece of their prompts.
 
     `fed`: how many tokens of each text had been fed before, members first. `begun_ns` 0: it began after another one.
     """
@@ -125,22 +125,22 @@ class ModelRunner:
                 pairs.append((request, request.next_input()))
             except OutriderError as error:
                 failed.append(VerifyResult(request, error, Span(started_ns, clock.now()), 0))
-        readings = self._plan_chunks(running, _count_rows(ask for _, ask in pairs))
-        parts: list[tuple[TargetRequest, VerifyInput | PrefillChunk]] = [*pairs, *readings]
+        chunks = self._plan_chunks(running, _count_rows(input_ for _, input_ in pairs))
+        parts: list[tuple[TargetRequest, VerifyInput | PrefillChunk]] = [*pairs, *chunks]
         if not parts:
             return None
         fed = [request.slot.fed for request, _ in parts]
-        flight = _launch(pairs, readings, clock.now())
+        flight = _launch(pairs, chunks, clock.now())
         if isinstance(flight, InFlightForward):
             return flight
         if not _can_run_alone([part for _, part in parts]):
             failed.append(VerifyResult(parts[0][0], flight, Span(started_ns, clock.now()), 0))
             return None
         for (request, part), length in zip(parts, fed, strict=True):
-            verdict = _run_alone(part, length)
-            if verdict is not None:
+            output = _run_alone(part, length)
+            if output is not None:
                 rows = int(isinstance(part, VerifyInput))
-                failed.append(VerifyResult(request, verdict, Span(started_ns, clock.now()), rows))
+                failed.append(VerifyResult(request, output, Span(started_ns, clock.now()), rows))
         return None
 
     def _plan_chunks(self, running: Collection[TargetRequest], rows: int) -> list[tuple[TargetRequest, PrefillChunk]]:
@@ -171,64 +171,64 @@ class ModelRunner:
             return []
         return [member for member in flight.members if member.decodes_plainly]
 
-    def verdicts(self, flight: InFlightForward) -> list[VerifyOutput | OutriderError]:
-        """Waits until the forward has ended, and returns the verdict on each of its asks, or the error of all."""
+    def commit(self, flight: InFlightForward) -> list[VerifyOutput | OutriderError]:
+        """Waits until the forward has ended, and returns the output of each of its inputs, or the error of all."""
         try:
             with wrap_model_errors("the target's forward"):
-                return flight.forward.verdicts()
+                return flight.forward.commit()
         except OutriderError as error:
-            return [error] * len(flight.forward.asks)
+            return [error] * len(flight.forward.inputs)
 
     def _settle(self, flight: InFlightForward, running: Collection[TargetRequest]) -> list[VerifyResult]:
         forward = flight.forward
         begun_ns = flight.begun_ns or self._ended_ns
         followers = self._followers(flight, running) if forward.is_plain else []
         after = _launch([(m, VerifyInput(m.slot)) for m in followers], [], 0, forward) if followers else None
-        verdicts = self.verdicts(flight)
-        if any(isinstance(verdict, OutriderError) for verdict in (*verdicts, after)):
-            verdicts = _retry_failed(flight, verdicts)
+        outputs = self.commit(flight)
+        if any(isinstance(output, OutriderError) for output in (*outputs, after)):
+            outputs = _retry_failed(flight, outputs)
             for follower in followers:  # their next steps failed, or began after one that failed, so they are repeated
                 follower.slot.sequence.roll_back(len(follower.slot.tokens) - 1)
         elif isinstance(after, InFlightForward):
             self._flight = after
         self._ended_ns = clock.now()
         work = Span(begun_ns, self._ended_ns)
-        self._rows = _count_rows(forward.asks)
+        self._rows = _count_rows(forward.inputs)
         took_ms = (self._ended_ns - begun_ns) / clock.MILLISECOND_NS
-        self._chunked_prefill.observe(len(forward.asks), self._rows, forward.rows, took_ms)
+        self._chunked_prefill.observe(len(forward.inputs), self._rows, forward.rows, took_ms)
         return [
-            VerifyResult(member, verdict, work, forward.rows)
-            for member, verdict in zip(flight.members, verdicts, strict=True)
+            VerifyResult(member, output, work, forward.rows)
+            for member, output in zip(flight.members, outputs, strict=True)
         ]
 
 
 def _launch(
     pairs: Sequence[tuple[TargetRequest, VerifyInput]],
-    readings: Sequence[tuple[TargetRequest, PrefillChunk]],
+    chunks: Sequence[tuple[TargetRequest, PrefillChunk]],
     begun_ns: int,
     after: BatchForward | None = None,
 ) -> InFlightForward | OutriderError:
     """Begins a forward. If it fails, some of the texts may have been fed."""
-    members, readers = tuple(member for member, _ in pairs), tuple(reader for reader, _ in readings)
+    members, readers = tuple(member for member, _ in pairs), tuple(reader for reader, _ in chunks)
     fed = tuple(request.slot.fed for request in (*members, *readers))
     try:
         with wrap_model_errors("the target's forward"):
-            forward = begin_forward([ask for _, ask in pairs], [reading for _, reading in readings], after)
+            forward = begin_forward([input_ for _, input_ in pairs], [chunk for _, chunk in chunks], after)
     except OutriderError as error:
         return error
     return InFlightForward(forward, members, readers, fed, begun_ns)
 
 
 def _retry_failed(
-    flight: InFlightForward, verdicts: Sequence[VerifyOutput | OutriderError]
+    flight: InFlightForward, outputs: Sequence[VerifyOutput | OutriderError]
 ) -> list[VerifyOutput | OutriderError]:
     """Repeats each failed request alone: another request, or a token of its draft, may have caused the failure."""
-    asks = flight.forward.asks
-    if not flight.readers and not _can_run_alone(asks):
-        return list(verdicts)
+    inputs = flight.forward.inputs
+    if not flight.readers and not _can_run_alone(inputs):
+        return list(outputs)
     return [
-        (_run_alone(ask, fed) or verdict) if isinstance(verdict, OutriderError) and not member.is_closed else verdict
-        for member, ask, fed, verdict in zip(flight.members, asks, flight.fed, verdicts, strict=False)
+        (_run_alone(input_, fed) or output) if isinstance(output, OutriderError) and not member.is_closed else output
+        for member, input_, fed, output in zip(flight.members, inputs, flight.fed, outputs, strict=False)
     ]
 
 
@@ -238,24 +238,24 @@ def _can_run_alone(parts: Sequence[VerifyInput | PrefillChunk]) -> bool:
 
 
 def _run_alone(part: VerifyInput | PrefillChunk, fed: int) -> VerifyOutput | OutriderError | None:
-    """Returns the verdict of a forward over one text only, or its error; without its draft if the model fails on that.
+    """Returns the output of a forward over one text only, or its error; without its draft if the model fails on that.
 
     `fed`: how many of its tokens had been fed before. None: it has read a piece of a prompt.
     """
-    verdict: VerifyOutput | OutriderError | None = None
+    output: VerifyOutput | OutriderError | None = None
     try:
         with wrap_model_errors("the target's forward"):
             part.slot.sequence.roll_back(fed)
             if isinstance(part, VerifyInput):
-                verdict = begin_forward([part]).verdicts()[0]
+                output = begin_forward([part]).commit()[0]
             else:
-                begin_forward([], [part]).verdicts()
+                begin_forward([], [part]).commit()
     except OutriderError as error:
-        verdict = error
-    if isinstance(verdict, ModelFault) and isinstance(part, VerifyInput) and part.chain:
+        output = error
+    if isinstance(output, ModelFault) and isinstance(part, VerifyInput) and part.chain:
         return _run_alone(VerifyInput(part.slot), fed)
-    return verdict
+    return output
 
 
-def _count_rows(asks: Iterable[VerifyInput]) -> int:
-    return sum(len(ask.chain) + 1 for ask in asks)
+def _count_rows(inputs: Iterable[VerifyInput]) -> int:
+    return sum(len(input_.chain) + 1 for input_ in inputs)

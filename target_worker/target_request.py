@@ -117,7 +117,7 @@ class AwaitedPrefix:
 class TargetRequest:
     """A request on this target.
 
-    `asked`: the VERIFY to handle next; `next_proposal`: the tokens that it continues with. `autonomous`: it
+    `pending_verify`: the VERIFY to handle next; `next_proposal`: the tokens that it continues with. `autonomous`: it
     decodes by itself until HALT. `draft`: what an in-process drafter drafts in each round, or in the requested one,
     as long as `max_tokens` leaves room; None: nothing. `drafters` open each in-process drafter's session, which reads
     the text when it is first needed. `ended`: it reached an end token or `max_tokens` while autonomous.
@@ -130,7 +130,7 @@ class TargetRequest:
     opened: Open
     drafters: Mapping[str, Callable[[], DraftSession]] = field(default_factory=dict)
     answers: deque[Outcome] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_OUTCOMES))
-    asked: Verify | None = None
+    pending_verify: Verify | None = None
     prepared: Prepare | None = None
     next_proposal: Coupled | None = None
     autonomous: bool = False
@@ -195,7 +195,7 @@ class TargetRequest:
     def has_next(self) -> bool:
         """True if its next round can begin."""
         next_proposal = self.next_proposal is not None or (self.autonomous and self.max_tokens > 0)
-        return not self.is_closed and not self.unread and (self.asked is not None or next_proposal)
+        return not self.is_closed and not self.unread and (self.pending_verify is not None or next_proposal)
 
     @property
     def waits_since_ns(self) -> float:
@@ -208,21 +208,21 @@ class TargetRequest:
 
     def next_input(self) -> VerifyInput:
         """Returns what it verifies in its next round. An in-process drafter has drafted before (`draft_together`)."""
-        asked = self.asked
+        verify = self.pending_verify
         if self._is_drafted:
             proposed, _ = self._in_process_proposal()
-            if asked is not None and asked.chain and self.takes_trees:
-                both = merge_trees(proposed.tree, DraftTree(asked.chain, asked.parents), MAX_CHAIN)
+            if verify is not None and verify.chain and self.takes_trees:
+                both = merge_trees(proposed.tree, DraftTree(verify.chain, verify.parents), MAX_CHAIN)
                 return VerifyInput(self.slot, both.tokens, parents=both.parents)
             return VerifyInput(self.slot, proposed.chain, proposed.q, proposed.parents)
-        if asked is not None:
-            return VerifyInput(self.slot, asked.chain, _draft_distribution(asked), asked.parents)
+        if verify is not None:
+            return VerifyInput(self.slot, verify.chain, _draft_distribution(verify), verify.parents)
         own = self.next_proposal or Coupled()
         return VerifyInput(self.slot, own.chain, parents=own.parents)
 
     def on_verify(self, message: Verify) -> None:
         """Sets its next round."""
-        self.asked, self.next_proposal, self._proposed = message, None, None
+        self.pending_verify, self.next_proposal, self._proposed = message, None, None
         self.ended = self.halting = False
         proposal = message.proposal
         self.autonomous, self.draft = message.autonomous, message.draft
@@ -233,21 +233,21 @@ class TargetRequest:
         """Ends autonomous rounds after the one under way, which the last outcome has announced."""
         self.halting = True
 
-    def forget(self, verdict: VerifyOutput | OutriderError) -> None:
+    def forget(self, output: VerifyOutput | OutriderError) -> None:
         """Rolls back a step that began before the text was known to end, whether or not it failed."""
-        if isinstance(verdict, VerifyOutput):
-            del self.slot.tokens[-verdict.accepted - 1 :]
+        if isinstance(output, VerifyOutput):
+            del self.slot.tokens[-output.accepted - 1 :]
         self.slot.sequence.roll_back(len(self.slot.tokens) - 1)
 
-    def make_outcome(self, verdict: VerifyOutput, work: Span, rows: int, peak: int) -> Outcome:
+    def make_outcome(self, output: VerifyOutput, work: Span, rows: int, peak: int) -> Outcome:
         """Returns the outcome of its round, with the chain that it continues with."""
-        number, base_len = self.round + 1, len(self.slot.tokens) - verdict.accepted - 1
+        number, base_len = self.round + 1, len(self.slot.tokens) - output.accepted - 1
         committed = tuple(self.slot.tokens[base_len:])
         proposed = None
         if self._proposed is not None:
             draft, span = self._in_process_proposal()
             proposed = InProcessDraft(draft.chain, span, draft.parents)
-        self.asked = self._proposed = None
+        self.pending_verify = self._proposed = None
         if not self.answers:  # includes the prompt's reading
             work = Span(self.opened_ns, work.ended_ns)
         self.max_tokens -= len(committed)
@@ -262,16 +262,16 @@ class TargetRequest:
             epoch=self.epoch,
             round=number,
             base_len=base_len,
-            accepted=verdict.accepted,
-            bonus=verdict.bonus,
+            accepted=output.accepted,
+            bonus=output.bonus,
             work=work,
             idle_ns=max(idle, 0),
             next_proposal=Coupled() if self.autonomous else self.next_proposal,
-            path=verdict.path,
+            path=output.path,
             rows=rows,
             peak_bytes=peak,
             drafted=proposed,
-            logprobs=verdict.logprobs,
+            logprobs=output.logprobs,
             prompt_logprobs=None if self.answers else self._take_prompt_logprobs(),
         )
         self.answers.append(outcome)
@@ -282,11 +282,11 @@ class TargetRequest:
         found = concat_logprobs([rows for _, rows in sorted(self.slot.prompt_logprobs.items())])
         return found if self.wants_prompt_logprobs and len(found) == self.opened.prompt_len - 1 else None
 
-    def close(self, spoilt: bool) -> None:
-        """Ends the request; its in-process drafters may cache their state unless it is `spoilt`."""
+    def close(self, discard: bool) -> None:
+        """Ends the request; its in-process drafters may cache their state. `discard`: keep nothing, after a failure."""
         self.is_closed = True
         for session in self._drafting.values():
-            session.close(spoilt)
+            session.close(discard)
 
     def _find_next(self, number: int, committed: tuple[int, ...]) -> Coupled | None:
         """Returns what PREPARE says to verify after this outcome; None: it waits for VERIFY."""
@@ -318,7 +318,7 @@ class TargetRequest:
     @property
     def _is_drafted(self) -> bool:
         """True if the in-process drafter proposes the next round."""
-        return self.draft is not None and (self.autonomous or self.asked is not None)
+        return self.draft is not None and (self.autonomous or self.pending_verify is not None)
 
     def turn(self) -> DraftTurn[Any]:
         """Returns the turn of its in-process drafter, whose session reads the text the first time."""
@@ -326,8 +326,8 @@ class TargetRequest:
             known = ", ".join(self.drafters) or "no draft"
             raise InvalidRequest(f"this target has no in-process drafter {self.drafter!r}; expected {known}")
         min_prob, depth = self.draft.min_prob if self.takes_trees else 1.0, min(self.draft.depth, self.max_tokens - 1)
-        asked = structs.replace(self.draft, depth=depth, min_prob=min_prob)
-        return self._session(self.drafter).turn(self.slot.tokens, asked)
+        task = structs.replace(self.draft, depth=depth, min_prob=min_prob)
+        return self._session(self.drafter).turn(self.slot.tokens, task)
 
     def _session(self, drafter: str) -> DraftSession:
         if drafter not in self._drafting:

@@ -93,10 +93,10 @@ class PrefixReuse:
         if not (running.slot.sequence.exact or running.unread or running.is_closed):
             self._save(running)
 
-    def close(self, running: TargetRequest, spoilt: bool) -> None:
-        """Closes a request, and saves its text's state for later ones unless a failure may have `spoilt` it."""
+    def close(self, running: TargetRequest, discard: bool) -> None:
+        """Closes a request, and saves its text's state for later ones. `discard`: keep nothing, after a failure."""
         self.cache.leave(running.slot)
-        if not spoilt:
+        if not discard:
             self._save(running)
         running.slot.close()
 
@@ -322,9 +322,9 @@ class TargetWorker(WorkerLoop[TargetRequest]):
             for progress in _progress_messages([running]):
                 self._link.send(progress)
 
-    def _release(self, running: TargetRequest, spoilt: bool) -> None:
-        running.close(spoilt)
-        self._prefixes.close(running, spoilt)
+    def _release(self, running: TargetRequest, discard: bool) -> None:
+        running.close(discard)
+        self._prefixes.close(running, discard)
         self._peak_memory.count_ended_text(idle=not self._running)
 
     def _set_memory_limits(self, message: KvMemory) -> None:
@@ -394,12 +394,12 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         if running.is_closed:
             return None
         if running.ended:
-            running.forget(settled.verdict)
+            running.forget(settled.output)
             return None
-        if isinstance(settled.verdict, OutriderError):
-            self._fail_request(running.request, settled.verdict)
+        if isinstance(settled.output, OutriderError):
+            self._fail_request(running.request, settled.output)
             return None
-        return running.make_outcome(settled.verdict, settled.work, settled.rows, self._peak_memory.bytes())
+        return running.make_outcome(settled.output, settled.work, settled.rows, self._peak_memory.bytes())
 
 
 def _progress_messages(readers: Iterable[TargetRequest]) -> list[Message]:

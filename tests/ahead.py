@@ -14,14 +14,14 @@ def run_ahead(slot: CacheSlot, steps: int) -> list[int]:
         following = (
             begin_forward([VerifyInput(slot)], after=under_way) if left and slot.sequence.has_free_marks else None
         )
-        (verdict,) = under_way.verdicts()
-        tokens.append(said(verdict).bonus)
+        (output,) = under_way.commit()
+        tokens.append(said(output).bonus)
         if left:
             under_way = following or begin_forward([VerifyInput(slot)])
     return tokens
 
 
-def said(verdict: VerifyOutput | OutriderError) -> VerifyOutput:
-    if isinstance(verdict, OutriderError):
-        raise verdict
-    return verdict
+def said(output: VerifyOutput | OutriderError) -> VerifyOutput:
+    if isinstance(output, OutriderError):
+        raise output
+    return output

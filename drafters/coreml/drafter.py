@@ -167,7 +167,7 @@ class CoreMLKVRows(KVRows):
     when it is complete."""
 
     lazy = False
-    whole = True
+    has_extra_state = True
 
     def __init__(self, host: PackageHost) -> None:
         self._host, self._layout = host, host.layout

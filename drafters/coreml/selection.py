@@ -38,7 +38,7 @@ PACKAGE_VARIANTS = tuple((mode, weights) for weights in ("fp16", "int8") for mod
 """In the order of trials: fp16 before int8, and the mode that the Neural Engine accepts most often first."""
 _MAX_COST_RATIO = 0.9  # a later variant must take less than this share of the time of an earlier one
 
-Tell = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 class Packages:
@@ -47,9 +47,9 @@ class Packages:
     `variants`: their forms, in the order of trials, of DEFAULT_CONTEXT or the model's own context if that is shorter.
     """
 
-    def __init__(self, checkpoint: Path, tell: Tell = log.info) -> None:
-        """`tell` receives each stage of a conversion once."""
-        self.checkpoint, self.source_hash, self._tell = checkpoint, model_digest(checkpoint), tell
+    def __init__(self, checkpoint: Path, progress: ProgressCallback = log.info) -> None:
+        """`progress` receives each stage of a conversion once."""
+        self.checkpoint, self.source_hash, self._progress = checkpoint, model_digest(checkpoint), progress
         context = min(DEFAULT_CONTEXT, layout.read_architecture(read_config(checkpoint)).max_positions)
         self.variants = tuple(Options(mode, weights, context) for mode, weights in PACKAGE_VARIANTS)
 
@@ -80,7 +80,7 @@ class Packages:
 
     def _on_progress(self, stage: str, done: int, total: int) -> None:
         if not done:
-            self._tell(f"converting the draft for Core ML: {stage}")
+            self._progress(f"converting the draft for Core ML: {stage}")
 
     def _directory(self, variant: Options) -> Path:
         key = f"{self.source_hash}-{variant.mode.value}-{variant.weights}-{variant.context}"
@@ -116,11 +116,11 @@ class Selection:
     row: TrialResult | None = None
 
 
-def select_package(packages: PackageSource, tell: Tell, thorough: bool = False) -> Selection:
+def select_package(packages: PackageSource, progress: ProgressCallback, thorough: bool = False) -> Selection:
     """Returns the package and unit to draft with.
 
     Args:
-        tell: receives a sentence before each trial, which may take minutes.
+        progress: receives a sentence before each trial, which may take minutes.
         thorough: try every package on every unit; packages converted only for this are removed again.
 
     Raises:
@@ -135,7 +135,7 @@ def select_package(packages: PackageSource, tell: Tell, thorough: bool = False) 
     for units in PREFERRED_UNITS:
         if chosen is None or thorough:
             known = [] if thorough else _kept_results(packages, kept, units)
-            tried = known if select_fastest(known) else _run_trials(packages, kept, units, tell, thorough)
+            tried = known if select_fastest(known) else _run_trials(packages, kept, units, progress, thorough)
             chosen = chosen or select_fastest(tried)
             rows += tried
     for form in new if thorough else ():
@@ -154,7 +154,9 @@ def _kept_results(packages: PackageSource, kept: TrialStore, units: str) -> list
     return [row for package in converted if (row := kept.find(package, units)) is not None]
 
 
-def _run_trials(packages: PackageSource, kept: TrialStore, units: str, tell: Tell, thorough: bool) -> list[TrialResult]:
+def _run_trials(
+    packages: PackageSource, kept: TrialStore, units: str, progress: ProgressCallback, thorough: bool
+) -> list[TrialResult]:
     """Tries the packages in order, up to the first good one or, if `thorough`, all. Returns kept and new results."""
     rows: list[TrialResult] = []
     for form in packages.variants:
@@ -167,7 +169,7 @@ def _run_trials(packages: PackageSource, kept: TrialStore, units: str, tell: Tel
             continue
         row = kept.find(package, units)
         if row is None:
-            tell(f"trying Core ML on {units} with this draft, {form} (once)")
+            progress(f"trying Core ML on {units} with this draft, {form} (once)")
             row = trial.run_trial(package, units)
             kept.add(row)
         rows.append(row)
@@ -185,11 +187,11 @@ def select_fastest(rows: Sequence[TrialResult]) -> TrialResult | None:
     return best
 
 
-def load_drafter(model: str, tell: Tell) -> Drafter:
+def load_drafter(model: str, progress: ProgressCallback) -> Drafter:
     """Returns the drafter for `model`: a package directory or a model directory.
 
-    A model is converted first (once). MLX drafts if Core ML's trials fail on every unit, or there is no Core ML. `tell`
-    receives a sentence about each step.
+    A model is converted first (once). MLX drafts if Core ML's trials fail on every unit, or there is no Core ML.
+    `progress` receives a sentence about each step.
 
     Raises:
         ModelError: there is no such model, the converter refuses it, or a package without its model can't run here.
@@ -200,24 +202,24 @@ def load_drafter(model: str, tell: Tell) -> Drafter:
         packages = OnePackage(open_package(directory))
     else:
         checkpoint = find_model_folder(model)
-        packages = Packages(checkpoint, tell)
-    chosen = select_package(packages, tell)
+        packages = Packages(checkpoint, progress)
+    chosen = select_package(packages, progress)
     sentence = chosen.sentence
-    tell(sentence)
+    progress(sentence)
     if chosen.package is not None and chosen.row is not None:
         try:
             return CoreMLDrafter(chosen.package, open_runtime(chosen.package, chosen.row.units), note=sentence)
         except ModelError as error:  # although its trial succeeded before
             sentence = f"{error}, drafting with MLX instead"
-            tell(sentence)
+            progress(sentence)
     if checkpoint is None:
         raise ModelError(f"{sentence}; give the model that this package was converted from, not the package")
     from outrider.drafters.mlx import MlxDrafter
 
-    return MlxDrafter.load(str(checkpoint), tell)
+    return MlxDrafter.load(str(checkpoint), progress)
 
 
-def load_prompt_reader(model: str, prefill: str, tell: Tell) -> PackageReader | None:
+def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> PackageReader | None:
     """Returns the package that reads prompts for the draft `model`, or None if MLX reads them.
 
     Raises:
@@ -229,9 +231,9 @@ def load_prompt_reader(model: str, prefill: str, tell: Tell) -> PackageReader | 
         case "mlx":
             return None
         case "auto":
-            return _load_faster_reader(model, tell)
+            return _load_faster_reader(model, progress)
         case "coreml":
-            packages = Packages(find_model_folder(model), tell)
+            packages = Packages(find_model_folder(model), progress)
         case _:
             directory = Path(prefill).expanduser()
             if not (directory / package.MANIFEST_FILE).is_file():
@@ -239,14 +241,14 @@ def load_prompt_reader(model: str, prefill: str, tell: Tell) -> PackageReader | 
                     f"draft prefill is {prefill!r}; expected auto, mlx, coreml or the directory of a package"
                 )
             packages = OnePackage(open_package(directory, find_model_folder(model)))
-    chosen = select_package(packages, tell)
+    chosen = select_package(packages, progress)
     if chosen.package is None or chosen.row is None:
-        tell(f"prompts are read by MLX: {chosen.sentence}")
+        progress(f"prompts are read by MLX: {chosen.sentence}")
         return None
-    return _open_reader(chosen.package, chosen.row.units, 1, tell)
+    return _open_reader(chosen.package, chosen.row.units, 1, progress)
 
 
-def _load_faster_reader(model: str, tell: Tell) -> PackageReader | None:
+def _load_faster_reader(model: str, progress: ProgressCallback) -> PackageReader | None:
     """Returns the package that a kept measurement found faster than MLX, if it still exists."""
     if not runtimes.is_available():
         return None
@@ -255,33 +257,33 @@ def _load_faster_reader(model: str, tell: Tell) -> PackageReader | None:
         for row in TrialStore(model_digest(checkpoint)).rows:
             times = row.valid_prompts
             if times is not None and times.min_tokens is not None:
-                packages = Packages(checkpoint, tell)
+                packages = Packages(checkpoint, progress)
                 kept = packages.get(row.options) if packages.is_converted(row.options) else None
                 if kept is not None and kept.manifest.key == row.key:
-                    return _open_reader(kept, row.units, times.min_tokens, tell)
+                    return _open_reader(kept, row.units, times.min_tokens, progress)
     except ModelError as error:  # `auto` may find no package
-        tell(f"prompts are read by MLX: {error}")
+        progress(f"prompts are read by MLX: {error}")
     return None
 
 
-def _open_reader(package: Package, units: str, min_tokens: int, tell: Tell) -> PackageReader | None:
+def _open_reader(package: Package, units: str, min_tokens: int, progress: ProgressCallback) -> PackageReader | None:
     try:
         runtime = open_runtime(package, units, [package.layout.prefill.name])
     except ModelError as error:
-        tell(f"prompts are read by MLX: {error}")
+        progress(f"prompts are read by MLX: {error}")
         return None
     reader = PackageReader(package, runtime, min_tokens)
-    tell(reader.note)
+    progress(reader.note)
     return reader
 
 
-def get_prompt_times(packages: Packages, tell: Tell) -> PromptTimes:
+def get_prompt_times(packages: Packages, progress: ProgressCallback) -> PromptTimes:
     """Returns the kept times of the package and unit that a drafter would run on this machine, or measures them.
 
     Raises:
         ModelError: no package of the draft can be made.
     """
-    chosen = select_package(packages, tell)
+    chosen = select_package(packages, progress)
     if chosen.package is None or chosen.row is None:
         return PromptTimes("no unit", "", reason=chosen.sentence)
     times = chosen.row.valid_prompts

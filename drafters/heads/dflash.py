@@ -60,19 +60,19 @@ class BlockConvolution(nn.Module):  # type: ignore[misc]
         self.base_kernel = mx.zeros((2, taps, size))
         self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
 
-    def __call__(self, inner: Callable[[mx.array], mx.array], x: mx.array, places: mx.array) -> mx.array:
-        """Convolves rows [1, T, H], which are at these `places` [T] in their blocks, before and after `inner`."""
+    def __call__(self, inner: Callable[[mx.array], mx.array], x: mx.array, block_positions: mx.array) -> mx.array:
+        """Convolves rows [1, T, H], at these `block_positions` [T] in their blocks, before and after `inner`."""
         offsets = self.kernel_projection(x).reshape(x.shape[1], 2, self._taps, -1)
         kernels = self.base_kernel + mx.repeat(offsets, self._group, axis=-1)
-        before = _convolve(x, kernels[:, 0], places)
-        return _convolve(inner(before), kernels[:, 1], places)
+        before = _convolve(x, kernels[:, 0], block_positions)
+        return _convolve(inner(before), kernels[:, 1], block_positions)
 
 
-def _convolve(x: mx.array, kernel: mx.array, places: mx.array) -> mx.array:
+def _convolve(x: mx.array, kernel: mx.array, block_positions: mx.array) -> mx.array:
     """Convolves each row with its kernel [T, taps, H], without rows of other blocks."""
     total = kernel[:, 0] * x
     for back in range(1, kernel.shape[1]):
-        earlier = mx.where((places >= back)[:, None], mx.roll(x, back, axis=1), 0)  # type: ignore[call-arg]
+        earlier = mx.where((block_positions >= back)[:, None], mx.roll(x, back, axis=1), 0)  # type: ignore[call-arg]
         total = total + kernel[:, back] * earlier
     return total
 
@@ -117,14 +117,14 @@ class DFlashBlock(nn.Module):  # type: ignore[misc]
             self.attention_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
             self.mlp_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
 
-    def __call__(self, x: mx.array, places: mx.array, cache: FlatCache) -> mx.array:
+    def __call__(self, x: mx.array, block_positions: mx.array, cache: FlatCache) -> mx.array:
         mask = cache.make_mask(x.shape[1], window_size=self._window)
         attend: Layer = lambda rows: self.self_attn(rows, mask, cache)  # noqa: E731
-        x = x + self._apply_with_convolution("attention_conv", attend, self.input_layernorm(x), places)
-        return x + self._apply_with_convolution("mlp_conv", self.mlp, self.post_attention_layernorm(x), places)
+        x = x + self._apply_with_convolution("attention_conv", attend, self.input_layernorm(x), block_positions)
+        return x + self._apply_with_convolution("mlp_conv", self.mlp, self.post_attention_layernorm(x), block_positions)
 
-    def _apply_with_convolution(self, name: str, inner: Layer, x: mx.array, places: mx.array) -> mx.array:
-        out: mx.array = self[name](inner, x, places) if name in self else inner(x)
+    def _apply_with_convolution(self, name: str, inner: Layer, x: mx.array, block_positions: mx.array) -> mx.array:
+        out: mx.array = self[name](inner, x, block_positions) if name in self else inner(x)
         return out
 
 
@@ -163,10 +163,10 @@ class DFlash(BlockHead):
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.self_attn.read(features, cache)
 
-    def block(self, tokens: mx.array, places: mx.array, caches: list[FlatCache]) -> mx.array:
+    def block(self, tokens: mx.array, block_positions: mx.array, caches: list[FlatCache]) -> mx.array:
         x = self._embed(tokens).astype(self.fc.weight.dtype)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, places, cache)
+            x = layer(x, block_positions, cache)
         normed: mx.array = self.norm(x)
         return normed
 

@@ -121,7 +121,7 @@ class HeadDrafter:
             result = next(drafted) if depth else Continuation()
             if isinstance(result, OutriderError):
                 log.warning("%s; the head stops drafting for this request", result)
-                draft.close(spoilt=True)
+                draft.close(discard=True)
                 result = Continuation()
             found.append(result)
         return found
@@ -193,9 +193,9 @@ class HeadDraft:
         self._proposed, self._tokens, self._length, self._min_prob = None, tokens, len(tokens), min_prob
         return self
 
-    def turn(self, tokens: Sequence[int], asked: InProcess) -> DraftTurn[HeadDraft]:
-        """Returns the turn of the draft that is `asked` for after the committed `tokens`; see `set_text`."""
-        return DraftTurn(self._drafter.continuations, self.set_text(tokens, asked.min_prob), asked.depth)
+    def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn[HeadDraft]:
+        """Returns the turn in which `task` is drafted after the committed `tokens`; see `set_text`."""
+        return DraftTurn(self._drafter.continuations, self.set_text(tokens, task.min_prob), task.depth)
 
     @property
     def tree(self) -> HeadTree:
@@ -225,8 +225,8 @@ class HeadDraft:
         """Returns the `depth` tokens after the committed text, chained on the device and evaluated once."""
         tree = self.tree
         nodes = [(yield from tree.read_in_steps(self._tokens[tree.committed_len : self._length], depth))]
-        for wanted in range(depth - 1, 0, -1):
-            nodes += yield TreeFeed(nodes[-1:], [None], [wanted])
+        for remaining in range(depth - 1, 0, -1):
+            nodes += yield TreeFeed(nodes[-1:], [None], [remaining])
         sound = tree.is_finite(nodes[0])
         if isinstance(sound, mx.array):
             mx.async_eval(sound)  # type: ignore[no-untyped-call]  # together with the tokens
@@ -238,17 +238,17 @@ class HeadDraft:
             return self._proposed.tree(self._drafter.calibration, self._min_prob)
         return Continuation(chain, one_hot(chain) if self._sampler.params.is_residual else None)
 
-    def close(self, spoilt: bool) -> None:
-        """Ignores further features, and frees the text in the KV cache. Its pairs may serve later texts, unless a
-        failure has `spoilt` them."""
+    def close(self, discard: bool) -> None:
+        """Ignores further features, and frees the text in the KV cache. Its pairs may serve later texts.
+        `discard`: keep nothing, after a failure."""
         tree, self._tree, self._closed = self._tree, None, True
         if tree is not None:
             try:
                 with wrap_model_errors("storing the head's state"):
-                    tree.close(spoilt or not self._read_all(tree))
+                    tree.close(discard or not self._read_all(tree))
             except OutriderError as error:
                 log.warning("%s; the head will read it again", error)
-                tree.close(spoilt=True)
+                tree.close(discard=True)
         self.features.forget(self.features.end)
 
     def _read_all(self, tree: HeadTree) -> bool:

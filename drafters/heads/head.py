@@ -127,9 +127,9 @@ class BlockHead(HeadModule):
         """Adds features [1, T, W] to the caches."""
         raise NotImplementedError
 
-    def block(self, tokens: mx.array, places: mx.array, caches: list[FlatCache]) -> mx.array:
+    def block(self, tokens: mx.array, block_positions: mx.array, caches: list[FlatCache]) -> mx.array:
         """Returns the hidden vectors [1, T, H] of blocks: `tokens` [1, T] has the known tokens of each, then its masks,
-        and `places` [T] their positions in the block."""
+        and `block_positions` [T] their positions in the block."""
         raise NotImplementedError
 
 

@@ -164,16 +164,17 @@ class PairKVRows(FeatureKVRows):
         first = new.start + int(np.flatnonzero(order == rows[0])[0])
         start, end = first - len(unread), first + len(rows)
         columns = np.concatenate([np.arange(new.start), new.start + order])[:end]
-        seen, segment = new.seen[rows][:, columns], Segment(self.sequence.row, start, end - start)
+        row, seen = self.sequence.row, new.seen[rows][:, columns]
+        segment = Segment(row, start, end - start)
         if len(rows) > 1 or not seen.all():
             seen = np.concatenate([np.tri(len(unread), end, start, dtype=np.bool_), seen])
-            segment = NodeSegment(self.sequence.row, start, end - start, places=new.positions[columns], visible=seen)
+            segment = NodeSegment(row, start, end - start, all_positions=new.positions[columns], visible=seen)
         lazy, whole = isinstance(new.tokens, mx.array), len(rows) == len(order)
         tokens: Any = new.tokens if lazy else np.array(new.tokens, np.int32)
         if not whole:
             tokens = mx.take(tokens, mx.array(rows)) if lazy else tokens[rows]
         batch.segments.append(segment)
-        batch.add(np.array([token for token, _ in unread], np.int32), [row for _, row in unread], wanted=False)
+        batch.add(np.array([token for token, _ in unread], np.int32), [row for _, row in unread], with_logits=False)
         batch.add(tokens, [self._feature(new, row) for row in rows.tolist()])
 
     def _feature(self, new: NewRows, row: int) -> Row:
@@ -200,20 +201,21 @@ class PairBatch:
         self.segments: list[Segment] = []
         self._tokens: list[Any] = []
         self._features: list[Row] = []
-        self._wanted: list[int] = []
+        self._logits_indices: list[int] = []
 
-    def add(self, tokens: Any, features: Sequence[Row], wanted: bool = True) -> None:
-        """Adds pairs to the last segment, the rows of which are `wanted` or not."""
+    def add(self, tokens: Any, features: Sequence[Row], with_logits: bool = True) -> None:
+        """Adds pairs to the last segment; `with_logits`: their logits are computed."""
         first = len(self._features)
         self._features += features
         self._tokens += [tokens] if features else []
-        self._wanted += range(first, len(self._features)) if wanted else ()
+        self._logits_indices += range(first, len(self._features)) if with_logits else ()
 
     def feed(self, kv_cache: PairKVCache) -> tuple[Features, mx.array]:
-        """Returns the stand-ins for the next features and the logits of the wanted pairs; see `PairKVCache.feed`."""
-        wanted = np.array(self._wanted, np.int32) if len(self._wanted) < len(self._features) else None
+        """Returns the stand-ins for the next features, and the logits of pairs added `with_logits`."""
+        every = len(self._logits_indices) == len(self._features)
+        indices = None if every else np.array(self._logits_indices, np.int32)
         return kv_cache.feed(
-            join_arrays(self._tokens, mx.int32), gather_rows(self._features, kv_cache.dtype), self.segments, wanted
+            join_arrays(self._tokens, mx.int32), gather_rows(self._features, kv_cache.dtype), self.segments, indices
         )
 
 
@@ -322,7 +324,7 @@ class BlockKVRows(SlotKVRows):
     def __init__(self, kv_cache: FeatureKVCache, features: FeatureBuffer) -> None:
         super().__init__(kv_cache, features)
         self.depth, self.link = kv_cache.head.depth, kv_cache.head.link
-        self.places: Ints = np.zeros(0, np.int32)  # of the features that have been read
+        self.feature_positions: Ints = np.zeros(0, np.int32)  # of the features that have been read
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
         """Adds the features of committed tokens from `position` on that are new. Reads and evaluates them if there are
@@ -341,7 +343,7 @@ class BlockKVRows(SlotKVRows):
     def save(self, count: int) -> SavedPrefix:
         """Returns a copy of the features before the last of the first `count` tokens; none are missing in between."""
         self.read_rest()
-        begin = int(self.places[0])
+        begin = int(self.feature_positions[0])
         return SavedPairs(count, self.kv_cache.save(self.sequence, count - 1 - begin).layers, begin=begin)
 
     def anchor(self, position: int) -> int:
@@ -365,7 +367,7 @@ class BlockKVRows(SlotKVRows):
         """Implements `KVRows.forward`: reads the features that have arrived, then opens all blocks."""
         _read_waiting_features(texts)
         opened = [(text, rows.opened) for text, rows in zip(texts, new, strict=True) if isinstance(rows, NewBlocks)]
-        blocks = [(text.sequence.row, text.places, own) for text, own in opened if own]
+        blocks = [(text.sequence.row, text.feature_positions, own) for text, own in opened if own]
         nothing = mx.zeros((0, 0))
         found = texts[0].kv_cache.open_blocks(blocks) if blocks else (nothing, nothing)
         return SlotKVRows._logits(texts, new, *found)
@@ -376,12 +378,12 @@ def _read_waiting_features(texts: Sequence[BlockKVRows]) -> None:
     behind, segments, features = [text for text in texts if text.features.count], [], []
     for text in behind:
         own = np.arange(text.features.begin, text.features.end, dtype=np.int32)
-        row, start, unseen = text.sequence.row, len(text.places), np.zeros((len(own), 0), np.bool_)
-        text.places = np.concatenate([text.places, own])
-        segments.append(NodeSegment(row, start, len(own), places=text.places, visible=unseen))
+        row, start, unseen = text.sequence.row, len(text.feature_positions), np.zeros((len(own), 0), np.bool_)
+        text.feature_positions = np.concatenate([text.feature_positions, own])
+        segments.append(NodeSegment(row, start, len(own), all_positions=text.feature_positions, visible=unseen))
         features.append(mx.array(text.features.between(own[0], own[-1] + 1)).astype(text.kv_cache.dtype))
     if segments:
         behind[0].kv_cache.read_features(mx.concatenate(features), segments)
     for text in behind:
         text.features.forget(text.features.end)
-        text.sequence.length = len(text.places)
+        text.sequence.length = len(text.feature_positions)

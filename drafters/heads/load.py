@@ -83,17 +83,17 @@ def load(
     if kind == "early-exit":
         with _errors_as_cannot_draft(f"loading the head {path}"):
             return early_exit.load(find_model_folder(path), model)
-    head, doubt, agrees, cpu = read_head(kind, path, model, progress), "", None, None
+    head, warning, agrees, cpu = read_head(kind, path, model, progress), "", None, None
     if unsharded:
         cpu = make_ort_forward(head, model)
         progress("testing the head with the target")
         with _errors_as_cannot_draft(f"trying the head {path}"):
             trial = measure_agreement(head, model, cpu)
-            doubts = filter(None, (find_target_mismatch(find_model_folder(path), model.folder), trial.doubt))
-            doubt, agrees = "; ".join(doubts), trial.own
-    if doubt:
-        log.warning("%s", doubt)
-    drafter = HeadDrafter(head, model.vocab_size, doubt, cpu, agrees)
+            warnings = filter(None, (find_target_mismatch(find_model_folder(path), model.folder), trial.warning))
+            warning, agrees = "; ".join(warnings), trial.own
+    if warning:
+        log.warning("%s", warning)
+    drafter = HeadDrafter(head, model.vocab_size, warning, cpu, agrees)
     if cpu is not None:
         head.release()
     return drafter
@@ -139,7 +139,7 @@ class Agreement:
     others: dict[str, float]
 
     @property
-    def doubt(self) -> str:
+    def warning(self) -> str:
         """A warning that head and target do not match, or an empty string."""
         best = max(self.others, key=self.others.__getitem__, default="")
         if best and self.others[best] > self.own + _MIN_AGREEMENT_GAIN:
@@ -267,6 +267,6 @@ def measure_step_cost(
             chains.append((seconds() - verified) / len(continuation.chain))
             steps.append(verified - began)
     finally:
-        draft.close(spoilt=True)
+        draft.close(discard=True)
         slot.close()
     return min(chains[1:]) / max(min(steps[1:]), 1e-9)

@@ -42,19 +42,19 @@ class PairKVCache(FlatRows):
         self.head, self.cpu, self.dtype = head, cpu, head.dtype
 
     def feed(
-        self, tokens: Any, features: Any, segments: Sequence[Segment], wanted: Ints | None = None
+        self, tokens: Any, features: Any, segments: Sequence[Segment], logits_indices: Ints | None = None
     ) -> tuple[Features, mx.array]:
         """Feeds pairs, segment by segment, short ones first: tokens [T], features [T, W].
 
-        Returns the stand-ins for the next features [R, W] and the logits [R, V] of the `wanted` pairs; None: all.
+        Returns the stand-ins for the next features [R, W], and the logits [R, V], at `logits_indices`; None: at all.
         """
         if self.cpu is not None:
-            places = np.arange(len(tokens)) if wanted is None else wanted
-            found = self.cpu(np.asarray(tokens), segments, self._layers, places, features=np.asarray(features))
+            rows = np.arange(len(tokens)) if logits_indices is None else logits_indices
+            found = self.cpu(np.asarray(tokens), segments, self._layers, rows, features=np.asarray(features))
             return found["hidden"], mx.array(found["logits"])
         hidden = self._forward_mlx(mx.array(tokens), mx.array(features).astype(self.dtype), segments)
-        if wanted is not None:
-            hidden = mx.take(hidden, mx.array(wanted.astype(np.int32)), axis=0)
+        if logits_indices is not None:
+            hidden = mx.take(hidden, mx.array(logits_indices.astype(np.int32)), axis=0)
         return self.head.next_features(hidden), self.head.logits(hidden)
 
     def _forward_mlx(self, tokens: mx.array, features: mx.array, segments: Sequence[Segment]) -> mx.array:
@@ -121,9 +121,9 @@ class FeatureKVCache(FlatRows):
             segments.append(_make_block_segment(row, features, own, lengths[first : first + len(own)]))
             first += len(own)
         self._frame.begin(segments)
-        places = _positions_in_blocks(lengths)
-        hidden = self.head.block(mx.array(tokens, mx.int32)[None], mx.array(places), self._caches)[0]
-        drafting = places >= (known - 1 + self.extra_masks).repeat(lengths)
+        block_positions = _positions_in_blocks(lengths)
+        hidden = self.head.block(mx.array(tokens, mx.int32)[None], mx.array(block_positions), self._caches)[0]
+        drafting = block_positions >= (known - 1 + self.extra_masks).repeat(lengths)
         if not drafting.all():
             hidden = mx.take(hidden, mx.array(np.flatnonzero(drafting).astype(np.int32)), axis=0)
         return hidden, self.head.logits(hidden)
@@ -140,8 +140,8 @@ def make_kv_cache(head: Head, cpu: OrtForward | None = None) -> HeadKVCache:
 def _positions_in_blocks(lengths: Ints) -> Ints:
     """Returns 0, 1, ... for each block of these lengths, concatenated."""
     starts = np.cumsum(lengths) - lengths
-    places: Ints = (np.arange(lengths.sum()) - starts.repeat(lengths)).astype(np.int32)
-    return places
+    positions: Ints = (np.arange(lengths.sum()) - starts.repeat(lengths)).astype(np.int32)
+    return positions
 
 
 def _make_block_segment(row: int, features: Ints, blocks: Sequence[DraftBlock], lengths: Ints) -> Segment:
@@ -149,12 +149,12 @@ def _make_block_segment(row: int, features: Ints, blocks: Sequence[DraftBlock], 
     its block's anchor, and its block."""
     count = len(features)
     if len(blocks) == 1 and blocks[0].anchor == count == features.max(initial=-1) + 1:
-        return Segment(row, count, int(lengths[0]), whole=True)
+        return Segment(row, count, int(lengths[0]), bidirectional=True)
     anchors = np.array([block.anchor for block in blocks], np.int32).repeat(lengths)
     number = np.arange(len(blocks)).repeat(lengths)
     seen = np.concatenate([features < anchors[:, None], number[:, None] == number], axis=1)
-    places = np.concatenate([features, _positions_in_blocks(lengths) + anchors])
-    return NodeSegment(row, count, len(anchors), places=places, visible=seen)
+    all_positions = np.concatenate([features, _positions_in_blocks(lengths) + anchors])
+    return NodeSegment(row, count, len(anchors), all_positions=all_positions, visible=seen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,8 @@ class HeadTree(Tree):
     def shareable_tokens(self) -> list[int]:
         return self._committed[: self.pairs.stop + 1] if self.pairs and self.pairs.start == 0 else []
 
-    def close(self, spoilt: bool = False) -> None:
-        super().close(spoilt or not self.pairs)
+    def close(self, discard: bool = False) -> None:
+        super().close(discard or not self.pairs)
 
     def is_finite(self, node: int) -> LazyBool:
         """Whether the vector after a node is finite."""
@@ -135,16 +135,16 @@ class SlotTree(HeadTree):
 
     def _slots(self, feed: TreeFeed) -> list[BlockSlot]:
         """Returns the slot after each token: the next one of its parent's block, or the first of its own."""
-        first, wanted = self.next_node, list[int | None](feed.wanted) or [None] * len(feed.tokens)
+        first, depths = self.next_node, list[int | None](feed.depths) or [None] * len(feed.tokens)
         slots: list[BlockSlot] = []
         for index, (parent, token) in enumerate(zip(feed.parents, feed.tokens, strict=True)):
             continues_block = token is None and parent < first
             following = self.kv_rows.next_slot(self._node(parent).column) if continues_block else None
-            slots.append(following or BlockSlot(self._block(self._pending_path(feed, index), wanted[index])))
+            slots.append(following or BlockSlot(self._block(self._pending_path(feed, index), depths[index])))
         return slots
 
-    def _block(self, path: list[int], wanted: int | None) -> DraftBlock:
-        """Returns the block that the last token of a pending path opens, with `wanted` slots if there is room."""
+    def _block(self, path: list[int], depth: int | None) -> DraftBlock:
+        """Returns the block that the last token of a pending path opens, with `depth` slots if there is room."""
         raise NotImplementedError
 
     def _pending_path(self, feed: TreeFeed, index: int) -> list[int]:
@@ -207,8 +207,8 @@ class MaskedTree(SlotTree, PairTree):
 
     kv_rows: MaskedKVRows
 
-    def _block(self, path: list[int], wanted: int | None) -> DraftBlock:
-        return DraftBlock(len(self._committed) + len(path) - 1, path[-1:], wanted or 1)
+    def _block(self, path: list[int], depth: int | None) -> DraftBlock:
+        return DraftBlock(len(self._committed) + len(path) - 1, path[-1:], depth or 1)
 
 
 class BlockTree(SlotTree):
@@ -218,14 +218,14 @@ class BlockTree(SlotTree):
 
     @property
     def pairs(self) -> range:
-        places = self.kv_rows.places
-        whole = len(places) and len(places) == places[-1] + 1 - places[0]
-        return range(int(places[0]), int(places[-1]) + 1) if whole else range(0)
+        positions = self.kv_rows.feature_positions
+        is_contiguous = len(positions) and len(positions) == positions[-1] + 1 - positions[0]
+        return range(int(positions[0]), int(positions[-1]) + 1) if is_contiguous else range(0)
 
     def adopt(self, tokens: Sequence[int], saved: SavedPairs, end: int) -> None:
         self._committed = list(tokens[:end])
         self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, CachedPrefix(saved, end - saved.begin))
-        self.kv_rows.places = np.arange(saved.begin, end, dtype=np.int32)
+        self.kv_rows.feature_positions = np.arange(saved.begin, end, dtype=np.int32)
         self._layout = TreeLayout(end)
 
     @property
@@ -241,12 +241,12 @@ class BlockTree(SlotTree):
         Neither is returned once its features have arrived."""
         return super().child(node, token, given is not False)
 
-    def _block(self, path: list[int], wanted: int | None) -> DraftBlock:
+    def _block(self, path: list[int], depth: int | None) -> DraftBlock:
         last = len(self._committed) + len(path) - 1
         anchor = self.kv_rows.anchor(last)
         pending, most = anchor - len(self._committed), self.kv_rows.depth - (last - anchor)
         tokens = path[pending:] if pending > 0 else [*self._committed[anchor:], *path]
-        return DraftBlock(anchor, tokens, max(1, min(most if wanted is None else wanted, most)))
+        return DraftBlock(anchor, tokens, max(1, min(most if depth is None else depth, most)))
 
     def _feed_remaining(self, to_end: bool, progress: ReadProgress = None) -> None:
         """Gives each committed token a column. With `to_end` the last one becomes the root, if the features before it

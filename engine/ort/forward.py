@@ -126,7 +126,7 @@ def _open_embedding_file(folder: Path | None, layer: nn.Module, size: int) -> Fi
 
 class OrtForward:
     """The sessions of a model, or of a head. `quantised`: activations are rounded to 8 bits. `min_rows`: the rows that
-    forwards are padded to."""
+    forwards are padded to. `cached`: the graph in the cache that they read, if any."""
 
     def __init__(self, decoder: DecoderLayers, cached: CachedGraph | None = None) -> None:
         """Opens the sessions. Raises ModelError if ONNX Runtime can't compute these modules."""
@@ -140,8 +140,8 @@ class OrtForward:
         self._head_tokens = np.array(decoder.tokens) if decoder.tokens is not None else None
         self.vocab_size = decoder.vocab_size
         self.min_rows = 1
-        folder = cached.folder if cached is not None and cached.exists else None
-        self._embedding = Embedding(decoder.embedding, decoder.factor, folder)
+        self.cached = self._sessions.cached
+        self._embedding = Embedding(decoder.embedding, decoder.factor, self.cached.folder if self.cached else None)
         self._angles: list[tuple[Array, Array]] = []
         self._bindings: dict[Any, Any] = {}
         self._tabulate_angles(_ANGLE_BLOCK_POSITIONS)
@@ -156,13 +156,13 @@ class OrtForward:
         tokens: Ints,
         segments: Sequence[Segment],
         caches: Sequence[FlatCache],
-        wanted: Ints,
+        logits_indices: Ints,
         tapped: Sequence[int] = (),
         all_cores: bool = False,
         features: Array | None = None,
     ) -> dict[str, Array]:
-        """Feeds tokens [T], segment after segment, short ones first. Returns `logits` [R, V] at the `wanted` places of
-        the flat row.
+        """Feeds tokens [T], segment after segment, short ones first. Returns `logits` [R, V] of the tokens at
+        `logits_indices` of the flat row.
 
         Long segments are fed in pieces, on all cores in any case, because their texts wait for the first token.
 
@@ -174,16 +174,16 @@ class OrtForward:
         """
         runs = list(_split_into_runs(segments))
         if len(runs) == 1:
-            return self._run(tokens, runs[0][1], caches, wanted, tapped, all_cores, features)
+            return self._run(tokens, runs[0][1], caches, logits_indices, tapped, all_cores, features)
         found: dict[str, Array] = {}
         for first, own in runs:
             end = first + sum(segment.count for segment in own)
-            here = np.flatnonzero((wanted >= first) & (wanted < end))
+            here = np.flatnonzero((logits_indices >= first) & (logits_indices < end))
             rows = features[first:end] if features is not None else None
-            results = self._run(tokens[first:end], own, caches, wanted[here] - first, tapped, all_cores, rows)
+            results = self._run(tokens[first:end], own, caches, logits_indices[here] - first, tapped, all_cores, rows)
             for name, part in results.items():
-                count, at = (len(tokens), slice(first, end)) if name.startswith("layer") else (len(wanted), here)
-                found.setdefault(name, np.empty((count, part.shape[1]), np.float32))[at] = part
+                at, of = (slice(first, end), tokens) if name.startswith("layer") else (here, logits_indices)
+                found.setdefault(name, np.empty((len(of), part.shape[1]), np.float32))[at] = part
         return found
 
     def _run(
@@ -191,7 +191,7 @@ class OrtForward:
         tokens: Ints,
         segments: Sequence[Segment],
         caches: Sequence[FlatCache],
-        wanted: Ints,
+        logits_indices: Ints,
         tapped: Sequence[int],
         all_cores: bool,
         features: Array | None,
@@ -204,14 +204,14 @@ class OrtForward:
         if arrangement.flat > len(tokens):
             added = np.zeros(arrangement.flat - len(tokens), np.int64)
             inputs = {name: np.concatenate([rows, rows[added]]) for name, rows in inputs.items()}
-        padded_wanted = np.zeros(max(len(wanted), self.min_rows if len(wanted) else 0), np.int64)
-        padded_wanted[: len(wanted)] = wanted
-        inputs |= {"wanted": padded_wanted, **arrangement.inputs}
+        padded_indices = np.zeros(max(len(logits_indices), self.min_rows if len(logits_indices) else 0), np.int64)
+        padded_indices[: len(logits_indices)] = logits_indices
+        inputs |= {"logits_indices": padded_indices, **arrangement.inputs}
         for number, window in enumerate(self._masks):
             inputs[f"mask{number}"] = _mask(segments, arrangement, window, self.kv_dtype)
-        outputs = {"logits": np.empty((len(padded_wanted), self._outputs), np.float32)}
+        outputs = {"logits": np.empty((len(padded_indices), self._outputs), np.float32)}
         if features is not None:
-            outputs["hidden"] = np.empty((len(padded_wanted), self.width), np.float32)
+            outputs["hidden"] = np.empty((len(padded_indices), self.width), np.float32)
         outputs |= {f"layer{i}": np.empty((arrangement.flat, self.width), np.float32) for i in tapped}
         wide = self._sessions.all_cores
         session = wide if wide is not None and (all_cores or segments[0].long) else self._sessions.own
@@ -224,13 +224,12 @@ class OrtForward:
         session.run_with_iobinding(binding, arena_shrink_options() if leaves_free_memory else None)
         if leaves_free_memory:
             release_memory()
-        results = {
-            name: array[: len(tokens) if name.startswith("layer") else len(wanted)] for name, array in outputs.items()
-        }
+        own = {name: tokens if name.startswith("layer") else logits_indices for name in outputs}
+        results = {name: array[: len(own[name])] for name, array in outputs.items()}
         if self._head_tokens is not None:
-            whole = np.full((len(wanted), self.vocab_size), -np.inf, np.float32)
-            whole[:, self._head_tokens] = results["logits"]
-            results["logits"] = whole
+            scattered = np.full((len(logits_indices), self.vocab_size), -np.inf, np.float32)
+            scattered[:, self._head_tokens] = results["logits"]
+            results["logits"] = scattered
         return results
 
     def _binding(
@@ -403,8 +402,8 @@ def open_forward(model: nn.Module, model_type: str, folder: Path) -> OrtForward 
         return None
     try:
         with wrap_model_errors("ONNX Runtime's forwards", logging.INFO):
-            cached = CachedGraph.of(folder)
-            forward = OrtForward(DecoderLayers.of(model, model_type), cached)
+            forward = OrtForward(DecoderLayers.of(model, model_type), CachedGraph.of(folder))
+            cached = forward.cached
             min_rows = cached.min_rows if cached is not None else None
             if min_rows is None:
                 check_logits(forward, lambda tokens: model(mx.array(tokens[None]))[0])
@@ -470,12 +469,12 @@ def feed_in_pieces(
     all_cores: bool = False,
     features: Features = lambda tokens: None,
     neighbours: Sequence[tuple[int, ...]] = (),
-    wanted: int | None = None,
+    num_logits: int | None = None,
 ) -> Array:
     """Returns the logits of one text's tokens, fed in pieces of these sizes.
 
-    `neighbours`: for each piece the rows of other texts in the same forward; this text is in row 1. `wanted`: only the
-    logits of each piece's last tokens, this many.
+    `neighbours`: for each piece the rows of other texts in the same forward; this text is in row 1. `num_logits`: only
+    the logits of each piece's last tokens, this many.
     """
     caches, logits, start = [FlatCache(FlatAttentionMetadata()) for _ in forward.shapes], [], 0
     for count, rows in zip(counts, neighbours or [()] * len(counts), strict=True):
@@ -483,7 +482,7 @@ def feed_in_pieces(
         segments = sorted([own, *(Segment(row, 0, _NEIGHBOUR_TOKENS) for row in rows)], key=lambda segment: segment.row)
         fed = [tokens[start : start + count] if segment is own else tokens[:_NEIGHBOUR_TOKENS] for segment in segments]
         flat, begin = np.concatenate(fed), sum(segment.count for segment in segments if segment.row < own.row)
-        rows_wanted = np.arange(begin, begin + count)[-(wanted or count) :]
-        logits.append(forward(flat, segments, caches, rows_wanted, (), all_cores, features(flat))["logits"])
+        indices = np.arange(begin, begin + count)[-(num_logits or count) :]
+        logits.append(forward(flat, segments, caches, indices, (), all_cores, features(flat))["logits"])
         start += count
     return np.concatenate(logits)

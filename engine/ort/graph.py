@@ -38,8 +38,8 @@ class Graph:
     of [B, S], KV of queries, keys and values each, as numbers of a token's query heads, key heads and value heads,
     token after token; `back` [T x heads], the place of each query head's result in [B, S, KV]; `lengths` [B], each
     text's columns afterwards, less one; `total`; `counts` [B], the queries of a text; `places` [B, S], their positions;
-    `cos{r}` and `sin{r}` of each rope; `mask{w}` [B, 1, S, total] for each of the layout's masks; `wanted` [R], the
-    tokens that get logits. For each layer `k{i}`, `v{i}` and, bound to the same memory, `new_k{i}`, `new_v{i}`.
+    `cos{r}` and `sin{r}` of each rope; `mask{w}` [B, 1, S, total] for each of the layout's masks; `logits_indices` [R],
+    the tokens that get logits. For each layer `k{i}`, `v{i}` and, bound to the same memory, `new_k{i}`, `new_v{i}`.
     Outputs: `logits` [R, V], `hidden` [R, H], the last layer's output (see `gives_normed`); each layer's, `layer{i}`
     [T, H].
 
@@ -226,7 +226,7 @@ def build(decoder: DecoderLayers, layout: Layout, exact: bool = False) -> Graph:
             added = b.norm(added, layer.post_feedforward_layernorm)
     last = f"layer{len(layers) - 1}"
     b.op("Add", res, added, outputs=[last])
-    rows = b.op("Gather", last, "wanted", axis=0)
+    rows = b.op("Gather", last, "logits_indices", axis=0)
     normed = b.norm(rows, decoder.norm)
     b.op("Identity", normed if decoder.gives_normed else rows, outputs=["hidden"])
     b.op("Identity", b.linear(normed, [decoder.output]), outputs=["logits"])
@@ -283,7 +283,7 @@ def _proto(b: Builder, layout: Layout, features: bool) -> bytes:
         info("total", i32),
         info("counts", i32, "B"),
         info("places", i64, "B", "S"),
-        info("wanted", i64, "R"),
+        info("logits_indices", i64, "R"),
         *(info(f"{c}{r}", b.kv_type, "L", f"half{r}") for r in range(len(layout.ropes)) for c in ("cos", "sin")),
         *(info(f"mask{m}", b.kv_type, "B", 1, "S", "E") for m in range(len(layout.masks))),
     ]

@@ -48,11 +48,12 @@ _SAVE_OPTIONS = {
 @dataclass(frozen=True, slots=True)
 class Sessions:
     """A model's sessions. `all_cores` also computes on the drafters' core; None: there is no such core, or the weights
-    would be in memory twice. `exact`: biases are the checkpoint's own (`exact_biases`)."""
+    would be in memory twice. `exact`: biases are the checkpoint's own (`exact_biases`). `cached`: their file."""
 
     own: Any
     all_cores: Any | None
     exact: bool = False
+    cached: CachedGraph | None = None
 
     @classmethod
     def open(cls, build: Callable[[bool], Graph], cached: CachedGraph | None) -> Sessions:
@@ -64,7 +65,7 @@ class Sessions:
         Raises:
             ModelError: the graph can't be built, or ONNX Runtime refuses it.
         """
-        if cached is not None and cached.exists:
+        if cached is not None and cached.acquire():
             try:
                 return cls._open_cached(cached)
             except ModelError:
@@ -88,11 +89,10 @@ class Sessions:
     @classmethod
     def _open_cached(cls, cached: CachedGraph, written: bool = False) -> Sessions:
         cached.read_ahead(written)
-        sessions = cls._open_all(cached.file)
-        if not exact_biases.has_biases(cached.folder):
-            return sessions
-        exact_biases.apply(cached.folder, cached.weights)
-        return replace(sessions, exact=True)
+        sessions, exact = cls._open_all(cached.file), exact_biases.has_biases(cached.folder)
+        if exact:
+            exact_biases.apply(cached.folder, cached.weights)
+        return replace(sessions, exact=exact, cached=cached)
 
     @classmethod
     def _open_all(cls, source: bytes | str, weights: dict[str, Any] | None = None) -> Sessions:
@@ -127,8 +127,8 @@ class CachedGraph:
     def weights(self) -> Path:
         return self.folder / _WEIGHTS_FILE
 
-    @property
-    def exists(self) -> bool:
+    def acquire(self) -> bool:
+        """Locks the folder, so that no process removes it while this one runs. Returns False if it has no graph."""
         return use_cached(self.folder, _GRAPH_FILE)
 
     def write(self, graph: Graph) -> bool:
@@ -167,26 +167,23 @@ class CachedGraph:
         return None
 
     def record_check(self, min_rows: int) -> None:
-        """Records that the graph has passed the check, with this minimum of rows."""
-        if self.exists:
-            with suppress(OSError):
-                replace_file(
-                    self.folder / _CHECKED_FILE,
-                    json.dumps({"least": min_rows, "all_cores": drafter_core() is not None}),
-                )
+        """Records that the graph, which this process has acquired, passed the check with this minimum of rows."""
+        checked = {"least": min_rows, "all_cores": drafter_core() is not None}
+        with suppress(OSError):
+            replace_file(self.folder / _CHECKED_FILE, json.dumps(checked))
 
 
 def _write_graph(graph: Graph, folder: Path) -> None:
-    made = CachedGraph(folder)
+    cached = CachedGraph(folder)
     options = _make_options(num_threads())
-    options.optimized_model_filepath = made.file
+    options.optimized_model_filepath = cached.file
     for key, value in _SAVE_OPTIONS.items():
         options.add_session_config_entry(key, value)
     weights = _to_ort_values(graph)
     options.add_external_initializers(list(weights), list(weights.values()))
     _create_session(graph.proto, options)
     if graph.biases:
-        exact_biases.write(Path(made.file), made.weights, graph.biases)
+        exact_biases.write(Path(cached.file), cached.weights, graph.biases)
 
 
 def _to_ort_values(graph: Graph) -> dict[str, Any]:

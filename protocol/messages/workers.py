@@ -28,7 +28,7 @@ from outrider.protocol.schema import (
 )
 from outrider.protocol.stats import CacheUse, KvCost
 
-TextDeed = Annotated[str, one_of("open", "close", "mark", "roll back", "save", "adopt", "drop")]
+TextOperation = Annotated[str, one_of("open", "close", "mark", "roll back", "save", "adopt", "drop")]
 
 
 class InProcessDrafter(Record, frozen=True):
@@ -196,14 +196,14 @@ class TextChange(Message, frozen=True):
     copy that was saved, adopted or dropped.
     """
 
-    deed: TextDeed
+    operation: TextOperation
     text: Count = 0
     length: Count = 0
     copy: Count = 0
 
 
 class TextFeed(Record, frozen=True):
-    """The next tokens of a text; the last `wanted` of them get logits. Without `tokens` the collective delivers
+    """The next tokens of a text; the last `num_logits` of them get logits. Without `tokens` the collective delivers
     `count`.
 
     `prompt`: the tokens are a piece of a prompt.
@@ -212,7 +212,7 @@ class TextFeed(Record, frozen=True):
     text: Count
     tokens: Many[Token]
     count: Count
-    wanted: Count
+    num_logits: Count
     prompt: bool
 
 

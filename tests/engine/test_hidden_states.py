@@ -110,19 +110,19 @@ def test_listener_of_a_slot_gets_every_committed_row_once_in_order(loaded: Loade
         received.append(rows)
 
     slot.listener = receive
-    begin_forward([VerifyInput(other)], [PrefillChunk(slot, 7)]).verdicts()
-    begin_forward([], [PrefillChunk(slot, len(prompt) - 8)]).verdicts()
+    begin_forward([VerifyInput(other)], [PrefillChunk(slot, 7)]).commit()
+    begin_forward([], [PrefillChunk(slot, len(prompt) - 8)]).commit()
     for accepted in (0, 2, 3, 1, 0, 3):
         done = len(slot.tokens) - len(prompt)
         chain = truth[done : done + 3]
         chain[accepted:] = [(token + 1) % 250 for token in chain[accepted:]]
-        verdict, _ = begin_forward([VerifyInput(slot, tuple(chain)), VerifyInput(other, (5,))]).verdicts()
-        assert said(verdict).accepted == accepted
+        output, _ = begin_forward([VerifyInput(slot, tuple(chain)), VerifyInput(other, (5,))]).commit()
+        assert said(output).accepted == accepted
     if isinstance(kv_cache, FlatKVCache):
         first = begin_forward([VerifyInput(slot)])
         second = begin_forward([VerifyInput(slot)], after=first)
-        first.verdicts()
-        second.verdicts()
+        first.commit()
+        second.commit()
     rows = mx.concatenate(received)
     assert rows.shape[0] == len(slot.tokens) - 1
     assert slot.tokens[len(prompt) :] == truth[: len(slot.tokens) - len(prompt)]

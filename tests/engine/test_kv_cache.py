@@ -171,17 +171,17 @@ def test_batched_requests_generate_the_texts_of_single_requests(loaded: Loaded, 
     late = open_slots(model, [[9] * 3], [SamplingParams()], kv_cache=kv_cache)[0]
     late.tokens += [7] * 60
     while min(len(slot.tokens) - len(prompt) for slot, prompt in zip(slots, prompts, strict=True)) < 16:
-        asks = []
+        inputs = []
         for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
             done = len(slot.tokens) - len(prompt)
             if done < 16 and draws.random() < 0.8:
                 right, length = draws.randint(0, 3), draws.randint(0, 4)
                 chain = [t if i < right else (t + 1) % 250 for i, t in enumerate(truth[done : done + length])]
-                asks.append(VerifyInput(slot, tuple(chain)))
-        if asks:
-            readings = [PrefillChunk(late, 7)] if len(late.unfed) > 8 else []
-            for verdict in begin_forward(asks, readings).verdicts():
-                assert not isinstance(verdict, OutriderError) and said(verdict)
+                inputs.append(VerifyInput(slot, tuple(chain)))
+        if inputs:
+            chunks = [PrefillChunk(late, 7)] if len(late.unfed) > 8 else []
+            for output in begin_forward(inputs, chunks).commit():
+                assert not isinstance(output, OutriderError) and said(output)
     for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
         done = slot.tokens[len(prompt) :]
         assert done == truth[: len(done)]

@@ -71,8 +71,8 @@ def check(model: LoadedModel, params: SamplingParams, tokens: Sequence[int], rep
         assert len(set(reported.ids[i, 1:].tolist())) == width - 1
 
 
-def tokens_and_logprobs(slot: CacheSlot, verdicts: Sequence[VerifyOutput]) -> tuple[list[int], Logprobs]:
-    return slot.tokens[len(PROMPT) :], concat_logprobs([v.logprobs for v in verdicts if v.logprobs is not None])
+def tokens_and_logprobs(slot: CacheSlot, outputs: Sequence[VerifyOutput]) -> tuple[list[int], Logprobs]:
+    return slot.tokens[len(PROMPT) :], concat_logprobs([v.logprobs for v in outputs if v.logprobs is not None])
 
 
 @every_setting
@@ -88,13 +88,13 @@ def test_logprobs_of_right_and_wrong_chains_equal_single_forwards(loaded: Loaded
     model, params = loaded(), SETTINGS[setting]
     plain = slot_of(model, params)
     truth = [verify(plain).bonus for _ in range(COUNT)]
-    slot, verdicts, done = slot_of(model, params), [], 0
+    slot, outputs, done = slot_of(model, params), [], 0
     while done + 5 <= COUNT:
         chain = [t if i < right else (t + 1) % 258 for i, t in enumerate(truth[done : done + 4])]
-        verdicts.append(verify(slot, chain))
+        outputs.append(verify(slot, chain))
         done = len(slot.tokens) - len(PROMPT)
     assert slot.tokens[len(PROMPT) :] == truth[:done]
-    check(model, params, *tokens_and_logprobs(slot, verdicts))
+    check(model, params, *tokens_and_logprobs(slot, outputs))
 
 
 def test_logprobs_of_overlapping_batches_equal_single_forwards(loaded: Loaded) -> None:
@@ -106,9 +106,9 @@ def test_logprobs_of_overlapping_batches_equal_single_forwards(loaded: Loaded) -
         first = begin_forward([VerifyInput(slot) for slot in slots.values()])
         second = begin_forward([VerifyInput(slot) for slot in slots.values()], (), first)
         for forward in (first, second):
-            for name, verdict in zip(slots, forward.verdicts(), strict=True):
-                assert isinstance(verdict, VerifyOutput)
-                found[name].append(verdict)
+            for name, output in zip(slots, forward.commit(), strict=True):
+                assert isinstance(output, VerifyOutput)
+                found[name].append(output)
     for name, slot in slots.items():
         check(model, SETTINGS[name], *tokens_and_logprobs(slot, found[name]))
 

@@ -234,7 +234,7 @@ def test_logits_are_bit_equal_with_concurrent_requests(quantised: Quantised) -> 
         before = min(number % 3, len(feeds))
         feeds.insert(before, Feed(own, tokens[number : number + count], count))
         feeds.append(Feed(kv_cache.open(), some_tokens(8, 40), 0, True))
-        logits, begin = np.array(kv_cache.forward(feeds)), sum(feed.wanted for feed in feeds[:before])
+        logits, begin = np.array(kv_cache.forward(feeds)), sum(feed.num_logits for feed in feeds[:before])
         found.append(logits[begin : begin + count])
         kv_cache.close(feeds[-1].sequence)
         if number > 20 and others:

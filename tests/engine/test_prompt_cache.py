@@ -196,5 +196,5 @@ def test_tree_from_a_warm_cache_equals_that_from_a_cold_one(loaded: Loaded, form
 def test_failed_tree_is_not_kept(loaded: Loaded) -> None:
     model = loaded("llama", seed=1)
     cache = PromptCache(measure_tree_cost(model), 1 << 30)
-    open_tree(model, text(40), SamplingParams(), cache=cache).close(spoilt=True)
+    open_tree(model, text(40), SamplingParams(), cache=cache).close(discard=True)
     assert cache.use.entries == 0 and find_tree_form(model) is JointKVRows

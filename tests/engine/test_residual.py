@@ -476,8 +476,8 @@ def test_plain_steps_bonus_tokens_and_running_ahead_draw_the_same(loaded: Callab
     assert isinstance(sampler, ResidualSampler)
     sampler.accepted = lambda log_p, positions, chain, q: len(chain)  # type: ignore[method-assign]
     for done in range(0, 24, 3):
-        verdict = verify(rounds[0], text[done : done + 2], one_hot(text[done : done + 2]))
-        assert (verdict.accepted, verdict.bonus) == (2, text[done + 2])
+        output = verify(rounds[0], text[done : done + 2], one_hot(text[done : done + 2]))
+        assert (output.accepted, output.bonus) == (2, text[done + 2])
 
 
 def test_residual_chains_at_temperature_0_are_verified_by_equality(loaded: Callable[..., LoadedModel]) -> None:

@@ -280,10 +280,10 @@ def test_model_that_drafts_for_itself_is_always_accepted(loaded: Loaded) -> None
             for _ in range(3):
                 nodes += tree.feed(nodes[-1:], [None])
             chain = tree.best(nodes)
-            verdict = verify(slot, chain)
-            assert verdict.accepted == len(chain)
+            output = verify(slot, chain)
+            assert output.accepted == len(chain)
             last = tree.feed(nodes[-1:], [chain[-1]])
-            tree.commit([*nodes[1:], *last, *tree.feed(last, [verdict.bonus])])
+            tree.commit([*nodes[1:], *last, *tree.feed(last, [output.bonus])])
             assert tree.column_tokens() == slot.tokens
 
 

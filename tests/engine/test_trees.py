@@ -72,9 +72,9 @@ def test_text_verified_by_trees_is_the_decoded_text(loaded: Loaded, family: str,
         size = draws.randrange(1, 12)
         right = draws.randint(0, min(size, 6))
         tokens, parents = grown(truth[done:], right, draws, size)
-        verdict = verify(slot, tokens, parents=parents)
-        assert (verdict.accepted, verdict.bonus) == (right, truth[done + right])
-        assert [tokens[node] for node in verdict.nodes] == truth[done : done + right]
+        output = verify(slot, tokens, parents=parents)
+        assert (output.accepted, output.bonus) == (right, truth[done + right])
+        assert [tokens[node] for node in output.nodes] == truth[done : done + right]
         done += right + 1
         assert slot.tokens == PROMPT + truth[:done]
     check_remembered(model, slot)
@@ -89,21 +89,21 @@ def test_trees_chains_steps_and_prompts_share_a_forward(loaded: Loaded) -> None:
     slots = open_slots(model, prompts, params, kv_cache=kv_cache)
     reader = CacheSlot(model, kv_cache, [2 + i % 250 for i in range(90)], GREEDY)
     while min(len(slot.tokens) - len(prompt) for slot, prompt in zip(slots, prompts, strict=True)) < 15:
-        asks, rights = [], []
+        inputs, rights = [], []
         for number, (slot, prompt, truth) in enumerate(zip(slots, prompts, truths, strict=True)):
             rest = truth[len(slot.tokens) - len(prompt) :]
             if number == 3:
-                asks.append(VerifyInput(slot, tuple(rest[:2])))
+                inputs.append(VerifyInput(slot, tuple(rest[:2])))
                 rights.append(min(2, len(rest)))
                 continue
             right = draws.randint(0, min(3, len(rest) - 1))
             tokens, parents = grown(rest, right, draws, draws.randrange(max(right, 1), 9))
-            asks.append(VerifyInput(slot, tuple(tokens), parents=tuple(parents)))
+            inputs.append(VerifyInput(slot, tuple(tokens), parents=tuple(parents)))
             rights.append(right)
         unread = len(reader.unfed) - 1
-        verdicts = begin_forward(asks, [PrefillChunk(reader, min(unread, 20))] if unread else []).verdicts()
-        for verdict, right in zip(verdicts, rights, strict=True):
-            assert not isinstance(verdict, OutriderError) and verdict.accepted == right
+        outputs = begin_forward(inputs, [PrefillChunk(reader, min(unread, 20))] if unread else []).commit()
+        for output, right in zip(outputs, rights, strict=True):
+            assert not isinstance(output, OutriderError) and output.accepted == right
     for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
         assert slot.tokens[len(prompt) :] == truth[: len(slot.tokens) - len(prompt)]
         check_remembered(model, slot)
@@ -119,7 +119,7 @@ def test_prompt_read_beside_a_tree_has_correct_keys_and_values(loaded: Loaded) -
         rest = truth[len(slot.tokens) - len(PROMPT) :]
         begin_forward(
             [VerifyInput(slot, (9, *rest[:4]), parents=(-1, -1, 1, 2, 3))], [PrefillChunk(reader, 29)]
-        ).verdicts()
+        ).commit()
     assert slot.tokens == PROMPT + truth[:15]
     reader.feed_all_but_last()
     check_remembered(model, slot)
@@ -132,13 +132,13 @@ def test_listener_gets_the_rows_of_a_later_branch_in_order(loaded: Loaded) -> No
     model = loaded("qwen3", 3)
     truth = decoded(model, GREEDY, 12)
 
-    def rows(*asks: tuple[list[int], list[int]]) -> mx.array:
+    def rows(*inputs: tuple[list[int], list[int]]) -> mx.array:
         kv_cache = open_kv_cache(model)
         kv_cache.tap_hidden_states(HiddenStates(model.model, HiddenStatePoints((1,), after_norm=True)))
         received: list[mx.array] = []
         (slot,) = open_slots(model, [PROMPT], [GREEDY], kv_cache=kv_cache)
         slot.listener = lambda place, found: received.append(found)
-        for tokens, parents in asks:
+        for tokens, parents in inputs:
             verify(slot, tokens, parents=parents)
         return mx.concatenate(received)[:6]
 
@@ -225,8 +225,8 @@ def test_depths_spine_and_walk_follow_from_the_parents() -> None:
 def test_tree_of_wrong_tokens_accepts_nothing(loaded: Loaded) -> None:
     truth = decoded(loaded("llama"), GREEDY, 4)
     (slot,) = slots_of(loaded("llama"), [GREEDY], [PROMPT])
-    verdict = verify(slot, spoilt(truth[:3], 0), parents=[-1, 0, 0])
-    assert (verdict.accepted, verdict.path, verdict.bonus) == (0, None, truth[0])
+    output = verify(slot, spoilt(truth[:3], 0), parents=[-1, 0, 0])
+    assert (output.accepted, output.path, output.bonus) == (0, None, truth[0])
 
 
 def test_logits_are_compared_with_those_of_a_plain_forward(loaded: Loaded) -> None:

@@ -77,8 +77,8 @@ def test_verified_text_is_the_decoded_text(loaded: Loaded, family: str, setting:
         length = draws.randrange(7)
         right = draws.choice([0, length, draws.randint(0, length)])
         chain = spoilt(truth[done : done + length], right)
-        verdict = verify(slot, chain)
-        assert (verdict.accepted, verdict.bonus) == (right, truth[done + right])
+        output = verify(slot, chain)
+        assert (output.accepted, output.bonus) == (right, truth[done + right])
         done += right + 1
         assert slot.tokens == PROMPT + truth[:done]
         check_slot(slot)
@@ -105,8 +105,8 @@ def test_every_chain_length_and_acceptance_gives_the_decoded_text(loaded: Loaded
     truth = decoded(model, SAMPLED, 20)
     for right in range(length + 1):
         slot = slot_of(model, SAMPLED)
-        verdict = verify(slot, spoilt(truth[:length], right))
-        assert (verdict.accepted, verdict.bonus) == (right, truth[right])
+        output = verify(slot, spoilt(truth[:length], right))
+        assert (output.accepted, output.bonus) == (right, truth[right])
         assert [verify(slot).bonus for _ in range(3)] == truth[right + 1 : right + 4]
 
 
@@ -159,8 +159,8 @@ def test_running_ahead_and_stopping_does_not_change_the_text(loaded: Loaded, fam
         done += steps
         check_slot(slot)
         chain = spoilt(truth[done : done + 3], 1)
-        verdict = verify(slot, chain)
-        assert (verdict.accepted, verdict.bonus) == (1, truth[done + 1])
+        output = verify(slot, chain)
+        assert (output.accepted, output.bonus) == (1, truth[done + 1])
         done += 2
     assert slot.tokens == PROMPT + truth[:done]
 
@@ -274,8 +274,8 @@ def test_tokens_outside_the_target_vocabulary_are_rejected(loaded: Loaded, setti
     model, params = loaded("llama"), SETTINGS[setting]
     truth = decoded(model, params, 8)
     slot = slot_of(model, params)
-    verdict = verify(slot, [*truth[:2], foreign, *truth[3:5]])
-    assert (verdict.accepted, verdict.bonus) == (2, truth[2])
+    output = verify(slot, [*truth[:2], foreign, *truth[3:5]])
+    assert (output.accepted, output.bonus) == (2, truth[2])
     assert [verify(slot).bonus for _ in range(4)] == truth[3:7]
 
 
@@ -283,6 +283,6 @@ def test_tokens_outside_the_target_vocabulary_are_rejected(loaded: Loaded, setti
 def test_drawn_token_outside_the_target_vocabulary_is_rejected(loaded: Loaded, foreign: int) -> None:
     model = loaded("llama")
     slot = slot_of(model, SamplingParams(temp=1.0, seed=3, rule="residual"))
-    verdict = verify(slot, [foreign, 5], one_hot([foreign, 5]))
-    assert verdict.accepted == 0
-    assert slot.tokens == [*PROMPT, verdict.bonus]
+    output = verify(slot, [foreign, 5], one_hot([foreign, 5]))
+    assert output.accepted == 0
+    assert slot.tokens == [*PROMPT, output.bonus]

@@ -118,9 +118,9 @@ def test_texts_sharing_forwards_have_the_targets_distribution(
     """With OUTRIDER_SEEDS=200 and more the long form."""
     shared: Counter[int] = Counter()
 
-    def counting(asks: Sequence[VerifyInput], *others: Any) -> BatchForward:
-        shared[len(asks)] += 1
-        return begin_forward(asks, *others)
+    def counting(inputs: Sequence[VerifyInput], *others: Any) -> BatchForward:
+        shared[len(inputs)] += 1
+        return begin_forward(inputs, *others)
 
     monkeypatch.setattr(model_runner, "begin_forward", counting)
     path = PATHS[name]
@@ -131,7 +131,7 @@ def test_texts_sharing_forwards_have_the_targets_distribution(
         texts += cluster.run_together(PROMPT, samplings, path.mode)
     assert min(p_values([[PROMPT[-1], *text] for text in texts], TABLE)) > ALPHA
     assert all(len(text) == SHARED_LENGTH for text in texts)
-    assert sum(count for asks, count in shared.items() if asks > 1) > 0.5 * shared.total(), shared
+    assert sum(count for inputs, count in shared.items() if inputs > 1) > 0.5 * shared.total(), shared
 
 
 # --- what would break it is seen ------------------------------------------------------------------------------------

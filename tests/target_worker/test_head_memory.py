@@ -177,7 +177,7 @@ def test_head_state_of_a_failed_request_is_not_kept(target: LoadedModel) -> None
     running = chat.begin("a", PROMPT)
     chat.write("a")
     assert chat.own is not None
-    chat.worker._close("a", spoilt=True)
+    chat.worker._close("a", discard=True)
     assert chat.own.prompt_cache.use.entries == 0 and running.is_closed
 
 
@@ -219,7 +219,7 @@ def test_target_rereads_the_rows_that_any_of_several_heads_lacks(target: LoadedM
             heard = head.open_draft(SamplingParams())
             heard.add_features(0, mx.ones((known, 64)))
             head.continuations([heard.set_text(PROMPT[: known + 1])], [1])
-            heard.close(spoilt=False)
+            heard.close(discard=False)
     followers = [head.open_draft(SamplingParams()) for head in own]
     assert _usable_prefix_length(slot, followers, 52) == 45
     for follower in followers:

@@ -217,8 +217,8 @@ def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedM
     heard: list[list[mx.array]] = [[] for _ in slots]
     for slot, follower, rows in zip(slots, followers, heard, strict=True):
         slot.listener = lambda at, new, f=follower, r=rows: (f.add_features(at, new), r.append(new))
-    begin_forward([], [PrefillChunk(slot, 10) for slot in slots]).verdicts()
-    begin_forward([], [PrefillChunk(slot, 11) for slot in slots]).verdicts()
+    begin_forward([], [PrefillChunk(slot, 10) for slot in slots]).commit()
+    begin_forward([], [PrefillChunk(slot, 11) for slot in slots]).commit()
     draws = np.random.default_rng(7)
     logits = np.array(target.model(mx.arange(258)[:, None])[:, 0]).argmax(axis=-1)
     for number in range(10):
@@ -234,10 +234,10 @@ def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedM
         own.continuations(
             [followers[n].set_text(slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some]
         )
-        verdicts = begin_forward(
+        outputs = begin_forward(
             [VerifyInput(slot, chain) for slot, (chain, _) in zip(slots, chains, strict=True)]
-        ).verdicts()
-        assert [said(v).accepted for v in verdicts] == [k for _, k in chains]
+        ).commit()
+        assert [said(v).accepted for v in outputs] == [k for _, k in chains]
     own.continuations([f.set_text(s.tokens) for f, s in zip(followers, slots, strict=True)], [2, 3, 1])
     for slot, follower, rows in zip(slots, followers, heard, strict=True):
         features = mx.concatenate(rows)
@@ -274,7 +274,7 @@ def test_recurrent_head_depends_only_on_the_newest_row(target: LoadedModel) -> N
                 d.continuations([f.set_text(text)], [3])[0].chain for d, f in ((own, follower), (fresh, again))
             )
             assert chain == other and len(chain) == 3
-            again.close(spoilt=True)
+            again.close(discard=True)
 
 
 def test_head_restarts_behind_a_gap_in_its_rows(target: LoadedModel) -> None:
@@ -289,7 +289,7 @@ def test_head_restarts_behind_a_gap_in_its_rows(target: LoadedModel) -> None:
     assert chain(10) == () and chain(12) == ()  # nothing new, and not heard of
     follower.add_features(20, mx.ones((4, 64)))
     assert len(chain(25)) == 2 and len(follower.tree.pairs) == 4
-    follower.close(spoilt=True)
+    follower.close(discard=True)
     follower.add_features(24, mx.ones((1, 64)))
     assert chain(26) == () and not own.kv_cache._sequences
 
@@ -336,18 +336,18 @@ def test_failed_text_of_a_batch_does_not_affect_the_others(
 def test_wrong_pairing_of_rows_and_tokens_raises_a_doubt(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     right = measure_agreement(feature_head(target), target)
     assert right.own > max(right.others["tokens one further on"], right.others["tokens one further back"]) + 0.1
-    assert right.doubt == "" == measure_agreement(token_head(target), target).doubt
-    assert "expected one that was trained for this target" in measure_agreement(random_head(target), target).doubt
+    assert right.warning == "" == measure_agreement(token_head(target), target).warning
+    assert "expected one that was trained for this target" in measure_agreement(random_head(target), target).warning
     shifted = feature_head(target)
     fuse = shifted.fuse
     monkeypatch.setattr(shifted, "fuse", lambda rows: mx.roll(fuse(rows), 1, axis=0))
-    assert "one further back" in measure_agreement(shifted, target).doubt
+    assert "one further back" in measure_agreement(shifted, target).warning
 
 
 def test_wrong_anchor_of_blocks_raises_a_doubt(target: LoadedModel) -> None:
-    assert measure_agreement(block_feature_head(target), target).doubt == ""
+    assert measure_agreement(block_feature_head(target), target).warning == ""
     other = measure_agreement(block_feature_head(target, sample_from_anchor=False), target)
-    assert "with the first token drafted by the last one's own row" in other.doubt
+    assert "with the first token drafted by the last one's own row" in other.warning
 
 
 def test_head_with_the_fingerprint_of_another_target_is_noted(target: LoadedModel, tmp_path: Path) -> None:

@@ -41,18 +41,18 @@ class Machine:
         self.disturbed_ms = 0.0
 
         def counted(
-            asks: Sequence[VerifyInput], readings: Sequence[PrefillChunk] = (), after: BatchForward | None = None
+            inputs: Sequence[VerifyInput], chunks: Sequence[PrefillChunk] = (), after: BatchForward | None = None
         ) -> BatchForward:
-            read = sum(reading.count for reading in readings)
-            self.fed.append((len(asks), read))
-            forward = begin_forward(asks, readings, after)
-            settle = forward.verdicts
+            read = sum(chunk.count for chunk in chunks)
+            self.fed.append((len(inputs), read))
+            forward = begin_forward(inputs, chunks, after)
+            settle = forward.commit
 
-            def verdicts() -> list[VerifyOutput | OutriderError]:
-                self._pass(BASE_MS + self.disturbed_ms + each_ms * (len(asks) + read))
+            def commit() -> list[VerifyOutput | OutriderError]:
+                self._pass(BASE_MS + self.disturbed_ms + each_ms * (len(inputs) + read))
                 return settle()
 
-            monkeypatch.setattr(forward, "verdicts", verdicts)
+            monkeypatch.setattr(forward, "commit", commit)
             return forward
 
         monkeypatch.setattr(model_runner, "begin_forward", counted)
@@ -103,9 +103,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
 @pytest.mark.parametrize("newcomers", [1, 2])
 def test_prompt_piece_takes_about_half_a_step_per_reading_request(start: Start, each_ms: float, newcomers: int) -> None:
     found = start(each_ms).read(*"abc"[:newcomers])
-    beside = [(asks, read) for asks, read in found if read]
+    beside = [(inputs, read) for inputs, read in found if read]
     assert sum(read for _, read in beside) == newcomers * (LONG - 1)
-    assert all(asks >= DECODING for asks, _ in beside)  # nobody is left out of a forward for it
+    assert all(inputs >= DECODING for inputs, _ in beside)  # nobody is left out of a forward for it
     most = max(newcomers * step_ms(each_ms) / each_ms / 2, MIN_CHUNK_TOKENS)
     assert max(read for _, read in beside) <= 1.1 * most
     assert max(read for _, read in beside) >= 0.9 * most  # nor is the newcomer kept waiting for nothing
@@ -128,7 +128,7 @@ def test_request_between_two_verifies_counts_as_decoding(start: Start) -> None:
     machine = start(0.25)
     machine.exchange(*(Halt(str(name), 0) for name in range(DECODING)), turns=20)
     beside = machine.read("a")
-    assert {asks for asks, _ in beside[:-1]} == {0}
+    assert {inputs for inputs, _ in beside[:-1]} == {0}
     assert max(read for _, read in beside) <= 1.1 * step_ms(0.25) / 0.25 / 2
 
 

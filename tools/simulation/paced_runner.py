@@ -20,12 +20,12 @@ class PacedRunner(ModelRunner):
         super().__init__()
         self._pace = pace
 
-    def verdicts(self, flight: InFlightForward) -> list[VerifyOutput | OutriderError]:
+    def commit(self, flight: InFlightForward) -> list[VerifyOutput | OutriderError]:
         rounds = any(member.answers for member in flight.members)
-        was_asked = any(member.asked is not None for member in flight.members)
-        verdicts = super().verdicts(flight)
+        was_asked = any(member.pending_verify is not None for member in flight.members)
+        outputs = super().commit(flight)
         if rounds:
-            rows = sum(len(ask.chain) + 1 for ask in flight.forward.asks)
+            rows = sum(len(input_.chain) + 1 for input_ in flight.forward.inputs)
             self._pace.end(rows, flight.begun_ns / SECOND_NS if was_asked else 0.0)
             self._pace.wait()
-        return verdicts
+        return outputs

@@ -196,7 +196,7 @@ class ReplayTree:
         self._nodes = {number: self._nodes[number] for number in sorted(kept)}
         self._children = {key: number for key, number in self._children.items() if number in kept and key[0] in kept}
 
-    def close(self, spoilt: bool = False) -> None:
+    def close(self, discard: bool = False) -> None:
         self._nodes.clear()
 
     def _proposal(self, node: _Node) -> int:
