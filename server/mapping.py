@@ -24,7 +24,7 @@ from outrider.grammar.compiler import as_part, check_grammar
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import MAX_SEED, Grammar, SamplingParams
 from outrider.server.model.call_grammar import Rules, arguments_of, one_of, without_unreadable_patterns, write_calls
-from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
+from outrider.server.model.served import ServedModel, ThinkingMode, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import ToolFormat, replace_lone_surrogates
 from outrider.server.problems import Refused
 from outrider.server.schemas import ContentPart, Function, Generation, JsonObject, Sampling
@@ -96,11 +96,11 @@ def template_keywords(explicit: JsonObject | None, **named: Any) -> JsonObject:
 
 @dataclass(frozen=True, slots=True)
 class ToolSelection:
-    """A parsed `tool_choice`. `names`: the tools that may be called, None: all. `one`: at most one call."""
+    """A parsed `tool_choice`. `names`: the tools that may be called, None: all. `single`: at most one call."""
 
     kind: Literal["auto", "none", "required"] = "auto"
     names: tuple[str, ...] | None = None
-    one: bool = False
+    single: bool = False
 
 
 def select_tools(model: ServedModel, tools: Sequence[Function], choice: ToolSelection) -> Toolbox:
@@ -124,7 +124,7 @@ def select_tools(model: ServedModel, tools: Sequence[Function], choice: ToolSele
         raise Refused(f"{model.id} has no template or no format for calling tools; leave tools out", "tools")
     strict = frozenset(tool.name for tool in allowed if tool.strict)
     return Toolbox(
-        tuple(map(to_openai_tool, allowed)), choice.kind == "required", choice.one, strict, model.tools_as_text
+        tuple(map(to_openai_tool, allowed)), choice.kind == "required", choice.single, strict, model.tools_as_text
     )
 
 
@@ -279,7 +279,7 @@ def build_answer_grammar(
         return None
     rules = Rules(model.vocabulary)
     body = _calls_rule(rules, model, box, form) if box.tools else None
-    if body is None and (form is None or prompt.thoughts is Thoughts.NONE):
+    if body is None and (form is None or prompt.thinking_mode is ThinkingMode.NONE):
         return form.grammar if form is not None else None
     answer = {"name": "answer", "lark_grammar": rules.text(f"{_thinking_rule(rules, model, prompt)} {body or '@form'}")}
     inner = [as_part(form.grammar, "form")] if form is not None else []
@@ -316,8 +316,8 @@ def _calls_rule(rules: Rules, model: ServedModel, box: Toolbox, form: OutputForm
     for function in (tool["function"] for tool in box.tools):
         with _refuse_invalid(f"tools: {function['name'][:80]}:", "tools"):
             check_grammar(Grammar.json_schema(arguments_of(function, function["name"] in box.strict)), model.vocabulary)
-    inner = write_calls(rules, written.style, box.tools, box.strict, box.one) if written.style is not None else None
-    if box.must:
+    inner = write_calls(rules, written.style, box.tools, box.strict, box.single) if written.style is not None else None
+    if box.required:
         return _require_calls(rules, written, inner, box)
     if form is not None:
         return one_of([_require_calls(rules, written, inner, box), "@form"])
@@ -332,20 +332,20 @@ def _require_calls(rules: Rules, written: ToolFormat, inner: str | None, box: To
         return f"{start} {_ANY_TOKENS}"
     call = rules.rule(f"{start} {inner} {rules.literal(written.tags.end)}")
     one_pair = written.style is not None and written.style.block is not None  # of tags, around all calls
-    return call if box.one or one_pair else f"{call} ({_LINE_BREAKS} {call})*"
+    return call if box.single or one_pair else f"{call} ({_LINE_BREAKS} {call})*"
 
 
 def _allow_text_and_calls(rules: Rules, written: ToolFormat, inner: str, words: str, box: Toolbox) -> str:
     """Allows text in which every start tag begins a valid call."""
     call = rules.rule(f"{rules.followed_by(words, written.tags.start)} {inner} {rules.literal(written.tags.end)}")
-    return one_of([call, words]) if box.one else f"{call}* {words}"
+    return one_of([call, words]) if box.single else f"{call}* {words}"
 
 
 def _thinking_rule(rules: Rules, model: ServedModel, prompt: TokenizedPrompt) -> str:
-    if model.thinking is None or prompt.thoughts is Thoughts.NONE:
+    if model.thinking is None or prompt.thinking_mode is ThinkingMode.NONE:
         return ""
     start, end = model.thinking.start, model.thinking.end
     words, others = rules.text_without(end), rules.special_tokens_except(end, model.codec.eos)
     rest = f"{f'({words} {others})*' if others else ''} {rules.followed_by(words, end)} {_LINE_BREAKS}"
-    thought = rest if prompt.thoughts is Thoughts.BEGUN else f"({rules.literal(start)} {rest})?"
+    thought = rest if prompt.thinking_mode is ThinkingMode.BEGUN else f"({rules.literal(start)} {rest})?"
     return f"{thought} {rules.literal(model.thinking.answer)}"

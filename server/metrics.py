@@ -99,8 +99,8 @@ class OrchestratorMetrics(Collector):
         failed = {(kind,): endings.get(kind, 0) for kind in ERROR_KINDS}
         yield counter("request_failure", "Requests that were refused or failed, by error", failed, "error")
         yield counter("prompt_tokens", "Prompt tokens read by requests that have ended", totals.prompt_n)
-        asked = totals.prompt_n + totals.cache_n
-        yield counter("prefix_cache_queries", "Prompt cache queries, in tokens", asked)
+        queries = totals.prompt_n + totals.cache_n
+        yield counter("prefix_cache_queries", "Prompt cache queries, in tokens", queries)
         yield counter("prefix_cache_hits", "Prompt cache hits, in tokens", totals.cache_n)
         yield counter("generation_tokens", "Generated tokens, including running requests", stats.generated)
         yield counter("texts_resumed", "Texts that continued on a replaced target", totals.resumed)

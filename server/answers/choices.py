@@ -24,7 +24,7 @@ from outrider.server.mapping import (
     resolve_output_format,
     to_sampling_params,
 )
-from outrider.server.model.served import ServedModel, TemplateInput, Thoughts, TokenizedPrompt, Toolbox
+from outrider.server.model.served import ServedModel, TemplateInput, ThinkingMode, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import InvalidToolCall, SpanTags, ToolCall, ToolFormat
 from outrider.server.schemas import UNLIMITED, Generation
 
@@ -59,13 +59,13 @@ class Splitter:
 
     def __init__(
         self, thinking: SpanTags | None = None, tools: ToolFormat | None = None, box: Toolbox | None = None,
-        thoughts: Thoughts = Thoughts.OPTIONAL, in_form: bool = False, by_grammar: bool = False,
+        thinking_mode: ThinkingMode = ThinkingMode.OPTIONAL, in_form: bool = False, by_grammar: bool = False,
     ) -> None:  # fmt: skip
-        """`thoughts` BEGUN: the text begins inside thinking. `in_form`: once text begins, everything is text.
+        """`thinking_mode` BEGUN: the text begins inside thinking. `in_form`: once text begins, everything is text.
         `by_grammar`: an end tag inside a call that can't be parsed yet belongs to the call."""
-        if in_form and thoughts is Thoughts.NONE:
+        if in_form and thinking_mode is ThinkingMode.NONE:
             thinking = None
-        begun = thoughts is Thoughts.BEGUN
+        begun = thinking_mode is ThinkingMode.BEGUN
         self._box = box or Toolbox()
         self._thinking, self._tools = thinking, tools if self._box.tools else None
         spans = (thinking, self._tools.tags if self._tools is not None else None)
@@ -92,7 +92,7 @@ class Splitter:
             found = self._emit_calls(held, complete=not self._next_tags())
             return [part for part in found if not (cut and isinstance(part, TextPart))]
         calls = (self._tools.tags.start,) if self._tools is not None else ()
-        begun = partial_match_length(held, calls) if cut and (self._box.must or self._had_call) else 0
+        begun = partial_match_length(held, calls) if cut and (self._box.required or self._had_call) else 0
         return self._emit_text(held[: len(held) - begun])
 
     def _split(self) -> Iterator[Part]:
@@ -348,15 +348,15 @@ def plan_answer(
     limit = MAX_COUNT if max_tokens in (None, UNLIMITED) else max_tokens
     sampling = to_sampling_params(model, payload, limit, stop, grammar, logprobs)
     speculation = payload.speculation.model_dump() if payload.speculation is not None else {}
-    by_token = box.one or speculation.get("origins")
+    by_token = box.single or speculation.get("origins")
     choices: list[ChoiceState] = []
     for prompt in prompts:
         room = max((model.context_length or MAX_COUNT) - len(prompt.tokens), 1) if limit == MAX_COUNT else limit
         for number in range(count):
             own = replace(sampling, seed=derive_seed(sampling.seed or 0, number), max_tokens=room)
-            splitter = Splitter(thinking, model.tools, box, prompt.thoughts, form is not None, grammar is not None)
+            splitter = Splitter(thinking, model.tools, box, prompt.thinking_mode, form is not None, grammar is not None)
             words = TextStream(model.codec.spelling, prompt.tokens, own.stop, model.codec.end_tokens(own))
-            choices.append(ChoiceState(len(choices), prompt, own, splitter, words if by_token else None, box.one))
+            choices.append(ChoiceState(len(choices), prompt, own, splitter, words if by_token else None, box.single))
     return AnswerPlan(
         model,
         sum(len(prompt.tokens) for prompt in prompts),

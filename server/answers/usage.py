@@ -19,7 +19,7 @@ from outrider.orchestrator.pairing.detokenizer import Spelling
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.messages import RoundRecord
 from outrider.server.answers.choices import AnswerPlan, ChoiceState
-from outrider.server.model.served import Thoughts
+from outrider.server.model.served import ThinkingMode
 from outrider.server.model.tool_format import SpanTags
 from outrider.server.schemas import (
     CachedTokens,
@@ -83,7 +83,7 @@ def count_reasoning_tokens(plan: AnswerPlan) -> ReasoningTokens:
     """Counts the thinking tokens of all choices."""
     spelling, tags = plan.model.codec.spelling, plan.model.thinking
     counts = (
-        count_thinking_tokens(spelling, tags, choice.prompt.thoughts is Thoughts.BEGUN, choice.tokens)
+        count_thinking_tokens(spelling, tags, choice.prompt.thinking_mode is ThinkingMode.BEGUN, choice.tokens)
         for choice in plan.choices
         if tags is not None and choice.thought
     )

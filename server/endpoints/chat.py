@@ -259,21 +259,21 @@ class ChatFormatter(CompletionFormatter):
 
     def _extras(self, choice: ChoiceState, chunks: Sequence[Chunk]) -> dict[str, Any]:
         placed = self._logprobs[choice.index].format(chunks) if self._logprobs is not None else []
-        logprobs = ChatLogprobs(content=[one.spelled for one in placed]) if placed else None
+        logprobs = ChatLogprobs(content=[token.spelled for token in placed]) if placed else None
         return {"logprobs": logprobs, "speculation": report_speculation(chunks)}
 
 
 def _tool_choice(payload: ConversationRequest) -> ToolSelection:
-    one = payload.parallel_tool_calls is False
+    single = payload.parallel_tool_calls is False
     match payload.tool_choice:
         case "any":  # Mistral's name for required
-            return ToolSelection("required", one=one)
+            return ToolSelection("required", single=single)
         case None | str() as kind:
-            return ToolSelection(kind or "auto", one=one)
+            return ToolSelection(kind or "auto", single=single)
         case NamedToolChoice(function=function):
-            return ToolSelection("required", (function.name,), one=True)
+            return ToolSelection("required", (function.name,), single=True)
         case AllowedToolsChoice(allowed_tools=allowed):
-            return ToolSelection(allowed.mode, tuple(tool.function.name for tool in allowed.tools), one)
+            return ToolSelection(allowed.mode, tuple(tool.function.name for tool in allowed.tools), single)
 
 
 def to_conversation(model: ServedModel, payload: ConversationRequest) -> TemplateInput:
@@ -324,10 +324,10 @@ async def complete(payload: ChatRequest, request: Request, context: ContextDepen
         raise Refused("modalities: only text output is supported; expected ['text'], or leave it out", "modalities")
     if payload.top_logprobs and not payload.logprobs:
         raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
-    talk, form, model = to_conversation(context.model, payload), get_output_format(payload), context.model
+    source, form, model = to_conversation(context.model, payload), get_output_format(payload), context.model
     logprobs = payload.top_logprobs or 0 if payload.logprobs else None
     plan = await asyncio.to_thread(
-        plan_answer, model, payload, talk, form, payload.stop, _get_max_tokens(payload), logprobs, payload.n or 1
+        plan_answer, model, payload, source, form, payload.stop, _get_max_tokens(payload), logprobs, payload.n or 1
     )
     return await context.respond(request, ChatFormatter(plan, should_include_usage(payload)), payload.stream)
 

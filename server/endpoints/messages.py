@@ -309,12 +309,12 @@ def _tool_choice(payload: CountTokensRequest) -> ToolSelection:
     choice = payload.tool_choice
     if choice is None:
         return ToolSelection()
-    one = bool(choice.disable_parallel_tool_use)
+    single = bool(choice.disable_parallel_tool_use)
     if choice.type != "tool":
-        return ToolSelection(_TOOL_CHOICE_KINDS[choice.type], one=one)
+        return ToolSelection(_TOOL_CHOICE_KINDS[choice.type], single=single)
     if choice.name is None:
         raise Refused("tool_choice: type tool needs the tool's name", "tool_choice")
-    return ToolSelection("required", (choice.name,), one=True)
+    return ToolSelection("required", (choice.name,), single=True)
 
 
 def to_conversation(model: ServedModel, payload: CountTokensRequest) -> TemplateInput:
@@ -366,9 +366,9 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/messages", response_model=None, responses=response_docs(MessageAnswer, event_docs(), anthropic=True))
 async def answer(payload: MessagesRequest, request: Request, context: ContextDependency) -> Response:
     """Generates an answer to a conversation."""
-    talk, form = to_conversation(context.model, payload), get_output_format(payload)
+    source, form = to_conversation(context.model, payload), get_output_format(payload)
     stops, most = payload.stop_sequences, payload.max_tokens
-    plan = await asyncio.to_thread(plan_answer, context.model, payload, talk, form, stops, most)
+    plan = await asyncio.to_thread(plan_answer, context.model, payload, source, form, stops, most)
     return await context.respond(request, MessageFormatter(plan), payload.stream)
 
 

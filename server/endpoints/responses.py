@@ -401,14 +401,14 @@ def _select_tools(model: ServedModel, payload: ResponsesRequest) -> Toolbox:
 
 
 def _tool_choice(payload: ResponsesRequest) -> ToolSelection:
-    one = payload.parallel_tool_calls is False
+    single = payload.parallel_tool_calls is False
     match payload.tool_choice:
         case None | str() as kind:
-            return ToolSelection(kind or "auto", one=one)
+            return ToolSelection(kind or "auto", single=single)
         case FunctionChoice(name=name):
-            return ToolSelection("required", (name,), one=True)
+            return ToolSelection("required", (name,), single=True)
         case AllowedFunctionsChoice(mode=mode, tools=allowed):
-            return ToolSelection(mode, tuple(tool.name for tool in allowed), one)
+            return ToolSelection(mode, tuple(tool.name for tool in allowed), single)
 
 
 def to_conversation(model: ServedModel, payload: ResponsesRequest) -> TemplateInput:
@@ -465,10 +465,10 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/responses", response_model=None, responses=response_docs(ResponseObject, event_docs()))
 async def respond(payload: ResponsesRequest, request: Request, context: ContextDependency) -> Response:
     """Generates a response to an input."""
-    talk, most = to_conversation(context.model, payload), payload.max_output_tokens
+    source, most = to_conversation(context.model, payload), payload.max_output_tokens
     form = parse_output_format((payload.text or {}).get("format"), "text.format", may_be_loose=True)
     plan = await asyncio.to_thread(
-        plan_answer, context.model, payload, talk, form, payload.stop, most, logprobs(payload)
+        plan_answer, context.model, payload, source, form, payload.stop, most, logprobs(payload)
     )
     return await context.respond(request, ResponseFormatter(plan, payload), payload.stream)
 

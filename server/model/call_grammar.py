@@ -304,9 +304,9 @@ _STYLES = {
 
 
 def write_calls(
-    rules: Rules, style: CallStyle, tools: Sequence[dict[str, Any]], strict: Iterable[str], one: bool
+    rules: Rules, style: CallStyle, tools: Sequence[dict[str, Any]], strict: Iterable[str], single: bool
 ) -> str | None:
-    """Returns the rule between a pair of tags: one call, or several if the style and `one` allow that.
+    """Returns the rule between a pair of tags: one call, or several if the style and `single` allow that.
 
     For tools not in `strict`, unsupported parts of the schema are ignored.
 
@@ -321,7 +321,7 @@ def write_calls(
     if style.block is None:
         return call
     begin, comma, end = (_fill_in(rules, text) for text in style.block)
-    more = "" if one else f"({comma} {call})*"
+    more = "" if single else f"({comma} {call})*"
     return rules.rule(f"{begin} {call} {more} {end}")
 
 

@@ -39,22 +39,22 @@ EMBEDDED = "outrider-embedded"
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """`tools` in OpenAI's format. `must`: at least one call is required. `one`: at most one is allowed.
+    """`tools` in OpenAI's format. `required`: at least one call is required. `single`: at most one is allowed.
 
     `strict`: names of tools whose calls must satisfy their schemas. `guided`: all calls must, because the model's
     template has no tools.
     """
 
     tools: tuple[dict[str, Any], ...] = ()
-    must: bool = False
-    one: bool = False
+    required: bool = False
+    single: bool = False
     strict: frozenset[str] = frozenset()
     guided: bool = False
 
     @property
     def binds(self) -> bool:
         """Whether a grammar constrains calls."""
-        return self.must or self.guided or bool(self.strict)
+        return self.required or self.guided or bool(self.strict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class TemplateInput:
     continue_final: bool = False
 
 
-class Thoughts(Enum):
+class ThinkingMode(Enum):
     """Whether an answer has thinking: never, optionally, or it begins inside thinking."""
 
     NONE = 1
@@ -84,7 +84,7 @@ class TokenizedPrompt:
     """A prompt's tokens."""
 
     tokens: tuple[int, ...]
-    thoughts: Thoughts = Thoughts.NONE
+    thinking_mode: ThinkingMode = ThinkingMode.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +143,13 @@ class ServedModel:
             text = render_open(lambda of: self._render(replace(source, messages=of)), source.messages)
         else:
             text = self._render(source)
-        thoughts = self._thinking_mode(text, source)
+        thinking_mode = self._thinking_mode(text, source)
         if self.thinking is not None and source.keywords.get("enable_thinking") is False:
-            if thoughts is Thoughts.BEGUN:
-                text, thoughts = f"{text}{self.thinking.end}\n\n", Thoughts.NONE
+            if thinking_mode is ThinkingMode.BEGUN:
+                text, thinking_mode = f"{text}{self.thinking.end}\n\n", ThinkingMode.NONE
             elif source.answer and not source.continue_final:
                 text = text.removesuffix(self.thinking.answer) + self.thinking.answer
-        return TokenizedPrompt(self.encode(text, special=False), thoughts)
+        return TokenizedPrompt(self.encode(text, special=False), thinking_mode)
 
     def _render(self, source: TemplateInput) -> str:
         if not self.tools_as_text:
@@ -185,9 +185,9 @@ class ServedModel:
             )
         return self.codec.encode(text, special)
 
-    def _thinking_mode(self, text: str, source: TemplateInput) -> Thoughts:
+    def _thinking_mode(self, text: str, source: TemplateInput) -> ThinkingMode:
         if self.thinking is None:
-            return Thoughts.NONE
+            return ThinkingMode.NONE
         start, end = self.thinking.start, self.thinking.end
         begins_turn = source.answer and not source.continue_final
         if begins_turn:  # a tag that a message mentions begins no thinking
@@ -196,9 +196,10 @@ class ServedModel:
             own = str(source.messages[-1].get("content") or "") if source.continue_final else text
             is_open = own.rfind(start) > own.rfind(end)
         if is_open:
-            return Thoughts.BEGUN
-        may_begin = begins_turn and not text.rstrip().endswith(self.thinking.answer or end)
-        return Thoughts.OPTIONAL if may_begin and source.keywords.get("enable_thinking") is not False else Thoughts.NONE
+            return ThinkingMode.BEGUN
+        may_begin = begins_turn and source.keywords.get("enable_thinking") is not False
+        is_closed = text.rstrip().endswith(self.thinking.answer or end)
+        return ThinkingMode.OPTIONAL if may_begin and not is_closed else ThinkingMode.NONE
 
 
 def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fallback: bool = True) -> ServedModel:

@@ -19,7 +19,7 @@ from outrider.grammar.compiler import GrammarCompiler, get_vocabulary
 from outrider.protocol.sampling import Grammar
 from outrider.server.answers.choices import Splitter, TextPart, ThinkingPart
 from outrider.server.mapping import OutputFormat, build_answer_grammar, to_openai_tool
-from outrider.server.model.served import Thoughts, TokenizedPrompt, Toolbox
+from outrider.server.model.served import ThinkingMode, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import SpanTags, ToolCall, find_thinking_tags, tool_format
 from outrider.server.problems import Refused
 from outrider.server.schemas import Function
@@ -127,7 +127,7 @@ class Model:
 
     def parts(self, text: str, box: Toolbox, prompt: TokenizedPrompt, in_form: bool = False) -> list[Any]:
         """Returns the parts of a text that is fed one character at a time."""
-        found = Splitter(THINK, self.served.tools, box, prompt.thoughts, in_form, by_grammar=True)
+        found = Splitter(THINK, self.served.tools, box, prompt.thinking_mode, in_form, by_grammar=True)
         return [part for letter in text for part in found.feed(letter)] + found.finish()
 
 
@@ -148,7 +148,7 @@ def tools_of(name: str) -> tuple[dict[str, Any], ...]:
 @every_format
 def test_required_call_is_generated_in_every_format(tmp_path: Path, name: str, special: bool) -> None:
     model, tools = Model(tmp_path, name, SPECIAL[name] if special else ()), tools_of(name)
-    box = Toolbox(tools, must=True, strict=frozenset(["flat", "deep", "none"]))
+    box = Toolbox(tools, required=True, strict=frozenset(["flat", "deep", "none"]))
     grammar = build_answer_grammar(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     found = []
@@ -167,7 +167,7 @@ def test_required_call_is_generated_in_every_format(tmp_path: Path, name: str, s
 
 @pytest.mark.parametrize("name", ["json_tools", "mistral", "kimi_k2", "glm47"])
 def test_calls_can_be_limited_to_one(tmp_path: Path, name: str) -> None:
-    model, box = Model(tmp_path, name, SPECIAL[name]), Toolbox(TOOLS, must=True, one=True)
+    model, box = Model(tmp_path, name, SPECIAL[name]), Toolbox(TOOLS, required=True, single=True)
     grammar = build_answer_grammar(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     for seed in range(10):
@@ -175,26 +175,29 @@ def test_calls_can_be_limited_to_one(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("special", "thoughts"), [*((True, one) for one in Thoughts), (False, Thoughts.NONE), (False, Thoughts.BEGUN)]
+    ("special", "thinking_mode"),
+    [*((True, one) for one in ThinkingMode), (False, ThinkingMode.NONE), (False, ThinkingMode.BEGUN)],
 )
 @pytest.mark.parametrize("name", ["json_tools", "qwen3_coder"])
-def test_strict_tools_constrain_only_the_calls(tmp_path: Path, name: str, special: bool, thoughts: Thoughts) -> None:
+def test_strict_tools_constrain_only_the_calls(
+    tmp_path: Path, name: str, special: bool, thinking_mode: ThinkingMode
+) -> None:
     """Each mark begins a call that can be read."""
     marks = (*SPECIAL[name], "<think>", "</think>") if special else ()
-    model, tools, prompt = Model(tmp_path, name, marks), tools_of(name), TokenizedPrompt((), thoughts)
+    model, tools, prompt = Model(tmp_path, name, marks), tools_of(name), TokenizedPrompt((), thinking_mode)
     box, seen = Toolbox(tools, strict=frozenset(["flat"])), set[type]()
     grammar = build_answer_grammar(model.served, prompt, box, None)
     assert grammar is not None
-    said = "<think>a <tool_call> b</think>\n\nI look." if thoughts is not Thoughts.NONE else "I look."
-    said = said.removeprefix("<think>") if thoughts is Thoughts.BEGUN else said
+    said = "<think>a <tool_call> b</think>\n\nI look." if thinking_mode is not ThinkingMode.NONE else "I look."
+    said = said.removeprefix("<think>") if thinking_mode is ThinkingMode.BEGUN else said
     assert accepts(model, grammar, said) and not accepts(model, grammar, f"{said}<tool_call>x")
     for seed in range(10):
         text = model.text(grammar, seed)
         parts = model.parts(text, box, prompt)
-        thought = thoughts is Thoughts.BEGUN or text.startswith("<think>")
+        thought = thinking_mode is ThinkingMode.BEGUN or text.startswith("<think>")
         assert len(read(parts, tools)) == (text.partition("</think>")[2] if thought else text).count("<tool_call>")
         seen |= {type(part) for part in parts}
-    assert ToolCall in seen and TextPart in seen and (thoughts is Thoughts.NONE or ThinkingPart in seen)
+    assert ToolCall in seen and TextPart in seen and (thinking_mode is ThinkingMode.NONE or ThinkingPart in seen)
 
 
 FORMS = {
@@ -206,19 +209,21 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("thoughts", Thoughts)
+@pytest.mark.parametrize("thinking_mode", ThinkingMode)
 @pytest.mark.parametrize("kind", FORMS)
-def test_response_format_with_tools_allows_a_call_or_the_format(tmp_path: Path, kind: str, thoughts: Thoughts) -> None:
+def test_response_format_with_tools_allows_a_call_or_the_format(
+    tmp_path: Path, kind: str, thinking_mode: ThinkingMode
+) -> None:
     model, prompt = (
         Model(tmp_path, "json_tools", (*SPECIAL["json_tools"], "<think>", "</think>")),
-        TokenizedPrompt((), thoughts),
+        TokenizedPrompt((), thinking_mode),
     )
     box, form = Toolbox(TOOLS), FORMS[kind]
     both, alone = (
         build_answer_grammar(model.served, prompt, box, form),
         build_answer_grammar(model.served, prompt, Toolbox(), form),
     )
-    assert both is not None and alone is not None and (alone == form.grammar) == (thoughts is Thoughts.NONE)
+    assert both is not None and alone is not None and (alone == form.grammar) == (thinking_mode is ThinkingMode.NONE)
     seen = set[type]()
     for seed in range(12):
         for grammar, tools in ((both, box), (alone, Toolbox())):
@@ -233,7 +238,7 @@ def test_response_format_with_tools_allows_a_call_or_the_format(tmp_path: Path, 
                 assert len(json.loads(said)) <= 1
             else:
                 assert re.fullmatch("[a-z <]{4}/" if kind == "regex" else r"<tool\d+</think>", said)
-    assert seen == {TextPart, ToolCall, *(() if thoughts is Thoughts.NONE else (ThinkingPart,))}
+    assert seen == {TextPart, ToolCall, *(() if thinking_mode is ThinkingMode.NONE else (ThinkingPart,))}
 
 
 def test_format_follows_the_mark_of_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +248,7 @@ def test_format_follows_the_mark_of_the_answer(tmp_path: Path, monkeypatch: pyte
     model = Model(tmp_path, "json_tools", (*SPECIAL["json_tools"], *marks))
     model.served.thinking = find_thinking_tags(marks)
     prompt, thought = (
-        TokenizedPrompt((), Thoughts.OPTIONAL),
+        TokenizedPrompt((), ThinkingMode.OPTIONAL),
         "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant",
     )
     form = build_answer_grammar(model.served, prompt, Toolbox(), FORMS["regex"])
@@ -271,7 +276,7 @@ def test_unsatisfiable_tool_schema_error_names_the_tool(tmp_path: Path, paramete
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
     with pytest.raises(Refused, match=words) as refused:
         build_answer_grammar(
-            model.served, TokenizedPrompt(()), Toolbox((function("f", None, parameters),), must=True), None
+            model.served, TokenizedPrompt(()), Toolbox((function("f", None, parameters),), required=True), None
         )
     assert refused.value.param == "tools"
 
@@ -280,17 +285,17 @@ def test_a_strict_tool_enforces_its_whole_schema(tmp_path: Path) -> None:
     """Other tools' schemas lose what the library does not support."""
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
     tools = (function("f", None, {"type": "object", "properties": {"x": {"type": "string", "format": "odd"}}}),)
-    assert build_answer_grammar(model.served, TokenizedPrompt(()), Toolbox(tools, must=True), None) is not None
+    assert build_answer_grammar(model.served, TokenizedPrompt(()), Toolbox(tools, required=True), None) is not None
     with pytest.raises(Refused, match=r"f: .*odd"):
         build_answer_grammar(
-            model.served, TokenizedPrompt(()), Toolbox(tools, must=True, strict=frozenset(["f"])), None
+            model.served, TokenizedPrompt(()), Toolbox(tools, required=True, strict=frozenset(["f"])), None
         )
 
 
 def test_unsupported_schema_constrains_only_the_start_of_a_call(tmp_path: Path) -> None:
     model, name = Model(tmp_path, "qwen3_coder", SPECIAL["qwen3_coder"]), "qwen3_coder"
     assert name in WITHOUT_DEEP
-    grammar = build_answer_grammar(model.served, TokenizedPrompt(()), Toolbox(TOOLS, must=True), None)
+    grammar = build_answer_grammar(model.served, TokenizedPrompt(()), Toolbox(TOOLS, required=True), None)
     assert grammar is not None
     assert accepts(model, grammar, "<tool_call>whatever <tool_call>") and not accepts(model, grammar, "no")
     assert (
@@ -337,7 +342,7 @@ def test_allowed_string_spellings_are_those_read_back_unchanged(
 ) -> None:
     """An allowed spelling is read as the same string; one that is not allowed is read as another."""
     model = Model(tmp_path, name, SPECIAL[name])
-    box = Toolbox((function("f", None, {"properties": {"x": schema}, "required": ["x"]}),), must=True)
+    box = Toolbox((function("f", None, {"properties": {"x": schema}, "required": ["x"]}),), required=True)
     grammar = build_answer_grammar(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     for value in known + unknown:
@@ -350,7 +355,7 @@ def test_allowed_string_spellings_are_those_read_back_unchanged(
 def test_end_tag_inside_a_value_does_not_end_the_call(tmp_path: Path) -> None:
     """Where the format's marks are bytes, a string may have them."""
     model = Model(tmp_path, "json_tools", ())
-    box = Toolbox((function("f", None, {"properties": {"x": TEXT}}),), must=True)
+    box = Toolbox((function("f", None, {"properties": {"x": TEXT}}),), required=True)
     grammar = build_answer_grammar(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     text = '<tool_call>{"name": "f", "arguments": {"x": "a</tool_call>b"}}</tool_call>'

@@ -21,7 +21,7 @@ from outrider.server.answers.choices import (
     merge_updates,
 )
 from outrider.server.mapping import parse_arguments
-from outrider.server.model.served import Thoughts, TokenizedPrompt, Toolbox
+from outrider.server.model.served import ThinkingMode, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import (
     SpanTags,
     ToolCall,
@@ -79,27 +79,29 @@ def test_parts_do_not_depend_on_how_the_text_is_chunked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "thoughts", "expected"),
+    ("text", "thinking_mode", "expected"),
     [
-        ("it</think> yes", Thoughts.BEGUN, [("T", "it"), ("S", "yes")]),
-        ("it never ends", Thoughts.BEGUN, [("T", "it never ends")]),
-        ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', Thoughts.NONE, [("C", "{}")]),
-        ('<tool_call>{"name": "f", "argu', Thoughts.NONE, [("S", '<tool_call>{"name": "f", "argu')]),
-        ("<tool_call>nonsense</tool_call> so", Thoughts.NONE, [("S", "<tool_call>nonsense</tool_call>so")]),
-        ("a <tool_", Thoughts.NONE, [("S", "a <tool_")]),
-        ("</think> alone", Thoughts.OPTIONAL, [("S", "</think> alone")]),
+        ("it</think> yes", ThinkingMode.BEGUN, [("T", "it"), ("S", "yes")]),
+        ("it never ends", ThinkingMode.BEGUN, [("T", "it never ends")]),
+        ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', ThinkingMode.NONE, [("C", "{}")]),
+        ('<tool_call>{"name": "f", "argu', ThinkingMode.NONE, [("S", '<tool_call>{"name": "f", "argu')]),
+        ("<tool_call>nonsense</tool_call> so", ThinkingMode.NONE, [("S", "<tool_call>nonsense</tool_call>so")]),
+        ("a <tool_", ThinkingMode.NONE, [("S", "a <tool_")]),
+        ("</think> alone", ThinkingMode.OPTIONAL, [("S", "</think> alone")]),
     ],
 )
-def test_calls_that_are_cut_off_or_unreadable_are_kept_as_text(text: str, thoughts: Thoughts, expected: Any) -> None:
-    splitter = Splitter(THINK, json_tools(), BOX, thoughts)
+def test_calls_that_are_cut_off_or_unreadable_are_kept_as_text(
+    text: str, thinking_mode: ThinkingMode, expected: Any
+) -> None:
+    splitter = Splitter(THINK, json_tools(), BOX, thinking_mode)
     assert joined(splitter.feed(text) + splitter.finish()) == expected
 
 
-@pytest.mark.parametrize("thoughts", [Thoughts.OPTIONAL, Thoughts.NONE])
+@pytest.mark.parametrize("thinking_mode", [ThinkingMode.OPTIONAL, ThinkingMode.NONE])
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_thinking_tag_inside_the_answer_is_text(thoughts: Thoughts, size: int) -> None:
+def test_thinking_tag_inside_the_answer_is_text(thinking_mode: ThinkingMode, size: int) -> None:
     text = f"<think>Hm</think> Write <think> first, then </think>. {CALL}"
-    splitter = Splitter(THINK, json_tools(), BOX, thoughts)
+    splitter = Splitter(THINK, json_tools(), BOX, thinking_mode)
     parts = [part for at in range(0, len(text), size) for part in splitter.feed(text[at : at + size])]
     said = [("T", "Hm"), ("S", "Write <think> first, then </think>. "), ("C", '{"x": "<b>"}')]
     assert joined(parts + splitter.finish()) == said
@@ -222,8 +224,8 @@ def test_waiting_updates_of_a_choice_are_merged_unless_tags_were_between_their_t
     both = merge_updates(PartUpdate(one, TextPart("ab", 3), (before,)), PartUpdate(one, TextPart("c", 5), (after,)))
     assert both == PartUpdate(one, TextPart("abc"), (before, after))
     assert isinstance(both.part, TextPart) and both.part.at == 3
-    thoughts = merge_updates(PartUpdate(one, ThinkingPart("a")), PartUpdate(one, ThinkingPart("b")))
-    assert thoughts == PartUpdate(one, ThinkingPart("ab"))
+    thinking_mode = merge_updates(PartUpdate(one, ThinkingPart("a")), PartUpdate(one, ThinkingPart("b")))
+    assert thinking_mode == PartUpdate(one, ThinkingPart("ab"))
     call = PartUpdate(one, ToolCall("f", "{}"))
     for later in (PartUpdate(one, TextPart("c", 9)), PartUpdate(other, TextPart("c", 5)), call, KeepAlive("x")):
         assert merge_updates(PartUpdate(one, TextPart("ab", 3)), later) is None

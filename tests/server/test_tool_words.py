@@ -16,7 +16,7 @@ import pytest
 
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.server.mapping import ToolSelection, select_tools
-from outrider.server.model.served import ServedModel, TemplateInput, Thoughts, Toolbox, load_served_model
+from outrider.server.model.served import ServedModel, TemplateInput, ThinkingMode, Toolbox, load_served_model
 from outrider.server.model.tool_format import SpanTags, find_thinking_tags, tools_as_text
 from outrider.server.problems import Refused
 from outrider.server.schemas import Function
@@ -125,20 +125,20 @@ def test_continued_message_needs_text(model: ServedModel) -> None:
 def test_tag_in_a_message_begins_no_thinking(model: ServedModel) -> None:
     thinks = replace(model, thinking=SpanTags("<think>", "</think>"))
     asked: Any = [{"role": "user", "content": "What does the <think> tag do?"}]
-    assert thinks.tokenize_conversation(TemplateInput(asked)).thoughts is Thoughts.OPTIONAL
+    assert thinks.tokenize_conversation(TemplateInput(asked)).thinking_mode is ThinkingMode.OPTIONAL
     opening = replace(thinks, template=f"{BARE}<think>\n")
-    assert opening.tokenize_conversation(TemplateInput(asked)).thoughts is Thoughts.BEGUN
+    assert opening.tokenize_conversation(TemplateInput(asked)).thinking_mode is ThinkingMode.BEGUN
     begun = TemplateInput([*HELLO, {"role": "assistant", "content": "<think>Hm"}], continue_final=True)
-    assert thinks.tokenize_conversation(begun).thoughts is Thoughts.BEGUN
+    assert thinks.tokenize_conversation(begun).thinking_mode is ThinkingMode.BEGUN
 
 
 def test_thinking_in_channels_is_optional_after_the_prompt_and_can_be_switched_off(model: ServedModel) -> None:
     """gpt-oss's prompts end like its thinking: with the header of a message."""
     tags = find_thinking_tags(("<|start|>", "<|channel|>", "<|message|>", "<|call|>"))
     channels = replace(model, thinking=tags, template="{{ messages[0].content }}<|end|><|start|>assistant")
-    assert channels.tokenize_conversation(TemplateInput(HELLO)).thoughts is Thoughts.OPTIONAL
+    assert channels.tokenize_conversation(TemplateInput(HELLO)).thinking_mode is ThinkingMode.OPTIONAL
     off = channels.tokenize_conversation(TemplateInput(HELLO, keywords={"enable_thinking": False}))
-    assert off.thoughts is Thoughts.NONE
+    assert off.thinking_mode is ThinkingMode.NONE
     assert model.codec.decode(off.tokens) == "hi<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
