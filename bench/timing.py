@@ -69,11 +69,11 @@ class ParallelRound(NamedTuple):
 
 
 @contextmanager
-def workbench(settings: ServeSettings, tell: Callable[[str], None]) -> Iterator[Workbench]:
+def workbench(settings: ServeSettings, progress: Callable[[str], None]) -> Iterator[Workbench]:
     """Starts the workers of these settings, which must name folders (see `pairing`)."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with PrivateDirectory() as directory, closing(WorkerPool(context, settings, directory.path)) as pool:
-        bench = Workbench(pool, tell)
+        bench = Workbench(pool, progress)
         pool.start()
         while not pool.ready:
             bench.listen()
@@ -83,9 +83,9 @@ def workbench(settings: ServeSettings, tell: Callable[[str], None]) -> Iterator[
 class Workbench:
     """Runs one request at a time on the workers of `pool`: `open`, rounds, `close`."""
 
-    def __init__(self, pool: WorkerPool, tell: Callable[[str], None]) -> None:
+    def __init__(self, pool: WorkerPool, progress: Callable[[str], None]) -> None:
         self._pool = pool
-        self._tell = tell
+        self._progress = progress
         self._arrived: list[Message] = []
 
     def open(self, tokens: Sequence[int], sampling: SamplingParams, *, target: bool, drafter: bool) -> int | None:
@@ -191,7 +191,7 @@ class Workbench:
             self._arrived.append(message)
         if self._pool.status_changed:
             self._pool.status_changed = False
-            self._tell(self._pool.stage)
+            self._progress(self._pool.stage)
         self._pool.ping(clock.now())
         for loss in self._pool.losses(clock.now()):
             raise WorkerError(loss.why)

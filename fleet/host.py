@@ -79,7 +79,7 @@ class Resources:
         if self.cuda > 1 and self.cuda != int(self.cuda):
             raise InvalidRequest(f"cuda is {self.cuda:g}; expected a whole number of GPUs, or a part of one below 1")
         if self.cuda and (self.metal or self.ane):
-            raise InvalidRequest("no host has both cuda and metal or ane, which only Macs have; expected one of them")
+            raise InvalidRequest("no host has both cuda and metal or ane (macOS only); expected one of them")
 
     def as_ray(self) -> dict[str, float]:
         """Returns the non-zero resources by Ray's names, as in a bundle."""

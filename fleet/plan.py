@@ -184,8 +184,8 @@ def check_fits(placed: Placed, hosts: Sequence[Offers]) -> None:
 
 def _matching_hosts(needs: Resources, hosts: Sequence[Offers]) -> list[int]:
     """Returns the hosts that offer `needs`."""
-    asked = needs.as_ray()
-    return [n for n, offers in enumerate(hosts) if all(offers.get(name, 0) >= many for name, many in asked.items())]
+    required = needs.as_ray()
+    return [n for n, offers in enumerate(hosts) if all(offers.get(name, 0) >= many for name, many in required.items())]
 
 
 def read_plan(path: Path) -> FleetPlan:

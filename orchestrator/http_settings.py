@@ -117,7 +117,7 @@ class HttpSettings:
     )  # fmt: skip
     otlp_endpoint: str | None = setting(
         None, _check_collector, HTTP, "URL",
-        help="send traces there, like http://127.0.0.1:4318 (default: OTEL_... in the environment)",
+        help="the collector of traces, like http://127.0.0.1:4318 (default: OTEL_... in the environment)",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -237,7 +237,7 @@ def round_kinds(run: RunnerResult, depth: int, works_ahead: bool) -> list[RoundK
     for rows, count in enumerate(run.rows):
         share = count / run.found.rounds
         ahead = rows - 1 if works_ahead and rows <= depth + 1 else 0
-        kinds.append(RoundKind(share * asked, rows, run.tokens, asked=mean))
+        kinds.append(RoundKind(share * asked, rows, run.tokens, requested=mean))
         kinds.append(RoundKind(share * (1.0 - asked), rows, run.tokens, ahead=ahead))
     return [kind for kind in kinds if kind.share > 0]
 

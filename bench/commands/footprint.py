@@ -55,14 +55,14 @@ def measure_footprint(
     settings: ServeSettings,
     peers: ChosenPeers,
     words: Sequence[int],
-    tell: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> Footprint:
     """Measures the footprint. `given` are the cluster's settings as keywords; prompts are cut from the tokens `words`.
 
     Raises:
         OutriderError: a cluster or a peer can't be started.
     """
-    given = {"progress": tell, **given, "memory": False}
+    given = {"progress": progress, **given, "memory": False}
     starts = []
     for _ in range(START_REPEATS):
         begun = time.perf_counter()
@@ -73,7 +73,7 @@ def measure_footprint(
             starts.append((ready, *(answer([prompt], TWO_TOKENS)[0].first_ms for prompt in short)))
     start_s, first, second = map(statistics.median, zip(*starts, strict=True))
 
-    tell(f"memory of {MEMORY_REQUESTS} concurrent requests")
+    progress(f"memory of {MEMORY_REQUESTS} concurrent requests")
     texts = _cut_prompts(words, MEMORY_REQUESTS, MEMORY_TEXT_TOKENS - MEMORY_NEW_TOKENS)
     sampling = SamplingParams(max_tokens=MEMORY_NEW_TOKENS, ignore_eos=True, seed=0)
     with LocalCluster(**{"max_active": MEMORY_REQUESTS, **given}) as cluster:
@@ -94,7 +94,7 @@ def measure_footprint(
                 runners[llama_cpp_name(threads)] = process.run_batch
         prompts: list[Texts] = [[prompt] for prompt in _cut_prompts(words, LATENCY_ROUNDS + 1, LATENCY_PROMPT_TOKENS)]
         runs = run_interleaved(
-            runners, prompts, TWO_TOKENS, lambda message: tell(f"first token, {message}"), seeds=SEED_STRIDE
+            runners, prompts, TWO_TOKENS, lambda message: progress(f"first token, {message}"), seeds=SEED_STRIDE
         )
     first_ms = {name: statistics.median(round_[0].first_ms for round_ in of[1:]) for name, of in runs.items()}
     return Footprint(memory, first_ms, start_s, (first, second))

@@ -131,8 +131,8 @@ def run(options: argparse.Namespace) -> int:
         least, sentence = prefill
         print(sentence)
         record = replace(record, prefill_from=least)
-    if doubts := found.doubts(waited):
-        why = f"this machine was busy: {' and '.join(doubts)}"
+    if warnings := found.warnings(waited):
+        why = f"this machine was busy: {' and '.join(warnings)}"
         say(f"outrider tune: nothing was saved, because {why}; run it again on an idle machine")
         return BUSY_EXIT_CODE
     tuning.save(record, path)
@@ -156,7 +156,7 @@ def _measure_arms(options: argparse.Namespace, pair: ChosenPair, screen: Screen)
         texts = list(map(load_codec(pair.target).encode, PROMPTS))
         found = measure_arms(cluster.client(), arms, texts, sampling, lambda step: screen.show(f"tune: {step}"))
         ran, waited = (now - before for now, before in zip(_target_cpu_times(), (ran, waited), strict=True))
-    if len(found.bests()) == 1:
+    if len(found.best_arms()) == 1:
         raise WorkerError("no head drafts anything for this target; `outrider doctor` shows the reason")
     wanted = settings.threads * (settings.shards + settings.drafters)
     return found, waited / max(ran + waited, 1) if len(system.USABLE_CORES) >= wanted else 0.0
@@ -186,7 +186,7 @@ def _describe_costs(settings: ServeSettings, found: ArmCosts) -> list[str]:
         ]
     if settings.has_draft_worker and settings.draft_backend == "mlx":
         lines += filter(None, [spawn.measure_prompt_reading(str(settings.draft_model))])
-    lines += ["", "measured in real rounds:", *(_format_arm(found, best) for best in found.bests())]
+    lines += ["", "measured in real rounds:", *(_format_arm(found, best) for best in found.best_arms())]
     return [*lines, *_recommend(found), *_suggest_devices(settings)]
 
 
@@ -221,7 +221,7 @@ def _describe_limit(found: ArmCosts, best: MeasuredArm) -> str:
 
 
 def _recommend(found: ArmCosts) -> list[str]:
-    best, *others = found.bests()
+    best, *others = found.best_arms()
     chosen = best.arm if best.rate > MIN_SPEEDUP * found.arms[PLAIN_ARM].rate else PLAIN_ARM
     if chosen == PLAIN_ARM:
         other = next(one for one in (best, *others) if one.arm != PLAIN_ARM)

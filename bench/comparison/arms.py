@@ -85,7 +85,7 @@ def measure_arms(
     arms: Sequence[Arm],
     texts: Sequence[Sequence[int]],
     sampling: SamplingParams,
-    tell: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> ArmCosts:
     """Runs the `arms`, plain decoding first, in turn, a text at a time, for about `BUDGET_SECONDS`.
 
@@ -100,7 +100,7 @@ def measure_arms(
     for number, text in enumerate(texts, 1):
         for arm in left:
             name = "plain decoding" if arm == PLAIN_ARM else arm.drafter or f"{arm.mode}, B = {arm.branches}"
-            tell(f"{name}, K = {arm.depth}, text {number} of {len(texts)}")
+            progress(f"{name}, K = {arm.depth}, text {number} of {len(texts)}")
             runs[arm].append(_run_arm(client, arm, text, sampling))
         spent_s = (clock.now() - begun_ns) / 1e9
         if spent_s > BUDGET_SECONDS:
@@ -188,11 +188,11 @@ class ArmCosts:
         found = [one for arm, one in self.arms.items() if (arm.mode, arm.drafter) == (mode, drafter)]
         return sorted(found, key=lambda one: (-one.texts, -one.rate))
 
-    def bests(self) -> list[MeasuredArm]:
+    def best_arms(self) -> list[MeasuredArm]:
         """Returns each mode and head at its best K and B, the fastest first; heads that draft nothing are omitted."""
         kinds = dict.fromkeys((arm.mode, arm.drafter) for arm in self.arms)
-        bests = [self.of(*kind)[0] for kind in kinds if not kind[1] or self._deepest_arm(kind[1]).acceptance]
-        return sorted(bests, key=lambda best: -best.rate)
+        best_arms = [self.of(*kind)[0] for kind in kinds if not kind[1] or self._deepest_arm(kind[1]).acceptance]
+        return sorted(best_arms, key=lambda best: -best.rate)
 
     def slowdown(self, found: MeasuredArm) -> float:
         """Returns how many times longer a verify of this arm takes than alone."""
@@ -201,8 +201,8 @@ class ArmCosts:
 
     def record(self, temp: float) -> Tuning:
         """Returns the record that a server starts from."""
-        bests = self.bests()
-        heads = [self.known(best.arm.drafter) for best in bests if best.arm.drafter]
+        best_arms = self.best_arms()
+        heads = [self.known(best.arm.drafter) for best in best_arms if best.arm.drafter]
         ssd, sd = self.of("ssd"), self._deepest_arm("" if self.of("sd") else heads[0].name)
         return Tuning(
             step_ms=self.step_ms,
@@ -215,7 +215,7 @@ class ArmCosts:
             hit_rate=(ssd[0].summary.hit_rate or 0.0) if ssd else 0.0,
             choices=tuple(
                 TunedArm(a.mode, a.depth, a.branches, best.rate, measured=True, drafter=a.drafter)
-                for best in bests
+                for best in best_arms
                 for a in [best.arm]
             ),
             temp=temp,
@@ -230,7 +230,7 @@ class ArmCosts:
         """Returns SD's arm with the longest chains, which show the acceptance by position."""
         return self.arms[Arm("sd", max(DEPTHS), drafter=drafter)]
 
-    def doubts(self, waited: float) -> list[str]:
+    def warnings(self, waited: float) -> list[str]:
         """Returns contradictions between measurements as clauses; they show that the machine was busy.
 
         `waited`: the share of its runnable time in which the target waited for a CPU.

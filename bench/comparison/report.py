@@ -130,9 +130,9 @@ def describe_rounds(name: str, found: Summary, weight_bytes: int) -> list[str]:
     return lines
 
 
-def _format_shares(parts: Sequence[int], wholes: Sequence[int], first: int) -> str:
-    pairs = enumerate(zip(parts, wholes, strict=False), first)
-    return "  ".join(f"{at}: {part / whole:.2f} of {whole}" for at, (part, whole) in pairs if whole >= MIN_OUTCOMES)
+def _format_shares(parts: Sequence[int], totals: Sequence[int], first: int) -> str:
+    pairs = enumerate(zip(parts, totals, strict=False), first)
+    return "  ".join(f"{at}: {part / total:.2f} of {total}" for at, (part, total) in pairs if total >= MIN_OUTCOMES)
 
 
 def format_section(found: Section) -> str:

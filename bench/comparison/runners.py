@@ -44,8 +44,6 @@ BOTH_CORES_SUFFIX = ", both cores"
 TRIAL_PROMPTS = 4
 MIN_TRIAL_PROMPTS = 2
 
-Tell = Callable[[str], None]
-
 
 class RunnerFamilies:
     """All runners by family and name. `stack` ends their clusters and peers.
@@ -68,11 +66,11 @@ class RunnerFamilies:
         depths: Sequence[int],
         both_cores: bool,
         peers: ChosenPeers,
-        tell: Tell,
+        progress: Callable[[str], None],
         one_process: bool = False,
     ) -> None:
         self.families: list[dict[str, PromptRunner]] = []
-        self._stack, self._settings, self._depths, self._tell = stack, settings, depths, tell
+        self._stack, self._settings, self._depths, self._progress = stack, settings, depths, progress
         self._add_modes("", given)
         if peers.mlx_lm:
             self._add_mlx_lm("", settings)
@@ -88,11 +86,13 @@ class RunnerFamilies:
             if peers.mlx_lm:
                 self._add_mlx_lm(BOTH_CORES_SUFFIX, replace(settings, threads=threads))
 
-    def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> dict[str, PromptRunner]:
+    def best(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, progress: Callable[[str], None]
+    ) -> dict[str, PromptRunner]:
         """Returns the best of each family in a trial on prompts that are not measured later, because the best of many
         is partly luck."""
         runners = {name: runner for family in self.families for name, runner in family.items()}
-        trial = run_interleaved(runners, prompts, sampling, tell)
+        trial = run_interleaved(runners, prompts, sampling, progress)
         rates = {name: total_rate([run.timed for run in runs]) for name, runs in trial.items()}
         return {name: runners[name] for name in (max(family, key=rates.__getitem__) for family in self.families)}
 
@@ -142,12 +142,12 @@ class RunnerFamilies:
             self.families.append({llama_cpp_name(settings.threads): process.run})
         self.families.append({})
         for speculation in (*SPECULATIONS, *(DRAFT_SPECULATIONS if draft is not None else ())):
-            self._tell(f"{LLAMA_CPP} {speculation.name}")
+            self._progress(f"{LLAMA_CPP} {speculation.name}")
             process = self._stack.enter_context(llama_cpp(twice, gguf, speculation=speculation, draft=draft))
             self.families[-1][llama_cpp_name(twice.threads, speculation.name)] = process.run
 
     def _start_cluster(self, given: dict[str, Any]) -> Client:
-        return self._stack.enter_context(LocalCluster(progress=self._tell, **{"memory": False, **given})).client()
+        return self._stack.enter_context(LocalCluster(progress=self._progress, **{"memory": False, **given})).client()
 
     def _pin(self, client: Client) -> None:
         """Pins a target without a drafter, which its cluster does not pin, to the core that all other targets use."""

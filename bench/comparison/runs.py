@@ -192,7 +192,7 @@ def run_interleaved(
     runners: Mapping[str, Callable[[T, SamplingParams], R]],
     tasks: Sequence[T],
     sampling: SamplingParams,
-    tell: Callable[[str], None],
+    progress: Callable[[str], None],
     seeds: int = 1,
 ) -> dict[str, list[R]]:
     """Runs every task with every runner. Returns results by runner name, in task order.
@@ -206,7 +206,7 @@ def run_interleaved(
         chosen, first = replace(sampling, seed=seeds * number), number // 2 % len(names)
         order = (*names[first:], *names[:first])
         for name in order if number % 2 == 0 else order[::-1]:
-            tell(f"{number + 1} of {len(tasks)}: {name}")
+            progress(f"{number + 1} of {len(tasks)}: {name}")
             runs[name].append(runners[name](task, chosen))
     return runs
 

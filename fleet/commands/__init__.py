@@ -28,13 +28,13 @@ COMMANDS = {
 }
 STEPS = """
 Linux hosts, with Ray (pip install '.[fleet]' in a checkout):
-  outrider fleet head --ip IP      on one; it prints the steps for the others
-  outrider fleet join IP:6379      on each of the others
+  outrider fleet head --ip IP      on the first host, which becomes the head
+  outrider fleet join IP:6379      on every other host
   outrider fleet run fleet.yaml    on the head
 
-Macs, without Ray:
-  outrider fleet unit ENDPOINT     on each; ENDPOINT goes under `attached` in
-                                   the fleet.yaml of a head on one of them
+Macs, whose engines need no Ray:
+  outrider fleet unit ENDPOINT     on every Mac; list these endpoints under
+                                   `attached` in the fleet.yaml of the head
 """
 
 

@@ -113,13 +113,13 @@ def run(options: argparse.Namespace) -> int:
     if options.kind == "launchd":
         print(launchd_plist(*unit), end="")
         file = f"/Library/LaunchDaemons/{SERVICE_NAME}.plist"
-        say(f"Put it at {file}, owned by root, then: sudo launchctl bootstrap system {file}")
+        say(f"Save it as {file}, owned by root, then: sudo launchctl bootstrap system {file}")
     else:
         print(systemd_unit(*unit), end="")
-        say("Put it at /etc/systemd/system/outrider-engine.service, then: sudo systemctl enable --now outrider-engine")
+        say("Save it as /etc/systemd/system/outrider-engine.service, then: sudo systemctl enable --now outrider-engine")
     if not is_local(where):
-        say("It requires keys: here run `outrider keys make` and `outrider keys allow KEY head` with the head's key;")
-        say(f"on the head `outrider keys trust {where.host}:{where.port} KEY` with the key of this host.")
+        say("Clients need keys: here run `outrider keys make` and `outrider keys allow KEY head` with the head's key;")
+        say(f"on the head run `outrider keys trust {where.host}:{where.port} KEY` with this host's key.")
     return 0
 
 

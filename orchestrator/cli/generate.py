@@ -257,7 +257,7 @@ def connect_all(options: argparse.Namespace) -> list[Client]:
     if len(endpoints) == 1:
         return [Client(endpoints[0], server_key=options.server_key, keys=options.keys)]
     if options.server_key is not None:
-        raise InvalidRequest("--server-key holds for one server only; run `outrider keys trust` for each server")
+        raise InvalidRequest("--server-key is the key of one server; run `outrider keys trust` for each server")
     if "" in endpoints or len(set(endpoints)) < len(endpoints):
         raise InvalidRequest(f"--connect {options.connect} has an empty or repeated entry; expected each server once")
     return [Client(endpoint, FAILOVER_SECONDS, keys=options.keys) for endpoint in endpoints]

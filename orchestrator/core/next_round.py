@@ -330,11 +330,11 @@ class NextRound:
     def on_outcome(self, settled: SettledRound, now_ns: int) -> None:
         """Ends a round, and begins the next one or a wait, or follows a target that has begun it by itself."""
         request, outcome = settled.request, settled.outcome
-        goes_on = outcome.next_proposal is not None
-        request.round.end(settled.proposal, request.draft.covered, goes_on)
-        if not goes_on or request.admit.mode != "auto":  # in auto a target that continues keeps to the plan it had
+        continues = outcome.next_proposal is not None
+        request.round.end(settled.proposal, request.draft.covered, continues)
+        if not continues or request.admit.mode != "auto":  # in auto a target that continues keeps to the plan it had
             self._planner.replan(request)
-        if goes_on:
+        if continues:
             self._on_autonomous_round(request, request.round.advance(outcome, settled.kept), now_ns)
         else:
             self._apply(request, self._proposer.next_step(request, settled.kept, now_ns), now_ns)

@@ -223,10 +223,10 @@ class RoundState:
         self.number += 1
         self.proposal, self.prepared, self.wait = proposal, {}, None
 
-    def end(self, proposal: Proposal, covered: int, goes_on: bool) -> None:
-        """Ends the round, in which `proposal` was verified; `goes_on`: the target continues by itself."""
+    def end(self, proposal: Proposal, covered: int, continues: bool) -> None:
+        """Ends the round, in which `proposal` was verified; `continues`: the target continues by itself."""
         self.proposal, self.covered = proposal, covered
-        self.halted, self.reads = self.halted and goes_on, False
+        self.halted, self.reads = self.halted and continues, False
 
     def suspend(self) -> None:
         """Begins a new epoch: the target has lost the request, and messages of the old epoch are stale.
@@ -263,12 +263,12 @@ class DraftState:
     lead: str = ""
     losses: Counter[str] = field(default_factory=Counter)
 
-    def start(self, asked: Iterable[str] = ()) -> None:
-        """Drops all branches; `asked` are the drafters that will send those of another round, the lead first."""
+    def start(self, drafters: Iterable[str] = ()) -> None:
+        """Drops all branches; `drafters` will send those of another round, the lead first."""
         self.cache.clear()
         for state in self.drafters.values():
             state.ranks = NO_RANKS
-        self.lead = next(iter(asked), self.lead)
+        self.lead = next(iter(drafters), self.lead)
 
     @property
     def final(self) -> bool:

@@ -55,7 +55,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, NgramTable
 
-# After so many deaths of the target in a row without a token, a request runs alone (a suspect), or fails (guilty).
+# After so many deaths of the target in a row without a token, a request runs alone (a suspect), or fails.
 SUSPECT_AFTER_DEATHS, FAIL_AFTER_DEATHS = 2, 3
 
 
@@ -160,7 +160,7 @@ class Scheduler:
 
     def on_target_lost(self, why: str, for_good: bool) -> None:
         """Lets requests wait for a new target. Those that killed it alone fail; all do if no new target will come."""
-        guilty = f"{why}, for the third time in a row with this request, the last time with this request alone"
+        message = f"{why}, for the third time in a row with this request, the last time with this request alone"
         self._has_target, self._lone_suspect = False, None
         for request in list(self._requests.values()):
             sequence = request.sequence
@@ -173,7 +173,7 @@ class Scheduler:
                 sequence.deaths += 1
                 request.metrics.resumed += 1
                 if sequence.deaths >= FAIL_AFTER_DEATHS:
-                    self._fail(request, guilty)
+                    self._fail(request, message)
 
     def on_target_ready(self) -> None:
         """Continues the requests on the new target, from their committed tokens."""

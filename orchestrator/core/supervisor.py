@@ -168,13 +168,13 @@ class Supervisor:
     ) -> WorkerLoss:
         """Schedules a restart, unless the worker has died too often; see `Restarts.died`."""
         needed, restarts = worker.role == "target", worker.restarts
-        comes_back = restarts.died(now_ns, was_steady, needed, failed_load)
+        will_restart = restarts.died(now_ns, was_steady, needed, failed_load)
         if restarts.deaths >= MAX_DEATHS:
             seconds = restarts.wait_ns / clock.SECOND_NS
-            then = f"the next start is in {seconds:g} s" if comes_back else "it is not started again"
+            then = f"the next start is in {seconds:g} s" if will_restart else "it is not started again"
             why = f"{why}; it died {restarts.deaths} times in a row, and {then}"
-        worker.state, worker.fault = "restarting" if comes_back else "lost", why
-        return WorkerLoss(worker, why, gone=True, fatal=needed and not comes_back)
+        worker.state, worker.fault = "restarting" if will_restart else "lost", why
+        return WorkerLoss(worker, why, gone=True, fatal=needed and not will_restart)
 
     def _spawn(self, role: str, name: str, before: Worker | None = None) -> None:
         incarnation = secrets.randbits(INCARNATION_BITS)

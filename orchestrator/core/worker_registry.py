@@ -170,9 +170,9 @@ class Restarts:
         self.deaths = 1 if was_steady else self.deaths + 1
         self.failed_loads = self.failed_loads + 1 if error and error == self.error else int(bool(error))
         self.error = error
-        comes_back = (self.deaths if needed else self.failed_loads) < MAX_DEATHS
-        self.due_ns = now_ns + self.wait_ns if comes_back else None
-        return comes_back
+        will_restart = (self.deaths if needed else self.failed_loads) < MAX_DEATHS
+        self.due_ns = now_ns + self.wait_ns if will_restart else None
+        return will_restart
 
     @property
     def wait_ns(self) -> int:

@@ -194,18 +194,18 @@ def physical_memory(bound: Path = _CGROUP) -> int:
         return whole
 
 
-def likely_cause(code: int, last_words: str = "", bound: Path = _CGROUP) -> str:
+def likely_cause(code: int, log_tail: str = "", bound: Path = _CGROUP) -> str:
     """Returns why a process with this exit code most likely ended, for want of memory or threads; "" if unknown.
 
     Beyond a limit of the address space, allocations and starts of threads fail, and libraries crash or print an error,
-    which is in `last_words`; beyond a container's limit the kernel kills the process.
+    which is in `log_tail`; beyond a container's limit the kernel kills the process.
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     crashed = -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGKILL)
-    if limit != resource.RLIM_INFINITY and (crashed or any(words in last_words.lower() for words in _MEMORY_ERRORS)):
+    if limit != resource.RLIM_INFINITY and (crashed or any(words in log_tail.lower() for words in _MEMORY_ERRORS)):
         return f"most likely out of memory (ulimit -v allows a process {limit / 2**30:.1f} GiB)"
     whole, allowed = physical_memory(Path(os.devnull)), physical_memory(bound)
     if allowed < whole and code == -signal.SIGKILL:
         return f"most likely out of memory (this container is allowed {allowed / 2**30:.1f} GiB)"
-    refused = any(words in last_words.lower() for words in _PROCESS_ERRORS)
+    refused = any(words in log_tail.lower() for words in _PROCESS_ERRORS)
     return "most likely out of processes or threads; raise their limit (ulimit -u)" if refused else ""

@@ -50,8 +50,8 @@ def test_rounds_are_counted_by_the_rows_they_verified() -> None:
 def test_shares_of_round_kinds_add_up_to_one() -> None:
     kinds = round_kinds(summarize_timings([SSD]), 3, works_ahead=True)
     assert sum(kind.share for kind in kinds) == pytest.approx(1.0)
-    assert {(kind.rows, kind.ahead) for kind in kinds if not kind.asked} == {(1, 0), (3, 2), (4, 3)}
-    assert sum(kind.share for kind in kinds if kind.asked) == pytest.approx(5 / 20)
+    assert {(kind.rows, kind.ahead) for kind in kinds if not kind.requested} == {(1, 0), (3, 2), (4, 3)}
+    assert sum(kind.share for kind in kinds if kind.requested) == pytest.approx(5 / 20)
     assert {(kind.rows, kind.ahead) for kind in round_kinds(summarize_timings([SSD]), 2, works_ahead=True)} >= {
         (4, 0),
         (3, 2),

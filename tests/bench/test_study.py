@@ -68,7 +68,7 @@ def test_mixed_rate_is_total_tokens_over_total_time() -> None:
     slow = replace(FLAT, tree_ms=lambda depth: 4.0 * depth, turnaround_ms=1.0)
     hit, asking, late = (
         RoundKind(0.5, 4, 3.0, ahead=2),
-        RoundKind(0.3, 4, 3.0, asked=3),
+        RoundKind(0.3, 4, 3.0, requested=3),
         RoundKind(0.2, 4, 2.0, ahead=3),
     )
     assert [round_ms(slow, kind) for kind in (hit, asking, late)] == [11.0, 15.0, 13.0]
@@ -79,7 +79,7 @@ def test_mixed_rate_is_total_tokens_over_total_time() -> None:
 def test_ssd_rate_is_the_mixed_rate_of_hits_and_misses(hit: float, turnaround_ms: float) -> None:
     costs = replace(FLAT, turnaround_ms=turnaround_ms)
     found = ssd_rate(costs, odds(3.0, hit), 3)
-    kinds = [RoundKind(hit, 4, 3.0, ahead=3), RoundKind(1 - hit, 4, 3.0, asked=3)]
+    kinds = [RoundKind(hit, 4, 3.0, ahead=3), RoundKind(1 - hit, 4, 3.0, requested=3)]
     assert found == pytest.approx(mixed_rate(costs, kinds))
 
 

@@ -172,7 +172,7 @@ def test_measurements_of_an_idle_machine_raise_no_doubts() -> None:
     rising = curve((1, 10.0), (4, 40.0))
     for verify in (Machine().verify, rising):
         for slower in (0.9, 1.0, 3.0):
-            assert measured(Machine(verify, slower=slower)).doubts(0.05) == []
+            assert measured(Machine(verify, slower=slower)).warnings(0.05) == []
 
 
 @pytest.mark.parametrize(
@@ -185,12 +185,12 @@ def test_measurements_of_an_idle_machine_raise_no_doubts() -> None:
     ],
 )
 def test_contradicting_measurements_raise_doubts(machine: Machine, words: str) -> None:
-    (doubt,) = measured(machine).doubts(0.05)
+    (doubt,) = measured(machine).warnings(0.05)
     assert words in doubt
 
 
 def test_a_target_that_waits_for_a_cpu_raises_doubts() -> None:
-    assert measured(Machine()).doubts(0.61) == ["the target waited for a CPU for 61% of its time"]
+    assert measured(Machine()).warnings(0.61) == ["the target waited for a CPU for 61% of its time"]
 
 
 def test_tune_on_a_busy_machine_fails_and_saves_nothing(
@@ -227,8 +227,8 @@ HEADS = {"eagle3": 2, "mtp": 0}
 
 def test_each_heads_best_depth_and_costs_are_found() -> None:
     found = measured(Machine(curve((1, 10.0)), right=HEADS), list_arms(False, ("eagle3", "mtp", "silent")))
-    assert [(best.arm.drafter, best.arm.depth) for best in found.bests()] == [("eagle3", 2), ("", 0), ("mtp", 1)]
-    assert found.bests()[0].rate == pytest.approx(1000 * 3 / 14)
+    assert [(best.arm.drafter, best.arm.depth) for best in found.best_arms()] == [("eagle3", 2), ("", 0), ("mtp", 1)]
+    assert found.best_arms()[0].rate == pytest.approx(1000 * 3 / 14)
     assert (found.known("eagle3").step_ms, found.known("eagle3").acceptance) == (2.0, (1.0, 1.0, 0.0))
     assert found.known("mtp").acceptance == (0.0,)
 
@@ -236,7 +236,7 @@ def test_each_heads_best_depth_and_costs_are_found() -> None:
 def test_auto_is_recommended_when_a_head_beats_the_draft_worker() -> None:
     found = measured(Machine(right={"": 0, "eagle3": 6}), list_arms(True, ("eagle3",)))
     assert verdict(found) == "recommended: --mode auto"
-    assert "ms per drafted token; acceptance by position 100%, 100%" in tune._format_arm(found, found.bests()[0])
+    assert "ms per drafted token; acceptance by position 100%, 100%" in tune._format_arm(found, found.best_arms()[0])
 
 
 def test_tune_without_a_draft_worker_compares_heads_with_plain_decoding(

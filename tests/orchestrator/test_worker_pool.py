@@ -235,7 +235,7 @@ def make_harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pool
         harnesses.append(PoolHarness(directory.path, ServeSettings(**settings)))
         monkeypatch.setattr(supervisor, "spawn_worker", harnesses[-1].spawn)
         # Whatever limits the tests run under.
-        monkeypatch.setattr(system, "likely_cause", lambda code, last_words="": "")
+        monkeypatch.setattr(system, "likely_cause", lambda code, log_tail="": "")
         harnesses[-1].pool.start()
         return harnesses[-1]
 

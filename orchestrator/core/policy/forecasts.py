@@ -56,14 +56,14 @@ class Odds:
 class RoundKind:
     """A kind of round that makes up `share` of all: a verify of `rows` that gains `tokens`.
 
-    `asked` is the length of the chain on request that the round waits for first (0: none), `ahead` the depth of the
+    `requested` is the length of the chain on request that the round waits for first (0: none), `ahead` the depth of the
     work ahead that the next round waits for (0: none), `own_ms` the time of in-process drafting before the verify.
     """
 
     share: float
     rows: float
     tokens: float
-    asked: int = 0
+    requested: int = 0
     ahead: int = 0
     own_ms: float = 0.0
 
@@ -71,7 +71,7 @@ class RoundKind:
 def round_ms(costs: Costs, kind: RoundKind) -> float:
     """Returns the duration of a round: the target's work or the drafter's, whichever is longer, and the turnaround."""
     work = max(costs.verify_ms(costs.at_once * kind.rows), costs.tree_ms(kind.ahead) if kind.ahead else 0.0)
-    chain = costs.chain_ms(kind.asked) if kind.asked else 0.0
+    chain = costs.chain_ms(kind.requested) if kind.requested else 0.0
     # With several requests, chains are drafted one after the other while other requests are verified.
     return max(kind.own_ms + work + chain, costs.at_once * chain) + costs.turnaround_ms
 
@@ -87,13 +87,13 @@ def ar_rate(costs: Costs) -> float:
 
 def sd_rate(costs: Costs, odds: Odds, depth: int) -> float:
     """Returns the rate of drafting and verifying in turn: T_SD is `chain_ms(K)` in units of c(K+1)."""
-    return mixed_rate(costs, [RoundKind(1.0, odds.rows(depth), odds.tokens(depth), asked=depth)])
+    return mixed_rate(costs, [RoundKind(1.0, odds.rows(depth), odds.tokens(depth), requested=depth)])
 
 
 def ssd_rate(costs: Costs, odds: Odds, depth: int) -> float:
     """Returns the rate by theorem 7; after a miss, the better of an AR step and a chain on request counts."""
     hit = RoundKind(odds.hit, odds.rows(depth), odds.tokens(depth), ahead=depth)
-    request_miss = RoundKind(1.0 - odds.hit, odds.rows(depth), odds.tokens(depth), asked=depth)
+    request_miss = RoundKind(1.0 - odds.hit, odds.rows(depth), odds.tokens(depth), requested=depth)
     plain_miss = RoundKind(1.0 - odds.hit, 1, 1.0, ahead=depth)
     worth = hit.tokens / round_ms(costs, hit)
     miss = max(request_miss, plain_miss, key=lambda kind: kind.tokens - worth * round_ms(costs, kind))
