@@ -33,8 +33,8 @@ target's family, has its tokenizer and is much smaller."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", nargs="?", help="the target's Hugging Face id or folder; no weights are downloaded")
-    parser.add_argument("draft", nargs="?", help="the draft model's Hugging Face id or folder")
+    parser.add_argument("target", nargs="?", metavar="TARGET", help="target, as for --model; no weights are loaded")
+    parser.add_argument("draft", nargs="?", metavar="DRAFT", help="draft model, as for --draft-model")
 
 
 def run(options: argparse.Namespace) -> int:

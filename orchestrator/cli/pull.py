@@ -12,7 +12,7 @@ from outrider.protocol.errors import InvalidRequest
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     names = f"{' or '.join(PULLED_MODELS)} (default: {DEFAULT_MODEL})"
-    parser.add_argument("name", nargs="?", default=DEFAULT_MODEL, help=names)
+    parser.add_argument("name", nargs="?", metavar="NAME", default=DEFAULT_MODEL, help=names)
     parser.add_argument("--accept-terms", action="store_true", help="accept the model's terms of use, if it has any")
 
 

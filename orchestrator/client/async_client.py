@@ -22,7 +22,7 @@ from outrider.orchestrator.client.client import (
     BaseStream,
     ClientSelector,
     EndpointClient,
-    Patience,
+    Liveness,
     StreamClient,
 )
 from outrider.orchestrator.client.dialogue import (
@@ -67,7 +67,7 @@ class AsyncSocket:
             self._socket.send_multipart(encode(message), zmq.NOBLOCK)
         self._receive_waiting()  # sending also resets the file descriptor's signal for messages that have arrived
 
-    async def wait_until_done(self, patience: Patience, about: str | None = None) -> None:
+    async def wait_until_done(self, liveness: Liveness, about: str | None = None) -> None:
         """Waits until the last message has been handled; queries a silent server `about` a request.
 
         Raises:
@@ -75,11 +75,11 @@ class AsyncSocket:
         """
         while not self._finished.done():
             self._is_silent = True
-            await asyncio.wait((self._finished,), timeout=patience.poll_ms / 1000)
+            await asyncio.wait((self._finished,), timeout=liveness.poll_ms / 1000)
             if not self._is_silent:
-                patience.on_message()
+                liveness.on_message()
             elif not self._finished.done():
-                self.send(await asyncio.to_thread(patience.on_silence, about))
+                self.send(await asyncio.to_thread(liveness.on_silence, about))
         self._finished.result()
 
     def finish(self) -> None:
@@ -220,11 +220,11 @@ class AsyncClient(EndpointClient, AsyncBaseClient):
             answers.extend((answer,) if isinstance(answer, Stats) else ())
             return bool(answers)
 
-        patience = self.patience()
+        liveness = self.liveness()
         socket = AsyncSocket(self.open_socket(), handle)
         try:
-            socket.send(patience.on_silence())
-            await socket.wait_until_done(patience)
+            socket.send(liveness.on_silence())
+            await socket.wait_until_done(liveness)
         finally:
             socket.close()
         return answers[0]
@@ -236,7 +236,7 @@ class AsyncClient(EndpointClient, AsyncBaseClient):
                 on_chunk(chunk)
             return dialogue.over
 
-        patience = self.patience()
+        liveness = self.liveness()
         socket = AsyncSocket(self.open_socket(), handle)
         try:
             socket.send(dialogue.first_message)
@@ -244,7 +244,7 @@ class AsyncClient(EndpointClient, AsyncBaseClient):
             dialogue.cancel = lambda: socket.finish() if dialogue.is_closed else socket.send(Cancel(dialogue.request))
             if dialogue.is_ending:  # `end` was called while no server answered
                 dialogue.cancel()
-            await socket.wait_until_done(patience, dialogue.request)
+            await socket.wait_until_done(liveness, dialogue.request)
         finally:
             dialogue.cancel = lambda: None
             if not dialogue.over:

@@ -3,7 +3,7 @@
 The blocking and the awaited clients (`async_client`) share `StreamClient`, `BaseStream` and `EndpointClient`: streams,
 their results, and the endpoint, keys and timeout. Clients are thread-safe.
 
-`Patience`: how long a client waits for a silent server; uses no socket.
+`Liveness`: whether a silent server still runs, and how long a client waits for it; uses no socket of its own.
 
 `Resumed`: several servers; when one goes away, the next continues the text at the next token. The text stays the same,
 because its noise is a function of seed and position, and the next server gets the first one's seed; a server with
@@ -60,7 +60,7 @@ R = TypeVar("R")
 
 
 @dataclass
-class Patience:
+class Liveness:
     """Distinguishes a busy server from a lost one: queries a silent server, and gives up after `seconds`.
 
     Raises:
@@ -298,9 +298,9 @@ class EndpointClient:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.endpoint!r})"
 
-    def patience(self) -> Patience:
-        """Returns the patience of one call. Raises EndpointError if no server is at the endpoint."""
-        return Patience(self.endpoint, self.timeout, self._alive, self._keys)
+    def liveness(self) -> Liveness:
+        """Returns the liveness check of one call. Raises EndpointError if no server is at the endpoint."""
+        return Liveness(self.endpoint, self.timeout, self._alive, self._keys)
 
     def open_socket(self) -> zmq.Socket[bytes]:
         """Returns a new connected socket.
@@ -342,23 +342,23 @@ class Client(EndpointClient, BaseClient):
 
     def stats(self) -> Stats:
         """Returns the server's workers and totals."""
-        patience = self.patience()
+        liveness = self.liveness()
         with self.open_socket() as socket:
-            _send(socket, encode(patience.on_silence()))
+            _send(socket, encode(liveness.on_silence()))
             while True:
-                answer = self._receive(socket, patience)
+                answer = self._receive(socket, liveness)
                 if isinstance(answer, Stats):
                     return answer
 
     def run_once(self, dialogue: Dialogue) -> Iterator[Chunk]:
-        patience = self.patience()
+        liveness = self.liveness()
         cancellation = encode(Cancel(dialogue.request))  # encoded now: a program that exits may have unloaded the codec
         socket = self.open_socket()
         try:
             _send(socket, encode(dialogue.first_message))
             dialogue.was_sent = True
             while not (dialogue.over or dialogue.is_closed):
-                answer = self._receive(socket, patience, dialogue.request)
+                answer = self._receive(socket, liveness, dialogue.request)
                 chunk = None if answer is None else dialogue.handle_message(answer)
                 if chunk is not None:
                     yield chunk
@@ -367,12 +367,12 @@ class Client(EndpointClient, BaseClient):
                 _send(socket, cancellation)
             socket.close(linger=FLUSH_MS)
 
-    def _receive(self, socket: zmq.Socket[bytes], patience: Patience, about: str | None = None) -> Message | None:
+    def _receive(self, socket: zmq.Socket[bytes], liveness: Liveness, about: str | None = None) -> Message | None:
         """Returns the next message, or None after a silence, in which case a query was sent."""
-        if not socket.poll(patience.poll_ms):
-            _send(socket, encode(patience.on_silence(about)))
+        if not socket.poll(liveness.poll_ms):
+            _send(socket, encode(liveness.on_silence(about)))
             return None
-        patience.on_message()
+        liveness.on_message()
         return decode(socket.recv_multipart())
 
 

@@ -28,7 +28,7 @@ import zmq
 from outrider.bench.comparison.runs import Arrival
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
-from outrider.orchestrator.client.client import Client, Patience, Resumed
+from outrider.orchestrator.client.client import Client, Liveness, Resumed
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.client.dialogue import Chunk, Dialogue
 from outrider.protocol import values
@@ -82,12 +82,12 @@ class Cutting(Client):
             self._left[dialogue.request] = None if left is None else left - len(chunk.token_ids)
             yield chunk
 
-    def _receive(self, socket: zmq.Socket[bytes], patience: Patience, about: str | None = None) -> Message | None:
+    def _receive(self, socket: zmq.Socket[bytes], liveness: Liveness, about: str | None = None) -> Message | None:
         left = self._left.get(about or "")
         if left is not None and left <= 0:
             self._cuts.made += 1
             raise EndpointError("the connection has broken")
-        message = super()._receive(socket, patience, about)
+        message = super()._receive(socket, liveness, about)
         if left is not None and isinstance(message, Done):
             self._cuts.made += 1
             self._cuts.at_end += 1

@@ -20,7 +20,7 @@ import zmq
 
 import outrider
 from outrider import AsyncClient, Chunk, Client, LocalCluster, Resumed
-from outrider.orchestrator.client.client import Patience
+from outrider.orchestrator.client.client import Liveness
 from outrider.orchestrator.client.dialogue import CHECKS, GenerateFields, GenerationResult
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, Stop
 from outrider.protocol.endpoints import probe
@@ -124,7 +124,7 @@ def test_invalid_endpoint_raises_endpoint_error(make, endpoint):
 
 @pytest.mark.parametrize("make", [Client, AsyncClient])
 def test_missing_server_socket_fails_without_waiting(make, short, monkeypatch):
-    monkeypatch.setattr(Patience, "on_silence", lambda self: pytest.fail("it waited"))
+    monkeypatch.setattr(Liveness, "on_silence", lambda self: pytest.fail("it waited"))
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(short / "dead"))
     with socket.socket() as closed:
@@ -162,15 +162,15 @@ def test_silent_server_raises_after_the_timeout(mute):
 
 def test_patience_ends_after_too_many_unanswered_queries(mute):
     """Counted in questions: a client that was stopped has not asked meanwhile."""
-    patience = Patience(mute, 10.0)
+    liveness = Liveness(mute, 10.0)
     for _ in range(3):
         for _ in range(11):
-            assert isinstance(patience.on_silence(), StatsQuery)
-        patience.on_message()
+            assert isinstance(liveness.on_silence(), StatsQuery)
+        liveness.on_message()
     for _ in range(11):
-        patience.on_silence()
+        liveness.on_silence()
     with pytest.raises(EndpointError, match="within 10 s"):
-        patience.on_silence()
+        liveness.on_silence()
 
 
 @pytest.mark.parametrize("make", [LocalCluster.client, LocalCluster.async_client])
@@ -179,14 +179,14 @@ def test_local_cluster_is_waited_for_while_it_lives(mute, make):
     cluster = object.__new__(LocalCluster)
     cluster.own_endpoint, ended = mute, [None]
     cluster._process, cluster._owner = SimpleNamespace(poll=lambda: ended[0]), os.getpid()
-    patience = make(cluster).patience()
+    liveness = make(cluster).liveness()
     for _ in range(3600):
-        assert isinstance(patience.on_silence(), StatsQuery)
+        assert isinstance(liveness.on_silence(), StatsQuery)
     ended[0] = -9
     with pytest.raises(ServerStopped, match=r"died \(signal 9\)"):
-        patience.on_silence()
+        liveness.on_silence()
     with pytest.raises(EndpointError, match="within 2 s"):
-        impatient = Client(mute, 2.0).patience()
+        impatient = Client(mute, 2.0).liveness()
         for _ in range(4):
             impatient.on_silence()
 
@@ -196,11 +196,11 @@ def test_remote_server_without_handshake_gets_the_full_timeout(monkeypatch):
     monkeypatch.setattr("outrider.protocol.endpoints.PROBE_TIMEOUT_SECONDS", 0.01)
     monkeypatch.setattr("outrider.orchestrator.client.client.probe", partial(probe, seconds=0.01))
     with socket.create_server(("127.0.0.1", 0)) as stopped:
-        patience = Patience(f"tcp://127.0.0.1:{stopped.getsockname()[1]}", 10.0)
+        liveness = Liveness(f"tcp://127.0.0.1:{stopped.getsockname()[1]}", 10.0)
         for _ in range(11):
-            assert isinstance(patience.on_silence(), StatsQuery)
+            assert isinstance(liveness.on_silence(), StatsQuery)
         with pytest.raises(EndpointError, match="within 10 s"):
-            patience.on_silence()
+            liveness.on_silence()
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "long", None])
@@ -214,7 +214,7 @@ def test_busy_server_does_not_time_out(stand, codec, monkeypatch):
     """The core is silent; the front's answers to the client's questions show that the server lives."""
     heard = threading.Semaphore(0)
     monkeypatch.setattr("outrider.orchestrator.client.client.ASK_AFTER_SECONDS", 0.02)
-    monkeypatch.setattr(Patience, "on_message", lambda self: heard.release() or setattr(self, "_asked", 0))
+    monkeypatch.setattr(Liveness, "on_message", lambda self: heard.release() or setattr(self, "_asked", 0))
     results: list[GenerationResult] = []
     client = stand.client(np.float32(100))
     thread = threading.Thread(target=lambda: results.append(client.generate("x")))
