@@ -131,7 +131,7 @@ class HiddenStates:
         for number in points.layers:
             if not 0 <= number < len(layers):
                 raise ModelError(f"there is no layer {number}; expected 0 to {len(layers) - 1}")
-            register_forward_hook(layers[number], "taps", partial(self._record_layer, number))
+            register_forward_hook(layers[number], "taps", partial(self._record, number))
         if points.before_norm or points.after_norm:
             self._norm = find_final_norm(backbone)
             register_forward_hook(self._norm, "taps", self._record_norm)
@@ -175,20 +175,17 @@ class HiddenStates:
     def record_layer_rows(self, number: int, rows: Floats) -> None:
         """Records a layer's output [T, D] in a forward outside the model (see `tapped_layers`)."""
         out = mx.array(rows)[None]
-        self._record(number, out)
+        self._record(number, None, out)
         if number == self._last and self._norm is not None:
             self._norm(out)  # its callback records them, too
 
-    def _record(self, key: object, out: Any) -> None:
+    def _record(self, key: object, _: Any, out: Any) -> None:
         if self._seen is not None:
             self._seen[key] = out[0] if isinstance(out, tuple) else out
 
-    def _record_layer(self, number: int, _: Any, out: Any) -> None:
-        self._record(number, out)
-
     def _record_norm(self, x: Any, out: Any) -> None:
-        self._record(BEFORE_NORM, x)
-        self._record(AFTER_NORM, out)
+        self._record(BEFORE_NORM, None, x)
+        self._record(AFTER_NORM, None, out)
 
     def _check_shapes(self, model: nn.Module) -> None:
         """Builds a forward without evaluating it and checks the shapes."""

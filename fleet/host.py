@@ -56,10 +56,6 @@ TOKEN_FILE = "token"
 TOKEN_BYTES = 32
 
 
-def _check_memory(name: str, value: object) -> int:
-    return 0 if value == 0 else values.check_size(name, value)
-
-
 @dataclass(frozen=True, slots=True)
 class Resources:
     """Resources of a host: shares of its Metal GPU and Neural Engine, NVIDIA GPUs, CPU cores, bytes of memory.
@@ -72,7 +68,7 @@ class Resources:
     ane: float = values.float_field(0, 0, 1)
     cuda: float = values.float_field(0, 0, MAX_AMOUNT)
     cpu: float = values.float_field(0, 0, MAX_AMOUNT)
-    memory: int = values.checked_field(0, _check_memory)
+    memory: int = values.checked_field(0, lambda name, value: 0 if value == 0 else values.check_size(name, value))
 
     def __post_init__(self) -> None:
         values.check_fields(self)

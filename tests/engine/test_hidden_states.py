@@ -142,7 +142,7 @@ def test_forward_without_a_reader_holds_no_hidden_rows(loaded: Loaded) -> None:
     kv_cache.tap_hidden_states(hidden_states)
     sequence, during = kv_cache.open(), []
     inner = hidden_states._record
-    hidden_states._record = lambda key, out: (inner(key, out), during.append(hidden_states._seen))  # type: ignore[method-assign]
+    hidden_states._record = lambda *row: (inner(*row), during.append(hidden_states._seen))  # type: ignore[method-assign]
     kv_cache.forward([Feed(sequence, [5, 6, 7], 1)])
     assert during and not any(during)
     rows: list[mx.array] = []
