@@ -23,7 +23,7 @@ from typing import Any, Literal
 from outrider.grammar.compiler import as_part, check_grammar
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import MAX_SEED, Grammar, SamplingParams
-from outrider.server.model.call_grammar import Rules, arguments_of, one_of, without_unreadable_patterns, write_calls
+from outrider.server.model.call_grammar import Rules, arguments_of, close_objects, drop_unreadable, one_of, write_calls
 from outrider.server.model.served import ServedModel, ThinkingMode, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import ToolFormat, replace_lone_surrogates
 from outrider.server.problems import Refused
@@ -178,11 +178,9 @@ def _parse_logit_bias(given: Mapping[str, float] | None) -> tuple[tuple[int, flo
 
 def should_include_usage(payload: Sampling) -> bool:
     """Returns whether the stream ends with usage. Raises Refused for stream_options without a stream."""
-    if payload.stream_options is None:
-        return False
-    if not payload.stream:
+    if payload.stream_options is not None and not payload.stream:
         raise Refused("stream_options needs stream: true", "stream_options")
-    return bool(payload.stream_options.include_usage)
+    return bool(payload.stream_options and payload.stream_options.include_usage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +253,8 @@ def _parse_format_field(name: str, given: Any) -> OutputFormat:
                 return OutputFormat(Grammar.json_object(), name)
         if not isinstance(given, Mapping | str | bool):
             raise Refused(f"{name}: the schema is not an object; expected a JSON schema", name)
+        with suppress(ValueError, RecursionError):
+            given = close_objects(json.loads(given) if isinstance(given, str) else given)
         return OutputFormat(Grammar.json_schema(given), name)
 
 
@@ -299,7 +299,7 @@ def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> Outp
         return form
     except InvalidRequest as error:
         if form.loose:
-            schema = without_unreadable_patterns(json.loads(form.grammar.text))
+            schema = drop_unreadable(json.loads(form.grammar.text))
             schema["x-guidance"] = {**schema.get("x-guidance", {}), "lenient": True}
             lenient = Grammar.json_schema(schema)  # without what the library does not support
             with suppress(InvalidRequest):

@@ -24,14 +24,7 @@ from outrider.server.schemas import AnthropicError, AnthropicErrorBody, ErrorDet
 
 RETRY_SECONDS = 1
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+_ANTHROPIC_TYPES = _OPENAI_TYPES | {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
 def is_anthropic(scope: Scope) -> bool:

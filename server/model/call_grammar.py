@@ -40,6 +40,8 @@ _UNREADABLE = re.compile(r"\(\?<?[=!]|\\[1-9]")
 _LITERAL_KEYS = {"enum", "const", "required"}
 _PLAIN_OBJECT_KEYS = {"type", "properties", "required", "$defs", "definitions"}
 _SEPARABLE_KEYS = _PLAIN_OBJECT_KEYS | {"additionalProperties", "x-guidance"}
+_CLOSABLE_KEYS = _PLAIN_OBJECT_KEYS | _ANNOTATION_KEYS | {"x-guidance"}
+_COMBINED = re.compile('"(?:allOf|not|if|dependentSchemas)":')
 
 
 class Rules:
@@ -333,7 +335,7 @@ def arguments_of(function: dict[str, Any], strict: bool) -> Schema:
         InvalidRequest: the schema does not describe an object.
     """
     schema = _prune(function["parameters"], lambda key, _: key in _ANNOTATION_KEYS)
-    schema = schema if strict else without_unreadable_patterns(schema)
+    schema = close_objects(schema if strict else drop_unreadable(schema))
     if "object" not in (kind := schema.get("type", "object")):
         raise InvalidRequest(f"the arguments have type {kind!r}; expected the schema of an object")
     closed = {"additionalProperties": False} if "properties" in schema and not set(schema) - _PLAIN_OBJECT_KEYS else {}
@@ -362,9 +364,7 @@ def _write_arguments(rules: Rules, style: ArgumentStyle, schema: Schema) -> list
     """Returns each argument's rule and whether it is required."""
     if set(schema) - _SEPARABLE_KEYS:
         raise UnsupportedSchema
-    needed = schema.get("required", [])
-    known = schema.get("properties", {})
-    found = []
+    needed, known, found = schema.get("required", []), schema.get("properties", {}), list[tuple[str, bool]]()
     after, line_break, _ = style.after.partition("@nl")
     for name, inner in {**known, **{name: {} for name in needed if name not in known}}.items():
         if not isinstance(inner, dict) or re.fullmatch(style.names, name, re.ASCII) is None:
@@ -390,7 +390,7 @@ def _fill_in(rules: Rules, text: str, name: str = "") -> str:
     return " ".join(found)
 
 
-def without_unreadable_patterns(schema: Any) -> Any:
+def drop_unreadable(schema: Any) -> Any:
     """Removes the patterns that llguidance rejects: those with look-around or back references."""
 
     def is_unreadable(key: str, value: Any) -> bool:
@@ -399,18 +399,27 @@ def without_unreadable_patterns(schema: Any) -> Any:
     return _prune(schema, is_unreadable)
 
 
-def _prune(schema: Any, unwanted: Callable[[str, Any], bool]) -> Any:
+def close_objects(schema: Any) -> Any:
+    """Excludes properties that an object does not list, unless the schema says otherwise. A schema that combines
+    others, which may list them, is returned unchanged."""
+    return schema if _COMBINED.search(json.dumps(schema)) else _prune(schema, lambda *_: False, closes=True)
+
+
+def _prune(schema: Any, unwanted: Callable[[str, Any], bool], closes: bool = False) -> Any:
     """Returns a schema without the keywords that are `unwanted`, by name and value; a pattern that names properties
-    counts as a `pattern`."""
+    counts as a `pattern`. `closes`: plain objects have only the properties that they list."""
     if isinstance(schema, list):
-        return [_prune(one, unwanted) for one in schema]
+        return [_prune(one, unwanted, closes) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    found, inside = Schema(), closes and "properties" not in schema
     for key, value in schema.items():
         if key in _SUBSCHEMA_MAPS and isinstance(value, dict):
             kept = [name for name in value if key != "patternProperties" or not unwanted("pattern", name)]
-            found[key] = {name: _prune(value[name], unwanted) for name in kept}
+            found[key] = {name: _prune(value[name], unwanted, closes) for name in kept}
         elif not unwanted(key, value):
-            found[key] = value if key in _LITERAL_KEYS else _prune(value, unwanted)
+            found[key] = value if key in _LITERAL_KEYS else _prune(value, unwanted, inside)
+    listed, needed = found.get("properties"), found.get("required", [])
+    if closes and isinstance(listed, dict) and isinstance(needed, list) and not set(found) - _CLOSABLE_KEYS:
+        return {**found, **({"additionalProperties": False} if {*map(str, needed)} <= {*listed} else {})}
     return found

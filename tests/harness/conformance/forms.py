@@ -104,6 +104,26 @@ def _(at: Servers) -> None:
     form(content_of(at.chat.whole(CHAT, messages=HELLO, guided_json=json.dumps(FORM))))
 
 
+@cases.add("vLLM's and llama.cpp's practice")
+def _(at: Servers) -> None:
+    """An object has no other properties than a schema lists, unless additionalProperties allows them."""
+    inner = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+    outer = {"type": "object", "properties": {"inner": {"$ref": "#/$defs/inner"}}, "required": ["inner"]}
+    schema = {**outer, "$defs": {"inner": inner}}
+    asked: dict[str, Any] = {"prompt": PROMPT, "temperature": 2, "max_tokens": 64}
+    for seed in range(8):
+        for wanted in ({"response_format": in_form(schema)}, {"guided_json": json.dumps(schema)}):
+            found = json.loads(at.pair.whole(TEXT, **asked, **wanted, seed=seed)["choices"][0]["text"])
+            hold(set(found) == {"inner"} and set(found["inner"]) == {"sure"}, f"it is {found}")
+    more = {"properties": {"more": {"const": 1}}, "required": ["more"]}
+    both: list[dict[str, Any]] = [{**inner, "required": ["sure", "more"]}, {**inner, "anyOf": [more]}]
+    for combined in (*both, {"allOf": [inner, more]}):
+        text = at.pair.whole(TEXT, **asked, guided_json=combined)["choices"][0]["text"]
+        hold('"sure"' in text and '"more"' in text, f"it is {text!r}")
+    asked["guided_json"] = {**inner, "required": 5}
+    refused(at.pair.post(TEXT, **asked), "guided_json")
+
+
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """structured_outputs.regex is followed."""
