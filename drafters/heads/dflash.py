@@ -186,7 +186,7 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
     with config_errors("dflash", config, weights, name):
-        weights = {_rename_tensor(key): value for key, value in weights.items()}
+        weights = {key.removeprefix("model.").removeprefix("logit_head."): value for key, value in weights.items()}
         # Some formats nest the sizes, or the settings of the method.
         config = {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}
         settings = _parse_config(config, weights, target.config, name)
@@ -200,10 +200,6 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         head = DFlash(settings, target.embed, target.output, vocabulary)
         load_head_weights(head, weights, name, unused=_TARGET_TENSOR_PREFIXES)
         return head
-
-
-def _rename_tensor(key: str) -> str:
-    return key.removeprefix("model.").removeprefix("logit_head.")
 
 
 def _parse_config(config: Mapping[str, Any], weights: Weights, target: Mapping[str, Any], name: str) -> DFlashConfig:
