@@ -71,7 +71,7 @@ def test_block_heads_cache_equals_a_fresh_read_after_each_round(target: LoadedMo
         if tree._nodes and tree.committed_len > len(PROMPT) and not tree.kv_rows.features.count:
             seen.add(tree.committed_len)
             assert tree.column_tokens() == list(text[: tree.committed_len])
-            assert tree.kv_rows.places.tolist() == list(range(tree.kv_rows.features.end))
+            assert tree.kv_rows.feature_positions.tolist() == list(range(tree.kv_rows.features.end))
             assert distance(head, tree, np.stack([told[at] for at in range(tree.kv_rows.features.end)])) < 2e-3
 
     played = cluster(target, head, schedule=MIXED, after_draft=check)
