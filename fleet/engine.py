@@ -26,7 +26,6 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from zmq.utils.monitor import recv_monitor_message
 
 from outrider.fleet.plan import Placed
 from outrider.orchestrator.client.async_client import AsyncClient
@@ -34,7 +33,7 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.spawn import Sweeper, child_environment, python
 from outrider.orchestrator.settings import ServeSettings, Settings, to_flags
-from outrider.protocol.endpoints import connect, find_client_keys
+from outrider.protocol.endpoints import connect, find_client_keys, receive_event
 from outrider.protocol.errors import EndpointError, ModelError, ServerBusy, WorkerError
 from outrider.protocol.keys import CLIENT, DRAFTER, AllowedKey, Keyring, parse_key
 from outrider.protocol.messages import Stats, WorkerStats
@@ -191,7 +190,7 @@ def wait_until_gone(endpoint: str, keys: Path | None) -> None:
         try:
             connect(socket, endpoint, find_client_keys(endpoint, folder=keys))
             if monitor.poll(HEARTBEAT_TIMEOUT_MS):
-                while recv_monitor_message(monitor)["event"] != DISCONNECTED:
+                while receive_event(monitor)[0] != DISCONNECTED:
                     pass
         finally:
             socket.disable_monitor()

@@ -14,7 +14,6 @@ routing ids; knows nothing of requests.
 from __future__ import annotations
 
 import logging
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -26,7 +25,7 @@ from outrider.orchestrator.auth import client_id_of
 from outrider.protocol import clock
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode, read_request_id
-from outrider.protocol.endpoints import BoundSocket, bind
+from outrider.protocol.endpoints import BoundSocket, bind, receive_event
 from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, ServerBusy, error_kind
 from outrider.protocol.keys import ServerKeys, sender_key
 from outrider.protocol.messages import Failed, Message
@@ -152,10 +151,9 @@ class RouterSocket:
     def update_connections(self) -> None:
         """Handles events of connections that were opened or closed; stops or resumes listening."""
         while self.monitor.poll(0):
-            frame, address = self.monitor.recv_multipart()
-            event, fd = struct.unpack("=hi", frame)  # as zmq.utils.monitor does, which imports asyncio
+            event, fd, address = receive_event(self.monitor)
             if event == zmq.EVENT_ACCEPTED:
-                endpoint = self._endpoint_at(address.decode())
+                endpoint = self._endpoint_at(address)
                 endpoint.open_fds.add(fd)
                 if len(endpoint.open_fds) > endpoint.max_connections:
                     endpoint.bound.close_connection(fd)  # of a port, which can't stop listening

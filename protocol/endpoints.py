@@ -18,6 +18,7 @@ import ipaddress
 import os
 import re
 import socket as sockets
+import struct
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -372,8 +373,6 @@ def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT
         KeyFault: the server refuses the key, has another key than expected, or requires keys and there are none.
         EndpointError: nothing answers.
     """
-    from zmq.utils.monitor import recv_monitor_message  # it imports asyncio, which most processes do without
-
     context: zmq.Context[Any] = zmq.Context.instance()
     with context.socket(zmq.DEALER) as socket:
         socket.linger = 0
@@ -382,7 +381,7 @@ def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT
             connect(socket, endpoint, keys)
             if not monitor.poll(int(1000 * seconds)):
                 raise EndpointError(f"no answer from {endpoint} within {seconds:g} s; expected a running server there")
-            event = recv_monitor_message(monitor)["event"]
+            event, _, _ = receive_event(monitor)
         finally:
             socket.disable_monitor()
             monitor.close(linger=0)
@@ -391,6 +390,13 @@ def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT
         if not known and not _is_greeted(parse_endpoint(endpoint)):
             raise EndpointError(f"{endpoint} closes connections without an answer; expected a running server there")
         raise _handshake_error(endpoint, keys, known)
+
+
+def receive_event(monitor: zmq.Socket[Any]) -> tuple[int, int, str]:
+    """Returns a socket event's kind, value and endpoint, without `zmq.utils.monitor`, which imports asyncio."""
+    frame, endpoint = monitor.recv_multipart()
+    event, value = struct.unpack("=hi", frame)
+    return event, value, endpoint.decode()
 
 
 def _is_greeted(where: Endpoint) -> bool:
