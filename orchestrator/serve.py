@@ -45,6 +45,7 @@ from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, load_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.sockets import ClientSocket
+from outrider.protocol.endpoints import Ipc, parse_endpoint
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, error_kind, make_error
 from outrider.protocol.keys import CLIENT
 from outrider.protocol.process import trim_memory
@@ -141,11 +142,11 @@ def _announce_until_signal(
 
 def _check_sockets(ready: ServerReady) -> None:
     """Raises EndpointError if the file of a socket was removed, since nothing can connect without it."""
-    for path in (where.removeprefix("ipc://") for where in (ready.own, ready.workers) if where.startswith("ipc://")):
-        if not os.path.lexists(path):
+    for where in map(parse_endpoint, (ready.own, ready.workers)):
+        if isinstance(where, Ipc) and not os.path.lexists(where.path):
             raise EndpointError(
-                f"the socket {path} was removed, and the server can't be reached without it; start the server again,"
-                " and exclude that folder from clean-ups (TMPDIR or --endpoint set another one)"
+                f"the socket {where.path} was removed, and the server can't be reached without it; start the server"
+                " again, and exclude that folder from clean-ups (TMPDIR or --endpoint set another one)"
             )
 
 
