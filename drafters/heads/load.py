@@ -26,7 +26,6 @@ import numpy as np
 from outrider.drafters.heads import early_exit
 from outrider.drafters.heads.checkpoint import HeadTarget, find_target_mismatch, read_config, read_weights
 from outrider.drafters.heads.drafter import HeadDrafter, make_for_draft_worker
-from outrider.drafters.heads.early_exit import generate_trial_text, read_rows
 from outrider.drafters.heads.head import BlockHead, Head
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureKVCache, HeadKVCache, PairKVCache, make_kv_cache
 from outrider.engine.flat import Segment
@@ -158,7 +157,7 @@ class Agreement:
 
 def measure_agreement(head: Head, model: LoadedModel, cpu: OrtForward | None = None) -> Agreement:
     """Generates a text with the target and lets the head predict it. `cpu`: see `make_kv_cache`."""
-    text = generate_trial_text(model)
+    text = early_exit.generate_trial_text(model)
     own = _accuracy(head, make_kv_cache(head, cpu), model, text)
     others = {
         f"tokens {_shift_name(by)}": _accuracy(head, make_kv_cache(head, cpu), model, text, tokens=by) for by in (-1, 1)
@@ -196,7 +195,7 @@ def _accuracy(
     tokens: int = 0,
 ) -> float:
     """Returns how often the head is right with rows from these points, and with the tokens shifted by `tokens`."""
-    logits, rows = read_rows(model, text, points or head.points, head.fuse)
+    logits, rows = early_exit.read_rows(model, text, points or head.points, head.fuse)
     count = len(text) - 1 - max(tokens, 0)
     following = slice(1 + tokens, count + 1 + tokens)
     predicted = _predict_tokens(kv_cache, mx.array(text[following], mx.int32), rows[:count])

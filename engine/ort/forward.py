@@ -403,12 +403,11 @@ def open_forward(model: nn.Module, model_type: str, folder: Path) -> OrtForward 
     try:
         with wrap_model_errors("ONNX Runtime's forwards", logging.INFO):
             forward = OrtForward(DecoderLayers.of(model, model_type), CachedGraph.of(folder))
-            cached = forward.cached
-            min_rows = cached.min_rows if cached is not None else None
+            min_rows = forward.cached.min_rows if forward.cached is not None else None
             if min_rows is None:
                 check_logits(forward, lambda tokens: model(mx.array(tokens[None]))[0])
-                if cached is not None:
-                    cached.record_check(forward.min_rows)
+                if forward.cached is not None:
+                    forward.cached.record_check(forward.min_rows)
             else:
                 forward.min_rows = min_rows
             return forward
