@@ -342,6 +342,20 @@ def test_training_continues_from_a_finished_draft(draft: Path, target: Path, tmp
         export.read(tmp_path)
 
 
+def test_a_run_that_begins_as_a_draft_keeps_its_tokens_and_adds_likely_ones(
+    run_folder: Path, draft: Path, target: Path, tmp_path: Path
+) -> None:
+    weights, _ = export.read(draft)
+    shape, unlikely = read_target(target, CPU, torch.float32).shape, torch.arange(140, 300)
+    export.write(tmp_path / "begun", weights, unlikely, shape, {})
+    shutil.copytree(run_folder / "store", tmp_path / "store")
+    longer = replace(RECIPE, vocab=200, minutes=0.0, begin_as=tmp_path / "begun")
+    pipeline.run(longer, target, tmp_path / "draft", tmp_path / "store")
+    _, tokens = export.read(tmp_path / "draft")
+    assert len(tokens) == 200 and set(unlikely.tolist()) < set(tokens.tolist())
+    assert torch.equal(tokens, tokens.unique())
+
+
 def test_a_draft_that_does_not_fit_its_target_is_refused(draft: Path, target: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(draft, other)

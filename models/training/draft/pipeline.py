@@ -45,7 +45,8 @@ class DraftRecipe:
     """A draft from the target's `layers` that can draft `vocab` tokens, with MLPs of width `mlp` (None: the target's).
 
     `text_tokens`: how much the target writes; `minutes`: for text and training (None: until it is stopped); `held_out`:
-    number of prompts. `begin_as`: another run's folder, or a finished draft's, which provides the initial first layers.
+    number of prompts. `begin_as`: another run's folder, or a finished draft's, which provides the initial first layers
+    and tokens that can be drafted in any case.
     """
 
     seed: int = 0
@@ -131,7 +132,7 @@ def _trainer(
     note = work / "draft.json"
     begun = None if recipe.begin_as is None else _begun(recipe.begin_as)
     if not note.exists():
-        likely = kept.likely(min(recipe.vocab, len(text_counts)), text_counts) if begun is None else begun[1]
+        likely = kept.likely(min(recipe.vocab, len(text_counts)), text_counts, None if begun is None else begun[1])
         torch.save(likely, work / "outputs.pt")
         with replacing(note) as temporary:
             temporary.write_text(identity)

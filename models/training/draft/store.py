@@ -90,16 +90,19 @@ class Store:
             self._sorted = sorted(self.answers, key=lambda answer: len(answer.tokens))
         return self._sorted
 
-    def likely(self, count: int, text: Tensor) -> Tensor:
+    def likely(self, count: int, text: Tensor, known: Tensor | None = None) -> Tensor:
         """Returns ids [count], ascending, of the tokens that the target is likeliest to generate: by their probability
         in its answers, their counts in the prompts' `text` [V], and their ids, because a tokenizer learns frequent
-        tokens first. With few answers the latter two cover tokens that have not occurred yet."""
+        tokens first. With few answers the latter two cover tokens that have not occurred yet. `known`: ids that are
+        included in any case."""
         said = torch.zeros(len(text), dtype=torch.float64)
         for answer in self.answers:
             said.index_add_(0, answer.ids.flatten().long(), answer.log_probs.double().exp().flatten())
         learnt = 1 / (torch.arange(len(text), dtype=torch.float64) + 200)
         shares = said / said.sum() + 0.2 * text / text.sum().clamp(min=1) + 0.1 * learnt / learnt.sum()
-        return shares.topk(count).indices.sort().values
+        if known is not None:
+            shares[known] = torch.inf
+        return shares.topk(max(count, 0 if known is None else len(known))).indices.sort().values
 
 
 def read_shard(path: Path) -> list[Answer]:
