@@ -1,11 +1,12 @@
 """Imports mlx-lm's models without its tokenizers and downloads, for a process that only computes.
 
 `import mlx_lm` also imports transformers and huggingface_hub, which took two thirds of a worker's import time. Code
-that needs them can still import them.
+that needs them can still import them. `python -m outrider.engine.models_only MODULE` runs such a module.
 """
 
 from __future__ import annotations
 
+import runpy
 import sys
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
@@ -18,14 +19,14 @@ LEFT_OUT = {"mlx_lm.tokenizer_utils": ("TokenizerWrapper", "load"), "huggingface
 def models_only() -> None:
     """Makes `mlx_lm` a package whose __init__ is not run, and whose `utils` read local models only.
 
-    Does nothing if mlx_lm is imported already. If this mlx-lm imports more names from those modules, all of it is
-    imported.
+    Does nothing if mlx_lm is imported already. Imports all of it if it imports more names from those modules.
     """
-    package = find_spec("mlx_lm")
-    if "mlx_lm" in sys.modules or package is None:
+    if "mlx_lm" in sys.modules or (package := find_spec("mlx_lm")) is None:
         return
     sys.modules["mlx_lm"] = module_from_spec(package)  # without its __init__, which imports everything
-    stubs = {name: _stub(name, names) for name, names in LEFT_OUT.items() if name not in sys.modules}
+    stubs = {name: ModuleType(name) for name in LEFT_OUT if name not in sys.modules}
+    for name, stub in stubs.items():
+        vars(stub).update(dict.fromkeys(LEFT_OUT[name], object))  # used in annotations
     sys.modules.update(stubs)
     try:
         import_module("mlx_lm.utils")
@@ -36,7 +37,6 @@ def models_only() -> None:
             del sys.modules[name]
 
 
-def _stub(name: str, names: tuple[str, ...]) -> ModuleType:
-    module = ModuleType(name)
-    vars(module).update(dict.fromkeys(names, object))  # used in annotations
-    return module
+if __name__ == "__main__":
+    models_only()
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)

@@ -61,7 +61,7 @@ from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import InvalidRequest, OutriderError
 
-MODULE = "outrider.drafters.coreml.trial"
+_PROGRAM = ("-P", "-m", "outrider.engine.models_only", "outrider.drafters.coreml.trial")
 DEFAULT_PREDICTIONS = 300
 PROMPT_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 _TIMEOUT_SECONDS = 900.0  # a first compile for the Neural Engine can take minutes
@@ -210,7 +210,7 @@ def mlx_and_device() -> str:
 
 def trial_command(package: Package, units: str, *arguments: str) -> list[str]:
     """Returns the command line of the program, without the file for its result."""
-    return [sys.executable, "-P", "-m", MODULE, "--package", str(package.path), "--units", units, *arguments]
+    return [sys.executable, *_PROGRAM, "--package", str(package.path), "--units", units, *arguments]
 
 
 def _run_program(package: Package, units: str, *arguments: str) -> Any:
@@ -343,7 +343,7 @@ def measure_prompts(model: LoadedModel, package: Package, units: str) -> PromptT
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
+    parser = argparse.ArgumentParser(prog=_PROGRAM[-1], description=__doc__)
     parser.add_argument("--package", type=Path, required=True)
     parser.add_argument("--units", choices=COMPUTE_UNITS, required=True)
     parser.add_argument("--predictions", type=int, default=DEFAULT_PREDICTIONS)

@@ -12,7 +12,7 @@ from typing import Any
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.machine.spawn import MODELS_ONLY, child_environment, python
 from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.model_files import (
     DEFAULT_MODEL,
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     screen = Screen()
     screen.show("looking at this machine")
     draft = _find_default_draft() if options.draft_model is None else find_model(options.draft_model).folder
-    command = python("-m", REPORT_MODULE, "--model", str(draft), *(["--probe"] if options.probe else []))
+    command = python("-m", MODELS_ONLY, REPORT_MODULE, "--model", str(draft), *(["--probe"] if options.probe else []))
     environment = system.blas_environment(child_environment(), 1)
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=False)
     screen.clear()

@@ -34,9 +34,9 @@ from outrider.protocol.socket_files import SocketLock
 from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE
 
 log = logging.getLogger(__name__)
-LOG_TAIL_BYTES = 4096
-LOG_TAIL_LINES = 3
+LOG_TAIL_BYTES, LOG_TAIL_LINES = 4096, 3
 STDERR = 2
+MODELS_ONLY = "outrider.engine.models_only"  # runs a program
 MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker", "prefill": "outrider.prefill_worker"}
 
 # Freed blocks of 1 MiB and more return to the system. By default glibc raises this threshold when it sees such blocks;
@@ -215,7 +215,7 @@ def measure_prompt_reading(draft_model: str) -> str | None:
     """Returns a note on what reads which prompts, or why there is no result; None on systems without Core ML."""
     if sys.platform != "darwin":
         return None
-    command = python("-m", "outrider.drafters.coreml.doctor", "--model", draft_model, "--prompts")
+    command = python("-m", MODELS_ONLY, "outrider.drafters.coreml.doctor", "--model", draft_model, "--prompts")
     try:
         done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=MEASURE_SECONDS)
     except subprocess.TimeoutExpired:
