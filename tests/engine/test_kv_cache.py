@@ -25,7 +25,7 @@ from tests.ahead import said
 from tests.slots import open_slots
 
 Loaded = Callable[..., LoadedModel]
-TOGETHER = ("llama", "gemma3_text", "mistral", "qwen3", "qwen3_moe")
+TOGETHER = ("llama", "gemma3_text", "qwen3_moe")
 
 
 @dataclass
@@ -165,7 +165,7 @@ def test_batched_requests_generate_the_texts_of_single_requests(loaded: Loaded, 
     truths = []
     for prompt, params in zip(prompts, params_list, strict=True):
         slot = open_slots(model, [prompt], [params])[0]
-        truths.append([verify(slot).bonus for _ in range(24)])
+        truths.append([verify(slot).bonus for _ in range(20)])
     kv_cache, draws = open_kv_cache(model), random.Random(4)
     slots = open_slots(model, prompts, params_list, kv_cache=kv_cache)
     late = open_slots(model, [[9] * 3], [SamplingParams()], kv_cache=kv_cache)[0]

@@ -259,6 +259,7 @@ def test_model_loads_and_runs_without_a_working_compiler(tiny_model: TinyModel, 
         fake.write_text('#!/bin/sh\n[ "$1" = --version ]\n')
         fake.chmod(0o755)
     program = (
+        "from outrider.engine.models_only import models_only; models_only()\n"
         "from outrider.engine.loading import load; from tests.slots import open_slots\n"
         "from outrider.engine.verify import verify\n"
         "from outrider.protocol.sampling import SamplingParams\n"

@@ -41,9 +41,9 @@ def test_numpy_and_mlx_agree_on_every_integer() -> None:
         x = np.arange(start, start + 2**21, dtype=np.uint32)
         ours = noise.gumbel_of(np, x)
         assert np.array_equal(ours, np.array(noise.gumbel_of(mx, mx.array(x))))
-        u_above = (2**24 - x.astype(np.float64) - 0.5) / 2**24  # 1 - u, exact
+        u_above = (2**24 - x[::16].astype(np.float64) - 0.5) / 2**24  # 1 - u, exact
         exact = -np.log(-np.log1p(-u_above))
-        assert np.abs(ours - exact).max() < 1e-6
+        assert np.abs(ours[::16] - exact).max() < 1e-6
 
 
 def test_numpy_and_mlx_agree_on_keys_of_all_sizes() -> None:

@@ -171,9 +171,14 @@ def test_rest_of_the_biases_is_coded_within_a_quarter_of_a_step(bits: int, shape
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "kind"), [(4, 32, "native"), (4, 64, "native"), (4, 32, "uneven"), (8, 64, "native")]
+    ("family", "bits", "group", "kind"),
+    [
+        ("llama", 4, 32, "native"),
+        ("llama", 8, 64, "native"),
+        ("qwen3", 4, 64, "native"),
+        ("gemma3_text", 4, 32, "uneven"),
+    ],
 )
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_logits_are_bit_equal_at_every_forward_width(
     quantised: Quantised, family: str, bits: int, group: int, kind: str
 ) -> None:

@@ -29,7 +29,6 @@ KINDS = (
 )
 FORMS = [
     ("llama", JointKVRows),
-    ("qwen3", JointKVRows),
     ("gemma3_text", JointKVRows),
     ("gemma2", DenseKVRows),
     ("qwen3_5", RecurrentKVRows),
@@ -77,7 +76,7 @@ def test_tree_grown_with_others_equals_a_tree_grown_separately(
     """Some join, some are away; in between each commits at its own times."""
     model, draws = loaded(family), random.Random(family)
     shared, alone = planted(model, form), planted(model, form)
-    for turn in range(6):
+    for turn in range(4):
         present = [i for i in range(len(KINDS)) if draws.random() < 0.8] or [0]
         feeds = [some_feed(shared[i], draws) for i in present]
         grown = Tree.feed_together([shared[i] for i in present], feeds)
@@ -92,9 +91,7 @@ def test_tree_grown_with_others_equals_a_tree_grown_separately(
         same(ours, theirs, [ours.root])
 
 
-@pytest.mark.parametrize(
-    ("family", "form"), [("llama", JointKVRows), ("qwen3", JointKVRows), ("qwen3_5", RecurrentKVRows)]
-)
+@pytest.mark.parametrize(("family", "form"), [("llama", JointKVRows), ("qwen3_5", RecurrentKVRows)])
 def test_failed_forward_leaves_every_tree_unchanged(
     loaded: Loaded, family: str, form: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 import scipy
 
+from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
-from outrider.engine.load_checks import find_tree_form, open_tree
+from outrider.engine.load_checks import find_tree_form, open_kv_cache, open_tree
 from outrider.engine.loading import LoadedModel
 from outrider.engine.positions import TokenRope
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
-from outrider.engine.verify import verify
+from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, verify
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
+from tests.ahead import said
 from tests.slots import open_slots
 from tests.tiny import FAMILIES, HYBRIDS
 
@@ -99,9 +101,11 @@ class TreeUnderTest:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("setting", ["greedy", "sampled"])
-def test_node_scores_equal_plain_forwards(loaded: Loaded, family: str, setting: str) -> None:
-    grown = TreeUnderTest(loaded(family), SETTINGS[setting], [2 + 11 * i % 250 for i in range(23)], family + setting)
+def test_node_scores_equal_plain_forwards_in_the_form_of_each_family(loaded: Loaded, family: str) -> None:
+    model = replace(loaded(family), cpu=None)
+    joins = JointKVRows if family not in OWN_ATTENTION else DenseKVRows
+    assert find_tree_form(model) is (RecurrentKVRows if family in HYBRIDS else joins)
+    grown = TreeUnderTest(model, SAMPLED, [2 + 11 * i % 250 for i in range(23)], family)
     for _ in range(3):
         for count in (5, 3, 1):
             grown.feed(count)
@@ -111,9 +115,9 @@ def test_node_scores_equal_plain_forwards(loaded: Loaded, family: str, setting: 
     assert grown.worst < ROUNDING
 
 
-@pytest.mark.parametrize("setting", ["filtered", "penalised"])
+@pytest.mark.parametrize("setting", ["greedy", "filtered", "penalised"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_node_scores_equal_plain_forwards_with_filters_and_penalties(loaded: Loaded, family: str, setting: str) -> None:
+def test_node_scores_equal_plain_forwards_by_the_cpus_kernels(loaded: Loaded, family: str, setting: str) -> None:
     grown = TreeUnderTest(loaded(family), SETTINGS[setting], list(range(40, 60)), family + setting)
     for _ in range(4):
         for count in (4, 3):
@@ -201,14 +205,6 @@ def test_attention_model_has_the_same_scores_in_recurrent_form(loaded: Loaded) -
         tree.feed([5, 5, 3], [11, None, 12])
     for node in (3, 5, 6, 7, 8):
         np.testing.assert_allclose(np.array(row.scores(node)), np.array(rows.scores(node)), atol=ROUNDING)
-
-
-def test_each_family_gets_its_tree_form(loaded: Loaded) -> None:
-    for family in FAMILIES:
-        joins = JointKVRows if family not in OWN_ATTENTION else DenseKVRows
-        assert find_tree_form(replace(loaded(family, seed=6), cpu=None)) is (
-            RecurrentKVRows if family in HYBRIDS else joins
-        )
 
 
 def test_lazy_chains_equal_chains_read_step_by_step(loaded: Loaded) -> None:
@@ -354,10 +350,13 @@ TOY_PROMPT = [3, 1, 4]
 @pytest.fixture(scope="module")
 def decoded(loaded: Loaded) -> np.ndarray:
     """The first two tokens of each seed, [500, 2]."""
-    found = []
-    for seed in range(500):
-        slot = open_slots(loaded("mistral", **TOY), [TOY_PROMPT], [SamplingParams(temp=1.0, seed=seed)])[0]
-        found.append((verify(slot).bonus, verify(slot).bonus))
+    model, found = loaded("mistral", **TOY), []
+    for first in range(0, 500, 50):
+        kv_cache, params = open_kv_cache(model), [SamplingParams(temp=1.0, seed=first + i) for i in range(50)]
+        slots = [CacheSlot(model, kv_cache, TOY_PROMPT, one) for one in params]
+        begin_forward([], [PrefillChunk(slot, len(TOY_PROMPT) - 1) for slot in slots]).commit()
+        outputs = [begin_forward([VerifyInput(slot) for slot in slots]).commit() for _ in range(2)]
+        found += [[said(output).bonus for output in of_text] for of_text in zip(*outputs, strict=True)]
     return np.array(found)
 
 
@@ -375,11 +374,11 @@ def test_two_drafted_tokens_are_those_of_plain_decoding(loaded: Loaded, decoded:
     """Whether the target drafts itself, or a stranger does."""
     model, drafter = (loaded("mistral", seed=seed, **TOY) for seed in (0, drafter_seed))
     accepted = 0
-    for seed, truth in enumerate(decoded[:150].tolist()):
+    for seed, truth in enumerate(decoded[:50].tolist()):
         params = SamplingParams(temp=1.0, seed=seed)
         slot, tree = open_slots(model, [TOY_PROMPT], [params])[0], open_tree(drafter, TOY_PROMPT, params)
         accepted += verify(slot, tree.best([0, tree.feed([0], [None])[0]])).accepted
         if len(slot.tokens) < 5:
             verify(slot)
         assert slot.tokens[3:5] == truth
-    assert accepted == 300 if drafter is model else 0 < accepted < 300
+    assert accepted == 100 if drafter is model else 0 < accepted < 100

@@ -42,7 +42,7 @@ def slot_of(model: LoadedModel, params: SamplingParams = GREEDY, prompt: list[in
     return open_slots(model, [prompt], [params])[0]
 
 
-LONGEST = 44
+LONGEST = 32
 
 
 def decoded(model: LoadedModel, params: SamplingParams, count: int, prompt: list[int] = PROMPT) -> list[int]:
@@ -66,8 +66,13 @@ def check_slot(slot: CacheSlot) -> None:
         assert slot.fed == len(slot.tokens) - 1
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("setting", sorted(SETTINGS))
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        *((family, "sampled") for family in sorted(FAMILIES)),
+        *((family, setting) for family in ("llama", "gemma3_text", *HYBRIDS) for setting in ("greedy", "penalised")),
+    ],
+)
 def test_verified_text_is_the_decoded_text(loaded: Loaded, family: str, setting: str) -> None:
     model, params = loaded(family), SETTINGS[setting]
     truth = decoded(model, params, LONGEST)
@@ -99,7 +104,7 @@ def test_penalties_copy_only_the_history_that_they_reach(loaded: Loaded, monkeyp
     assert seen == [slot.sampler.reach] * 4
 
 
-@pytest.mark.parametrize("length", range(9))
+@pytest.mark.parametrize("length", [0, 1, 2, 4, 8])
 def test_every_chain_length_and_acceptance_gives_the_decoded_text(loaded: Loaded, length: int) -> None:
     model = loaded("llama")
     truth = decoded(model, SAMPLED, 20)
@@ -134,7 +139,6 @@ def test_slots_do_not_affect_each_other(loaded: Loaded) -> None:
 def test_greedy_text_is_mlx_lms(loaded: Loaded, family: str) -> None:
     model = loaded(family)
     theirs = [token for token, _ in generate_step(mx.array(PROMPT), model.model, max_tokens=LONGEST)]
-    assert decoded(model, GREEDY, LONGEST) == theirs
     assert run_ahead(slot_of(model), LONGEST) == theirs
 
 
@@ -142,17 +146,19 @@ def test_penalised_greedy_text_is_mlx_lms(loaded: Loaded) -> None:
     model = loaded("llama")
     params = SamplingParams(repetition_penalty=1.3, repetition_context_size=5, presence_penalty=0.4)
     processors = make_logits_processors(None, 1.3, 5, 0.4)
-    theirs = [t for t, _ in generate_step(mx.array(PROMPT), model.model, max_tokens=40, logits_processors=processors)]
-    assert theirs != decoded(model, GREEDY, 40)
-    assert decoded(model, params, 40) == theirs
-    assert run_ahead(slot_of(model, params), 40) == theirs
+    theirs = [
+        t for t, _ in generate_step(mx.array(PROMPT), model.model, max_tokens=LONGEST, logits_processors=processors)
+    ]
+    assert theirs != decoded(model, GREEDY, LONGEST)
+    assert decoded(model, params, LONGEST) == theirs
+    assert run_ahead(slot_of(model, params), LONGEST) == theirs
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", *HYBRIDS])
 @pytest.mark.parametrize("setting", sorted(SETTINGS))
 def test_running_ahead_and_stopping_does_not_change_the_text(loaded: Loaded, family: str, setting: str) -> None:
     model, params = loaded(family), SETTINGS[setting]
-    truth = decoded(model, params, 40)
+    truth = decoded(model, params, LONGEST)
     slot, done = slot_of(model, params), 0
     for steps in (1, 3, 7, 2):
         assert run_ahead(slot, steps) == truth[done : done + steps]
