@@ -149,16 +149,14 @@ def test_vectors_of_earlier_rounds_are_freed(target: LoadedModel, drafters: Call
     assert len(draft.tree.kv_rows._vectors) <= 3
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.8])
-@pytest.mark.parametrize("requests", [1, 4])
-@pytest.mark.parametrize("scale", [0, 3.0])
+@pytest.mark.parametrize(("scale", "requests", "temp"), [(0, 4, 0.8), (3.0, 4, 0.8), (3.0, 1, 0.0)])
 def test_text_with_early_exit_equals_that_of_the_target(
     target: LoadedModel,
     alone: Alone,
     drafters: Callable[[float], HeadDrafter],
     scale: float,
-    temp: float,
     requests: int,
+    temp: float,
 ) -> None:
     """By its layers alone, and by an adapter that says anything."""
     outcomes = run(target, drafters(scale), temp, requests)

@@ -15,8 +15,8 @@ import pytest
 from outrider.drafters.growth import Continuation
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.load import Agreement, measure_agreement
 from outrider.drafters.heads.load import load as load_head
-from outrider.drafters.heads.load import measure_agreement
 from outrider.drafters.heads.pair_kv_cache import MAX_BUFFERED
 from outrider.engine.hidden_states import HiddenStates
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
@@ -30,7 +30,6 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.ahead import said
-from tests.covering import matrix
 from tests.drafters import nextn_heads
 from tests.drafters.mtp_heads import model_of, write, written
 from tests.system.links import FakeLink, answered, drafted_chain
@@ -53,7 +52,7 @@ from tests.target_worker.heads import (
     token_head,
 )
 
-LENGTH, DEPTH = 24, 3
+LENGTH, DEPTH = 20, 3
 BLOCKS = [block_head, linked_head, convolving_head]
 PROMPTS = [[40, 41, 42], [7, 8], [90], [100 + n for n in range(30)]]
 Heads = Callable[[LoadedModel], Head]
@@ -94,8 +93,8 @@ def test_text_of_hybrid_and_windowed_targets_stays_their_own(tiny_model: Callabl
     """Recurrent ones, where rolled back tokens are fed again and their rows told once, and such with windows."""
     other = load(tiny_model(family))
     own = drafter(random_head(other), other)
-    outcomes = run(other, own, 0.8, 3)
-    assert texts(outcomes) == texts(run(other, None, 0.8, 3))
+    outcomes = run(other, own, 0.8, 2)
+    assert texts(outcomes) == texts(run(other, None, 0.8, 2))
     assert any(drafted_chain(a) for one in outcomes for a in one)
 
 
@@ -109,8 +108,8 @@ def test_text_with_the_mtp_head_of_the_model_equals_that_of_the_target(
     else:
         other, folder = load(model_of(tiny_model, family)), written(tmp_path, family)
     own = load_head("mtp", str(folder), other, lambda stage: None)
-    outcomes = run(other, own, 0.8, 3)
-    assert texts(outcomes) == texts(run(other, None, 0.8, 3))
+    outcomes = run(other, own, 0.8, 2)
+    assert texts(outcomes) == texts(run(other, None, 0.8, 2))
     assert any(drafted_chain(a) for one in outcomes for a in one)
     assert own.weight_bytes > 0 and "trained for this target" in own.note
 
@@ -124,7 +123,7 @@ def test_plain_rounds_and_received_chains_leave_no_gap_for_the_head(target: Load
     worker = TargetWorker(link, target, drafters=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
     answered(worker, link, ())
     running, start = worker._running["r"], len(PROMPTS[0])
-    for turn in range(6):
+    for turn in range(5):
         at = len(running.slot.tokens)
         rest = truth[at - start :]
         chain = (rest[0], (rest[1] + 1) % 258)
@@ -147,13 +146,16 @@ def accepted(outcomes: Sequence[Sequence[Outcome]]) -> float:
     return sum(a.accepted for a in rounds) / len(rounds)
 
 
-@matrix(
-    head=[token_head, feature_head, random_head, mtp_head, latent_head, recurrent_head, parallel_head, *BLOCKS],
-    requests=[1, 4],
-    temp=[0.0, 0.8],
+@pytest.mark.parametrize(
+    ("head", "requests", "temp"),
+    [
+        *((head, 4, 0.8) for head in (token_head, feature_head, random_head, mtp_head, latent_head, recurrent_head)),
+        *((head, 4, 0.8) for head in (parallel_head, *BLOCKS)),
+        *((head, 1, 0.0) for head in (token_head, recurrent_head, block_head)),
+    ],
 )
 def test_text_with_any_head_equals_that_of_the_target(
-    target: LoadedModel, alone: Alone, head: Heads, temp: float, requests: int
+    target: LoadedModel, alone: Alone, head: Heads, requests: int, temp: float
 ) -> None:
     truth = alone(temp, requests)
     outcomes = run(target, drafter(head(target), target), temp, requests)
@@ -170,8 +172,7 @@ class GarbageHeadDrafter(HeadDrafter):
         return [Continuation(kinds[int(draws.integers(4))]) for _ in drafts]
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.8])
-@pytest.mark.parametrize("requests", [1, 4])
+@pytest.mark.parametrize(("temp", "requests"), [(0.0, 1), (0.8, 4)])
 def test_garbage_chains_do_not_change_the_text(target: LoadedModel, alone: Alone, temp: float, requests: int) -> None:
     garbage_drafter = GarbageHeadDrafter(random_head(target), target.vocab_size)
     assert texts(run(target, garbage_drafter, temp, requests)) == alone(temp, requests)
@@ -184,7 +185,7 @@ def test_head_with_the_targets_logits_is_right_within_its_vocabulary(target: Loa
     known = set(head.vocabulary.ids.tolist())  # type: ignore[union-attr]
     rounds = [a for one in run(target, drafter(head, target), temp, 4) for a in one if drafted_chain(a)]
     missed = [a for a in rounds if a.accepted < len(drafted_chain(a))]
-    assert len(rounds) > 20 and sum(a.accepted for a in rounds) > len(rounds)
+    assert len(rounds) > 12 and sum(a.accepted for a in rounds) > len(rounds)
     assert sum(a.bonus in known for a in missed) <= 1  # its attention is to itself all but exactly
 
 
@@ -350,8 +351,11 @@ def test_wrong_anchor_of_blocks_raises_a_doubt(target: LoadedModel) -> None:
     assert "with the first token drafted by the last one's own row" in other.warning
 
 
-def test_head_with_the_fingerprint_of_another_target_is_noted(target: LoadedModel, tmp_path: Path) -> None:
+def test_head_with_the_fingerprint_of_another_target_is_noted(
+    target: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert target.folder is not None
+    monkeypatch.setattr("outrider.drafters.heads.load.measure_agreement", lambda *_: Agreement(1.0, {}))
     for known, other in ((model_digest(target.folder), False), ("0123456789abcdef-", True), ("Qwen/Qwen3-4B", False)):
         own = load_head("dflash", str(write_block_head(tmp_path, target=known)), target, lambda stage: None)
         assert ("by its fingerprint, the head was trained for another target" in own.note) == other
