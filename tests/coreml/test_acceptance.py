@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
 
 from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.drafter import CoreMLDrafter, PackageReader
@@ -28,7 +28,6 @@ NAMES = ("name", "size", "path", "mode")
 TEXTS = (
     "def fibonacci(n):\n",
     "class Entry:\n" + "\n".join(f"    def get_{name}(self):\n        return self._{name}\n" for name in NAMES),
-    "import os\nimport sys\n\n\ndef main(arguments):\n    for path in arguments:\n",
 )
 DRAFTERS = ("coreml", "read by the package")
 TEMPS = (0.8,)  # at 0 the whole cluster is asked: test_end_to_end.py
@@ -56,8 +55,8 @@ def drafters(pair: tuple[LoadedModel, LoadedModel], tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def ran(pair: tuple[LoadedModel, LoadedModel], drafters: dict[str, Drafter]) -> Callable[[str, str, float], list[Run]]:
-    tokenizer = AutoTokenizer.from_pretrained(embedded_pair()[0])
-    prompts = [tokenizer.encode(text) for text in TEXTS]
+    tokenizer = Tokenizer.from_file(str(Path(embedded_pair()[0]) / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids for text in TEXTS]
     made: dict[tuple[str, str, float], list[Run]] = {}
 
     def run(drafter: str, mode: str, temp: float) -> list[Run]:

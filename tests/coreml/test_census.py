@@ -104,7 +104,7 @@ def test_a_wide_vocabulary_is_cut_into_chunks(bench: Callable[..., Bench]) -> No
 
 
 def test_two_conversions_give_the_same_weights(bench: Callable[..., Bench]) -> None:
-    one, other = bench("llama", context=64), bench("llama", context=65)
+    one, other = bench("llama"), bench("llama", context=65)
     name = "model.mlpackage/weights"
     assert one.package.manifest.files[name] == other.package.manifest.files[name]
     assert one.package.manifest.source_hash == other.package.manifest.source_hash

@@ -26,18 +26,16 @@ finally:
 """The same program, which fails if it has imported one of them at its end."""
 
 
-def run(*arguments: str, program: tuple[str, str] = ("-m", "outrider")) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *program, "convert", *arguments], capture_output=True, text=True, timeout=200, check=False
-    )
-
-
 def test_one_model_makes_one_package_without_torch_or_tensorflow(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    model, out, twin = tiny_model("qwen2", **SIZES), tmp_path / "deep" / "package", tmp_path / "twin"
-    done = run("--model", str(model), "--out", str(out), "--context", "64", "--mode", "hybrid", "--weights", "int8",
-               "--mlx-out", str(twin), program=("-c", WATCHED))  # fmt: skip
+    model = tiny_model("qwen2", **{**SIZES, "num_hidden_layers": 1})
+    out, twin = tmp_path / "deep" / "package", tmp_path / "twin"
+    line = ["convert", "--model", str(model), "--out", str(out), "--context", "64", "--mode", "hybrid",
+            "--weights", "int8", "--mlx-out", str(twin)]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, *line], capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["package"] == str(out) and report["mode"] == "hybrid" and report["weights"] == "int8"
@@ -51,8 +49,9 @@ def test_one_model_makes_one_package_without_torch_or_tensorflow(
 
 
 def test_invalid_input_is_one_error_line_and_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run("--model", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
-    assert done.returncode == 3 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "a Hugging Face id such as org/name" in done.stderr
+    assert main(["convert", "--model", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 3
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1 and "a Hugging Face id such as org/name" in printed.err
     assert main(["convert", "--model", str(tmp_path), "--out", str(tmp_path), "--context", "3"]) == 2
     assert "context is 3" in capsys.readouterr().err

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache as cache_of
 from typing import Any
 
 import pytest
 
 from outrider import Client, LocalCluster, SamplingParams
-from outrider.orchestrator.client.dialogue import GenerationResult
-from tests.coreml.conftest import SIZES
+from outrider.drafters.coreml.selection import PREFERRED_UNITS, Packages
+from outrider.drafters.coreml.trial import TrialResult, TrialStore
+from tests.coreml.conftest import GOOD, SIZES
 from tests.tiny import VOCAB_SIZE, Pair
 
 NAMES = ("name", "size", "path", "mode")
 LONG = "\n".join(f"    def get_{name}(self):\n        return self._{name}\n" for name in NAMES)
-PROMPTS = ("def fibonacci(n):\n", f"class Entry:\n{LONG}\n    def get_owner(self):\n")
+PROMPT = f"class Entry:\n{LONG}\n    def get_owner(self):\n"
 SAMPLINGS = {temp: SamplingParams(max_tokens=24, temp=temp, seed=5, ignore_eos=True) for temp in (0.0, 0.8)}
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No package is there at first; who comes second finds what the first one made."""
+def cache(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Any]) -> Iterator[None]:
+    """The draft's package is there, and its trial has ended well."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        packages = Packages(models["draft_model"])
+        package = packages.get(packages.variants[0])
+        row = TrialResult(package.options, package.manifest.key, PREFERRED_UNITS[0], GOOD)
+        TrialStore(packages.source_hash).add(row)
         yield
 
 
 @pytest.fixture(scope="module")
 def models(tiny_pair: Callable[..., Pair]) -> dict[str, Any]:
-    pair = tiny_pair("llama", **{**SIZES, "vocab_size": VOCAB_SIZE})  # no token without a text
+    pair = tiny_pair("llama", **{**SIZES, "num_hidden_layers": 1, "vocab_size": VOCAB_SIZE})  # no token without a text
     return {"model": pair.target, "draft_model": pair.draft, "ngrams": False}
 
 
@@ -45,40 +51,30 @@ def handed(cache: None, models: dict[str, Any]) -> Iterator[Client]:
         yield cluster.client()
 
 
-Runs = dict[tuple[str, str, float], list[GenerationResult]]
+Text = tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
-def runs() -> Runs:
-    """What was generated already."""
-    return {}
+def alone(coreml: Client) -> Callable[[float], Text]:
+    """The target's own text at a temperature."""
+    return cache_of(lambda temp: generated(coreml, "ar", temp))
 
 
-def run(runs: Runs, client: Client, mode: str, temp: float) -> list[GenerationResult]:
-    (draft,) = [worker for worker in client.stats().workers if worker.role == "draft"]
-    key = (draft.backend + draft.note, mode, temp)
-    if key not in runs:
-        runs[key] = [client.generate(prompt, SAMPLINGS[temp], mode=mode) for prompt in PROMPTS]
-    return runs[key]
+def generated(client: Client, mode: str, temp: float) -> Text:
+    return client.generate(PROMPT, SAMPLINGS[temp], mode=mode).token_ids
 
 
 @pytest.mark.parametrize("temp", list(SAMPLINGS))
-def test_text_equals_that_of_the_target(runs: Runs, coreml: Client, temp: float) -> None:
-    alone = [result.token_ids for result in run(runs, coreml, "ar", temp)]
+def test_text_equals_that_of_the_target(coreml: Client, alone: Callable[[float], Text], temp: float) -> None:
     for mode in ("sd", "ssd"):
-        assert [result.token_ids for result in run(runs, coreml, mode, temp)] == alone
+        assert generated(coreml, mode, temp) == alone(temp)
 
 
-@pytest.mark.parametrize("temp", list(SAMPLINGS))
-def test_prompts_read_by_the_package_do_not_change_the_text(
-    runs: Runs, coreml: Client, handed: Client, temp: float
-) -> None:
+def test_prompts_read_by_the_package_do_not_change_the_text(alone: Callable[[float], Text], handed: Client) -> None:
     """Same text as AR; and it is the package that reads. Acceptance: test_acceptance.py."""
     (draft,) = [worker for worker in handed.stats().workers if worker.role == "draft"]
     assert draft.backend == "mlx" and draft.note.startswith("prompts of 1 tokens and more are read by")
-    alone = [result.token_ids for result in run(runs, coreml, "ar", temp)]
-    for mode in ("sd", "ssd"):
-        assert [result.token_ids for result in run(runs, handed, mode, temp)] == alone
+    assert generated(handed, "ssd", 0.8) == alone(0.8)
 
 
 def test_stats_describe_the_core_ml_drafter(coreml: Client) -> None:

@@ -169,9 +169,9 @@ def test_weights_are_read_as_coremltools_reads_them(bench: Callable[..., Bench])
     from coremltools.libmilstoragepython import _BlobStorageReader as Reader
 
     seen = set()
-    for weights in ("fp16", "fp32", "int8", "int4"):
-        model = mil_program.read(bench("qwen3", weights=weights).package.path)
-        reader = Reader(str(bench("qwen3", weights=weights).package.path / WEIGHTS_PATH))
+    for mode, weights in (("stateless", "fp16"), ("stateless", "fp32"), ("stateless", "int8"), ("hybrid", "int4")):
+        path = bench("qwen3", mode=mode, weights=weights).package.path
+        model, reader = mil_program.read(path), Reader(str(path / WEIGHTS_PATH))
         for constant in _constants(model):
             expected = _read_by_coremltools(reader, constant)
             assert (model.value(constant).reshape(-1) == expected.reshape(-1)).all()

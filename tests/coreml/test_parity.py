@@ -16,10 +16,10 @@ Figure = Callable[[str, float], None]
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
-    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     ("llama3", {}),
     ("qwen2", {}),
-    ("qwen3", {"num_key_value_heads": 1}),
+    ("qwen3", {}),
 ]
 NAMES = ["llama", "llama-untied", "llama-biased", "llama3-rope", "qwen2", "qwen3"]
 
@@ -37,11 +37,11 @@ def test_float32_package_equals_the_model(
     assert (found.argmax(-1) == expected.argmax(-1)).all()
 
 
-@pytest.mark.parametrize(("family", "config"), FAMILIES, ids=NAMES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_float16_package_errs_about_as_much_as_mlx_in_float16(
-    bench: Callable[..., Bench], text: list[int], family: str, config: dict[str, Any], figure: Figure
+    bench: Callable[..., Bench], text: list[int], family: str, figure: Figure
 ) -> None:
-    made, text = bench(family, **config), text[:80]
+    made, text = bench(family), text[:80]
     found, exact, mlx_float16 = made.logits(text), made.mlx_logits(text), made.mlx_logits(text, mx.float16)
     figure("fp16: error over MLX float16's", np.abs(found - exact).max() / np.abs(mlx_float16 - exact).max())
     figure("fp16: tokens that differ, of 80, near-ties all", (found.argmax(-1) != exact.argmax(-1)).sum())
@@ -59,8 +59,7 @@ def test_every_mode_has_the_same_logits(bench: Callable[..., Bench], text: list[
         assert np.abs(found - plain).max() <= 1e-5  # its cache passes through a matrix of ones
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("weights", "tied"), [("int8", True), ("int4", False)], ids=["int8 tied", "int4 untied"])
 def test_quantised_package_equals_its_mlx_twin(
     bench: Callable[..., Bench], text: list[int], weights: str, tied: bool, figure: Figure
 ) -> None:

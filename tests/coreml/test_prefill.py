@@ -37,9 +37,8 @@ KINDS = [
     ("llama", "stateless", "fp32", 2),
     ("llama", "stateless", "fp32", 1),
     ("llama", "stateless", "fp16", 2),
-    ("qwen2", "hybrid", "fp16", 2),
+    ("qwen3", "hybrid", "fp16", 2),
     ("qwen3", "onehot", "fp16", 2),
-    ("llama3", "stateless", "fp16", 2),
 ]
 kinds = pytest.mark.parametrize(("family", "mode", "weights", "layers"), KINDS)
 

@@ -71,8 +71,7 @@ def test_a_width_that_does_not_divide_into_groups_is_refused() -> None:
         weights.quantize_int4(matrix(0, 1.0, columns=96), "q_proj")
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("weights", "tied"), [("int8", True), ("int4", False)], ids=["int8 tied", "int4 untied"])
 def test_package_on_disk_equals_its_mlx_twin_bit_for_bit(bench: Callable[..., Bench], weights: str, tied: bool) -> None:
     made = bench("qwen2", weights=weights, tie_word_embeddings=tied)
     assert made.twin is not None

@@ -14,7 +14,7 @@ from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.selection import PACKAGE_VARIANTS, OnePackage, Packages, Selection
 from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
 from outrider.protocol.errors import ModelError
-from tests.coreml.conftest import CONTEXT, GOOD, Bench
+from tests.coreml.conftest import CONTEXT, GOOD, SIZES, Bench
 
 VARIANTS = tuple(Options(mode, weights, CONTEXT) for mode, weights in PACKAGE_VARIANTS)
 NAMES = [str(variant) for variant in VARIANTS]
@@ -23,7 +23,7 @@ KILLED = "its trial was ended by SIGKILL"
 
 @dataclasses.dataclass
 class PackagesOnDemand:
-    """A draft's packages out of a bench, those of other kinds than wanted made on demand like a converter's."""
+    """A draft's packages, made on demand as by a converter: one of a bench, in which only the manifest is another."""
 
     bench: Callable[..., Bench]
     there: set[str] = dataclasses.field(default_factory=set)
@@ -38,7 +38,10 @@ class PackagesOnDemand:
         if str(variant) == self.refused:
             raise ModelError("the disk is full")
         self.there.add(str(variant))
-        return self.bench("llama", mode=variant.mode.value, weights=variant.weights).package
+        package = self.bench("llama").package
+        layout = dataclasses.replace(package.layout, mode=variant.mode, weights=variant.weights)
+        files = package.manifest.files | {"model.mlpackage/model": f"{variant} of {package.manifest.key}"}
+        return dataclasses.replace(package, manifest=dataclasses.replace(package.manifest, layout=layout, files=files))
 
     def discard(self, variant: Options) -> None:
         self.there.discard(str(variant))
@@ -210,15 +213,14 @@ def test_packages_of_a_checkpoint_are_made_and_removed(
     tiny_model: Callable[..., Path], bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    made = bench("llama", max_position_embeddings=128, context=128)
-    packages = Packages(made.model_path)
-    assert packages.source_hash == made.package.manifest.source_hash
+    packages = Packages(tiny_model("llama", **SIZES, max_position_embeddings=128))
     assert [str(form) for form in packages.variants] == NAMES and {form.context for form in packages.variants} == {128}
     form = packages.variants[3]
     assert not packages.is_converted(form)
     assert packages.get(form).options == form and packages.is_converted(form)
+    assert packages.source_hash == packages.get(form).manifest.source_hash
     packages.discard(form)
     assert not packages.is_converted(form) and list((tmp_path / "coreml").iterdir()) == []
-    named = OnePackage(made.package)
+    named = OnePackage(bench("llama").package)
     named.discard(named.variants[0])
     assert named.get(named.variants[0]).path.is_dir()

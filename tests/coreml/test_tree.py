@@ -50,7 +50,7 @@ def check_node(tree: TokenTree, node: int, path: list[int], model: nn.Module, to
 def test_eight_ragged_branches_have_the_scores_of_full_runs(
     bench: Callable[..., Bench], text: list[int], mode: str, weights: str, figure: Figure
 ) -> None:
-    made, draws = bench("qwen2", mode=mode, weights=weights), np.random.default_rng(3)
+    made, draws = bench("llama", mode=mode, weights=weights), np.random.default_rng(3)
     model, prompt = made.mlx(), text[:90]
     with opened(made, prompt) as tree:
         check_node(tree, tree.root, prompt, model, TOLERANCE[weights])
@@ -215,7 +215,7 @@ def test_undrafted_text_is_read_in_pieces(
     bench: Callable[..., Bench], text: list[int], mode: str, weights: str
 ) -> None:
     """After drafts that come to nothing, and again after some that hold; then the tree grows as ever."""
-    made = bench("qwen2", mode=mode, weights=weights)
+    made = bench("llama", mode=mode, weights=weights)
     model, known = made.mlx(), list(text[:20])
     with opened(made, known) as tree:
         for pieces in ((1,), (30, 17, 3), (9, 1)):
