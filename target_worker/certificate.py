@@ -17,11 +17,15 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import msgspec
 import numpy as np
+
+from outrider.engine.models_only import models_only
+
+if __name__ == "__main__":
+    models_only()  # before what imports mlx-lm: all of that takes a second
 
 from outrider.engine.kv_cache import CacheSlot, SeparateKVCache
 from outrider.engine.load_checks import open_kv_cache
@@ -67,10 +71,8 @@ def is_tie(difference: Difference) -> bool:
 
 
 def _tolerance(logits: Floats, dtype: mx.Dtype, *tokens: int) -> float:
-    """Returns how much rounding to this format may change the difference of the logits of any two of these tokens.
-
-    A logit of -inf, of a token that the model excludes, is not rounded.
-    """
+    """Returns how much rounding to this format may change the difference of the logits of any two of these tokens. One
+    of -inf, of a token that the model excludes, is not rounded."""
     largest = max((abs(float(logits[token])) for token in tokens if math.isfinite(logits[token])), default=0.0)
     step = float(mx.finfo(dtype).eps) * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
     return max(MIN_TOLERANCE.get(dtype, MIN_TOLERANCE[mx.float32]), 2 * step)
@@ -108,8 +110,7 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
         raise InvalidRequest(f"a generated token is out of range; expected 0 to {model.vocab_size - 1} for this model")
     slot.feed_all_but_last()
-    ties: list[Difference] = []
-    mismatches: list[Difference] = []
+    ties, mismatches = list[Difference](), list[Difference]()
     for done, token in enumerate(claim.generated, start=1):
         difference = judge(slot.forward(slot.unfed)[-1:], slot.tokens, slot.sampler, token)
         if difference is not None:
@@ -131,7 +132,7 @@ def _read_claim(text: str) -> Claim:
         ) from None
 
 
-def _print(line: dict[str, Any]) -> None:
+def _print(line: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
@@ -140,11 +141,10 @@ def main() -> int:
     try:
         claim = _read_claim(sys.stdin.read())
         model = load(claim.model, progress=lambda stage: _print({"stage": stage}))
-        report = certify(model, claim, lambda done, total: _print({"position": done, "of": total}))
+        _print(dataclasses.asdict(certify(model, claim, lambda done, total: _print({"position": done, "of": total}))))
     except OutriderError as error:
         _print({"error": str(error), "kind": type(error).__name__})
         return error.exit_code
-    _print(dataclasses.asdict(report))
     return 0
 
 
