@@ -30,11 +30,11 @@ from tests.system.markov import markov, p_values
 
 Make = Callable[..., Cluster]
 V = 4
-_rng = np.random.default_rng(2)
-TABLE = _rng.normal(size=(V, V)).astype(np.float32)
-OTHER = (TABLE * 0.3 + _rng.normal(size=(V, V))).astype(np.float32)
-LENGTH = 260
-SEEDS = int(os.environ.get("OUTRIDER_SEEDS", "3"))
+TABLE = np.random.default_rng(2).normal(size=(V, V)).astype(np.float32)
+OTHER = -TABLE
+"""It prefers what the target avoids: a wrong q moves the text's distribution so far that few tokens show it."""
+LENGTH = 200
+SEEDS = int(os.environ.get("OUTRIDER_SEEDS", "1"))
 # Seeds are fixed, so a correct program passes always; a wrong one is off by many orders of magnitude.
 ALPHA, CAUGHT = 1e-3, 1e-7
 SAMPLING = SamplingParams(max_tokens=LENGTH, temp=1.0, rule="residual", q_width=3)
@@ -74,7 +74,9 @@ PATHS = {
     "shallow hit": Path("ssd", "hit", "Sparse", {**HITS, "full_depth": False, "schedule": ONE_STEP}, share=0.3),
     "miss": Path("ssd", "drafter", "Sparse", {"branches": 1, "schedule": SLOW, "ngrams": False}),
     "sd": Path("sd", "drafter", "Sparse", {"ngrams": False}),
-    "saguaro": Path("ssd", "hit", "Sparse", {**HITS, "branches": 6}, sampling=replace(SAMPLING, saguaro=0.3)),
+    "saguaro": Path(
+        "ssd", "hit", "Sparse", {**HITS, "branches": 6}, sampling=replace(SAMPLING, saguaro=0.3), share=0.5
+    ),
     "n-gram": Path("ssd", "ngram", "OneHot", {}, "none"),
     "certain": Path("ssd", "hit", "OneHot", HITS, "certain"),
     "ar": Path("ar", "none", "Autonomous", {}),
@@ -108,7 +110,7 @@ def test_texts_have_the_targets_distribution(make: Callable[[Path], Cluster], na
     assert ways[path.source, path.kind] > path.share * ways.total(), ways
 
 
-TOGETHER, SHARED_LENGTH = 5, 160  # together about as many tokens as one at a time
+TOGETHER, SHARED_LENGTH = 5, 44  # together about as many tokens as one at a time
 
 
 @pytest.mark.parametrize("name", ["hit", "sd", "n-gram", "any"])
@@ -154,7 +156,7 @@ def taken_as_flat(message: Verify, last: int) -> Verify:
 
 
 @pytest.mark.parametrize(
-    ("name", "tamper", "requests"), [("saguaro", unscaled, 5), ("sd", taken_as_flat, 3), ("n-gram", taken_as_flat, 3)]
+    ("name", "tamper", "requests"), [("saguaro", unscaled, 3), ("sd", taken_as_flat, 2), ("n-gram", taken_as_flat, 2)]
 )
 def test_chain_verified_with_a_wrong_q_is_detected(
     make: Callable[[Path], Cluster], name: str, tamper: Callable[[Verify, int], Verify], requests: int
@@ -193,7 +195,7 @@ def test_a_q_that_does_not_fit_its_chains_is_dropped_and_counted(
 # --- what is promised besides ---------------------------------------------------------------------------------------
 
 SHAPED = SamplingParams(
-    max_tokens=36, temp=0.9, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.3, seed=21, rule="residual",
+    max_tokens=24, temp=0.9, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.3, seed=21, rule="residual",
     saguaro=0.6,
 )  # fmt: skip
 
