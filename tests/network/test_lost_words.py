@@ -25,6 +25,7 @@ from outrider.protocol.messages import (
     Verify,
 )
 from outrider.protocol.sampling import SamplingParams
+from tests.covering import matrix
 from tests.network.stories import DRAFT, TARGET
 from tests.network.transport import Way
 from tests.network.world import Setting, World
@@ -75,9 +76,7 @@ def run(world: World, mode: str, most: int = 3000) -> Any:
     return world.watch.requests["r"].ending
 
 
-@pytest.mark.parametrize("nth", [1, 2, 5])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("mode", MODES)
+@matrix(nth=[1, 2, 5], kind=KINDS, mode=MODES)
 def test_lost_message_stalls_no_request(world: Any, losing: Any, mode: str, kind: type[Message], nth: int) -> None:
     seen: list[Message] = []
 

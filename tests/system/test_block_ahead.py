@@ -58,8 +58,7 @@ def test_block_head_needs_fresh_target_features(target: LoadedModel, monkeypatch
     assert accepted(fresh) > max(map(accepted, others)) + 0.2
 
 
-@pytest.mark.parametrize("made", [block_head, gated_head, block_token_head])
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize(("made", "mode"), [(block_head, "sd"), (gated_head, "ssd"), (block_token_head, "ssd")])
 def test_block_heads_cache_equals_a_fresh_read_after_each_round(target: LoadedModel, made: Heads, mode: str) -> None:
     """Whatever was accepted: blocks leave nothing behind, and each true row is read once."""
     head = made(target)

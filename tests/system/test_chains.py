@@ -23,12 +23,11 @@ from tests.system.small import TOY
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 26, 5, 35, 3, 14, 15]
 SAMPLINGS = {
-    "greedy": SamplingParams(max_tokens=30),
-    "sampled": SamplingParams(max_tokens=30, temp=1.0, top_p=0.95, seed=5),
-    "penalised": SamplingParams(max_tokens=30, temp=0.7, repetition_penalty=1.3, presence_penalty=0.4, seed=6),
+    "greedy": SamplingParams(max_tokens=24),
+    "sampled": SamplingParams(max_tokens=24, temp=1.0, top_p=0.95, seed=5),
+    "penalised": SamplingParams(max_tokens=24, temp=0.7, repetition_penalty=1.3, presence_penalty=0.4, seed=6),
 }
 SCHEDULES = {"ample": AMPLE, "one step": Schedule(turns=(2,)), "mixed": MIXED}
-every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
 
 Make = Callable[..., Cluster]
 Small = Callable[..., tuple[LoadedModel, LoadedModel]]
@@ -44,12 +43,12 @@ def test_every_served_chain_equals_a_fresh_drafters(
     run = cluster.run(PROMPT, params, mode)
     text, served = [*PROMPT, *run.tokens], [round_ for round_ in run.rounds if round_.chain]
     found = [doubt for round_ in served for doubt in doubts(model, text[: round_.base_len], round_.chain, params)]
-    assert len(served) > 6
+    assert len(served) > 4
     assert only_ties(found), found
     print("ties:", found)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_late_branches_are_not_served_in_another_round(make_cluster: Make, small_pair: Small, seed: int) -> None:
     """With five tokens the same outcome comes up again and again, so a branch of the round before would be found."""
     params, model = SamplingParams(max_tokens=60, temp=1.0, seed=seed), small_pair("model", **TOY)[1]
@@ -62,8 +61,9 @@ def test_late_branches_are_not_served_in_another_round(make_cluster: Make, small
     assert only_ties(found), found
 
 
-@every_sampling
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("sampling", "schedule"), [("greedy", "mixed"), ("sampled", "one step"), ("penalised", "ample")]
+)
 def test_every_branch_and_its_outcome_equal_a_fresh_drafters(
     make_cluster: Make, small_pair: Small, sampling: str, schedule: str
 ) -> None:
@@ -86,7 +86,7 @@ def test_every_branch_and_its_outcome_equal_a_fresh_drafters(
             scores[chain[accepted]] = -np.inf
         least = np.sort(scores)[-len(branches)]
         assert all(scores[bonus] > least - TIE for bonus in branches)
-    assert checked > 50
+    assert checked > 25
 
 
 def record_branches(cluster: Cluster) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
@@ -127,7 +127,7 @@ def test_drafters_cache_holds_the_committed_tokens_every_round(
 
     cluster = make_cluster("model", schedule=SCHEDULES[schedule], after_draft=look)
     cluster.run(PROMPT, params, mode)
-    assert len(seen) > 10
+    assert len(seen) > 8
 
 
 @matrix(temp=[0.0, 1.0], schedule=SCHEDULES, mode=["sd", "ssd"])

@@ -36,7 +36,7 @@ from tests.target_worker.heads import (
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
 
-LENGTH = 22
+LENGTH = 20
 PROMPT = [40, 41, 42, 7, 8]
 Heads = Callable[[LoadedModel], PairHead]
 Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
@@ -75,21 +75,17 @@ def accepted(run: Run) -> float:
     return run.timings.draft_n_accepted / max(run.timings.rounds, 1)
 
 
-@matrix(
-    made=[
-        token_head,
-        feature_head,
-        random_head,
-        mtp_head,
-        recurrent_head,
-        parallel_head,
-        block_head,
-        gated_head,
-        convolving_head,
-        block_token_head,
+PAIRS, RECURRENT, BLOCKS = token_head, recurrent_head, block_head
+"""One head of each mechanism; the others differ in what they compute."""
+
+
+@pytest.mark.parametrize(
+    ("made", "mode", "temp"),
+    [
+        *((made, *way) for made in (PAIRS, RECURRENT, BLOCKS) for way in (("sd", 0.0), ("ssd", 0.8))),
+        *((made, "sd", 0.8) for made in (feature_head, mtp_head, gated_head)),
+        *((made, "ssd", 0.0) for made in (random_head, parallel_head, convolving_head, block_token_head)),
     ],
-    mode=["sd", "ssd"],
-    temp=[0.0, 0.8],
 )
 def test_text_equals_plain_decoding(target: LoadedModel, plain: Plain, made: Heads, mode: str, temp: float) -> None:
     run = cluster(target, made(target), schedule=MIXED).run(PROMPT, sampling(temp), mode)
@@ -228,12 +224,11 @@ def test_missing_row_is_replaced_by_the_heads_mask_feature(target: LoadedModel) 
     assert tree.best(again) == [_alone(head, row[None]) for row in rows[-2:]]
 
 
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
-@pytest.mark.parametrize("head", [token_head, block_token_head])
-@pytest.mark.parametrize(("lost", "late"), [(0.2, 0.3), (1.0, 0.0)])
+@matrix(mode=["sd", "ssd"], head=[token_head, block_token_head], share=[(0.2, 0.3), (1.0, 0.0)])
 def test_lost_and_late_feature_rows_change_no_text(
-    target: LoadedModel, plain: Plain, head: Heads, mode: str, lost: float, late: float
+    target: LoadedModel, plain: Plain, head: Heads, mode: str, share: tuple[float, float]
 ) -> None:
+    lost, late = share
     for seed in range(2):
         made = cluster(target, head(target), Lossy, schedule=MIXED, full_depth=False, seed=seed)
         assert isinstance(made, Lossy)
@@ -243,18 +238,21 @@ def test_lost_and_late_feature_rows_change_no_text(
         assert lost == 1.0 or any(round_.chain for round_ in run.rounds)
 
 
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
-@pytest.mark.parametrize(("head", "other"), [(token_head, {}), (block_token_head, {"depth": 2})])
-@pytest.mark.parametrize("who", ["replace_target", "replace_drafter"])
+@matrix(
+    mode=["sd", "ssd"],
+    kind=[(token_head, {}), (block_token_head, {"depth": 2})],
+    who=["replace_target", "replace_drafter"],
+)
 def test_head_is_fed_again_after_a_worker_restart(
-    target: LoadedModel, plain: Plain, head: Heads, other: dict[str, int], mode: str, who: str
+    target: LoadedModel, plain: Plain, kind: tuple[Heads, dict[str, int]], mode: str, who: str
 ) -> None:
+    head, other = kind
     made = cluster(target, head(target), full_depth=False, **other)
     turn, turns = made._turn, iter(range(10_000))
 
     def turn_and_restart() -> None:
         turn()
-        if next(turns) == 8:
+        if next(turns) == 6:
             getattr(made, who)()
 
     made._turn = turn_and_restart  # type: ignore[method-assign]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
 
 import mlx.core as mx
 import pytest
@@ -54,7 +53,7 @@ def check(small_pair: Small, plain: Plain) -> Check:
     return check_equals_plain
 
 
-@matrix(3, sampling=SAMPLINGS, depth=DEPTHS, branches=BRANCHES, policy=sorted(FAN_OUT_POLICIES), drafter=DRAFTERS)
+@matrix(sampling=SAMPLINGS, depth=DEPTHS, branches=BRANCHES, policy=sorted(FAN_OUT_POLICIES), drafter=DRAFTERS)
 def test_ssd_text_equals_plain_decoding(
     make_cluster: Make, check: Check, sampling: str, depth: int, branches: int, policy: str, drafter: str
 ) -> None:
@@ -113,14 +112,14 @@ def test_settings_of_the_matrix_exercise_every_path(make_cluster: Make) -> None:
     """Else identity would be cheap: hits, misses, the drafter's own chains, n-grams and bare steps all occur."""
     seen: Counter[str] = Counter()
     accepted: Counter[int] = Counter()
-    for seed, draft in product(range(2), ("model", "random")):
+    for seed, draft in enumerate(("model", "random")):
         cluster = make_cluster(draft, schedule=MIXED, seed=seed)
         for sampling in SAMPLINGS.values():
             run = cluster.run(PROMPT, sampling, "ssd")
             seen += run.sources
             accepted.update(dict(enumerate(run.timings.accepted_by_position)))
-    assert min(seen[source] for source in ("hit", "miss", "drafter")) > 10
-    assert all(accepted[position] > 10 for position in range(3))
+    assert min(seen[source] for source in ("hit", "miss", "drafter")) > 5
+    assert all(accepted[position] > 5 for position in range(3))
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])

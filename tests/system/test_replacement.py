@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import product
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
 Small = Callable[..., tuple[LoadedModel, LoadedModel]]
 
 
-def disturb(cluster: Cluster, seed: int, share: float = 0.2) -> list[str]:
+def disturb(cluster: Cluster, seed: int, share: float = 0.3) -> list[str]:
     """Replaces workers at random from now on, the target not twice without a token between; who was replaced."""
     rng, turn, replaced = random.Random(seed), cluster._turn, list[str]()
     had = -1
@@ -56,7 +55,7 @@ def test_replacing_workers_changes_no_token(
 ) -> None:
     params, replaced = SAMPLINGS[sampling], list[str]()
     target = small_pair("self")[0]
-    for seed in range(3):
+    for seed in range(2):
         cluster = make_cluster("model", depth=3, branches=6, schedule=MIXED, seed=seed, kv_memory=memory)
         found = disturb(cluster, seed)
         run = cluster.run(PROMPT, params, mode)
@@ -71,7 +70,7 @@ def test_replacing_a_target_with_an_in_process_drafter_changes_no_token(
     make_cluster: Make, small_pair: Small, plain: Plain, mode: str
 ) -> None:
     params, target = SAMPLINGS["penalised"], small_pair("self")[0]
-    for seed in range(3):
+    for seed in range(2):
         cluster = make_cluster(None, colocated="model", ngrams=False, seed=seed)
         replaced = disturb(cluster, seed, share=0.4)
         check_same(target, PROMPT, params, cluster.run(PROMPT, params, mode).tokens, plain(target, PROMPT, params))
@@ -91,7 +90,7 @@ def by_grammar(cluster: Cluster, mode: str, said: Sequence[int] = ()) -> Run:
 def test_grammar_and_logprobs_continue_after_a_replacement(make_cluster: Make, mode: str) -> None:
     alone = by_grammar(make_cluster(None, config=BYTES, ngrams=False), "ar")
     known, replaced = np.concatenate([one.values for one in alone.logprobs]), set[str]()
-    for seed in range(3):
+    for seed in range(2):
         cluster = make_cluster("model", config=BYTES, seed=seed)
         found = disturb(cluster, seed)
         run = by_grammar(cluster, mode)
@@ -104,7 +103,10 @@ def test_grammar_and_logprobs_continue_after_a_replacement(make_cluster: Make, m
 # --- a text that another server began -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "sampling"), list(product(MODES, SAMPLINGS)))
+@pytest.mark.parametrize(
+    ("mode", "sampling"),
+    [("ar", "greedy"), ("sd", "penalised"), ("ssd", "greedy"), ("ssd", "penalised"), ("auto", "greedy")],
+)
 def test_text_begun_on_another_server_continues_unchanged(
     make_cluster: Make, small_pair: Small, plain: Plain, mode: str, sampling: str
 ) -> None:
@@ -117,7 +119,7 @@ def test_text_begun_on_another_server_continues_unchanged(
         assert run.timings.predicted_n == LENGTH - count and run.reason == "length"
 
 
-@pytest.mark.parametrize("count", [1, 13, 20])
+@pytest.mark.parametrize("count", [1, 20])
 def test_grammar_continues_from_already_generated_tokens(make_cluster: Make, count: int) -> None:
     cluster = make_cluster("model", config=BYTES)
     whole = by_grammar(cluster, "ssd")

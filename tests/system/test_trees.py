@@ -10,6 +10,7 @@ import pytest
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import node_depths
+from tests.covering import matrix
 from tests.system.cluster import MIXED, Cluster, Run
 from tests.system.same import check_same
 from tests.system.test_identity import PROMPT, SAMPLINGS
@@ -18,7 +19,6 @@ Make = Callable[..., Cluster]
 Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
 Small = Callable[..., tuple[LoadedModel, LoadedModel]]
 LENGTH = SAMPLINGS["greedy"].max_tokens
-every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
 
 
 @pytest.fixture
@@ -33,9 +33,7 @@ def check(small_pair: Small, plain: Plain) -> Callable[[Run, str], None]:
     return check_equals_plain
 
 
-@every_sampling
-@pytest.mark.parametrize("draft", ["model", "random"])
-@pytest.mark.parametrize("mode", ["sd", "ssd", "auto"])
+@matrix(sampling=SAMPLINGS, draft=["model", "random"], mode=["sd", "ssd", "auto"])
 def test_trees_keep_the_text_of_plain_decoding(
     make_cluster: Make, check: Callable[[Run, str], None], sampling: str, draft: str, mode: str
 ) -> None:
@@ -44,8 +42,7 @@ def test_trees_keep_the_text_of_plain_decoding(
         check(cluster.run(PROMPT, SAMPLINGS[sampling], mode), sampling)
 
 
-@every_sampling
-@pytest.mark.parametrize("draft", ["model", "random"])
+@pytest.mark.parametrize(("sampling", "draft"), [("greedy", "random"), ("0.7", "model"), ("1.0", "model")])
 def test_trees_of_an_in_process_model_keep_the_text(
     make_cluster: Make, small_pair: Small, check: Callable[[Run, str], None], sampling: str, draft: str
 ) -> None:
@@ -58,7 +55,7 @@ def test_trees_of_every_origin_are_counted_in_timings_and_trace(make_cluster: Ma
     """Else identity would be cheap."""
     held: Counter[str] = Counter()
     forked = 0
-    for seed in range(4):
+    for seed in range(2):
         cluster = make_cluster("model", depth=4, branches=8, schedule=MIXED, seed=seed, trees=True)
         for sampling in SAMPLINGS.values():
             run = cluster.run(PROMPT, sampling, "ssd")
@@ -67,5 +64,5 @@ def test_trees_of_every_origin_are_counted_in_timings_and_trace(make_cluster: Ma
             assert sum(found.values()) == run.timings.draft_n_accepted
             assert run.traced == found
             held.update(found)
-    assert forked > 20, held
-    assert min(held[name] for name in ("prepared", "guessed")) > 3, held
+    assert forked > 10, held
+    assert min(held[name] for name in ("prepared", "guessed")) > 1, held
