@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from outrider import Client, LocalCluster, SamplingParams
+from outrider.orchestrator.cli import main
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
 from tests.halts import in_the_middle, pid_of, slowed
@@ -121,7 +122,7 @@ def serve(served: Pair) -> Iterator[Callable[..., Serving]]:
 
 @pytest.fixture(scope="module")
 def cluster(served: Pair) -> Iterator[LocalCluster]:
-    with LocalCluster(model=served.target, draft_model=served.draft) as running:
+    with LocalCluster(model=served.target, draft_model=served.draft, worker_timeout=4) as running:
         yield running
 
 
@@ -131,13 +132,13 @@ def cluster(served: Pair) -> Iterator[LocalCluster]:
 def test_three_processes_give_the_same_text_in_every_mode(cluster: LocalCluster) -> None:
     client = cluster.client()
     assert {worker.role for worker in client.stats().workers} == {"target", "draft"}
-    sampling = SamplingParams(max_tokens=160, temp=0.8, top_p=0.95, seed=7, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=80, temp=0.8, top_p=0.95, seed=7, ignore_eos=True)
     results = {mode: client.generate(PROMPT, sampling, mode=mode) for mode in ("ar", "sd", "ssd")}
     assert len({result.token_ids for result in results.values()}) == 1
     assert len({result.text for result in results.values()}) == 1
     assert [results[mode].mode for mode in results] == list(results)
     assert results["ar"].timings.draft_n == 0
-    assert results["ar"].timings.predicted_n == len(results["ar"].token_ids) == 160
+    assert results["ar"].timings.predicted_n == len(results["ar"].token_ids) == 80
     until_something_prepared_is_served(client, sampling)
 
 
@@ -160,75 +161,70 @@ def test_leaving_a_stream_frees_the_server_for_the_next(cluster: LocalCluster) -
     assert client.stats().active == 0
 
 
-def test_two_clusters_run_side_by_side(cluster: LocalCluster, served: Pair) -> None:
+def test_second_cluster_by_tcp_gives_the_same_text_and_is_closed_by_any_thread(
+    cluster: LocalCluster, served: Pair
+) -> None:
     sampling = SamplingParams(max_tokens=8)
-    with LocalCluster(model=served.target, draft_backend="ngram") as other:
-        assert other.endpoint != cluster.endpoint
-        texts = {running.client().generate(PROMPT, sampling).text for running in (other, cluster)}
-        directory = run_dir(other.endpoint)
-    assert len(texts) == 1
-    wait_until_all_is_gone(directory)
+    other = LocalCluster(endpoint="tcp://127.0.0.1:0", model=served.target, draft_backend="none")
+    with other:
+        assert other.endpoint != cluster.endpoint and not other.endpoint.endswith(":0")
+        alone = Client(other.endpoint).generate(PROMPT, sampling)
+        assert alone.mode == "ar" and alone.text == cluster.client().generate(PROMPT, sampling).text
+        with ThreadPoolExecutor(4) as pool:
+            closings = [pool.submit(other.close) for _ in range(4)]
+        assert [closing.result() for closing in closings] == [None] * 4
+    assert other.wait() == 0
+    wait_until_all_is_gone(run_dir(other.workers_endpoint))
 
 
 # --- the command line ---------------------------------------------------------------------------------------------
 
 
-def test_generate_prints_text_to_stdout_and_leaves_no_processes() -> None:
-    process = outrider("generate", "--prompt", PROMPT, "--max-tokens", "8", "--seed", "1")
+def test_generate_prints_text_to_stdout_and_leaves_no_processes(cluster: LocalCluster, served: Pair) -> None:
+    models = ("--model", str(served.target), "--draft-model", str(served.draft))
+    process = outrider("generate", "--prompt", PROMPT, *models, "--max-tokens", "8", "--seed", "1")
     out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, err
-    assert out.startswith("\n    ") and "Speculation: " in err and "Traceback" not in err
+    text = cluster.client().generate(PROMPT, SamplingParams(max_tokens=8, seed=1)).text
+    assert out.rstrip() == text.rstrip() and "Speculation: " in err and "Traceback" not in err
     assert not processes_of(f"--parent-fd {process.pid}")
 
 
-def test_generate_json_can_be_verified(served: Pair, tmp_path: Path) -> None:
+def test_generate_json_can_be_verified(served: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = ("--model", str(served.target), "--draft-backend", "ngram")
     sampling = ("--max-tokens", "24", "--temp", "0.9", "--top-p", "0.9", "--ignore-eos")
     out, err = outrider("generate", "--prompt", PROMPT, *model, *sampling, "--json").communicate(timeout=LIMIT)
     file = tmp_path / "output.json"
     file.write_text(out)
-    report, err = outrider("verify", "--json-file", str(file), "--json").communicate(timeout=LIMIT)
-    found = json.loads(report)
-    assert found["certified"] and found["positions"] == 24 == found["identical"] + len(found["ties"]), err
+    assert main(["verify", "--json-file", str(file), "--json"]) == 0, err
+    found = json.loads(capsys.readouterr().out)
+    assert found["certified"] and found["positions"] == 24 == found["identical"] + len(found["ties"])
     changed = json.loads(out)
     changed["token_ids"][5] = (changed["token_ids"][5] + 1) % 256
     file.write_text(json.dumps(changed))
-    process = outrider("verify", "--json-file", str(file))
-    out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 1 and "NOT the target's output" in out and "MISMATCH at" in out, err
+    assert main(["verify", "--json-file", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert "NOT the target's output" in out and "MISMATCH at" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_an_idle_server_cleanly(serve: Callable[..., Serving], short: Path, number: signal.Signals) -> None:
-    server = serve("--endpoint", f"ipc://{short}/c", "--draft-backend", "ngram")
+def ends_cleanly(server: Serving, number: signal.Signals) -> None:
     server.process.send_signal(number)
     out, err = server.process.communicate(timeout=LIMIT)
     assert (server.process.returncode, out) == (0, "") and "Traceback" not in err
-    assert list(short.iterdir()) == []
     wait_until_all_is_gone(server.directory)
 
 
-def test_signal_without_drain_is_an_error_for_the_running_client(serve: Callable[..., Serving]) -> None:
-    server = serve("--draft-backend", "ngram", "--drain-timeout", "0")
-    client = Client(server.endpoint)
-    with in_the_middle(client, lambda: client.stream(PROMPT, ENDLESS)) as (_, chunks):
-        server.process.send_signal(signal.SIGTERM)
-        with pytest.raises(WorkerError, match="stopped before"):
-            list(chunks)
-    _, err = server.process.communicate(timeout=LIMIT)
-    assert server.process.returncode == 0 and "Traceback" not in err
-
-
-def test_sigterm_finishes_running_requests_and_refuses_new_ones(serve: Callable[..., Serving]) -> None:
-    server = serve("--draft-backend", "ngram", "--drain-timeout", str(int(LIMIT)))
+def test_sigterm_finishes_running_requests_refuses_new_ones_and_removes_the_socket(
+    serve: Callable[..., Serving], short: Path
+) -> None:
+    server = serve("--endpoint", f"ipc://{short}/c", "--draft-backend", "ngram", "--drain-timeout", str(int(LIMIT)))
     client, other = Client(server.endpoint), Client(server.endpoint)
 
     def refused() -> bool:
-        try:
-            other.generate(PROMPT, SamplingParams(max_tokens=1))
-        except WorkerError as error:
-            return "accepts no new requests" in str(error)
-        return False
+        """One that a server without a drain refuses, too: it can not wait for the target, which is still."""
+        with pytest.raises(OutriderError) as error:
+            other.generate(PROMPT, drafter="unheard-of")
+        return isinstance(error.value, WorkerError) and "accepts no new requests" in str(error.value)
 
     with in_the_middle(other, lambda: client.stream(PROMPT, LONG)) as (stream, chunks):
         server.process.send_signal(signal.SIGTERM)
@@ -236,7 +232,9 @@ def test_sigterm_finishes_running_requests_and_refuses_new_ones(serve: Callable[
     for _ in chunks:
         pass
     assert len(stream.result.token_ids) == LONG.max_tokens
-    assert server.process.wait(LIMIT) == 0
+    out, err = server.process.communicate(timeout=LIMIT)
+    assert (server.process.returncode, out) == (0, "") and "Traceback" not in err
+    assert list(short.iterdir()) == []
 
 
 def test_a_second_signal_ends_a_drain(serve: Callable[..., Serving]) -> None:
@@ -259,14 +257,25 @@ def test_a_second_signal_ends_a_drain(serve: Callable[..., Serving]) -> None:
 def test_reconnecting_client_continues_its_text_on_the_next_server(
     serve: Callable[..., Serving], short: Path, number: signal.Signals
 ) -> None:
+    """For one that does not reconnect a signal without drain is an error; a killed server leaves no files."""
     options = ("--endpoint", f"ipc://{short}/c", "--draft-backend", "ngram", "--drain-timeout", "0")
     sampling = replace(LONG, temp=0.8, seed=None, repetition_penalty=1.1)
     server = serve(*options)
     asking, other = Client(server.endpoint, reconnect=True), Client(server.endpoint)
-    with in_the_middle(other, lambda: asking.stream(PROMPT, sampling)) as (stream, chunks):
+    with (
+        in_the_middle(other, lambda: asking.stream(PROMPT, sampling)) as (stream, chunks),
+        ThreadPoolExecutor(1) as once,
+    ):
+        without = once.submit(other.generate, PROMPT, LONG) if number == signal.SIGTERM else None
+        until(lambda: sum((other.stats().active, other.stats().queued)) == (2 if without else 1), "both are asked")
         server.process.send_signal(number)
-    server.process.wait(LIMIT)
+        server.process.wait(LIMIT)
+        if without:
+            with pytest.raises(WorkerError, match="stopped before"):
+                without.result(LIMIT)
     wait_until_all_is_gone(server.directory)
+    assert "Traceback" not in server.process.communicate()[1]
+    until(lambda: list(short.iterdir()) == [], "the socket file is removed")
     server = serve(*options)
     for _ in chunks:
         pass
@@ -276,15 +285,8 @@ def test_reconnecting_client_continues_its_text_on_the_next_server(
     assert 0 < result.timings.predicted_n < len(result.token_ids) == LONG.max_tokens
 
 
-def test_killed_server_leaves_no_processes_or_files(serve: Callable[..., Serving], short: Path) -> None:
-    server = serve("--endpoint", f"ipc://{short}/c")
-    server.process.kill()
-    wait_until_all_is_gone(server.directory)
-    until(lambda: list(short.iterdir()) == [], "the socket file is removed")
-
-
 def test_foreign_socket_at_a_killed_servers_path_is_kept(serve: Callable[..., Serving], short: Path) -> None:
-    server = serve("--endpoint", f"ipc://{short}/c", "--draft-backend", "none")
+    server = serve("--endpoint", f"ipc://{short}/c")
     (short / "c").unlink()
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(f"{short}/c")
@@ -326,49 +328,39 @@ def test_server_whose_sockets_were_removed_ends_with_an_error(
 
 
 def test_dropped_cluster_ends_without_close(served: Pair) -> None:
-    cluster = LocalCluster(model=served.target, draft_model=served.draft)
+    cluster = LocalCluster(model=served.target, draft_backend="none")
     process = cluster._process
     del cluster
     assert process.wait(LIMIT) == 0
 
 
-def test_cluster_may_be_closed_by_several_threads(served: Pair) -> None:
-    cluster = LocalCluster(model=served.target, draft_backend="none")
-    with ThreadPoolExecutor(4) as pool:
-        closings = [pool.submit(cluster.close) for _ in range(4)]
-    assert [closing.result() for closing in closings] == [None] * 4
-    assert cluster.wait() == 0
+def test_forked_process_may_use_the_cluster_and_leave_its_block(cluster: LocalCluster) -> None:
+    child = os.fork()
+    if not child:
+        try:
+            with cluster:
+                cluster.client().generate("x", max_tokens=2)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert cluster.client().generate("x", max_tokens=2).finish_reason == "length"
 
 
-def test_forked_process_may_use_the_cluster_and_leave_its_block(served: Pair) -> None:
-    with LocalCluster(model=served.target, draft_model=served.draft) as cluster:
-        child = os.fork()
-        if not child:
-            try:
-                with cluster:
-                    cluster.client().generate("x", max_tokens=2)
-            except BaseException:
-                os._exit(1)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert cluster.client().generate("x", max_tokens=2).finish_reason == "length"
-
-
-def test_paused_processes_continue_without_changing_the_text(served: Pair) -> None:
+def test_paused_processes_continue_without_changing_the_text(cluster: LocalCluster) -> None:
     """Longer than a drafter is waited for, and the server longer than any worker may be silent."""
-    with LocalCluster(model=served.target, draft_model=served.draft, worker_timeout=4) as running:
-        client, sampling = running.client(timeout=LIMIT), replace(LONG, max_tokens=100)
-        whole = client.generate(PROMPT, sampling, mode="ar").token_ids
-        for role, seconds in (("target", 2), ("draft", 2), ("server", 6)):
-            pid = running.pid if role == "server" else pid_of(client, role)
-            stream = client.stream(PROMPT, sampling, mode="ssd")
-            for count, _ in enumerate(stream):
-                if count == 2:
-                    os.kill(pid, signal.SIGSTOP)
-                    threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
-            assert stream.result.token_ids == whole
-            until(lambda: {worker.state for worker in client.stats().workers} == {"ready"}, "all answer again")
-        until_something_prepared_is_served(client, sampling)
+    client, sampling = cluster.client(timeout=LIMIT), replace(LONG, max_tokens=60)
+    whole = client.generate(PROMPT, sampling, mode="ar").token_ids
+    for role, seconds in (("target", 2), ("draft", 2), ("server", 6)):
+        pid = cluster.pid if role == "server" else pid_of(client, role)
+        stream = client.stream(PROMPT, sampling, mode="ssd")
+        for count, _ in enumerate(stream):
+            if count == 2:
+                os.kill(pid, signal.SIGSTOP)
+                threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
+        assert stream.result.token_ids == whole
+        until(lambda: {worker.state for worker in client.stats().workers} == {"ready"}, "all answer again")
+    until_something_prepared_is_served(client, sampling)
 
 
 @pytest.mark.parametrize(("role", "words"), [("target", "accepts no other"), ("draft", "the name target-0 is taken")])
@@ -401,7 +393,9 @@ def test_garbage_on_either_socket_does_not_disturb_a_running_request(cluster: Lo
     assert len(stream.result.token_ids) <= 64
 
 
-def test_server_accepts_more_idle_connections_than_its_soft_file_limit(serve: Callable[..., Serving]) -> None:
+def test_server_with_more_idle_connections_than_its_soft_file_limit_answers_and_ends_cleanly(
+    serve: Callable[..., Serving],
+) -> None:
     server = serve("--draft-backend", "ngram", files=(256, 4096))
     client, sampling = Client(server.endpoint, timeout=LIMIT), SamplingParams(max_tokens=16)
     stream = iter(client.stream(PROMPT, sampling))
@@ -410,12 +404,12 @@ def test_server_accepts_more_idle_connections_than_its_soft_file_limit(serve: Ca
         text = first + "".join(chunk.text for chunk in stream)
         assert client.generate(PROMPT, sampling).text == text
     assert client.generate(PROMPT, sampling).text == text
+    ends_cleanly(server, signal.SIGINT)
 
 
-@pytest.mark.parametrize("command", [("serve", "--no-http"), ("generate", "--prompt", PROMPT)])
-def test_too_low_hard_file_limit_is_an_endpoint_error(served: Pair, command: tuple[str, ...]) -> None:
+def test_too_low_hard_file_limit_is_an_endpoint_error(served: Pair) -> None:
     model = ("--model", str(served.target), "--draft-backend", "ngram")
-    process = outrider(*command, *model, preexec_fn=limited((64, 64)))
+    process = outrider("generate", "--prompt", PROMPT, *model, preexec_fn=limited((64, 64)))
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == EndpointError.exit_code and "Traceback" not in err
     assert "may open 64 files" in err and "ulimit -Hn" in err
@@ -432,12 +426,6 @@ def test_endpoint_in_use_is_refused_and_its_server_continues(cluster: LocalClust
     with pytest.raises(EndpointError, match="bytes; this system allows"):
         LocalCluster(endpoint="ipc:///tmp/" + "x" * 200)
     assert cluster.client().generate(PROMPT, SamplingParams(max_tokens=2)).token_ids
-
-
-def test_cluster_can_listen_on_tcp(served: Pair) -> None:
-    with LocalCluster(endpoint="tcp://127.0.0.1:0", model=served.target, draft_backend="none") as running:
-        assert not running.endpoint.endswith(":0")
-        assert Client(running.endpoint).generate(PROMPT, SamplingParams(max_tokens=2)).mode == "ar"
 
 
 def test_unknown_model_type_is_an_error(tmp_path: Path) -> None:
