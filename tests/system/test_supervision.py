@@ -17,13 +17,12 @@ from pathlib import Path
 import pytest
 
 from outrider import Client, GenerationResult, Grammar, LocalCluster, SamplingParams
-from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE as MODEL
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerStats
 from tests.halts import in_the_middle, slowed
-from tests.harness.chaos import AT_ONCE, ChaosRun, Load, Strike
+from tests.harness.chaos import AT_ONCE, Load, Strike
 from tests.harness.faults import STARTED, Faults
 from tests.harness.random_identity import DIFFERENT
 from tests.harness.soak import settled
@@ -31,13 +30,14 @@ from tests.tiny import Pair
 
 LIMIT, TRIES = 200.0, 20
 PROMPT = "def fibonacci(n):"
-GREEDY = SamplingParams(max_tokens=100, ignore_eos=True)
+LENGTH = 64
+GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 SAMPLED = replace(GREEDY, temp=0.8, seed=5)
 TEXTS = {
     "greedy": GREEDY,
     "sampled": replace(SAMPLED, top_p=0.95, repetition_penalty=1.1),
     "logprobs": replace(SAMPLED, seed=6, logprobs=2, presence_penalty=0.3),
-    "grammar": SamplingParams(max_tokens=100, temp=0.8, seed=7, grammar=Grammar("regex", "(ab|cd|[0-9]{3}){40,90}")),
+    "grammar": SamplingParams(max_tokens=LENGTH, temp=0.8, seed=7, grammar=Grammar("regex", "(ab|cd|[0-9]{3}){40,90}")),
 }
 
 
@@ -119,10 +119,10 @@ def test_workers_do_not_load_the_tokenizers_library(cluster: LocalCluster, role:
 
 def test_killed_drafter_rejoins_the_running_text(cluster: LocalCluster) -> None:
     client, before = cluster.client(timeout=LIMIT), worker(cluster.client(), "draft").restarts
-    long = replace(SAMPLED, max_tokens=900)
+    long = replace(SAMPLED, max_tokens=450)
     stream = client.stream(PROMPT, long, mode="ssd")
     chunks = iter(stream)
-    with slowed(worker(client, "target").pid, 0.3):  # the text outlasts a drafter's start
+    with slowed(worker(client, "target").pid, 0.6):  # the text outlasts a drafter's start
         next(chunks)
         os.kill(worker(client, "draft").pid, signal.SIGKILL)
         while (draft := worker(client, "draft")).restarts == before or draft.state != "ready":
@@ -145,14 +145,14 @@ def test_texts_continue_unchanged_when_the_target_is_killed(
         assert result.text == whole[name].text and result.finish_reason == whole[name].finish_reason
         assert any("after a pause" in note for note in result.notes)
     told = [[one.logprob for one in run.logprobs or ()] for run in (results[2], whole["logprobs"])]
-    assert told[0] == pytest.approx(told[1], abs=1e-3) and len(told[0]) == 100
+    assert told[0] == pytest.approx(told[1], abs=1e-3) and len(told[0]) == LENGTH
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_frozen_worker_is_replaced(cluster: LocalCluster, whole: dict[str, GenerationResult], role: str) -> None:
     before = worker(cluster.client(), role).pid
-    (result,) = disturbed(cluster, [TEXTS["sampled"]], "ssd", role, signal.SIGSTOP)
-    assert result.token_ids == whole["sampled"].token_ids
+    results = disturbed(cluster, list(TEXTS.values()), "ssd", role, signal.SIGSTOP)
+    assert [result.token_ids for result in results] == [result.token_ids for result in whole.values()]
     while worker(cluster.client(), role).pid == before:  # a text may end before its drafter is given up
         time.sleep(0.05)
     until_ready(cluster.client())
@@ -168,21 +168,18 @@ def test_request_without_a_target_waits_for_its_replacement(
     assert client.generate(PROMPT, TEXTS["greedy"]).token_ids == whole["greedy"].token_ids
 
 
-def test_random_kills_and_stops_change_no_text(cluster: LocalCluster) -> None:
-    course = ChaosRun(cluster.client(timeout=LIMIT), 4, seed=3)
-    course.run([Strike(("draft", "target"), signal.SIGKILL, 8), Strike(("draft",), signal.SIGSTOP, 3)], Screen())
-    assert not course.failed and len(course.strikes) == 2 and len(course.found) >= 4
-    assert not [one for one in course.found if one.verdict == DIFFERENT]
-
-
-def test_mixed_load_with_faults_changes_no_text(cluster: LocalCluster) -> None:
+def test_load_with_faults_changes_no_text(cluster: LocalCluster) -> None:
+    """Both workers are killed at once; then strangers send garbage, and clients leave."""
     client = cluster.client(timeout=LIMIT)
     load, faults = Load(client, 4, 0, cancels=True), Faults(cluster, random.Random("for a moment"))
     with load.running():
-        for _ in range(5):
-            faults.one()
+        Strike(("draft", "target"), signal.SIGKILL, 8).inject(client, load.growth)
+        faults._workers_garbage()
+        faults._a_malicious_drafter_joins()
+        faults._clients_garbage()
+        faults._clients_vanish()
     until_ready(client)
-    assert not load.failed and len(load.found) >= AT_ONCE and faults.happened.total() == 5
+    assert not load.failed and len(load.found) >= AT_ONCE
     assert not [one for one in load.found if one.verdict == DIFFERENT]
     assert settled(cluster).kv.reserved == 0
 
