@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import product
 
 import jsonschema
 import mlx.core as mx
@@ -25,14 +26,14 @@ from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Done, Generate
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
 from outrider.target_worker.certificate import Claim, certify
-from tests.covering import matrix
 from tests.halts import pid_of, still
 from tests.harness.default_model import Prompt, mixed
 
 LIMIT_SECONDS = 200.0
+LENGTH = 20
 PROMPTS = mixed(4)
-GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=32, ignore_eos=True, temp=0.8, top_p=0.95, repetition_penalty=1.1, seed=5)
+GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temp=0.8, top_p=0.95, repetition_penalty=1.1, seed=5)
 SCHEMA = {
     "x-guidance": {"whitespace_flexible": False},
     "type": "object",
@@ -46,7 +47,6 @@ SCHEMA = {
 }
 # Three K, three B; auto keeps to the server's.
 WAYS = {"sd": (3, None), "ssd": (6, 16), "auto": (None, None)}
-every_prompt = pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt.name)
 
 Same = Callable[[Prompt, SamplingParams, Sequence[int], Sequence[int]], None]
 Alone = Callable[[Prompt, SamplingParams], GenerationResult]
@@ -92,18 +92,24 @@ def alone(client: Client) -> Alone:
     return cache(lambda prompt, sampling: client.generate(prompt.text, sampling, mode="ar"))
 
 
-@matrix(prompt=PROMPTS, sampling=[GREEDY, SAMPLED], mode=WAYS)
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "mode"),
+    [
+        (PROMPTS[number % len(PROMPTS)], sampling, mode)
+        for number, (sampling, mode) in enumerate(product((GREEDY, SAMPLED), WAYS))
+    ],
+)
 def test_every_mode_gives_the_same_tokens(
     client: Client, alone: Alone, check_same: Same, prompt: Prompt, sampling: SamplingParams, mode: str
 ) -> None:
     expected, (depth, branches) = alone(prompt, sampling), WAYS[mode]
-    assert len(expected.token_ids) == expected.timings.predicted_n == 32
+    assert len(expected.token_ids) == expected.timings.predicted_n == LENGTH
     result = client.generate(prompt.text, sampling, mode=mode, num_draft_tokens=depth, branches=branches)
     check_same(prompt, sampling, result.token_ids, expected.token_ids)
     assert result.timings.rounds > 0 and result.timings.peak_bytes > 0
 
 
-@pytest.mark.parametrize(("depth", "branches"), [(1, 1), (1, 16), (3, 6), (6, 1)])
+@pytest.mark.parametrize(("depth", "branches"), [(1, 16), (6, 1)])
 def test_every_depth_and_budget_gives_the_same_tokens(
     client: Client, alone: Alone, check_same: Same, depth: int, branches: int
 ) -> None:
@@ -113,10 +119,9 @@ def test_every_depth_and_budget_gives_the_same_tokens(
     assert len(result.timings.drafted_by_position) <= max(depth, MAX_COPY_TOKENS)
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_concurrent_schema_requests_equal_a_single_request(client: Client, check_same: Same, temp: float) -> None:
+def test_concurrent_schema_requests_equal_a_single_request(client: Client, check_same: Same) -> None:
     """In every mode at the same time; JSON that the schema allows, with the log-probabilities of each token."""
-    sampling = SamplingParams(max_tokens=90, temp=temp, seed=8, grammar=Grammar.json_schema(SCHEMA), logprobs=1)
+    sampling = SamplingParams(max_tokens=90, temp=0.8, seed=8, grammar=Grammar.json_schema(SCHEMA), logprobs=1)
     alone = client.generate(PROMPTS[3].text, sampling, mode="ar")
     assert alone.finish_reason == "eos"
     jsonschema.validate(json.loads(alone.text), SCHEMA)
@@ -139,12 +144,12 @@ def test_server_is_usable_after_a_grammar_stream_is_left(client: Client) -> None
     assert client.generate(PROMPTS[0].text, SamplingParams(max_tokens=4)).token_ids
 
 
-@every_prompt
+@pytest.mark.parametrize("prompt", PROMPTS[:2], ids=lambda prompt: prompt.name)
 def test_greedy_tokens_equal_those_of_mlx_lm(
     client: Client, target: LoadedModel, codec: TextCodec, check_same: Same, prompt: Prompt
 ) -> None:
     tokens = mx.array(codec.encode(prompt.text))
-    theirs = [token for token, _ in generate_step(tokens, target.model, max_tokens=32)]
+    theirs = [token for token, _ in generate_step(tokens, target.model, max_tokens=LENGTH)]
     check_same(prompt, GREEDY, client.generate(prompt.text, GREEDY, mode="ssd").token_ids, theirs)
 
 
@@ -170,7 +175,7 @@ def test_async_client_returns_the_same_text(cluster: LocalCluster, client: Clien
 
 def test_single_request_is_not_queued_behind_all_of_a_busy_client(cluster: LocalCluster, client: Client) -> None:
     """The server tells ends in their order; while its target stands still all come in."""
-    asked = SamplingParams(max_tokens=16, ignore_eos=True)
+    asked = SamplingParams(max_tokens=3, ignore_eos=True)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(cluster.endpoint)
