@@ -36,9 +36,10 @@ def outrider(folder: Path, *arguments: str, file_size: int | None = None) -> sub
         if file_size is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
 
+    own = {"TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
     return subprocess.Popen(
         python("-m", "outrider", *arguments),
-        env=child_environment() | {"TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")},
+        env=child_environment() | own | {"MLX_DISABLE_COMPILE": "1"},  # MLX keeps what it compiles in TMPDIR
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

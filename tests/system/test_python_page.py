@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 
 import outrider
+from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE as MODEL
+from tests.tiny import Pair
 
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
-def test_examples_of_the_python_page_run(capfd: pytest.CaptureFixture[str]) -> None:
+def test_examples_of_the_python_page_run(
+    capfd: pytest.CaptureFixture[str], served: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MODEL, str(served.target))
     names: dict[str, Any] = {}
     try:
         for block in BLOCKS:
@@ -40,10 +45,9 @@ def test_python_page_mentions_every_exception() -> None:
     assert [name for name in errors if f"`{name}`" not in PAGE] == []
 
 
-def test_cluster_prints_nothing_when_its_program_raises(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(ValueError, match="its own"), outrider.LocalCluster(draft_backend="none") as cluster:
+def test_cluster_prints_nothing_when_its_program_raises(capfd: pytest.CaptureFixture[str], served: Pair) -> None:
+    alone = {"model": served.target, "draft_backend": "none"}
+    with pytest.raises(ValueError, match="its own"), outrider.LocalCluster(**alone) as cluster:
         reading = iter(cluster.client().stream("def f(", max_tokens=900, ignore_eos=True))
         next(reading)
         raise ValueError("its own")

@@ -9,6 +9,7 @@ import pytest
 from outrider import LocalCluster
 from outrider.bench.comparison.runs import Arrival
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE as MODEL
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
@@ -16,15 +17,17 @@ from tests.harness import random_identity
 from tests.harness.chance import MODES, Sizes, question, subject
 from tests.harness.random_identity import IdentityRun, compared, judged
 from tests.harness.requests import FullReply, TimedRequest
+from tests.tiny import Pair
 
 SOURCE = range(2, 2000)
 ASKED = TimedRequest((1, 2), SamplingParams(max_tokens=3), "ssd")
 ALONE = FullReply(0.0, (Arrival(1.0, 3),), (4, 5, 6), "abc", "length")
 
 
-def test_random_concurrent_requests_equal_single_ones() -> None:
-    with LocalCluster(max_active=16) as cluster:
-        codec = load_codec(find_model(str(EMBEDDED_TARGET)))
+def test_random_concurrent_requests_equal_single_ones(served: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MODEL, str(served.target))
+    with LocalCluster(model=served.target, draft_model=served.draft, max_active=16) as cluster:
+        codec = load_codec(find_model(str(served.target)))
         client = cluster.client()
         course = IdentityRun(client, client, codec, 1, Sizes(prompt=300, text=16), lambda _: None)
         found = course.block(0, 20, (1, 4, 16))

@@ -21,17 +21,18 @@ from outrider import GenerationResult, Grammar, LocalCluster, SamplingParams
 from outrider.engine.loading import LoadedModel, load
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import WorkerError
 from outrider.target_worker.certificate import Claim, certify
 from outrider.target_worker.rank_link import free_ports
 from tests.target_worker.heads import markov_llama, write_feature_head, write_recurrent_head
+from tests.tiny import Pair
 
 LIMIT = 200.0
 PROMPT = "def fibonacci(n):"
 LONG_FORM = bool(os.environ.get("OUTRIDER_RANKS"))
-GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = replace(GREEDY, temp=0.8, seed=5, top_p=0.95, repetition_penalty=1.1)
 HELD = SamplingParams(max_tokens=32, temp=0.8, seed=7, grammar=Grammar("regex", "(ab|cd|[0-9]{3}){40,80}"))
 TOLD = replace(SAMPLED, seed=6, logprobs=2)
@@ -40,19 +41,20 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds p
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(shards=2, max_active=4, worker_timeout=4) as running:
+def cluster(served: Pair) -> Iterator[LocalCluster]:
+    pair = {"model": served.target, "draft_model": served.draft}
+    with LocalCluster(**pair, shards=2, max_active=4, worker_timeout=4) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def whole() -> LoadedModel:
-    return load(EMBEDDED_TARGET)
+def whole(served: Pair) -> LoadedModel:
+    return load(served.target)
 
 
 @pytest.fixture(scope="module")
-def codec() -> TextCodec:
-    return load_codec(find_model(str(EMBEDDED_TARGET)))
+def codec(served: Pair) -> TextCodec:
+    return load_codec(find_model(str(served.target)))
 
 
 def check(whole: LoadedModel, codec: TextCodec, sampling: SamplingParams, result: GenerationResult) -> None:
@@ -118,13 +120,16 @@ def test_text_continues_after_a_rank_dies_and_no_rank_is_left(
 
 
 @pytest.mark.skipif(not LONG_FORM, reason="starts two more clusters; OUTRIDER_RANKS=1 does")
-def test_drafter_can_run_in_rank_0_and_an_invalid_shard_count_is_refused(whole: LoadedModel, codec: TextCodec) -> None:
-    with LocalCluster(shards=2, colocate=True) as cluster:
+def test_drafter_can_run_in_rank_0_and_an_invalid_shard_count_is_refused(
+    served: Pair, whole: LoadedModel, codec: TextCodec
+) -> None:
+    pair = {"model": served.target, "draft_model": served.draft}
+    with LocalCluster(**pair, shards=2, colocate=True) as cluster:
         check(whole, codec, SAMPLED, cluster.client(LIMIT).generate(PROMPT, SAMPLED, mode="sd"))
         left = ranks(cluster)
     until_gone(left)
     with pytest.raises(WorkerError, match="this llama model can't be sharded over 3 ranks"):
-        LocalCluster(shards=3, draft_backend="none", mode="ar")
+        LocalCluster(model=served.target, shards=3, draft_backend="none", mode="ar")
 
 
 @pytest.mark.skipif(not LONG_FORM, reason="starts one more cluster; OUTRIDER_RANKS=1 does")
@@ -149,7 +154,7 @@ def test_head_can_run_in_rank_0_unless_it_needs_the_whole_output_layer(
 
 
 @pytest.mark.skipif(not LONG_FORM, reason="starts two more clusters; OUTRIDER_RANKS=1 does")
-def test_ranks_started_by_mlx_launch_join_and_rejoin(whole: LoadedModel, codec: TextCodec) -> None:
+def test_ranks_started_by_mlx_launch_join_and_rejoin(served: Pair, whole: LoadedModel, codec: TextCodec) -> None:
     """As a person does it: the server waits, mlx.launch starts both ranks, and starts them again when one has died."""
     told, at, launched = queue.Queue[str](), queue.Queue[str](), list[subprocess.Popen[bytes]]()
 
@@ -168,7 +173,8 @@ def test_ranks_started_by_mlx_launch_join_and_rejoin(whole: LoadedModel, codec: 
 
     threading.Thread(target=launch_when_asked).start()
     try:
-        with LocalCluster(await_target=True, worker_timeout=4, progress=told.put) as cluster:
+        pair = {"model": served.target, "draft_model": served.draft}
+        with LocalCluster(**pair, await_target=True, worker_timeout=4, progress=told.put) as cluster:
             stream = cluster.client(LIMIT).stream(PROMPT, TOLD, mode="ssd")
             for count, _ in enumerate(stream):
                 if count == 2:

@@ -15,13 +15,14 @@ from tests.halts import in_the_middle
 from tests.harness.two_hosts import namespace
 from tests.harness.two_hosts.drafter import NAME, far_cluster, wait_for
 from tests.harness.two_hosts.hosts import TwoHosts
+from tests.tiny import Pair
 
 WHY_NOT = namespace.why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 PROMPT = "def fibonacci(n):"
 SAMPLED = SamplingParams(max_tokens=60, temp=0.8, seed=5, ignore_eos=True)
-LONG = replace(SAMPLED, max_tokens=300)
+LONG = replace(SAMPLED, max_tokens=200)
 TRIES = 20
 
 
@@ -32,9 +33,9 @@ def hosts() -> Iterator[TwoHosts]:
 
 
 @pytest.fixture(scope="module")
-def client(hosts: TwoHosts) -> Iterator[Client]:
+def client(hosts: TwoHosts, served: Pair) -> Iterator[Client]:
     """Of a cluster whose only drafter is on the other host, and both have keys."""
-    with far_cluster(hosts, max_active=2) as known:
+    with far_cluster(hosts, ("--draft-model", str(served.draft)), model=str(served.target), max_active=2) as known:
         yield known
 
 
