@@ -161,7 +161,7 @@ def test_ranks_started_by_mlx_launch_join_and_rejoin(served: Pair, whole: Loaded
     def launch(endpoint: str) -> None:
         ring = ["-n", "2", "--backend", "ring", "--starting-port", str(free_ports(1)[0])]
         command = [str(Path(sys.executable).with_name("mlx.launch")), *ring, "--", *python("-m", "outrider")]
-        command += ["worker", "target", "--shard", "--connect", endpoint]
+        command += ["worker", "target", "--shard", "--connect", endpoint, "--model", str(served.target)]
         environment = system.blas_environment(child_environment(), 1)
         launched.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True))
 
