@@ -13,10 +13,11 @@ import httpx
 import pytest
 
 from outrider import LocalCluster
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from tests.harness.scripted_model import write_scripted
 from tests.server.collector import Collector, collecting
+from tests.server.plain_model import write_plain
 from tests.server.running_server import KEY, STREAMS, RunningServer, command, serving
+from tests.tiny import Pair
 
 if TYPE_CHECKING:  # a second each: they are imported by whoever uses them
     import anthropic
@@ -47,10 +48,17 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The folders of a pair without a chat template."""
+    folder = tmp_path_factory.mktemp("plain")
+    return Pair(write_plain(folder / "plain"), write_plain(folder / "draft", noise=0.04))
+
+
+@pytest.fixture(scope="package")
 def running_servers(
-    tmp_path_factory: pytest.TempPathFactory, scripted: Path, collector: Collector
+    tmp_path_factory: pytest.TempPathFactory, scripted: Path, plain: Pair, collector: Collector
 ) -> Iterator[tuple[RunningServer, RunningServer]]:
-    """The servers of the chat model and of the embedded pair; they start in parallel."""
+    """The servers of the chat model and of the plain pair; they start in parallel."""
     folder = tmp_path_factory.mktemp("http")
 
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
@@ -61,7 +69,7 @@ def running_servers(
                 serving(cluster.endpoint, scripted, folder, max_streams_per_key=STREAMS, otlp_endpoint=collector.url)
             )
 
-        waiting = [pool.submit(attached), pool.submit(lambda: stack.enter_context(command(folder / "log")))]
+        waiting = [pool.submit(attached), pool.submit(lambda: stack.enter_context(command(plain, folder / "log")))]
         one, two = (future.result() for future in waiting)
         yield one, two
 
@@ -101,8 +109,8 @@ def claude(chat: RunningServer) -> Iterator[anthropic.Anthropic]:
 
 
 @pytest.fixture(scope="package")
-def guarded(pair: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def guarded(pair: RunningServer, plain: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a server of the same cluster that requires the key."""
     folder = tmp_path_factory.mktemp("guarded")
-    with serving(pair.client.endpoint, EMBEDDED_TARGET, folder, api_keys=(KEY,)) as server:
+    with serving(pair.client.endpoint, plain.target, folder, api_keys=(KEY,)) as server:
         yield server.url

@@ -16,6 +16,7 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import find_model
+from tests.tiny import Pair
 
 KEY = "a-key-of-the-tests"
 START_SECONDS = 200.0
@@ -48,9 +49,10 @@ def serving(endpoint: str, model: Path, folder: Path, **settings: object) -> Ite
 
 
 @contextmanager
-def command(log: Path) -> Iterator[RunningServer]:
-    """`outrider serve` with the embedded pair, as an operator starts it; it must exit with 0 and end HTTP."""
-    line = python("-m", "outrider", "serve", "--port", "0", "--log-format", "json", "--log-level", "info")
+def command(pair: Pair, log: Path) -> Iterator[RunningServer]:
+    """`outrider serve` with a pair, as an operator starts it; it must exit with 0 and end HTTP."""
+    models = ("--model", str(pair.target), "--draft-model", str(pair.draft))
+    line = python("-m", "outrider", "serve", *models, "--port", "0", "--log-format", "json", "--log-level", "info")
     with log.open("wb") as stderr:
         process = subprocess.Popen(line, env=child_environment(), stdout=subprocess.PIPE, stderr=stderr, text=True)
     endpoints = dict(process.stdout.readline().strip().split(": ", 1) for _ in range(3)) if process.stdout else {}

@@ -1,4 +1,4 @@
-"""The APIs with their own clients and real clusters: a scripted chat model and the embedded pair."""
+"""The APIs with their own clients and real clusters: a scripted chat model and a plain pair."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PROMPT = "def fibonacci(n):"
 PLAIN_PROMPT: Any = [{"role": "user", "content": PROMPT}]
-MODEL = "outrider-embedded"
+MODEL = "plain"
 HELLO = [{"role": "user", "content": "hi"}]
 WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 TOOL = {"type": "function", "function": WEATHER}
@@ -557,13 +557,13 @@ def test_client_that_reads_nothing_does_not_delay_others(chat: RunningServer) ->
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_answer_that_exceeds_its_timeout_fails_with_504(chat: RunningServer, path: str) -> None:
     said: dict[str, Any] = {"input": "hi"} if path == "/v1/responses" else {"messages": HELLO}
-    asked = {**said, "max_tokens": 10**6, "chat_template_kwargs": {"long": True}, "timeout": 0.2}
+    asked = {**said, "max_tokens": 10**6, "chat_template_kwargs": {"long": True}, "timeout": 0.05}
     if path == "/v1/responses":
         asked["max_output_tokens"] = asked.pop("max_tokens")
     late = post(chat, path, **asked)
-    assert late.status_code == 504 and "not complete after 0.2 s" in late.json()["error"]["message"]
+    assert late.status_code == 504 and "not complete after 0.05 s" in late.json()["error"]["message"]
     last = events(chat, path, **asked)[-1]
-    assert "not complete after 0.2 s" in (last.get("response") or last)["error"]["message"]
+    assert "not complete after 0.05 s" in (last.get("response") or last)["error"]["message"]
     assert "response" in last or last["request_id"].startswith("req_")
     until(lambda: chat.client.stats().active == 0)
 

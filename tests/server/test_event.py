@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.protocol.sampling import SamplingParams
@@ -24,6 +24,7 @@ MODEL: Any = SimpleNamespace(id='a"b')
 CHOICES = [ChoiceState(index, TokenizedPrompt(()), SamplingParams(), Splitter()) for index in range(2)]
 
 
+@settings(max_examples=30)
 @given(st.lists(st.text(), min_size=1, max_size=3))
 def test_streamed_event_equals_the_serialized_event(texts: list[str]) -> None:
     formatter = TextCompletionFormatter(AnswerPlan(MODEL, 1, CHOICES), CompletionRequest(prompt="x"), [""])

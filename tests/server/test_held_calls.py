@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,13 +116,15 @@ class Model:
         wishes = [self.tokenizer.encode(mark, add_special_tokens=False).ids for mark in self.wishes]
         tokens, wish = [], iter([])
         while end not in tokens:
-            bits = constraint.allowed([tokens])
-            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
+            bits = np.unpackbits(constraint.allowed([tokens]).view(np.uint8), bitorder="little")
             constraint.check(tokens)
-            if (wanted := next(wish, None)) not in allowed:
+            if (wanted := next(wish, None)) is None or not bits[wanted]:
                 wish = iter(rng.choice(wishes) if rng.random() < (0.2 if tokens else 0.8) else [])
                 wanted = next(wish, None)
-            tokens.append(wanted if wanted in allowed else rng.choice(allowed))
+            if wanted is None or not bits[wanted]:
+                allowed = np.flatnonzero(bits)
+                wanted = int(allowed[rng.randrange(len(allowed))])
+            tokens.append(wanted)
             assert len(tokens) < 5000
         return self.tokenizer.decode(tokens[:-1], skip_special_tokens=False)
 
@@ -131,12 +134,18 @@ class Model:
         return [part for letter in text for part in found.feed(letter)] + found.finish()
 
 
+@cache
+def validator(schema: str) -> jsonschema.Draft202012Validator:
+    """One for all texts: `jsonschema.validate` would check the schema itself each time, which takes longer."""
+    return jsonschema.Draft202012Validator(json.loads(schema))
+
+
 def read(parts: list[Any], tools: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the names of calls, which must satisfy their schemas."""
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     calls = [part for part in parts if isinstance(part, ToolCall)]
     for call in calls:
-        jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+        validator(json.dumps(schemas[call.name])).validate(json.loads(call.arguments))
     return [call.name for call in calls]
 
 

@@ -127,7 +127,7 @@ def test_counters_equal_the_timings_of_the_answers(pair: RunningServer) -> None:
 
 def test_finishes_and_errors_are_counted_by_kind(pair: RunningServer) -> None:
     before = samples(pair)
-    complete(pair, stop=["\n"])
+    complete(pair, stop=["e"])
     complete(pair, prompt=[5] * 100_000)
     after = samples(pair)
     for name, labels in (("request_success", {"finished_reason": "stop"}),
