@@ -24,15 +24,23 @@ ERRORS = {"ar": 0.9, "sd": 1.1, "ssd": 0.95}
 def choices(profile: Profile) -> tuple[TunedArm, ...]:
     """The best K and B of each mode, of a few that were run."""
     ways = [("ar", 0, 0), ("sd", 3, 0), ("ssd", 4, 4), ("ssd", 6, 4)]
-    found = [TunedArm(mode, k, b, rate(profile, mode, k or 1, b or 1, 1)) for mode, k, b in ways]
+    found = [TunedArm(mode, k, b, rate(profile, mode, k or 1, b or 1, 1, tokens=100)) for mode, k, b in ways]
     found.sort(key=lambda choice: -choice.tokens_per_second)
     return tuple(next(choice for choice in found if choice.mode == mode) for mode in ("ar", "sd", "ssd"))
 
 
-def rate(profile: Profile, mode: str, depth: int, branches: int, texts: int, tunings: tuple[Tuning, ...] = ()) -> float:
-    known = random_texts(texts, TOKENS + 60, seed=1)
+def rate(
+    profile: Profile,
+    mode: str,
+    depth: int,
+    branches: int,
+    texts: int,
+    tunings: tuple[Tuning, ...] = (),
+    tokens: int = TOKENS,
+) -> float:
+    known = random_texts(texts, tokens + 60, seed=1)
     cluster = VirtualCluster(profile, known, depth=depth, branches=branches, hop_ms=0.1, tunings=tunings)
-    return texts / sum(1 / cluster.run(text, TOKENS, mode).predicted_per_second for text in known)
+    return texts / sum(1 / cluster.run(text, tokens, mode).predicted_per_second for text in known)
 
 
 def tuning_of(profile: Profile, found: tuple[TunedArm, ...]) -> Tuning:

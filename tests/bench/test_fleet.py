@@ -83,7 +83,7 @@ def test_simulation_repeats_with_its_seed_and_differs_with_another(real: bool) -
 
 def test_rounds_of_an_engine_run_with_more_drafters_than_a_server_starts() -> None:
     """The default is ten; a server starts up to eight, and the others join."""
-    fleet = replace(FLEET, drafters=Fleet((MACHINE,)).drafters)
+    fleet = replace(FLEET, drafters=Fleet((MACHINE,)).drafters, engines=1, active=1)
     assert fleet.drafters > MAX_DRAFTERS
     assert Simulation(fleet, replace(TRAFFIC, seconds=1.0), True).run(2.0).sums
 

@@ -40,12 +40,12 @@ def test_a_socket_survives_broken_frames(name: str) -> None:
 def test_mutated_frames_cover_all_message_types() -> None:
     """Some still decode as messages, most do not."""
     mutator, kinds, refused = Mutator(random.Random(1), list(MESSAGES)), set(), 0
-    for _ in range(2000):
+    for _ in range(700):
         try:
             kinds |= {type(message).__name__ for message in decode_all(mutator.frames())}
         except ProtocolError:
             refused += 1
-    assert kinds == set(MESSAGES) and 500 < refused < 1950
+    assert kinds == set(MESSAGES) and 175 < refused < 680
 
 
 def test_fuzzer_detects_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:

