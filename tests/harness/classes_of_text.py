@@ -45,6 +45,15 @@ def verify_ms(rows: int) -> float:
     return FORWARD_MS + ROW_MS * rows
 
 
+def _depth(plan: Arm) -> int:
+    return COPIED if plan.drafter == NGRAM else plan.depth
+
+
+def _round_ms(drafter: str, depth: int, hit: bool) -> float:
+    link_ms = 0.0 if drafter else LINK_MS
+    return verify_ms(depth + 1) + (TURNAROUND_MS if hit else depth * STEP_MS[drafter] + link_ms)
+
+
 @dataclass(slots=True)
 class Machine:
     """Simulates rounds, and feeds their results to `planner`."""
@@ -56,14 +65,12 @@ class Machine:
         """Simulates a round of this plan in a text of this class. Returns its tokens and duration."""
         if plan.mode == "ar":
             return 1, PLAIN_MS
-        depth = COPIED if plan.drafter == NGRAM else plan.depth
+        depth = _depth(plan)
         hit = plan.mode == "ssd" and self.rng.random() < HITS
         who = WORKER if hit else plan.drafter
-        held, took_ms = self._held(HOLDS[kind][who], depth), verify_ms(depth + 1)
-        drafting_ms = depth * STEP_MS[who]
-        link_ms = 0.0 if who else LINK_MS
-        self._teach(kind, replace(plan, drafter=who), depth, held, hit, took_ms, text)
-        return held + 1, took_ms + (TURNAROUND_MS if hit else drafting_ms + link_ms)
+        held = self._held(HOLDS[kind][who], depth)
+        self._teach(kind, replace(plan, drafter=who), depth, held, hit, verify_ms(depth + 1), text)
+        return held + 1, _round_ms(who, depth, hit)
 
     def _held(self, chance: float, depth: int) -> int:
         return next((place for place in range(depth) if self.rng.random() >= chance), depth)
@@ -110,9 +117,15 @@ def _ways() -> Iterator[tuple[str, str]]:
 
 
 def _rate(kind: str, plan: Arm) -> float:
-    machine = Machine(random.Random(1))
-    rounds = [machine.round(kind, plan) for _ in range(4000)]
-    return sum(tokens for tokens, _ in rounds) / sum(ms for _, ms in rounds)
+    """Returns the expected tokens per expected millisecond of a round."""
+    if plan.mode == "ar":
+        return 1 / PLAIN_MS
+    depth, tokens, took_ms = _depth(plan), 0.0, 0.0
+    for hit, share in ((True, HITS), (False, 1 - HITS)) if plan.mode == "ssd" else ((False, 1.0),):
+        who = WORKER if hit else plan.drafter
+        tokens += share * sum(HOLDS[kind][who] ** held for held in range(depth + 1))
+        took_ms += share * _round_ms(who, depth, hit)
+    return tokens / took_ms
 
 
 def auto(seed: int, requests: int, tokens: int, wrong: float) -> dict[str, float]:
