@@ -7,6 +7,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from tests.architecture.syntax import nodes, parsed
+
 ROOT = Path(__file__).parents[2]
 ROOMS = sorted(path.name for path in (ROOT / "outrider").iterdir() if path.is_symlink() and path.name != "models")
 """What the wheel installs, beside `outrider/` itself; the models come along without code."""
@@ -27,7 +29,7 @@ def module_of(path: Path) -> str:
 def imported(path: Path) -> set[str]:
     """Names of modules, and of what is imported from them, which may be modules."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(parsed(path)):
         match node:
             case ast.Import(names=aliases):
                 names.update(alias.name for alias in aliases)

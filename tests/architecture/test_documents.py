@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,19 +16,30 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = (".", "docs", "docs/design", "docs/log", "models", "bench", "packaging", "tests")
 DOCUMENTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+WORD = re.compile(r"\w+")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def source() -> str:
-    """The code of the project, and the paths of its files, from which tests have their names."""
+def names() -> list[str]:
+    """The sorted words of the project's code and of the paths of its files, from which tests have their names."""
     folders = (
         path
         for path in ROOT.iterdir()
         if path.is_dir() and path.name not in ("outrider", "docs") and path.name[0] != "."
     )
     files = [file for folder in folders for file in folder.rglob("*.py") if "node_modules" not in file.parts]
-    return "\n".join(f"{file.relative_to(ROOT)}\n{file.read_text()}" for file in files)
+    found = set[str]()
+    for file in files:
+        found.update(WORD.findall(str(file.relative_to(ROOT))), WORD.findall(file.read_text()))
+    return sorted(found)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def messages_are_collected_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "find_messages", cache(messages.find_messages))
+        yield
 
 
 def anchors(document: Path) -> list[str]:
@@ -53,11 +67,12 @@ NOT_HISTORY = [path for path in DOCUMENTS if "log" not in str(path.relative_to(R
 
 
 @pytest.mark.parametrize("document", NOT_HISTORY, ids=lambda path: str(path.relative_to(ROOT)))
-def test_named_constants_tests_and_modules_exist(document: Path, source: str) -> None:
+def test_named_constants_tests_and_modules_exist(document: Path, names: list[str]) -> None:
     """A name with `...` is the beginning of one. The log and the changelog may name what was removed later."""
     text = document.read_text()
-    names = re.findall(r"`(?!OTEL_)([A-Z]+_[A-Z_]+|test_[a-z_]+)(?:\.\.\.)?`", text)
-    assert [name for name in names if not re.search(rf"\b{name}", source)] == []
+    named = re.findall(r"`(?!OTEL_)([A-Z]+_[A-Z_]+|test_[a-z_]+)(?:\.\.\.)?`", text)
+    begun = {name: names[at] if (at := bisect_left(names, name)) < len(names) else "" for name in named}
+    assert [name for name, word in begun.items() if not word.startswith(name)] == []
     for module in re.findall(r"python -m (?:outrider\.)?((?:tools|tests|drafters|models)\b[\w.]*)", text):
         path = ROOT / module.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").exists(), f"there is no module {module}"

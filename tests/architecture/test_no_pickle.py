@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.architecture.syntax import nodes, parsed
 from tests.architecture.test_rooms import ROOT
 
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle"}
@@ -17,9 +18,9 @@ FOLDERS = (
 )  # fmt: skip
 
 
-def pickles(source: str) -> Iterator[str]:
+def pickles(tree: ast.Module) -> Iterator[str]:
     """Where a module touches pickles, and loads of numpy's and torch's that would."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(tree):
         match node:
             case ast.Import(names=names) if {alias.name.split(".")[0] for alias in names} & PICKLES:
                 yield f"line {node.lineno}: import"
@@ -41,9 +42,9 @@ def _says(call: ast.Call, name: str, value: bool) -> bool:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_module_uses_pickle(folder):
-    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
-    assert sources
-    assert not {str(path): found for path, source in sources.items() if (found := list(pickles(source)))}
+    trees = {path: parsed(path) for path in (ROOT / folder).rglob("*.py")}
+    assert trees
+    assert not {str(path): found for path, tree in trees.items() if (found := list(pickles(tree)))}
 
 
 @pytest.mark.parametrize(
@@ -61,4 +62,4 @@ def test_no_module_uses_pickle(folder):
     ],
 )
 def test_pickle_check_finds_each_form(source, found):
-    assert len(list(pickles(source))) == found
+    assert len(list(pickles(ast.parse(source)))) == found

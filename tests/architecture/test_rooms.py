@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.architecture.syntax import nodes, parsed
+
 ROOT = Path(__file__).parents[2]
 MAY_IMPORT = {
     "protocol": set(),
@@ -107,12 +109,12 @@ def sources(folder: str) -> dict[str, str]:
 
 @cache
 def modules(folder: str) -> dict[str, ast.Module]:
-    return {path: ast.parse(text) for path, text in sources(folder).items()}
+    return {path: parsed(ROOT / path) for path in sources(folder)}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
     """The folder or package of every absolute import, those inside functions too."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (folder_of(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -121,7 +123,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 def top_level(tree: ast.AST) -> Iterator[str]:
     """The first word of every absolute import."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -134,7 +136,7 @@ def folder_of(module: str) -> str:
 
 def inner(tree: ast.AST, house: str) -> set[str]:
     """The next name of every import from `house`: one of its folders, or a module beside them."""
-    named = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module]
+    named = [node for node in nodes(tree) if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module]
     below = [node.module.removeprefix(f"{house}.") for node in named if node.module.startswith(f"{house}.")]
     beside = {alias.name for node in named if node.module == house for alias in node.names}
     return beside | {name.split(".")[0] for name in below}
@@ -150,10 +152,10 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
     return any(kind is None or (isinstance(kind, ast.Name) and kind.id in BROAD) for kind in caught)
 
 
-def violations(source: str, *, may_print: bool) -> list[str]:
+def violations(tree: ast.Module, *, may_print: bool) -> list[str]:
     """Asserts, prints, and broad handlers that go on as if nothing had happened, with their lines."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(tree):
         if isinstance(node, ast.Assert):
             found.append(f"line {node.lineno}: assert")
         elif isinstance(node, ast.ExceptHandler) and swallows(node):
@@ -168,7 +170,7 @@ def test_wall_clocks_are_read_only_to_show_the_time(folder):
     """`time.time()` and its like are asked only where a person is told the time; files' times by nobody."""
     asking = set()
     for path, tree in modules(folder).items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if not isinstance(node, ast.Attribute):
                 continue
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
@@ -212,7 +214,7 @@ def test_folders_outside_the_engine_do_not_import_mlx(folder):
 @every_folder
 def test_modules_do_not_assert_swallow_exceptions_or_print(folder):
     complaints = {
-        path: violations(text, may_print=path.startswith(MAY_PRINT)) for path, text in sources(folder).items()
+        path: violations(tree, may_print=path.startswith(MAY_PRINT)) for path, tree in modules(folder).items()
     }
     assert not {path: lines for path, lines in complaints.items() if lines}
 
@@ -271,7 +273,7 @@ def test_every_folder_is_linked_below_outrider():
     ],
 )
 def test_code_checks_find_each_form(source, complaint):
-    found = violations(source, may_print=False)
+    found = violations(ast.parse(source), may_print=False)
     assert [line.partition(": ")[2] for line in found] == ([complaint] if complaint else [])
 
 

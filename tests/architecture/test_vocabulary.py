@@ -9,19 +9,22 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
+from tests.architecture.syntax import parsed
 from tests.architecture.test_amount import ROOT, product
 
 WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
 FIELD = (Path(__file__).parent / "words.txt").read_text(encoding="utf-8").split()
 
 
+@cache
 def classes() -> dict[str, list[Path]]:
     """Public classes of modules, and where they are defined."""
     found = defaultdict[str, list[Path]](list)
     for path in product():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(path.relative_to(ROOT))
     return found

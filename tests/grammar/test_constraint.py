@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,11 @@ def tokens_of(words: np.ndarray) -> set[int]:
 
 def fitting(tokens: Sequence[int]) -> set[int]:
     """What may follow, by trying every token."""
-    before = b"".join(BYTES[token] for token in tokens)
+    return following(b"".join(BYTES[token] for token in tokens))
+
+
+@cache
+def following(before: bytes) -> set[int]:
     found = {
         token
         for token, spelt in enumerate(BYTES)

@@ -29,6 +29,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import MAX_BRANCHES, MAX_SERIAL
+from tests.covering import matrix
 from tests.orchestrator.cluster_in_process import Cluster
 from tests.orchestrator.test_scheduler import PROMPT, random_text, script
 from tools.simulation.replay import Script
@@ -62,10 +63,10 @@ def invalid_messages(made: Cluster) -> list[tuple[str, str]]:
     return invalid
 
 
-@pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
-@pytest.mark.parametrize("full_depth", [False, True])
-@pytest.mark.parametrize(
-    "others", [[SAME_SCRIPT], [OTHER_SCRIPT], [SAME_SCRIPT, OTHER_SCRIPT]], ids=["alike", "another", "both"]
+@matrix(
+    mode=["ar", "sd", "ssd", "auto"],
+    full_depth=[False, True],
+    others=[[SAME_SCRIPT], [OTHER_SCRIPT], [SAME_SCRIPT, OTHER_SCRIPT]],
 )
 def test_text_is_the_targets_with_any_drafters(mode: str, full_depth: bool, others: list[Script]) -> None:
     made = Cluster(TEXT, SAME_SCRIPT, full_depth=full_depth, others=others)
@@ -166,10 +167,7 @@ def stops(made: Cluster, name: str) -> None:
     made.workers.pop(name)
 
 
-@pytest.mark.parametrize("fate", [dies, fails, stops])
-@pytest.mark.parametrize("name", ["draft-0", "draft-1"])
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
-@pytest.mark.parametrize("after", [1, 4])
+@matrix(fate=[dies, fails, stops], name=["draft-0", "draft-1"], mode=["sd", "ssd"], after=[1, 4])
 def test_remaining_drafters_continue_when_one_is_gone(
     fate: Callable[[Cluster, str], None], name: str, mode: str, after: int
 ) -> None:

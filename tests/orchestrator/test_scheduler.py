@@ -61,7 +61,6 @@ def script(
 
 
 @matrix(
-    3,
     mode=["ar", "sd", "ssd", "auto"],
     depth=[1, 3, 6],
     branches=[1, 6, 20],
@@ -326,9 +325,7 @@ def test_ngrams_without_a_drafter_generate_the_targets_text(mode: str) -> None:
     assert ended.timings.draft_n_accepted > 80
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", [Branches, Drafted, Commit, Prepare])
-@pytest.mark.parametrize("mode", ["sd", "ssd", "auto"])
+@matrix(seed=range(4), kind=[Branches, Drafted, Commit, Prepare], mode=["sd", "ssd", "auto"])
 def test_lost_messages_do_not_change_the_text(seed: int, kind: type[Message], mode: str) -> None:
     rng = random.Random(seed)
     text = random_text(seed)

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from outrider.orchestrator.events import Committed, RequestEnded
 from outrider.protocol.codec import encode
 from outrider.protocol.messages import Done, Failed, Hello, Message, Open, Prefilled, Verify
+from tests.covering import matrix
 from tests.orchestrator.mortal import FailingCluster, random_text
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
@@ -137,9 +138,7 @@ def test_request_that_seems_to_kill_drafters_continues_without_them() -> None:
 # --- the target ---------------------------------------------------------------------------------------------------
 
 
-@every_mode
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("ngrams", [True, False])
+@matrix(mode=MODES, seed=range(4), ngrams=[True, False])
 def test_target_that_dies_and_returns_changes_no_token(mode: str, seed: int, ngrams: bool) -> None:
     rng = random.Random(seed)
     cluster = FailingCluster([random_text(1), random_text(2), random_text(3)], ngrams=ngrams)
@@ -256,9 +255,7 @@ def test_permanent_target_loss_fails_every_request_with_the_reason() -> None:
 # --- poison -------------------------------------------------------------------------------------------------------
 
 
-@every_mode
-@pytest.mark.parametrize("poisoned", ["r0", "r2", "r3"])
-@pytest.mark.parametrize("at", [0, 30])
+@matrix(mode=MODES, poisoned=["r0", "r2", "r3"], at=[0, 30])
 def test_only_the_request_that_keeps_killing_the_target_fails(mode: str, poisoned: str, at: int) -> None:
     cluster = FailingCluster([random_text(n) for n in range(4)], poison={poisoned: at}, ngrams=False)
     cluster.begin(mode)

@@ -35,7 +35,7 @@ from outrider.protocol.messages import (
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ
 
-EACH = int(os.environ.get("OUTRIDER_FUZZ", "20"))
+EACH = int(os.environ.get("OUTRIDER_FUZZ", "10"))
 SPAN = Span(1, 2)
 VERIFY = Verify("r", 1, 2, 30, Coupled((4, 5, 6)))
 OUTCOME = Outcome("r", 1, 2, 30, 0, 4, SPAN)

@@ -17,7 +17,7 @@ from outrider.protocol.messages import Branch, Branches, Done, Features, Generat
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.version import PROTOCOL_VERSION
 
-EACH = int(os.environ.get("OUTRIDER_FUZZ", "8"))
+EACH = int(os.environ.get("OUTRIDER_FUZZ", "5"))
 QUIET = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 OUTCOME = Outcome("r", 1, 2, 30, 2, 7, Span(5, 6))
 FEATURES = Features("r", 1, 7, np.zeros((1, 2), np.float16))
