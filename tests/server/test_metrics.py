@@ -75,7 +75,7 @@ def test_histograms_are_cumulative_and_complete(pair: RunningServer) -> None:
 def test_counters_equal_the_timings_of_the_answers(pair: RunningServer) -> None:
     before = samples(pair)
     answers = [complete(pair, speculation={"mode": mode}) for mode in ("ar", "sd", "ssd")]
-    while not any(answer["timings"]["draft_n_accepted"] for answer in answers):  # no draft came in time
+    while len(answers) < 30 and not any(answer["timings"]["draft_n_accepted"] for answer in answers):
         answers.append(complete(pair, speculation={"mode": "sd"}))
     after = samples(pair)
     times = [answer["timings"] for answer in answers]
@@ -111,8 +111,8 @@ def test_counters_equal_the_timings_of_the_answers(pair: RunningServer) -> None:
     places = max(len(one["drafted_by_position"]) for one in times)
     at = [grew("spec_decode_num_draft_tokens_per_pos_total", position=str(place)) for place in range(places)]
     assert sum(at) == total("draft_n") and at[0] >= at[-1]
-    assert grew("request_success_total", finished_reason="length") == 3
-    assert grew("http_requests_total", path="/v1/completions", status="200") == 3
+    assert grew("request_success_total", finished_reason="length") == len(answers)
+    assert grew("http_requests_total", path="/v1/completions", status="200") == len(answers)
     assert of(after, "http_choices_running") == 0
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
                  "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
