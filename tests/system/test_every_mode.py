@@ -1,4 +1,4 @@
-"""The embedded pair in three real processes: each mode gives the target's own text, for several clients."""
+"""A pair in three real processes: each mode gives the target's own text, for several clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_lm.generate import generate_step
 from outrider import Client, Grammar, LocalCluster, SamplingParams
 from outrider.engine.loading import LoadedModel, load
 from outrider.orchestrator.client.dialogue import GenerationResult
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Done, Generate
@@ -28,6 +28,7 @@ from outrider.protocol.ngrams import MAX_COPY_TOKENS
 from outrider.target_worker.certificate import Claim, certify
 from tests.halts import pid_of, still
 from tests.harness.default_model import Prompt, mixed
+from tests.tiny import Pair
 
 LIMIT_SECONDS = 200.0
 LENGTH = 20
@@ -53,8 +54,8 @@ Alone = Callable[[Prompt, SamplingParams], GenerationResult]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(max_active=4) as running:
+def cluster(served: Pair) -> Iterator[LocalCluster]:
+    with LocalCluster(model=served.target, draft_model=served.draft, max_active=4) as running:
         yield running
 
 
@@ -64,13 +65,13 @@ def client(cluster: LocalCluster) -> Client:
 
 
 @pytest.fixture(scope="module")
-def target() -> LoadedModel:
-    return load(EMBEDDED_TARGET)
+def target(served: Pair) -> LoadedModel:
+    return load(served.target)
 
 
 @pytest.fixture(scope="module")
-def codec() -> TextCodec:
-    return load_codec(find_model(str(EMBEDDED_TARGET)))
+def codec(served: Pair) -> TextCodec:
+    return load_codec(find_model(str(served.target)))
 
 
 @pytest.fixture(scope="module")
