@@ -207,13 +207,6 @@ def test_generate_json_can_be_verified(served: Pair, tmp_path: Path, capsys: pyt
     assert "NOT the target's output" in out and "MISMATCH at" in out
 
 
-def ends_cleanly(server: Serving, number: signal.Signals) -> None:
-    server.process.send_signal(number)
-    out, err = server.process.communicate(timeout=LIMIT)
-    assert (server.process.returncode, out) == (0, "") and "Traceback" not in err
-    wait_until_all_is_gone(server.directory)
-
-
 def test_sigterm_finishes_running_requests_refuses_new_ones_and_removes_the_socket(
     serve: Callable[..., Serving], short: Path
 ) -> None:
@@ -237,52 +230,35 @@ def test_sigterm_finishes_running_requests_refuses_new_ones_and_removes_the_sock
     assert list(short.iterdir()) == []
 
 
-def test_a_second_signal_ends_a_drain(serve: Callable[..., Serving]) -> None:
-    server = serve("--draft-backend", "ngram")
-    client = Client(server.endpoint)
-    with in_the_middle(client, lambda: client.stream(PROMPT, ENDLESS)) as (_, chunks), ThreadPoolExecutor(1) as reader:
-        reading = reader.submit(list, chunks)
-
-        def is_over() -> bool:
-            server.process.send_signal(signal.SIGTERM)  # again and again: two that come at once are one
-            return reading.done()
-
-        until(is_over, "the drain ends")
-        with pytest.raises(WorkerError, match="stopped before"):
-            reading.result()
-    assert server.process.wait(LIMIT) == 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_reconnecting_client_continues_its_text_on_the_next_server(
-    serve: Callable[..., Serving], short: Path, number: signal.Signals
-) -> None:
-    """For one that does not reconnect a signal without drain is an error; a killed server leaves no files."""
+def test_reconnecting_client_continues_its_text_on_the_next_server(serve: Callable[..., Serving], short: Path) -> None:
+    """Of a server that is killed, and leaves no files, and of one that ends without drain, which is an error for
+    clients that do not reconnect."""
     options = ("--endpoint", f"ipc://{short}/c", "--draft-backend", "ngram", "--drain-timeout", "0")
     sampling = replace(LONG, temp=0.8, seed=None, repetition_penalty=1.1)
     server = serve(*options)
-    asking, other = Client(server.endpoint, reconnect=True), Client(server.endpoint)
-    with (
-        in_the_middle(other, lambda: asking.stream(PROMPT, sampling)) as (stream, chunks),
-        ThreadPoolExecutor(1) as once,
-    ):
-        without = once.submit(other.generate, PROMPT, LONG) if number == signal.SIGTERM else None
-        until(lambda: sum((other.stats().active, other.stats().queued)) == (2 if without else 1), "both are asked")
-        server.process.send_signal(number)
-        server.process.wait(LIMIT)
-        if without:
-            with pytest.raises(WorkerError, match="stopped before"):
-                without.result(LIMIT)
-    wait_until_all_is_gone(server.directory)
-    assert "Traceback" not in server.process.communicate()[1]
-    until(lambda: list(short.iterdir()) == [], "the socket file is removed")
-    server = serve(*options)
-    for _ in chunks:
-        pass
-    result = stream.result
-    whole = Client(server.endpoint).generate(PROMPT, replace(sampling, seed=result.seed))
-    assert (result.token_ids, result.text, result.finish_reason) == (whole.token_ids, whole.text, "length")
-    assert 0 < result.timings.predicted_n < len(result.token_ids) == LONG.max_tokens
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        asking, other = Client(server.endpoint, reconnect=True), Client(server.endpoint)
+        with (
+            in_the_middle(other, lambda asking=asking: asking.stream(PROMPT, sampling)) as (stream, chunks),
+            ThreadPoolExecutor(1) as once,
+        ):
+            without = once.submit(other.generate, PROMPT, LONG) if number == signal.SIGTERM else None
+            until(lambda o=other, n=2 if without else 1: sum((o.stats().active, o.stats().queued)) == n, "all ask")
+            server.process.send_signal(number)
+            server.process.wait(LIMIT)
+            if without:
+                with pytest.raises(WorkerError, match="stopped before"):
+                    without.result(LIMIT)
+        wait_until_all_is_gone(server.directory)
+        assert "Traceback" not in server.process.communicate()[1]
+        until(lambda: list(short.iterdir()) == [], "the socket file is removed")
+        server = serve(*options)
+        for _ in chunks:
+            pass
+        result = stream.result
+        whole = Client(server.endpoint).generate(PROMPT, replace(sampling, seed=result.seed))
+        assert (result.token_ids, result.text, result.finish_reason) == (whole.token_ids, whole.text, "length")
+        assert 0 < result.timings.predicted_n < len(result.token_ids) == LONG.max_tokens
 
 
 def test_foreign_socket_at_a_killed_servers_path_is_kept(serve: Callable[..., Serving], short: Path) -> None:
@@ -393,7 +369,7 @@ def test_garbage_on_either_socket_does_not_disturb_a_running_request(cluster: Lo
     assert len(stream.result.token_ids) <= 64
 
 
-def test_server_with_more_idle_connections_than_its_soft_file_limit_answers_and_ends_cleanly(
+def test_server_with_more_idle_connections_than_its_soft_file_limit_answers_and_a_second_signal_ends_its_drain(
     serve: Callable[..., Serving],
 ) -> None:
     server = serve("--draft-backend", "ngram", files=(256, 4096))
@@ -404,7 +380,19 @@ def test_server_with_more_idle_connections_than_its_soft_file_limit_answers_and_
         text = first + "".join(chunk.text for chunk in stream)
         assert client.generate(PROMPT, sampling).text == text
     assert client.generate(PROMPT, sampling).text == text
-    ends_cleanly(server, signal.SIGINT)
+    with in_the_middle(client, lambda: client.stream(PROMPT, ENDLESS)) as (_, chunks), ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(list, chunks)
+
+        def is_over() -> bool:
+            server.process.send_signal(signal.SIGINT)  # again and again: two that come at once are one
+            return reading.done()
+
+        until(is_over, "the drain ends")
+        with pytest.raises(WorkerError, match="stopped before"):
+            reading.result()
+    _, err = server.process.communicate(timeout=LIMIT)
+    assert server.process.returncode == 0 and "Traceback" not in err
+    wait_until_all_is_gone(server.directory)
 
 
 def test_too_low_hard_file_limit_is_an_endpoint_error(served: Pair) -> None:

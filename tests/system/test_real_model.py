@@ -83,7 +83,7 @@ def test_default_model_follows_a_json_schema(client: Client) -> None:
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_speculation_changes_no_token(client: Client, temp: float) -> None:
-    sampling = SamplingParams(max_tokens=32, temp=temp, seed=7)
+    sampling = SamplingParams(max_tokens=20, temp=temp, seed=7)
     plain, speculated = (client.generate(COPY, sampling, mode=mode) for mode in ("ar", "ssd"))
     assert speculated.token_ids == plain.token_ids
     assert speculated.timings.draft_n_accepted > 0
@@ -106,7 +106,7 @@ def test_ngrams_of_the_models_texts_save_forwards_and_change_no_token(client: Cl
 
 
 def test_output_is_certified(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sampling = SamplingParams(max_tokens=16, temp=0.8, seed=3)
+    sampling = SamplingParams(max_tokens=8, temp=0.8, seed=3)
     result = client.generate(EDIT, sampling, mode="ssd")
     output_fields = {
         "model": NAME,
