@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +17,21 @@ from tests.tiny import Pair
 
 
 def test_broken_connections_and_a_killed_server_change_no_text(served: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cluster(**settings: Any) -> LocalCluster:
-        draft = {"draft_backend": "ngram"} if "endpoint" in settings else {"draft_model": served.draft}
-        draft = {} if "draft_backend" in settings else draft
-        return LocalCluster(model=served.target, **draft, **settings)
-
+    """A server with a draft model stays throughout; the others that it shares texts with draft with n-grams."""
     monkeypatch.setenv(MODEL, str(served.target))
-    monkeypatch.setattr(resume, "LocalCluster", cluster)
     monkeypatch.setattr(resume, "KILLED", replace(resume.KILLED, max_tokens=200))  # one that is killed has not ended
-    found, cuts = resume.broken(5, 3, Screen())
-    assert not [str(one) for one in found if one.verdict == DIFFERENT] and cuts.made > 2
-    waits, others = resume.kills(1, 3, Screen())
-    assert len(waits) == 1 and others == 0
+    with LocalCluster(model=served.target, draft_model=served.draft) as staying:
+        steady: list[bool] = []
+
+        def cluster(**settings: Any) -> AbstractContextManager[LocalCluster]:
+            if set(settings) == {"progress"}:
+                steady.append(True)
+                if len(steady) != 2:
+                    return nullcontext(staying)
+            return LocalCluster(model=served.target, **{"draft_backend": "ngram", **settings})
+
+        monkeypatch.setattr(resume, "LocalCluster", cluster)
+        found, cuts = resume.broken(5, 3, Screen())
+        assert not [str(one) for one in found if one.verdict == DIFFERENT] and cuts.made > 2
+        waits, others = resume.kills(1, 3, Screen())
+    assert len(steady) == 3 and len(waits) == 1 and others == 0
