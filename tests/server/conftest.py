@@ -58,13 +58,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def running_servers(
     tmp_path_factory: pytest.TempPathFactory, scripted: Path, plain: Pair, collector: Collector
 ) -> Iterator[tuple[RunningServer, RunningServer]]:
-    """The servers of the chat model and of the plain pair; they start in parallel."""
+    """The servers of the chat model and of the plain pair; they start in parallel.
+
+    The chat model is asked for formats, so it drafts only for requests that name a mode.
+    """
     folder = tmp_path_factory.mktemp("http")
 
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
 
         def attached() -> RunningServer:
-            cluster = stack.enter_context(LocalCluster(model=scripted, draft_model=scripted))
+            cluster = stack.enter_context(LocalCluster(model=scripted, draft_model=scripted, mode="ar"))
             return stack.enter_context(
                 serving(cluster.endpoint, scripted, folder, max_streams_per_key=STREAMS, otlp_endpoint=collector.url)
             )
