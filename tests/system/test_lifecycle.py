@@ -180,20 +180,17 @@ def test_second_cluster_by_tcp_gives_the_same_text_and_is_closed_by_any_thread(
 # --- the command line ---------------------------------------------------------------------------------------------
 
 
-def test_generate_prints_text_to_stdout_and_leaves_no_processes(cluster: LocalCluster, served: Pair) -> None:
+def test_generate_leaves_no_processes_and_its_json_can_be_verified(
+    cluster: LocalCluster, served: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     models = ("--model", str(served.target), "--draft-model", str(served.draft))
-    process = outrider("generate", "--prompt", PROMPT, *models, "--max-tokens", "8", "--seed", "1")
+    sampling = ("--max-tokens", "24", "--temp", "0.9", "--top-p", "0.9", "--ignore-eos", "--seed", "1")
+    process = outrider("generate", "--prompt", PROMPT, *models, *sampling, "--json")
     out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, err
-    text = cluster.client().generate(PROMPT, SamplingParams(max_tokens=8, seed=1)).text
-    assert out.rstrip() == text.rstrip() and "Speculation: " in err and "Traceback" not in err
+    assert process.returncode == 0 and "Traceback" not in err, err
+    same = SamplingParams(max_tokens=24, temp=0.9, top_p=0.9, ignore_eos=True, seed=1)
+    assert json.loads(out)["text"] == cluster.client().generate(PROMPT, same).text
     assert not processes_of(f"--parent-fd {process.pid}")
-
-
-def test_generate_json_can_be_verified(served: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = ("--model", str(served.target), "--draft-backend", "ngram")
-    sampling = ("--max-tokens", "24", "--temp", "0.9", "--top-p", "0.9", "--ignore-eos")
-    out, err = outrider("generate", "--prompt", PROMPT, *model, *sampling, "--json").communicate(timeout=LIMIT)
     file = tmp_path / "output.json"
     file.write_text(out)
     assert main(["verify", "--json-file", str(file), "--json"]) == 0, err
