@@ -111,8 +111,11 @@ def test_losing_a_zone_loses_no_request(real: bool) -> None:
 
 
 def test_interrupted_request_waits_until_the_loss_is_noticed() -> None:
-    late = replace(ZONE, engine=5.0)
-    jobs = [[job for job in outcome(True, loss).tally.jobs if job.interruptions] for loss in (ZONE, late)]
+    late, until = replace(ZONE, engine=5.0), replace(TRAFFIC, seconds=14.0)
+    jobs = [
+        [job for job in found.tally.jobs if job.interruptions]
+        for found in (outcome(True, ZONE), outcome(True, late, traffic=until))
+    ]
     soon, later = (max(job.gap for job in broken if job.first is not None and job.first < ZONE.at) for broken in jobs)
     assert later > soon > 0.5
 

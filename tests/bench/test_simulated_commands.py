@@ -20,12 +20,15 @@ from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import WorkerNote
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE, Link, WorkerLink
+from tests.system.links import FakeLink
 from tests.tiny import VOCAB_SIZE, Pair
+from tools.simulation import drafter
 from tools.simulation.environment import report_too_slow, simulated_machine, take_options
 from tools.simulation.profile import PROFILES, TIMES_NOT_KEPT, Profile
 from tools.simulation.target import load_worker
 
 PROFILE = PROFILES / "verify-40ms.json"
+NAME = Profile.read(PROFILE).name
 SCRIPT = {"texts": [[1, 2, 3]], "acceptance": [0.5], "bonus_ranks": [], "vocab_size": VOCAB_SIZE}
 
 
@@ -101,23 +104,34 @@ def test_target_that_drafts_or_feeds_a_head_is_refused(given: dict[str, object])
         load_worker(PROFILE, argparse.Namespace(**given), None, cast(WorkerLink, Notes()))
 
 
-@pytest.mark.parametrize("replays", [False, True])
-def test_cluster_runs_the_workers_of_the_profile(tmp_path: Path, tiny_pair: Callable[..., Pair], replays: bool) -> None:
-    script = tmp_path / "script.json"
-    script.write_text(json.dumps(SCRIPT))
+def test_cluster_runs_the_workers_of_the_profile(tiny_pair: Callable[..., Pair]) -> None:
     pair = tiny_pair()
     with (
         suppress(WorkerError),  # at the end, on a busy machine
-        simulated_machine(PROFILE, script if replays else None),
+        simulated_machine(PROFILE),
         LocalCluster(model=pair.target, draft_model=pair.draft, memory=False) as cluster,
     ):
         client = cluster.client()
         result = client.generate("def f(", SamplingParams(max_tokens=8, ignore_eos=True), mode="ssd")
         workers = {worker.role: worker for worker in client.stats().workers}
-    name = Profile.read(PROFILE).name
     assert len(result.token_ids) == 8
-    assert f"simulating {name}" in workers["target"].note
-    assert workers["draft"].backend == f"{'replay' if replays else 'mlx'}, simulating {name}"
+    assert f"simulating {NAME}" in workers["target"].note
+    assert workers["draft"].backend == f"mlx, simulating {NAME}"
+
+
+def test_drafter_with_a_script_replays_its_texts(tmp_path: Path) -> None:
+    """And needs no model, though a server names one; it reports the script in its place."""
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps(SCRIPT))
+    own = argparse.Namespace(profile=PROFILE, script=script)
+    options = argparse.Namespace(name="draft-0", model="/none", target="", vocabulary="", fan_out="best-first")
+    link = FakeLink("draft-0")
+    link.incarnation = 3  # type: ignore[attr-defined]
+    hello, worker = drafter.load_worker(own, options, cast(WorkerLink, link))
+    assert (hello.backend, hello.model) == (f"replay, simulating {NAME}", str(script))
+    assert hello.vocab_size == VOCAB_SIZE
+    tree = worker._drafter.open([1], SamplingParams())
+    assert tree.candidates([tree.root], 1)
 
 
 def outcome_of(*arguments: str) -> subprocess.CompletedProcess[str]:
