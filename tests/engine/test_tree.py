@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -41,8 +41,15 @@ ROUNDING = 2e-3
 
 def expected(model: LoadedModel, params: SamplingParams, text: Sequence[int]) -> np.ndarray:
     """The scores of what follows `text`, from one plain forward."""
-    logits = model.model(mx.array([list(text)]))[0, -1:]
-    return np.array(Sampler(params, model.vocab_size).scores(logits, [len(text)], [list(text)]))[0]
+    return expected_together(model, params, [text])[0]
+
+
+def expected_together(model: LoadedModel, params: SamplingParams, texts: Sequence[Sequence[int]]) -> np.ndarray:
+    """The same for several texts, in rows that are as long as the longest; what fills a row comes after its text."""
+    ends = [len(text) for text in texts]
+    logits = model.model(mx.array([[*text, *[0] * (max(ends) - len(text))] for text in texts]))
+    rows = logits[mx.arange(len(ends)), mx.array(ends) - 1]
+    return np.array(Sampler(params, model.vocab_size).scores(rows, ends, [list(text) for text in texts]))
 
 
 class TreeUnderTest:
@@ -53,11 +60,18 @@ class TreeUnderTest:
         self.tree = open_tree(model, prompt, params)
         self.texts = {self.tree.root: list(prompt)}
         self.worst = 0.0
-        self.expected = cache(lambda *text: expected(model, params, text))
+        self._expected: dict[tuple[int, ...], np.ndarray] = {}
         self.check(self.tree.root)
 
+    def expected(self, *nodes: int) -> list[np.ndarray]:
+        """The scores of what follows the texts of `nodes`; what is not yet known is computed together."""
+        texts = [tuple(self.texts[node]) for node in nodes]
+        if new := [text for text in dict.fromkeys(texts) if text not in self._expected]:
+            self._expected |= zip(new, expected_together(self.model, self.params, new), strict=True)
+        return [self._expected[text] for text in texts]
+
     def check(self, node: int) -> None:
-        want, got = self.expected(*self.texts[node]), np.array(self.tree.scores(node))
+        want, got = self.expected(node)[0], np.array(self.tree.scores(node))
         assert np.array_equal(np.isinf(want), np.isinf(got))
         kept = ~np.isinf(want)
         difference = want[kept] - got[kept]
@@ -76,8 +90,9 @@ class TreeUnderTest:
         for node, parent, token in zip(nodes, parents, tokens, strict=True):
             if token is None:
                 token = self.tree.best([parent])[0]
-                assert token == int(self.expected(*self.texts[parent]).argmax())
+                assert token == int(self.expected(parent)[0].argmax())
             self.texts[node] = [*self.texts[parent], token]
+        self.expected(*nodes[-checked:])
         for node in nodes[-checked:]:
             self.check(node)
 
