@@ -22,11 +22,6 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
-from outrider.engine.models_only import models_only
-
-if __name__ == "__main__":
-    models_only()  # before what imports mlx-lm: all of that takes a second
-
 from outrider.engine.kv_cache import CacheSlot, SeparateKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load

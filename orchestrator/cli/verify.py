@@ -25,7 +25,7 @@ from outrider.orchestrator.cli.generate import add_generation_flags, as_chat, as
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.dialogue import pluralize
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.machine.spawn import MODELS_ONLY, child_environment, python
 from outrider.orchestrator.pairing.chat_template import Message
 from outrider.orchestrator.pairing.detokenizer import TextStream
 from outrider.orchestrator.pairing.model_files import find_model
@@ -65,7 +65,7 @@ def certify(
         "ends": list(ends),
     }
     environment = system.blas_environment(child_environment(), REPLAY_THREADS, kernels)
-    command = python("-m", "outrider.target_worker.certificate")
+    command = python("-m", MODELS_ONLY, "outrider.target_worker.certificate")
     with tempfile.TemporaryFile("w+") as stdin:
         json.dump(claim, stdin)
         stdin.seek(0)

@@ -131,7 +131,7 @@ def test_claim_with_unknown_or_missing_tokens_is_refused(model, claim):
 
 def ask(text):
     done = subprocess.run(
-        [sys.executable, "-m", "outrider.target_worker.certificate"],
+        [sys.executable, "-m", "outrider.engine.models_only", "outrider.target_worker.certificate"],
         input=text,
         capture_output=True,
         text=True,
