@@ -12,6 +12,8 @@ from outrider.drafters.drafter import Drafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.verify import verify
+from outrider.orchestrator.pairing.model_files import find_model
+from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.sampling import SamplingParams
 from tests.slots import open_slots
 from tests.system.cluster import Cluster
@@ -51,6 +53,18 @@ def small_pair(
 def served(tiny_pair: Callable[..., Pair]) -> Pair:
     """For real processes of which any text will do: they are up in half the time that the embedded pair takes."""
     return tiny_pair("llama", max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def served_target(served: Pair) -> LoadedModel:
+    """The target of `served`, in this process."""
+    return load(served.target)
+
+
+@pytest.fixture(scope="module")
+def codec(served: Pair) -> TextCodec:
+    """The tokenizer of `served`."""
+    return load_codec(find_model(str(served.target)))
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,9 @@ import zmq
 from mlx_lm.generate import generate_step
 
 from outrider import Client, Grammar, LocalCluster, SamplingParams
-from outrider.engine.loading import LoadedModel, load
+from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.client.dialogue import GenerationResult
-from outrider.orchestrator.pairing.model_files import find_model
-from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
+from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Done, Generate
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
@@ -65,23 +64,13 @@ def client(cluster: LocalCluster) -> Client:
 
 
 @pytest.fixture(scope="module")
-def target(served: Pair) -> LoadedModel:
-    return load(served.target)
-
-
-@pytest.fixture(scope="module")
-def codec(served: Pair) -> TextCodec:
-    return load_codec(find_model(str(served.target)))
-
-
-@pytest.fixture(scope="module")
-def check_same(target: LoadedModel, codec: TextCodec) -> Same:
+def check_same(served_target: LoadedModel, codec: TextCodec) -> Same:
     """The same tokens; or, the workers' BLAS rounding by shape, tokens the target says as well."""
 
     def check(prompt: Prompt, sampling: SamplingParams, got: Sequence[int], expected: Sequence[int]) -> None:
         if tuple(got) == tuple(expected):
             return
-        report = certify(target, Claim("", codec.encode(prompt.text), tuple(got), sampling, tuple(codec.eos)))
+        report = certify(served_target, Claim("", codec.encode(prompt.text), tuple(got), sampling, tuple(codec.eos)))
         assert not report.mismatches and len(got) == len(expected)
 
     return check
@@ -147,10 +136,10 @@ def test_server_is_usable_after_a_grammar_stream_is_left(client: Client) -> None
 
 @pytest.mark.parametrize("prompt", PROMPTS[:2], ids=lambda prompt: prompt.name)
 def test_greedy_tokens_equal_those_of_mlx_lm(
-    client: Client, target: LoadedModel, codec: TextCodec, check_same: Same, prompt: Prompt
+    client: Client, served_target: LoadedModel, codec: TextCodec, check_same: Same, prompt: Prompt
 ) -> None:
     tokens = mx.array(codec.encode(prompt.text))
-    theirs = [token for token, _ in generate_step(tokens, target.model, max_tokens=LENGTH)]
+    theirs = [token for token, _ in generate_step(tokens, served_target.model, max_tokens=LENGTH)]
     check_same(prompt, GREEDY, client.generate(prompt.text, GREEDY, mode="ssd").token_ids, theirs)
 
 

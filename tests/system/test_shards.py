@@ -18,11 +18,10 @@ from pathlib import Path
 import pytest
 
 from outrider import GenerationResult, Grammar, LocalCluster, SamplingParams
-from outrider.engine.loading import LoadedModel, load
+from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.pairing.model_files import find_model
-from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
+from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.errors import WorkerError
 from outrider.target_worker.certificate import Claim, certify
 from outrider.target_worker.rank_link import free_ports
@@ -47,20 +46,10 @@ def cluster(served: Pair) -> Iterator[LocalCluster]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def whole(served: Pair) -> LoadedModel:
-    return load(served.target)
-
-
-@pytest.fixture(scope="module")
-def codec(served: Pair) -> TextCodec:
-    return load_codec(find_model(str(served.target)))
-
-
-def check(whole: LoadedModel, codec: TextCodec, sampling: SamplingParams, result: GenerationResult) -> None:
+def check(served_target: LoadedModel, codec: TextCodec, sampling: SamplingParams, result: GenerationResult) -> None:
     """Each token is what one process with all weights says there; or, sums over ranks rounding otherwise, says too."""
     claim = Claim("", codec.encode(PROMPT), result.token_ids, sampling, tuple(codec.eos))
-    report = certify(whole, claim)
+    report = certify(served_target, claim)
     assert not report.mismatches and report.identical + len(report.ties) == len(result.token_ids) == sampling.max_tokens
 
 
@@ -87,7 +76,7 @@ def until_gone(pids: list[int]) -> None:
 
 
 def test_two_ranks_generate_the_same_text_as_one_process(
-    cluster: LocalCluster, whole: LoadedModel, codec: TextCodec
+    cluster: LocalCluster, served_target: LoadedModel, codec: TextCodec
 ) -> None:
     """In every mode, greedy and sampled, four at once, which share forwards."""
     ways = [(mode, replace(SAMPLED, temp=temp)) for temp in (0.0, 0.8) for mode in ("ar", "sd", "ssd")]
@@ -95,12 +84,12 @@ def test_two_ranks_generate_the_same_text_as_one_process(
     with ThreadPoolExecutor(len(ways)) as pool:
         found = list(pool.map(lambda way: client.generate(PROMPT, way[1], mode=way[0]), ways))
     for (_, asked), result in zip(ways, found, strict=True):
-        check(whole, codec, asked, result)
+        check(served_target, codec, asked, result)
     assert len(until_ready(cluster)) == 2
 
 
 def test_text_continues_after_a_rank_dies_and_no_rank_is_left(
-    cluster: LocalCluster, whole: LoadedModel, codec: TextCodec
+    cluster: LocalCluster, served_target: LoadedModel, codec: TextCodec
 ) -> None:
     """Rank 1 is killed in the middle of a text; in the long form rank 0 too, and rank 1 is stopped."""
     client, tries = cluster.client(LIMIT), 20
@@ -112,7 +101,7 @@ def test_text_continues_after_a_rank_dies_and_no_rank_is_left(
             for count, _ in enumerate(stream):
                 if count == 2:
                     os.kill(before[rank], number)
-            check(whole, codec, sampling, stream.result)
+            check(served_target, codec, sampling, stream.result)
             until_gone(before)
             if stream.result.timings.resumed:
                 break
@@ -121,11 +110,11 @@ def test_text_continues_after_a_rank_dies_and_no_rank_is_left(
 
 @pytest.mark.skipif(not LONG_FORM, reason="starts two more clusters; OUTRIDER_RANKS=1 does")
 def test_drafter_can_run_in_rank_0_and_an_invalid_shard_count_is_refused(
-    served: Pair, whole: LoadedModel, codec: TextCodec
+    served: Pair, served_target: LoadedModel, codec: TextCodec
 ) -> None:
     pair = {"model": served.target, "draft_model": served.draft}
     with LocalCluster(**pair, shards=2, colocate=True) as cluster:
-        check(whole, codec, SAMPLED, cluster.client(LIMIT).generate(PROMPT, SAMPLED, mode="sd"))
+        check(served_target, codec, SAMPLED, cluster.client(LIMIT).generate(PROMPT, SAMPLED, mode="sd"))
         left = ranks(cluster)
     until_gone(left)
     with pytest.raises(WorkerError, match="this llama model can't be sharded over 3 ranks"):
@@ -154,7 +143,9 @@ def test_head_can_run_in_rank_0_unless_it_needs_the_whole_output_layer(
 
 
 @pytest.mark.skipif(not LONG_FORM, reason="starts two more clusters; OUTRIDER_RANKS=1 does")
-def test_ranks_started_by_mlx_launch_join_and_rejoin(served: Pair, whole: LoadedModel, codec: TextCodec) -> None:
+def test_ranks_started_by_mlx_launch_join_and_rejoin(
+    served: Pair, served_target: LoadedModel, codec: TextCodec
+) -> None:
     """As a person does it: the server waits, mlx.launch starts both ranks, and starts them again when one has died."""
     told, at, launched = queue.Queue[str](), queue.Queue[str](), list[subprocess.Popen[bytes]]()
 
@@ -183,7 +174,7 @@ def test_ranks_started_by_mlx_launch_join_and_rejoin(served: Pair, whole: Loaded
                     time.sleep(6)  # until the server has missed it; who comes sooner is turned away
                     launch(at.get())
             assert stream.result.timings.resumed == 1
-            check(whole, codec, TOLD, stream.result)
+            check(served_target, codec, TOLD, stream.result)
     finally:
         for one in launched:
             with suppress(ProcessLookupError):
