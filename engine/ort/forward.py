@@ -29,7 +29,7 @@ import numpy as np
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
 from outrider.engine.memory import release_memory
 from outrider.engine.ort.layers import SUPPORTED_MODEL_TYPES, Array, DecoderLayers, Layout, levels, to_numpy
-from outrider.engine.ort.sessions import CachedGraph, Sessions, arena_shrink_options, kernel_name
+from outrider.engine.ort.sessions import CachedGraph, Sessions, arena_shrink_options, kernel_name, rounds_per_token
 from outrider.engine.positions import Ints
 from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line, wrap_model_errors
@@ -278,7 +278,7 @@ def _build(decoder: DecoderLayers, layout: Layout, exact: bool) -> Graph:
     """Builds the graph. Later loads of the model find it on disk, and do without the 10 MiB that onnx takes."""
     from outrider.engine.ort.graph import build
 
-    return build(decoder, layout, exact)
+    return build(decoder, layout, exact, rounds_per_token())
 
 
 def _count_queries(part: Segment, heads: tuple[int, int]) -> int:

@@ -7,6 +7,7 @@ buffers or scheduling. `ort.forward.check_logits` compares the graph's logits wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +20,16 @@ from onnx import TensorProto, helper
 from outrider.engine.ort.layers import Array, DecoderLayers, LayerShape, Layout, as_model_error, levels, to_numpy
 
 _MICROSOFT_DOMAIN = "com.microsoft"
-_MICROSOFT_OPS = ("GroupQueryAttention", "MatMulNBits", "QuickGelu", "SkipSimplifiedLayerNormalization")
+_MICROSOFT_OPS = (
+    "GroupQueryAttention", "MatMulIntegerToFloat", "MatMulNBits", "QuickGelu", "SkipSimplifiedLayerNormalization",
+)  # fmt: skip
 _OPSET_VERSION, _IR_VERSION = 21, 10
 # The tolerance, in quantisation steps, for zero points that are integers up to the rounding of half-precision scales.
 _ZERO_POINT_TOLERANCE = 2.0**-7
 _MAX_BIAS_REST = 0.25  # the most quantisation steps of a row that may remain of a bias
 _GROUP_SIZE = 32
+_MAX_BLOCK_SIZE = 64  # of a Hadamard rotation
+_MAX_LEVEL = np.float32(127)  # of a weight or an activation with its own sign, in 8 bits
 
 
 @dataclass(slots=True)
@@ -77,6 +82,12 @@ class Affine:
         ((q, scales),) = _quantise_in_digits(weight, np.inf, 8, _GROUP_SIZE)
         return cls(q, scales, -128 * scales, 8)
 
+    def dequantised(self) -> Array:
+        """Returns the weights [N, K] in float32."""
+        q = self.q if self.bits == 8 else np.stack([self.q & 15, self.q >> 4], axis=-1)
+        apart = q.reshape(*self.scales.shape, -1) * self.scales[..., None] + self.biases[..., None]
+        return np.asarray(apart.reshape(len(apart), -1))
+
     @property
     def group(self) -> int:
         return int(self.q.shape[1]) * 8 // self.bits // int(self.scales.shape[1])
@@ -92,7 +103,7 @@ class Affine:
 
 @dataclass
 class Builder:
-    """A graph under construction."""
+    """A graph under construction. `per_token`: see `_per_token`; `rotated`: its rounded inputs and their scales."""
 
     nodes: list[Any] = field(default_factory=list)
     weights: dict[str, Array] = field(default_factory=dict)
@@ -100,7 +111,9 @@ class Builder:
     kv_type: int = TensorProto.FLOAT
     rounded: bool = False
     exact: bool = False
+    per_token: bool = False
     biases: dict[str, tuple[Array, Array]] = field(default_factory=dict)
+    rotated: dict[str, tuple[str, str]] = field(default_factory=dict)
     sums: dict[str, str] = field(default_factory=dict)
     node_count: int = 0
 
@@ -122,6 +135,12 @@ class Builder:
         self.constants[name] = helper.make_tensor(name, TensorProto.INT64, [len(values)], values)
         return name
 
+    def scalar(self, value: np.generic) -> str:
+        """Returns a constant of one number, created once."""
+        name = f"{value.dtype}_{value}".replace(".", "p")
+        self.constants[name] = helper.make_tensor(name, helper.np_dtype_to_tensor_dtype(value.dtype), [], [value])
+        return name
+
     def linear(self, x: str, layers: Sequence[nn.Module]) -> str:
         """Adds layers with the same input x [R, K], concatenated: [R, sum of N]. Layers of one form are one product."""
         first = layers[0]
@@ -131,11 +150,12 @@ class Builder:
             parts = [Affine.of(layer) for layer in layers]
             rows = zip(*((part.q, part.scales, part.biases) for part in parts), strict=True)
             q, scales, shifts = map(np.concatenate, rows)
-            product = self._affine(x, Affine(q, scales, shifts, parts[0].bits))
+            whole = Affine(q, scales, shifts, parts[0].bits)
+            product = self._per_token(x, whole.dequantised()) if self.per_token else self._affine(x, whole)
         elif type(first).__name__ in ("Linear", "Embedding", "HeadEmbedding"):
             dense = np.concatenate([to_numpy(layer.weight) for layer in layers])
             if self.rounded and dense.shape[1] % _GROUP_SIZE == 0:
-                product = self._affine(x, Affine.rounded(dense))
+                product = self._per_token(x, dense) if self.per_token else self._affine(x, Affine.rounded(dense))
             else:
                 product = str(self.op("MatMul", x, self.weight(dense.T)))
         else:
@@ -172,6 +192,28 @@ class Builder:
         settings = {"K": used, "N": count, "bits": bits, "block_size": group, "accuracy_level": 4}
         return str(self.op("MatMulNBits", *inputs, **settings))
 
+    def _per_token(self, x: str, weights: Array) -> str:
+        """Adds a product of 8-bit integers: one scale for each token's activations, one for each output's weights.
+
+        Before they are rounded, both are rotated by Hadamard matrices within blocks, which changes no product, and
+        spreads the outliers that would make the scales large (QuaRot, arXiv 2404.00456).
+        """
+        block = math.gcd(weights.shape[1], _MAX_BLOCK_SIZE)
+        rotated = _rotate(weights, block) / np.float32(block)
+        scales = np.abs(rotated).max(axis=1) / _MAX_LEVEL
+        levels = np.rint(rotated / np.where(scales == 0, 1, scales)[:, None]).astype(np.int8)
+        if x not in self.rotated:
+            matrix = self.weight(_rotate(np.eye(block, dtype=np.float32), block))
+            turned = self.op("MatMul", self.op("Reshape", x, self.ints(-1, block)), matrix)
+            turned = self.op("Reshape", turned, self.ints(-1, weights.shape[1]))
+            largest = self.op("ReduceMax", self.op("Abs", turned), self.ints(-1), keepdims=1)
+            steps = self.scalar(1 / _MAX_LEVEL), self.scalar(np.uint8(128))
+            self.rotated[x] = self.op("QuantizeLinear", self.op("Div", turned, largest), *steps), largest
+        rounded, largest = self.rotated[x]
+        inputs = [rounded, self.weight(levels.T), self.scalar(1 / _MAX_LEVEL), self.weight(scales)]
+        product = self.op("MatMulIntegerToFloat", *inputs, self.scalar(np.uint8(128)))
+        return str(self.op("Mul", product, largest))
+
     def _with_sums(self, x: str, depth: int, group: int, digits: int) -> str:
         """Adds x [R, K] followed by the sums of its groups, once for each digit; all but the last are whole groups."""
         key = f"{x}_{group}_{digits}"
@@ -200,14 +242,18 @@ class Builder:
 
 
 @as_model_error()
-def build(decoder: DecoderLayers, layout: Layout, exact: bool = False) -> Graph:
-    """Builds the graph of modules from their weights. `exact`: biases are only rounded, since `exact_biases` follows.
+def build(decoder: DecoderLayers, layout: Layout, exact: bool = False, per_token: bool = False) -> Graph:
+    """Builds the graph of modules from their weights.
+
+    Args:
+        exact: biases are only rounded, since `exact_biases` follows.
+        per_token: weights and activations are rounded per output and per token, instead of in groups.
 
     Raises:
         ModelError: one of its layers is not supported.
     """
     kv_type = helper.np_dtype_to_tensor_dtype(layout.kv_dtype)
-    b = Builder(kv_type=kv_type, rounded=decoder.rounded, exact=exact)
+    b = Builder(kv_type=kv_type, rounded=decoder.rounded, exact=exact, per_token=per_token)
     layers, added = decoder.layers, ""
     res, n = decoder.begin(b) if decoder.begin is not None else ("x", b.norm("x", layers[0].input_layernorm))
     for number, (layer, shape, rope) in enumerate(zip(layers, layout.shapes, layout.angles, strict=True)):
@@ -325,6 +371,16 @@ def _norm_parameters(layer: nn.Module) -> tuple[Array, float]:
         if np.allclose(ones, factors, rtol=1e-2, atol=1e-3):
             return factors, eps
     raise TypeError(f"{type(layer).__name__} is not a supported RMS norm")
+
+
+def _rotate(rows: Array, block: int) -> Array:
+    """Returns rows [N, K] times a Hadamard matrix, of entries 1 and -1, within blocks of K; `block`: a power of 2."""
+    half = 1
+    while half < block:
+        pairs = rows.reshape(len(rows), -1, 2, half)
+        rows = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
+        half *= 2
+    return rows.reshape(len(rows), -1)
 
 
 def _pack_levels(points: Array, bits: int) -> Array:
