@@ -29,6 +29,7 @@ _ZERO_POINT_TOLERANCE = 2.0**-7
 _MAX_BIAS_REST = 0.25  # the most quantisation steps of a row that may remain of a bias
 _GROUP_SIZE = 32
 _MAX_BLOCK_SIZE = 64  # of a Hadamard rotation
+_ROTATED_AT_ONCE = 2**16  # weights, which fit in a core's cache
 _MAX_LEVEL = np.float32(127)  # of a weight or an activation with its own sign, in 8 bits
 
 
@@ -375,12 +376,15 @@ def _norm_parameters(layer: nn.Module) -> tuple[Array, float]:
 
 def _rotate(rows: Array, block: int) -> Array:
     """Returns rows [N, K] times a Hadamard matrix, of entries 1 and -1, within blocks of K; `block`: a power of 2."""
-    half = 1
-    while half < block:
-        pairs = rows.reshape(len(rows), -1, 2, half)
-        rows = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
-        half *= 2
-    return rows.reshape(len(rows), -1)
+    turned = np.empty_like(rows)
+    step = max(_ROTATED_AT_ONCE // rows.shape[1], 1)
+    for first in range(0, len(rows), step):
+        part, width = rows[first : first + step].reshape(-1, block), 1
+        while width < block:
+            even, odd = part[:, ::2], part[:, 1::2]
+            part, width = np.concatenate([even + odd, even - odd], axis=1), 2 * width
+        turned[first : first + step] = part.reshape(-1, rows.shape[1])
+    return turned
 
 
 def _pack_levels(points: Array, bits: int) -> Array:

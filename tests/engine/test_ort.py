@@ -46,11 +46,16 @@ SETTINGS = [*((bits, group, "native") for bits, group in NATIVE), (4, 32, "uneve
 
 @pytest.fixture(scope="session")
 def quantised(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Quantised:
-    """`quantised(family, bits, group, kind)`: "uneven" biases are no integer multiples of the scales, as in GGUF."""
+    """`quantised(family, bits, group, kind)`: "uneven" biases are no integer multiples of the scales, as in GGUF.
+
+    `per_token`: how activations are rounded; None: as this CPU chooses.
+    """
     models: dict[Any, LoadedModel] = {}
 
-    def get(family: str = "llama", bits: int = 4, group: int = 32, kind: str = "native") -> Any:
-        key = family, bits, group, kind
+    def get(
+        family: str = "llama", bits: int = 4, group: int = 32, kind: str = "native", per_token: bool | None = None
+    ) -> Any:
+        key = family, bits, group, kind, per_token
         if key not in models:
             source = tiny_model(family)
             model, config = load_model(source)
@@ -65,7 +70,10 @@ def quantised(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
             path = tmp_path_factory.mktemp(f"{family}{bits}")
             mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
             (path / "config.json").write_text(json.dumps(config))
-            models[key] = load(path)
+            with pytest.MonkeyPatch.context() as patch:
+                if per_token is not None:
+                    patch.setattr(ort_forward, "rounds_per_token", lambda: per_token)
+                models[key] = load(path)
         return models[key]
 
     return get
@@ -126,10 +134,13 @@ def test_heads_of_a_width_that_has_no_kernel_are_left_to_mlx(
     assert "GroupQueryAttention" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("family", SERVED)
-def test_logits_of_a_quantised_model_stay_close_to_those_of_mlx(quantised: Quantised, family: str) -> None:
-    """Only activations are rounded: logits are MLX's own but for that, and the model keeps its bits in memory."""
-    model = quantised(family)
+def test_logits_of_a_quantised_model_stay_close_to_those_of_mlx(
+    quantised: Quantised, family: str, per_token: bool
+) -> None:
+    """Only activations are rounded, or weights to 8 bits, too: logits are MLX's own but for that."""
+    model = quantised(family, per_token=per_token)
     assert model.cpu is not None and model.cpu.quantised
     assert model.number_format.startswith("int8-onnxruntime-")
     kv_cache, tokens = open_kv_cache(model), some_tokens(1, 40)
@@ -138,17 +149,19 @@ def test_logits_of_a_quantised_model_stay_close_to_those_of_mlx(quantised: Quant
     assert np.sqrt(np.square(found - own).mean()) < 0.1 * own.std()
 
 
+@pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize(("bits", "group", "kind"), SETTINGS)
 def test_biases_of_every_form_of_affine_weights_are_applied(
-    quantised: Quantised, bits: int, group: int, kind: str, monkeypatch: pytest.MonkeyPatch
+    quantised: Quantised, bits: int, group: int, kind: str, per_token: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = quantised("llama", bits, group, kind)
+    model = quantised("llama", bits, group, kind, per_token)
     _, rest = Affine.of(model.model.layers[0].mlp.down_proj).zero_points()
     assert rest.any() == (kind == "uneven")
     kv_cache, tokens = open_kv_cache(model), some_tokens(1, 12)
     own = np.array(model.model(mx.array([tokens]))[0])
     assert np.sqrt(np.square(fed(kv_cache, kv_cache.open(), tokens) - own).mean()) < 0.1 * own.std()
-    if kind == "uneven":  # rounded zero points alone are another model
+    if kind == "uneven" and not per_token:  # rounded zero points alone are another model
+        monkeypatch.setattr(ort_forward, "rounds_per_token", lambda: False)
         own_points = Affine.zero_points
         monkeypatch.setattr(Affine, "zero_points", lambda self: (own_points(self)[0], np.zeros_like(self.biases)))
         wrong = ort_forward.OrtForward(DecoderLayers.of(model.model, "llama"))
@@ -171,19 +184,21 @@ def test_rest_of_the_biases_is_coded_within_a_quarter_of_a_step(bits: int, shape
 
 
 @pytest.mark.parametrize(
-    ("family", "bits", "group", "kind"),
+    ("family", "bits", "group", "kind", "per_token"),
     [
-        ("llama", 4, 32, "native"),
-        ("llama", 8, 64, "native"),
-        ("qwen3", 4, 64, "native"),
-        ("gemma3_text", 4, 32, "uneven"),
+        ("llama", 4, 32, "native", False),
+        ("llama", 8, 64, "native", False),
+        ("qwen3", 4, 64, "native", False),
+        ("gemma3_text", 4, 32, "uneven", False),
+        ("llama", 4, 32, "uneven", True),
+        ("gemma3_text", 8, 64, "native", True),
     ],
 )
 def test_logits_are_bit_equal_at_every_forward_width(
-    quantised: Quantised, family: str, bits: int, group: int, kind: str
+    quantised: Quantised, family: str, bits: int, group: int, kind: str, per_token: bool
 ) -> None:
     """1 to 32 tokens a forward, chains and pieces of prompts alike."""
-    kv_cache = open_kv_cache(quantised(family, bits, group, kind))
+    kv_cache = open_kv_cache(quantised(family, bits, group, kind, per_token))
     tokens, whole = some_tokens(3, 40), kv_cache.open()
     truth = fed(kv_cache, whole, tokens, True)
     for width in range(1, 33):
@@ -191,6 +206,46 @@ def test_logits_are_bit_equal_at_every_forward_width(
         parts = [fed(kv_cache, sequence, tokens[i : i + width], width > 16) for i in range(0, len(tokens), width)]
         assert np.array_equal(np.concatenate(parts), truth), width
         kv_cache.close(sequence)
+
+
+def test_outliers_do_not_take_the_levels_of_other_activations(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one scale for a token, a few large activations would round all others to nothing; rotations spread them."""
+    model, config = load_model(tiny_model("llama"))
+    for layer in model.layers:
+        own = layer.self_attn
+        factors = mx.where(mx.arange(own.q_proj.weight.shape[1]) == 3, 15.0, 1.0)
+        layer.input_layernorm.weight *= factors
+        for projection in (own.q_proj, own.k_proj, own.v_proj):
+            projection.weight /= factors
+    model, config = quantize_model(model, config, 32, 8)
+    tokens, decoder = np.array(some_tokens(1, 30), np.int32), DecoderLayers.of(model, "llama")
+    own = np.array(model(mx.array(tokens[None]))[0])
+    monkeypatch.setattr(ort_forward, "rounds_per_token", lambda: True)
+
+    def error() -> float:
+        found = forward.feed_in_pieces(OrtForward(decoder), tokens, (len(tokens),))
+        return float(np.sqrt(np.square(found - own).mean()) / own.std())
+
+    rotated = error()
+    monkeypatch.setattr(graph, "_MAX_BLOCK_SIZE", 1)
+    plain = error()
+    assert rotated < 0.12 and plain > 1.4 * rotated, (rotated, plain)
+
+
+def test_token_without_any_activation_has_the_logits_of_mlx(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its largest activation is 0, and so is its scale."""
+    model, config = load_model(tiny_model("llama"))
+    model.model.embed_tokens.weight[5] = 0
+    model, config = quantize_model(model, config, 32, 8)
+    monkeypatch.setattr(ort_forward, "rounds_per_token", lambda: True)
+    tokens = np.array([5, 9, 5], np.int32)
+    found = forward.feed_in_pieces(OrtForward(DecoderLayers.of(model, "llama")), tokens, (1, 2))
+    own = np.array(model(mx.array(tokens[None]))[0])
+    assert np.isfinite(found).all() and np.abs(found - own).max() < 0.3 * max(own.std(), 1)
 
 
 def test_matrices_with_one_input_may_be_quantised_differently(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -54,6 +54,18 @@ def model(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.M
     return quantised(tiny_model("llama"), tmp_path / "model")
 
 
+@pytest.fixture(params=[False, True])
+def rounding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether activations are rounded per token, or else in groups."""
+    monkeypatch.setattr(forward, "rounds_per_token", lambda: request.param)
+    return bool(request.param)
+
+
+@pytest.fixture
+def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "rounds_per_token", lambda: False)
+
+
 def logits(model: Path, all_cores: bool = False) -> np.ndarray:
     kv_cache = open_kv_cache(load(model))
     sequence = kv_cache.open()
@@ -78,6 +90,7 @@ def fail_if_called(*_: Any, **__: Any) -> None:
     raise AssertionError("the kept graph was not used")
 
 
+@pytest.mark.usefixtures("rounding")
 def test_cached_graph_is_used_without_another_build_or_check(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,11 +193,11 @@ def test_processes_with_and_without_a_drafters_core_share_the_cached_graph(
     assert kept(tmp_path) == [graph_folder]
 
 
-def test_damaged_cache_files_are_rebuilt(model: Path, tmp_path: Path) -> None:
+def test_damaged_cache_files_are_rebuilt(model: Path, tmp_path: Path, rounding: bool) -> None:
     first = logits(model)
     (folder,) = kept(tmp_path)
     names = {"graph.onnx", "weights.bin", "checked.json", "biases.bin", "biases.json", "embedding.bin"}
-    names -= set() if exact_biases.IS_SUPPORTED else {"biases.bin", "biases.json"}
+    names -= {"biases.bin", "biases.json"} if rounding or not exact_biases.IS_SUPPORTED else set()
     for name in sorted(names):
         whole = (folder / name).stat().st_size
         os.truncate(folder / name, whole // 2)
@@ -215,6 +228,7 @@ def test_graph_of_a_large_model_is_not_cached(model: Path, tmp_path: Path, monke
 
 
 @pytest.mark.skipif(not exact_biases.IS_SUPPORTED, reason="only Linux has exact biases")
+@pytest.mark.usefixtures("in_groups")
 @pytest.mark.parametrize("cores", [False, True])
 def test_kept_graph_has_exact_biases(model: Path, tmp_path: Path, monkeypatch: Any, cores: bool) -> None:
     """Nearer to MLX's logits than with rounded ones, in each session, at the first start and at later ones."""
@@ -231,6 +245,7 @@ def test_kept_graph_has_exact_biases(model: Path, tmp_path: Path, monkeypatch: A
     assert exact == f"{plain}-exact"
 
 
+@pytest.mark.usefixtures("in_groups")
 def test_biases_are_rounded_where_packed_weights_have_no_place_for_them(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,12 +257,14 @@ def test_biases_are_rounded_where_packed_weights_have_no_place_for_them(
     assert not np.array_equal(rounded, exact) and kept(tmp_path)
     assert not load(model).number_format.endswith("-exact")
     monkeypatch.undo()
+    monkeypatch.setattr(forward, "rounds_per_token", lambda: False)
     monkeypatch.setattr(sessions, "_MIN_WEIGHT_BYTES", 0)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "other"))
     monkeypatch.setattr(exact_biases, "_mappings", lambda weights: [])
     assert np.array_equal(logits(model), rounded)
 
 
+@pytest.mark.usefixtures("rounding")
 def test_logits_are_bit_equal_for_any_number_of_cores(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = logits(model)
     monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(CORE))
