@@ -144,6 +144,7 @@ class OrtForward:
         self._embedding = Embedding(decoder.embedding, decoder.factor, self.cached.folder if self.cached else None)
         self._angles: list[tuple[Array, Array]] = []
         self._bindings: dict[Any, Any] = {}
+        self._views: tuple[Any, ...] = ()
         self._tabulate_angles(_ANGLE_BLOCK_POSITIONS)
 
     @property
@@ -215,14 +216,14 @@ class OrtForward:
         outputs |= {f"layer{i}": np.empty((arrangement.flat, self.width), np.float32) for i in tapped}
         wide = self._sessions.all_cores
         session = wide if wide is not None and (all_cores or segments[0].long) else self._sessions.own
-        binding = self._binding(session, caches, segments, arrangement, tuple(tapped))
+        binding, are_new = self._binding(session, caches, segments, arrangement, tuple(tapped))
         for name, array in inputs.items():
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        leaves_free_memory = segments[0].long and len(tokens) >= _MIN_PIECE_TOKENS
-        session.run_with_iobinding(binding, arena_shrink_options() if leaves_free_memory else None)
-        if leaves_free_memory:
+        is_large = segments[0].long and len(tokens) >= _MIN_PIECE_TOKENS
+        session.run_with_iobinding(binding, arena_shrink_options() if is_large else None)
+        if is_large or are_new:  # buffers that have grown leave the memory of smaller ones
             release_memory()
         own = {name: tokens if name.startswith("layer") else logits_indices for name in outputs}
         results = {name: array[: len(own[name])] for name, array in outputs.items()}
@@ -239,8 +240,8 @@ class OrtForward:
         parts: Sequence[Segment],
         arrangement: _Arrangement,
         tapped: tuple[int, ...],
-    ) -> Any:
-        """Returns a session's binding of the keys and values of these segments' rows; a new one if a cache has new
+    ) -> tuple[Any, bool]:
+        """Returns a session's binding of the keys and values of these segments' rows, and whether the caches have new
         views. The caches get room for the segments.
 
         Each set of tapped layers has its own binding, since a shared one would still write rows to an old address.
@@ -248,7 +249,9 @@ class OrtForward:
         first, stop = arrangement.first, arrangement.first + arrangement.rows
         columns = max(part.start for part in parts) + arrangement.size  # each text's queries are padded to this size
         pairs = [cache.on_host(stop, columns, like) for cache, like in zip(caches, self.columns, strict=True)]
-        key = (id(session), tapped, first, stop, *(cache.views for cache in caches))
+        views = tuple(cache.views for cache in caches)
+        are_new, self._views = views != self._views, views
+        key = (id(session), tapped, first, stop, *views)
         binding = self._bindings.get(key)
         if binding is None:
             if len(self._bindings) >= _MAX_BINDINGS:
@@ -261,7 +264,7 @@ class OrtForward:
             for number, (cos, sin) in enumerate(self._angles):
                 binding.bind_input(f"cos{number}", "cpu", 0, cos.dtype, cos.shape, cos.ctypes.data)
                 binding.bind_input(f"sin{number}", "cpu", 0, sin.dtype, sin.shape, sin.ctypes.data)
-        return binding
+        return binding, are_new
 
     def _tabulate_angles(self, count: int) -> None:
         """Tabulates the angles of the first `count` positions, or of more."""
