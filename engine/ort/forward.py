@@ -131,7 +131,8 @@ class OrtForward:
     def __init__(self, decoder: DecoderLayers, cached: CachedGraph | None = None) -> None:
         """Opens the sessions. Raises ModelError if ONNX Runtime can't compute these modules."""
         layout = Layout.of(decoder)
-        self._sessions = Sessions.open(partial(_build, decoder, layout), cached)
+        build = partial(_build, decoder, layout, per_token=rounds_per_token(cached))
+        self._sessions = Sessions.open(build, cached)
         self._heads = layout.heads
         self.shapes, self._ropes, self._masks = layout.shapes, layout.ropes, layout.masks
         self.quantised, self.width, self._outputs = layout.quantised, layout.width, layout.outputs
@@ -277,11 +278,11 @@ class OrtForward:
         self._bindings.clear()
 
 
-def _build(decoder: DecoderLayers, layout: Layout, exact: bool) -> Graph:
+def _build(decoder: DecoderLayers, layout: Layout, exact: bool, per_token: bool) -> Graph:
     """Builds the graph. Later loads of the model find it on disk, and do without the 10 MiB that onnx takes."""
     from outrider.engine.ort.graph import build
 
-    return build(decoder, layout, exact, rounds_per_token())
+    return build(decoder, layout, exact, per_token)
 
 
 def _count_queries(part: Segment, heads: tuple[int, int]) -> int:

@@ -245,9 +245,10 @@ def kernel_name() -> str:
     return f"int8-onnxruntime-{ort.__version__}-{instructions.replace('_', '-')}"
 
 
-def rounds_per_token() -> bool:
-    """Returns whether this CPU's products of 8-bit integers take hardly longer for several tokens (`graph.build`)."""
-    return "amx_int8" in cpu_flags()
+def rounds_per_token(cached: CachedGraph | None) -> bool:
+    """Returns whether a graph rounds per token (`graph.build`): on CPUs whose products of 8-bit integers take hardly
+    longer for several tokens, if it is kept in the cache, because rounding weights again takes seconds."""
+    return cached is not None and "amx_int8" in cpu_flags()
 
 
 def _short_hash(text: str) -> str:

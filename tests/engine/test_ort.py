@@ -72,7 +72,7 @@ def quantised(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
             (path / "config.json").write_text(json.dumps(config))
             with pytest.MonkeyPatch.context() as patch:
                 if per_token is not None:
-                    patch.setattr(ort_forward, "rounds_per_token", lambda: per_token)
+                    patch.setattr(ort_forward, "rounds_per_token", lambda cached: per_token)
                 models[key] = load(path)
         return models[key]
 
@@ -161,7 +161,7 @@ def test_biases_of_every_form_of_affine_weights_are_applied(
     own = np.array(model.model(mx.array([tokens]))[0])
     assert np.sqrt(np.square(fed(kv_cache, kv_cache.open(), tokens) - own).mean()) < 0.1 * own.std()
     if kind == "uneven" and not per_token:  # rounded zero points alone are another model
-        monkeypatch.setattr(ort_forward, "rounds_per_token", lambda: False)
+        monkeypatch.setattr(ort_forward, "rounds_per_token", lambda cached: False)
         own_points = Affine.zero_points
         monkeypatch.setattr(Affine, "zero_points", lambda self: (own_points(self)[0], np.zeros_like(self.biases)))
         wrong = ort_forward.OrtForward(DecoderLayers.of(model.model, "llama"))
@@ -222,7 +222,7 @@ def test_outliers_do_not_take_the_levels_of_other_activations(
     model, config = quantize_model(model, config, 32, 8)
     tokens, decoder = np.array(some_tokens(1, 30), np.int32), DecoderLayers.of(model, "llama")
     own = np.array(model(mx.array(tokens[None]))[0])
-    monkeypatch.setattr(ort_forward, "rounds_per_token", lambda: True)
+    monkeypatch.setattr(ort_forward, "rounds_per_token", lambda cached: True)
 
     def error() -> float:
         found = forward.feed_in_pieces(OrtForward(decoder), tokens, (len(tokens),))
@@ -241,7 +241,7 @@ def test_token_without_any_activation_has_the_logits_of_mlx(
     model, config = load_model(tiny_model("llama"))
     model.model.embed_tokens.weight[5] = 0
     model, config = quantize_model(model, config, 32, 8)
-    monkeypatch.setattr(ort_forward, "rounds_per_token", lambda: True)
+    monkeypatch.setattr(ort_forward, "rounds_per_token", lambda cached: True)
     tokens = np.array([5, 9, 5], np.int32)
     found = forward.feed_in_pieces(OrtForward(DecoderLayers.of(model, "llama")), tokens, (1, 2))
     own = np.array(model(mx.array(tokens[None]))[0])

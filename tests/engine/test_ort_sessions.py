@@ -57,13 +57,13 @@ def model(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.M
 @pytest.fixture(params=[False, True])
 def rounding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether activations are rounded per token, or else in groups."""
-    monkeypatch.setattr(forward, "rounds_per_token", lambda: request.param)
+    monkeypatch.setattr(forward, "rounds_per_token", lambda cached: request.param)
     return bool(request.param)
 
 
 @pytest.fixture
 def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "rounds_per_token", lambda: False)
+    monkeypatch.setattr(forward, "rounds_per_token", lambda cached: False)
 
 
 def logits(model: Path, all_cores: bool = False) -> np.ndarray:
@@ -257,7 +257,7 @@ def test_biases_are_rounded_where_packed_weights_have_no_place_for_them(
     assert not np.array_equal(rounded, exact) and kept(tmp_path)
     assert not load(model).number_format.endswith("-exact")
     monkeypatch.undo()
-    monkeypatch.setattr(forward, "rounds_per_token", lambda: False)
+    monkeypatch.setattr(forward, "rounds_per_token", lambda cached: False)
     monkeypatch.setattr(sessions, "_MIN_WEIGHT_BYTES", 0)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "other"))
     monkeypatch.setattr(exact_biases, "_mappings", lambda weights: [])
