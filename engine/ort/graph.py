@@ -142,6 +142,12 @@ class Builder:
         self.constants[name] = helper.make_tensor(name, helper.np_dtype_to_tensor_dtype(value.dtype), [], [value])
         return name
 
+    def hadamard(self, size: int) -> str:
+        """Returns a Hadamard matrix as a constant, created once."""
+        name, entries = f"hadamard_{size}", _rotate(np.eye(size, dtype=np.float32), size)
+        self.constants[name] = helper.make_tensor(name, TensorProto.FLOAT, entries.shape, entries.reshape(-1))
+        return name
+
     def linear(self, x: str, layers: Sequence[nn.Module]) -> str:
         """Adds layers with the same input x [R, K], concatenated: [R, sum of N]. Layers of one form are one product."""
         first = layers[0]
@@ -156,7 +162,7 @@ class Builder:
         elif type(first).__name__ in ("Linear", "Embedding", "HeadEmbedding"):
             dense = np.concatenate([to_numpy(layer.weight) for layer in layers])
             if self.rounded and dense.shape[1] % _GROUP_SIZE == 0:
-                product = self._per_token(x, dense) if self.per_token else self._affine(x, Affine.rounded(dense))
+                product = self._affine(x, Affine.rounded(dense))
             else:
                 product = str(self.op("MatMul", x, self.weight(dense.T)))
         else:
@@ -204,8 +210,7 @@ class Builder:
         scales = np.abs(rotated).max(axis=1) / _MAX_LEVEL
         levels = np.rint(rotated / np.where(scales == 0, 1, scales)[:, None]).astype(np.int8)
         if x not in self.rotated:
-            matrix = self.weight(_rotate(np.eye(block, dtype=np.float32), block))
-            turned = self.op("MatMul", self.op("Reshape", x, self.ints(-1, block)), matrix)
+            turned = self.op("MatMul", self.op("Reshape", x, self.ints(-1, block)), self.hadamard(block))
             turned = self.op("Reshape", turned, self.ints(-1, weights.shape[1]))
             largest = self.op("ReduceMax", self.op("Abs", turned), self.ints(-1), keepdims=1)
             steps = self.scalar(1 / _MAX_LEVEL), self.scalar(np.uint8(128))
