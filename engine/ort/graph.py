@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from outrider.engine.ort.layers import Array, DecoderLayers, LayerShape, Layout, as_model_error, levels, to_numpy
 
@@ -132,20 +132,10 @@ class Builder:
 
     def ints(self, *values: int) -> str:
         """Returns a constant of integers, such as a shape, created once."""
-        name = "ints_" + "_".join(map(str, values)).replace("-", "m")
-        self.constants[name] = helper.make_tensor(name, TensorProto.INT64, [len(values)], values)
-        return name
+        return self.constant("ints_" + "_".join(map(str, values)).replace("-", "m"), np.array(values, np.int64))
 
-    def scalar(self, value: np.generic) -> str:
-        """Returns a constant of one number, created once."""
-        name = f"{value.dtype}_{value}".replace(".", "p")
-        self.constants[name] = helper.make_tensor(name, helper.np_dtype_to_tensor_dtype(value.dtype), [], [value])
-        return name
-
-    def hadamard(self, size: int) -> str:
-        """Returns a Hadamard matrix as a constant, created once."""
-        name, entries = f"hadamard_{size}", _rotate(np.eye(size, dtype=np.float32), size)
-        self.constants[name] = helper.make_tensor(name, TensorProto.FLOAT, entries.shape, entries.reshape(-1))
+    def constant(self, name: str, value: Array | np.generic) -> str:
+        self.constants[name] = numpy_helper.from_array(np.asarray(value), name)
         return name
 
     def linear(self, x: str, layers: Sequence[nn.Module]) -> str:
@@ -209,15 +199,16 @@ class Builder:
         rotated = _rotate(weights, block) / np.float32(block)
         scales = np.abs(rotated).max(axis=1) / _MAX_LEVEL
         levels = np.rint(rotated / np.where(scales == 0, 1, scales)[:, None]).astype(np.int8)
+        step, middle = self.constant("step", 1 / _MAX_LEVEL), self.constant("middle", np.uint8(128))
         if x not in self.rotated:
-            turned = self.op("MatMul", self.op("Reshape", x, self.ints(-1, block)), self.hadamard(block))
+            matrix = self.constant(f"hadamard_{block}", _rotate(np.eye(block, dtype=np.float32), block))
+            turned = self.op("MatMul", self.op("Reshape", x, self.ints(-1, block)), matrix)
             turned = self.op("Reshape", turned, self.ints(-1, weights.shape[1]))
             largest = self.op("ReduceMax", self.op("Abs", turned), self.ints(-1), keepdims=1)
-            steps = self.scalar(1 / _MAX_LEVEL), self.scalar(np.uint8(128))
-            self.rotated[x] = self.op("QuantizeLinear", self.op("Div", turned, largest), *steps), largest
+            self.rotated[x] = self.op("QuantizeLinear", self.op("Div", turned, largest), step, middle), largest
         rounded, largest = self.rotated[x]
-        inputs = [rounded, self.weight(levels.T), self.scalar(1 / _MAX_LEVEL), self.weight(scales)]
-        product = self.op("MatMulIntegerToFloat", *inputs, self.scalar(np.uint8(128)))
+        inputs = [rounded, self.weight(levels.T), step, self.weight(scales), middle]
+        product = self.op("MatMulIntegerToFloat", *inputs)
         return str(self.op("Mul", product, largest))
 
     def _with_sums(self, x: str, depth: int, group: int, digits: int) -> str:
