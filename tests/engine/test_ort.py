@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.process import cpu_flags
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
@@ -41,6 +43,11 @@ Loaded = Callable[..., LoadedModel]
 Quantised = Callable[..., LoadedModel]
 SERVED = ["llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
 NATIVE = [(4, 32), (4, 64), (4, 128), (5, 32), (8, 32)]
+sums_fit = pytest.mark.skipif(
+    platform.machine() == "x86_64" and not any("vnni" in flag or "amx" in flag for flag in cpu_flags()),
+    reason="sums of 8-bit products saturate on this CPU, which rounds in groups only",
+)
+PER_TOKEN = pytest.param(True, marks=sums_fit)
 SETTINGS = [*((bits, group, "native") for bits, group in NATIVE), (4, 32, "uneven")]
 
 
@@ -134,7 +141,7 @@ def test_heads_of_a_width_that_has_no_kernel_are_left_to_mlx(
     assert "GroupQueryAttention" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("per_token", [False, PER_TOKEN])
 @pytest.mark.parametrize("family", SERVED)
 def test_logits_of_a_quantised_model_stay_close_to_those_of_mlx(
     quantised: Quantised, family: str, per_token: bool
@@ -149,7 +156,7 @@ def test_logits_of_a_quantised_model_stay_close_to_those_of_mlx(
     assert np.sqrt(np.square(found - own).mean()) < 0.1 * own.std()
 
 
-@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("per_token", [False, PER_TOKEN])
 @pytest.mark.parametrize(("bits", "group", "kind"), SETTINGS)
 def test_biases_of_every_form_of_affine_weights_are_applied(
     quantised: Quantised, bits: int, group: int, kind: str, per_token: bool, monkeypatch: pytest.MonkeyPatch
@@ -190,8 +197,8 @@ def test_rest_of_the_biases_is_coded_within_a_quarter_of_a_step(bits: int, shape
         ("llama", 8, 64, "native", False),
         ("qwen3", 4, 64, "native", False),
         ("gemma3_text", 4, 32, "uneven", False),
-        ("llama", 4, 32, "uneven", True),
-        ("gemma3_text", 8, 64, "native", True),
+        pytest.param("llama", 4, 32, "uneven", True, marks=sums_fit),
+        pytest.param("gemma3_text", 8, 64, "native", True, marks=sums_fit),
     ],
 )
 def test_logits_are_bit_equal_at_every_forward_width(
@@ -208,6 +215,7 @@ def test_logits_are_bit_equal_at_every_forward_width(
         kv_cache.close(sequence)
 
 
+@sums_fit
 def test_outliers_do_not_take_the_levels_of_other_activations(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +242,7 @@ def test_outliers_do_not_take_the_levels_of_other_activations(
     assert rotated < 0.12 and plain > 1.4 * rotated, (rotated, plain)
 
 
+@sums_fit
 def test_token_without_any_activation_has_the_logits_of_mlx(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from outrider.protocol import digest
 from outrider.protocol.digest import CACHE_VARIABLE
 from outrider.protocol.errors import ModelError
 from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
+from tests.engine.test_ort import PER_TOKEN
 
 pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 
@@ -54,7 +55,7 @@ def model(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.M
     return quantised(tiny_model("llama"), tmp_path / "model")
 
 
-@pytest.fixture(params=[False, True])
+@pytest.fixture(params=[False, PER_TOKEN])
 def rounding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether activations are rounded per token, or else in groups."""
     monkeypatch.setattr(forward, "rounds_per_token", lambda cached: request.param)
