@@ -145,7 +145,6 @@ class OrtForward:
         self._embedding = Embedding(decoder.embedding, decoder.factor, self.cached.folder if self.cached else None)
         self._angles: list[tuple[Array, Array]] = []
         self._bindings: dict[Any, Any] = {}
-        self._views: tuple[Any, ...] = ()
         self._tabulate_angles(_ANGLE_BLOCK_POSITIONS)
 
     @property
@@ -242,16 +241,16 @@ class OrtForward:
         arrangement: _Arrangement,
         tapped: tuple[int, ...],
     ) -> tuple[Any, bool]:
-        """Returns a session's binding of the keys and values of these segments' rows, and whether the caches have new
+        """Returns a session's binding of the keys and values of these segments' rows, and whether the caches made new
         views. The caches get room for the segments.
 
         Each set of tapped layers has its own binding, since a shared one would still write rows to an old address.
         """
         first, stop = arrangement.first, arrangement.first + arrangement.rows
         columns = max(part.start for part in parts) + arrangement.size  # each text's queries are padded to this size
+        before = [cache.views for cache in caches]
         pairs = [cache.on_host(stop, columns, like) for cache, like in zip(caches, self.columns, strict=True)]
-        views = tuple(cache.views for cache in caches)
-        are_new, self._views = views != self._views, views
+        views = [cache.views for cache in caches]
         key = (id(session), tapped, first, stop, *views)
         binding = self._bindings.get(key)
         if binding is None:
@@ -265,7 +264,7 @@ class OrtForward:
             for number, (cos, sin) in enumerate(self._angles):
                 binding.bind_input(f"cos{number}", "cpu", 0, cos.dtype, cos.shape, cos.ctypes.data)
                 binding.bind_input(f"sin{number}", "cpu", 0, sin.dtype, sin.shape, sin.ctypes.data)
-        return binding, are_new
+        return binding, views != before
 
     def _tabulate_angles(self, count: int) -> None:
         """Tabulates the angles of the first `count` positions, or of more."""
