@@ -28,7 +28,7 @@ import numpy as np
 
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
 from outrider.engine.memory import release_memory
-from outrider.engine.ort.layers import SUPPORTED_MODEL_TYPES, Array, DecoderLayers, Layout, levels, to_numpy
+from outrider.engine.ort.layers import SUPPORTED_MODEL_TYPES, Array, DecoderLayers, Layout, dequantise, levels, to_numpy
 from outrider.engine.ort.sessions import CachedGraph, Sessions, arena_shrink_options, kernel_name, rounds_per_token
 from outrider.engine.positions import Ints
 from outrider.protocol.digest import replace_file
@@ -84,10 +84,7 @@ class Embedding:
         split = self._level_bytes, self._level_bytes + 4 * self._groups
         q, *parts = np.split(stored, split, axis=1)
         scales, biases = (np.ascontiguousarray(part).view(np.float32) for part in parts)
-        if self._bits == 4:
-            q = np.stack([q & 15, q >> 4], axis=-1)
-        apart: Array = q.reshape(len(stored), self._groups, -1) * scales[..., None]
-        return (apart + biases[..., None]).reshape(len(stored), -1)
+        return dequantise(q, scales, biases, self._bits)
 
     def _read(self, tokens: Ints) -> Array:
         """Returns the rows [T, size of a row] of tokens [T]."""
@@ -131,8 +128,7 @@ class OrtForward:
     def __init__(self, decoder: DecoderLayers, cached: CachedGraph | None = None) -> None:
         """Opens the sessions. Raises ModelError if ONNX Runtime can't compute these modules."""
         layout = Layout.of(decoder)
-        build = partial(_build, decoder, layout, per_token=rounds_per_token(cached))
-        self._sessions = Sessions.open(build, cached)
+        self._sessions = Sessions.open(partial(_build, decoder, layout, rounds_per_token(cached)), cached)
         self._heads = layout.heads
         self.shapes, self._ropes, self._masks = layout.shapes, layout.ropes, layout.masks
         self.quantised, self.width, self._outputs = layout.quantised, layout.width, layout.outputs
@@ -277,7 +273,7 @@ class OrtForward:
         self._bindings.clear()
 
 
-def _build(decoder: DecoderLayers, layout: Layout, exact: bool, per_token: bool) -> Graph:
+def _build(decoder: DecoderLayers, layout: Layout, per_token: bool, exact: bool) -> Graph:
     """Builds the graph. Later loads of the model find it on disk, and do without the 10 MiB that onnx takes."""
     from outrider.engine.ort.graph import build
 

@@ -17,7 +17,16 @@ import mlx.nn as nn
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
-from outrider.engine.ort.layers import Array, DecoderLayers, LayerShape, Layout, as_model_error, levels, to_numpy
+from outrider.engine.ort.layers import (
+    Array,
+    DecoderLayers,
+    LayerShape,
+    Layout,
+    as_model_error,
+    dequantise,
+    levels,
+    to_numpy,
+)
 
 _MICROSOFT_DOMAIN = "com.microsoft"
 _MICROSOFT_OPS = (
@@ -83,12 +92,6 @@ class Affine:
         ((q, scales),) = _quantise_in_digits(weight, np.inf, 8, _GROUP_SIZE)
         return cls(q, scales, -128 * scales, 8)
 
-    def dequantised(self) -> Array:
-        """Returns the weights [N, K] in float32."""
-        q = self.q if self.bits == 8 else np.stack([self.q & 15, self.q >> 4], axis=-1)
-        apart = q.reshape(*self.scales.shape, -1) * self.scales[..., None] + self.biases[..., None]
-        return np.asarray(apart.reshape(len(apart), -1))
-
     @property
     def group(self) -> int:
         return int(self.q.shape[1]) * 8 // self.bits // int(self.scales.shape[1])
@@ -147,8 +150,8 @@ class Builder:
             parts = [Affine.of(layer) for layer in layers]
             rows = zip(*((part.q, part.scales, part.biases) for part in parts), strict=True)
             q, scales, shifts = map(np.concatenate, rows)
-            whole = Affine(q, scales, shifts, parts[0].bits)
-            product = self._per_token(x, whole.dequantised()) if self.per_token else self._affine(x, whole)
+            multiply = self._per_token if self.per_token else self._affine
+            product = multiply(x, Affine(q, scales, shifts, parts[0].bits))
         elif type(first).__name__ in ("Linear", "Embedding", "HeadEmbedding"):
             dense = np.concatenate([to_numpy(layer.weight) for layer in layers])
             if self.rounded and dense.shape[1] % _GROUP_SIZE == 0:
@@ -189,12 +192,13 @@ class Builder:
         settings = {"K": used, "N": count, "bits": bits, "block_size": group, "accuracy_level": 4}
         return str(self.op("MatMulNBits", *inputs, **settings))
 
-    def _per_token(self, x: str, weights: Array) -> str:
+    def _per_token(self, x: str, whole: Affine) -> str:
         """Adds a product of 8-bit integers: one scale for each token's activations, one for each output's weights.
 
         Before they are rounded, both are rotated by Hadamard matrices within blocks, which changes no product, and
         spreads the outliers that would make the scales large (QuaRot, arXiv 2404.00456).
         """
+        weights = dequantise(whole.q, whole.scales, whole.biases, whole.bits)
         block = math.gcd(weights.shape[1], _MAX_BLOCK_SIZE)
         rotated = _rotate(weights, block) / np.float32(block)
         scales = np.abs(rotated).max(axis=1) / _MAX_LEVEL
@@ -207,8 +211,7 @@ class Builder:
             largest = self.op("ReduceMax", self.op("Abs", turned), self.ints(-1), keepdims=1)
             self.rotated[x] = self.op("QuantizeLinear", self.op("Div", turned, largest), step, middle), largest
         rounded, largest = self.rotated[x]
-        inputs = [rounded, self.weight(levels.T), step, self.weight(scales), middle]
-        product = self.op("MatMulIntegerToFloat", *inputs)
+        product = self.op("MatMulIntegerToFloat", rounded, self.weight(levels.T), step, self.weight(scales), middle)
         return str(self.op("Mul", product, largest))
 
     def _with_sums(self, x: str, depth: int, group: int, digits: int) -> str:
@@ -240,11 +243,9 @@ class Builder:
 
 @as_model_error()
 def build(decoder: DecoderLayers, layout: Layout, exact: bool = False, per_token: bool = False) -> Graph:
-    """Builds the graph of modules from their weights.
+    """Builds the graph of modules from their weights, which are rounded in groups, or else `per_token`.
 
-    Args:
-        exact: biases are only rounded, since `exact_biases` follows.
-        per_token: weights and activations are rounded per output and per token, instead of in groups.
+    `exact`: biases of groups are only rounded, since `exact_biases` follows.
 
     Raises:
         ModelError: one of its layers is not supported.

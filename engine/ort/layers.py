@@ -152,6 +152,14 @@ def levels(layer: nn.Module) -> tuple[Array, int]:
     return np.packbits(single, axis=-1, bitorder="little")[..., 0], 8
 
 
+def dequantise(q: Array, scales: Array, biases: Array, bits: int) -> Array:
+    """Returns float32 rows [N, K] of packed levels (`levels`), with the scales and biases [N, groups] of each."""
+    if bits == 4:
+        q = np.stack([q & 15, q >> 4], axis=-1)
+    apart: Array = q.reshape(*scales.shape, -1) * scales[..., None]
+    return (apart + biases[..., None]).reshape(len(q), -1)
+
+
 def to_numpy(array: mx.array) -> Array:
     """Returns a float32 copy that numpy owns."""
     return np.array(array.astype(mx.float32), dtype=np.float32)
