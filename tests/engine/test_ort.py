@@ -55,12 +55,12 @@ SETTINGS = [*((bits, group, "native") for bits, group in NATIVE), (4, 32, "uneve
 def quantised(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Quantised:
     """`quantised(family, bits, group, kind)`: "uneven" biases are no integer multiples of the scales, as in GGUF.
 
-    `per_token`: how activations are rounded; None: as this CPU chooses.
+    `per_token`: activations are rounded with one scale for each token, else in groups.
     """
     models: dict[Any, LoadedModel] = {}
 
     def get(
-        family: str = "llama", bits: int = 4, group: int = 32, kind: str = "native", per_token: bool | None = None
+        family: str = "llama", bits: int = 4, group: int = 32, kind: str = "native", per_token: bool = False
     ) -> Any:
         key = family, bits, group, kind, per_token
         if key not in models:
@@ -78,8 +78,7 @@ def quantised(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
             mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
             (path / "config.json").write_text(json.dumps(config))
             with pytest.MonkeyPatch.context() as patch:
-                if per_token is not None:
-                    patch.setattr(ort_forward, "rounds_per_token", lambda cached: per_token)
+                patch.setattr(ort_forward, "rounds_per_token", lambda cached: per_token)
                 models[key] = load(path)
         return models[key]
 
@@ -168,7 +167,6 @@ def test_biases_of_every_form_of_affine_weights_are_applied(
     own = np.array(model.model(mx.array([tokens]))[0])
     assert np.sqrt(np.square(fed(kv_cache, kv_cache.open(), tokens) - own).mean()) < 0.1 * own.std()
     if kind == "uneven" and not per_token:  # rounded zero points alone are another model
-        monkeypatch.setattr(ort_forward, "rounds_per_token", lambda cached: False)
         own_points = Affine.zero_points
         monkeypatch.setattr(Affine, "zero_points", lambda self: (own_points(self)[0], np.zeros_like(self.biases)))
         wrong = ort_forward.OrtForward(DecoderLayers.of(model.model, "llama"))
@@ -286,9 +284,10 @@ def test_text_can_pass_the_end_of_the_tabulated_angles(loaded: Loaded) -> None:
         assert np.isfinite(logits).all()
 
 
-def test_logits_are_bit_equal_with_concurrent_requests(quantised: Quantised) -> None:
+@pytest.mark.parametrize("per_token", [False, PER_TOKEN])
+def test_logits_are_bit_equal_with_concurrent_requests(quantised: Quantised, per_token: bool) -> None:
     """Neighbours of other lengths before and behind, one that reads its prompt, one that is idle, one that leaves."""
-    kv_cache = open_kv_cache(quantised())
+    kv_cache = open_kv_cache(quantised(per_token=per_token))
     tokens = some_tokens(3, 60)
     truth = fed(kv_cache, kv_cache.open(), tokens)
     others = [kv_cache.open() for _ in range(2)]
@@ -311,8 +310,9 @@ def test_logits_are_bit_equal_with_concurrent_requests(quantised: Quantised) -> 
     assert np.array_equal(np.concatenate(found), truth)
 
 
-def test_logits_are_bit_equal_after_rollbacks_and_copies(quantised: Quantised) -> None:
-    kv_cache = open_kv_cache(quantised())
+@pytest.mark.parametrize("per_token", [False, PER_TOKEN])
+def test_logits_are_bit_equal_after_rollbacks_and_copies(quantised: Quantised, per_token: bool) -> None:
+    kv_cache = open_kv_cache(quantised(per_token=per_token))
     tokens = some_tokens(3, 50)
     truth = fed(kv_cache, kv_cache.open(), tokens)
     sequence = kv_cache.open()
