@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from outrider.orchestrator.client.client import Client, Stream
 from outrider.orchestrator.client.dialogue import Chunk
 
-STILL_S, MOVING_S = 0.05, 0.01
+STILL_S, MOVING_S, SETTLE_S = 0.05, 0.01, 0.1
 
 
 def pid_of(client: Client, role: str) -> int:
@@ -30,6 +31,16 @@ def still(pid: int) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
+def runs_once_settled(client: Client) -> bool:
+    """Whether requests run once the server has handled what a target sent before it stood still: a last token may be on
+    its way while the text still counts as running."""
+    generated, stats = -1, client.stats()
+    while stats.active and stats.generated != generated:
+        time.sleep(SETTLE_S)
+        generated, stats = stats.generated, client.stats()
+    return stats.active > 0
+
+
 @contextmanager
 def in_the_middle(client: Client, start: Callable[[], Stream]) -> Iterator[tuple[Stream, Iterator[Chunk]]]:
     """A text that has begun and is not over, for its target stands still within the block; one that was over before
@@ -39,7 +50,7 @@ def in_the_middle(client: Client, start: Callable[[], Stream]) -> Iterator[tuple
         chunks = iter(stream)
         next(chunks)
         with still(pid_of(client, "target")):
-            if client.stats().active:
+            if runs_once_settled(client):
                 yield stream, chunks
                 return
         for _ in chunks:
