@@ -4,8 +4,7 @@ import { GONE, Refused, fetchJson, keepKey } from "./api.js";
 import { Lane } from "./lane.js";
 import { race } from "./race.js";
 
-const EMBEDDED = "outrider-embedded";
-const EXAMPLES = { code: "def fibonacci(n):", text: "Once upon a time", chat: "Why is the sky blue? Answer in three sentences." };
+const EXAMPLES = { text: "Once upon a time", chat: "Why is the sky blue? Answer in three sentences." };
 const WORDS = {
   chat: { label: "Message", button: "Send", keys: "Enter sends, Shift+Enter starts a new line, Escape stops.", tokens: 512 },
   text: { label: "Prompt", button: "Generate", keys: "Ctrl+Enter generates, Escape stops.", tokens: 128 },
@@ -88,8 +87,8 @@ function isChat() {
 function adapt(found) {
   if (model?.id === found.id) return;
   model = found;
-  const kind = isChat() ? "chat" : model.id === EMBEDDED ? "code" : "text";
-  const words = isChat() ? WORDS.chat : WORDS.text;
+  const kind = isChat() ? "chat" : "text";
+  const words = WORDS[kind];
   if (["", ...Object.values(EXAMPLES)].includes(form.prompt.value)) form.prompt.value = EXAMPLES[kind];
   find("label[for=prompt]").textContent = words.label;
   find("#generate").textContent = words.button;

@@ -240,7 +240,7 @@ def test_reconnecting_client_continues_its_text_on_the_next_server(serve: Callab
             ThreadPoolExecutor(1) as once,
         ):
             without = once.submit(other.generate, PROMPT, LONG) if number == signal.SIGTERM else None
-            until(lambda o=other, n=2 if without else 1: sum((o.stats().active, o.stats().queued)) == n, "all ask")
+            until(lambda o=other, n=2 if without else 1: o.stats().active + o.stats().queued == n, "all ask")
             server.process.send_signal(number)
             server.process.wait(LIMIT)
             if without:
