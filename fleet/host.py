@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -31,7 +30,6 @@ from outrider.orchestrator.machine.spawn import child_environment
 from outrider.protocol import keys, values
 from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import EndpointError, InvalidRequest, KeyFault
-from outrider.protocol.version import install_command
 
 MAX_AMOUNT = 1_000_000
 MAC_RESOURCES = ("metal", "ane")
@@ -250,12 +248,6 @@ def end_process(running: HostProcess, show: Callable[[str], None] = lambda _: No
         with suppress(psutil.Error):  # ended meanwhile
             one.kill()
     psutil.wait_procs(left, STOP_TIMEOUT_SECONDS)
-
-
-def require_ray() -> None:
-    """Raises InvalidRequest if Ray is not installed."""
-    if find_spec("ray") is None:
-        raise InvalidRequest(f"a fleet needs Ray, which is not installed; run {install_command('fleet')}")
 
 
 def require_free(ip: str, port: int) -> None:

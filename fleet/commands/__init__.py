@@ -13,10 +13,11 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from outrider.fleet.host import FleetHost, default_folder, read_token, require_ray, set_ray_environment
+from outrider.fleet.host import FleetHost, default_folder, read_token, set_ray_environment
 from outrider.orchestrator import cli
 from outrider.orchestrator.cli import Parser
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.version import require_extra
 
 COMMANDS = {
     "head": "start a new fleet with this host as its head",
@@ -84,7 +85,7 @@ def require_head(host: FleetHost) -> str:
     Raises:
         InvalidRequest: Ray is not installed, or this host is not the head.
     """
-    require_ray()
+    require_extra("fleet", "a fleet")
     here = host.running()
     if here is None or not here.head:
         raise InvalidRequest(

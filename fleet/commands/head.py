@@ -17,9 +17,9 @@ from outrider.fleet.host import (
     host_resources,
     is_loopback,
     require_free,
-    require_ray,
 )
 from outrider.orchestrator.cli.terminal import Screen, say
+from outrider.protocol.version import require_extra
 
 PLATFORM_NOTE = "Note: Ray supports several hosts on Linux only; attach Macs instead (`outrider fleet unit`)."
 
@@ -34,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    require_ray()
+    require_extra("fleet", "a fleet")
     check_port(options.port)
     host, screen, offers = fleet_host(options), Screen(), host_resources()
     host.require_not_running()

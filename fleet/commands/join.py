@@ -11,9 +11,10 @@ import sys
 
 from outrider.fleet.commands import add_folder_flag, fleet_host
 from outrider.fleet.commands.head import PLATFORM_NOTE
-from outrider.fleet.host import host_resources, is_loopback, read_token, require_ray, set_ray_environment
+from outrider.fleet.host import host_resources, is_loopback, read_token, set_ray_environment
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.version import require_extra
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    require_ray()
+    require_extra("fleet", "a fleet")
     host, screen, offers = fleet_host(options), Screen(), host_resources()
     if is_loopback(options.address):
         raise InvalidRequest(

@@ -43,7 +43,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     """The command line of a user without Ray and with an empty home."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("outrider.fleet.host.find_spec", lambda name: None)
+    monkeypatch.setattr("outrider.protocol.version.find_spec", lambda name: None)
 
     def call(*arguments: str) -> tuple[int, str, str]:
         try:
@@ -115,7 +115,7 @@ def test_invalid_command_line_is_a_one_line_error(run: Run, arguments: list[str]
 def test_invalid_input_is_refused_before_ray_is_used(
     run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, sentence: str
 ) -> None:
-    monkeypatch.setattr("outrider.fleet.host.find_spec", lambda name: True)
+    monkeypatch.setattr("outrider.protocol.version.find_spec", lambda name: True)
     got, out, err = run(*arguments)
     assert (got, out) == (code, "") and sentence in err and len(err.splitlines()) == 1
 
@@ -223,7 +223,7 @@ def test_running_process_is_found_and_ended_by_a_later_command(family: HostProce
 def test_head_and_join_are_refused_on_a_host_with_a_running_head(
     family: HostProcess, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.fleet.host.find_spec", lambda name: True)
+    monkeypatch.setattr("outrider.protocol.version.find_spec", lambda name: True)
     FleetHost(tmp_path).keep(replace(family, head=True))
     for command in (("head", "--port", "7001"), ("join", "192.0.2.9:6379")):
         code, _, err = run(*command, "--folder", str(tmp_path))
