@@ -25,7 +25,6 @@ from outrider.protocol.digest import replace_file, user_folder
 from outrider.protocol.errors import KeyFault
 
 KEY_BYTES = 32
-KEY_FILES = ("secret", "allowed", "servers")
 CLIENT, DRAFTER, PREFILL = ROLES = ("client", "drafter", "prefill")
 _OTHER_USERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -136,7 +135,8 @@ class Keyring:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or default_folder()
-        self._secret, self.allowed_file, self._servers = (self.folder / name for name in KEY_FILES)
+        self._secret, self.allowed_file = self.folder / "secret", self.folder / "allowed"
+        self._servers = self.folder / "servers"
 
     def make(self, overwrite: bool = False) -> KeyPair:
         """Creates and saves the user's key pair. `overwrite`: replace an existing one."""

@@ -21,7 +21,6 @@ from pathlib import Path
 import zmq
 
 from outrider.protocol.errors import EndpointError
-from outrider.protocol.keys import KEY_FILES
 
 _NEW_SUFFIX = ".new"
 MAX_PATH_BYTES = (zmq.IPC_PATH_MAX_LEN or 103) - len(_NEW_SUFFIX)
@@ -31,8 +30,7 @@ MAX_NAME_CHARACTERS = 28
 """The maximum length of a socket's name in the directory."""
 
 _PREFIX = "outrider-run-"
-_UNLOCKED_PREFIX = ".outrider-run-"  # until it is locked, so that no other process removes it as abandoned
-_KEYS_FOLDER = "keys"
+_MARKER = ".outrider"  # in a directory that is locked; without it another process may not remove the directory
 
 
 class SocketLock:
@@ -179,20 +177,20 @@ class PrivateDirectory(AbstractContextManager["PrivateDirectory"]):
         root = _choose_root()
         _remove_abandoned(root)
         try:
-            unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX, dir=root))
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+            self._descriptor: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            (self.path / _MARKER).touch()
         except OSError as error:
             raise EndpointError(
                 f"can't create a directory for sockets in {root}: {error.strerror}; free some space, or"
                 " set TMPDIR to another folder"
             ) from None
-        self._descriptor: int | None = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        self.path = unlocked.rename(root / (_PREFIX + unlocked.name.removeprefix(_UNLOCKED_PREFIX)))
 
     @property
     def keys_folder(self) -> Path:
         """The folder for the keyring of a process that has keys of its own; it need not exist."""
-        return self.path / _KEYS_FOLDER
+        return self.path / "keys"
 
     def endpoint(self, name: str) -> str:
         """Returns an ipc endpoint in the directory. Raises ValueError if the name is too long or not plain."""
@@ -222,27 +220,11 @@ def _choose_root() -> Path:
 
 def _remove_abandoned(root: Path) -> None:
     """Removes the directories of processes that have ended, whose locks are free."""
-    for left in root.glob(_PREFIX + "*"):
-        try:
-            descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # not ours, or already removed
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_directory(left)
-        except OSError:  # a live process holds the lock, or the directory has files of others
-            continue
-        finally:
-            os.close(descriptor)
-
-
-def _remove_directory(left: Path) -> None:
-    """Removes the sockets, locks, logs and keys in a directory, then the directory. Raises OSError if it has others."""
-    for entry in left.iterdir():
-        if entry.is_socket() or entry.suffix in (".lock", ".log"):
-            entry.unlink()
-        elif entry.name == _KEYS_FOLDER:
-            for name in KEY_FILES:
-                (entry / name).unlink(missing_ok=True)
-            entry.rmdir()
-    left.rmdir()
+    for marker in root.glob(f"{_PREFIX}*/{_MARKER}"):
+        with suppress(OSError):  # it is not ours, a live process holds the lock, or it was already removed
+            descriptor = os.open(marker.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(marker.parent)
+            finally:
+                os.close(descriptor)
