@@ -95,13 +95,13 @@ class IngressKey:
 
 
 class ActorKeyring:
-    """An actor's own key and the keys it accepts, in a directory that is removed with the actor. Thread-safe."""
+    """An actor's own key and the keys it accepts, in a directory that is removed with the actor. Thread-safe, as
+    changes of a `Keyring` are."""
 
     def __init__(self) -> None:
         self._directory = PrivateDirectory()
         self._sweeper = Sweeper(self._directory.path, None)
         self._ring = Keyring(self._directory.keys_folder)
-        self._lock = threading.Lock()
         self.folder = self._ring.folder
         self.key = self._ring.make().public
 
@@ -111,13 +111,11 @@ class ActorKeyring:
         Raises:
             KeyFault: it is not a key.
         """
-        with self._lock:
-            self._ring.allow(AllowedKey(role, parse_key(key), f"{role}-{key}"))
+        self._ring.allow(AllowedKey(role, parse_key(key), f"{role}-{key}"))
 
     def shut(self, key: str) -> None:
         """Stops accepting the key."""
-        with self._lock:
-            self._ring.revoke(key)
+        self._ring.revoke(key)
 
 
 class DrafterActor:

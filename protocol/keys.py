@@ -223,7 +223,7 @@ class Keyring:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lets one process at a time read and rewrite a file; the lock ends with its holder."""
+        """Lets one thread of one process at a time read and rewrite a file; the lock ends with its holder."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
