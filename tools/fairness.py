@@ -18,9 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 
-from outrider.bench.commands.files import parse_modes
+from outrider.bench.commands.files import TINY_FOLDER, load_prompts, parse_modes
 from outrider.bench.comparison.runs import Reply
-from outrider.bench.prompts import TINY_FOLDER, load_prompts
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import structs
 
 from outrider.bench.commands import files
-from outrider.bench.commands.files import parse_modes, parse_numbers
+from outrider.bench.commands.files import TINY_CLASSES, parse_modes, parse_numbers
 from outrider.bench.commands.footprint import MEMORY_TEXT_TOKENS, Footprint, footprint_lines, measure_footprint
 from outrider.bench.comparison import report
 from outrider.bench.comparison.peers import (
@@ -40,7 +40,6 @@ from outrider.bench.comparison.runners import (
     second_table_runs,
 )
 from outrider.bench.comparison.runs import SEED_STRIDE, BatchRunner, Run, mode_batch_runner, run_interleaved
-from outrider.bench.prompts import TINY_CLASSES
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen

@@ -1,4 +1,9 @@
-"""Inputs and outputs of a bench: prompts, comma-separated flags, and a JSON record with a picture."""
+"""Inputs and outputs of a bench: prompts, comma-separated flags, and a JSON record with a picture.
+
+A class of prompts is a text file, with prompts separated by lines with one `%`. Prompts of the suite are questions to a
+chat model and pass its chat template. Prompts of the tiny pair, in `prompts/tiny/`, are texts to continue. All were
+written for this project, so no model was trained on them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from outrider.bench import picture
-from outrider.bench.prompts import SUITE_FOLDER, TINY_FOLDER, load_prompts
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.pairing.tokenizer import load_codec, load_text
@@ -26,6 +30,11 @@ from outrider.protocol.process import cpu_fields, cpu_flags
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+SUITE_FOLDER = Path(__file__).parents[1] / "prompts"
+SUITE_CLASSES = ("chat", "code", "math", "summary", "extraction", "editing")
+TINY_FOLDER = SUITE_FOLDER / "tiny"
+TINY_CLASSES = ("code", "repeated", "prose", "json")
 
 REPORTED_LIBRARIES = ("mlx", "mlx-lm", "onnxruntime", "pyzmq", "numpy", "xllamacpp")
 
@@ -83,6 +92,30 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
         " prompts, one CLASS.txt per class, prompts separated by lines with one %% (default: Outrider's prompts)"
     )
     group.add_argument("--suite", nargs="?", type=Path, const=SUITE_FOLDER, metavar="DIR", help=folder)
+
+
+def load_prompts(folder: Path = SUITE_FOLDER, kinds: Sequence[str] | None = None) -> dict[str, list[str]]:
+    """Returns a suite's prompts by class: each `*.txt` of the folder is a class. `kinds`: the classes to load.
+
+    Raises:
+        InvalidRequest: the folder or a class has no prompts.
+    """
+    try:
+        paths = {path.stem: path for path in sorted(folder.glob("*.txt"))}
+        if not paths:
+            raise InvalidRequest(f"{folder} has no prompts; expected files like chat.txt, prompts separated by % lines")
+        ordered = [kind for kind in SUITE_CLASSES if kind in paths] + sorted(paths.keys() - set(SUITE_CLASSES))
+        for kind in kinds or ():
+            if kind not in paths:
+                raise InvalidRequest(f"unknown prompts {kind!r}; expected one of {', '.join(ordered)}")
+        texts = {kind: paths[kind].read_text(encoding="utf-8").removesuffix("\n") for kind in kinds or ordered}
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the prompts in {folder} can't be read: {error}") from error
+    prompts = {kind: [entry for entry in text.split("\n%\n") if entry.strip("%\n ")] for kind, text in texts.items()}
+    for kind, entries in prompts.items():
+        if not entries:
+            raise InvalidRequest(f"{paths[kind]} has no prompts; expected texts, separated by lines with one %")
+    return prompts
 
 
 def load_prompt_tokens(options: argparse.Namespace, pair: ChosenPair, usual: Sequence[str]) -> dict[str, list[Tokens]]:

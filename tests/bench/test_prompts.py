@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.prompts import SUITE_CLASSES, TINY_CLASSES, TINY_FOLDER, load_prompts
+from outrider.bench.commands.files import SUITE_CLASSES, TINY_CLASSES, TINY_FOLDER, load_prompts
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import InvalidRequest

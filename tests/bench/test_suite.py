@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from outrider.bench.commands import files, footprint
+from outrider.bench.commands.files import SUITE_FOLDER
 from outrider.bench.comparison import report
 from outrider.bench.comparison import runners as runners_module
 from outrider.bench.comparison.peers import DRAFT_SPECULATIONS, SPECULATIONS, ChosenPeers, choose_peers
 from outrider.bench.comparison.runners import llama_cpp_name
 from outrider.bench.comparison.runs import Run, Timed
-from outrider.bench.prompts import SUITE_FOLDER
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
