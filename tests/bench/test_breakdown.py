@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench.rounds import compute_breakdown, format_breakdown
+from outrider.bench.commands.overlap import compute_breakdown, format_breakdown
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import DraftWork, RoundRecord, Span
 

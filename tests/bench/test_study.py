@@ -13,9 +13,8 @@ import pytest
 
 from outrider.bench import picture
 from outrider.bench.commands import files
-from outrider.bench.commands.overlap import Overlap, _format_table
+from outrider.bench.commands.overlap import Overlap, _format_table, draw_rounds
 from outrider.bench.comparison.runs import Timed, bootstrap, ratio, repeated_share
-from outrider.bench.rounds import draw_rounds
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.metrics import TARGET_DRAFTER_TRACK, TARGET_TRACK, Trace
 from outrider.orchestrator.core.policy.forecasts import (
