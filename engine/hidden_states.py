@@ -203,10 +203,7 @@ class FirstLayers:
     """The first `count` layers of `model`."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
-        """Raises ModelError if the model has fewer layers."""
         _, layers = find_backbone(model)
-        if not 0 < count <= len(layers):
-            raise ModelError(f"the model has {len(layers)} layers, but its first {count} are requested")
         self._ends = False
         register_forward_hook(layers[count - 1], self, self._end)
 

@@ -33,7 +33,7 @@ from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.kv_rows import LazyBool, are_finite
 from outrider.drafters.heads.trees import HeadTree
-from outrider.engine.flat import FlatSequence, Ints
+from outrider.engine.flat import FlatSequence
 from outrider.engine.hidden_states import (
     FirstLayers,
     HiddenStatePoints,
@@ -41,14 +41,14 @@ from outrider.engine.hidden_states import (
     find_backbone,
     find_final_norm,
 )
-from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache
-from outrider.engine.kv_rows import KVRows, NewRows, Row
+from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache
+from outrider.engine.kv_rows import KVRows, NewRows
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
 from outrider.engine.verify import verify
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import CannotDraft, ModelError
+from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class ExitKVRows(KVRows):
 
     def __init__(self, drafter: ExitDrafter, sequence: FlatSequence) -> None:
         self._drafter, self._sequence = drafter, sequence
-        self._vectors: dict[int, Row] = {}  # by column, of the nodes
+        self._vectors = mx.zeros((0, 0))  # of the last forward's tokens
 
     @staticmethod
     def forward(texts: Sequence[ExitKVRows], new: Sequence[NewRows]) -> mx.array:
@@ -179,21 +179,14 @@ class ExitKVRows(KVRows):
         finally:
             for text, length in zip(texts, fed, strict=True):
                 text._sequence.length = length
-        places = [
-            (text, column) for text, rows in zip(texts, new, strict=True) for column in range(rows.start, rows.end)
-        ]
-        for row, (text, column) in enumerate(places):
-            text._vectors[column] = vectors, row
+        end = 0
+        for text, feed in zip(texts, feeds, strict=True):
+            text._vectors, end = vectors[end : end + feed.count], end + feed.count
         return drafter.head.logits(vectors)
 
-    def keep(self, prefix: int, columns: Ints) -> None:
-        """Forgets all vectors; a chain's nodes are dropped together, and the columns are the target's."""
-        self._vectors.clear()
-
     def is_finite(self, column: int) -> LazyBool:
-        """Whether its vector is finite."""
-        vectors, row = self._vectors[column]
-        return are_finite(vectors[row])
+        """Whether the vectors of the last forward are finite. A chain's nodes depend on all nodes before them."""
+        return are_finite(self._vectors)
 
 
 class ExitDraft(HeadDraft):
@@ -210,19 +203,13 @@ class ExitDraft(HeadDraft):
 
 
 class ExitDrafter(HeadDrafter):
-    """A `HeadDrafter` that drafts in the target's KV cache, which `attach_kv_cache` sets."""
+    """A `HeadDrafter` that drafts in the target's KV cache, `target_kv_cache`, which is set after it is loaded."""
 
     target_kv_cache: FlatKVCache
 
     def __init__(self, exit: EarlyExit, target: LoadedModel, note: str, agreement: float) -> None:
         self.layers = FirstLayers(target.model, exit.exit_layer)
         super().__init__(exit, target.vocab_size, note, agreement=agreement)
-
-    def attach_kv_cache(self, kv_cache: KVCache) -> None:
-        """Sets the KV cache to draft in. Raises ModelError if its texts don't share forwards."""
-        if not isinstance(kv_cache, FlatKVCache):
-            raise ModelError("early exit needs a target that batches requests; leave out the head early-exit")
-        self.target_kv_cache = kv_cache
 
     def open_exit_draft(
         self, sequence: FlatSequence, sampling: SamplingParams, constraint: Constraint | None = None
