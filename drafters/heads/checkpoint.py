@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,8 +27,6 @@ from outrider.protocol.heads import head_kind
 
 Weights = dict[str, mx.array]
 Layer = Callable[[mx.array], mx.array]
-Settings = TypeVar("Settings")
-_FIELD_PARSERS: dict[Any, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
 _FINGERPRINT_PATTERN = re.compile("[0-9a-f]+-[0-9a-f]*")
 
 
@@ -143,12 +141,6 @@ def config_errors(kind: str, config: Mapping[str, Any], weights: Weights, name: 
         raise CannotDraft(
             f"{name}: config.json has a value that can't be used ({error}); expected a head's sizes"
         ) from error
-
-
-def parse_settings(kind: type[Settings], config: Mapping[str, Any]) -> Settings:
-    """Returns a dataclass filled from the fields of a config.json. Call it within `config_errors`."""
-    wanted = [field for field in fields(cast(Any, kind)) if field.default is MISSING or field.name in config]
-    return kind(**{field.name: _FIELD_PARSERS[field.type](config[field.name]) for field in wanted})
 
 
 def parse_taps(

@@ -18,6 +18,7 @@ from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 
 from outrider.drafters.heads.checkpoint import (
     HeadTarget,
@@ -25,7 +26,6 @@ from outrider.drafters.heads.checkpoint import (
     config_errors,
     find_target_mismatch,
     load_head_weights,
-    parse_settings,
     read_config,
     read_weights,
 )
@@ -260,7 +260,7 @@ def _load_best_exit(target: LoadedModel, count: int) -> ExitDrafter:
 def _load_adapted_exit(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
     name, config, weights = str(folder), read_config(folder), read_weights(folder)
     with config_errors("early-exit", config, weights, name):
-        settings = parse_settings(AdapterConfig, config)
+        settings = msgspec.convert(config, AdapterConfig, strict=False)
         _check_target(settings, target, count, name)
         adapter = ExitAdapter(settings)
         load_head_weights(adapter, weights, name)

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 
 from outrider.drafters.heads.checkpoint import (
     HeadTarget,
@@ -23,7 +24,6 @@ from outrider.drafters.heads.checkpoint import (
     check_hidden_size,
     config_errors,
     load_head_weights,
-    parse_settings,
 )
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.layers import DraftVocabulary
@@ -97,7 +97,7 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
     with config_errors("redrafter", config, weights, name):
-        settings = parse_settings(RedrafterConfig, config)
+        settings = msgspec.convert(config, RedrafterConfig, strict=False)
         check_hidden_size(settings.hidden_size, target.config, name)
         vocabulary = DraftVocabulary.read(None, settings.vocab_size, target.vocab_size, name)
         head = Redrafter(settings, target.embed, vocabulary, target.context_length)
