@@ -2,7 +2,8 @@
 
 Owns a `TargetRequest` for each request. Answers a repeated VERIFY with its latest outcomes, drops stale messages,
 sends RESYNC if the committed lengths disagree, and closes requests that have had no message for a long time.
-`PrefixReuse` and `KVImport` save the reading of prompts. Knows nothing of drafters in other processes, or of text.
+`PrefixReuse` saves the reading of prompts, as do the keys and values of prefill workers. Knows nothing of drafters in
+other processes, or of text.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -123,40 +125,11 @@ def _find_reader(running: TargetRequest, others: Iterable[TargetRequest]) -> Awa
     return best
 
 
-class KVImport:
-    """Imports a prefill worker's keys and values into the `kv_cache` of `model`, in which they are a text's only state.
-
-    If they don't fit, only time is lost: the target continues from the end of the text.
-    """
-
-    def __init__(self, model: LoadedModel, kv_cache: FlatKVCache) -> None:
-        self._kv_cache, self._layout = kv_cache, KVLayout.of(model.model, model.cpu)
-
-    def take(self, running: TargetRequest, message: PromptKv) -> None:
-        """Appends the part that the text lacks; after a gap or an error the target reads the rest."""
-        slot = running.slot
-        skip = slot.fed - message.start
-        if skip < 0:
-            running.offered = False
-            return
-        count = min(message.count - skip, running.unread)
-        if count <= 0:
-            return
-        try:
-            with wrap_model_errors("receiving the prompt's keys and values"):
-                layers = self._layout.unpack(message.data, message.count)
-                own = tuple((k[..., skip : skip + count, :], v[..., skip : skip + count, :]) for k, v in layers)
-                self._kv_cache.extend(slot.sequence, own, count)
-        except OutriderError as error:
-            log.warning("%s; the target reads the prompt from token %d on", error, slot.fed)
-            running.offered = False
-
-
 class TargetWorker(WorkerLoop[TargetRequest]):
     """Serves requests from `link` with `model` until SHUTDOWN.
 
     `drafters` are in this process; `publisher`: sends features to a head in another process. For a sharded model,
-    `leader` leads the other ranks, and `kv_cache` is shared by all. `runner` may be replaced before `run`.
+    `leader` leads the other ranks, and `kv_cache` is shared by all.
     """
 
     _link: WorkerLink
@@ -178,7 +151,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         self._drafters = drafters or InProcessDrafters({})
         self._publisher = publisher
         self._drafters.attach_heads(model, self._kv_cache, publisher)
-        self._kv_import = KVImport(model, self._kv_cache) if isinstance(self._kv_cache, FlatKVCache) else None
+        self._kv_layout = KVLayout.of(model.model, model.cpu) if isinstance(self._kv_cache, FlatKVCache) else None
         self._prefixes = PrefixReuse(PromptCache(measure_sequence_cost(self._kv_cache)), model.context_length)
         self._compiler = GrammarCompiler(model.folder)
         self._peak_memory = memory.PeakMemory()
@@ -188,7 +161,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
     @property
     def takes_kv(self) -> bool:
         """True if a prefill worker can read prompts: no head needs the target's hidden states of them."""
-        return self._kv_import is not None and not self._drafters.reads_hidden_states
+        return self._kv_layout is not None and not self._drafters.reads_hidden_states
 
     @property
     def kv(self) -> KvCost:
@@ -307,7 +280,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         others = tuple(self._running.values())
         self._running[message.request] = running
         self._prefixes.open(running, others)
-        running.offered = message.offered and self._kv_import is not None and not running.wants_prompt_logprobs
+        running.offered = message.offered and self._kv_layout is not None and not running.wants_prompt_logprobs
         if running.awaits is None:
             self._report_cached(running)
         self._report()
@@ -316,11 +289,28 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         return self._compiler.constraint_for(message.sampling, message.eos, message.prompt_len)
 
     def _import_kv(self, running: TargetRequest, message: PromptKv) -> None:
-        if self._kv_import is not None and running.epoch == message.epoch and running.offered:
-            running.heard_ns = clock.now()
-            self._kv_import.take(running, message)
-            for progress in _progress_messages([running]):
-                self._link.send(progress)
+        """Imports a prefill worker's keys and values. If they don't fit, the target reads the rest of the prompt."""
+        if running.epoch != message.epoch or not running.offered:
+            return
+        running.heard_ns = clock.now()
+        try:
+            with wrap_model_errors("receiving the prompt's keys and values"):
+                running.offered = self._append_kv(running, message)
+        except OutriderError as error:
+            log.warning("%s; the target reads the prompt from token %d on", error, running.slot.fed)
+            running.offered = False
+        for progress in _progress_messages([running]):
+            self._link.send(progress)
+
+    def _append_kv(self, running: TargetRequest, message: PromptKv) -> bool:
+        """Appends the part that the text lacks. Returns False after a gap."""
+        skip = running.slot.fed - message.start
+        count = min(message.count - skip, running.unread)
+        if skip >= 0 and count > 0 and self._kv_layout is not None:
+            layers = self._kv_layout.unpack(message.data, message.count)
+            own = tuple((k[..., skip : skip + count, :], v[..., skip : skip + count, :]) for k, v in layers)
+            cast(FlatKVCache, self._kv_cache).extend(running.slot.sequence, own, count)
+        return skip >= 0
 
     def _release(self, running: TargetRequest, discard: bool) -> None:
         running.close(discard)
