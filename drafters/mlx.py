@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from outrider.drafters.drafter import TokenTree
 from outrider.engine.kv_rows import PromptReader, ReadProgress
-from outrider.engine.load_checks import find_tree_form, measure_tree_cost, open_tree
+from outrider.engine.load_checks import measure_tree_cost, open_tree
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
@@ -39,9 +39,7 @@ class MlxDrafter:
         Raises:
             ModelError: there is no such model, or no tree of it is exact.
         """
-        model = load(path, progress=progress)
-        find_tree_form(model)
-        return cls(model, reader)
+        return cls(load(path, progress=progress), reader)
 
     def open(
         self,
