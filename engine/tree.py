@@ -11,7 +11,6 @@ tokens in the order of feeding; each sees the prefix, its ancestors and itself. 
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -149,12 +148,9 @@ class Tree:
         if start is not None:
             kv_rows.restore(start)
             self._committed, self._layout = list(tokens[: start.length]), TreeLayout(start.length)
-        with ExitStack() as undo:  # if reading fails, or `progress` ends it
-            self._cache.enter(self, min(len(tokens) + sampler.params.max_tokens, context_length))
-            undo.callback(self._cache.leave, self)
-            if tokens:
-                self._read(tokens[self.cached :], False, progress)
-            undo.pop_all()
+        self._cache.enter(self, min(len(tokens) + sampler.params.max_tokens, context_length))
+        if tokens:
+            self.read(tokens[self.cached :], progress=progress)
 
     @property
     def committed_len(self) -> int:
@@ -226,9 +222,11 @@ class Tree:
         """Returns the scores [V] of the tokens after a node."""
         return self._node(node).step.row(self._nodes[node].row)
 
-    def read(self, tokens: Sequence[int], more: bool = False) -> None:
+    def read(self, tokens: Sequence[int], more: bool = False, progress: ReadProgress = None) -> None:
         self._compact()
-        self._read(tokens, more)
+        self._committed += tokens
+        self._nodes = {}
+        self._feed_remaining(not more, progress)
 
     def read_in_steps(self, tokens: Sequence[int], depth: int = 1) -> Generator[TreeFeed, list[int], int]:
         """The generator form of `read`: yields the root's feed, is sent the root's node, and returns it."""
@@ -272,12 +270,6 @@ class Tree:
         if self._layout.end > self._layout.prefix:
             self.kv_rows.keep(self._layout.prefix, self._layout.compact(self._recent, []))
         self._recent = []
-
-    def _read(self, tokens: Sequence[int], more: bool, progress: ReadProgress = None) -> None:
-        """Feeds newly committed tokens; all present columns are committed. Unless `more` come, the last is the root."""
-        self._committed += tokens
-        self._recent, self._nodes = [], {}
-        self._feed_remaining(not more, progress)
 
     def _feed_remaining(self, to_end: bool, progress: ReadProgress = None) -> None:
         """Feeds the committed tokens that have no columns yet; with `to_end` the last one becomes the root."""
