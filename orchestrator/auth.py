@@ -1,7 +1,7 @@
 """Decides which peers may connect, and which client a request comes from.
 
 `CurveAuth` admits the keys on the allow-list of the server's keyring, except for keys that were refused since. It reads
-the list again when the file changes. ZeroMQ calls it at each handshake, on its own thread. Knows nothing of messages.
+the list each time. ZeroMQ calls it at each handshake, on its own thread. Knows nothing of messages.
 
 `new_client_id` returns the common prefix of the routing ids of one client, which has a socket for each request.
 """
@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from contextlib import suppress
 from typing import Any
 
 import zmq
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import KeyFault
-from outrider.protocol.keys import CLIENT, DRAFTER, PREFILL, AllowedKey, Keyring, ServerKeys, from_zmq
+from outrider.protocol.keys import CLIENT, DRAFTER, PREFILL, Keyring, ServerKeys, from_zmq
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +37,8 @@ class CurveAuth:
 
         self.own = keyring.own()
         self._keyring = keyring
-        self._lock = threading.Lock()
-        self._file_state: tuple[int, ...] | None = None
-        self._refused: dict[str, str] = {}
-        self._allowed: tuple[AllowedKey, ...] = ()
-        self._reload_allow_list()
+        self._refused: set[str] = set()
+        keyring.allowed()
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         for role in _ADMITTED_ROLES:
@@ -55,20 +50,17 @@ class CurveAuth:
 
     def refuse(self, key: str, why: str) -> None:
         """Refuses a key until this server ends; open connections stay open. May be called on any thread."""
-        with self._lock:
-            self._refused[key] = why
+        self._refused.add(key)
         log.warning("the key %s is now refused: %s", key, why)
 
     def is_allowed(self, role: str, key: str) -> bool:
         """Whether `key` is admitted as `role` now. May be called on any thread."""
-        with self._lock:
-            try:
-                self._reload_allow_list()
-            except KeyFault as fault:
-                log.error("no client is accepted: %s", fault)
-                self._file_state, self._allowed = None, ()
-            is_listed = any((allowed.role, allowed.key) == (role, key) for allowed in self._allowed)
-            return is_listed and key not in self._refused
+        try:
+            allowed = self._keyring.allowed()
+        except KeyFault as fault:
+            log.error("no client is accepted: %s", fault)
+            return False
+        return key not in self._refused and any((entry.role, entry.key) == (role, key) for entry in allowed)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Returns whether a key is admitted; called by ZeroMQ's authentication at each handshake."""
@@ -80,15 +72,6 @@ class CurveAuth:
     def close(self) -> None:
         """Admits no more keys."""
         self._authenticator.stop()
-
-    def _reload_allow_list(self) -> None:
-        """Reads the allow-list again if its file has changed or can't be examined."""
-        state = None
-        with suppress(OSError):
-            stat = os.stat(self._keyring.allowed_file)
-            state = stat.st_mtime_ns, stat.st_ino, stat.st_size, stat.st_mode
-        if state != self._file_state or state is None:
-            self._allowed, self._file_state = self._keyring.allowed(), state
 
 
 def create_curve_auth(settings: ServeSettings, context: zmq.Context[Any]) -> CurveAuth | None:
