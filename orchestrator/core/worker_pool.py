@@ -253,9 +253,9 @@ class WorkerPool:
         self._pinged_ns = clock.now()
         for worker in self._registry.all():
             worker.heartbeat.unanswered += 1
-            if worker.key and not self._registry.is_key_allowed(worker.role, worker.key):
-                worker.dismissal_reason = KEY_NOT_ALLOWED
-            if worker.entered:
+            if worker.entered and worker.key and not self._registry.is_key_allowed(worker.role, worker.key):
+                self._supervisor.dismiss(worker, f"{worker} is dismissed: {KEY_NOT_ALLOWED}")
+            elif worker.entered:
                 self._send(heartbeat_id(routing_id(worker.incarnation)), Ping(self._ping_serial))
 
     def _on_pong(self, worker: Worker, pong: Pong) -> None:

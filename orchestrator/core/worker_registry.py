@@ -194,8 +194,7 @@ class Worker:
 
     `spawned` is None if it joined by itself. While it restarts, `hello` is its predecessor's. It loaded from `begun_ns`
     to `entered_ns`, and has `worked` for a request since then. `kv_limit` is its budget for texts in bytes, `key` the
-    key that it joined with, if it needed one, `dismissal_reason` why it may not stay. `invalid` counts its invalid
-    messages by kind.
+    key that it joined with, if it needed one. `invalid` counts its invalid messages by kind.
     """
 
     name: str
@@ -214,7 +213,6 @@ class Worker:
     entered_ns: int = 0
     invalid: Counter[str] = field(default_factory=Counter)
     key: str = ""
-    dismissal_reason: str = ""
     clock: RemoteClock = field(default_factory=RemoteClock)
 
     @property
@@ -234,7 +232,7 @@ class Worker:
         return self.worked or bool(self.entered_ns and now_ns - self.entered_ns >= STEADY_AFTER_NS)
 
     def loss_reason(self, ping_interval_s: float) -> str | None:
-        """Returns why it must be given up, or None: its process has ended, it may not stay, or it is silent."""
+        """Returns why it must be given up, or None: its process has ended, or it is silent."""
         code = self.spawned.exit_code() if self.spawned else None
         if self.spawned and code is not None:
             tail = self.spawned.log_tail()
@@ -242,8 +240,6 @@ class Worker:
             ended = f"{self} ended with code {code}" + (f", {cause}" if cause else "")
             last = tail.rpartition(" | ")[2] if cause else tail  # the error without its traceback
             return self.fault or ended + (f": {last}" if last else "")
-        if self.dismissal_reason:
-            return f"{self} is dismissed: {self.dismissal_reason}"
         if self.spawned is None and self.fault:
             return f"{self} has left: {clip(self.fault)!r}"
         silence = self.heartbeat.silence_reason(ping_interval_s, not self.entered)
