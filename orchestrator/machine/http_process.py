@@ -46,24 +46,14 @@ class HttpListener:
     """
 
     def __init__(self, settings: HttpSettings) -> None:
-        where = f"{settings.host}:{settings.port}"
+        host, port = settings.host, settings.port
         try:
-            family, kind, number, _, address = socket.getaddrinfo(
-                settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            self.socket = socket.socket(family, kind, number)
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, _, _, _, address = found[0]
+            both = family == socket.AF_INET6  # an address of all interfaces also serves IPv4
+            self.socket = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
         except (OSError, UnicodeError) as error:
-            raise EndpointError(
-                f"HTTP can't be served at {where} ({getattr(error, 'strerror', None) or error}); expected an"
-                " address of this machine (--host)"
-            ) from None
-        try:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self.socket.bind(address)
-            self.socket.listen(BACKLOG)
-        except OSError as error:
-            self.socket.close()
-            raise EndpointError(f"HTTP can't be served at {where} ({_explain(error)})") from None
+            raise EndpointError(f"HTTP can't be served at {host}:{port} ({_explain(error)})") from None
         host, port = self.socket.getsockname()[:2]
         self.url = f"{settings.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self._settings = settings
@@ -140,9 +130,11 @@ def large_pages_env() -> dict[str, str]:
     return LARGE_PAGES_ENV if name == "glibc" and [int(part) for part in version.split(".")] >= [2, 35] else {}
 
 
-def _explain(error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
+def _explain(error: OSError | UnicodeError) -> str:
+    code = getattr(error, "errno", None)
+    if code == errno.EADDRINUSE:
         return "the port is in use; choose another with --port, or --no-http"
-    if error.errno == errno.EACCES:
+    if code == errno.EACCES:
         return "no permission for this port; choose one from 1024 up with --port"
-    return f"{error.strerror}; expected an address of this machine (--host), or --no-http"
+    why = str(getattr(error, "strerror", error)).partition(" (")[0]  # without the address, which stands before it
+    return f"{why}; expected an address of this machine (--host), or --no-http"
