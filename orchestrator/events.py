@@ -16,15 +16,14 @@ wait on.
 from __future__ import annotations
 
 import contextlib
-import itertools
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import IO, Generic, TypeVar
 
-import zmq
 from msgspec import Struct
 from msgspec.json import Decoder, encode
 
@@ -36,6 +35,7 @@ from outrider.protocol.stats import KvCost
 
 _KV_DIVISOR = 2  # texts get half of the memory that the weights leave free, everything else the other half
 _UNLIMITED_TOKENS = 2**31 - 1
+MAX_WAKE_BYTES = 4096
 T = TypeVar("T")
 
 
@@ -221,42 +221,34 @@ def merge_commits(events: Iterable[ToFront]) -> list[ToFront]:
     return merged
 
 
-_mailbox_numbers = itertools.count()
-
-
 class Mailbox(Generic[T]):
     """A queue into which any thread puts items, for one thread, which registers `wake` with its poller."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self) -> None:
         self._items: SimpleQueue[T] = SimpleQueue()
         self._putting = threading.Lock()
-        address = f"inproc://mailbox-{next(_mailbox_numbers)}"
-        self.wake: zmq.Socket[bytes] = context.socket(zmq.PULL)
-        self.wake.bind(address)
-        self._wake_sender: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-        self._wake_sender.connect(address)
+        self.wake, self._wake_sender = socket.socketpair()
+        self.wake.setblocking(False)
+        self._wake_sender.setblocking(False)
 
     def put(self, item: T) -> None:
         """Puts an item without waiting; wakes the receiver if the queue was empty."""
         with self._putting:
             self._items.put(item)
             if self._items.qsize() <= 1:
-                with contextlib.suppress(zmq.Again):
-                    self._wake_sender.send(b"", zmq.NOBLOCK)
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_sender.send(b"\0")
 
     def take(self) -> Iterator[T]:
         """Yields all items put so far, without waiting."""
-        while self.wake.poll(0):
-            self.wake.recv()
-        while True:
-            try:
-                yield self._items.get_nowait()
-            except Empty:
-                return
+        with contextlib.suppress(BlockingIOError):
+            self.wake.recv(MAX_WAKE_BYTES)
+        while not self._items.empty():
+            yield self._items.get_nowait()
 
     def close(self) -> None:
-        self._wake_sender.close(linger=0)
-        self.wake.close(linger=0)
+        self._wake_sender.close()
+        self.wake.close()
 
 
 class FrontOrder(Enum):
@@ -270,9 +262,9 @@ class FrontOrder(Enum):
 class ThreadQueues:
     """The queues between threads: to the core, from the core to the front, and from the main thread to the front."""
 
-    core: Mailbox[ToCore]
-    events: Mailbox[ToFront]
-    orders: Mailbox[FrontOrder]
+    core: Mailbox[ToCore] = field(default_factory=Mailbox)
+    events: Mailbox[ToFront] = field(default_factory=Mailbox)
+    orders: Mailbox[FrontOrder] = field(default_factory=Mailbox)
 
     def close(self) -> None:
         for mailbox in (self.core, self.events, self.orders):

@@ -33,8 +33,6 @@ from outrider.orchestrator.events import (
     ServerReady,
     ShutdownFailure,
     ThreadQueues,
-    ToCore,
-    ToFront,
 )
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.loop import Front
@@ -190,7 +188,7 @@ def _run_threads(
                 clients.own_endpoint, pair.target, directory.path, settings.log_level, settings.log_format
             )
             stack.callback(http.close)
-        queues = ThreadQueues(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[FrontOrder](context))
+        queues = ThreadQueues()
         core = Core(settings, context, queues.core, queues.events, directory.path, auth)
         threads = [_start_thread(core.run, "core")]
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 from collections.abc import Callable
 
@@ -59,7 +60,7 @@ class ScriptedCore:
 
     def run(self) -> None:
         while True:
-            self.inbox.wake.poll()
+            select.select([self.inbox.wake], [], [])
             for event in self.inbox.take():
                 with self.heard:
                     self.told.append(event)
@@ -94,9 +95,7 @@ class Stand:
         self.sockets = ClientSocket(self.context, endpoint)
         self.endpoint = self.sockets.endpoint
         self.codec = text.codec
-        self.lines = ThreadQueues(
-            Mailbox[ToCore](self.context), Mailbox[ToFront](self.context), Mailbox[FrontOrder](self.context)
-        )
+        self.lines = ThreadQueues()
         self.core = ScriptedCore(self.lines.core, self.lines.events)
         self.announced: list[Announcement] = []
         self.admission = Admission(pair, text)

@@ -7,6 +7,7 @@ an honest client repeats requests and checks every text.
 from __future__ import annotations
 
 import random
+import select
 import threading
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -65,7 +66,7 @@ class ReadyCore:
 
     def run(self) -> None:
         while True:
-            self._inbox.wake.poll()
+            select.select([self._inbox.wake], [], [])
             for event in self._inbox.take():
                 match event:
                     case Admit():
@@ -93,9 +94,7 @@ class ClientsSocketFuzz:
         self._context: zmq.Context[Any] = zmq.Context()
         with patch("outrider.orchestrator.sockets.CLIENT_RATE", ENDLESS):
             self.clients = ClientSocket(self._context, endpoint or directory.endpoint("clients"))
-        self._lines = ThreadQueues(
-            Mailbox[ToCore](self._context), Mailbox[ToFront](self._context), Mailbox[FrontOrder](self._context)
-        )
+        self._lines = ThreadQueues()
         core = ReadyCore(self._lines.core, self._lines.events)
         pair = choose_pair(ServeSettings())
         front = Front(pair, Admission(pair, load_pair(pair)), self.clients, self._lines, core.stats, lambda _: None)
