@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
-from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
+from outrider.orchestrator.core.proposal import Lookup, Proposal
 from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.heads import NGRAM
@@ -51,6 +51,14 @@ _BUCKET_BOUNDS_NS = tuple(int(bound * MILLISECOND_NS) for bound in BUCKET_BOUNDS
 ORCHESTRATOR_TRACK = "orchestrator"
 TARGET_TRACK = "target"
 MAX_TRACE_EVENTS = 1 << 20
+SOURCE_NAMES = {
+    Origin.TARGET: "none",
+    Origin.PREPARED: "cache",
+    Origin.DRAFTED: "drafter",
+    Origin.COPIED: "ngram",
+    Origin.HEAD: "head",
+}
+"""The source of a proposal in records of rounds and in the trace."""
 TRACE_BUFFER_BYTES = 1 << 16
 
 
@@ -93,7 +101,7 @@ class RoundSums:
     accepted_at: Counter[int] = field(default_factory=Counter)
     hits_at: Counter[int] = field(default_factory=Counter)
     misses_at: Counter[int] = field(default_factory=Counter)
-    after_misses: Counter[ProposalSource] = field(default_factory=Counter)
+    after_misses: Counter[Origin] = field(default_factory=Counter)
     accepted_by_drafter: Counter[str] = field(default_factory=Counter)
     accepted_by_origin: Counter[Origin] = field(default_factory=Counter)
 
@@ -117,10 +125,10 @@ class RoundSums:
             (self.misses_at if proposal.lookup.missed else self.hits_at)[entry.after] += 1
             self.after_misses[proposal.source] += proposal.lookup is Lookup.MISS
         if proposal.drafter not in ("", NGRAM):
-            others = (Origin.COPIED, Origin.PREPARED) if proposal.source is ProposalSource.HEAD else (Origin.COPIED,)
+            others = (Origin.COPIED, Origin.PREPARED) if proposal.source is Origin.HEAD else (Origin.COPIED,)
             self.accepted_by_drafter[proposal.drafter] += sum(origin not in others for origin in by)
         self.accepted_by_origin.update(by)
-        self.copied += proposal.source is ProposalSource.NGRAM
+        self.copied += proposal.source is Origin.COPIED
         self.waits += entry.waits
         self.verify_ns += entry.verify_ns
         self.idle_ns += entry.idle_ns
@@ -174,7 +182,7 @@ class RequestMetrics:
         """
         entry, outcome, proposal = self._entry(ended.number), ended.outcome, ended.proposal
         entry.after = len(self._recent[ended.number - 1].nodes) if ended.number - 1 in self._recent else 0
-        source = proposal.source if proposal.chain else ProposalSource.NONE  # also if a drafter here found nothing
+        source = proposal.source if proposal.chain else Origin.TARGET  # also if a drafter here found nothing
         entry.proposal = replace(proposal, source=source, q=None)  # q may hold a whole message
         entry.nodes, entry.kept, entry.ended_ns = ended.nodes, len(ended.kept), now_ns
         if self.first_ns and not ended.read:
@@ -191,7 +199,7 @@ class RequestMetrics:
         return RoundRecord(
             round=ended.number,
             lookup=proposal.lookup.value,
-            source=proposal.source.value,
+            source=SOURCE_NAMES[proposal.source],
             drafted=len(proposal.chain),
             accepted=min(outcome.accepted, entry.kept),
             tokens=entry.kept,
@@ -246,9 +254,9 @@ class RequestMetrics:
             cache_hits=sums.hits_at.total(),
             cache_misses=sums.misses_at.total(),
             cache_late=sums.misses_at.total() - sums.after_misses.total(),
-            missed_then_plain=sums.after_misses[ProposalSource.NONE],
-            missed_then_copied=sums.after_misses[ProposalSource.NGRAM],
-            missed_then_drafted=sums.after_misses[ProposalSource.DRAFTER] + sums.after_misses[ProposalSource.HEAD],
+            missed_then_plain=sums.after_misses[Origin.TARGET],
+            missed_then_copied=sums.after_misses[Origin.COPIED],
+            missed_then_drafted=sums.after_misses[Origin.DRAFTED] + sums.after_misses[Origin.HEAD],
             ngram_chains=sums.copied,
             draft_waits=sums.waits,
             accepted_by_position=tuple(sums.accepted_at[i] for i in positions),
@@ -405,8 +413,8 @@ class RoundMetrics:
         if self._trace.enabled:
             number, proposal, chain = ended.number, ended.proposal, ended.proposal.chain
             if outcome.drafted is not None:  # its chain has a track of its own
-                source = proposal.source if chain else ProposalSource.NONE
-                self._mark(source.value, outcome.work.started_ns, number, chain)
+                source = proposal.source if chain else Origin.TARGET
+                self._mark(SOURCE_NAMES[source], outcome.work.started_ns, number, chain)
                 self._trace.add(TARGET_DRAFTER_TRACK, "chain", outcome.drafted.span, tokens=len(chain), round=number)
             accepted = Counter(origin.name.lower() for origin in proposal.origins(ended.nodes)[:-1][: len(ended.kept)])
             name, args = f"verify {len(chain) + 1}", {"accepted": outcome.accepted, "by": dict(accepted)}
@@ -420,6 +428,6 @@ class RoundMetrics:
 
 def _trace_name(proposal: Proposal) -> str:
     """Returns a proposal's name in the trace."""
-    if proposal.lookup is Lookup.NONE or proposal.source is ProposalSource.DRAFTER:
-        return proposal.source.value
+    if proposal.lookup is Lookup.NONE or proposal.source is Origin.DRAFTED:
+        return SOURCE_NAMES[proposal.source]
     return Lookup.HIT.value if proposal.lookup is Lookup.GROWN else proposal.lookup.value

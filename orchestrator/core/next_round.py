@@ -25,7 +25,6 @@ from outrider.orchestrator.core.proposal import (
     CopiedTail,
     Lookup,
     Proposal,
-    ProposalSource,
     best_tail,
     choose_fallback,
     copy_for_tree,
@@ -104,7 +103,7 @@ class Proposer:
         """Returns the proposal of `depth` tokens (0: the plan's K) by the plan's in-process drafter, in one tree with
         `beside`."""
         drafter = request.plan.drafter
-        source = ProposalSource.HEAD if self.estimates.in_process[drafter].is_head else ProposalSource.DRAFTER
+        source = Origin.HEAD if self.estimates.in_process[drafter].is_head else Origin.DRAFTED
         return replace(
             beside,
             source=source,
@@ -117,9 +116,7 @@ class Proposer:
     def _propose_ngrams(self) -> Proposal:
         """Returns the proposal of n-grams that the target looks up by itself, round after round."""
         costs = tuple(self.estimates.row_costs(MAX_COPY_TOKENS))
-        return Proposal(
-            source=ProposalSource.NGRAM, autonomous=True, draft=MAX_COPY_TOKENS, drafter=NGRAM, row_costs=costs
-        )
+        return Proposal(source=Origin.COPIED, autonomous=True, draft=MAX_COPY_TOKENS, drafter=NGRAM, row_costs=costs)
 
     def _copy_for_tree(self, request: Request) -> tuple[int, ...]:
         """Returns the copy that pays in one tree with an in-process chain."""
@@ -151,12 +148,12 @@ class Proposer:
 
     def branch(self, request: Request, cached: CachedBranch, committed: tuple[int, ...] = ()) -> Proposal:
         """Returns a branch as a proposal, extended by a copy; the n-grams have not seen the `committed` tokens yet."""
-        return self._complete_chain(request, cached, ProposalSource.CACHE, Lookup.HIT, committed)
+        return self._complete_chain(request, cached, Origin.PREPARED, Lookup.HIT, committed)
 
     def drafted(self, request: Request, drafter: str, message: Drafted) -> Proposal:
         """Returns a chain on request as a proposal, extended by a copy."""
         chain = CachedBranch(message.chain, message.q, drafter, message.alternatives, message.odds)
-        source = ProposalSource.DRAFTER if message.chain else ProposalSource.NONE
+        source = Origin.DRAFTED if message.chain else Origin.TARGET
         return self._complete_chain(request, chain, source)
 
     def after_wait(self, request: Request) -> Proposal:
@@ -169,7 +166,7 @@ class Proposer:
         self,
         request: Request,
         drafted: CachedBranch,
-        source: ProposalSource,
+        source: Origin,
         lookup: Lookup = Lookup.NONE,
         committed: tuple[int, ...] = (),
     ) -> Proposal:

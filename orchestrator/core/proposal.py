@@ -57,23 +57,6 @@ MAX_TREE_NODES = 32
 MAX_ROW_COST_TOKENS = 0.3
 
 
-class ProposalSource(Enum):
-    """The source of a chain under verification."""
-
-    NONE = "none"
-    CACHE = "cache"
-    DRAFTER = "drafter"
-    NGRAM = "ngram"
-    HEAD = "head"
-
-
-_ORIGIN_OF_SOURCE = {
-    ProposalSource.CACHE: Origin.PREPARED,
-    ProposalSource.NGRAM: Origin.COPIED,
-    ProposalSource.HEAD: Origin.HEAD,
-}
-
-
 class Lookup(Enum):
     """The result of looking an outcome up in the speculation cache."""
 
@@ -102,17 +85,17 @@ class Lookup(Enum):
 class Proposal:
     """The tokens that the next round verifies after the last committed token.
 
-    They are a `drafter`'s or n-gram copies; `by` holds the origin of each token if they are not all of one source. `q`
-    holds the distributions that the chain was drawn from, if any. With `parents` the tokens are a tree. With
-    `autonomous` the target continues by itself after this round, plainly or with an in-process drafter. That drafter
-    drafts `draft` tokens a round, and alternatives likelier than `min_prob`, or, if it copies n-grams, what is worth
-    `row_costs` (`Estimates.row_costs`). Its chain comes with the outcome. With `draft` but not `autonomous` it does so
-    for this round only, and `chain` forms one tree with that chain. `offered` is the length of a draft worker's chain
-    before it was cut to what pays.
+    They are a `drafter`'s or n-gram copies. `source` is their origin (TARGET: there are none); `by` holds the origin of
+    each token if they differ. `q` holds the distributions that the chain was drawn from, if any. With `parents` the
+    tokens are a tree. With `autonomous` the target continues by itself after this round, plainly or with an in-process
+    drafter. That drafter drafts `draft` tokens a round, and alternatives likelier than `min_prob`, or, if it copies
+    n-grams, what is worth `row_costs` (`Estimates.row_costs`). Its chain comes with the outcome. With `draft` but not
+    `autonomous` it does so for this round only, and `chain` forms one tree with that chain. `offered` is the length of
+    a draft worker's chain before it was cut to what pays.
     """
 
     chain: tuple[int, ...] = ()
-    source: ProposalSource = ProposalSource.NONE
+    source: Origin = Origin.TARGET
     lookup: Lookup = Lookup.NONE
     autonomous: bool = False
     q: SparseQ | None = None
@@ -132,7 +115,7 @@ class Proposal:
     @property
     def drafter_nodes(self) -> Sequence[int]:
         """The nodes of the drafter's chain."""
-        return [node for node, origin in enumerate(self.token_origins) if origin is self.origin is not Origin.COPIED]
+        return [node for node, origin in enumerate(self.token_origins) if origin is self.source is not Origin.COPIED]
 
     @property
     def depth(self) -> int:
@@ -159,7 +142,7 @@ class Proposal:
         own = outcome.drafted
         drafted = DraftTree(own.chain, own.parents) if own is not None else DraftTree()
         first = set(first_branch(drafted.parents)) if drafted.parents else range(len(drafted.tokens))
-        by = tuple(self.origin if node in first else Origin.GUESSED for node in range(len(drafted.tokens)))
+        by = tuple(self.source if node in first else Origin.GUESSED for node in range(len(drafted.tokens)))
         if not self.chain:
             return replace(self, chain=drafted.tokens, parents=drafted.parents, by=by)
         union = merge_trees(drafted, DraftTree(self.chain, self.parents), MAX_CHAIN)
@@ -168,14 +151,9 @@ class Proposal:
         return replace(self, chain=union.tokens, parents=union.parents, by=by)
 
     @property
-    def origin(self) -> Origin:
-        """The origin of its source's tokens."""
-        return _ORIGIN_OF_SOURCE.get(self.source, Origin.DRAFTED)
-
-    @property
     def token_origins(self) -> tuple[Origin, ...]:
         """The origin of each token."""
-        return self.by or (self.origin,) * len(self.chain)
+        return self.by or (self.source,) * len(self.chain)
 
     def origins(self, nodes: Sequence[int]) -> tuple[Origin, ...]:
         """Returns the origins of an outcome's tokens, given the accepted nodes."""
@@ -298,7 +276,7 @@ class CopyRound:
 
 def propose_copy(tokens: tuple[int, ...]) -> Proposal:
     """Returns the proposal of a copy alone; an empty one is an AR step."""
-    return Proposal(tokens, ProposalSource.NGRAM if tokens else ProposalSource.NONE)
+    return Proposal(tokens, Origin.COPIED if tokens else Origin.TARGET)
 
 
 def extend_by_copy(
@@ -328,7 +306,7 @@ def extend_by_copy(
             best, copied, most = kept, tail.tokens, gain
     if best == 0 and most > -math.inf:
         return replace(propose_copy(copied), lookup=branch.lookup, offered=branch.offered)
-    by = (branch.origin,) * best + (Origin.COPIED,) * len(copied)
+    by = (branch.source,) * best + (Origin.COPIED,) * len(copied)
     return replace(branch, chain=branch.chain[:best] + copied, by=by)
 
 
@@ -362,7 +340,7 @@ def merge_into_tree(
         return None
     drafts = DraftTrie()
     rates = odds or [estimates.drafted.rate(position) for position in range(len(chain))]
-    drafts.add(chain, rates, branch.origin)
+    drafts.add(chain, rates, branch.source)
     if alternatives is not None:
         for token, parent, share in zip(alternatives.tokens, alternatives.parents, alternatives.odds, strict=True):
             if parent < min(len(chain), max_chain_tokens - 1):  # the chain may have been truncated

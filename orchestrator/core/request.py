@@ -26,12 +26,12 @@ from dataclasses import dataclass, field, replace
 from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.policy.acceptance import DrafterUsage, TextProfile
 from outrider.orchestrator.core.policy.forecasts import Arm
-from outrider.orchestrator.core.proposal import CopyRound, Lookup, Proposal, ProposalSource, propose_copy
+from outrider.orchestrator.core.proposal import CopyRound, Lookup, Proposal, propose_copy
 from outrider.orchestrator.events import Admit
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Alternatives, Branches, Coupled, Drafted, Outcome
 from outrider.protocol.ngrams import NgramIndex
-from outrider.protocol.schema import clip
+from outrider.protocol.schema import Origin, clip
 from outrider.protocol.trees import SparseQ
 
 NO_RANKS = range(0)
@@ -248,7 +248,7 @@ class RoundState:
             return prepared
         if not verified.parents:
             return replace(propose_copy(verified.chain), lookup=Lookup.MISS)
-        return Proposal(verified.chain, ProposalSource.CACHE, Lookup.HIT, parents=verified.parents)
+        return Proposal(verified.chain, Origin.PREPARED, Lookup.HIT, parents=verified.parents)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.engine.loading import LoadedModel
-from outrider.orchestrator.core.proposal import ProposalSource
 from outrider.orchestrator.core.request import PreparedKey
 from outrider.orchestrator.core.scheduler import FAIL_AFTER_DEATHS, Scheduler
 from outrider.orchestrator.events import (
@@ -42,6 +41,7 @@ from outrider.protocol.messages import (
     Span,
     Verify,
 )
+from outrider.protocol.schema import Origin
 from outrider.target_worker.worker import TargetWorker
 from tests.network.truth import FreshDrafter, Text
 
@@ -210,7 +210,7 @@ class Watch:
     def _served(self, watched: Watched, message: Verify) -> None:
         request = self.rounds._requests[message.request]
         proposal = request.round.proposal
-        if proposal.source is ProposalSource.CACHE:
+        if proposal.source is Origin.PREPARED:
             chain = tuple(proposal.chain[node] for node in proposal.drafter_nodes)
             place, tokens = (message.epoch, message.round - 1), tuple(request.sequence.tokens)
             held = any(

@@ -8,11 +8,12 @@ import pytest
 from msgspec import structs
 
 from outrider.orchestrator.core.metrics import MAX_RECENT_ROUNDS, RequestMetrics
-from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
+from outrider.orchestrator.core.proposal import Lookup, Proposal
 from outrider.protocol.messages import Outcome, Span, Timings
+from outrider.protocol.schema import Origin
 from tests.orchestrator.rounds import settled
 
-HIT = Proposal((1, 2, 3), ProposalSource.CACHE, lookup=Lookup.HIT)
+HIT = Proposal((1, 2, 3), Origin.PREPARED, lookup=Lookup.HIT)
 SECOND_NS = 1_000_000_000
 
 
@@ -56,16 +57,16 @@ def test_last_round_counts_only_tokens_before_the_end(kept: int, drafted: int, a
 @pytest.mark.parametrize(
     ("source", "lookup", "counts"),
     [
-        (ProposalSource.NONE, Lookup.MISS, (1, 0, 0, 0)),
-        (ProposalSource.NGRAM, Lookup.MISS, (0, 1, 0, 0)),
-        (ProposalSource.DRAFTER, Lookup.MISS, (0, 0, 1, 0)),
-        (ProposalSource.HEAD, Lookup.MISS, (0, 0, 1, 0)),
-        (ProposalSource.CACHE, Lookup.LATE, (0, 0, 0, 1)),
-        (ProposalSource.NGRAM, Lookup.LATE, (0, 0, 0, 1)),
+        (Origin.TARGET, Lookup.MISS, (1, 0, 0, 0)),
+        (Origin.COPIED, Lookup.MISS, (0, 1, 0, 0)),
+        (Origin.DRAFTED, Lookup.MISS, (0, 0, 1, 0)),
+        (Origin.HEAD, Lookup.MISS, (0, 0, 1, 0)),
+        (Origin.PREPARED, Lookup.LATE, (0, 0, 0, 1)),
+        (Origin.COPIED, Lookup.LATE, (0, 0, 0, 1)),
     ],
 )
 def test_a_miss_is_counted_by_its_fallback(
-    source: ProposalSource, lookup: Lookup, counts: tuple[int, ...], asked: bool
+    source: Origin, lookup: Lookup, counts: tuple[int, ...], asked: bool
 ) -> None:
     found = account(3)
     if asked:

@@ -15,7 +15,6 @@ from outrider.orchestrator.core.proposal import (
     CopyRound,
     Lookup,
     Proposal,
-    ProposalSource,
     best_tail,
     extend_by_copy,
     longest_copy,
@@ -111,14 +110,14 @@ def test_copies_that_stop_holding_are_soon_shortened() -> None:
 
 
 def branch(*chain: int) -> Proposal:
-    return Proposal(chain, ProposalSource.CACHE, Lookup.HIT, by=(Origin.PREPARED,) * len(chain))
+    return Proposal(chain, Origin.PREPARED, Lookup.HIT, by=(Origin.PREPARED,) * len(chain))
 
 
 def test_branch_in_a_repeating_text_is_extended_by_a_copy() -> None:
     ngrams = NgramIndex((*LOOP, *LOOP, 1))
     found = extend_by_copy(estimates(), ngrams, branch(3, 4, 5), committed=(2,), max_chain_tokens=50)
     assert found.chain[:6] == (3, 4, 5, 6, 7, 1) and 6 <= len(found.chain) <= MAX_COPY_TOKENS
-    copied = len(found.chain) - (3 if found.source is ProposalSource.CACHE else 0)
+    copied = len(found.chain) - (3 if found.source is Origin.PREPARED else 0)
     assert found.lookup is Lookup.HIT and found.by.count(Origin.COPIED) == copied
 
 
@@ -126,7 +125,7 @@ def test_copy_replaces_a_branch_only_if_better() -> None:
     ngrams = NgramIndex((*LOOP, *LOOP, 1))
     other = branch(9, 9, 9)
     taken = extend_by_copy(estimates(drafted=0), ngrams, other, committed=(2,), max_chain_tokens=50)
-    assert taken.source is ProposalSource.NGRAM and taken.lookup is Lookup.HIT and taken.chain[:3] == (3, 4, 5)
+    assert taken.source is Origin.COPIED and taken.lookup is Lookup.HIT and taken.chain[:3] == (3, 4, 5)
     kept = extend_by_copy(estimates(holds=False), ngrams, other, committed=(2,), max_chain_tokens=50)
     assert kept == other
 
@@ -141,11 +140,11 @@ def test_branch_ends_before_its_first_unlikely_token() -> None:
     drafted = extend_by_copy(
         estimates(), NgramIndex(), branch(7, 8, 9), committed=(), max_chain_tokens=50, odds=(0.9, 0.02, 0.9)
     )
-    assert drafted.chain == (7,) and drafted.offered == 0 and drafted.source is ProposalSource.CACHE
+    assert drafted.chain == (7,) and drafted.offered == 0 and drafted.source is Origin.PREPARED
     nothing = extend_by_copy(
         estimates(), NgramIndex(), branch(7, 8, 9), committed=(), max_chain_tokens=50, odds=(0.01, 0.9, 0.9)
     )
-    assert nothing.chain == () and nothing.source is ProposalSource.NONE and nothing.lookup is Lookup.HIT
+    assert nothing.chain == () and nothing.source is Origin.TARGET and nothing.lookup is Lookup.HIT
     sure = branch(7, 8, 9)
     assert (
         extend_by_copy(estimates(), NgramIndex(), sure, committed=(), max_chain_tokens=50, odds=(0.9, 0.9, 0.9)) == sure
@@ -192,7 +191,7 @@ def test_chains_fit_the_remaining_room(max_chain_tokens: int) -> None:
 
 
 def test_no_worthwhile_copy_gives_a_plain_step() -> None:
-    assert propose_copy(best_tail(estimates(holds=False), COPY).tokens).source is ProposalSource.NONE
+    assert propose_copy(best_tail(estimates(holds=False), COPY).tokens).source is Origin.TARGET
 
 
 # --- the first rounds ---------------------------------------------------------------------------------------------

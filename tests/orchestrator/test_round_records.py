@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from outrider.orchestrator.core.metrics import RequestMetrics
-from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
+from outrider.orchestrator.core.proposal import Lookup, Proposal
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Branch, Branches, Drafted, DraftWork, InProcessDraft, Outcome, RoundRecord, Span
+from outrider.protocol.schema import Origin
 from tests.orchestrator.rounds import settled
 
 BEGAN = 1_000
@@ -27,7 +28,7 @@ def branches(number: int, work: Span) -> Branches:
 
 def test_round_record_has_its_chain_and_times_since_the_start() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
-    hit = Proposal((1, 2), ProposalSource.CACHE, Lookup.HIT)
+    hit = Proposal((1, 2), Origin.PREPARED, Lookup.HIT)
     metrics.on_proposed(3, hit, BEGAN + 40)
     found = report(metrics, 3, hit, outcome(3, 1, Span(1_050, 1_090)), 2)
     assert (found.round, found.lookup, found.source) == (3, "hit", "cache")
@@ -71,16 +72,16 @@ def test_draft_work_outside_the_time_of_the_request_is_left_out() -> None:
 def test_in_process_chain_is_reported_as_draft_work() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
     own = outcome(2, 1, Span(1_030, 1_060), drafted=InProcessDraft((4, 5), Span(1_010, 1_030)))
-    found = report(metrics, 2, Proposal((4, 5), ProposalSource.DRAFTER, draft=2), own, 2)
+    found = report(metrics, 2, Proposal((4, 5), Origin.DRAFTED, draft=2), own, 2)
     assert found.drafting == (DraftWork("target's drafter", 2, 2, 0, Span(10, 30)),) and found.decided is None
 
 
 def test_round_in_which_a_drafter_found_nothing_has_no_source() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
-    looked = Proposal((), ProposalSource.NGRAM, autonomous=True, draft=8, drafter=NGRAM)
+    looked = Proposal((), Origin.COPIED, autonomous=True, draft=8, drafter=NGRAM)
     assert report(metrics, 1, looked, outcome(1, 0, Span(1_000, 1_050)), 1).source == "none"
     assert metrics.timings(1, 1).ngram_chains == 0
-    copied = Proposal((4,), ProposalSource.NGRAM, autonomous=True, draft=8, drafter=NGRAM)
+    copied = Proposal((4,), Origin.COPIED, autonomous=True, draft=8, drafter=NGRAM)
     assert report(metrics, 2, copied, outcome(2, 1, Span(1_050, 1_100)), 2).source == "ngram"
     assert metrics.timings(1, 3).ngram_chains == 1
 

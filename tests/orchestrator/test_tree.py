@@ -13,7 +13,6 @@ from outrider.orchestrator.core.proposal import (
     DraftTrie,
     Lookup,
     Proposal,
-    ProposalSource,
     merge_into_tree,
     min_alternative_prob,
 )
@@ -113,7 +112,7 @@ def test_grown_tree_is_the_best_of_its_size(seed: int) -> None:
 
 
 def hit(*chain: int) -> Proposal:
-    return Proposal(chain, ProposalSource.CACHE, Lookup.HIT, drafter="draft-0")
+    return Proposal(chain, Origin.PREPARED, Lookup.HIT, drafter="draft-0")
 
 
 def test_differing_copy_is_added_beside_the_branch() -> None:
@@ -165,7 +164,7 @@ def test_tree_depth_fits_the_remaining_room() -> None:
 
 def test_tree_outcome_identifies_the_accepted_path() -> None:
     tree = Proposal(
-        (3, 9, 4, 5), ProposalSource.CACHE, parents=(-1, 0, 0, 2), by=(Origin.PREPARED,) * 2 + (Origin.COPIED,) * 2
+        (3, 9, 4, 5), Origin.PREPARED, parents=(-1, 0, 0, 2), by=(Origin.PREPARED,) * 2 + (Origin.COPIED,) * 2
     )
 
     def outcome(accepted: int, path: tuple[int, ...] | None = None) -> Outcome:

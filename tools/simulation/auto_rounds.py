@@ -23,7 +23,6 @@ from outrider.orchestrator.core.proposal import (
     CopyRound,
     Lookup,
     Proposal,
-    ProposalSource,
     best_tail,
     choose_fallback,
     extend_by_copy,
@@ -38,6 +37,7 @@ from outrider.orchestrator.events import Admit
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.ngrams import MAX_COPY_TOKENS, Copy, NgramIndex
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import Origin
 from outrider.protocol.trees import accepted_path, chain_parents, node_depths
 from tools.simulation.odds import KnownOdds, draw_ranks
 from tools.simulation.profile import Profile
@@ -227,7 +227,7 @@ class Server:
         nodes = text.accepted(proposal)
         kept = tuple(range(text.at + 1, text.at + len(nodes) + 2))
         step.kept, along = len(kept), proposal.count_on_chain(nodes)
-        own = proposal.drafter if proposal.source is ProposalSource.HEAD else ""
+        own = proposal.drafter if proposal.source is Origin.HEAD else ""
         drafted = proposal.drafter_nodes
         e.observe_round(len(kept), round_ms)
         if proposal.autonomous:
@@ -349,7 +349,7 @@ class Server:
 
     def _own_chain(self, text: Text, plan: Arm, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
         chain = text.chain(plan.drafter, depth)
-        proposal = Proposal(chain, ProposalSource.HEAD, lookup, drafter=plan.drafter)
+        proposal = Proposal(chain, Origin.HEAD, lookup, drafter=plan.drafter)
         return Step(proposal, own_ms=depth * self.machine.own_ms[plan.drafter])
 
     def _requested_chain(self, text: Text, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
@@ -361,11 +361,11 @@ class Server:
         text.silent = 0
         e.observe_draft(depth, work_ms)
         e.observe_link(link_ms)
-        chain = self._extend(text, Proposal(text.chain(DRAFT_WORKER, depth), ProposalSource.DRAFTER, lookup))
+        chain = self._extend(text, Proposal(text.chain(DRAFT_WORKER, depth), Origin.DRAFTED, lookup))
         return Step(chain, asked_ms=work_ms + link_ms + behind)
 
     def _branch(self, text: Text, depth: int, lookup: Lookup, wait_ms: float) -> Step:
-        branch = Proposal(text.chain(DRAFT_WORKER, depth), ProposalSource.CACHE, lookup)
+        branch = Proposal(text.chain(DRAFT_WORKER, depth), Origin.PREPARED, lookup)
         return Step(self._extend(text, branch), wait_ms=wait_ms)
 
     def _extend(self, text: Text, branch: Proposal) -> Proposal:
