@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench import prompts
+from outrider.bench.commands import files
 from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.planner import MAX_REQUESTED_POLICIES, Planner
 from outrider.orchestrator.core.policy.acceptance import (
@@ -186,7 +186,7 @@ def test_repeating_held_and_code_texts_have_their_own_kinds() -> None:
 def test_is_code_recognizes_bench_code_and_not_prose() -> None:
     looks = {
         kind: {is_code(prompt) for prompt in texts}
-        for kind, texts in prompts.load_prompts(prompts.TINY_FOLDER, ("code", "prose", "json")).items()
+        for kind, texts in files.load_prompts(files.TINY_FOLDER, ("code", "prose", "json")).items()
     }
     assert looks == {"code": {True}, "prose": {False}, "json": {True}}
     assert not is_code("f(x)")
