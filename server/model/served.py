@@ -21,7 +21,7 @@ from outrider.orchestrator.pairing.chat_template import (
     render_open,
     render_template,
 )
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model, read_json
+from outrider.orchestrator.pairing.model_files import find_model, read_json
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec, read_default_sampling
 from outrider.protocol.errors import InvalidRequest, ModelError, PromptTooLong
 from outrider.server.model.tool_format import (
@@ -33,8 +33,6 @@ from outrider.server.model.tool_format import (
     tools_as_text,
     with_short_ids,
 )
-
-EMBEDDED = "outrider-embedded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +216,7 @@ def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fall
     tools = tool_format(tool_template, vocabulary, named) if template is not None else None
     worded = template is not None and tools is None and tool_fallback
     return ServedModel(
-        names=names or default_names(name, folder),
+        names=names or default_names(name),
         codec=codec,
         vocabulary=get_vocabulary(codec.tokenizer),
         template=template,
@@ -232,9 +230,7 @@ def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fall
     )
 
 
-def default_names(name: str, folder: Path) -> tuple[str, ...]:
-    """Returns a Hugging Face id unchanged; for a folder, its last component and the whole path."""
-    if folder == EMBEDDED_TARGET:
-        return (EMBEDDED, name)
+def default_names(name: str) -> tuple[str, ...]:
+    """Returns a model's name unchanged; for a folder, its last component and the whole path."""
     path = Path(name).expanduser()
     return (path.resolve().name, name) if path.exists() else (name,)
