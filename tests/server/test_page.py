@@ -215,11 +215,11 @@ def test_error_message_of_the_server_is_shown(visit: Open) -> None:
     page.get_by_role("button", name="Generate").click()
     alert = page.get_by_role("alert")
     alert.filter(has_text="prompt is too long").wait_for()
-    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.route(API, lambda route: route.abort())  # all of it: a server that is back takes the words away
     fill(page)
     page.get_by_role("button", name="Generate").click()
     alert.filter(has_text="The server does not answer. Is `outrider serve` still running?").wait_for()
-    page.unroute("**/v1/chat/completions")
+    page.unroute(API)
     page.get_by_role("button", name="Generate").click()
     wait_until_done(page)
     assert alert.count() == 0
