@@ -50,7 +50,7 @@ class HttpListener:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             family, _, _, _, address = found[0]
-            both = family == socket.AF_INET6  # an address of all interfaces also serves IPv4
+            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # all interfaces: also of IPv4
             self.socket = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
         except (OSError, UnicodeError) as error:
             raise EndpointError(f"HTTP can't be served at {host}:{port} ({_explain(error)})") from None

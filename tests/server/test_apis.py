@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -679,3 +680,16 @@ def test_an_unknown_host_is_refused_in_plain_words(host: str) -> None:
     with pytest.raises(EndpointError, match=r"expected an address of this machine \(--host\)") as raised:
         HttpListener(HttpSettings(host=host, api_keys=("key",)))
     assert "[Errno" not in str(raised.value)
+
+
+def test_without_ipv6_an_address_of_it_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = socket.socket
+
+    def refuse(family: int = socket.AF_INET, *rest: Any, **options: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return made(family, *rest, **options)
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    with pytest.raises(EndpointError, match="expected an address of this machine"):
+        HttpListener(HttpSettings(host="::1", port=0))
