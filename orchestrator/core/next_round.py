@@ -46,8 +46,8 @@ from outrider.protocol.messages import Drafted, Halt, Prepare, Verify
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
 from outrider.protocol.schema import MAX_BRANCHES, Origin
 
-# The limit of a wait for a drafter that may not have drafted before, or that full depth requires.
-MAX_FIRST_WAIT_MS = 2000.0
+# Limits of a wait: one before the drafter has drafted or in full depth, and any (drafters report the expected times).
+MAX_FIRST_WAIT_MS, MAX_WAIT_MS = 2000.0, 5000.0
 
 # A target that looks n-grams up by itself gets new costs of rows when those of its first tokens have changed this much.
 MAX_COST_CHANGE, MAX_COMPARED_COSTS = 0.15, 4
@@ -62,7 +62,7 @@ Step = Proposal | DrafterWait
 
 def max_wait_ms(expected_ms: float) -> float:
     """Returns the limit of a wait for a drafter: three times the expected time; then the target continues alone."""
-    return 3.0 * expected_ms + 1.0
+    return min(3.0 * expected_ms + 1.0, MAX_WAIT_MS)
 
 
 @dataclass(frozen=True, slots=True)

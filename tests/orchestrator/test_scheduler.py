@@ -10,12 +10,14 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from msgspec import structs
 
+from outrider.orchestrator.core.next_round import MAX_WAIT_MS
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.request import Request, SettledRound
 from outrider.orchestrator.events import Admit, Committed
-from outrider.protocol.clock import OUTCOME_TIMEOUT_NS
+from outrider.protocol.clock import MILLISECOND_NS, OUTCOME_TIMEOUT_NS
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import (
     Abilities,
@@ -332,6 +334,27 @@ def test_lost_messages_do_not_change_the_text(seed: int, kind: type[Message], mo
     cluster = Cluster(text, script(text), drop=lambda message: isinstance(message, kind) and rng.random() < 0.3)
     cluster.run(PROMPT, 80, mode)
     assert cluster.generated == list(text[10:90])
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd", "auto"])
+def test_no_time_that_a_drafter_reports_stalls_a_request(mode: str) -> None:
+    text, drafts = random_text(5), count()
+    cluster = Cluster(text, script(text), ngrams=False)
+
+    def report_years(sender: str, message: Message, now_ns: int) -> None:
+        if isinstance(message, Branches | Drafted):
+            if next(drafts) > 2:
+                return  # it answers no more
+            message = structs.replace(message, work=Span(0, 10**18))
+        if isinstance(message, Drafted):
+            message = structs.replace(message, chain=message.chain[:1], odds=())
+        handle(sender, message, now_ns)
+        waits = [request.round.wait for request in cluster.rounds._requests.values()]
+        assert max((wait.deadline_ns - now_ns for wait in waits if wait), default=0) <= MAX_WAIT_MS * MILLISECOND_NS
+
+    handle = intercept(cluster.rounds, report_years)
+    cluster.run(PROMPT, 60, mode)
+    assert cluster.generated == list(text[10:70])
 
 
 def test_target_finishes_without_a_lost_drafter() -> None:
