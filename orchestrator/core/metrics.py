@@ -46,6 +46,8 @@ TARGET_DRAFTER_TRACK = "target's drafter"
 MAX_TURNAROUNDS = 10_000
 # The latest rounds, which may turn out not to count.
 MAX_RECENT_ROUNDS = 64
+# A round's report names at most this much work of drafters, so that no drafter makes it too large to be sent.
+MAX_REPORTED_WORKS = 2048
 BUCKET_BOUNDS_MS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000, 5000)
 _BUCKET_BOUNDS_NS = tuple(int(bound * MILLISECOND_NS) for bound in BUCKET_BOUNDS_MS)
 ORCHESTRATOR_TRACK = "orchestrator"
@@ -168,12 +170,10 @@ class RequestMetrics:
 
     def on_drafts(self, drafter: str, message: Branches | Drafted, now_ns: int) -> None:
         """Records drafting; work from before the request, or with impossible times, is left out."""
-        work = message.work
-        if self.reports and self.admitted_ns <= work.started_ns <= work.ended_ns <= now_ns:
-            depth, branches = (
-                (message.depth, len(message.entries)) if isinstance(message, Branches) else (len(message.chain), 0)
-            )
-            self._drafting.append(DraftWork(drafter, message.round, depth, branches, self._relative(work)))
+        work, is_full = message.work, len(self._drafting) >= MAX_REPORTED_WORKS
+        if self.reports and not is_full and self.admitted_ns <= work.started_ns <= work.ended_ns <= now_ns:
+            made = (message.depth, len(message.entries)) if isinstance(message, Branches) else (len(message.chain), 0)
+            self._drafting.append(DraftWork(drafter, message.round, *made, self._relative(work)))
 
     def on_ended(self, ended: SettledRound, now_ns: int) -> RoundRecord | None:
         """Records the end of a round, and returns its report, if requested; the first round ends the prompt's time.

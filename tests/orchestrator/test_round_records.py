@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.proposal import Lookup, Proposal
+from outrider.protocol.codec import encode
 from outrider.protocol.heads import NGRAM
-from outrider.protocol.messages import Branch, Branches, Drafted, DraftWork, InProcessDraft, Outcome, RoundRecord, Span
-from outrider.protocol.schema import Origin
+from outrider.protocol.messages import (
+    Branch,
+    Branches,
+    Drafted,
+    DraftWork,
+    InProcessDraft,
+    Outcome,
+    RoundRecord,
+    Span,
+    TextChunk,
+)
+from outrider.protocol.schema import MAX_ITEMS, Origin
 from tests.orchestrator.rounds import settled
 
 BEGAN = 1_000
@@ -89,3 +100,10 @@ def test_round_in_which_a_drafter_found_nothing_has_no_source() -> None:
 def test_tokens_past_the_end_do_not_count() -> None:
     found = report(RequestMetrics(BEGAN, reports=True), 9, Proposal((1, 2, 3)), outcome(9, 3, Span(1_000, 1_001)), 2)
     assert (found.accepted, found.tokens) == (2, 2)
+
+
+def test_no_drafter_makes_a_report_too_large_to_be_sent() -> None:
+    metrics, work = RequestMetrics(BEGAN, reports=True), Span(1_010, 1_020)
+    for _ in range(MAX_ITEMS + 1):
+        metrics.on_drafts("draft-0", Branches("r", 0, 4, 5, 0, (), work), BEGAN + 25)
+    encode(TextChunk("r", "a", (7,), rounds=(report(metrics, 4, Proposal(), outcome(4, 0, work), 1),) * 40))
