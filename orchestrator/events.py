@@ -30,7 +30,7 @@ from msgspec.json import Decoder, encode
 from outrider.protocol.heads import DRAFT_MODEL, JOINT_SEPARATOR
 from outrider.protocol.messages import Failed, Progress, RoundRecord, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.schema import Logprobs, Origin, concat_logprobs
+from outrider.protocol.schema import MAX_SERIAL, Logprobs, Origin, concat_logprobs
 from outrider.protocol.stats import KvCost
 
 _KV_DIVISOR = 2  # texts get half of the memory that the weights leave free, everything else the other half
@@ -59,7 +59,7 @@ class KVBudget:
 
     def share(self, cost: KvCost, tokens: int) -> int:
         """Returns a worker's part in bytes, given its own `cost`, in proportion to a text of this many tokens."""
-        return self.limit * cost.of(tokens) // max(self.cost.of(tokens), 1)
+        return min(self.limit * cost.of(tokens) // max(self.cost.of(tokens), 1), MAX_SERIAL)
 
     def explain_shortage(self, context: int, name: str) -> str:
         """Returns why a text that fills the context of model `name` doesn't fit; empty if it does."""

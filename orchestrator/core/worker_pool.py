@@ -154,8 +154,8 @@ class WorkerPool:
 
     @property
     def kv_budget(self) -> KVBudget:
-        """The memory for texts in all workers."""
-        return kv_budget(self._settings.kv_memory, self.stats(), self._memory)
+        """The memory for texts in all workers without a key: those with one use other machines' memory."""
+        return kv_budget(self._settings.kv_memory, (w.stats() for w in self._registry.all() if not w.key), self._memory)
 
     def notes(self) -> list[str]:
         """Returns why requests get less speculation than requested, one note for each reason."""

@@ -21,8 +21,9 @@ from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import connect, probe
 from outrider.protocol.errors import KeyFault, WorkerError
 from outrider.protocol.keys import DRAFTER, AllowedKey, ClientKeys, KeyPair, Keyring, make_pair
-from outrider.protocol.messages import Hello, Message, Resync, Shutdown, Welcome
+from outrider.protocol.messages import Hello, KvMemory, Message, Resync, Shutdown, Welcome
 from outrider.protocol.socket_files import PrivateDirectory
+from outrider.protocol.stats import KvCost
 from outrider.protocol.worker_link import WorkerLink, routing_id
 
 WAIT_MS = 200_000
@@ -102,6 +103,15 @@ def test_remote_drafter_joins_and_its_messages_arrive(joining_pool: JoiningPool)
     while not joining_pool.received:
         joining_pool.listen()
     assert joining_pool.received == [("mini", Resync("r", 0))]
+
+
+def test_memory_of_a_remote_drafter_is_not_taken_from_this_machines_texts(joining_pool: JoiningPool) -> None:
+    before, most = joining_pool.pool.kv_budget, 2**63 - 1
+    far = joining_pool.peer(7, MINI)
+    joining_pool.hello(far, 7, name="mini", kv=KvCost(most, most), weight_bytes=most)
+    assert joining_pool.pool.drafters() == {"mini"}
+    assert joining_pool.pool.kv_budget == before and before.limit > 0
+    assert decode(far.recv_multipart()) == KvMemory(most)
 
 
 def test_drafter_with_a_revoked_key_is_dismissed_for_good(joining_pool: JoiningPool) -> None:
