@@ -118,9 +118,10 @@ class TargetRequest:
     """A request on this target.
 
     `pending_verify`: the VERIFY to handle next; `next_proposal`: the tokens that it continues with. `autonomous`: it
-    decodes by itself until HALT. `draft`: what an in-process drafter drafts in each round, or in the requested one,
-    as long as `max_tokens` leaves room; None: nothing. `drafters` open each in-process drafter's session, which reads
-    the text when it is first needed. `ended`: it reached an end token or `max_tokens` while autonomous.
+    decodes by itself; `halting`: until the round under way has ended. `draft`: what an in-process drafter drafts in
+    each round, or in the requested one, as long as `max_tokens` leaves room; None: nothing. `drafters` open each
+    in-process drafter's session, which reads the text when it is first needed. `ended`: it reached an end token or
+    `max_tokens` while autonomous.
     `awaits`: another request that reads the beginning of its prompt. `cached`: the number of its prompt's tokens that
     came from the prompt cache. `offered`: it waits for a prefill worker, which may read its prompt; `heard_ns`: when
     its OPEN or the latest PROMPTKV came. `listener` gets the features for heads in other processes.
@@ -229,18 +230,14 @@ class TargetRequest:
         self.max_tokens = proposal.max_tokens if isinstance(proposal, DraftInProcess | Autonomous) else 0
         self.slot.all_cores = message.all_cores
 
-    def halt(self) -> None:
-        """Ends autonomous rounds after the one under way, which the last outcome has announced."""
-        self.halting = True
-
     def forget(self, output: VerifyOutput | OutriderError) -> None:
         """Rolls back a step that began before the text was known to end, whether or not it failed."""
         if isinstance(output, VerifyOutput):
             del self.slot.tokens[-output.accepted - 1 :]
         self.slot.sequence.roll_back(len(self.slot.tokens) - 1)
 
-    def make_outcome(self, output: VerifyOutput, work: Span, rows: int, peak: int) -> Outcome:
-        """Returns the outcome of its round, with the chain that it continues with."""
+    def make_outcome(self, output: VerifyOutput, work: Span, rows: int, peak: int, under_way: bool) -> Outcome:
+        """Returns the outcome of its round, with what it continues with. `under_way`: the next round has begun."""
         number, base_len = self.round + 1, len(self.slot.tokens) - output.accepted - 1
         committed = tuple(self.slot.tokens[base_len:])
         proposed = None
@@ -253,7 +250,7 @@ class TargetRequest:
         self.max_tokens -= len(committed)
         if self.autonomous and self._ends_with(committed, self.max_tokens):
             self.autonomous, self.ended = False, True
-        if self.halting:
+        if self.halting and not under_way:
             self.autonomous = self.halting = False
         self.next_proposal = self._find_next(number, committed)
         idle = work.started_ns - self.answers[-1].work.ended_ns if self.answers else 0

@@ -229,7 +229,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
                 case PromptKv() if running is not None:
                     self._import_kv(running, message)
                 case Halt() if running is not None and running.epoch == message.epoch:
-                    running.halt()
+                    running.halting = True
                 case Prepare() | PromptKv() | Halt():
                     pass  # the request has ended, or begun again
                 case Close():
@@ -360,7 +360,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         if not running.answers or (running.has_next and not running.autonomous):
             return  # a repeated message, or the round is under way
         if message.base_len != len(running.slot.tokens) or message.round != running.round + 1:
-            running.halt()
+            running.halting = True
             self._link.send(Resync(message.request, message.epoch))
             return
         if self.runner.is_verifying(running):
@@ -389,7 +389,8 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         if isinstance(settled.output, OutriderError):
             self._fail_request(running.request, settled.output)
             return None
-        return running.make_outcome(settled.output, settled.work, settled.rows, self._peak_memory.bytes())
+        peak, under_way = self._peak_memory.bytes(), self.runner.is_verifying(running)
+        return running.make_outcome(settled.output, settled.work, settled.rows, peak, under_way)
 
 
 def _progress_messages(readers: Iterable[TargetRequest]) -> list[Message]:

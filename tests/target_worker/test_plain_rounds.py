@@ -68,6 +68,23 @@ def test_halt_is_answered_with_one_last_outcome_that_waits(turns: int) -> None:
     assert is_plain_text(found) and worker_under_test.exchange(plain(len(found) + 1, 3), turns=1000)
 
 
+def test_halt_during_a_forward_ends_with_the_step_that_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker_under_test = WorkerUnderTest()
+    found = worker_under_test.exchange(plain(1), turns=4)
+    runner, inbox = worker_under_test.worker.runner, worker_under_test.link.inbox
+    advance, halts = runner.advance, [HALT]
+
+    def during(running: Any) -> Any:
+        result = advance(running)
+        inbox.extend(halts)
+        halts.clear()
+        return result
+
+    monkeypatch.setattr(runner, "advance", during)
+    found += worker_under_test.exchange()
+    assert is_plain_text(found) and [a.next_proposal for a in found] == [Coupled()] * (len(found) - 1) + [None]
+
+
 def test_plain_rounds_end_with_an_eos_token() -> None:
     worker_under_test = WorkerUnderTest()
     end = TEXT[7]
