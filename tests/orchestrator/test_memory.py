@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,14 @@ def test_policy_file_with_an_invalid_number_is_ignored(tmp_path: Path, word: str
         assert known in text
         path.write_text(text.replace(known, known.replace("150.0", word).replace(str(RECORD.link_ms), word)))
         assert PolicyStore(path, 0).read(NONE) == ()
+
+
+@pytest.mark.parametrize(("field", "number"), [("depth", 99), ("depth", -1), ("branches", 1000), ("branches", -1)])
+def test_policy_file_with_a_k_or_b_that_no_message_can_hold_is_ignored(tmp_path: Path, field: str, number: int) -> None:
+    path = tmp_path / "memory.json"
+    (arm,) = RECORD.choices[:1]
+    tuning.write([replace(RECORD, choices=(replace(arm, **{field: number}),))], path)
+    assert PolicyStore(path, 0).read(NONE) == ()
 
 
 def test_unwritable_policy_file_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

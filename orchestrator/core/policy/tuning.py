@@ -28,6 +28,7 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.digest import cache_folder, file_hash, replace_file
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.schema import MAX_BRANCHES, Depth
 from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -50,8 +51,8 @@ class TunedArm:
     """
 
     mode: str
-    depth: int
-    branches: int
+    depth: Depth
+    branches: Annotated[int, Meta(ge=0, le=MAX_BRANCHES // 2)]  # those of slower drafters rank after them
     tokens_per_second: Time
     measured: bool = False
     at_once: Annotated[int, Meta(ge=1)] = 1
