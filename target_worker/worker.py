@@ -359,12 +359,13 @@ class TargetWorker(WorkerLoop[TargetRequest]):
             running.awaits.reader.offered = False  # its own VERIFY or CLOSE must have been lost
         if not running.answers or (running.has_next and not running.autonomous):
             return  # a repeated message, or the round is under way
-        if message.base_len != len(running.slot.tokens) or message.round != running.round + 1:
+        last = running.answers[-1]
+        if (message.round, message.base_len) != (last.round + 1, last.base_len + last.accepted + 1):
             running.halting = True
             self._link.send(Resync(message.request, message.epoch))
             return
-        if self.runner.is_verifying(running):
-            return  # the round is under way; its outcome follows
+        if self.runner.is_verifying(running) or message.base_len < len(running.slot.tokens):
+            return  # the round is under way or has just ended; its outcome follows
         running.on_verify(message)
 
     def _take_features(self, fed: Iterable[TargetRequest]) -> list[Message]:

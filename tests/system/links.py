@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Protocol
 
 from outrider.orchestrator.core.scheduler import Scheduler
@@ -79,6 +80,18 @@ def answered(worker: Turning, link: FakeLink, messages: Sequence[Message], turns
     except Idle:
         pass
     return list(link.sent)[before:]
+
+
+def deliver_during_a_forward(worker: Any, link: FakeLink, make: Callable[[], Message], after: int = 0) -> None:
+    """Lets a message arrive at a target worker during one forward, `after` that many others."""
+    advance, forwards = worker.runner.advance, count()
+
+    def advance_and_deliver(running: Any) -> Any:
+        result = advance(running)
+        link.inbox.extend([make()] if next(forwards) == after else [])
+        return result
+
+    worker.runner.advance = advance_and_deliver
 
 
 def drafted_chain(outcome: Outcome) -> tuple[int, ...]:

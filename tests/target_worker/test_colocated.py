@@ -15,7 +15,7 @@ from outrider.protocol.messages import Autonomous, Close, Coupled, Fault, Halt, 
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel, ModelDraftSession
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered, drafted_chain
+from tests.system.links import FakeLink, answered, deliver_during_a_forward, drafted_chain
 from tests.system.markov import markov
 
 _rng = np.random.default_rng(6)
@@ -166,6 +166,20 @@ def test_repeated_verify_is_answered_while_its_outcome_is_kept() -> None:
     assert worker_under_test.exchange(drafting(3, answers[2].base_len)) == answers[2:]
     assert worker_under_test.exchange(drafting(1, START)) == [Resync("r", 0)]
     assert worker_under_test.exchange(drafting(5, 7)) == [Resync("r", 0)]
+
+
+def test_verify_repeated_during_a_long_round_changes_nothing() -> None:
+    worker_under_test = WorkerUnderTest()
+
+    def again() -> Verify:
+        last = worker_under_test.worker._running["r"].answers[-1]
+        at = last.base_len + last.accepted + 1
+        return drafting(last.round + 1, at, room=LENGTH - (at - START))
+
+    deliver_during_a_forward(worker_under_test.worker, worker_under_test.link, again, after=3)
+    found = worker_under_test.exchange(drafting(1, START))
+    assert all(isinstance(answer, Outcome) for answer in found)
+    assert text(found) == TRUTH[START : START + LENGTH]
 
 
 def test_draft_request_without_a_drafter_is_a_fault() -> None:

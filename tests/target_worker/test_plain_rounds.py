@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from outrider.protocol.messages import Autonomous, Close, Coupled, Halt, Open, Outcome, Resync, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, answered, deliver_during_a_forward
 from tests.system.markov import markov
 
 TABLE = np.random.default_rng(6).normal(size=(6, 6)).astype(np.float32)
@@ -68,21 +68,24 @@ def test_halt_is_answered_with_one_last_outcome_that_waits(turns: int) -> None:
     assert is_plain_text(found) and worker_under_test.exchange(plain(len(found) + 1, 3), turns=1000)
 
 
-def test_halt_during_a_forward_ends_with_the_step_that_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halt_during_a_forward_ends_with_the_step_that_has_begun() -> None:
     worker_under_test = WorkerUnderTest()
     found = worker_under_test.exchange(plain(1), turns=4)
-    runner, inbox = worker_under_test.worker.runner, worker_under_test.link.inbox
-    advance, halts = runner.advance, [HALT]
-
-    def during(running: Any) -> Any:
-        result = advance(running)
-        inbox.extend(halts)
-        halts.clear()
-        return result
-
-    monkeypatch.setattr(runner, "advance", during)
+    deliver_during_a_forward(worker_under_test.worker, worker_under_test.link, lambda: HALT)
     found += worker_under_test.exchange()
     assert is_plain_text(found) and [a.next_proposal for a in found] == [Coupled()] * (len(found) - 1) + [None]
+
+
+def test_verify_repeated_during_a_long_step_changes_nothing() -> None:
+    worker_under_test = WorkerUnderTest()
+
+    def again() -> Verify:
+        number = worker_under_test.worker._running["r"].round + 1
+        return plain(number, 13 - number)
+
+    deliver_during_a_forward(worker_under_test.worker, worker_under_test.link, again, after=3)
+    found = worker_under_test.exchange(plain(1, 12))
+    assert len(found) == 12 and is_plain_text(found)
 
 
 def test_plain_rounds_end_with_an_eos_token() -> None:
