@@ -51,6 +51,7 @@ HOLDS = {
     "end": "a request ends where the target's text ends, with the right reason",
     "place": "messages carry request, epoch, round and base_len, which never decrease",
     "stale": "an outcome that was handled before changes nothing and is counted",
+    "announced": "the target verifies only what it was asked to, or has announced",
     "served": "a served chain arrived for its outcome, before that outcome",
     "fresh": "a drafter proposes what a fresh one would propose there",
     "columns": "a worker's rows are those of the committed tokens",
@@ -84,6 +85,7 @@ class Watched:
     stopped: str = ""
     place: tuple[int, int] = (0, 0)
     deaths: int = 0
+    asked: set[tuple[int, int]] = field(default_factory=set)
     prepared: set[tuple[int, int, int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
 
     @property
@@ -116,6 +118,12 @@ class Watch:
         self._taken: set[tuple[str, int, int]] = set()
         self._count_before: dict[str, int] = {}
         self._stale_before, self._again = 0, False
+
+    def on_received(self, name: str, message: Message) -> None:
+        """Records that a worker has received a message."""
+        watched = self.requests.get(getattr(message, "request", None) or "")
+        if watched is not None and isinstance(message, Open | Verify):
+            watched.asked.add((message.epoch, message.round))
 
     # --- what happens to requests ---------------------------------------------------------------------------------
 
@@ -242,8 +250,11 @@ class Watch:
             case Drafted() if watched is not None:
                 self._span(name, message.work)
                 self._is_fresh(name, watched, message.base_len, (), message.chain)
-            case Outcome():
+            case Outcome() if watched is not None:
                 self._span(name, message.work)
+                self.judge("announced", (message.epoch, message.round) in watched.asked, f"{message} was not asked for")
+                if message.next_proposal is not None:
+                    watched.asked.add((message.epoch, message.round + 1))
         self.judged["failures"] += 1
 
     def _is_fresh(

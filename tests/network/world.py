@@ -35,6 +35,7 @@ from tests.system.links import Idle, Listening, VirtualClock
 TARGET = "target-0"
 KV_LIMIT = 1 << 16
 MILLISECOND_NS = 1_000_000
+STILL_ON_ITS_WAY = 0.25  # the share of looks without a wait for which the next message has not arrived yet
 # A lost worker is noticed after so many ticks at most, and its successor is there after as many more.
 NOTICED, RETURNED = 6, 12
 
@@ -65,7 +66,15 @@ class Link(Listening):
     down: Way
     up: Way
     watch: Watch
+    rng: random.Random
     inbox: deque[Message] = field(default_factory=deque)
+
+    def receive(self, wait: bool) -> Message | None:
+        """Returns the next message. Some arrive only during a forward, or while a prompt is read."""
+        message = super().receive(wait) if wait or self.rng.random() >= STILL_ON_ITS_WAY else None
+        if message is not None:
+            self.watch.on_received(self.name, message)
+        return message
 
     def send(self, *messages: Message) -> None:
         for message in messages:
@@ -332,7 +341,7 @@ class World(HonestWorkers):
         """Returns a new process of this name that has joined."""
         down = Way(f"{name} <-", self._rng, self.journal, sealed=True)
         up = Way(f"{name} ->", self._rng, self.journal, sealed=name == TARGET)
-        link = Link(name, down, up, self.watch)
+        link = Link(name, down, up, self.watch, self._rng)
         down.weather = up.weather = self._weather.get(name, CLEAR)
         link.inbox.append(KvMemory(KV_LIMIT))
         if name == TARGET:
