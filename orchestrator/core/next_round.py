@@ -46,7 +46,7 @@ from outrider.protocol.messages import Drafted, Halt, Prepare, Verify
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
 from outrider.protocol.schema import MAX_BRANCHES, Origin
 
-# Limits of a wait: one before the drafter has drafted or in full depth, and any (drafters report the expected times).
+# Limits of a wait: before the drafter has drafted or in full depth; and of any, as drafters report the expected times.
 MAX_FIRST_WAIT_MS, MAX_WAIT_MS = 2000.0, 5000.0
 
 # A target that looks n-grams up by itself gets new costs of rows when those of its first tokens have changed this much.
@@ -60,9 +60,9 @@ Step = Proposal | DrafterWait
 """What a request does next: it verifies, or waits for drafters first."""
 
 
-def max_wait_ms(expected_ms: float) -> float:
+def max_wait_ms(expected_ms: float, verify_ms: float = 0.0) -> float:
     """Returns the limit of a wait for a drafter: three times the expected time; then the target continues alone."""
-    return min(3.0 * expected_ms + 1.0, MAX_WAIT_MS)
+    return min(3.0 * expected_ms + 1.0, max(3.0 * verify_ms, MAX_WAIT_MS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ class Proposer:
 
     def wait_for_chain(self, depth: int, now_ns: int, missed: bool = False) -> DrafterWait:
         """Returns the wait for a chain of `depth` tokens after the committed text; `missed`: after a miss."""
-        limit_ms = max_wait_ms(self.estimates.draft_ms(depth))
+        limit_ms = max_wait_ms(self.estimates.draft_ms(depth), self.estimates.verify_ms(1))
         if self.full_depth or not self.estimates.has_drafted:
             limit_ms = max(limit_ms, MAX_FIRST_WAIT_MS)
         if missed and not self.full_depth:
@@ -286,8 +286,8 @@ class Proposer:
         """Returns a new or continued wait for this outcome's branch to grow, or, if `missed`, to arrive; in all no
         longer than for a whole tree."""
         e, before = self.estimates, request.round.wait
-        whole_ms = max_wait_ms((request.plan.depth + 1) * e.depth_ms() + e.link_ms())
-        limit_ms, whole_ms = max_wait_ms(expected_ms), self._until_next_forward(whole_ms)
+        whole_ms = max_wait_ms((request.plan.depth + 1) * e.depth_ms() + e.link_ms(), e.verify_ms(1))
+        limit_ms, whole_ms = max_wait_ms(expected_ms, e.verify_ms(1)), self._until_next_forward(whole_ms)
         if self.full_depth:
             limit_ms = whole_ms = MAX_FIRST_WAIT_MS
         asked_ns, missed = (before.asked_ns, before.missed) if before else (now_ns, missed)

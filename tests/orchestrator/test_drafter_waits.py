@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.core.next_round import MAX_FIRST_WAIT_MS, Proposer
+from outrider.orchestrator.core.next_round import MAX_FIRST_WAIT_MS, MAX_WAIT_MS, Proposer
 from outrider.orchestrator.core.policy.estimates import Estimates
 
 VERIFY_MS = 40.0
@@ -36,3 +36,12 @@ def test_a_miss_joins_the_forward_after_the_next() -> None:
 
 def test_full_depth_waits_the_full_patience() -> None:
     assert waited_ms(8, True, full_depth=True) >= MAX_FIRST_WAIT_MS
+
+
+@pytest.mark.parametrize(("verify_ms", "limit_ms"), [(10.0, MAX_WAIT_MS), (9000.0, 27_000.0)])
+def test_no_wait_is_longer_than_five_seconds_and_three_forwards(verify_ms: float, limit_ms: float) -> None:
+    found = Estimates()
+    found.observe_verify(1, verify_ms)
+    found.observe_draft(1, 1e9)
+    wait = Proposer(found, False, lambda: False).wait_for_chain(4, 0)
+    assert wait.deadline_ns / 1e6 == pytest.approx(limit_ms)
