@@ -31,7 +31,7 @@ from outrider.fleet.plan import Placed
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.machine.spawn import Sweeper, child_environment, python
+from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import ServeSettings, Settings, to_flags
 from outrider.protocol.endpoints import connect, find_client_keys, receive_event
 from outrider.protocol.errors import EndpointError, ModelError, ServerBusy, WorkerError
@@ -95,12 +95,11 @@ class IngressKey:
 
 
 class ActorKeyring:
-    """An actor's own key and the keys it accepts, in a directory that is removed with the actor. Thread-safe, as
-    changes of a `Keyring` are."""
+    """An actor's own key and the keys it accepts, in a `PrivateDirectory`. Thread-safe, as changes of a `Keyring`
+    are."""
 
     def __init__(self) -> None:
         self._directory = PrivateDirectory()
-        self._sweeper = Sweeper(self._directory.path, None)
         self._ring = Keyring(self._directory.keys_folder)
         self.folder = self._ring.folder
         self.key = self._ring.make().public

@@ -39,7 +39,6 @@ from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import lan, system
 from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
-from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, load_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.sockets import ClientSocket
@@ -181,7 +180,6 @@ def _run_threads(
             stack.callback(auth.close)
         clients = _open_client_socket(context, settings, directory, connections, auth)
         stack.callback(clients.close)
-        stack.callback(Sweeper(directory.path, clients.endpoints[-1].bound.lock).dismiss)
         http = None
         if listener is not None:
             http = listener.serve(

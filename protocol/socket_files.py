@@ -36,8 +36,6 @@ _MARKER = ".outrider"  # in a directory that is locked; without it another proce
 class SocketLock:
     """The right to bind `path` until `release`, which removes the lock file and the socket of `bind`.
 
-    `token` (the contents of the lock file) and `inode` (of the socket) show other processes that both are still ours.
-
     Raises:
         EndpointError: a live server holds the path, the path is no socket, or the directory can't be used.
     """
@@ -45,32 +43,27 @@ class SocketLock:
     def __init__(self, path: str) -> None:
         self.path = path
         self._lock = f"{path}.lock"
-        self.token = f"{os.getpid()}-{os.urandom(8).hex()}"
-        self.inode: int | None = None
+        self._inode: int | None = None  # of the socket
         self._moved_path = f"{path}.inside"
         self._placeholder: socket.socket | None = None
-        descriptor = self._acquire()
-        self._descriptor: int | None = descriptor
+        self._descriptor: int | None = self._acquire()
         problem = _path_problem(path)
         if problem:
             self._unlock()
             raise EndpointError(problem)
-        os.ftruncate(descriptor, 0)
-        with suppress(OSError):  # on a full disk the file has no token, and the sweeper leaves it
-            os.write(descriptor, self.token.encode())
 
     def bind(self, listener: socket.socket) -> None:
         """Binds `listener` to the path, and replaces a dead server's socket. Raises OSError if that fails."""
         _remove(self.path)
         listener.bind(self.path)
-        self.inode = _inode(self.path)
+        self._inode = _inode(self.path)
 
     def shut(self) -> None:
         """Replaces the socket by one that accepts no connections; existing ones stay. A second call does nothing.
 
         The path always has a socket: a client that found none would conclude that no server runs.
         """
-        if self._placeholder is None and self.inode is not None:
+        if self._placeholder is None and self._inode is not None:
             new = self.path + _NEW_SUFFIX
             for left in (new, self._moved_path):  # may be left by a killed server
                 _remove(left)
@@ -94,7 +87,7 @@ class SocketLock:
         """Releases the path. A second call does nothing."""
         self.open()
         if self._descriptor is not None:
-            if self.inode is not None and _inode(self.path) == self.inode:
+            if self._inode is not None and _inode(self.path) == self._inode:
                 _remove(self.path)
             self._unlock()
 

@@ -1,12 +1,9 @@
-"""Starts the orchestrator's processes: their command lines and logs, and the removal of their files.
+"""Starts the orchestrator's processes: their command lines and logs.
 
 Knows command lines and process ids; knows nothing of messages.
 
 `SpawnedProcess`: a worker or the HTTP server, in a session of its own. It ends when its stdin closes, and so with this
 process, however that ends. Its output is a log in the run directory.
-
-`Sweeper`: a shell that removes the run directory and the socket file of a server that was killed. It waits for the end
-of a pipe that only the server holds. A server that ends cleanly dismisses the sweeper and removes its files itself.
 
 `measure_prompt_reading`: whether MLX or a Core ML package reads a draft model's prompts faster on this Mac. It
 runs in a process that saves the result where drafters look for it.
@@ -30,7 +27,6 @@ import msgspec
 from outrider.orchestrator.pairing.model_files import PACKAGE_FOLDER, in_process_drafters
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.socket_files import SocketLock
 from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -43,13 +39,6 @@ MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker",
 # a worker then keeps free memory between longer-lived blocks. What a forward frees at the heap's end is kept for the
 # next forward: requesting it again costs a quarter of a drafter's forward. Other systems ignore these variables.
 MALLOC_ENV = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
-
-# $1: the run directory. $2: a socket elsewhere; it is still ours if its lock file holds $3 and its inode is $4.
-_SWEEPER_SCRIPT = """
-while read -r _; do :; done
-rm -rf -- "$1"
-[ -n "$2" ] && [ "$(cat -- "$2.lock")" = "$3" ] && [ "$(ls -di -- "$2")" = "$4 $2" ] && rm -f -- "$2" "$2.lock"
-"""
 
 MEASURE_SECONDS = 1200.0
 
@@ -190,25 +179,6 @@ def child_environment() -> dict[str, str]:
     """Returns this process's environment, with the package on the path for any current directory."""
     paths = [str(PACKAGE_FOLDER.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "TOKENIZERS_PARALLELISM": "false"}
-
-
-class Sweeper:
-    """Removes `directory` and the socket of `lock` once the server has ended; a socket that is not ours stays."""
-
-    def __init__(self, directory: Path, lock: SocketLock | None) -> None:
-        elsewhere = [lock.path, lock.token, str(lock.inode)] if lock is not None else ["", "", ""]
-        self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _SWEEPER_SCRIPT, "outrider-sweeper", str(directory), *elsewhere],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a signal to the server's process group must not end the sweeper
-        )
-
-    def dismiss(self) -> None:
-        """Ends the sweeper, once the server has removed its files."""
-        with self._process:  # closes the pipe and waits
-            self._process.kill()
 
 
 def measure_prompt_reading(draft_model: str) -> str | None:

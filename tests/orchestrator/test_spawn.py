@@ -18,7 +18,6 @@ from outrider.orchestrator import serve
 from outrider.orchestrator.core import supervisor
 from outrider.orchestrator.core.worker_registry import Worker, WorkerRegistry
 from outrider.orchestrator.machine import spawn, system
-from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, WorkerError
@@ -289,34 +288,6 @@ def test_process_can_be_put_behind_pinned_and_unpinned():
         system.pin_to_core(process.pid, None)
         assert sorted(os.sched_getaffinity(process.pid)) == system.USABLE_CORES
         process.kill()
-
-
-# --- sweeping -----------------------------------------------------------------------------------------------------
-
-
-def test_sweeper_removes_the_files_of_a_killed_server(tmp_path):
-    left = tmp_path / "run"
-    left.mkdir()
-    (left / "target-0.log").write_text("x")
-    code = (
-        "import sys, time; from pathlib import Path; from outrider.orchestrator.machine.spawn import Sweeper;"
-        "s = Sweeper(Path(sys.argv[1]), None); print(s._process.pid, flush=True); time.sleep(600)"
-    )
-    server = subprocess.Popen(
-        spawn.python("-c", code, str(left)), env=spawn.child_environment(), stdout=subprocess.PIPE, text=True
-    )
-    server.stdout.readline()
-    server.kill()
-    server.wait()
-    with server.stdout:
-        server.stdout.read()  # ends when the last holder of the pipe is gone
-    while left.exists():
-        os.sched_yield()
-
-
-def test_dismissed_sweeper_removes_nothing(tmp_path):
-    Sweeper(tmp_path, None).dismiss()
-    assert tmp_path.exists()
 
 
 def test_worker_runs_without_a_log_if_unwritable(spawned, tmp_path, caplog):
