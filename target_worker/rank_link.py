@@ -3,9 +3,9 @@
 `LocalRanks`: further ranks on this machine, processes that rank 0 starts and that end with it. They form MLX's ring
 over loopback, and find each other by a file of addresses. Other ranks are started by mlx.launch.
 
-`RankLink`: a rank's connections. A collective does not fail when another rank dies, so a second thread watches a
-connection to rank 0 and ends the process when it closes. Knows nothing of messages, and does not import MLX, because a
-process starts its ranks first.
+`RankLink`: a rank's connections. A collective does not fail when another rank dies, so a second thread watches the
+connections and ends the process when one closes. Knows nothing of messages, and does not import MLX, because a process
+starts its ranks first.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from outrider.protocol.endpoints import receive_event
 from outrider.protocol.errors import EndpointError, WorkerError
 
 if TYPE_CHECKING:
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
 
 RANK_VARIABLE, HOSTFILE_VARIABLE = "MLX_RANK", "MLX_HOSTFILE"
 EXIT_TIMEOUT_SECONDS = 5.0
-# A lost host is noticed after 2 s of silence and four probes of a second each.
-KEEPIDLE_OPTION = getattr(socket, "TCP_KEEPIDLE", 0x10)  # macOS has another name for it
-KEEPALIVE_OPTIONS = {KEEPIDLE_OPTION: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 4}
+# A lost host, or a process that was stopped, is noticed after ten seconds.
+HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS = 1_000, 10_000
+_OPENED, _CLOSED = (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED), zmq.EVENT_DISCONNECTED
+_JOINED, _STOPPED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_MONITOR_STOPPED
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +134,7 @@ def own_address() -> str:
 
 
 class RankLink:
-    """A rank's side: a socket for messages, and connections that close when another rank ends.
+    """A rank's side: a socket for messages, whose connections close when another rank ends.
 
     `on_lost` is called before this process ends because another rank has ended.
     """
@@ -142,10 +144,14 @@ class RankLink:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.heartbeat_ivl = HEARTBEAT_INTERVAL_MS
+        self._socket.heartbeat_timeout = self._socket.heartbeat_ttl = HEARTBEAT_TIMEOUT_MS
         key, self._socket.curve_secretkey = zmq.curve_keypair()
         self._key, self._socket.curve_publickey = key.decode(), key
-        self._lifelines: list[socket.socket] = []
         self._ending, self._when_lost = False, on_lost
+        self._joined = threading.Semaphore(0)  # released for each rank that has connected
+        events = sum(_OPENED) | _CLOSED | _JOINED | _STOPPED
+        threading.Thread(target=self._watch, args=(self._socket.get_monitor_socket(events),), daemon=True).start()
 
     def expect_end(self) -> None:
         """Allows other ranks to end from now on."""
@@ -154,23 +160,21 @@ class RankLink:
     def close(self) -> None:
         self.expect_end()
         self._socket.close()
-        for lifeline in self._lifelines:
-            with suppress(OSError):
-                lifeline.shutdown(socket.SHUT_RDWR)
 
-    def _watch(self, lifeline: socket.socket) -> None:
-        """Ends this process when the connection closes, whatever its main thread waits for."""
-        lifeline.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE_OPTIONS.items():
-            lifeline.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._lifelines.append(lifeline)
-        threading.Thread(target=self._wait_for_end, args=(lifeline,), daemon=True, name="rank").start()
+    def _watch(self, monitor: zmq.Socket[Any]) -> None:
+        """Ends this process when the connection of a rank closes, whatever its main thread waits for.
 
-    def _wait_for_end(self, lifeline: socket.socket) -> None:
-        with lifeline, suppress(OSError):
-            lifeline.recv(1)
-        if not self._ending:
-            self._exit_after_loss()
+        Connections of strangers, which fail to join, may open and close.
+        """
+        opened = joined = 0
+        while (event := receive_event(monitor)[0]) != _STOPPED:
+            opened += (event in _OPENED) - (event == _CLOSED)
+            if event == _JOINED:
+                joined += 1
+                self._joined.release()
+            elif opened < joined and not self._ending:
+                self._exit_after_loss()
+        monitor.close(linger=0)
 
     def _exit_after_loss(self) -> None:
         log.error("rank %d of %d lost another rank; all ranks end", self.ranks.rank, self.ranks.size)

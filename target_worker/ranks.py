@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import signal
 import socket
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
@@ -50,7 +48,7 @@ log = logging.getLogger(__name__)
 FORWARDS_PER_CACHE_CLEAR = 256
 ANSWER_TIMEOUT_MS = 10_000
 SHUTDOWN_TIMEOUT_MS = 5_000
-AUTH_TIMEOUT_SECONDS = 5.0
+CONNECT_TIMEOUT_SECONDS = 30.0
 
 
 class RankLeader(RankLink):
@@ -60,20 +58,17 @@ class RankLeader(RankLink):
         """Waits until all ranks have joined the collective. Raises WorkerError if no socket can be opened."""
         super().__init__(zmq.ROUTER, ranks, local.kill if local is not None else lambda: None)
         self._local, self.ranks_here = local, 1
-        self._secret, address = secrets.token_bytes(16), own_address()
+        address = own_address()
         self._socket.curve_server = True
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             port = self._socket.bind_to_random_port(f"tcp://{address}")
-            self._listener = socket.create_server((address, 0))
-        except (zmq.ZMQError, OSError) as error:
+        except zmq.ZMQError as error:
             raise WorkerError(
                 f"rank 0 can't listen at {address} ({error}); expected an address of this host first in the hostfile"
             ) from None
-        threading.Thread(target=self._accept_all, daemon=True, name="ranks").start()
-        # The collective gives the key and the secret to ranks only, so only ranks are admitted.
-        invitation = [address, port, self._listener.getsockname()[1], self._key, self._secret.hex()]
-        ranks.broadcast(json.dumps(invitation).encode())
+        # The collective gives the key to ranks only, so only ranks are admitted.
+        ranks.broadcast(json.dumps([address, port, self._key]).encode())
         if local is not None:
             local.remove_hostfile()
 
@@ -154,27 +149,6 @@ class RankLeader(RankLink):
             left -= isinstance(decode_all(self._socket.recv_multipart()[1:])[0], kind)
         return True
 
-    def _accept_all(self) -> None:
-        """Accepts one connection of each rank, and closes others."""
-        left = self.ranks.size - 1
-        with self._listener, suppress(OSError):
-            while left:
-                lifeline, _ = self._listener.accept()
-                if self._is_authentic(lifeline):
-                    self._watch(lifeline)
-                    left -= 1
-                else:
-                    lifeline.close()
-
-    def _is_authentic(self, lifeline: socket.socket) -> bool:
-        lifeline.settimeout(AUTH_TIMEOUT_SECONDS)
-        try:
-            received = lifeline.recv(len(self._secret), socket.MSG_WAITALL)
-        except OSError:
-            return False
-        lifeline.settimeout(None)
-        return secrets.compare_digest(received, self._secret)
-
 
 def _require_same(own: RankHello, other: RankHello) -> None:
     """Raises WorkerError if this rank can't work with rank 0."""
@@ -197,18 +171,14 @@ class RankMember(RankLink):
     def __init__(self, ranks: Ranks) -> None:
         """Waits until all ranks have joined the collective. Raises WorkerError if rank 0 can't be reached."""
         super().__init__(zmq.DEALER, ranks)
-        address, port, lifeline_port, key, secret = json.loads(ranks.broadcast(b""))
+        address, port, key = json.loads(ranks.broadcast(b""))
         self._socket.setsockopt(zmq.IDENTITY, routing_id(ranks.rank))
         self._socket.curve_serverkey = key.encode()
         self._socket.connect(f"tcp://{address}:{port}")
-        try:
-            lifeline = socket.create_connection((address, lifeline_port))
-            lifeline.sendall(bytes.fromhex(secret))
-        except OSError as error:
+        if not self._joined.acquire(timeout=CONNECT_TIMEOUT_SECONDS):
             raise WorkerError(
-                f"rank 0 can't be reached at {address} ({error}); expected an address that all hosts can connect to"
-            ) from None
-        self._watch(lifeline)
+                f"rank 0 can't be reached at {address}; expected an address that all hosts can connect to"
+            )
 
     def enter(self, own: RankHello) -> None:
         """Returns when all ranks may load the model. Ends this process if rank 0 rejects a rank."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import pytest
+import zmq
 from msgspec.structs import replace
 
 from outrider.protocol.errors import EndpointError, WorkerError
 from outrider.protocol.messages import Fault, Ping, Pong, RankHello, Shutdown, TextChange, Welcome
-from outrider.target_worker.rank_link import RankLink, own_address
+from outrider.target_worker.rank_link import RankLink, free_ports, own_address
 from outrider.target_worker.ranks import RankLeader, RankMember
 
 LIMIT = 200.0
@@ -47,8 +48,12 @@ def two(monkeypatch: pytest.MonkeyPatch, strangers: Sequence[bytes] = ()) -> Ite
     second: Any = Collective(1, words)
     with closing(RankLeader(first)) as leader:
         for sent in strangers:
-            with socket.create_connection(leader._listener.getsockname()) as stranger:
+            _, _, port = leader._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")
+            with socket.create_connection(("127.0.0.1", int(port))) as stranger:
+                stranger.settimeout(LIMIT)
                 stranger.sendall(sent)
+                with suppress(ConnectionError):
+                    stranger.recv(1)  # until it was accepted, and perhaps closed
         with closing(RankMember(second)) as member:
             try:
                 yield leader, member
@@ -71,15 +76,13 @@ def test_host_whose_name_has_no_address_is_explained(monkeypatch: pytest.MonkeyP
 def meet(leader: RankLeader, member: RankMember) -> None:
     member.send(HELLO)
     leader._socket.recv_multipart()
-    while not leader._lifelines:
-        time.sleep(0.001)
+    assert leader._joined.acquire(timeout=LIMIT)
 
 
 def die(line: RankLink) -> None:
     """What the system does with a process's connections."""
     line.expect_end()
-    for lifeline in line._lifelines:
-        lifeline.shutdown(socket.SHUT_RDWR)
+    line._socket.close(linger=0)
 
 
 def test_rank_of_the_same_kind_is_admitted_and_receives_broadcasts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +153,15 @@ def test_rank_ends_when_the_other_rank_is_lost(
         going = leader if goes == "first" else member
         die(going)
         assert ended.wait(LIMIT)
+
+
+def test_rank_0_that_can_not_be_reached_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.target_worker.ranks.CONNECT_TIMEOUT_SECONDS", 0.2)
+    (port,), words = free_ports(1), queue.Queue[bytes]()
+    words.put(json.dumps(["127.0.0.1", port, zmq.curve_keypair()[0].decode()]).encode())
+    alone: Any = Collective(1, words)
+    with pytest.raises(WorkerError, match=r"rank 0 can't be reached at 127\.0\.0\.1; expected an address"):
+        RankMember(alone)
 
 
 def test_unrelated_connections_are_ignored(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
