@@ -2,18 +2,12 @@
 
 Chooses the number format: on a GPU as stored; on a CPU as stored if ONNX Runtime computes (`engine.ort`), else float32,
 because MLX is 20 to 80 times slower there in half precision or 4 bits. Every failure is a `ModelError` of one sentence.
-
-On a CPU dense weights are transposed in memory if this process's BLAS multiplies faster that way (`transpose_weights`).
-OpenBLAS gains a quarter on weights that fit the last-level cache and loses a twentieth on larger ones; the reference
-BLAS gains a third on all, and gives the same bits (docs/log.md). Values never change, only strides.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LAST_LEVEL_CACHE_BYTES = 24 * 2**20
 _MLX_THREADS = 8  # four read weights, one computes; the rest is a margin
 _CONTEXT_LENGTH_KEYS = (
     "max_position_embeddings",
@@ -54,39 +47,6 @@ _CONTEXT_LENGTH_KEYS = (
 )
 _DEFAULT_CONTEXT_LENGTH = 32768
 T = TypeVar("T")
-
-
-class HeadEmbedding(nn.Embedding):  # type: ignore[misc]
-    """An embedding that is also the output layer: rows are looked up in one layout and multiplied in the other."""
-
-    def __init__(self, weight: mx.array) -> None:
-        nn.Module.__init__(self)
-        self.weight = weight
-        self._head = mx.contiguous(weight.T)
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        return x @ self._head
-
-
-def transpose_weights(model: nn.Module, weight_bytes: int) -> bool:
-    """Transposes the weights of all dense linear layers in memory if that is faster here; returns whether it did."""
-    if mx.default_device().type != mx.cpu or sys.platform != "linux":
-        return False
-    if has_openblas() and weight_bytes > _LAST_LEVEL_CACHE_BYTES:
-        return False
-    tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.weight = mx.contiguous(module.weight.T).T
-        for name, child in module.children().items():
-            if tied and type(child) is nn.Embedding and name == "embed_tokens":
-                module[name] = HeadEmbedding(child.weight)
-    return True
-
-
-def has_openblas() -> bool:
-    """Returns whether an OpenBLAS was preloaded: its symbols then come before those of the wheel's own BLAS."""
-    return hasattr(ctypes.CDLL(None), "openblas_get_config")
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -165,7 +125,6 @@ def load(
     positions.patch_ropes(model)
     memory.set_limits(weight_bytes)
     if forward is None:
-        transpose_weights(model, weight_bytes)
         mx.eval(model.parameters())
         report("warming up")
         among = f", sharded over {ranks.size} ranks," if ranks is not None else ""

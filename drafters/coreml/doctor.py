@@ -9,6 +9,7 @@ only which prompts of the draft Core ML reads faster than MLX; drafters use the 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import logging
@@ -30,7 +31,7 @@ from outrider.drafters.coreml.selection import PREFERRED_UNITS, Packages
 from outrider.drafters.coreml.trial import TrialResult, TrialStore
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
-from outrider.engine.loading import find_model_folder, has_openblas
+from outrider.engine.loading import find_model_folder
 from outrider.engine.loading import load as load_model
 from outrider.protocol.errors import ModelError, OutriderError
 
@@ -160,7 +161,7 @@ def _measure_blas() -> Blas:
     """Returns the BLAS that MLX calls on the CPU."""
     if sys.platform == "darwin":
         library, note = "Accelerate", ""
-    elif has_openblas():
+    elif _has_openblas():
         library, note = "OpenBLAS", f"preloaded from {os.environ.get('LD_PRELOAD', 'an unknown file')}"
     else:
         library = "reference"
@@ -170,6 +171,11 @@ def _measure_blas() -> Blas:
         mx.eval(a @ a)
         best = min(timeit.repeat(lambda: mx.eval(a @ a), number=1, repeat=_BLAS_ROUNDS))
     return Blas(library, round(2e-9 * _MATRIX_SIZE**3 / best, 1), note)
+
+
+def _has_openblas() -> bool:
+    """Returns whether an OpenBLAS was preloaded: its symbols then come before those of MLX's own BLAS."""
+    return hasattr(ctypes.CDLL(None), "openblas_get_config")
 
 
 def _version(name: str) -> str:

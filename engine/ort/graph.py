@@ -152,7 +152,7 @@ class Builder:
             q, scales, shifts = map(np.concatenate, rows)
             multiply = self._per_token if self.per_token else self._affine
             product = multiply(x, Affine(q, scales, shifts, parts[0].bits))
-        elif type(first).__name__ in ("Linear", "Embedding", "HeadEmbedding"):
+        elif type(first).__name__ in ("Linear", "Embedding"):
             dense = np.concatenate([to_numpy(layer.weight) for layer in layers])
             if self.rounded and dense.shape[1] % _GROUP_SIZE == 0:
                 product = self._affine(x, Affine.rounded(dense))

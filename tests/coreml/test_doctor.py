@@ -54,7 +54,7 @@ def test_doctor_names_the_blas_that_mlx_calls(
     monkeypatch: pytest.MonkeyPatch, system: str, preloaded: bool, library: str, note: str
 ) -> None:
     monkeypatch.setattr(doctor.sys, "platform", system)
-    monkeypatch.setattr(doctor, "has_openblas", lambda: preloaded)
+    monkeypatch.setattr(doctor, "_has_openblas", lambda: preloaded)
     monkeypatch.setenv("LD_PRELOAD", "/lib/libopenblas.so.0")
     found = doctor._measure_blas()
     assert found.library == library and found.note.startswith(note) and found.gflops > 0
