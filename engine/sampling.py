@@ -22,7 +22,6 @@ import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 from outrider.engine.noise import MAX_NOISE, MIN_NOISE, gumbel, gumbel_of, hash_tokens, noise_keys
-from outrider.engine.positions import Ints
 from outrider.grammar.constraint import Constraint, TokenBitmask
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -31,6 +30,7 @@ History = mx.array | Sequence[int]
 """The tokens before a row's own choice: a sequence of ints, or a 1-axis integer array that may be lazy."""
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
+Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 _ROUNDING_ERROR, _RELATIVE_ERROR = 1e-4, 2e-6  # bounds of the rounding errors of scores: absolute, and relative
 _PROBABILITY_SUM_ERROR = 2e-3  # the error of a sum of a vocabulary's probabilities in float32
 _NOISE_BLOCK_POSITIONS, _MAX_KEPT_NOISE = 8, 32  # positions whose noise is computed at a time (on the CPU: 1), and kept

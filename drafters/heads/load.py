@@ -34,8 +34,7 @@ from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, find_model_folder, load_lazily
 from outrider.engine.ort.forward import OrtForward, check_logits, is_enabled
-from outrider.engine.ort.layers import DecoderLayers
-from outrider.engine.positions import Ints
+from outrider.engine.ort.layers import DecoderLayers, Ints
 from outrider.engine.verify import verify
 from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import CannotDraft, ModelError, OutriderError, first_line, wrap_model_errors

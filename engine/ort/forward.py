@@ -28,9 +28,18 @@ import numpy as np
 
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
 from outrider.engine.memory import release_memory
-from outrider.engine.ort.layers import SUPPORTED_MODEL_TYPES, Array, DecoderLayers, Layout, dequantise, levels, to_numpy
+from outrider.engine.ort.layers import (
+    SUPPORTED_MODEL_TYPES,
+    Array,
+    DecoderLayers,
+    Ints,
+    Layout,
+    dequantise,
+    levels,
+    rope_angles,
+    to_numpy,
+)
 from outrider.engine.ort.sessions import CachedGraph, Sessions, arena_shrink_options, kernel_name, rounds_per_token
-from outrider.engine.positions import Ints
 from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line, wrap_model_errors
 from outrider.protocol.worker_link import CPU_KERNEL_CHOICES, CPU_KERNELS_VARIABLE
@@ -266,10 +275,9 @@ class OrtForward:
         """Tabulates the angles of the first `count` positions, or of more."""
         if self._angles and count <= len(self._angles[0][0]):
             return
-        positions = np.arange(-(-2 * count // _ANGLE_BLOCK_POSITIONS) * _ANGLE_BLOCK_POSITIONS)
-        tables = [rope.on_host(positions) for rope in self._ropes]
-        halves = [table[..., table.shape[-1] // 2 :] for table in tables]  # in the first halves sines are negated
-        self._angles = [(half[0].astype(self.kv_dtype), half[1].astype(self.kv_dtype)) for half in halves]
+        positions = -(-2 * count // _ANGLE_BLOCK_POSITIONS) * _ANGLE_BLOCK_POSITIONS
+        tables = [rope_angles(rope, width, positions).astype(self.kv_dtype) for rope, width in self._ropes]
+        self._angles = [(cos, sin) for cos, sin in tables]
         self._bindings.clear()
 
 

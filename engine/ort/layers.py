@@ -17,17 +17,18 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.engine.cache import window_of
 from outrider.engine.hidden_states import ReducedLMHead, find_backbone, find_embedding, find_final_norm, find_lm_head
-from outrider.engine.positions import RopeTable, rope_signature
 from outrider.protocol.errors import ModelError
 
 if TYPE_CHECKING:
     from outrider.engine.ort.graph import Builder
 
 Array = np.ndarray[Any, Any]
+Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
 
 _HEAD_WIDTH_STEP = 16  # of GroupQueryAttention with a rope
+_PROBED_POSITIONS = (0, 3, 700)
 
 InputBuilder = Callable[["Builder"], tuple[str, str]]
 """Adds the inputs of the first layer and of its attention, computed from `x` and `features`; returns their names."""
@@ -88,13 +89,13 @@ class DecoderLayers:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a graph's inputs look like. `heads`: each layer's query heads and key heads; `angles`: each layer's rope, an
-    index of `ropes`; `masks`: their windows."""
+    """What a graph's inputs look like. `heads`: each layer's query heads and key heads; `ropes`: with the width of
+    their heads; `angles`: each layer's rope, an index of `ropes`; `masks`: their windows."""
 
     shapes: list[LayerShape]
     heads: tuple[int, int]
     angles: list[int]
-    ropes: list[RopeTable]
+    ropes: list[tuple[nn.Module, int]]
     masks: list[int | None]
     quantised: bool
     width: int
@@ -115,9 +116,11 @@ class Layout:
                 raise TypeError("layers with different numbers of heads are not supported")
             if uneven := [shape.width for shape in shapes if shape.width % _HEAD_WIDTH_STEP]:
                 raise TypeError(f"heads of width {uneven[0]} are not supported, only multiples of {_HEAD_WIDTH_STEP}")
-            used = [(rope_signature(own.rope), shape.width) for own, shape in zip(attentions, shapes, strict=True)]
+            used = [(_rope_signature(own.rope), shape.width) for own, shape in zip(attentions, shapes, strict=True)]
             known = list(dict.fromkeys(used))
-            ropes = [_make_rope_table(attentions[used.index(key)].rope, key[1]) for key in known]
+            ropes = [(attentions[used.index(key)].rope, key[1]) for key in known]
+            for rope, width in ropes:
+                check_rope(rope, width)
             angles = [known.index(key) for key in used]
             masks = list(dict.fromkeys(decoder.windows))
             parts = [decoder.output, *(part for layer in decoder.layers for part in layer.modules())]
@@ -172,8 +175,28 @@ def _input_width(layer: nn.Module) -> int:
     return int(layer.weight.shape[1])
 
 
-def _make_rope_table(rope: nn.Module, width: int) -> RopeTable:
-    table = RopeTable.of(rope, width)
-    if table is None or not table.rotates_whole_head:
-        raise TypeError("its rope can't be tabulated for whole heads")
-    return table
+def rope_angles(rope: nn.Module, width: int, count: int) -> Array:
+    """Returns the rope's cosines and sines at the first `count` positions, float32 [2, count, width / 2]."""
+    first = np.zeros((1, 1, count, width), dtype=np.float32)
+    first[..., : width // 2] = 1.0
+    turned = np.array(rope(mx.array(first), offset=0))[0, 0]
+    return np.stack(np.split(turned, 2, axis=-1))
+
+
+def check_rope(rope: nn.Module, width: int) -> None:
+    """Raises TypeError unless the rope rotates dimension i with i + `width` / 2, by an angle of the position alone."""
+    angles = rope_angles(rope, width, max(_PROBED_POSITIONS) + 1)
+    x = np.random.default_rng(0).standard_normal(width).astype(np.float32)
+    first, second = np.split(x, 2)
+    for position in _PROBED_POSITIONS:
+        cos, sin = angles[:, position]
+        turned = np.concatenate([first * cos - second * sin, first * sin + second * cos])
+        actual = np.array(rope(mx.array(x)[None, None, None], offset=position)).ravel()
+        if "Dynamic" in type(rope).__name__ or not np.allclose(turned, actual, rtol=1e-4, atol=1e-4):
+            raise TypeError("its rope can't be tabulated for whole heads")  # Dynamic: also by the text's length
+
+
+def _rope_signature(rope: nn.Module) -> Any:
+    plain = {k: v for k, v in vars(rope).items() if isinstance(v, int | float | bool | str)}
+    arrays = {k: to_numpy(v).tobytes() for k, v in rope.items() if isinstance(v, mx.array)}
+    return type(rope).__name__, tuple(sorted(plain.items())), tuple(sorted(arrays.items()))

@@ -487,13 +487,11 @@ def test_graph_that_computes_another_model_is_not_used(
 ) -> None:
     """MLX computes the model if rotations are left out, keys and values change places, or weights differ."""
 
-    def without_rotation(table: object, positions: np.ndarray) -> np.ndarray:
-        still = np.zeros((2, len(positions), 16), np.float32)
-        still[0] = 1
-        return still
+    def without_rotation(rope: object, width: int, count: int) -> np.ndarray:
+        return np.stack([np.ones((count, width // 2), np.float32), np.zeros((count, width // 2), np.float32)])
 
     if fault == "rope":
-        monkeypatch.setattr("outrider.engine.positions.RopeTable.on_host", without_rotation)
+        monkeypatch.setattr("outrider.engine.ort.forward.rope_angles", without_rotation)
     elif fault == "order":
         monkeypatch.setattr(
             "outrider.engine.ort.graph._projections", lambda layer: [layer.q_proj, layer.v_proj, layer.k_proj]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +14,8 @@ from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.utils import load_model
 
 from outrider.engine.hidden_states import add_mixin
-from outrider.engine.positions import RopeTable, TokenRope, patch_ropes, rope_signature
+from outrider.engine.ort.layers import check_rope
+from outrider.engine.positions import TokenRope, patch_ropes
 
 POSITIONS = [7, 3, 3, 900, 0, 55]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
@@ -44,51 +44,35 @@ def by_token(rope: nn.Module, x: mx.array) -> mx.array:
     return mx.concatenate([rope(x[:, :, i : i + 1], offset=p) for i, p in enumerate(POSITIONS)], axis=2)
 
 
-def extended(rope: nn.Module, tables: dict[Any, RopeTable | None]) -> nn.Module:
-    add_mixin(rope, TokenRope, _tables=tables, _signature=rope_signature(rope))
+def extended(rope: nn.Module) -> nn.Module:
+    add_mixin(rope, TokenRope)
     return rope
 
 
 @pytest.mark.parametrize("name", sorted(ROPES))
-@pytest.mark.parametrize("tabulated", [True, False])
-def test_each_token_of_a_row_is_rotated_by_its_own_position(name: str, tabulated: bool) -> None:
-    rope = ROPES[name]()
+def test_each_token_of_a_row_is_rotated_by_its_own_position(name: str) -> None:
+    rope, wrapped = ROPES[name](), extended(ROPES[name]())
     x = mx.random.normal((1, 3, len(POSITIONS), 16))
-    wrapped = extended(ROPES[name](), {(rope_signature(rope), 16): None} if not tabulated else {})
     got = wrapped(x, offset=mx.array(POSITIONS))
     np.testing.assert_allclose(np.array(got), np.array(by_token(rope, x)), atol=3e-4)
     assert np.abs(np.array(got) - np.array(rope(x, offset=7))).max() > 0.1
-    assert (RopeTable.of(rope, 16) is None) == (name == "traditional")
 
 
-@pytest.mark.parametrize("name", sorted(set(ROPES) - {"traditional"}))
-def test_consecutive_text_is_bit_equal_to_the_plain_rope(name: str) -> None:
-    """From the table where it is exact, by the rope itself where it is not."""
-    rope = ROPES[name]()
-    wrapped = extended(ROPES[name](), {})
-    for length in (1, 5, 600):
-        x = mx.random.normal((1, 3, length, 16))
-        for offset in (0, 1, 511, 900):
-            assert mx.array_equal(wrapped(x, offset=offset), rope(x, offset=offset))
-    table = RopeTable.of(rope, 16)
-    assert table is not None and table.exact == (name not in ("longrope", "yarn"))
+@pytest.mark.parametrize("name", sorted(ROPES))
+def test_onnx_runtime_gets_only_ropes_that_rotate_halves_of_a_head(name: str) -> None:
+    if name in ("traditional", "half of the width"):
+        with pytest.raises(TypeError, match="tabulated"):
+            check_rope(ROPES[name](), 16)
+    else:
+        check_rope(ROPES[name](), 16)
 
 
 def test_other_offsets_are_passed_to_the_wrapped_rope() -> None:
-    rope, wrapped = ROPES["default"](), extended(ROPES["default"](), {})
+    rope, wrapped = ROPES["default"](), extended(ROPES["default"]())
     x = mx.random.normal((3, 2, 3, 16))
     for offset in (0, 5, mx.array(5), mx.array([4, 9, 1])):
         assert mx.array_equal(wrapped(x, offset=offset), rope(x, offset=offset))
     assert mx.array_equal(wrapped(x), rope(x))
-
-
-def test_only_layers_with_equal_ropes_share_a_table() -> None:
-    tables: dict = {}
-    ropes = [extended(initialize_rope(16, base, False), tables) for base in (10000.0, 10000.0, 500.0)]
-    x = mx.random.normal((1, 2, len(POSITIONS), 16))
-    for rope in ropes:
-        rope(x, offset=mx.array(POSITIONS))
-    assert len(tables) == 2
 
 
 def test_install_does_not_change_plain_decoding(tiny_model: Callable[..., Path]) -> None:
