@@ -211,10 +211,10 @@ def create_report(model: str | None, try_now: bool) -> DoctorReport:
     if machine.mlx_device == "gpu":
         places.insert(0, measure_device(checkpoint, mx.gpu))
     try:
-        if runtimes.is_available():
-            places += measure_core_ml(Packages(checkpoint), try_now)
+        if reason := runtimes.unavailable_reason():
+            places.append(Placement("Core ML on the Neural Engine", False, note=reason))
         else:
-            places.append(Placement("Core ML on the Neural Engine", False, note="macOS only"))
+            places += measure_core_ml(Packages(checkpoint), try_now)
     except ModelError as error:
         places.append(Placement("Core ML", False, note=str(error)))
     return DoctorReport(machine, str(checkpoint), tuple(places))

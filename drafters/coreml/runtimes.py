@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +38,9 @@ RuntimeState = Any
 
 COMPUTE_UNITS = ("CPU_AND_NE", "CPU_AND_GPU", "CPU_ONLY", "ALL")
 STAND_IN_VARIABLE = "OUTRIDER_COREML_STAND_IN"
-MACOS_ONLY_MESSAGE = "Core ML runs on macOS only"
+_MIN_MACOS = 15  # the first with packages of several functions, with states, and with weights in groups
+MACOS_ONLY_MESSAGE = "Core ML runs packages on macOS 15 or newer only"
+NO_COREMLTOOLS_MESSAGE = "Core ML needs coremltools, which is not installed and needs Python 3.13 or older"
 _DRAFTING_OFF = "; drafting is off for this request"
 _CONSTANT_OPERATORS = ("const", "constexpr")
 
@@ -72,9 +75,15 @@ class RuntimeFault(WorkerError):
     """The device that runs a package failed."""
 
 
-def is_available() -> bool:
-    """Returns whether packages can run on this system."""
-    return sys.platform == "darwin" or STAND_IN_VARIABLE in os.environ
+def unavailable_reason() -> str:
+    """Returns why packages can't run on this system; "" if they can."""
+    if not _has_core_ml() and STAND_IN_VARIABLE not in os.environ:
+        return MACOS_ONLY_MESSAGE
+    return NO_COREMLTOOLS_MESSAGE if find_spec("coremltools") is None else ""
+
+
+def _has_core_ml() -> bool:
+    return int(platform.mac_ver()[0].partition(".")[0] or 0) >= _MIN_MACOS  # elsewhere than on a Mac it is ""
 
 
 def open_runtime(package: Package, units: str, functions: Sequence[str] | None = None) -> Runtime:
@@ -84,7 +93,7 @@ def open_runtime(package: Package, units: str, functions: Sequence[str] | None =
         functions: only these (default: all); each takes time and memory to load.
 
     Raises:
-        DeviceUnavailable: this is not a Mac.
+        DeviceUnavailable: this is no Mac, or its macOS is too old.
         ModelError: Core ML refuses the package, or its directory can't be written to.
     """
     stand_in = os.environ.get(STAND_IN_VARIABLE)
@@ -144,10 +153,10 @@ def ensure_compiled(package: Package) -> Path:
     """Returns the compiled model next to the package, and compiles it if this build of macOS has none.
 
     Raises:
-        DeviceUnavailable: this is not a Mac.
+        DeviceUnavailable: this is no Mac, or its macOS is too old.
         ModelError: Core ML refuses the package, or its directory can't be written to.
     """
-    if sys.platform != "darwin":
+    if not _has_core_ml():
         raise DeviceUnavailable(MACOS_ONLY_MESSAGE)
     path = package.path.resolve() / f"compiled-{os_build()}.mlmodelc"
     if path.is_dir():

@@ -126,8 +126,8 @@ def select_package(packages: PackageSource, progress: ProgressCallback, thorough
     Raises:
         ModelError: no package of the draft can be made.
     """
-    if not runtimes.is_available():
-        return Selection(f"{runtimes.MACOS_ONLY_MESSAGE}; drafting with MLX instead")
+    if reason := runtimes.unavailable_reason():
+        return Selection(f"{reason}; drafting with MLX instead")
     kept = TrialStore(packages.source_hash)
     new = [form for form in packages.variants if not packages.is_converted(form)]
     rows: list[TrialResult] = []
@@ -250,7 +250,7 @@ def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> 
 
 def _load_faster_reader(model: str, progress: ProgressCallback) -> PackageReader | None:
     """Returns the package that a kept measurement found faster than MLX, if it still exists."""
-    if not runtimes.is_available():
+    if runtimes.unavailable_reason():
         return None
     try:
         checkpoint = find_model_folder(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafters.coreml import runtimes, selection, trial
+from outrider.drafters.coreml import doctor, runtimes, selection, trial
 from outrider.drafters.coreml.drafter import CoreMLDrafter
-from outrider.drafters.coreml.runtimes import CoreMLRuntime, RuntimeFault, open_runtime
+from outrider.drafters.coreml.runtimes import CoreMLRuntime, DeviceUnavailable, RuntimeFault, open_runtime
 from outrider.drafters.coreml.selection import OnePackage, Selection
 from outrider.drafters.coreml.trial import TrialResult
+from outrider.drafters.drafter import make_drafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
@@ -77,6 +79,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, bench: Callable[..., Bench]) -> Iterat
     monkeypatch.setattr(runtimes, "import_coremltools", lambda part="": stand_in.module)
     monkeypatch.delenv(runtimes.STAND_IN_VARIABLE)
     monkeypatch.setattr(runtimes.sys, "platform", "darwin")
+    monkeypatch.setattr(runtimes.platform, "mac_ver", lambda: ("15.5", ("", "", ""), "arm64"))
     monkeypatch.setattr(runtimes, "os_build", lambda: "24F74")
     yield stand_in
     for mode in ("stateless", "hybrid", "onehot"):
@@ -109,6 +112,39 @@ def test_a_model_is_compiled_once(fake: FakeCoreML, bench: Callable[..., Bench])
     assert fake.compiled == [str(package.mlpackage)] and len(fake.loaded) == 2
 
 
+def test_macos_14_has_no_core_ml_for_packages(
+    fake: FakeCoreML, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its Core ML knows neither functions nor states: nothing is converted or tried, and MLX drafts."""
+    monkeypatch.setattr(runtimes.platform, "mac_ver", lambda: ("14.7.6", ("", "", ""), "arm64"))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    made, told = bench("llama"), list[str]()
+    assert isinstance(selection.load_drafter(str(made.model_path), told.append), MlxDrafter)
+    assert told[0] == "Core ML runs packages on macOS 15 or newer only; drafting with MLX instead"
+    assert list(tmp_path.iterdir()) == [] and not fake.compiled
+    with pytest.raises(DeviceUnavailable, match="macOS 15 or newer"):
+        CoreMLRuntime(made.package, "CPU_ONLY")
+
+
+def test_python_without_coremltools_drafts_with_mlx(
+    fake: FakeCoreML, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a Mac with Python 3.14, for which coremltools has no wheels, also with the default settings."""
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(runtimes, "find_spec", lambda name: None)
+    monkeypatch.setattr(trial, "version", missing)
+    monkeypatch.setattr(doctor, "os_build", lambda: "24F74")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    model, told = str(bench("llama").model_path), list[str]()
+    assert isinstance(make_drafter("mlx", model, told.append), MlxDrafter) and "coremltools" not in "".join(told)
+    assert isinstance(make_drafter("coreml", model, told.append), MlxDrafter)
+    assert f"{runtimes.NO_COREMLTOOLS_MESSAGE}; drafting with MLX instead" in told
+    assert doctor.create_report(model, try_now=True).placements[-1].note == runtimes.NO_COREMLTOOLS_MESSAGE
+
+
 def test_core_ml_exceptions_become_one_line_errors(fake: FakeCoreML, bench: Callable[..., Bench]) -> None:
     package = bench("llama").package
     runtime = CoreMLRuntime(package, "CPU_AND_NE", ["q1"])
@@ -137,11 +173,11 @@ def test_without_core_ml_a_model_uses_mlx_and_a_package_is_refused(
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.delenv(runtimes.STAND_IN_VARIABLE)
     made, told = bench("llama"), list[str]()
-    with pytest.raises(ModelError, match="Core ML runs on macOS only"):
+    with pytest.raises(ModelError, match=runtimes.MACOS_ONLY_MESSAGE):
         open_runtime(made.package, "CPU_AND_NE")
     assert isinstance(selection.load_drafter(str(made.model_path), told.append), MlxDrafter)
-    assert told[0] == "Core ML runs on macOS only; drafting with MLX instead" and list(tmp_path.iterdir()) == []
-    with pytest.raises(ModelError, match=r"macOS only.*; give the model that this package was converted from"):
+    assert told[0] == f"{runtimes.MACOS_ONLY_MESSAGE}; drafting with MLX instead" and list(tmp_path.iterdir()) == []
+    with pytest.raises(ModelError, match=r"newer only.*; give the model that this package was converted from"):
         selection.load_drafter(str(made.package.path), told.append)
 
 

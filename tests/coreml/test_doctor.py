@@ -15,7 +15,7 @@ import pytest
 
 from outrider.drafters.coreml import doctor, selection, trial
 from outrider.drafters.coreml.layout import Options
-from outrider.drafters.coreml.runtimes import STAND_IN_VARIABLE
+from outrider.drafters.coreml.runtimes import MACOS_ONLY_MESSAGE, STAND_IN_VARIABLE
 from outrider.drafters.coreml.selection import Packages
 from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
 from outrider.orchestrator.cli import main
@@ -97,7 +97,7 @@ def test_without_core_ml_nothing_is_converted(
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.delenv(STAND_IN_VARIABLE)
     _, last = doctor.create_report(str(tiny_model("llama", **SIZES)), try_now=True).placements
-    assert (last.name, last.usable, last.note) == ("Core ML on the Neural Engine", False, "macOS only")
+    assert (last.name, last.usable, last.note) == ("Core ML on the Neural Engine", False, MACOS_ONLY_MESSAGE)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,7 +16,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.drafters.coreml import selection, trial
 from outrider.drafters.coreml.drafter import PackageReader
-from outrider.drafters.coreml.runtimes import STAND_IN_VARIABLE, Inputs, Outputs, RuntimeFault, RuntimeState
+from outrider.drafters.coreml.runtimes import (
+    MACOS_ONLY_MESSAGE,
+    STAND_IN_VARIABLE,
+    Inputs,
+    Outputs,
+    RuntimeFault,
+    RuntimeState,
+)
 from outrider.drafters.coreml.selection import Packages
 from outrider.drafters.coreml.trial import TrialResult, TrialStore
 from outrider.drafters.drafter import make_drafter
@@ -278,7 +285,7 @@ def test_mlx_reads_prompts_without_core_ml(
     monkeypatch.delenv(STAND_IN_VARIABLE)
     messages: list[str] = []
     assert selection.load_prompt_reader(str(bench("llama").model_path), "coreml", messages.append) is None
-    assert messages == ["prompts are read by MLX: Core ML runs on macOS only; drafting with MLX instead"]
+    assert messages == [f"prompts are read by MLX: {MACOS_ONLY_MESSAGE}; drafting with MLX instead"]
 
 
 @pytest.mark.parametrize("prefill", ["coreml", "package"])

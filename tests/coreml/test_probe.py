@@ -52,7 +52,7 @@ def test_missing_device_is_a_final_result(bench: Callable[..., Bench], monkeypat
         pytest.skip("on a Mac Core ML is there")
     monkeypatch.delenv(runtimes.STAND_IN_VARIABLE)
     row = trial.run_trial(bench("llama").package, "CPU_AND_NE")
-    assert row.reason.startswith("its trial failed: Core ML runs on macOS only") and row.trial is None
+    assert row.reason == f"its trial failed: {runtimes.MACOS_ONLY_MESSAGE}" and row.trial is None
     assert row.final
 
 
