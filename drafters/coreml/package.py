@@ -12,7 +12,6 @@ import importlib
 import json
 import logging
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml.layout import Options, PackageLayout
-from outrider.protocol.digest import CACHE_VARIABLE, cache_folder, file_hash, model_digest
+from outrider.protocol.digest import cache_folder, file_hash, model_digest
 from outrider.protocol.errors import ModelError
 
 MANIFEST_FORMAT = 3
@@ -61,8 +60,6 @@ def import_coremltools(part: str = "") -> Any:
 
 def coreml_cache_folder() -> Path:
     """Returns the folder of packages and trial results. It is a cache: it may not exist, and may be deleted."""
-    if sys.platform == "darwin" and not os.environ.get(CACHE_VARIABLE):
-        return Path.home() / "Library" / "Caches" / "outrider" / "coreml"
     return cache_folder() / "coreml"
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from outrider.drafters.coreml import doctor, runtimes, selection, trial
 from outrider.drafters.coreml.drafter import CoreMLDrafter
+from outrider.drafters.coreml.package import coreml_cache_folder
 from outrider.drafters.coreml.runtimes import CoreMLRuntime, DeviceUnavailable, RuntimeFault, open_runtime
 from outrider.drafters.coreml.selection import OnePackage, Selection
 from outrider.drafters.coreml.trial import TrialResult
@@ -143,6 +144,15 @@ def test_python_without_coremltools_drafts_with_mlx(
     assert isinstance(make_drafter("coreml", model, told.append), MlxDrafter)
     assert f"{runtimes.NO_COREMLTOOLS_MESSAGE}; drafting with MLX instead" in told
     assert doctor.create_report(model, try_now=True).placements[-1].note == runtimes.NO_COREMLTOOLS_MESSAGE
+
+
+@pytest.mark.usefixtures("fake")
+def test_packages_are_in_the_cache_of_all_other_files_on_a_mac_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And so not in the user's own folders when tests run on a Mac."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert coreml_cache_folder() == tmp_path / "outrider" / "coreml"
 
 
 def test_core_ml_exceptions_become_one_line_errors(fake: FakeCoreML, bench: Callable[..., Bench]) -> None:
