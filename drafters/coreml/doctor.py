@@ -211,10 +211,9 @@ def create_report(model: str | None, try_now: bool) -> DoctorReport:
     if machine.mlx_device == "gpu":
         places.insert(0, measure_device(checkpoint, mx.gpu))
     try:
-        if reason := runtimes.unavailable_reason():
-            places.append(Placement("Core ML on the Neural Engine", False, note=reason))
-        else:
-            places += measure_core_ml(Packages(checkpoint), try_now)
+        reason = runtimes.unavailable_reason()
+        none = Placement("Core ML on the Neural Engine", False, note=reason)
+        places += [none] if reason else measure_core_ml(Packages(checkpoint), try_now)
     except ModelError as error:
         places.append(Placement("Core ML", False, note=str(error)))
     return DoctorReport(machine, str(checkpoint), tuple(places))

@@ -38,7 +38,6 @@ RuntimeState = Any
 
 COMPUTE_UNITS = ("CPU_AND_NE", "CPU_AND_GPU", "CPU_ONLY", "ALL")
 STAND_IN_VARIABLE = "OUTRIDER_COREML_STAND_IN"
-_MIN_MACOS = 15  # the first with packages of several functions, with states, and with weights in groups
 MACOS_ONLY_MESSAGE = "Core ML runs packages on macOS 15 or newer only"
 NO_COREMLTOOLS_MESSAGE = "Core ML needs coremltools, which is not installed and needs Python 3.13 or older"
 _DRAFTING_OFF = "; drafting is off for this request"
@@ -77,13 +76,10 @@ class RuntimeFault(WorkerError):
 
 def unavailable_reason() -> str:
     """Returns why packages can't run on this system; "" if they can."""
-    if not _has_core_ml() and STAND_IN_VARIABLE not in os.environ:
+    macos = int(platform.mac_ver()[0].partition(".")[0] or 0)  # 0: another system
+    if macos < 15 and STAND_IN_VARIABLE not in os.environ:  # older ones know neither functions of a model nor states
         return MACOS_ONLY_MESSAGE
     return NO_COREMLTOOLS_MESSAGE if find_spec("coremltools") is None else ""
-
-
-def _has_core_ml() -> bool:
-    return int(platform.mac_ver()[0].partition(".")[0] or 0) >= _MIN_MACOS  # elsewhere than on a Mac it is ""
 
 
 def open_runtime(package: Package, units: str, functions: Sequence[str] | None = None) -> Runtime:
@@ -93,7 +89,7 @@ def open_runtime(package: Package, units: str, functions: Sequence[str] | None =
         functions: only these (default: all); each takes time and memory to load.
 
     Raises:
-        DeviceUnavailable: this is no Mac, or its macOS is too old.
+        DeviceUnavailable: packages can't run on this system.
         ModelError: Core ML refuses the package, or its directory can't be written to.
     """
     stand_in = os.environ.get(STAND_IN_VARIABLE)
@@ -153,11 +149,11 @@ def ensure_compiled(package: Package) -> Path:
     """Returns the compiled model next to the package, and compiles it if this build of macOS has none.
 
     Raises:
-        DeviceUnavailable: this is no Mac, or its macOS is too old.
+        DeviceUnavailable: packages can't run on this system.
         ModelError: Core ML refuses the package, or its directory can't be written to.
     """
-    if not _has_core_ml():
-        raise DeviceUnavailable(MACOS_ONLY_MESSAGE)
+    if reason := unavailable_reason():
+        raise DeviceUnavailable(reason)
     path = package.path.resolve() / f"compiled-{os_build()}.mlmodelc"
     if path.is_dir():
         return path
@@ -177,8 +173,7 @@ def os_build() -> str:
     """Returns macOS's build number (elsewhere the kernel's release): a plan of one build is not valid for another."""
     if sys.platform != "darwin":
         return platform.release()
-    command = ["/usr/bin/sw_vers", "-buildVersion"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    done = subprocess.run(["/usr/bin/sw_vers", "-buildVersion"], capture_output=True, text=True, timeout=10)
     return done.stdout.strip() or platform.mac_ver()[0]
 
 
