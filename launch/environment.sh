@@ -13,7 +13,12 @@ fail() {
     exit 1
 }
 
-is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' >/dev/null 2>&1; }
+# On a Mac MLX has wheels for arm64 only. A Python of an Intel Mac, which Rosetta runs, would fail to install it.
+is_supported() {
+    "$1" -c 'import platform, sys
+sys.exit(not (3, 11) <= sys.version_info < (3, 15) or (platform.system(), platform.machine()) == ("Darwin", "x86_64"))' \
+        >/dev/null 2>&1
+}
 
 # Finds a Python that coremltools supports, which 3.14 is not, before others.
 find_python() {
@@ -31,10 +36,11 @@ make_venv() {
     local found
     if [ -z "${PYTHON:-}" ] && command -v uv >/dev/null 2>&1; then # it downloads a Python that coremltools supports if there is none
         uv venv --quiet --allow-existing --python '>=3.11,<3.14' "$venv" >&2 || fail "uv can't create $venv; see its output above"
+        is_supported "$python" || fail "uv chose a Python for Intel, which MLX does not support; set PYTHON to one for arm64"
         return
     fi
-    found="$(find_python)" || fail "Python 3.11 to 3.14 is needed, and $(python3 --version 2>&1 || true) is installed;" \
-        "install one of them (python.org, your package manager) or uv"
+    found="$(find_python)" || fail "Python 3.11 to 3.14 is needed (on a Mac for arm64: MLX does not support Intel)," \
+        "and $(python3 --version 2>&1 || true) is installed; install one of them (python.org, your package manager) or uv"
     if [ "$(uname -s)" = Darwin ] && "$found" -c 'import sys; sys.exit(sys.version_info < (3, 14))'; then
         say "coremltools does not support Python 3.14, so nothing drafts on the Neural Engine; install Python 3.13 for it"
     fi

@@ -213,22 +213,28 @@ def test_a_failed_installation_is_tried_again(copy):
     assert "INSTALL" in run(copy, "run_local.sh").stderr
 
 
-@pytest.mark.parametrize("version", [(3, 9, 6), (3, 15, 0)])
-def test_unsupported_python_is_a_one_line_error(copy, tmp_path, version):
+@pytest.mark.parametrize(
+    ("version", "system"), [((3, 9, 6), ("Linux", "aarch64")), ((3, 15, 0), ("Darwin", "arm64")),
+                            ((3, 13, 2), ("Darwin", "x86_64"))]
+)  # fmt: skip
+def test_unsupported_python_is_a_one_line_error(copy, tmp_path, version, system):
+    """The last is a Python of an Intel Mac, which Rosetta runs."""
     old, named = tmp_path / "old", ".".join(map(str, version))
     for name in ("python3", "python"):
-        pretend = f"import sys; sys.version_info = {version}; exec(sys.argv[1])"
+        pretend = f"import platform, sys; sys.version_info = {version}; system = {system}"
+        pretend += "; platform.system, platform.machine = lambda: system[0], lambda: system[1]; exec(sys.argv[1])"
         executable(
             old / name,
             f'[ "$1" = --version ] && echo "Python {named}" && exit 0\n'
-            f"""[ "$1" = -c ] && exec '{sys.executable}' -c '{pretend}' "$2"\nexit 1""",
+            f"""[ "$1" = -c ] && exec '{sys.executable}' -c "{pretend}" "$2"\nexit 1""",
         )
     for tool in ("bash", "dirname", "readlink", "cksum", "cat", "uname", "id", "flock"):
         if (found := shutil.which(tool)) is not None:  # macOS has no flock
             (old / tool).symlink_to(found)
     done = run(copy, "run_local.sh", path=str(old))
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and f"3.11 to 3.14 is needed, and Python {named} is installed" in done.stderr
+    assert done.stderr.count("\n") == 1 and "Python 3.11 to 3.14 is needed (on a Mac for arm64:" in done.stderr
+    assert f", and Python {named} is installed; install one" in done.stderr
 
 
 def test_scripts_take_the_python_versions_of_pyproject():
@@ -258,6 +264,15 @@ def test_uv_is_used_when_available(copy, tmp_path):
     done = run(copy, "run_local.sh", path=f"{tmp_path}/bin:/usr/bin:/bin")
     assert f"UV pip install --quiet --python {copy}/.venv/bin/python -e {copy}" in done.stderr
     assert "INSTALL" not in done.stderr
+
+
+def test_uv_that_chooses_a_python_for_intel_is_reported(copy, tmp_path):
+    python = copy / ".venv/bin/python"
+    executable(tmp_path / "bin/uv", f'mkdir -p "{python.parent}" && ln -s /bin/false "{python}"')
+    done = run(copy, "run_local.sh", path=f"{tmp_path}/bin:/usr/bin:/bin")
+    assert (done.returncode, done.stdout) == (1, "")
+    expected = "uv chose a Python for Intel, which MLX does not support; set PYTHON to one for arm64"
+    assert done.stderr == f"outrider: {expected}\n"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="OpenBLAS is a matter of Linux")
