@@ -308,6 +308,8 @@ class Outrider < Formula
   service do
     run [opt_bin/"outrider", "serve"]
     keep_alive true
+    # Otherwise launchd limits its CPU use.
+    process_type :interactive
     log_path var/"log/outrider.log"
     error_log_path var/"log/outrider.log"
   end
