@@ -71,6 +71,8 @@ print(find_model(sys.argv[1]).folder)' "$1"
 }
 
 set_up test
+"$python" -P -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec("coremltools") is None)' \
+    || fail "coremltools is not installed; run rm -r .venv, then PYTHON=python3.13 launch/mac_check.sh"
 preload_openblas
 target="$(folder_of "$target")" && draft="$(folder_of "$draft")" || exit 1
 cd "$root" || exit 1
