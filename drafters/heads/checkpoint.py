@@ -81,7 +81,7 @@ def read_weights(folder: Path, prefix: str = "") -> Weights:
     """
     weights: Weights = {}
     try:
-        files, index = sorted(folder.glob("*.safetensors")), folder / "model.safetensors.index.json"
+        files, index = sorted(folder.glob("[!.]*.safetensors")), folder / "model.safetensors.index.json"
         if index.is_file():
             shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = sorted({folder / name for key, name in shards.items() if key.startswith(prefix)})

@@ -134,6 +134,13 @@ def test_incomplete_or_malformed_head_is_refused(tmp_path: Path, other: dict[str
         head_of(write(tmp_path, "SafeAI", **other))
 
 
+def test_files_that_a_mac_adds_on_other_file_systems_are_not_read(tmp_path: Path) -> None:
+    """On exFAT or a network drive macOS keeps a file's attributes in another one, whose name begins with `._`."""
+    folder = write(tmp_path, "SafeAI")
+    (folder / "._model.safetensors").write_bytes(b"\0\5\x16\7" + bytes(4092))
+    head_of(folder)
+
+
 def test_invalid_head_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CannotDraft, match="can't be read"):
         head_of(tmp_path)
