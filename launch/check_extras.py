@@ -59,11 +59,11 @@ class Platform:
 
 
 def _manylinux(machine: str) -> tuple[str, ...]:
-    return (*(f"manylinux_2_{minor}_{machine}" for minor in range(36, 16, -1)), f"manylinux2014_{machine}")
+    return (*(f"manylinux_2_{minor}_{machine}" for minor in range(35, 16, -1)), f"manylinux2014_{machine}")
 
 
-PLATFORMS = (
-    Platform("macOS arm64", tuple(f"macosx_{major}_0_arm64" for major in range(15, 10, -1)), "darwin", "arm64"),
+PLATFORMS = (  # the oldest of each that docs/install.md names
+    Platform("macOS arm64", tuple(f"macosx_{major}_0_arm64" for major in range(14, 10, -1)), "darwin", "arm64"),
     Platform("Linux x86-64", _manylinux("x86_64"), "linux", "x86_64"),
     Platform("Linux arm64", _manylinux("aarch64"), "linux", "aarch64"),
 )

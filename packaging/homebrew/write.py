@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from dataclasses import replace
 from pathlib import Path
 from string import Template
 
@@ -22,13 +21,11 @@ from check_extras import PLATFORMS, Found, resolve  # noqa: E402
 
 PYTHON = "3.13"
 EXTRA = "serve"
-OLDEST = "macosx_14_0_arm64"  # wheels for it run on later systems, too
 
 
 def wheels() -> Found:
     """Returns the wheels that the formula installs in addition to Outrider."""
-    mac = PLATFORMS[0]
-    return resolve(EXTRA, replace(mac, tags=mac.tags[mac.tags.index(OLDEST) :]), PYTHON)
+    return resolve(EXTRA, PLATFORMS[0], PYTHON)  # wheels for the oldest macOS run on later ones, too
 
 
 def resources(found: Found) -> str:

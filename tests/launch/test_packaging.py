@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 import outrider
 from outrider.orchestrator.cli import Parser, flags, serve
@@ -74,8 +75,11 @@ def test_homebrew_formula_has_a_digest_for_every_download():
     formula = (ROOT / "packaging/homebrew/outrider.rb").read_text(encoding="utf-8")
     fetched = re.findall(r'url "(\S+)"(?:, using: :nounzip)?\n\s+sha256 "([0-9a-f]{64})"', formula)
     assert len(fetched) == formula.count("url ") > 30 and "$" not in re.sub(r"#\{.*?\}", "", formula)
-    names = set(re.findall(r'resource "(\S+)" do', formula))
-    assert {"mlx", "mlx-metal", "mlx-lm", "pyzmq", "coremltools", "fastapi", "shtab"} <= names
+    names = {name.replace("_", "-") for name in re.findall(r'resource "(\S+)" do', formula)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = map(Requirement, project["dependencies"] + project["optional-dependencies"]["serve"])
+    mac = {"sys_platform": "darwin", "platform_machine": "arm64", "python_version": "3.13"}
+    assert {one.name for one in wanted if one.marker is None or one.marker.evaluate(mac)} | {"mlx-metal"} <= names
 
 
 @pytest.mark.parametrize(("tag", "status"), [(f"v{outrider.__version__}", 0), ("v0.0.0", 1), ("main", 1)])
