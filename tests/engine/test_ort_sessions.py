@@ -251,6 +251,8 @@ def test_biases_are_rounded_where_packed_weights_have_no_place_for_them(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CPUs whose packed weights look different, or with a version of ONNX Runtime that does not map them."""
+    if not load(model).number_format.endswith("-exact"):
+        pytest.skip("as on this machine")
     exact = logits(model)
     shutil.rmtree(tmp_path / "cache")
     monkeypatch.setattr(exact_biases, "_interleave", np.ravel)
