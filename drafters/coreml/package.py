@@ -1,8 +1,7 @@
 """A converted model on disk, opened and checked against its manifest: layout, embedding, rotations, expected logits.
 
-The manifest names the package's source, its content, and the hash of each file. `coreml_cache_folder` returns
-the folder of packages and trial results. `import_coremltools` imports coremltools, or a part of it, without its
-warnings about missing Core ML, torch or scikit-learn.
+The manifest names the package's source, its content, and the hash of each file. `import_coremltools` imports
+coremltools, or a part of it, without its warnings about missing Core ML, torch or scikit-learn.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml.layout import Options, PackageLayout
-from outrider.protocol.digest import cache_folder, file_hash, model_digest
+from outrider.protocol.digest import file_hash, model_digest
 from outrider.protocol.errors import ModelError
 
 MANIFEST_FORMAT = 3
@@ -56,11 +55,6 @@ def import_coremltools(part: str = "") -> Any:
         ) from error
     finally:
         logger.setLevel(level)
-
-
-def coreml_cache_folder() -> Path:
-    """Returns the folder of packages and trial results. It is a cache: it may not exist, and may be deleted."""
-    return cache_folder() / "coreml"
 
 
 @dataclass(frozen=True, slots=True)

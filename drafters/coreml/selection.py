@@ -28,7 +28,7 @@ from outrider.drafters.coreml.runtimes import open_runtime
 from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
 from outrider.drafters.drafter import Drafter
 from outrider.engine.loading import find_model_folder, read_config
-from outrider.protocol.digest import model_digest
+from outrider.protocol.digest import cache_folder, model_digest
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Packages:
 
     def _directory(self, variant: Options) -> Path:
         key = f"{self.source_hash}-{variant.mode.value}-{variant.weights}-{variant.context}"
-        return package.coreml_cache_folder() / f"{key}-f{package.MANIFEST_FORMAT}"
+        return cache_folder() / "coreml" / f"{key}-f{package.MANIFEST_FORMAT}"
 
 
 class OnePackage:

@@ -45,7 +45,7 @@ from outrider.drafters.coreml.layout import (
     PackageFunction,
     trial_text,
 )
-from outrider.drafters.coreml.package import Package, coreml_cache_folder, open_package
+from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import (
     COMPUTE_UNITS,
     DeviceUnavailable,
@@ -58,7 +58,7 @@ from outrider.drafters.coreml.runtimes import (
 from outrider.engine.kv_rows import DenseKVRows
 from outrider.engine.load_checks import open_kv_rows
 from outrider.engine.loading import LoadedModel, load
-from outrider.protocol.digest import replace_file
+from outrider.protocol.digest import cache_folder, replace_file
 from outrider.protocol.errors import InvalidRequest, OutriderError
 
 _PROGRAM = ("-P", "-m", "outrider.engine.models_only", "outrider.drafters.coreml.trial")
@@ -170,7 +170,7 @@ class TrialStore:
 
     def __init__(self, source_hash: str) -> None:
         system = f"{os_build()}-{platform.machine()}-coremltools{version('coremltools')}"
-        self._file = coreml_cache_folder() / "probes" / f"{source_hash}-{system}.json"
+        self._file = cache_folder() / "coreml" / "probes" / f"{source_hash}-{system}.json"
         self.rows: list[TrialResult] = []
         with suppress(OSError, ValueError, msgspec.ValidationError, InvalidRequest):  # then trials run again
             self.rows = msgspec.convert(json.loads(self._file.read_text(encoding="utf-8")), list[TrialResult])

@@ -15,7 +15,7 @@ import pytest
 
 from outrider.drafters.coreml import doctor, runtimes, selection, trial
 from outrider.drafters.coreml.drafter import CoreMLDrafter
-from outrider.drafters.coreml.package import coreml_cache_folder
+from outrider.drafters.coreml.layout import Mode, Options
 from outrider.drafters.coreml.runtimes import CoreMLRuntime, DeviceUnavailable, RuntimeFault, open_runtime
 from outrider.drafters.coreml.selection import OnePackage, Selection
 from outrider.drafters.coreml.trial import TrialResult
@@ -152,7 +152,9 @@ def test_packages_are_in_the_cache_of_all_other_files_on_a_mac_too(
 ) -> None:
     """And so not in the user's own folders when tests run on a Mac."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert coreml_cache_folder() == tmp_path / "outrider" / "coreml"
+    monkeypatch.setattr(trial, "os_build", lambda: "24F74")
+    trial.TrialStore("digest").add(TrialResult(Options(Mode.STATELESS, "fp16", 64), "key", "CPU_ONLY"))
+    assert any((tmp_path / "outrider" / "coreml" / "probes").iterdir())
 
 
 def test_core_ml_exceptions_become_one_line_errors(fake: FakeCoreML, bench: Callable[..., Bench]) -> None:
