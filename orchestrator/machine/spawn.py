@@ -11,6 +11,7 @@ runs in a process that saves the result where drafters look for it.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -65,6 +66,8 @@ class SpawnedProcess:
         """`log_mode`: see `open`. `inherited`: the file descriptors that the process keeps."""
         self._log = log
         with open_log_file(log, log_mode) as output:
+            with suppress(OSError):  # it may be /dev/null
+                fcntl.flock(output, fcntl.LOCK_SH)  # macOS removes unlocked old files; the process inherits the lock
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

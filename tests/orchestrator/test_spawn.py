@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -288,6 +289,17 @@ def test_process_can_be_put_behind_pinned_and_unpinned():
         system.pin_to_core(process.pid, None)
         assert sorted(os.sched_getaffinity(process.pid)) == system.USABLE_CORES
         process.kill()
+
+
+def test_log_is_locked_while_its_process_lives(spawned, tmp_path):
+    """So macOS does not remove it from $TMPDIR, as it does with files that nobody has read for three days."""
+    worker = spawned("import time; print('up', flush=True); time.sleep(600)")
+    with (tmp_path / "target-0.log").open() as file:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        worker.kill()
+        worker.wait(200)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_worker_runs_without_a_log_if_unwritable(spawned, tmp_path, caplog):
