@@ -20,7 +20,7 @@ from outrider.protocol.errors import (
 )
 from outrider.protocol.process import current_request
 from outrider.protocol.sampling import SamplingParams
-from outrider.server.schemas import AnthropicError, AnthropicErrorBody, ErrorDetails, OpenAIError, OpenAIErrorBody
+from outrider.server.schemas import AnthropicError, AnthropicErrorBody, OpenAIError, OpenAIErrorBody
 
 RETRY_SECONDS = 1
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -55,7 +55,7 @@ class Problem(OutriderError):
         request_id = request_id or current_request.get() or ""
         if anthropic:
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-            details = ErrorDetails(error_code=self.details) if self.details is not None else None
+            details = {"error_code": self.details} if self.details is not None else None
             wrong = AnthropicError(type=kind, message=self.message, details=details)
             return AnthropicErrorBody(error=wrong, request_id=request_id).model_dump_json().encode()
         kind = _OPENAI_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")

@@ -355,16 +355,10 @@ class OpenAIErrorBody(ApiResponse):
     request_id: str | None = omit_if_none()
 
 
-class ErrorDetails(ApiResponse):
-    """`error_code` is a machine-readable kind."""
-
-    error_code: str
-
-
 class AnthropicError(ApiResponse):
     type: str
     message: str
-    details: ErrorDetails | None = omit_if_none()
+    details: dict[str, str] | None = omit_if_none()
 
 
 class AnthropicErrorBody(ApiResponse):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -37,7 +37,7 @@ from outrider.server.mapping import (
     tool_result,
 )
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
-from outrider.server.model.tool_format import ToolCall
+from outrider.server.model.tool_format import ToolCall, add_turn
 from outrider.server.problems import Problem, Refused
 from outrider.server.schemas import (
     MAX_TOOLS,
@@ -320,7 +320,7 @@ def _tool_choice(payload: CountTokensRequest) -> ToolSelection:
 def to_conversation(model: ServedModel, payload: CountTokensRequest) -> TemplateInput:
     """Converts a request to a template's input. A final assistant turn is continued, as in Anthropic's API."""
     box = _select_tools(model, payload)
-    messages: list[dict[str, Any]] = []
+    messages: list[Mapping[str, Any]] = []
     # Claude Code's label differs for each request and would defeat the prompt cache.
     given = payload.system
     if isinstance(given, list):
@@ -329,10 +329,7 @@ def to_conversation(model: ServedModel, payload: CountTokensRequest) -> Template
         messages.append({"role": "system", "content": system})
     for place, turn in enumerate(payload.messages):
         for message in _convert_turn(turn, f"messages.{place}.content"):
-            if messages and message["role"] == messages[-1]["role"] == "user":  # consecutive turns are one
-                messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{message['content']}"}
-            else:
-                messages.append(message)
+            add_turn(messages, message)
     keywords = template_keywords(
         payload.chat_template_kwargs,
         enable_thinking=payload.thinking.type != "disabled" if payload.thinking is not None else None,

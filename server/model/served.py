@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -29,6 +30,7 @@ from outrider.server.model.tool_format import (
     SpanTags,
     ToolFormat,
     find_thinking_tags,
+    join_turns,
     tool_format,
     tools_as_text,
     with_short_ids,
@@ -150,17 +152,14 @@ class ServedModel:
         return TokenizedPrompt(self.encode(text, special=False), thinking_mode)
 
     def _render(self, source: TemplateInput) -> str:
-        if not self.tools_as_text:
-            return self._apply_template(source)
-        tools = source.box.tools
-        plain = replace(source, messages=tools_as_text(source.messages, tools), box=Toolbox())
-        try:
-            return self._apply_template(plain)
-        except ModelError:
-            if not tools or source.messages[0]["role"] == "system":
-                raise
-        messages = tools_as_text(source.messages, tools, in_system=False)  # some templates refuse system messages
-        return self._apply_template(replace(plain, messages=messages))
+        """Applies the template. If it refuses the messages, their other forms follow (`join_turns`)."""
+        messages = source.messages
+        if self.tools_as_text:
+            messages, source = tools_as_text(messages, source.box.tools), replace(source, box=Toolbox())
+        for form in (messages, join_turns(messages)):
+            with suppress(ModelError):
+                return self._apply_template(replace(source, messages=form))
+        return self._apply_template(replace(source, messages=join_turns(messages, keep_first=False)))
 
     def _apply_template(self, source: TemplateInput) -> str:
         is_mistral = self.tools is not None and self.tools.name == "mistral"

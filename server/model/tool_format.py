@@ -202,13 +202,8 @@ def _import_parsers() -> str:
     return PACKAGE
 
 
-def tools_as_text(
-    messages: Iterable[Message], tools: Sequence[dict[str, Any]], in_system: bool = True
-) -> list[Message]:
-    """Rewrites a conversation for a template without tools.
-
-    `in_system`: the instruction goes into the system message, otherwise before the first user message.
-    """
+def tools_as_text(messages: Iterable[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """Rewrites a conversation for a template without tools, which the system message then describes."""
     converted: list[Message] = []
     for message in messages:
         one = _message_to_text(message)
@@ -221,13 +216,28 @@ def tools_as_text(
     if not tools:
         return converted
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    instruction = _INSTRUCTION.format(tools=functions)
-    role = "system" if in_system else "user"
-    if converted and converted[0]["role"] == role:
-        words = converted[0]["content"] or ""
-        joined = f"{words}\n\n{instruction}" if in_system else f"{instruction}\n\n{words}"
-        return [{**converted[0], "content": joined}, *converted[1:]]
-    return [{"role": role, "content": instruction}, *converted]
+    instruction: Message = {"role": "system", "content": _INSTRUCTION.format(tools=functions)}
+    own = converted[:1] if converted and converted[0]["role"] == "system" else []
+    return [*join_turns([*own, instruction]), *converted[len(own) :]]
+
+
+def add_turn(messages: list[Message], turn: Message) -> None:
+    """Adds a turn. Consecutive ones of the user or the system become one."""
+    last = messages[-1] if messages else {}
+    if turn["role"] == last.get("role") and turn["role"] in ("system", "user"):
+        messages[-1] = {**last, "content": f"{last['content']}\n\n{turn['content']}"}
+    else:
+        messages.append(turn)
+
+
+def join_turns(messages: Iterable[Message], keep_first: bool = True) -> list[Message]:
+    """Rewrites a conversation for a template with alternating turns, of which the system's can only be the first, or
+    none without `keep_first`; its other messages become the user's."""
+    found: list[Message] = []
+    for message in messages:
+        keep_first = keep_first and message["role"] == "system"
+        add_turn(found, {**message, "role": "user"} if message["role"] == "system" and not keep_first else message)
+    return found
 
 
 def with_short_ids(messages: Iterable[Message]) -> list[Message]:

@@ -47,6 +47,12 @@ BARE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if 'tool_response>\n' in messages[-1].content %}<|answer|>
 {%- elif '<tools>' in messages[0].content %}<|tools|>{% else %}<|plain|>{% endif %}{% endif %}"""
 STERN = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + BARE
+FIRST = (
+    """{% for m in messages %}{% if not loop.first and m.role in ('system', loop.previtem.role) %}
+{{- raise_exception('system must be first, and turns alternate') }}{% endif %}{% endfor %}"""
+    + BARE
+)
+"""Like Qwen3.5's, with the alternation that Gemma's and Mistral's require."""
 
 
 def folder_with(template: str | list[dict[str, str]], model: Path, to: Path) -> Path:
@@ -91,8 +97,27 @@ def test_tools_precede_the_first_user_message_if_system_is_refused(scripted: Pat
     stern = load_served_model("stern", folder_with(STERN, scripted, tmp_path / "stern"), ())
     text = stern.codec.decode(stern.tokenize_conversation(TemplateInput(HELLO, Toolbox((TOOL,)))).tokens)
     assert text.startswith("<|im_start|>user\n") and "<tools>" in text and "\n\nhi<|im_end|>" in text
-    with pytest.raises(ModelError, match="no system here"):
-        stern.tokenize_conversation(TemplateInput([{"role": "system", "content": "x"}, *HELLO], Toolbox((TOOL,))))
+    own = stern.tokenize_conversation(TemplateInput([{"role": "system", "content": "Be kind."}, *HELLO])).tokens
+    assert stern.codec.decode(own).startswith("<|im_start|>user\nBe kind.\n\nhi<|im_end|>")
+
+
+def test_later_system_messages_become_user_text_where_a_template_refuses_them(scripted: Path, tmp_path: Path) -> None:
+    """Codex begins with two, and Claude Code sends one after the user's first message."""
+    strict = load_served_model("strict", folder_with(FIRST, scripted, tmp_path / "strict"), ())
+
+    def text(*messages: tuple[str, str], tools: tuple[Any, ...] = ()) -> str:
+        said = [{"role": role, "content": content} for role, content in messages]
+        return strict.codec.decode(strict.tokenize_conversation(TemplateInput(said, Toolbox(tools))).tokens)
+
+    begin, end = "<|im_start|>", "<|im_end|>\n"
+    found = text(("system", "Be kind."), ("system", "Be brief."), ("user", "hi"), ("user", "you"), ("system", "Today"))
+    expected = f"{begin}system\nBe kind.\n\nBe brief.{end}{begin}user\nhi\n\nyou\n\nToday{end}"
+    assert found == f"{expected}{begin}assistant\n<|plain|>"
+    with_tools = text(("user", "hi"), ("system", "Today"), tools=(TOOL,))
+    assert with_tools.startswith(f"{begin}system\n") and f"{begin}user\nhi\n\nToday{end}" in with_tools
+    for refused in ((("user", "hi"), ("assistant", "a"), ("assistant", "b")), (("assistant", "a"), ("assistant", "b"))):
+        with pytest.raises(ModelError, match="turns alternate"):
+            text(*refused)
 
 
 def test_template_named_tool_use_renders_conversations_with_tools(scripted: Path, tmp_path: Path) -> None:
