@@ -45,7 +45,6 @@ from outrider.server.schemas import (
     Outrider,
     Sampling,
     SpeculationReport,
-    StrictSchema,
     Timings,
     TokenLimit,
     Usage,
@@ -66,7 +65,6 @@ class FunctionCall(LooseSchema):
 
 class MessageToolCall(LooseSchema):
     id: str | None = None
-    type: str | None = None
     function: FunctionCall
 
 
@@ -88,18 +86,14 @@ class Tool(LooseSchema):
     function: Function | None = None
 
 
-class FunctionName(StrictSchema):
-    name: str
-
-
 class NamedToolChoice(LooseSchema):
     """Names a function; as `tool_choice`, requires a call of it."""
 
     type: Literal["function"] = "function"
-    function: FunctionName
+    function: Function
 
 
-class AllowedTools(StrictSchema):
+class AllowedTools(LooseSchema):
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedToolChoice], bounded(MAX_TOOLS, least=1)]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from outrider.orchestrator.pairing.detokenizer import Detokenizer
@@ -66,7 +66,7 @@ _TOOL_CHOICE_KINDS: dict[str, Literal["auto", "required", "none"]] = {"auto": "a
 
 
 class Block(ContentPart):
-    """A content block: text, thinking, tool_use or tool_result. Images and documents are rejected."""
+    """A block: text, thinking, tool_use, tool_result or tool_reference. Others, such as images, are rejected."""
 
     thinking: str | None = None
     id: str | None = None
@@ -74,7 +74,13 @@ class Block(ContentPart):
     input: JsonObject | None = None
     tool_use_id: str | None = None
     content: str | Annotated[list[Block], bounded()] | None = None
-    is_error: bool | None = None
+    tool_name: str | None = None
+
+    @model_validator(mode="after")
+    def _put_reference_into_words(self) -> Self:
+        if self.type == "tool_reference":
+            self.type, self.text = "text", f"The tool {self.tool_name} can be called now."
+        return self
 
 
 class Turn(LooseSchema):
@@ -86,6 +92,7 @@ class ClientTool(Function):
     """A tool that the client runs; `input_schema` is a JSON schema. Anthropic's own tools are rejected."""
 
     type: str | None = None
+    defer_loading: bool | None = Field(None, description="hide it until a tool's result has a tool_reference to it")
     parameters: JsonObject | None = Field(None, alias="input_schema")
 
 
@@ -187,16 +194,6 @@ class TokenCount(ApiResponse):
     input_tokens: int
 
 
-def messages_usage(prompt_tokens: int, choice: ChoiceState | None) -> MessagesUsage:
-    """Returns Anthropic's usage. `choice` None: nothing was generated yet."""
-    held = choice.result.timings.cache_n if choice is not None else 0
-    return MessagesUsage(
-        input_tokens=prompt_tokens - held,
-        output_tokens=len(choice.tokens) if choice is not None else 0,
-        cache_read_input_tokens=held,
-    )
-
-
 class MessageFormatter(BlockFormatter):
     """Formats a message.
 
@@ -218,7 +215,7 @@ class MessageFormatter(BlockFormatter):
         )
 
     def begin(self) -> bytes:
-        used = messages_usage(self.plan.prompt_tokens, None)
+        used = MessagesUsage(input_tokens=self.plan.prompt_tokens, output_tokens=0)
         begun = MessageAnswer(id=self._id, model=self.plan.model.id, content=[], usage=used)
         return typed_event("message_start", message=begun)
 
@@ -252,7 +249,9 @@ class MessageFormatter(BlockFormatter):
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _numbers(self, choice: ChoiceState) -> dict[str, Any]:
-        return {"usage": messages_usage(self.plan.prompt_tokens, choice), **build_statistics([choice])}
+        fresh, held = self.plan.prompt_tokens - choice.result.timings.cache_n, choice.result.timings.cache_n
+        used = MessagesUsage(input_tokens=fresh, output_tokens=len(choice.tokens), cache_read_input_tokens=held)
+        return {"usage": used, **build_statistics([choice])}
 
 
 def _convert_delta(part: Part) -> dict[str, str]:
@@ -302,7 +301,12 @@ def _select_tools(model: ServedModel, payload: CountTokensRequest) -> Toolbox:
             raise Refused(
                 f"tools.{place}: {tool.type[:40]} has no schema here; expected tools with an input_schema", "tools"
             )
-    return select_tools(model, tools, _tool_choice(payload))
+    blocks = [block for turn in payload.messages if isinstance(turn.content, list) for block in turn.content]
+    loaded = {inner.tool_name for block in blocks if isinstance(block.content, list) for inner in block.content}
+    late = [
+        tool for tool in tools if tool.defer_loading and tool.name in loaded
+    ]  # last: the prompt cache has the others
+    return select_tools(model, [*(tool for tool in tools if not tool.defer_loading), *late], _tool_choice(payload))
 
 
 def _tool_choice(payload: CountTokensRequest) -> ToolSelection:

@@ -207,10 +207,8 @@ def tools_as_text(messages: Iterable[Message], tools: Sequence[dict[str, Any]]) 
     converted: list[Message] = []
     for message in messages:
         one = _message_to_text(message)
-        last = converted[-1] if converted else None
-        is_result = last is not None and str(last.get("content") or "").endswith("</tool_response>")
-        if last is not None and is_result and one["role"] == last["role"] == "user":
-            converted[-1] = {**last, "content": f"{last['content']}\n{one['content']}"}
+        if converted and str(converted[-1].get("content") or "").endswith("</tool_response>"):
+            add_turn(converted, one, "\n")
         else:
             converted.append(one)
     if not tools:
@@ -221,11 +219,11 @@ def tools_as_text(messages: Iterable[Message], tools: Sequence[dict[str, Any]]) 
     return [*join_turns([*own, instruction]), *converted[len(own) :]]
 
 
-def add_turn(messages: list[Message], turn: Message) -> None:
+def add_turn(messages: list[Message], turn: Message, separator: str = "\n\n") -> None:
     """Adds a turn. Consecutive ones of the user or the system become one."""
     last = messages[-1] if messages else {}
     if turn["role"] == last.get("role") and turn["role"] in ("system", "user"):
-        messages[-1] = {**last, "content": f"{last['content']}\n\n{turn['content']}"}
+        messages[-1] = {**last, "content": f"{last['content']}{separator}{turn['content']}"}
     else:
         messages.append(turn)
 

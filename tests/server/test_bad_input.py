@@ -504,6 +504,21 @@ def test_reasoning_effort_of_every_api_reaches_the_template(chatty: ServedModel)
         assert messages.to_conversation(chatty, message).keywords == {"reasoning_effort": expected}
 
 
+def test_a_deferred_tool_is_offered_last_once_a_result_refers_to_it(chatty: ServedModel) -> None:
+    """Claude Code defers its rarer tools, and its ToolSearch returns references to them."""
+    names = {"Fetch": True, "Placeholder": True, "Write": None}
+    tools = [{"name": name, "input_schema": {"type": "object"}, "defer_loading": late} for name, late in names.items()]
+    use = {"type": "tool_use", "id": "1", "name": "ToolSearch", "input": {"query": "Fetch"}}
+    found = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "Fetch"}]}
+    turns: list[Any] = [{"role": "user", "content": "hi"}]
+    for more, expected in (([], ["Write"]), ([("assistant", use), ("user", found)], ["Write", "Fetch"])):
+        turns += [{"role": role, "content": [block]} for role, block in more]
+        payload = MessagesRequest.model_validate({"messages": turns, "tools": tools, "max_tokens": 5})
+        talk = messages.to_conversation(chatty, payload)
+        assert [tool["function"]["name"] for tool in talk.box.tools] == expected
+    assert talk.messages[-1] == {"role": "tool", "content": "The tool Fetch can be called now.", "tool_call_id": "1"}
+
+
 def test_truncation_auto_and_disabled_are_accepted(ask: Ask) -> None:
     for truncation, status in (("auto", 503), ("disabled", 503), ("sometimes", 400)):
         assert ask(RESPOND, json={"input": "x", "truncation": truncation}).status_code == status

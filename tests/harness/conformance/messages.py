@@ -141,6 +141,17 @@ def _(at: Servers) -> None:
     ask(at, messages=talk({"type": "text", "text": "Here:"}, tool_result()))
 
 
+@cases.add(ANTHROPIC)
+def _(at: Servers) -> None:
+    """A tool with defer_loading is in the prompt once a result has a tool_reference to it."""
+    counts = []
+    for late, name in ((True, "other"), (True, "get_weather"), (False, "get_weather")):
+        found = tool_result([{"type": "tool_reference", "tool_name": name}])
+        asked = {"messages": talk(found), "tools": [{**TOOL, "defer_loading": late}]}
+        counts.append(at.chat.whole(COUNT, **asked)["input_tokens"])
+    hold(counts[0] < counts[1] == counts[2], f"the prompts have {counts} tokens")
+
+
 @cases.add(VLLM, why="only text is read here")
 def _(at: Servers) -> None:
     """A tool's result may be an image."""
