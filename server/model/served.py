@@ -139,6 +139,8 @@ class ServedModel:
                 named = ", ".join(sorted(source.keywords))
                 raise InvalidRequest(f"{self.id} has no chat template that takes {named}; leave it out")
             return self.tokenize_text(join_messages(source.messages))
+        if (effort := source.keywords.get("reasoning_effort")) is not None:
+            source = replace(source, keywords={"enable_thinking": effort != "none", **source.keywords})
         if source.continue_final:
             text = render_open(lambda of: self._render(replace(source, messages=of)), source.messages)
         else:

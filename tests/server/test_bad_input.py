@@ -7,6 +7,7 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from outrider.server.endpoints.json_route import count_ignored, find_ignored_fie
 from outrider.server.endpoints.messages import MessagesRequest
 from outrider.server.endpoints.responses import ResponsesRequest
 from outrider.server.endpoints.status import DetokenizeRequest
-from outrider.server.model.served import ServedModel, load_served_model
+from outrider.server.model.served import ServedModel, TemplateInput, load_served_model
 from outrider.server.problems import to_problem
 from outrider.server.server_context import CallerClients
 from tests.harness.scripted_model import write_scripted
@@ -502,6 +503,23 @@ def test_reasoning_effort_of_every_api_reaches_the_template(chatty: ServedModel)
         config = {"max_tokens": 5, "output_config": {"effort": "low"}}
         message = MessagesRequest.model_validate({"messages": said, **config, **more})
         assert messages.to_conversation(chatty, message).keywords == {"reasoning_effort": expected}
+
+
+def test_reasoning_effort_turns_thinking_on_and_none_turns_it_off(chatty: ServedModel) -> None:
+    """As in vLLM: many templates have only `enable_thinking`, which has priority."""
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({}, "<|plain|>"),
+        ({"reasoning_effort": "low"}, "<think>"),
+        ({"reasoning_effort": "none"}, "<|plain|>"),
+        ({"reasoning_effort": "low", "enable_thinking": False}, "<|plain|>"),
+        ({"reasoning_effort": "none", "enable_thinking": True}, "<think>"),
+    )
+    for keywords, ending in cases:
+        prompt = chatty.tokenize_conversation(TemplateInput(CHAT_BODY["messages"], keywords=keywords))
+        assert chatty.codec.decode(prompt.tokens).endswith(ending)
+    opening = replace(chatty, template="{{ messages[0].content }}<think>")
+    closed = opening.tokenize_conversation(TemplateInput(CHAT_BODY["messages"], keywords={"reasoning_effort": "none"}))
+    assert chatty.codec.decode(closed.tokens) == "hi<think></think>\n\n"
 
 
 def test_a_deferred_tool_is_offered_last_once_a_result_refers_to_it(chatty: ServedModel) -> None:

@@ -129,6 +129,13 @@ def _(at: Servers) -> None:
     equal((message["reasoning_content"].strip(), message["content"]), ("Hmm, let me see.", "It is four."), "the parts")
 
 
+@cases.add("vLLM's chat completions")
+def _(at: Servers) -> None:
+    """A reasoning_effort makes the model think, and "none" does not."""
+    for effort, expected in (("low", "It is four."), ("none", GREETING)):
+        equal(content_of(at.chat.whole(CHAT, messages=HELLO, reasoning_effort=effort)), expected, "the text")
+
+
 @cases.add("vLLM test_chat_with_tool_reasoning")
 def _(at: Servers) -> None:
     """A message with earlier thinking is accepted, under both field names."""

@@ -156,7 +156,7 @@ def _(at: Servers) -> None:
 @cases.add(OPENAI)
 def _(at: Servers) -> None:
     """reasoning.effort, store, metadata, truncation disabled and parallel_tool_calls are accepted."""
-    asked = {"reasoning": {"effort": "low"}, "store": False, "metadata": {"a": "b"}, "truncation": "disabled"}
+    asked = {"reasoning": {"effort": "none"}, "store": False, "metadata": {"a": "b"}, "truncation": "disabled"}
     equal(text(at.chat.whole(RESPOND, input="hi", **asked, parallel_tool_calls=True)), GREETING, "the text")
 
 
