@@ -203,6 +203,15 @@ def test_mac_check_shows_progress_preloads_blas_and_writes_a_report(copy, tmp_pa
     assert not list(tmp_path.glob("*.stderr"))
 
 
+def test_mac_check_needs_coremltools(copy, tmp_path):
+    with_venv(copy)
+    python = copy / ".venv/bin/python"
+    python.write_text(python.read_text().replace('*"-c "*|', '*find_spec*) exit 1 ;;\n*"-c "*|'))
+    done = run(copy, "mac_check.sh", "--report", str(tmp_path / "report.md"))
+    assert done.returncode == 1 and (tmp_path / "report.md").read_text() == ""
+    assert "outrider: coremltools is not installed; run rm -r .venv, then PYTHON=python3.13 launch/" in done.stderr
+
+
 def test_a_failed_installation_is_tried_again(copy):
     with_venv(copy)
     good = (copy / ".venv/bin/python").read_text()
