@@ -18,6 +18,8 @@ DOCUMENTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 WORD = re.compile(r"\w+")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+NAME_IN_FILE = re.compile(r"`([A-Za-z_][\w.]*)` (?:in |\()`([\w/]+\.py)`")
+NAME_AFTER_FILE = re.compile(r"`([\w/]+\.py)` \(`([A-Za-z_][\w.]*)`")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,16 @@ def test_named_constants_tests_and_modules_exist(document: Path, names: list[str
     for module in re.findall(r"python -m (?:outrider\.)?((?:tools|tests|drafters|models)\b[\w.]*)", text):
         path = ROOT / module.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").exists(), f"there is no module {module}"
+
+
+@pytest.mark.parametrize("document", NOT_HISTORY, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_modules_have_the_names_that_documents_look_for_there(document: Path) -> None:
+    text = re.sub(r"\s+", " ", document.read_text())
+    named = {*NAME_IN_FILE.findall(text), *((name, file) for file, name in NAME_AFTER_FILE.findall(text))}
+    for name, file in sorted(named):
+        modules = [path for path in ROOT.rglob(Path(file).name) if f"/{path}".endswith(f"/{file}")]
+        words = {word for path in modules for word in WORD.findall(path.read_text())}
+        assert name.rpartition(".")[2] in words, f"`{name}` is not in {file}"
 
 
 @pytest.mark.parametrize("document", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda path: path.stem)
