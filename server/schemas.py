@@ -32,7 +32,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 JsonObject = dict[str, Any]
 
 Timings = dict[str, Any]
-"""Statistics of a request, with llama.cpp's names; docs/server.md explains each."""
+"""Statistics of a request, with llama.cpp's names; docs/protocol.md explains each."""
 
 
 def _sampling_bounds(name: str) -> Any:

@@ -395,7 +395,7 @@ def _select_tools(model: ServedModel, payload: ResponsesRequest) -> Toolbox:
         if tool.type != "function":
             continue  # ignored, with a note
         if not tool.name:
-            raise Refused(f"tools.{place}: the function has no name; expected it beside its type", f"tools.{place}")
+            raise Refused(f"tools.{place}: the function has no name; expected it next to its type", f"tools.{place}")
         functions.append(Function(**tool.model_dump(exclude={"type"})))
     return select_tools(model, functions, _tool_choice(payload))
 

@@ -255,7 +255,7 @@ def test_invalid_field_is_refused_by_chat_and_completions(
         (RESPOND, {"input": [{"type": "computer_call"}]}, "'computer_call'"),
         (RESPOND, {"input": [{"content": "x"}]}, "input.0: the message has no role"),
         (RESPOND, {"input": [{"type": "reasoning", "content": []}]}, "there is no message to answer"),
-        (RESPOND, {"input": "x", "tools": [TOOL]}, "tools.0: the function has no name; expected it beside its type"),
+        (RESPOND, {"input": "x", "tools": [TOOL]}, "tools.0: the function has no name; expected it next to its type"),
         (RESPOND, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "set the client's store to false"),
         (CLAUDE, CHAT_BODY, "max_tokens"),
         (
