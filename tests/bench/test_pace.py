@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from outrider.bench.timing import Latency
+from outrider.protocol.clock import SECOND_NS
+from outrider.target_worker.model_runner import InFlightForward
 from tools.simulation.pace import Pace, sleep_precisely
+from tools.simulation.paced_runner import PacedRunner
 from tools.simulation.profile import TIMES_NOT_KEPT
 
 LATENCY = Latency(((1, 10.0), (5, 14.0)))
@@ -119,3 +123,14 @@ def test_sleep_never_ends_early():
         began = time.perf_counter()
         sleep_precisely(seconds)
         assert time.perf_counter() - began >= seconds
+
+
+def test_forward_that_no_verify_asked_for_begins_when_the_one_before_it_ended(clock, pace, reports):
+    """As after a prompt, whose forwards are not paced, when the target continues by itself."""
+    runner = PacedRunner(pace)
+    runner._ended_ns = int(clock.now * SECOND_NS)
+    member = SimpleNamespace(answers=[None], pending_verify=None)
+    forward = SimpleNamespace(inputs=[SimpleNamespace(chain=())], commit=list)
+    clock.now += 0.004
+    runner.commit(InFlightForward(forward, (member,), (), (), int(clock.now * SECOND_NS)))
+    assert clock.now == pytest.approx(100.010) and not reports

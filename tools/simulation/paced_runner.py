@@ -12,8 +12,8 @@ from tools.simulation.pace import Pace
 class PacedRunner(ModelRunner):
     """A `ModelRunner` whose forwards end when `pace` says.
 
-    A forward begins when the one before it ends, or if a VERIFY asked for it, when that was read. A profile does not
-    describe how prompts are read, so forwards that only end a prompt take the time they take.
+    A forward begins when the one before it ends, or, if a VERIFY asked for it, when that was read. A profile does not
+    describe how prompts are read, so forwards that only read prompts take the time they take.
     """
 
     def __init__(self, pace: Pace) -> None:
@@ -26,6 +26,6 @@ class PacedRunner(ModelRunner):
         outputs = super().commit(flight)
         if rounds:
             rows = sum(len(input_.chain) + 1 for input_ in flight.forward.inputs)
-            self._pace.end(rows, flight.begun_ns / SECOND_NS if was_asked else 0.0)
+            self._pace.end(rows, (flight.begun_ns if was_asked else self._ended_ns) / SECOND_NS)
             self._pace.wait()
         return outputs
