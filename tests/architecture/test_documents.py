@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.architecture.syntax import parsed
+from tests.architecture.test_amount import product
 from tools import messages
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +22,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 WORD = re.compile(r"\w+")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 NAME_IN_FILE = re.compile(r"`([A-Za-z_][\w.]*)` (?:in |\()`([\w/]+\.py)`")
+ATTRIBUTE = re.compile(r"`([A-Z][a-z]\w*)\.(?!gguf)([a-z]\w*)")
 NAME_AFTER_FILE = re.compile(r"`([\w/]+\.py)` \(`([A-Za-z_][\w.]*)`")
 
 
@@ -88,6 +92,29 @@ def test_named_modules_have_the_names_that_documents_look_for_there(document: Pa
         modules = [path for path in ROOT.rglob(Path(file).name) if f"/{path}".endswith(f"/{file}")]
         words = {word for path in modules for word in WORD.findall(path.read_text())}
         assert name.rpartition(".")[2] in words, f"`{name}` is not in {file}"
+
+
+@pytest.fixture(scope="module")
+def classes() -> dict[str, set[str]]:
+    """The identifiers in each class of the product and in those that it derives from, by its name."""
+    found, bases = dict[str, set[str]](), dict[str, list[str]]()
+    for path in product():
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef):
+                inner = list(ast.walk(node))
+                found[node.name] = {
+                    getattr(part, key) for part in inner for key in ("id", "attr", "name") if hasattr(part, key)
+                }
+                bases[node.name] = [word for base in node.bases for word in WORD.findall(ast.unparse(base))]
+    for name in found:
+        found[name] = found[name].union(*(found.get(base, ()) for base in bases[name]))
+    return found
+
+
+@pytest.mark.parametrize("document", NOT_HISTORY, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_classes_have_the_named_attributes(document: Path, classes: dict[str, set[str]]) -> None:
+    for name, attribute in ATTRIBUTE.findall(document.read_text()):
+        assert attribute in classes[name], f"{name} has no {attribute}"
 
 
 @pytest.mark.parametrize("document", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda path: path.stem)
