@@ -22,7 +22,7 @@ SAMPLE_DECAY = 0.998
 # The probability of each rank from `MAX_RANK` on, relative to the rank before it.
 TAIL_RATIO = 0.8
 
-# Edges of the gap buckets, in nats. On the embedded pair acceptance changes by about ten points from one to the
+# Edges of the gap buckets, in nats. On the tiny pair acceptance changes by about ten points from one to the
 # next. Below 0 the chain's token is not the drafter's best: it was copied from the text, or is another drafter's.
 GAP_EDGES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
 

@@ -86,7 +86,7 @@ class FleetHead:
         ]
 
     def models(self) -> list[str]:
-        """Returns the models whose files hosts need; empty if no fleet runs, or it runs the embedded pair."""
+        """Returns the models whose files hosts need; empty if no fleet runs, or it runs the tiny pair."""
         found = self._gcs.internal_kv_get(MODELS_KEY, KV_NAMESPACE) or b""
         return found.decode().splitlines()
 

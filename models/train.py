@@ -1,4 +1,4 @@
-"""`python models/train.py --out DIR`: trains a model pair like the embedded one, from text to Hugging Face folders.
+"""`python models/train.py --out DIR`: trains a model pair like the tiny one, from text to Hugging Face folders.
 
 The command reads this Python's standard library, learns a tokenizer, trains the target, distils the draft from it and
 writes DIR/target, DIR/draft and DIR/training.json. With `--head KIND --target MODEL` it trains a head for that model
@@ -106,12 +106,12 @@ def _layer_list(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of layers; expected numbers like 0,1,-1") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers; expected numbers like 0,1,-1") from None
 
 
 def _pair_recipe(options: argparse.Namespace) -> Recipe:
     return preset(
-        options.preset or "embedded",
+        options.preset or "tiny",
         seed=options.seed,
         target_tokens=options.target_tokens,
         draft_tokens=options.draft_tokens,
@@ -144,10 +144,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="train", description="Train a pair from Python source, or a head or a draft for a target."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to create; it must not exist or be empty")
-    parser.add_argument("--preset", help=f"{' or '.join(PRESETS)} (default: embedded)")
-    parser.add_argument("--target-tokens", type=int, help="tokens to train the target on (embedded: 7,650,000)")
-    parser.add_argument("--draft-tokens", type=int, help="tokens to train the draft on (embedded: 5,000,000)")
-    parser.add_argument("--batch-tokens", type=int, help="tokens per step (embedded: 4,096; a head: 2,048)")
+    parser.add_argument("--preset", help=f"{' or '.join(PRESETS)} (default: tiny)")
+    parser.add_argument("--target-tokens", type=int, help="tokens to train the target on (tiny: 7,650,000)")
+    parser.add_argument("--draft-tokens", type=int, help="tokens to train the draft on (tiny: 5,000,000)")
+    parser.add_argument("--batch-tokens", type=int, help="tokens per step (tiny: 4,096; a head: 2,048)")
     parser.add_argument(
         "--extra-dir",
         type=Path,

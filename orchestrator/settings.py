@@ -81,7 +81,7 @@ class ServeSettings:
     - Both models None: the default pair (docs/models.md). `num_draft_tokens` and `branches` None: in `auto` the values
       of `outrider tune`, else `DEFAULT_DRAFT_TOKENS`, and `DEFAULT_BRANCHES` for each drafter.
     - `draft_backend` mtp: the head in the model's own folder, unless `draft_model` names another; auto: by the files of
-      `draft_model`. `head`: a kind, such as "mtp", means the model's own, or one that comes with the embedded target. A
+      `draft_model`. `head`: a kind, such as "mtp", means the model's own, or one that comes with the tiny target. A
       head that can't be used is left out. `head_in` draft-worker: the target sends it the features that it reads.
     - `pin_cores`: turn it off if another cluster runs on the machine. `worker_timeout`: a drafter
       that is silent for a fifth of it is not waited for. `prompt_cache`: keeps ended texts if running ones leave room.

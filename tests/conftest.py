@@ -121,8 +121,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def tiny_pair(tiny_model: Callable[..., Path]) -> Callable[..., Pair]:
-    """`tiny_pair(family, noise=0.04, **config) -> Pair`: a target, and a draft that agrees on about 0.6 of tokens.
+def random_pair(tiny_model: Callable[..., Path]) -> Callable[..., Pair]:
+    """`random_pair(family, noise=0.04, **config) -> Pair`: a target, and a draft that agrees on about 0.6 of tokens.
 
     With `noise` 0 they are equal, at 0.1 they agree on 0.45, at 1 the draft is a stranger.
     """

@@ -22,7 +22,7 @@ from outrider.engine.load_checks import measure_sequence_cost, open_kv_cache
 from outrider.engine.loading import load
 from outrider.engine.prompt_cache import PromptCache
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import TINY_DRAFT, TINY_TARGET
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import words
 
@@ -78,8 +78,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     everything = words()
     for name, turn in (
-        ("target", make_target_turn(str(EMBEDDED_TARGET))),
-        ("drafter", make_drafter_turn(str(EMBEDDED_DRAFT))),
+        ("target", make_target_turn(str(TINY_TARGET))),
+        ("drafter", make_drafter_turn(str(TINY_DRAFT))),
     ):
         first, second = [], []
         for number in range(options.turns + 1):

@@ -1,9 +1,9 @@
-"""Measures how many tokens of heads the target accepts, compared with the embedded draft model at the same K.
+"""Measures how many tokens of heads the target accepts, compared with the tiny draft model at the same K.
 
     python -m tools.heads models/heads/eagle3              # K = 4, T = 0 and 0.8, 16 prompts x 96 tokens
     python -m tools.heads models/heads/* --picture docs/heads.png
 
-All draft chains in the embedded target's process, where heads read its newest rows. Prompts are those of the
+All draft chains in the tiny target's process, where heads read its newest rows. Prompts are those of the
 benchmarks, then the beginnings of the files that the first head's training.json lists as held out. No time is measured,
 so the machine may be busy.
 """
@@ -24,7 +24,7 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import TINY_DRAFT, TINY_TARGET
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import default_codec, mixed
@@ -59,12 +59,12 @@ def _sum_columns(counts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def measure(head: Path | None, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> list[HeadResult]:
-    """Returns a head's results by temperature. None: the embedded draft model."""
+    """Returns a head's results by temperature. None: the tiny draft model."""
     name = DRAFT_NAME if head is None else head.name
     results = []
     with LocalCluster(
-        model=str(EMBEDDED_TARGET),
-        draft_model=str(head or EMBEDDED_DRAFT),
+        model=str(TINY_TARGET),
+        draft_model=str(head or TINY_DRAFT),
         draft_backend="auto" if head else "mlx",
         colocate=head is None,
         ngrams=False,
@@ -121,7 +121,7 @@ def draw(results: Sequence[HeadResult], path: Path) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("heads", type=Path, nargs="+", help="folders of heads for the embedded target")
+    parser.add_argument("heads", type=Path, nargs="+", help="folders of heads for the tiny target")
     parser.add_argument("--depth", type=int, default=4, help="K")
     parser.add_argument("--temps", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--prompts", type=int, default=8, help="number of benchmark prompts and of held-out files")

@@ -18,7 +18,7 @@ import zmq
 from outrider.bench.helper import say_ready
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import HttpListener
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.protocol import messages
 from outrider.protocol.codec import decode, encode
 from tools.web.reading import EventReader
@@ -59,7 +59,7 @@ def main() -> None:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         socket.bind(endpoint := f"ipc://{folder}/clients")
         Thread(target=orchestrate, args=(socket, pace), daemon=True).start()
-        process = listener.serve(endpoint, find_model(str(EMBEDDED_TARGET)), Path(folder), "warning")
+        process = listener.serve(endpoint, find_model(str(TINY_TARGET)), Path(folder), "warning")
         reader, clock = EventReader(listener.url), cpu_clock_id(process.pid)
         say_ready()
         for line in sys.stdin:

@@ -25,7 +25,7 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.protocol import values
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
@@ -193,7 +193,7 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         start = LocalCluster(progress=screen.show, max_active=streams, prompt_cache=False, memory=False)
         cluster = stack.enter_context(start)
-        server = stack.enter_context(run_site(cluster, find_model(str(EMBEDDED_TARGET))))
+        server = stack.enter_context(run_site(cluster, find_model(str(TINY_TARGET))))
         readers, client = [EventReader(server.url) for _ in range(streams)], cluster.client()
         threads = stack.enter_context(ThreadPoolExecutor(streams))
         for mode in modes:

@@ -25,7 +25,7 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import TINY_DRAFT, TINY_TARGET, find_model
 from outrider.protocol import values
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
@@ -76,11 +76,11 @@ def run_servers(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         cluster = stack.enter_context(LocalCluster(progress=tell, memory=False))
-        ours = stack.enter_context(run_site(cluster, find_model(str(EMBEDDED_TARGET))))
+        ours = stack.enter_context(run_site(cluster, find_model(str(TINY_TARGET))))
         running = [Server(mode, ours.url, {**body, "speculation": {"mode": mode}}, n) for n, mode in enumerate(modes)]
         if peers:
             tell("starting mlx_lm.server")
-            model, draft = (copy_as_float32(path, folder / path.name) for path in (EMBEDDED_TARGET, EMBEDDED_DRAFT))
+            model, draft = (copy_as_float32(path, folder / path.name) for path in (TINY_TARGET, TINY_DRAFT))
             for name, peer_draft in ((PEER, None), (PEER_DRAFT, draft)):
                 url = stack.enter_context(mlx_lm_server(model, peer_draft, folder / f"{name}.log"))
                 running.append(Server(name, url, body, len(running)))

@@ -103,8 +103,8 @@ def _check(recipe: Recipe) -> None:
 
 
 PRESETS = {
-    "embedded": Recipe(
-        preset="embedded",
+    "tiny": Recipe(
+        preset="tiny",
         seed=0,
         target=Shape(hidden=640, layers=4, heads=10, kv_heads=2, mlp=1728, vocab=4096, context=1024),
         draft=Shape(hidden=256, layers=3, heads=4, kv_heads=2, mlp=704, vocab=4096, context=1024),
@@ -115,8 +115,8 @@ PRESETS = {
         held_out_files=40,
         max_characters=None,
     ),
-    "tiny": Recipe(
-        preset="tiny",
+    "toy": Recipe(
+        preset="toy",
         seed=0,
         target=Shape(hidden=128, layers=2, heads=4, kv_heads=2, mlp=256, vocab=512, context=128),
         draft=Shape(hidden=64, layers=1, heads=2, kv_heads=1, mlp=128, vocab=512, context=128),

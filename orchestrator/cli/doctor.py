@@ -18,10 +18,10 @@ from outrider.orchestrator.pairing.model_files import (
     DEFAULT_MODEL,
     MODEL_VARIABLE,
     TINY,
-    embedded_pair,
     find_head_kind,
     find_model,
     is_on_disk,
+    tiny_pair,
 )
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     """Prints the report of `REPORT_MODULE`, which is run as a separate process because it imports MLX."""
     flags.set_up_logging(options)
     require_mlx()
-    heads = {head: _find_kind(head, options.model or embedded_pair()[0]) for head in options.head}
+    heads = {head: _find_kind(head, options.model or tiny_pair()[0]) for head in options.head}
     screen = Screen()
     screen.show("looking at this machine")
     draft = _find_default_draft() if options.draft_model is None else find_model(options.draft_model).folder
@@ -65,10 +65,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _find_default_draft() -> Path:
-    """Returns the default model's draft, or the embedded one, if there is one, instead of downloading the default."""
+    """Returns the default model's draft, or the tiny one, if there is one, instead of downloading the default."""
     model = os.environ.get(MODEL_VARIABLE) or DEFAULT_MODEL
     pair = choose_pair(ServeSettings()) if is_on_disk(model) or not is_on_disk(TINY) else None
-    return pair.draft.folder if pair is not None and pair.draft is not None else Path(embedded_pair()[1])
+    return pair.draft.folder if pair is not None and pair.draft is not None else Path(tiny_pair()[1])
 
 
 def _format_report(report: dict[str, Any]) -> str:

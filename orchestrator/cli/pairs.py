@@ -8,9 +8,9 @@ from outrider.orchestrator.pairing.model_files import (
     DEFAULT_MODEL,
     TINY,
     ModelFiles,
-    embedded_pair,
     find_model,
     is_on_disk,
+    tiny_pair,
 )
 from outrider.orchestrator.pairing.pulled import PULLED_MODELS, PulledModel
 from outrider.orchestrator.pairing.tokenizer import load_codec, token_texts, vocabulary_difference
@@ -86,6 +86,6 @@ def _format_pairs() -> str:
     ]
     lines += ["", "downloads by name (outrider pull NAME, --model NAME):", *map(_format_pulled, PULLED_MODELS.values())]
     if is_on_disk(TINY):
-        target, draft = embedded_pair()
+        target, draft = tiny_pair()
         lines += ["", "for tests, in a clone (--model tiny):", f"  {target}", f"  + {draft}"]
     return "\n".join(lines)

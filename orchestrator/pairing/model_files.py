@@ -35,7 +35,7 @@ from outrider.protocol.heads import (
 
 PACKAGE_FOLDER = Path(__file__).absolute().parents[2]
 """The package `outrider`; in a checkout its subpackages are links to folders."""
-EMBEDDED_TARGET, EMBEDDED_DRAFT, EMBEDDED_HEADS = (MODELS_FOLDER / part for part in ("target", "draft", "heads"))
+TINY_TARGET, TINY_DRAFT, TINY_HEADS = (MODELS_FOLDER / part for part in ("target", "draft", "heads"))
 """The tiny pair, and a folder with a folder for each kind of head that comes with its target."""
 
 TINY = "tiny"
@@ -80,7 +80,7 @@ def find_model(name: str, weights: bool = True, keep_precision: bool = False) ->
     if not name.strip():
         raise ModelError(f"the model's name is empty; {_EXPECTED_NAME}")
     if name == TINY:
-        return _describe_model(name, Path(embedded_pair()[0]), weights)
+        return _describe_model(name, Path(tiny_pair()[0]), weights)
     if name in PULLED_MODELS:
         model = PULLED_MODELS[name]
         return _describe_model(name, _convert_gguf(partial(pull, model), keep_precision, model.sha256), weights)
@@ -124,7 +124,7 @@ def default_model() -> tuple[str, str | None]:
 def is_on_disk(name: str) -> bool:
     """Returns whether `name` is a path on this machine, or a named model whose files are here."""
     if name == TINY:
-        return (EMBEDDED_TARGET / "config.json").is_file()
+        return (TINY_TARGET / "config.json").is_file()
     return PULLED_MODELS[name].is_on_disk if name in PULLED_MODELS else _find_path(name) is not None
 
 
@@ -156,7 +156,7 @@ def find_own_head(name: str) -> ModelFiles:
     return _describe_model(name, _fetch_from_hub(name, True, shards), weights=True)
 
 
-def embedded_pair() -> tuple[str, str]:
+def tiny_pair() -> tuple[str, str]:
     """Returns the folders of the tiny pair, target first.
 
     Raises:
@@ -164,12 +164,12 @@ def embedded_pair() -> tuple[str, str]:
     """
     if not is_on_disk(TINY):
         raise ModelError("the tiny pair for tests comes with a clone of the repository only; name another --model")
-    return str(EMBEDDED_TARGET), str(EMBEDDED_DRAFT)
+    return str(TINY_TARGET), str(TINY_DRAFT)
 
 
-def embedded_heads() -> dict[str, str]:
-    """Returns the folders of the heads that come with the embedded target, by kind."""
-    return {file.parent.name: str(file.parent) for file in sorted(EMBEDDED_HEADS.glob("*/config.json"))}
+def tiny_heads() -> dict[str, str]:
+    """Returns the folders of the heads that come with the tiny target, by kind."""
+    return {file.parent.name: str(file.parent) for file in sorted(TINY_HEADS.glob("*/config.json"))}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.orchestrator.pairing.model_files import (
-    EMBEDDED_TARGET,
     TINY,
+    TINY_TARGET,
     ModelFiles,
     default_model,
-    embedded_heads,
-    embedded_pair,
     find_head_kind,
     find_model,
     find_own_head,
+    tiny_heads,
+    tiny_pair,
 )
 from outrider.orchestrator.pairing.pulled import PULLED_MODELS, make_draft
 from outrider.orchestrator.pairing.tokenizer import ModelText, load_codec, load_text, require_same_vocabulary
@@ -96,7 +96,7 @@ def _have_equal_tokenizers(target: ModelFiles, draft: ModelFiles) -> bool:
 def _find_default_draft(settings: ServeSettings, model: str) -> str | None:
     """Returns the draft model or head that comes with this model; None if there is none."""
     if model == TINY:
-        return _find_embedded_head(settings.draft_backend) if settings.drafts_with_head else embedded_pair()[1]
+        return _find_tiny_head(settings.draft_backend) if settings.drafts_with_head else tiny_pair()[1]
     if settings.draft_backend in TARGET_HEADS:
         return model
     if settings.drafts_with_head:
@@ -126,8 +126,8 @@ def _find_ngram_table(settings: ServeSettings, model: str, target: ModelFiles) -
     return str(Path(path).resolve())
 
 
-def _find_embedded_head(kind: str) -> str:
-    shipped = embedded_heads()
+def _find_tiny_head(kind: str) -> str:
+    shipped = tiny_heads()
     if kind not in shipped:
         raise ModelError(
             f"no {kind} head comes with the tiny target; expected --draft-backend {' or '.join(shipped) or 'mlx'},"
@@ -148,8 +148,8 @@ def _resolve_heads(named: tuple[str, ...], target: ModelFiles) -> tuple[tuple[st
 
 
 def _resolve_head(name: str, target: ModelFiles) -> str:
-    """Returns a head's folder, or its kind if it is the target's own. A kind alone names the embedded target's head."""
-    if target.folder == EMBEDDED_TARGET and name in (shipped := embedded_heads()):
+    """Returns a head's folder, or its kind if it is the target's own. A kind alone names the tiny target's head."""
+    if target.folder == TINY_TARGET and name in (shipped := tiny_heads()):
         return shipped[name]
     if name in TARGET_HEADS:
         find_own_head(target.name)

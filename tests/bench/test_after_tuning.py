@@ -12,7 +12,7 @@ from tests.bench.virtual_time import VirtualCluster, random_texts
 from tools.simulation.profile import Profile
 
 PAIR = Profile(
-    "a pair like the embedded one", ("none",), Latency(((1, 10.5), (4, 12.5), (16, 19.0))),
+    "a pair like the tiny one", ("none",), Latency(((1, 10.5), (4, 12.5), (16, 19.0))),
     Latency(((1, 1.9), (16, 5.5))), 0.1, (0.75,), (0.6, 0.2, 0.1),
 )  # fmt: skip
 SELF = replace(PAIR, name="a draft that is always right", draft=Latency(((1, 6.0),)), acceptance=(1.0,))

@@ -16,7 +16,7 @@ from tests.bench.virtual_time import VirtualCluster, random_texts
 from tools.simulation.profile import Profile
 
 PAIR = Profile(
-    "a pair like the embedded one", ("none",),
+    "a pair like the tiny one", ("none",),
     Latency(((1, 10.5), (4, 12.5), (16, 21.6), (32, 33.0), (64, 53.5), (96, 74.5))),
     Latency(((1, 1.9), (16, 5.5))), 0.1, (0.75,), (0.6, 0.2, 0.1),
 )  # fmt: skip

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT
+from outrider.orchestrator.pairing.model_files import TINY_DRAFT
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
@@ -50,8 +50,8 @@ def test_every_configuration_has_valid_settings() -> None:
 
 
 def test_scrambled_model_keeps_its_values_in_another_order(tmp_path) -> None:
-    before = load_file(EMBEDDED_DRAFT / "model.safetensors")
-    after = load_file(scrambled(EMBEDDED_DRAFT, tmp_path / "draft") / "model.safetensors")
+    before = load_file(TINY_DRAFT / "model.safetensors")
+    after = load_file(scrambled(TINY_DRAFT, tmp_path / "draft") / "model.safetensors")
     assert before.keys() == after.keys()
     assert (tmp_path / "draft" / "config.json").exists()
     for name, value in before.items():

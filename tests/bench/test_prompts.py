@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outrider.bench.commands.files import SUITE_CLASSES, TINY_CLASSES, TINY_FOLDER, load_prompts
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import InvalidRequest
 from tests.harness.default_model import mixed
@@ -15,7 +15,7 @@ from tests.harness.default_model import mixed
 
 @pytest.mark.parametrize("kind", TINY_CLASSES)
 def test_each_class_has_enough_short_prompts(kind: str) -> None:
-    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
+    codec = load_codec(find_model(str(TINY_TARGET)))
     prompts = load_prompts(TINY_FOLDER, [kind])[kind]
     assert len(prompts) >= (24 if kind == "code" else 12)
     assert all(30 <= len(codec.encode(prompt)) <= 200 for prompt in prompts)

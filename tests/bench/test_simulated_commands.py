@@ -104,8 +104,8 @@ def test_target_that_drafts_or_feeds_a_head_is_refused(given: dict[str, object])
         load_worker(PROFILE, argparse.Namespace(**given), None, cast(WorkerLink, Notes()))
 
 
-def test_cluster_runs_the_workers_of_the_profile(tiny_pair: Callable[..., Pair]) -> None:
-    pair = tiny_pair()
+def test_cluster_runs_the_workers_of_the_profile(random_pair: Callable[..., Pair]) -> None:
+    pair = random_pair()
     with (
         suppress(WorkerError),  # at the end, on a busy machine
         simulated_machine(PROFILE),

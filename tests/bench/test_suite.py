@@ -22,7 +22,7 @@ from outrider.bench.comparison import runners as runners_module
 from outrider.bench.comparison.peers import DRAFT_SPECULATIONS, SPECULATIONS, ChosenPeers, choose_peers
 from outrider.bench.comparison.runners import llama_cpp_name
 from outrider.bench.comparison.runs import Run, Timed
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.version import install_command
@@ -117,7 +117,7 @@ def test_only_modes_the_pair_supports_are_compared(
 def test_a_suites_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    for file in Path(find_model(str(EMBEDDED_TARGET)).folder).glob("*.json"):
+    for file in Path(find_model(str(TINY_TARGET)).folder).glob("*.json"):
         (folder / file.name).write_bytes(file.read_bytes())
     (folder / "chat_template.jinja").write_text("Q: {{ messages[0].content }} A:")
     (tmp_path / "chat.txt").write_text("Why?\n%\nHow?\n")

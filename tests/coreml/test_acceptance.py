@@ -1,4 +1,4 @@
-"""The embedded pair with a Core ML package as drafter, or as reader of prompts for MLX: acceptance is unchanged.
+"""The tiny pair with a Core ML package as drafter, or as reader of prompts for MLX: acceptance is unchanged.
 
 In one process on a virtual clock, so that no drafter is ever late and the same is drafted each time.
 """
@@ -18,7 +18,7 @@ from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel, load
-from outrider.orchestrator.pairing.model_files import embedded_pair
+from outrider.orchestrator.pairing.model_files import tiny_pair
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.mil_interpreter import NumpyRuntime
 from tests.system.cluster import Cluster, Run
@@ -36,14 +36,14 @@ every_temp = pytest.mark.parametrize("temp", TEMPS)
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[LoadedModel, LoadedModel]:
-    target, draft = embedded_pair()
+    target, draft = tiny_pair()
     return load(target), load(draft)
 
 
 @pytest.fixture(scope="module")
 def drafters(pair: tuple[LoadedModel, LoadedModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Drafter]:
     directory = tmp_path_factory.mktemp("draft") / "package"
-    convert(Path(embedded_pair()[1]), directory, Options(context=256))
+    convert(Path(tiny_pair()[1]), directory, Options(context=256))
     package: Package = open_package(directory)
     reader = PackageReader(package, NumpyRuntime(package.path), 1)
     return {
@@ -55,7 +55,7 @@ def drafters(pair: tuple[LoadedModel, LoadedModel], tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def ran(pair: tuple[LoadedModel, LoadedModel], drafters: dict[str, Drafter]) -> Callable[[str, str, float], list[Run]]:
-    tokenizer = Tokenizer.from_file(str(Path(embedded_pair()[0]) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(Path(tiny_pair()[0]) / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in TEXTS]
     made: dict[tuple[str, str, float], list[Run]] = {}
 

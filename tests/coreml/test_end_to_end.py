@@ -33,8 +33,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Any]) -> I
 
 
 @pytest.fixture(scope="module")
-def models(tiny_pair: Callable[..., Pair]) -> dict[str, Any]:
-    pair = tiny_pair("llama", **{**SIZES, "num_hidden_layers": 1, "vocab_size": VOCAB_SIZE})  # no token without a text
+def models(random_pair: Callable[..., Pair]) -> dict[str, Any]:
+    pair = random_pair("llama", **{**SIZES, "num_hidden_layers": 1, "vocab_size": VOCAB_SIZE})  # each token has a text
     return {"model": pair.target, "draft_model": pair.draft, "ngrams": False}
 
 

@@ -12,7 +12,7 @@ import pytest
 from outrider import LocalCluster
 from outrider.fleet.plan import FleetPlan, IngressPlan
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT
+from outrider.orchestrator.pairing.model_files import TINY_DRAFT
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError
 from tests.fleet.running_fleet import KEY, PATIENCE, PROMPT, Fleet, kill, running, server_of, until
@@ -24,7 +24,7 @@ SHARDS = (1, 2)
 @pytest.fixture(scope="module")
 def foreign() -> Iterator[LocalCluster]:
     """A server with other weights."""
-    with LocalCluster(endpoint="tcp://127.0.0.1:0", model=str(EMBEDDED_DRAFT), draft_backend="none") as server:
+    with LocalCluster(endpoint="tcp://127.0.0.1:0", model=str(TINY_DRAFT), draft_backend="none") as server:
         yield server
 
 

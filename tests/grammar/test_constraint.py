@@ -17,13 +17,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from outrider.grammar import compiler
 from outrider.grammar.compiler import GrammarCompiler, Vocabulary, check_grammar, get_vocabulary
 from outrider.grammar.constraint import Constraint
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import Grammar, SamplingParams
 
-COMPILER = GrammarCompiler(EMBEDDED_TARGET)
-CODEC = load_codec(find_model(str(EMBEDDED_TARGET)))
+COMPILER = GrammarCompiler(TINY_TARGET)
+CODEC = load_codec(find_model(str(TINY_TARGET)))
 BYTES = [CODEC.spelling.of(token) for token in range(4096)]
 (END,) = CODEC.eos
 TEXTS = [b"return None", b"return", b"return self.x", b"raise ValueError", "caf\u00e9".encode(), b"x" * 40]
@@ -156,7 +156,7 @@ def test_finished_text_allows_all_end_tokens_and_nothing_else() -> None:
 
 
 def test_a_grammar_is_compiled_once() -> None:
-    own = GrammarCompiler(EMBEDDED_TARGET)
+    own = GrammarCompiler(TINY_TARGET)
     for number in range(compiler.MAX_CACHED_GRAMMARS + 3):
         own.constraint(Grammar("regex", f"{number}x+"), (END,), 0)
         own.constraint(CHOICE, (END,), 0)
@@ -257,7 +257,7 @@ def test_invalid_grammar_is_refused_when_constructed(kind: str, text: str, words
 
 def test_exhausted_limits_are_an_error_and_a_new_text_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "PARSER_LIMITS", LLParserLimits(step_lexer_fuel=300, verbose_errors=False))
-    hard, own = Grammar("regex", "go ((a|b)*a(a|b){12}|c{3,900}d)+"), GrammarCompiler(EMBEDDED_TARGET)
+    hard, own = Grammar("regex", "go ((a|b)*a(a|b){12}|c{3,900}d)+"), GrammarCompiler(TINY_TARGET)
     for _ in range(2):
         one = own.constraint(hard, (END,), 0)
         assert one is not None

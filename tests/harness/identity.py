@@ -30,7 +30,7 @@ from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.cli.verify import certify
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import TINY_DRAFT, TINY_TARGET
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
@@ -108,7 +108,7 @@ class Judge:
         if tuple(tokens) == expected:
             tally.same += 1
             return
-        report = certify(EMBEDDED_TARGET, case.tokens, tokens, case.params, self._tell)
+        report = certify(TINY_TARGET, case.tokens, tokens, case.params, self._tell)
         if report.holds and len(tokens) == len(expected):
             tally.ties += 1
         else:
@@ -135,7 +135,7 @@ def cluster(name: str, at_once: int, tell: Tell) -> Iterator[Client]:
     with tempfile.TemporaryDirectory() as folder:
         settings = {"max_active": at_once, **CLUSTERS[name][0]}
         if name == "random draft":
-            settings |= {"model": str(EMBEDDED_TARGET), "draft_model": str(scrambled(EMBEDDED_DRAFT, Path(folder)))}
+            settings |= {"model": str(TINY_TARGET), "draft_model": str(scrambled(TINY_DRAFT, Path(folder)))}
         with LocalCluster(progress=tell, **settings) as running:
             yield running.client()
 

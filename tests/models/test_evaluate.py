@@ -63,7 +63,7 @@ def test_reading_stops_at_the_limit() -> None:
     assert compare(model, model, [[0] * 100], length=10, limit=25, temps=[]).tokens == 30
 
 
-def test_the_embedded_pair_predicts_its_own_language(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tiny_pair_predicts_its_own_language(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.py"
     text.write_text("import os\n\n\ndef main(path):\n    return os.path.join(path, 'a')\n" * 2)
     assert evaluate.main(["--text", str(text), "--tokens", "50", "--temp", "1"]) == 0

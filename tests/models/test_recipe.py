@@ -1,4 +1,4 @@
-"""The recipes: the embedded shapes, the share of long windows, and settings out of range."""
+"""The recipes: the tiny shapes, the share of long windows, and settings out of range."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MODELS = Path(__file__).resolve().parents[2] / "models"
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_the_embedded_preset_has_the_shapes_of_the_embedded_pair(role: str) -> None:
+def test_the_tiny_preset_has_the_shapes_of_the_tiny_pair(role: str) -> None:
     config = json.loads((MODELS / role / "config.json").read_text())
-    assert getattr(PRESETS["embedded"], role) == Shape(
+    assert getattr(PRESETS["tiny"], role) == Shape(
         hidden=config["hidden_size"],
         layers=config["num_hidden_layers"],
         heads=config["num_attention_heads"],
@@ -36,7 +36,7 @@ def test_every_model_ends_its_training_at_full_context(name: str) -> None:
 
 
 def test_requested_tokens_are_divided_among_the_phases() -> None:
-    recipe = preset("embedded", target_tokens=1_000_000, draft_tokens=2_000_000)
+    recipe = preset("tiny", target_tokens=1_000_000, draft_tokens=2_000_000)
     assert sum(phase.tokens for phase in recipe.target_phases) == 1_000_000
     assert sum(phase.tokens for phase in recipe.draft_phases) == 2_000_000
 
@@ -58,9 +58,9 @@ def test_a_phase_counts_whole_batches() -> None:
 )
 def test_a_setting_out_of_range_is_named(settings: dict[str, int], word: str) -> None:
     with pytest.raises(InvalidRequest, match=word):
-        preset("embedded", **settings)  # type: ignore[arg-type]
+        preset("tiny", **settings)  # type: ignore[arg-type]
 
 
 def test_unknown_preset_is_refused_with_the_known_names() -> None:
-    with pytest.raises(InvalidRequest, match="embedded, tiny"):
+    with pytest.raises(InvalidRequest, match="tiny, toy"):
         preset("huge")

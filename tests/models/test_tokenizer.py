@@ -46,7 +46,7 @@ def test_stream_is_the_sources_in_order_each_opened_by_id_0(learned: Tokenizer) 
     assert stream.count(0) == 2
 
 
-def test_text_is_split_as_by_the_embedded_tokenizer(learned: Tokenizer) -> None:
+def test_text_is_split_as_by_the_tiny_tokenizer(learned: Tokenizer) -> None:
     embedded = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
     ours, theirs = (t.pre_tokenizer.pre_tokenize_str(HARD) for t in (learned, embedded))
     assert ours == theirs

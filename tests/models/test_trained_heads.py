@@ -1,4 +1,4 @@
-"""The acceptance of the heads that ship with the embedded target.
+"""The acceptance of the heads that ship with the tiny target.
 
 Only a minimum of acceptance reveals a bug here: wrong input or output of a head never changes a text.
 """
@@ -16,7 +16,7 @@ import pytest
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.load import load as load_head
 from outrider.engine.loading import LoadedModel, load
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, embedded_heads
+from outrider.orchestrator.pairing.model_files import TINY_TARGET, tiny_heads
 from outrider.protocol.heads import head_kind
 from outrider.protocol.messages import Autonomous, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
@@ -25,14 +25,14 @@ from outrider.target_worker.worker import TargetWorker
 from tests.harness.default_model import mixed_tokens
 from tests.system.links import FakeLink, answered, drafted_chain
 
-SHIPPED = {kind: Path(folder) for kind, folder in embedded_heads().items()}
+SHIPPED = {kind: Path(folder) for kind, folder in tiny_heads().items()}
 LENGTH, DEPTH, PROMPTS = 16, 3, 2
 FLOORS = {"mtp": {0.0: 0.45, 0.8: 0.4}}
 
 
 @pytest.fixture(scope="module")
 def target() -> LoadedModel:
-    return load(EMBEDDED_TARGET)
+    return load(TINY_TARGET)
 
 
 def outcomes(target: LoadedModel, own: HeadDrafter, temp: float) -> list[Outcome]:

@@ -16,7 +16,7 @@ from models import evaluate, train, training
 from models.training import tokenizer
 from models.training.recipe import Phase, Shape
 
-SHORT = ["--preset", "tiny", "--target-tokens", "40960", "--draft-tokens", "10240"]
+SHORT = ["--preset", "toy", "--target-tokens", "40960", "--draft-tokens", "10240"]
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
@@ -162,7 +162,7 @@ def test_invalid_settings_are_a_one_line_error(
 def test_a_list_of_layers_that_is_none_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train.main(["--out", "x", "--draft", "--layers", "first"])
-    assert capsys.readouterr().err.endswith("'first' is no list of layers; expected numbers like 0,1,-1\n")
+    assert capsys.readouterr().err.endswith("'first' is not a list of layers; expected numbers like 0,1,-1\n")
 
 
 def test_unusable_folders_are_a_one_line_error(torch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

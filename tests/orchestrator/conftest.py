@@ -1,4 +1,4 @@
-"""Fixtures of the orchestrator's tests: the embedded pair's tokenizer, fronts with a scripted core, model folders."""
+"""Fixtures of the orchestrator's tests: the tiny pair's tokenizer, fronts with a scripted core, model folders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.settings import ServeSettings
@@ -17,7 +17,7 @@ from tests.orchestrator.stand import Stand
 
 @pytest.fixture(scope="session")
 def codec() -> TextCodec:
-    return load_codec(find_model(str(EMBEDDED_TARGET)))
+    return load_codec(find_model(str(TINY_TARGET)))
 
 
 @pytest.fixture
@@ -53,6 +53,6 @@ def model_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((EMBEDDED_TARGET / name).read_bytes())
+        (folder / name).write_bytes((TINY_TARGET / name).read_bytes())
     (folder / "model.safetensors").write_bytes(b"")
     return folder

@@ -22,7 +22,7 @@ from outrider.orchestrator.cli.serve import status_line
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, PACKAGE_FOLDER
+from outrider.orchestrator.pairing.model_files import PACKAGE_FOLDER, TINY_TARGET
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
 from outrider.protocol.messages import Stats, Timings
 from outrider.protocol.sampling import Grammar, SamplingParams
@@ -446,7 +446,7 @@ def test_verify_takes_model_prompt_and_sampling_from_the_file(run, codec, output
     expected = SamplingParams(
         temp=0.5, seed=5, logit_bias=((11, -5.0),), stop=("zz",), max_tokens=len(found["token_ids"])
     )
-    assert claims == [(EMBEDDED_TARGET, codec.encode("def f("), tuple(found["token_ids"]), expected)]
+    assert claims == [(TINY_TARGET, codec.encode("def f("), tuple(found["token_ids"]), expected)]
 
 
 def test_grammar_and_logprobs_round_trip_through_json(run, stand, codec, tmp_path, claims):

@@ -30,7 +30,7 @@ from outrider.orchestrator.events import (
 )
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.chat_template import render_template
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.protocol.errors import InvalidRequest, ServerStopped, WorkerError
 from outrider.protocol.messages import Failed, Timings
 from outrider.protocol.schema import Origin
@@ -53,7 +53,7 @@ class Terminal(io.StringIO):
 def served(make_stand):
     """A stand whose target says where its model is, as a worker does."""
     stand = make_stand(max_active=1)
-    target = replace(worker_stats("target"), model=str(EMBEDDED_TARGET))
+    target = replace(worker_stats("target"), model=str(TINY_TARGET))
     stand.lines.events.put(WorkersChanged((target, worker_stats("draft")), True))
     return stand.start(ready=False)
 

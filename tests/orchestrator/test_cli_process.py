@@ -14,7 +14,7 @@ import pytest
 
 from outrider.orchestrator import serve
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from tests.orchestrator.stand import says
 
 LIMIT = 200.0
@@ -139,7 +139,7 @@ def test_server_started_by_nohup_survives_its_terminal(before):
 
 
 def corrupt(folder):
-    shutil.copytree(EMBEDDED_TARGET, folder)
+    shutil.copytree(TINY_TARGET, folder)
     (folder / "model.safetensors").write_bytes(random.Random(1).randbytes(100))
     return str(folder)
 

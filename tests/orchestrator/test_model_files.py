@@ -12,12 +12,12 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from outrider.orchestrator.pairing import pairing
 from outrider.orchestrator.pairing.model_files import (
-    EMBEDDED_DRAFT,
-    EMBEDDED_TARGET,
-    embedded_heads,
-    embedded_pair,
+    TINY_DRAFT,
+    TINY_TARGET,
     find_model,
     find_own_head,
+    tiny_heads,
+    tiny_pair,
 )
 from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.settings import ServeSettings
@@ -30,7 +30,7 @@ def no_network(monkeypatch):
 
 
 def test_a_folder_is_read_without_its_weights():
-    found = find_model(str(EMBEDDED_TARGET))
+    found = find_model(str(TINY_TARGET))
     assert (found.model_type, found.vocab_size, found.context_length) == ("llama", 4096, 1024)
 
 
@@ -130,21 +130,21 @@ def test_weights_are_required_only_when_needed(model_folder):
 # --- pairs --------------------------------------------------------------------------------------------------------
 
 
-def test_embedded_pair_is_chosen_without_a_model():
+def test_tiny_pair_is_chosen_without_a_model():
     pair = choose_pair(ServeSettings())
-    assert embedded_pair() == (str(EMBEDDED_TARGET), str(EMBEDDED_DRAFT))
-    assert (pair.settings.model, pair.settings.draft_model) == embedded_pair()
+    assert tiny_pair() == (str(TINY_TARGET), str(TINY_DRAFT))
+    assert (pair.settings.model, pair.settings.draft_model) == tiny_pair()
     assert pair.settings.has_draft_worker and pair.notes == ()
 
 
-@pytest.mark.parametrize("kind", embedded_heads())
-def test_head_kind_without_a_model_uses_the_embedded_target(kind):
+@pytest.mark.parametrize("kind", tiny_heads())
+def test_head_kind_without_a_model_uses_the_tiny_target(kind):
     alone = choose_pair(ServeSettings(draft_backend=kind))
-    assert alone.settings.model == str(EMBEDDED_TARGET) and alone.settings.draft_model == embedded_heads()[kind]
-    assert choose_pair(ServeSettings(head=(kind,))).settings.head == (embedded_heads()[kind],)
+    assert alone.settings.model == str(TINY_TARGET) and alone.settings.draft_model == tiny_heads()[kind]
+    assert choose_pair(ServeSettings(head=(kind,))).settings.head == (tiny_heads()[kind],)
 
 
-def test_head_kind_without_an_embedded_head_is_refused():
+def test_head_kind_without_a_tiny_head_is_refused():
     with pytest.raises(ModelError, match="no redrafter head comes with the tiny target; expected --draft-backend"):
         choose_pair(ServeSettings(draft_backend="redrafter"))
     assert choose_pair(ServeSettings(head=("early-exit",))).settings.head == ("early-exit",)
@@ -182,12 +182,12 @@ def test_auto_backend_detects_heads_by_their_config(tmp_path, config, kind):
     """A head has no tokenizer: its tokens are the target's, and so is its context."""
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    head = ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(tmp_path), draft_backend="auto")
+    head = ServeSettings(model=str(TINY_TARGET), draft_model=str(tmp_path), draft_backend="auto")
     pair = choose_pair(head)
     assert pair.settings.draft_backend == kind and pair.settings.colocate
     assert pair.draft is not None and pair.draft.context_length is None
     assert load_pair(pair).codec is not None
-    model = ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(EMBEDDED_DRAFT), draft_backend="auto")
+    model = ServeSettings(model=str(TINY_TARGET), draft_model=str(TINY_DRAFT), draft_backend="auto")
     assert choose_pair(model).settings.draft_backend == "mlx"
     with pytest.raises(ModelError, match=f"is a draft head; expected --draft-backend {kind} or auto"):
         choose_pair(replace(head, draft_backend="mlx"))
@@ -227,7 +227,7 @@ def test_own_head_is_found_in_the_model_or_one_of_the_same_sizes(tmp_path, model
     (model_folder / "config.json").write_text(json.dumps(smaller))
     early = choose_pair(ServeSettings(model=str(model_folder), draft_backend="early-exit")).settings
     assert early.draft_model == early.model and early.colocate
-    beside = ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(model_folder), draft_backend="auto")
+    beside = ServeSettings(model=str(TINY_TARGET), draft_model=str(model_folder), draft_backend="auto")
     assert choose_pair(beside).settings.draft_backend == "mlx"
 
 
@@ -239,13 +239,11 @@ def test_draft_with_a_different_vocabulary_is_refused(model_folder, colocate):
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (model_folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ModelError, match="2 of 4096 tokens differ"):
-        load_pair(
-            choose_pair(ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(model_folder), colocate=colocate))
-        )
+        load_pair(choose_pair(ServeSettings(model=str(TINY_TARGET), draft_model=str(model_folder), colocate=colocate)))
 
 
 def test_a_draft_with_the_targets_tokenizer_files_has_its_vocabulary(model_folder, monkeypatch):
     """Their tokenizer is loaded once, which takes half of a start."""
-    both = choose_pair(ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(model_folder)))
+    both = choose_pair(ServeSettings(model=str(TINY_TARGET), draft_model=str(model_folder)))
     monkeypatch.setattr(pairing, "load_codec", lambda draft: pytest.fail(f"{draft.folder} was loaded, too"))
     assert load_pair(both).codec.model is both.target

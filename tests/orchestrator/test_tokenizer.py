@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec, load_text
 from outrider.protocol.errors import InvalidRequest, ModelError
 from tests.orchestrator.tiny_tokenizers import BYTE_FALLBACK, byte_fallback
@@ -134,7 +134,7 @@ def test_text_that_is_not_unicode_is_refused(model_folder):
 
 def test_other_threads_run_while_a_long_text_is_tokenized():
     """The rounds and every stream are such threads: seconds of a long prompt would be theirs, too."""
-    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
+    codec = load_codec(find_model(str(TINY_TARGET)))
     text = "def fibonacci(n):\n    return n\n" * 6000
     inside, ended, seen = threading.Event(), threading.Event(), []
 

@@ -74,4 +74,4 @@ def test_added_tokens_count_as_a_difference(codec):
     grown = Tokenizer.from_str(codec.tokenizer.to_str())
     grown.add_special_tokens(["<think>"])
     assert "<think>" in vocabulary_difference(codec, replace(codec, tokenizer=grown))
-    assert json.loads(codec.tokenizer.to_str())["added_tokens"], "the embedded tokenizer has added tokens of its own"
+    assert json.loads(codec.tokenizer.to_str())["added_tokens"], "the tiny tokenizer has added tokens of its own"

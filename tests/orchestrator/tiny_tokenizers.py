@@ -8,7 +8,7 @@ from random import Random
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from outrider.orchestrator.pairing.detokenizer import Spelling
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 
 SPECIAL = ("<unk>", "<s>", "</s>")
@@ -24,7 +24,7 @@ BYTE_FALLBACK = {
     "strip first": decoders.Sequence([BYTES, FUSE, decoders.Strip("▁", 1, 0), SPACE]),
     "metaspace": decoders.Sequence([BYTES, decoders.Metaspace()]),
 }
-LAYOUTS = (*BYTE_FALLBACK, "byte level", "embedded pair")
+LAYOUTS = (*BYTE_FALLBACK, "byte level", "tiny pair")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ def text(random: Random) -> str:
 
 
 def kind(layout: str) -> Kind:
-    if layout == "embedded pair":
-        codec = load_codec(find_model(str(EMBEDDED_TARGET)))
+    if layout == "tiny pair":
+        codec = load_codec(find_model(str(TINY_TARGET)))
         return _kind(codec.tokenizer, _byte_level_spelling(codec.tokenizer))
     if layout == "byte level":
         tokenizer = byte_level()
@@ -98,7 +98,7 @@ def byte_level() -> Tokenizer:
 
 
 def codec_of(tokenizer: Tokenizer) -> TextCodec:
-    return TextCodec(find_model(str(EMBEDDED_TARGET)), tokenizer, frozenset(), {}, Spelling(tokenizer))
+    return TextCodec(find_model(str(TINY_TARGET)), tokenizer, frozenset(), {}, Spelling(tokenizer))
 
 
 def _kind(tokenizer: Tokenizer, spelled: dict[int, bytes]) -> Kind:

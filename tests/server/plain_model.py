@@ -1,4 +1,4 @@
-"""A small random model that writes ASCII with the embedded pair's tokenizer, at a tenth of the cost of its texts."""
+"""A small random model that writes ASCII with the tiny pair's tokenizer, at a tenth of the cost of its texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 from tokenizers import Tokenizer
 
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from tests.tiny import write_model
 
 VOCAB_SIZE = 4096
@@ -23,7 +23,7 @@ def write_plain(path: Path, noise: float = 0.0) -> Path:
     config = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 1, "tie_word_embeddings": False}
     write_model(path, "llama", noise=noise, **config)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(EMBEDDED_TARGET / name, path)
+        shutil.copy(TINY_TARGET / name, path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     plain = mx.array([bool(text := tokenizer.decode([token])) and text.isascii() for token in range(VOCAB_SIZE)])
     weights = mx.load(str(path / "model.safetensors"))

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from outrider import __version__
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.errors import InvalidRequest, PromptTooLong, UnknownDrafter, error_kind, make_error
 from outrider.protocol.schema import Origin
@@ -396,7 +396,7 @@ def test_one_request_gets_no_more_answers_at_once_than_its_key(chatty: ServedMod
 
 
 def test_arguments_of_a_missing_template_are_named() -> None:
-    ask = asking(load_served_model(str(EMBEDDED_TARGET), EMBEDDED_TARGET, ()))
+    ask = asking(load_served_model(str(TINY_TARGET), TINY_TARGET, ()))
     refused = ask(CHAT, json={**CHAT_BODY, "reasoning_effort": "low", "enable_thinking": False})
     assert refused.status_code == 400
     assert error_message(refused).endswith(
@@ -554,7 +554,7 @@ def test_body_over_the_size_limit_is_refused(chatty: ServedModel) -> None:
 
 
 def test_far_too_long_prompt_is_refused_without_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = asking(load_served_model(str(EMBEDDED_TARGET), EMBEDDED_TARGET, ()))
+    ask = asking(load_served_model(str(TINY_TARGET), TINY_TARGET, ()))
     monkeypatch.setattr(TextCodec, "encode", lambda *_: pytest.fail("it was tokenized"))
     for path in PATHS:
         body = json.loads(json.dumps(PATHS[path]).replace('"hi"', '"x"').replace('"x"', json.dumps("x" * 2_000_000)))
@@ -613,7 +613,7 @@ def test_valid_request_id_is_kept(ask: Ask) -> None:
 
 
 def test_tools_are_refused_for_a_model_without_a_template() -> None:
-    ask = asking(load_served_model(str(EMBEDDED_TARGET), EMBEDDED_TARGET, ()))
+    ask = asking(load_served_model(str(TINY_TARGET), TINY_TARGET, ()))
     for path, tools in ((CHAT, [TOOL]), (CLAUDE, [{"name": "f"}]), (RESPOND, [{"type": "function", "name": "f"}])):
         refused = ask(path, json={**PATHS[path], "tools": tools})
         assert refused.status_code == 400 and "no template" in error_message(refused, path == CLAUDE)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from outrider.orchestrator.client.async_client import AsyncBaseClient, ChunkHandler
 from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.messages import Stats
 from outrider.server.app import build_app
@@ -41,7 +41,7 @@ class UnreachableClient(AsyncBaseClient):
 
 def test_caller_names_reveal_no_key_and_an_unreachable_backend_is_503() -> None:
     behind = UnreachableClient()
-    app = build_app(load_served_model("m", EMBEDDED_TARGET, ("m",)), behind, HttpSettings(api_keys=KEYS))
+    app = build_app(load_served_model("m", TINY_TARGET, ("m",)), behind, HttpSettings(api_keys=KEYS))
 
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app=app)

@@ -19,7 +19,7 @@ import pytest
 import uvicorn
 
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.server import connection
 from outrider.server.__main__ import uvicorn_config
 from outrider.server.app import build_app
@@ -33,7 +33,7 @@ TEXT, CLAUDE = "/v1/completions", "/v1/messages"
 def listening(settings: HttpSettings) -> Iterator[tuple[str, int]]:
     """The server's own settings around an application without an orchestrator."""
     app = build_app(
-        load_served_model("m", EMBEDDED_TARGET, ("m",)), CallerClients("ipc:///tmp/outrider-test-nobody"), settings
+        load_served_model("m", TINY_TARGET, ("m",)), CallerClients("ipc:///tmp/outrider-test-nobody"), settings
     )
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn_config(app, settings))

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from outrider.orchestrator.http_settings import HttpSettings, is_tracing_enabled
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.protocol.errors import InvalidRequest
 from outrider.server.app import build_app
 from outrider.server.model.served import load_served_model
@@ -37,7 +37,7 @@ class App:
     def __init__(self, endpoint: str) -> None:
         self.exporter = InMemorySpanExporter()
         tracing = Tracing("fib", SimpleSpanProcessor(self.exporter))
-        model = load_served_model("fib", EMBEDDED_TARGET, ("fib",))
+        model = load_served_model("fib", TINY_TARGET, ("fib",))
         self._app = build_app(model, CallerClients(endpoint), HttpSettings(), tracing)
 
     def post(

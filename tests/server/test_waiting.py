@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.orchestrator.client.dialogue import Chunk
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
 from outrider.protocol.sampling import SamplingParams
@@ -42,7 +42,7 @@ class SilentRun(RequestRun):
         return found
 
 
-MODEL: Any = SimpleNamespace(id="m", codec=load_codec(find_model(str(EMBEDDED_TARGET), weights=False)), thinking=None)
+MODEL: Any = SimpleNamespace(id="m", codec=load_codec(find_model(str(TINY_TARGET), weights=False)), thinking=None)
 CHOICE = ChoiceState(0, TokenizedPrompt(()), SamplingParams(), Splitter())
 PLAN = AnswerPlan(MODEL, 5, [CHOICE])
 APIS: dict[str, AnswerFormatter] = {

@@ -38,21 +38,21 @@ def loaded(tiny_model: Callable[..., Path]) -> Callable[..., LoadedModel]:
 
 @pytest.fixture(scope="session")
 def small_pair(
-    tiny_pair: Callable[..., Pair], loaded: Callable[[Path], LoadedModel]
+    random_pair: Callable[..., Pair], loaded: Callable[[Path], LoadedModel]
 ) -> Callable[..., tuple[LoadedModel, LoadedModel]]:
     """`small_pair("model", **config) -> target, draft`: the draft is one of NOISES, the target the same for all."""
 
     def make(draft: str, **config: Any) -> tuple[LoadedModel, LoadedModel]:
-        pair = tiny_pair("llama", noise=NOISES[draft], **{**SMALL, **config})
+        pair = random_pair("llama", noise=NOISES[draft], **{**SMALL, **config})
         return loaded(pair.target), loaded(pair.draft)
 
     return make
 
 
 @pytest.fixture(scope="session")
-def served(tiny_pair: Callable[..., Pair]) -> Pair:
-    """For real processes of which any text will do: they are up in half the time that the embedded pair takes."""
-    return tiny_pair("llama", max_position_embeddings=4096)
+def served(random_pair: Callable[..., Pair]) -> Pair:
+    """For real processes of which any text will do: they are up in half the time that the tiny pair takes."""
+    return random_pair("llama", max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module")

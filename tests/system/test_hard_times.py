@@ -17,7 +17,7 @@ import pytest
 
 from outrider.engine.loading import load
 from outrider.engine.verify import verify
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import default_codec
 from tests.slots import open_slots
@@ -72,6 +72,6 @@ def test_full_disks_no_home_and_a_jumping_clock_change_no_token(jumping: dict[st
 
 
 def plain_tokens(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
-    """What the embedded target says by itself, in this process."""
-    slots = open_slots(load(EMBEDDED_TARGET), [prompt], [sampling])
+    """What the tiny target says by itself, in this process."""
+    slots = open_slots(load(TINY_TARGET), [prompt], [sampling])
     return [verify(slots[0]).bonus for _ in range(sampling.max_tokens)]

@@ -41,10 +41,10 @@ def true_columns(tree: TokenTree, tokens: Sequence[int]) -> None:
 
 @pytest.mark.parametrize(("family", "mode", "sampling"), WAYS)
 def test_every_turn_with_a_prompt_cache_equals_plain_decoding(
-    make_cluster: Make, tiny_pair: Any, loaded: Any, plain: Plain, family: str, mode: str, sampling: str
+    make_cluster: Make, random_pair: Any, loaded: Any, plain: Plain, family: str, mode: str, sampling: str
 ) -> None:
     """Conversations that begin alike, each of two turns; the drafter's columns are the committed tokens throughout."""
-    pair, params = tiny_pair(family), SAMPLINGS[sampling]
+    pair, params = random_pair(family), SAMPLINGS[sampling]
     target, drafter = loaded(pair.target), MlxDrafter(loaded(pair.draft))
     cluster = make_cluster(drafter, target=target, schedule=MIXED, after_draft=true_columns, kv_memory=ROOM)
     for number, question in enumerate(QUESTIONS if target.attention_only else QUESTIONS[:1]):

@@ -8,8 +8,8 @@ import pytest
 
 from outrider import LocalCluster
 from outrider.bench.comparison.runs import Arrival
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE as MODEL
+from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
@@ -73,7 +73,7 @@ def test_difference_is_a_tie_only_with_a_certificate(
     difference = Difference(3, 7, 5, 1e-5, 1e-4)
     report = Report(3, 2, (difference,) * ties, (difference,) * mismatches, 1024)
     monkeypatch.setattr(random_identity, "certify", lambda *_: report)
-    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
+    codec = load_codec(find_model(str(TINY_TARGET)))
     other = (40, 70, 60)
     reply = replace(ALONE, token_ids=other, text=codec.decode(other))
     assert judged(9, 4, ASKED, reply, ALONE, codec).verdict == verdict

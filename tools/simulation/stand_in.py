@@ -1,6 +1,6 @@
 """Writes the target of a simulated machine: a tiny random model whose forwards take almost no time.
 
-It has the embedded target's tokenizer. Its texts are meaningless; the replay drafter sets the acceptance.
+It has the tiny target's tokenizer. Its texts are meaningless; the replay drafter sets the acceptance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import TINY_TARGET
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -41,4 +41,4 @@ def write_stand_in(folder: Path) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(EMBEDDED_TARGET / name, folder / name)
+        shutil.copy(TINY_TARGET / name, folder / name)

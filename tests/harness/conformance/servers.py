@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import HttpListener
-from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import TINY_DRAFT, TINY_TARGET, find_model
 from tests.harness.conformance.case import Servers
 from tests.harness.conformance.http_client import Server
 from tests.harness.scripted_model import write_scripted
@@ -35,7 +35,7 @@ def both() -> Iterator[Servers]:
     """Serves the scripted chat model and the tiny pair; both start concurrently."""
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         chatty = write_scripted(Path(stack.enter_context(TemporaryDirectory(prefix="outrider-chatty-"))) / "chatty")
-        pairs = ((chatty, chatty, ("chatty",)), (EMBEDDED_TARGET, EMBEDDED_DRAFT, ()))
+        pairs = ((chatty, chatty, ("chatty",)), (TINY_TARGET, TINY_DRAFT, ()))
         urls = pool.map(lambda pair: stack.enter_context(serving(*pair)), pairs)
         chat, embedded = (Server(url) for url in urls)
         yield Servers(chat, embedded)

@@ -1,4 +1,4 @@
-"""The embedded pair as it ships: small enough, one vocabulary, float16, and plain `mlx_lm.load` opens both."""
+"""The tiny pair as it ships: small enough, one vocabulary, float16, and plain `mlx_lm.load` opens both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODELS = Path(__file__).resolve().parents[2] / "models"
 ROLES = ("target", "draft")
 
 
-def test_embedded_pair_stays_under_48_megabytes() -> None:
+def test_tiny_pair_stays_under_48_megabytes() -> None:
     files = [path for role in ROLES for path in (MODELS / role).iterdir()]
     assert sum(path.stat().st_size for path in files) < 48_000_000
 
