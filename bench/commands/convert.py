@@ -1,4 +1,4 @@
-"""Makes a Core ML package of an mlx-lm model, with a progress bar on stderr and one JSON object on stdout."""
+"""Converts an mlx-lm model to a Core ML package, with a progress bar on stderr and one JSON object on stdout."""
 
 from __future__ import annotations
 

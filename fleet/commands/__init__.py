@@ -55,7 +55,6 @@ def main(arguments: Sequence[str]) -> int:
         prog="outrider fleet",
         description="Runs engines on several hosts behind one address.",
         epilog=cli.format_commands(COMMANDS) + "\n" + STEPS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
     if name and not name.startswith("-"):

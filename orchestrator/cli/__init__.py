@@ -32,7 +32,7 @@ COMMANDS = {
     "serve": "start a server",
     "fleet": "run engines on several hosts behind one address",
     "worker": "run one worker in the foreground",
-    "keys": "create your key and allow the keys of others",
+    "keys": "manage keys for connections between machines",
     "verify": "check that an output is exactly the target's",
     "bench": "compare with llama.cpp and mlx-lm on the same weights",
     "tune": "measure which settings are fastest on this machine",
@@ -58,6 +58,10 @@ INTERRUPTED_EXIT_CODE = 130
 class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, max_help_position=HELP_COLUMN, **options)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wraps a text, unless it has indented lines, such as a list of commands."""
+        return text.strip("\n") if "\n  " in text else super()._fill_text(text, width, indent)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         """Returns `-m, --max-tokens N` instead of `-m N, --max-tokens N`."""
@@ -233,7 +237,6 @@ def _run_without_command(given: list[str]) -> int:
         usage="outrider COMMAND ...",
         description="Speculative speculative decoding on MLX.",
         epilog=format_commands({**COMMANDS, HELP_COMMAND: "show the flags of a command: outrider help COMMAND"}),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     if given and not given[0].startswith("-"):
@@ -257,4 +260,5 @@ def suggest_command(word: str, commands: Iterable[str]) -> str:
 
 def format_commands(commands: Mapping[str, str]) -> str:
     """Formats commands and what each does, for help."""
-    return "commands:\n" + "\n".join(f"  {name:10} {what}" for name, what in commands.items())
+    width = max(map(len, commands))
+    return "commands:\n" + "\n".join(f"  {name:{width}}  {what}" for name, what in commands.items())

@@ -30,9 +30,6 @@ _SAMPLING_DEFAULTS = dataclasses.asdict(SamplingParams())
 MULTI_REQUEST_SETTINGS = ("max_active", "max_waiting", "await_target")
 """Settings that have no effect on a cluster with a single client that no other process can join."""
 
-PENALTIES = {"repetition": "by division", "presence": "once", "frequency": "for each occurrence"}
-"""How each penalty is applied to a token's logit."""
-
 API_KEY_VARIABLE = "OUTRIDER_API_KEY"
 
 
@@ -102,9 +99,13 @@ def add_sampling_flags(
     add("--min-p", type=float, metavar="P", help=least)
     add("--top-k", type=int, metavar="N", help=f"sample from the N likeliest tokens (default: {own}0, all)")
     add("--seed", type=int, metavar="N", help="the same seed gives the same text (default: random)")
-    for name, neutral in (("repetition", "1"), ("presence", "0"), ("frequency", "0")):
-        penalty = f"penalty for tokens already in the text, {PENALTIES[name]} (default: {neutral}, none)"
-        add(f"--{name}-penalty", type=float, metavar="X", help=penalty)
+    penalties = {
+        "repetition": "divide the logits of tokens in the text by X, or multiply negative ones (default: 1, none)",
+        "presence": "subtract X from the logits of tokens in the text (default: 0, none)",
+        "frequency": "subtract X from a token's logit for each time it is in the text (default: 0, none)",
+    }
+    for name, effect in penalties.items():
+        add(f"--{name}-penalty", type=float, metavar="X", help=effect)
         add(f"--{name}-context-size", type=int, metavar="N", help=f"the latest tokens that the {name} penalty looks at")
     add("--logit-bias", metavar="JSON", help='biases added to logits, by token id, like {"11": -5.0}')
     add("--stop", action="append", metavar="TEXT", help="end the text before TEXT; repeatable")

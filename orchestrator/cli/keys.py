@@ -1,17 +1,11 @@
-"""Manages the keys for endpoints that other machines reach (docs/security.md).
-
-make: create your key. show: print the public key, for others to allow. allow KEY NAME: accept this key here from a
-client (--as client, the default), a drafter (--as drafter) or a prefill worker (--as prefill). revoke KEY|NAME: stop
-accepting it. trust PLACE KEY: expect this key of the server at HOST or HOST:PORT. forget PLACE: no longer trust it.
-list: list all keys.
-"""
+"""Manages the keys for endpoints that other machines reach (docs/security.md)."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 
-from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli import flags, format_commands
 from outrider.orchestrator.cli.terminal import say
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.keys import CLIENT, ROLES, AllowedKey, Keyring, parse_key
@@ -20,8 +14,9 @@ MAX_NAME_LENGTH = 64
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=list(_ACTIONS), help="see above")
-    parser.add_argument("what", nargs="*", default=[], metavar="KEY|NAME|PLACE", help="depends on the action")
+    parser.epilog = format_commands({" ".join((name, *words)): what for name, (words, what, _) in _COMMANDS.items()})
+    parser.add_argument("command", choices=list(_COMMANDS), help="one of the commands below")
+    parser.add_argument("what", nargs="*", default=[], metavar="KEY|NAME|PLACE", help="depends on the command")
     role = f"with allow: what the key is accepted for (default: {CLIENT})"
     parser.add_argument("--as", dest="role", choices=ROLES, default=CLIENT, help=role)
     parser.add_argument("--force", action="store_true", help="with make: replace the existing key")
@@ -29,9 +24,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    expected, act = _ACTIONS[options.action]
+    expected, _, act = _COMMANDS[options.command]
     if len(options.what) != len(expected):
-        raise InvalidRequest(f"expected `outrider keys {' '.join((options.action, *expected))}`")
+        raise InvalidRequest(f"expected `outrider keys {' '.join((options.command, *expected))}`")
     act(Keyring(options.keys), options)
     return 0
 
@@ -82,12 +77,13 @@ def _place(options: argparse.Namespace) -> str:
     return str(options.what[0]).removeprefix("tcp://")
 
 
-_ACTIONS: dict[str, tuple[tuple[str, ...], Callable[[Keyring, argparse.Namespace], None]]] = {
-    "make": ((), _make),
-    "show": ((), lambda ring, _: print(ring.own().public)),
-    "list": ((), _list),
-    "allow": (("KEY", "NAME"), _allow),
-    "revoke": (("KEY|NAME",), _revoke),
-    "trust": (("PLACE", "KEY"), _trust),
-    "forget": (("PLACE",), _forget),
+_COMMANDS: dict[str, tuple[tuple[str, ...], str, Callable[[Keyring, argparse.Namespace], None]]] = {
+    "make": ((), "create this machine's key", _make),
+    "show": ((), "print its public key, for other machines", lambda ring, _: print(ring.own().public)),
+    "list": ((), "list all keys", _list),
+    "allow": (("KEY", "NAME"), "accept this key from a client, or from the role of --as", _allow),
+    "revoke": (("KEY|NAME",), "no longer accept it", _revoke),
+    "trust": (("PLACE", "KEY"), "expect this key from the server at HOST or HOST:PORT", _trust),
+    "forget": (("PLACE",), "no longer trust that server", _forget),
 }
+"""The arguments of each command, what it does, and its function."""
