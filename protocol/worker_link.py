@@ -1,6 +1,6 @@
 """A worker process: its flags and keys, its link to the orchestrator, and its loop.
 
-`WorkerLink`: the hot socket, the heartbeat thread, and the parent's pipe. The worker's one busy thread owns the hot
+`WorkerLink`: the main socket, the heartbeat thread, and the parent's pipe. The worker's one busy thread owns the main
 socket. The heartbeat thread answers Ping with a counter that the busy thread moves, so an answer shows progress. A
 process is identified by its incarnation; the orchestrator assigns its name. Knows nothing of models.
 
@@ -88,13 +88,13 @@ Request = TypeVar("Request")
 
 
 def routing_id(incarnation: int) -> bytes:
-    """Returns the routing id of an incarnation's hot socket."""
+    """Returns the routing id of an incarnation's main socket."""
     return f"{incarnation:x}".encode()
 
 
-def heartbeat_id(hot: bytes) -> bytes:
-    """Returns the routing id of the heartbeat socket for a hot socket's id."""
-    return hot + b"/heartbeat"
+def heartbeat_id(main_id: bytes) -> bytes:
+    """Returns the routing id of the heartbeat socket for a main socket's id."""
+    return main_id + b"/heartbeat"
 
 
 class OrchestratorGone(BaseException):

@@ -69,7 +69,7 @@ class Abilities(Record, frozen=True):
 class Hello(Message, frozen=True):
     """Worker -> orchestrator, when its model is loaded: its identity and its model. The answer is Welcome or Shutdown.
 
-    - `incarnation` identifies this process, also among its successors. In hexadecimal it is the routing id of the hot
+    - `incarnation` identifies this process, also among its successors. In hexadecimal it is the routing id of the main
       socket; followed by `/heartbeat` it is that of the heartbeat socket.
     - `name` is the requested name, or empty.
     - `abilities` describes what a target can do, as measured; a drafter leaves the default. `kv` is the memory cost of
