@@ -31,7 +31,7 @@ case "$predictions" in '' | *[!0-9]*) fail "--predictions is '$predictions'; exp
 : >"$report" || fail "$report can't be written; name another file with --report"
 case "$report" in /*) ;; *) report="$PWD/$report" ;; esac
 if [ "$(uname -s)" != Darwin ]; then
-    say "outrider: this is no Mac: the reference interpreter stands in for Core ML, which only shows that the check works"
+    say "outrider: this is not a Mac: the reference interpreter stands in for Core ML, which only shows that the check works"
     export OUTRIDER_COREML_STAND_IN=tests.harness.mil_interpreter
 fi
 
@@ -83,17 +83,17 @@ step "This machine, and the time per token of each placement" "$python" -P -m ou
 step "From which length on prompts are read by Core ML for a draft on MLX" \
     "$python" -P -m outrider.drafters.coreml.doctor --model "$draft" --prompts
 step "Tests that need macOS" "$python" -m pytest -m macos -rs -v --timeout 1800 tests/coreml
-step "Every mode, weight kind and unit: agreement, placement, latency, a soak of $predictions predictions; the GPU beside it" \
+step "Every mode, weight kind and unit: agreement, placement, latency, a soak of $predictions predictions; the GPU at the same time" \
     "$python" -P -m tools.coreml_survey --model "$draft" --target "$target" --predictions "$predictions"
 keep_stderr=yes step "Overlap timing, MLX drafter" "$python" -P launch/overlap_timing.py --model "$target" \
     --draft-model "$draft"
-keep_stderr=yes step "Overlap timing, CoreML drafter" "$python" -P launch/overlap_timing.py --model "$target" \
+keep_stderr=yes step "Overlap timing, Core ML drafter" "$python" -P launch/overlap_timing.py --model "$target" \
     --draft-model "$draft" --draft-backend coreml
 step "AR" generate ar mlx
 step "SD, MLX drafter" generate sd mlx
-step "SD, CoreML drafter" generate sd coreml
+step "SD, Core ML drafter" generate sd coreml
 step "SSD, MLX drafter" generate ssd mlx
-step "SSD, CoreML drafter" generate ssd coreml
+step "SSD, Core ML drafter" generate ssd coreml
 step "SSD, MLX drafter, prompts read by Core ML" generate ssd mlx --draft-prefill coreml
 [ -n "$real_pair" ] || printf '\nOnly the tiny pair was run; name a real one with --model and --draft-model.\n' >>"$report"
 rm -f "$report.stderr"

@@ -1,4 +1,4 @@
-"""Drafting with CoreML: a converter without torch, Core ML's runtime, and the drafter on top of it.
+"""Drafting with Core ML: a converter without torch, Core ML's runtime, and the drafter on top of it.
 
 A *package* is a directory: `model.mlpackage` (one function per row count, one set of weights), `embedding.npy`,
 `rope.npy`, `expected.npy` and `manifest.json`. Its graphs hold no positions and no tree: the host supplies embedded
