@@ -308,7 +308,7 @@ def _to_float32(model: nn.Module, parameters: int) -> nn.Module:
     dense_bytes, physical = 4 * parameters, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if dense_bytes > physical // 2:
         log.warning(
-            "the model stays quantized, because dense float32 weights would take %.1f GiB of this machine's %.1f; so "
+            "the model stays quantised, because dense float32 weights would take %.1f GiB of this machine's %.1f; so "
             "verifying M tokens takes M times as long as one",
             dense_bytes / 2**30,
             physical / 2**30,

@@ -110,7 +110,7 @@ class ServeSettings:
     )  # fmt: skip
     gguf_keep_precision: bool = switch(
         False, MODELS,
-        help="convert GGUF tensors in formats that MLX lacks to half precision, instead of quantizing them again",
+        help="convert GGUF tensors in formats that MLX lacks to half precision, instead of quantising them again",
     )  # fmt: skip
     draft_backend: str = _enum("mlx", DRAFT_BACKENDS, MODELS, "NAME", help=f"the drafter: {', '.join(DRAFT_BACKENDS)}")
     head: tuple[str, ...] = setting(

@@ -379,7 +379,7 @@ def write_mlx_copy(weights: Weights, source: Path, destination: Path) -> None:
             continue
         if form.data.shape[1] % GROUP_SIZE:
             raise ModelError(
-                f"{name} has {form.data.shape[1]} columns; MLX needs a multiple of {GROUP_SIZE} to quantize it"
+                f"{name} has {form.data.shape[1]} columns; MLX needs a multiple of {GROUP_SIZE} to quantise it"
             )
         names = (f"{module}.{part}" for part in ("weight", "scales", "biases"))
         arrays |= zip(names, to_mlx(form), strict=True)

@@ -4,7 +4,7 @@ Matrices are read one at a time, and MLX releases each as soon as it is read, so
 memory than the weights. Rotations are obtained by applying the model's own rope module to unit vectors, so every
 scaling that mlx-lm supports is correct. This module knows mlx-lm's module names, but nothing about graphs.
 
-A matrix is dense or quantized, with exactly the same numbers in MLX and in Core ML. Core ML computes s * (q - z),
+A matrix is dense or quantised, with exactly the same numbers in MLX and in Core ML. Core ML computes s * (q - z),
 MLX s * q + b, both in float16. They agree bit for bit if b = -z * s, and s has so few significant bits that every
 product is exact in float16's eleven.
 """
@@ -81,7 +81,7 @@ WeightMatrix = DenseMatrix | QuantizedMatrix
 
 
 def quantize_int8(dense: NDArray[np.floating]) -> QuantizedMatrix:
-    """Quantizes `dense` [rows, columns] with one scale for each row, of three significant bits."""
+    """Quantises `dense` [rows, columns] with one scale for each row, of three significant bits."""
     data, scale = np.empty(dense.shape, np.int8), np.empty((dense.shape[0], 1), np.float16)
     for rows in _row_blocks(dense):
         wide = dense[rows].astype(np.float32)
@@ -92,7 +92,7 @@ def quantize_int8(dense: NDArray[np.floating]) -> QuantizedMatrix:
 
 
 def quantize_int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | None = None) -> QuantizedMatrix:
-    """Quantizes `dense` [rows, columns] in groups of 64 along the row; `grid`: the levels of an earlier quantization.
+    """Quantises `dense` [rows, columns] in groups of 64 along the row; `grid`: the levels of an earlier quantisation.
 
     Raises:
         ModelError: the columns do not divide into groups.
@@ -124,7 +124,7 @@ def _row_blocks(matrix: NDArray[Any]) -> list[slice]:
 
 
 def to_mlx(form: QuantizedMatrix) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns the weight, scales and biases of an affine quantized layer of mlx.nn with the same numbers.
+    """Returns the weight, scales and biases of an affine quantised layer of mlx.nn with the same numbers.
 
     Groups have `GROUP_SIZE` columns, which must divide the number of columns.
     """
@@ -257,7 +257,7 @@ class Checkpoint:
 
     def expected_logits(self, weights: Weights) -> NDArray[np.float32]:
         """Returns `Package.expected`: MLX's logits in float32 from `weights`, with one layer in memory at a time."""
-        model = type(self._model)(self._model.args)  # dense, even if the checkpoint is quantized
+        model = type(self._model)(self._model.args)  # dense, even if the checkpoint is quantised
         tokens, layers = layout.trial_text(self.architecture.vocab_size), model.model.layers
         with mx.stream(mx.cpu):  # some GPUs round float32 products
             x = mx.array(weights.embedding[tokens].astype(np.float32))[None]
@@ -322,7 +322,7 @@ def _check_tied_head(path: Path, tied: bool) -> None:
 
 
 def _dequantize(module: nn.Module) -> mx.array:
-    """Returns the weight of a plain or quantized Linear or Embedding, [rows, columns]."""
+    """Returns the weight of a plain or quantised Linear or Embedding, [rows, columns]."""
     if "scales" not in module:
         weight: mx.array = module.weight
         return weight
@@ -336,7 +336,7 @@ def _dequantize(module: nn.Module) -> mx.array:
 
 
 def _int4_grid(module: nn.Module) -> Int4Grid | None:
-    """Returns the levels of a module that is already quantized in int4's groups."""
+    """Returns the levels of a module that is already quantised in int4's groups."""
     if "scales" not in module or (module.mode, module.bits, module.group_size) != ("affine", 4, GROUP_SIZE):
         return None
     scales, biases = (np.array(x.astype(mx.float32)) for x in (module.scales, module.biases))

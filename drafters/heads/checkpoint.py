@@ -101,9 +101,9 @@ def read_weights(folder: Path, prefix: str = "") -> Weights:
 
 
 def check_not_quantized(config: Mapping[str, Any], weights: Weights, name: str) -> None:
-    """Raises CannotDraft if the head is quantized."""
+    """Raises CannotDraft if the head is quantised."""
     if "quantization" in config or any(key.endswith(".scales") for key in weights):
-        raise CannotDraft(f"{name} is quantized; use the head as it was published")
+        raise CannotDraft(f"{name} is quantised; use the head as it was published")
 
 
 def parse_layer_sizes(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, Any]) -> LayerSizes:
@@ -128,7 +128,7 @@ def parse_layer_sizes(layer: Mapping[str, Any], weights: Weights, target: Mappin
 
 @contextmanager
 def config_errors(kind: str, config: Mapping[str, Any], weights: Weights, name: str) -> Iterator[None]:
-    """Raises CannotDraft if this is not a head of `kind`, or is quantized, or if a field of its config.json is missing,
+    """Raises CannotDraft if this is not a head of `kind`, or is quantised, or if a field of its config.json is missing,
     or has a type or a value that can't be used."""
     try:
         if head_kind(config) != kind:
@@ -201,7 +201,7 @@ def load_head_weights(
         if weights[key].shape != shape:
             raise CannotDraft(f"{name}: {key} is {weights[key].shape}, expected {shape} by config.json and this target")
         if not mx.issubdtype(weights[key].dtype, mx.floating):  # float8 is read as uint8
-            raise CannotDraft(f"{name} is quantized; use the head as it was published")
+            raise CannotDraft(f"{name} is quantised; use the head as it was published")
     dtype = _compute_dtype(max((weights[key] for key in wanted), key=lambda weight: weight.nbytes).dtype)
     chosen = [(key, weights[key].astype(mx.float32 if key in exact else dtype)) for key in wanted]
     head.load_weights(chosen)

@@ -305,7 +305,7 @@ def _dequantize(file: GgufFile, name: str, kind: str, rows: Bytes) -> Floats:
     except NotImplementedError:
         raise ModelError(
             f"{file.path}: the tensor {name} is of type {kind}, which can't be read; choose a file with another"
-            " quantization, such as Q4_K_M or Q8_0"
+            " quantisation, such as Q4_K_M or Q8_0"
         ) from None
 
 

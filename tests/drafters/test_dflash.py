@@ -150,7 +150,7 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
         ("z-lab", {"head_dim": -1}, TARGET, "a value that can't be used"),
         ("z-lab", {"model_type": "gemma4"}, TARGET, "is built of gemma4 layers"),
         ("z-lab", {"block_size": 1}, TARGET, "has blocks of 1 tokens"),
-        ("z-lab", {"quantization": {"bits": 4}}, TARGET, "is quantized"),
+        ("z-lab", {"quantization": {"bits": 4}}, TARGET, "is quantised"),
         ("z-lab", {"architectures": ["LlamaForCausalLM"]}, TARGET, "is not a head of kind dflash"),
         ("DeepSpec", {"markov_head_type": "odd"}, TARGET, "a Markov head of type 'odd'"),
         ("DFlash2", {"sliding_window_non_causal": False}, TARGET, "sliding windows of causal blocks"),
@@ -168,7 +168,7 @@ def test_a_head_of_another_target_is_refused(
     [
         ("z-lab", {"layers.1.mlp.up_proj.weight": None}, "lacks layers.1.mlp.up_proj.weight"),
         ("z-lab", {"fc.weight": np.ones((H, H))}, r"fc.weight is \(48, 48\), expected \(48, 144\)"),
-        ("z-lab", {"fc.scales": np.ones(3)}, "is quantized"),
+        ("z-lab", {"fc.scales": np.ones(3)}, "is quantised"),
         ("z-lab", {"norm.weight": np.full(H, np.nan, np.float32)}, "NaN or infinite"),
         ("z-lab", {"layers.0.self_attn.g_proj.weight": np.ones(3)}, "layers.0.self_attn.g_proj.weight, which is not"),
         ("DeepSpec", {"markov_head.markov_w1.weight": None}, "lacks markov_head.markov_w1.weight"),

@@ -117,7 +117,7 @@ def test_unusable_head_is_refused_with_a_reason(target: Callable[[str], LoadedMo
         ({"mtp.fc.weight": None}, "lacks fc.weight"),
         ({"mtp.norm.weight": np.ones(3)}, r"norm.weight is \(3,\), expected \(64,\)"),
         ({"mtp.head.weight": np.ones(3)}, "has head.weight, which is not supported"),
-        ({"mtp.fc.scales": np.ones(3)}, "is quantized"),
+        ({"mtp.fc.scales": np.ones(3)}, "is quantised"),
     ):
         with pytest.raises(CannotDraft, match=sentence):
             read_head(written(tmp_path, "qwen3_5", **other), model)
