@@ -1,1 +1,1 @@
-"""The messages between processes, and what all processes share. Imports neither MLX nor any other package."""
+"""The messages between processes, and what all processes share. Imports neither MLX nor Outrider's other packages."""

@@ -5,8 +5,8 @@ these, too, so the rest is not read. Knows files; knows nothing of models.
 
 `make_cached`: fills a folder of the cache once, completely or not at all, for all later runs. It is filled under
 another name and renamed when it is complete; other processes wait for a lock, which is freed when its holder ends. The
-suffix of its name is its version, which replaces other versions. Beside it, what killed processes left is removed, and
-folders with the same file `holds` that no process uses and none has used for 30 days.
+suffix of its name is its version, which replaces other versions. What killed processes left next to it is removed, and
+so are folders with the same file `holds` that no process uses and none has used for 30 days.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The commands `outrider bench`, `tune` and `overlap`."""
+"""The commands `outrider bench`, `tune`, `overlap` and `convert`."""

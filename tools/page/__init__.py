@@ -1,1 +1,1 @@
-"""The live page in a real browser: what it shows held against what the API says, and its picture."""
+"""The live page in a real browser: compares what it shows with what the API answers, and takes its picture."""
