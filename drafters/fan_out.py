@@ -26,7 +26,7 @@ TAIL_RATIO = 0.8
 # next. Below 0 the chain's token is not the drafter's best: it was copied from the text, or is another drafter's.
 GAP_EDGES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
 
-# The prior weighs as much as this many rounds (measured on a typical pair, docs/log.md).
+# The prior weighs as much as this many rounds (measured on a typical pair, docs/log/2026-11.md).
 PRIOR_WEIGHT_ROUNDS = 4.0
 
 # Theorem 12's exponent r of 1 - p_hit(F) = F^-r; the paper shows straight lines near this slope.

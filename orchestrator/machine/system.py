@@ -6,7 +6,7 @@ which on Linux is a separate package that the user chooses.
 
 `assign_core`: assigns a process its core, only on a machine with two: target and drafter have one each, and the
 orchestrator has priority on the drafter's. On the target's core it would delay the target's forwards, for which
-everything waits, and the drafter works ahead anyway (docs/log.md). Linux only.
+everything waits, and the drafter works ahead anyway (docs/log/2026-11.md). Linux only.
 
 `raise_file_limit`: raises the number of files that may be open; each connection is one. A Mac's terminal
 allows 256 by default, and ZeroMQ ends the process when none is left. `physical_memory`: the memory of this machine
