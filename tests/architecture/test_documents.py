@@ -1,4 +1,4 @@
-"""Links in the documents lead somewhere, and the log's index lists each of its entries."""
+"""Links in the documents lead somewhere, what they name exists, and the log's index lists each of its entries."""
 
 from __future__ import annotations
 
