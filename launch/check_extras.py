@@ -19,12 +19,14 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 ROOT = Path(__file__).parents[1]
+MIN_PIP = 25
 # Runs pip with the markers of the machine that the first argument describes.
 PIP = """
 import json, runpy, sys
@@ -154,7 +156,10 @@ def main() -> int:
     parser.add_argument("--extra", action="append", choices=list(project["optional-dependencies"]))
     parser.add_argument("--python", default="3.11")
     options = parser.parse_args()
-    print(f"Python {options.python}: packages that each brings beside the core, and their download\n")
+    if int(version("pip").split(".")[0]) < MIN_PIP:
+        print(f"pip {version('pip')} would download all packages; run python -m pip install -U pip", file=sys.stderr)
+        return 1
+    print(f"Python {options.python}: packages of each, in addition to the core's, and their download\n")
     print(f"| extra | {' | '.join(platform.name for platform in PLATFORMS)} |")
     print(f"|---|{'---|' * len(PLATFORMS)}", flush=True)
     failed = []
