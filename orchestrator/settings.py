@@ -94,11 +94,11 @@ class ServeSettings:
     mode: str = _enum("auto", MODES, SPECULATION, help="how tokens are generated")
     num_draft_tokens: int | None = count(
         None, 1, MAX_DRAFT_TOKENS, SPECULATION, "K",
-        help=f"draft tokens per round (default: {DEFAULT_DRAFT_TOKENS}); n-gram chains may be longer",
+        help=f"the most draft tokens per round (default: {DEFAULT_DRAFT_TOKENS}); n-gram chains may be longer",
     )  # fmt: skip
     branches: int | None = count(
         None, 1, MAX_REQUESTED_BRANCHES, SPECULATION, "B",
-        help=f"outcomes to prepare per round (default: {DEFAULT_BRANCHES})",
+        help=f"outcomes to prepare per round (default: what the drafter can finish, at most {DEFAULT_BRANCHES})",
     )  # fmt: skip
     model: str | None = setting(
         None, values.check_text, MODELS, "ID|PATH",
