@@ -2,10 +2,6 @@
 
 Chooses the number format: on a GPU as stored; on a CPU as stored if ONNX Runtime computes (`engine.ort`), else float32,
 because MLX is 20 to 80 times slower there in half precision or 4 bits. Every failure is a `ModelError` of one sentence.
-
-On a CPU dense weights are transposed in memory if this process's BLAS multiplies faster that way (`transpose_weights`).
-OpenBLAS gains a quarter on weights that fit the last-level cache and loses a twentieth on larger ones; the reference
-BLAS gains a third on all, and gives the same bits (docs/log/2026-11.md). Values never change, only strides.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ class Outrider < Formula
   desc "Speculative speculative decoding server for language models on MLX"
   homepage "https://arxiv.org/abs/2603.03251"
   url "https://files.pythonhosted.org/packages/source/o/outrider/outrider-0.1.0.tar.gz"
-  sha256 "45287dcdd5a7c4d4c61d871850f8eaec8577ef7056c43d82fa8d8b1989b8bfaa"
+  sha256 "feed7879e7b83cf46f7e96eaac2d7145d3dbc98dd26b8608887fff20fd4a22ca"
   license "Apache-2.0"
 
   depends_on arch: :arm64
@@ -183,16 +183,6 @@ class Outrider < Formula
   resource "numpy" do
     url "https://files.pythonhosted.org/packages/97/12/70b5d0d7c15e1ebb8a6a84a8caa1d19e181d84fb58bb6d70aca29099dec1/numpy-2.4.6-cp313-cp313-macosx_14_0_arm64.whl", using: :nounzip
     sha256 "043191bfa8eab18c776647b62723ac9dddece59743b13f49b2016094129c2b3f"
-  end
-
-  resource "onnx" do
-    url "https://files.pythonhosted.org/packages/d7/d9/967d6f6838ad60964de912a5e7d01915282899b254460705d952f5d14c1a/onnx-1.23.2-cp312-abi3-macosx_13_0_universal2.whl", using: :nounzip
-    sha256 "1b8680ce1e6a9a4736374a9dce4de14ea8ee05e0dccf0784a78a6e5646bdc1f6"
-  end
-
-  resource "onnxruntime" do
-    url "https://files.pythonhosted.org/packages/f1/0c/97eb4ac42266545d7630e8231f8cc969f5c3f144d2ee6cb568ef45f81360/onnxruntime-1.32.0-cp313-cp313-macosx_14_0_arm64.whl", using: :nounzip
-    sha256 "27bf5dad46355a8a435c9c4e1556464d99ca834ea44e0f452909712068b8821b"
   end
 
   resource "onnx" do
