@@ -12,7 +12,6 @@ another model or number format refuses to continue.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import threading
@@ -293,7 +292,6 @@ class EndpointClient:
         self._keys = find_client_keys(endpoint, server_key, keys)
         self._alive = alive
         self._client_id = new_client_id()
-        self._serials = itertools.count()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.endpoint!r})"
@@ -315,7 +313,8 @@ class EndpointClient:
             raise ServerBusy(
                 f"this process has too many requests in flight ({error}); wait for some to finish"
             ) from None
-        socket.setsockopt(zmq.ROUTING_ID, self._client_id + next(self._serials).to_bytes(4, "big"))
+        serial = os.urandom(8)  # random, not counted: processes made by `fork` have the same client
+        socket.setsockopt(zmq.ROUTING_ID, self._client_id + serial)
         socket.setsockopt(zmq.LINGER, 0)
         try:
             connect(socket, self.endpoint, self._keys)

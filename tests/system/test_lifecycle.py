@@ -328,6 +328,23 @@ def test_forked_process_may_use_the_cluster_and_leave_its_block(cluster: LocalCl
     assert cluster.client().generate("x", max_tokens=2).finish_reason == "length"
 
 
+def test_forked_process_may_use_a_client_that_is_in_use(cluster: LocalCluster) -> None:
+    client, (read, write) = cluster.client(LIMIT), os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.read(read, 1)
+            client.generate("x", max_tokens=2)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    with client.stream(PROMPT, LONG) as stream:
+        reading = iter(stream)
+        next(reading)
+        os.write(write, b"x")
+        assert os.waitpid(child, 0)[1] == 0
+
+
 def test_paused_processes_continue_without_changing_the_text(cluster: LocalCluster) -> None:
     """Longer than a drafter is waited for, and the server longer than any worker may be silent."""
     client, sampling = cluster.client(timeout=LIMIT), replace(LONG, max_tokens=60)
