@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     draft = _find_default_draft() if options.draft_model is None else find_model(options.draft_model).folder
     command = python("-m", MODELS_ONLY, REPORT_MODULE, "--model", str(draft), *(["--probe"] if options.probe else []))
     environment = system.blas_environment(child_environment(), 1)
-    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True)
     screen.clear()
     if done.returncode != 0:
         raise WorkerError(f"this machine can't be examined: {REPORT_MODULE} ended with code {done.returncode}")

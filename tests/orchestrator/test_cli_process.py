@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from queue import SimpleQueue
 
+import psutil
 import pytest
 
 from outrider.orchestrator import serve
+from outrider.orchestrator.cli.doctor import REPORT_MODULE
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from tests.orchestrator.stand import says
@@ -89,6 +93,20 @@ def test_interrupt_during_an_import_exits_quietly(module):
     command = python("-c", INTERRUPTED_IMPORT, module, "generate", "-p", "x", "--connect", "ipc:///no/such")
     done = subprocess.run(command, env=child_environment(), capture_output=True, timeout=LIMIT)
     assert (done.stdout, done.stderr) == (b"", b"") and done.returncode in (-signal.SIGINT, 130)
+
+
+def test_interrupted_doctor_ends_its_process_without_a_traceback():
+    """Ctrl-C in a terminal goes to the whole process group, and Python's answer to it is a traceback."""
+    command = python("-m", "outrider", "doctor", "--draft-model", EMBEDDED_TARGET)
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=child_environment(), start_new_session=True, **pipes) as doctor:
+        deadline = time.monotonic() + LIMIT
+        while not (children := psutil.Process(doctor.pid).children()) or REPORT_MODULE not in children[0].cmdline():
+            assert doctor.poll() is None and time.monotonic() < deadline
+        assert os.getpgid(children[0].pid) != doctor.pid
+        os.killpg(doctor.pid, signal.SIGINT)
+        assert doctor.communicate(timeout=LIMIT)[1] == b"" and doctor.returncode == 130
+    assert not psutil.wait_procs(children, LIMIT)[1]
 
 
 ENDED_IN_A_FINALIZER = """
