@@ -23,6 +23,7 @@ from outrider.orchestrator.cli.generate import (
     Conversation,
     add_connect_flags,
     add_conversation_flags,
+    explain_cut_off,
     load_messages,
     load_model_text,
     open_client,
@@ -118,7 +119,7 @@ class Editor:
         output.enable_cpr = False  # no query for the cursor's position, which only menus need
         self._session: PromptSession[str] = PromptSession(
             multiline=True,
-            prompt_continuation=CONTINUATION,
+            prompt_continuation=lambda _width, _line, wraps: "" if wraps else CONTINUATION,
             history=_open_history(),
             completer=WordCompleter(list(COMMANDS), sentence=True),
             complete_while_typing=False,
@@ -409,12 +410,8 @@ def format_summary(result: GenerationResult, max_tokens: int) -> str:
     looked_up = times.cache_hits + times.cache_misses
     parts = [
         f"{pluralize(times.predicted_n, 'token')}, {times.predicted_per_second:.1f} tok/s",
-        f"{times.cache_hits} hits of {looked_up}" if looked_up else result.mode,
+        f"{pluralize(times.cache_hits, 'hit')} of {looked_up}" if looked_up else result.mode,
         f"{times.cache_n} of {result.prompt_tokens} prompt tokens cached",
     ]
-    if result.finish_reason != "length":
-        return " | ".join(parts)
-    full = pluralize(result.prompt_tokens + len(result.token_ids), "token")
-    cut = len(result.token_ids) >= max_tokens
-    ended = "cut off at --max-tokens" if cut else f"stopped: the context is full ({full}); /clear starts over"
-    return " | ".join([ended, *parts])
+    ended = [explain_cut_off(result, max_tokens)] if result.finish_reason == "length" else []
+    return " | ".join([*ended, *parts])

@@ -139,16 +139,16 @@ def run(options: argparse.Namespace) -> int:
     else:
         say(result.summary())
         if result.finish_reason == "length":
-            say(f"Note: {explain_cut_off(result, request.sampling.max_tokens)}")
+            say(f"Note: the text was {explain_cut_off(result, request.sampling.max_tokens)}")
     return 0
 
 
 def explain_cut_off(result: GenerationResult, max_tokens: int) -> str:
     """Says why the text ended before the model ended it."""
     if len(result.token_ids) >= max_tokens:
-        return f"the text was cut off after {pluralize(max_tokens, 'token')} (--max-tokens)"
+        return f"cut off after {pluralize(max_tokens, 'token')} (--max-tokens)"
     length = result.prompt_tokens + len(result.token_ids)
-    return f"the text was cut off because the context is full ({pluralize(length, 'token')})"
+    return f"cut off because the context is full ({pluralize(length, 'token')})"
 
 
 def add_generation_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:

@@ -348,7 +348,7 @@ def test_full_context_is_reported_and_drops_the_oldest_message(served, talk, tem
     code, _, err = talk("one", "two", "/clear", "three")
     assert code == 0
     assert prompts(served) == [as_prompt("one"), as_prompt("two"), as_prompt("three")]
-    assert err.count("stopped: the context is full (") == 3 and "--max-tokens" not in err
+    assert err.count("[cut off because the context is full (") == 3 and "--max-tokens" not in err
     assert "oldest message and its answer were removed: one" in err
 
 
@@ -365,7 +365,7 @@ def test_too_long_conversation_continues_without_its_beginning(served, talk, tem
 def test_answer_cut_at_max_tokens_is_marked(served, talk):
     served.core.play = says(served.codec, "yes", "length")
     tokens = len(served.codec.encode("yes", special=False))
-    assert "[cut off at --max-tokens | " in talk("x", flags=("-m", str(tokens)))[2]
+    assert f"[cut off after {tokens} tokens (--max-tokens) | " in talk("x", flags=("-m", str(tokens)))[2]
 
 
 def test_undo_prints_the_removed_message(served, talk):
