@@ -345,6 +345,7 @@ class Chat:
         try:
             status = self._print_answer(texts)
         except BaseException as error:
+            self._screen.clear()
             if self._own_server and isinstance(error, ServerStopped):
                 print(end="\n" if texts else "", flush=True)  # a restarted server receives the message again
             else:

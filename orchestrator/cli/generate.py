@@ -189,14 +189,16 @@ def add_server_key_flag(add: Callable[..., object]) -> None:
 def generate(options: argparse.Namespace, request: Generate, screen: Screen, show_text: bool) -> GenerationResult:
     """Runs one request on the server that the flags name, or on a cluster of its own, after checking all settings."""
     with open_client(options, screen) as client:
-        stream = client.ask(request, reading_progress(screen))
-        for chunk in stream:
+        stream, printed = client.ask(request, reading_progress(screen)), ""
+        try:
+            for chunk in stream:
+                screen.clear()
+                if show_text:
+                    print(chunk.text, end="", flush=True)
+                    printed += chunk.text
+        finally:
             screen.clear()
-            if show_text:
-                print(chunk.text, end="", flush=True)
-        screen.clear()
-        if show_text:
-            print()
+            print(end="\n" if printed else "", flush=True)  # an error begins a line, too
         return stream.result
 
 

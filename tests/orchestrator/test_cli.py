@@ -24,7 +24,7 @@ from outrider.orchestrator.events import Admit, Committed, RequestBegan, Request
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.model_files import PACKAGE_FOLDER, TINY_TARGET
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
-from outrider.protocol.messages import Stats, Timings
+from outrider.protocol.messages import Failed, Progress, Stats, Timings
 from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.protocol.schema import Logprobs
 from outrider.protocol.stats import Report
@@ -310,6 +310,22 @@ def test_cut_off_text_prints_a_note_with_the_reason(run, stand, codec, limit, pr
     assert code == 0 and err.splitlines()[-1].startswith(words)
     stand.core.play = says(codec, "x", "eos")
     assert "cut off" not in run("generate", prompt, "--connect", stand.endpoint, "-m", "3")[2]
+
+
+@pytest.mark.parametrize("text", ["", "x = 1"])
+def test_error_begins_a_line_after_progress_and_text(run, stand, codec, monkeypatch, text):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    stand.core.play = lambda admit: [
+        RequestBegan(admit.request, "ssd"),
+        Progress(admit.request, 512, 751),
+        *([Committed(admit.request, codec.encode(text, special=False))] if text else []),
+        Failed(admit.request, "WorkerError", "the target died"),
+    ]
+    code, out, err = run("generate", "x", "--connect", stand.endpoint)
+    assert code == WorkerError.exit_code and out == (f"{text}\n" if text else "")
+    assert "512 of 751 tokens\r\x1b[K" in err and err.endswith("\x1b[Koutrider generate: the target died\n")
 
 
 def test_start_progress_is_one_erased_line_on_terminals_only(capsys, monkeypatch):

@@ -32,7 +32,7 @@ from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.chat_template import render_template
 from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.protocol.errors import InvalidRequest, ServerStopped, WorkerError
-from outrider.protocol.messages import Failed, Timings
+from outrider.protocol.messages import Failed, Progress, Timings
 from outrider.protocol.schema import Origin
 from outrider.protocol.stats import Report
 from tests.orchestrator.stand import says, worker_stats
@@ -286,6 +286,26 @@ def test_sigint_on_a_terminal_stops_the_answer_and_quit_exits(served, tmp_path):
         typist.until(READY)
         assert typist.quits() == 0
     assert served.core.wait_for(Stop)[0].reason == "cancelled"
+
+
+def test_interrupt_while_the_prompt_is_read_erases_the_progress(served, tmp_path):
+    served.core.play = lambda admit: [RequestBegan(admit.request, "ssd"), Progress(admit.request, 512, 751)]
+    with Typist(tmp_path, "--connect", served.endpoint) as typist:
+        typist.until(READY)
+        typist.types(b"one\r")
+        typist.until(b"512 of 751 tokens")
+        typist.process.send_signal(signal.SIGINT)
+        assert typist.until(READY).startswith(b"\r\x1b[KThere was no answer")
+        assert typist.quits() == 0
+
+
+def test_wrapped_line_has_no_mark_of_a_new_line(served, tmp_path):
+    with Typist(tmp_path, "--connect", served.endpoint) as typist:
+        typist.until(READY)
+        typist.types(b"word " * 30 + b"end\\\rnext")
+        assert typist.until(b"next").count(b"... ") == 1
+        typist.process.terminate()
+        typist.process.wait(200)
 
 
 def test_multiline_messages_are_sent_and_kept_in_the_history(served, tmp_path):
