@@ -113,7 +113,9 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     except Exception as error:  # the GBNF converter raises plain Exception
         raise InvalidRequest(f"the {grammar.name} can't be used: {error}") from None
     if matcher.is_error():
-        raise InvalidRequest(f"the {grammar.name} can't be used: {error_text(matcher)}")
+        reason = error_text(matcher)
+        short = reason.rpartition("\nerror: ")[2].partition("\n")[0]  # without the grammar around the expression
+        raise InvalidRequest(f"the {grammar.name} can't be used: {short if grammar.kind == 'regex' else reason}")
     return matcher
 
 

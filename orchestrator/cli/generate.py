@@ -147,8 +147,7 @@ def explain_cut_off(result: GenerationResult, max_tokens: int) -> str:
     """Says why the text ended before the model ended it."""
     if len(result.token_ids) >= max_tokens:
         return f"cut off after {pluralize(max_tokens, 'token')} (--max-tokens)"
-    length = result.prompt_tokens + len(result.token_ids)
-    return f"cut off because the context is full ({pluralize(length, 'token')})"
+    return f"cut off because the context is full ({pluralize(result.prompt_tokens + len(result.token_ids), 'token')})"
 
 
 def add_generation_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
