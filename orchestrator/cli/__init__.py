@@ -133,15 +133,15 @@ class Parser(argparse.ArgumentParser):
         """
         options, unknown = self.parse_known_args(self._move_flags_first(given))
         if unknown:
-            self.error(self._explain_unknown(unknown[0]))
+            self.error(self._explain_unknown(unknown[0], "--" in given))
         return options
 
     def error(self, message: str) -> NoReturn:
         say(f"{self.prog}: {message}; see {self.prog} --help")
         sys.exit(InvalidRequest.exit_code)
 
-    def _explain_unknown(self, word: str) -> str:
-        if not word.startswith("-"):
+    def _explain_unknown(self, word: str, is_argument: bool = False) -> str:
+        if is_argument or not word.startswith("-"):
             takes_text = any(action.dest == "prompt" for action in self._actions)
             return f"unexpected argument {word!r}" + ("; a text of several words needs quotes" if takes_text else "")
         flag = word.partition("=")[0]

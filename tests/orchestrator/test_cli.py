@@ -184,6 +184,8 @@ def test_version_is_printed(run):
         (["generate", "x", "--maxtokens=1"], 2, "unknown flag --maxtokens (did you mean --max-tokens?)"),
         (["generate", "x", "--zzz"], 2, "unknown flag --zzz; see outrider generate --help"),
         (["generate", "def", "f():"], 2, "unexpected argument 'f():'; a text of several words needs quotes"),
+        (["generate", "--", "-x", "-m", "3"], 2, "unexpected argument '-m'; a text of several words needs quotes"),
+        (["generate", "--", "what", "--this"], 2, "unexpected argument '--this'; a text of several words needs"),
         (["serve", "x"], 2, "unexpected argument 'x'; see outrider serve --help"),
         (["generate", "x", "-p", "y"], 2, "argument PROMPT: not allowed with argument --prompt/-p"),
         (["generate", "x", "--json-schema", '{"type": '], 2, "expected JSON"),
