@@ -292,7 +292,7 @@ def in_process_drafters(settings: ServeSettings) -> tuple[tuple[str, str], ...]:
 def drafter_names(settings: ServeSettings) -> tuple[str, ...]:
     """Returns the names by which a request may choose its drafter."""
     own = unique_names(kind for kind, _ in in_process_drafters(settings))
-    worker = (DRAFT_MODEL,) if settings.has_draft_worker else ()
+    worker = (DRAFT_MODEL,) if settings.has_draft_worker or settings.workers_endpoint is not None else ()
     copies = (NGRAM,) if settings.ngrams else ()
-    joint = tuple(f"{DRAFT_MODEL}{JOINT_SEPARATOR}{name}" for name in own) if worker else ()
+    joint = tuple(f"{DRAFT_MODEL}{JOINT_SEPARATOR}{name}" for name in own) if settings.has_draft_worker else ()
     return (*worker, *own, *copies, *joint)

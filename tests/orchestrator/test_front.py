@@ -475,6 +475,18 @@ def test_longest_prompt_gets_the_remaining_context(stand, codec):
     assert any("the context would be full" in note for note in result.notes)
 
 
+def test_drafter_of_another_machine_may_be_chosen_where_one_may_join(make_stand, codec):
+    stand = make_stand(draft_backend="ngram", workers_endpoint="tcp://127.0.0.1:0").start()
+    stand.core.play = says(codec, "x")
+    stand.client().generate("x", mode="ssd", drafter="draft")
+    assert stand.core.wait_for(Admit)[0].drafter == "draft"
+
+
+def test_drafter_of_another_machine_is_refused_where_none_may_join(make_stand):
+    with pytest.raises(InvalidRequest, match="no drafter is called 'draft' here; expected ngram"):
+        make_stand(draft_backend="ngram").start().client().generate("x", drafter="draft")
+
+
 def test_modes_that_need_a_drafter_are_refused_without_one(make_stand, codec):
     stand = make_stand(draft_backend="none").start()
     stand.core.play = says(codec, "x")
