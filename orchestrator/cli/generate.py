@@ -197,7 +197,8 @@ def generate(options: argparse.Namespace, request: Generate, screen: Screen, sho
                     printed += chunk.text
         finally:
             screen.clear()
-            print(end="\n" if printed else "", flush=True)  # an error begins a line, too
+            if printed:  # an error begins a line, too
+                print(flush=True)
         return stream.result
 
 

@@ -313,8 +313,7 @@ class EndpointClient:
             raise ServerBusy(
                 f"this process has too many requests in flight ({error}); wait for some to finish"
             ) from None
-        serial = os.urandom(8)  # random, not counted: processes made by `fork` have the same client
-        socket.setsockopt(zmq.ROUTING_ID, self._client_id + serial)
+        socket.setsockopt(zmq.ROUTING_ID, self._client_id + os.urandom(8))  # no count: `fork` would copy it
         socket.setsockopt(zmq.LINGER, 0)
         try:
             connect(socket, self.endpoint, self._keys)

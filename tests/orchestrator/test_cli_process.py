@@ -19,6 +19,7 @@ from outrider.orchestrator import serve
 from outrider.orchestrator.cli.doctor import REPORT_MODULE
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import TINY_TARGET
+from outrider.protocol.errors import EndpointError
 from tests.orchestrator.stand import says
 
 LIMIT = 200.0
@@ -45,6 +46,12 @@ def test_full_output_device_prints_one_sentence(arguments, unbuffered):
         assert done.returncode == 1
         assert done.stderr.startswith(b"outrider: the output can't be written (No space left on device)")
         assert done.stderr.count(b"\n") == 1
+
+
+@HAS_DEV_FULL
+def test_full_output_device_hides_no_earlier_error():
+    done = outrider("generate", "-p", "x", "--connect", "ipc:///no/such", shell=">/dev/full", PYTHONUNBUFFERED="1")
+    assert done.returncode == EndpointError.exit_code and b"no server at ipc:///no/such" in done.stderr
 
 
 def test_closed_pipe_reader_is_not_an_error():
@@ -97,7 +104,7 @@ def test_interrupt_during_an_import_exits_quietly(module):
 
 def test_interrupted_doctor_ends_its_process_without_a_traceback():
     """Ctrl-C in a terminal goes to the whole process group, and Python's answer to it is a traceback."""
-    command = python("-m", "outrider", "doctor", "--draft-model", EMBEDDED_TARGET)
+    command = python("-m", "outrider", "doctor", "--draft-model", TINY_TARGET)
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=child_environment(), start_new_session=True, **pipes) as doctor:
         deadline = time.monotonic() + LIMIT
