@@ -188,7 +188,7 @@ def test_non_finite_rows_end_only_the_drafting(
         ({"rank": 9}, r"down.weight is \(8, 64\), expected \(9, 64\)"),
         ({"rank": None}, "expected a head's sizes"),
         ({"model_type": "llama"}, "is not a head of kind early-exit"),
-        ({"quantization": {"bits": 4}}, "is quantized"),
+        ({"quantization": {"bits": 4}}, "is quantised"),
         ({"weights": {"up.weight": None}}, "lacks up.weight"),
         ({"weights": {"up.weight": mx.full((64, 8), mx.inf)}}, "NaN or infinite"),
         (
