@@ -183,7 +183,7 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
 
     def _on_welcome(self, name: str) -> None:
         self.name, self._waits = name, 0
-        log.info("%s has joined the cluster", name)
+        log.info("%s has joined the server at %s", name, self._endpoint)
         if not self._has_joined:
             self._has_joined = True
             threading.Thread(target=self._answer_pings, daemon=True, name="heartbeat").start()

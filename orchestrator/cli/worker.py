@@ -18,7 +18,7 @@ from outrider.orchestrator.machine.spawn import MODULES, child_environment, work
 from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec, vocabulary_digest
-from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.settings import LOG_LEVELS, ServeSettings
 from outrider.protocol.endpoints import find_client_keys, parse_endpoint, probe, require_server
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.keys import Keyring, parse_key
@@ -29,9 +29,9 @@ COMMON = (
 )  # fmt: skip
 SERVER_SETTINGS = (
     *flags.MULTI_REQUEST_SETTINGS, "drafters", "branch_depth", "ngrams", "trees", "pin_cores", "prefill_workers",
-    "prefill_from", "worker_timeout", "kv_memory", "prompt_cache", "memory", "trace",
+    "prefill_from", "worker_timeout", "kv_memory", "prompt_cache", "memory", "trace", "log_level",
 )  # fmt: skip
-"""Settings that have no effect on a worker, or that the server decides."""
+"""Settings that have no effect on a worker or another default, or that the server decides."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +48,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shard", action="store_true", help=shard)
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     flags.add_cluster_flags(parser, SERVER_SETTINGS)
+    level = "the lowest level that is logged (default: info, so that the worker says that it has joined)"
+    parser.add_argument("--log-level", default="info", metavar="|".join(LOG_LEVELS), help=level)
 
 
 def run(options: argparse.Namespace) -> int:

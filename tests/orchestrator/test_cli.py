@@ -82,6 +82,7 @@ def test_worker_command_receives_models_and_endpoint(run, executed, model_folder
     assert code == 99 and "outrider.draft_worker" in executed[0] and "--parent-fd" not in executed[0]
     assert executed[0][executed[0].index("--endpoint") + 1] == endpoint
     assert executed[0][executed[0].index("--model") + 1] == str(model_folder.resolve())
+    assert executed[0][executed[0].index("--log-level") + 1] == "info"  # so it says when it has joined
 
 
 def actions(text):
