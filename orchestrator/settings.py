@@ -233,8 +233,8 @@ class ServeSettings:
 
     @property
     def can_work_ahead(self) -> bool:
-        """Whether a drafter, or n-grams instead, may draft while the target verifies."""
-        return not self.colocate and not (self.head and self.draft_backend == "none")
+        """Whether draft workers, or n-grams instead, may draft while the target verifies."""
+        return not self.colocate and self.draft_backend != "none"
 
     @property
     def needs_draft_model(self) -> bool:
@@ -273,7 +273,7 @@ class ServeSettings:
             yield "ngram_table is not used without ngrams; leave out one of the two settings"
         if self.draft_backend == "none" and self.mode in ("sd", "ssd") and not self.head:
             yield f"mode {self.mode} needs a drafter; expected a draft_backend that drafts, or mode ar"
-        if self.mode == "ssd" and not self.can_work_ahead:
+        elif self.mode == "ssd" and not self.can_work_ahead:
             yield NO_SSD_COLOCATED
 
     def _find_head_conflicts(self) -> Iterator[str]:

@@ -89,7 +89,7 @@ class WorkerPool:
         auth: CurveAuth | None = None,
     ) -> None:
         awaited = model_digest(Path(settings.model)) if settings.await_target and settings.model else None
-        self._registry = WorkerRegistry(not settings.colocate, awaited, auth)
+        self._registry = WorkerRegistry(settings.can_work_ahead, awaited, auth)
         self._settings, self._auth = settings, auth
         self._memory = physical_memory()
         self.endpoint = f"ipc://{run_dir}/workers"

@@ -312,7 +312,7 @@ def feature_mismatch(drafter: Hello, target: Hello) -> str:
 class WorkerRegistry:
     """Every worker by name and by routing id.
 
-    `drafters_may_join` is False if the target drafts for itself. `awaited` is the digest of the files of the target
+    `drafters_may_join`: whether draft workers are used. `awaited` is the digest of the files of the target
     that may join (`protocol.digest`); None: none may. `auth` checks keys; None: none are required. `language` is the
     vocabulary of this cluster, once known.
     """
@@ -386,7 +386,7 @@ class WorkerRegistry:
         if hello.role == "prefill" and (why := self._prefill_refusal(hello)) is not None:
             return why
         if hello.role == "draft" and not self._drafters_may_join:
-            return "the target of this cluster drafts itself; start it without colocate so that drafters can join"
+            return "this server uses no draft workers; start it without --colocate and --draft-backend none"
         if len(hello.name) > MAX_NAME_LENGTH or not hello.name.isprintable():
             return (
                 f"the name {hello.name[:MAX_NAME_LENGTH]!r} is not a valid name; expected at most"

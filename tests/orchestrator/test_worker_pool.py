@@ -347,7 +347,7 @@ def test_awaited_target_joins_and_rejoins_with_the_same_files(
     """Of the same files only, one at a time, and as the same model; the place keeps what it takes in between."""
     (tmp_path / "config.json").write_text("{}")
     files = model_digest(tmp_path)
-    harness = make_harness(await_target=True, model=str(tmp_path), draft_backend="none")
+    harness = make_harness(await_target=True, model=str(tmp_path), draft_backend="ngram")
     impostor = Peer(harness, "draft", 9).hello("target-0")
     assert isinstance(impostor, Shutdown) and "the name target-0 is the target's" in impostor.reason
     assert harness.starts == [] and not harness.pool.ready and harness.pool.endpoint in harness.pool.stage
@@ -398,10 +398,12 @@ def test_hello_with_a_mismatched_routing_id_is_refused(harness: PoolHarness) -> 
     assert isinstance(refusal, Shutdown) and "routing id" in refusal.reason and "studio" not in harness.states()
 
 
-def test_colocated_target_refuses_joining_drafters(make_harness: Callable[..., PoolHarness]) -> None:
-    refusal = make_harness(colocate=True)
-    answer = Peer(refusal, "draft", 1).hello()
-    assert isinstance(answer, Shutdown) and "without colocate" in answer.reason
+@pytest.mark.parametrize("settings", [{"colocate": True}, {"draft_backend": "none"}])
+def test_server_that_would_not_use_drafters_refuses_them(
+    make_harness: Callable[..., PoolHarness], settings: dict[str, Any]
+) -> None:
+    answer = Peer(make_harness(**settings), "draft", 1).hello()
+    assert isinstance(answer, Shutdown) and "without --colocate and --draft-backend none" in answer.reason
 
 
 def test_number_of_workers_is_limited(harness: PoolHarness) -> None:
