@@ -6,7 +6,6 @@ control of every host, so its file must be readable only by its owner.
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import json
 import os
@@ -29,6 +28,7 @@ from outrider import __version__
 from outrider.orchestrator.machine.spawn import child_environment
 from outrider.protocol import keys, values
 from outrider.protocol.digest import replace_file
+from outrider.protocol.endpoints import Tcp, listen_error
 from outrider.protocol.errors import EndpointError, InvalidRequest, KeyFault
 
 MAX_AMOUNT = 1_000_000
@@ -253,17 +253,9 @@ def end_process(running: HostProcess, show: Callable[[str], None] = lambda _: No
 def require_free(ip: str, port: int) -> None:
     """Raises EndpointError if this host can't listen there."""
     try:
-        with socket.create_server((ip, port)):
-            return
-    except socket.gaierror:
-        why = f"{ip} is not a known host; expected an address of this one"
+        socket.create_server((ip, port)).close()
     except OSError as error:
-        why = {
-            "EADDRINUSE": f"port {port} is in use, perhaps by another head; stop it, or choose another with --port",
-            "EADDRNOTAVAIL": "this host does not have this address; expected one of its own",
-            "EACCES": "no permission; expected a port from 1024 on",
-        }.get(errno.errorcode.get(error.errno or 0, ""), error.strerror or "")
-    raise EndpointError(f"can't listen at {ip}:{port}: {why}")
+        raise listen_error(Tcp(ip, port), error) from None
 
 
 def check_port(port: int) -> None:

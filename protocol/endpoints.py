@@ -105,7 +105,10 @@ def _parse_ipc(text: str, path: str) -> Ipc:
         raise EndpointError(
             f"{text!r} has no path of a file; expected ipc:// and the path of a socket, like ipc:///tmp/outrider"
         )
-    path = os.path.abspath(path)
+    try:
+        path = os.path.abspath(path)
+    except FileNotFoundError:
+        raise EndpointError(f"{text!r} is relative to a removed directory; expected an absolute path") from None
     length = len(os.fsencode(path))
     if length > MAX_PATH_BYTES:
         raise EndpointError(
@@ -206,7 +209,7 @@ def connect(socket: Socket, endpoint: str, keys: ClientKeys | None = None) -> No
     try:
         socket.connect(str(where))
     except zmq.ZMQError as error:
-        raise _endpoint_error(where, error) from None
+        raise listen_error(where, error) from None
 
 
 class BoundSocket:
@@ -296,7 +299,7 @@ def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound
                 listener.listen(BACKLOG)
             bound = BoundSocket(socket, where, listener, lock)
         except (OSError, zmq.ZMQError) as error:
-            raise _endpoint_error(where, error) from None
+            raise listen_error(where, error) from None
         cleanup.pop_all()
     return bound
 
@@ -308,9 +311,10 @@ def _set_common_options(socket: Socket, where: Endpoint) -> None:
         socket.ipv6 = True
 
 
-def _endpoint_error(where: Endpoint, error: OSError | zmq.ZMQError) -> EndpointError:
+def listen_error(where: Endpoint, error: OSError | zmq.ZMQError) -> EndpointError:
+    """Returns the error that says why nothing can listen there, and what to do."""
     reasons = {
-        errno.EADDRINUSE: "the port is in use; stop the program that uses it, or choose another port (0: any free one)",
+        errno.EADDRINUSE: "the port is in use; stop the program that uses it, or choose another port",
         errno.EACCES: "no permission; choose a port from 1024 up, or a directory you may write to",
         errno.EADDRNOTAVAIL: "this machine has no such address; choose one of its addresses, or * for all",
         errno.ENODEV: "this machine has no such address; choose one of its addresses, or * for all",

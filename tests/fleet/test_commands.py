@@ -106,7 +106,7 @@ def test_invalid_command_line_is_a_one_line_error(run: Run, arguments: list[str]
     ("arguments", "code", "sentence"),
     [
         (["head", "--port", "15000"], 2, "which Ray's workers use"),
-        (["head", "--ip", "192.0.2.77"], 4, "this host does not have this address"),
+        (["head", "--ip", "192.0.2.77"], 4, "this machine has no such address"),
         (["join", "127.0.0.1:6379"], 2, "accepts no other host"),
         (["join", "192.0.2.1:6379"], 8, "does not exist; expected a copy of the head's token"),
         (["status"], 2, "this host is not the head of a fleet"),

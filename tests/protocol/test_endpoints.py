@@ -61,6 +61,14 @@ def test_a_relative_path_becomes_absolute(short, monkeypatch):
     assert parse_endpoint("ipc://a/b") == Ipc(f"{os.getcwd()}/a/b")
 
 
+def test_a_path_relative_to_a_removed_directory_is_refused(short, monkeypatch):
+    (gone := short / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(EndpointError, match="expected an absolute path"):
+        parse_endpoint("ipc://b")
+
+
 @pytest.mark.parametrize(
     "text",
     [
