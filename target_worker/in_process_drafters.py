@@ -22,6 +22,7 @@ from outrider.drafters.growth import BranchTask, Continuation
 from outrider.drafters.heads import load as heads
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.early_exit import ExitDrafter
+from outrider.drafters.heads.head import BlockHead, MaskedHead
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.ngrams import NgramDraft, NgramDrafter
 from outrider.drafters.work_ahead import DraftBatcher, DraftTurn, WorkAhead, check_in_vocabulary, start_drafting
@@ -31,7 +32,7 @@ from outrider.engine.kv_rows import ReadProgress
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import OutriderError, wrap_model_errors
+from outrider.protocol.errors import OutriderError
 from outrider.protocol.heads import DRAFT_MODEL, NGRAM, unique_names
 from outrider.protocol.messages import InProcess, workers
 from outrider.protocol.ngrams import NgramTable
@@ -39,6 +40,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 
 log = logging.getLogger(__name__)
+_CHAIN_TOKENS = 4  # the default K
 
 
 def propose(turns: Sequence[DraftTurn[Any]]) -> list[Continuation | OutriderError]:
@@ -231,9 +233,9 @@ def load(
 ) -> LoadedDrafters:
     """Loads drafters, each a kind (`DRAFT_MODEL` or one of `protocol.heads.HEAD_KINDS`) with the folder of its files.
 
-    `unsharded`: the whole model is in this process (see `drafters.heads.load`), so a head's cost is measured. `ngrams`:
-    the file of a table of n-grams, "" without one; None: no n-grams. They are used where ONNX Runtime computes: MLX
-    begins a forward before the tokens of the one before are known, and n-grams in between would have to wait for them.
+    `unsharded`: the whole model is in this process (see `drafters.heads.load`). `ngrams`: the file of a table of
+    n-grams, "" without one; None: no n-grams. They are used where ONNX Runtime computes: MLX begins a forward before
+    the tokens of the one before are known, and n-grams in between would have to wait for them.
     """
     drafters: dict[str, InProcessProposer] = {}
     infos, left_out, warnings = [], [], []
@@ -249,7 +251,7 @@ def load(
         drafters[name] = drafter
         warnings += [drafter.note] if drafter.note else []
         agreement = -1.0 if drafter.agreement is None else drafter.agreement
-        weight = _relative_cost(drafter, model, unsharded)
+        weight = _relative_cost(drafter, model)
         is_head = isinstance(drafter, HeadDrafter)
         infos.append(workers.InProcessDrafter(name, path, is_head, agreement, weight))
     if ngrams is not None and unsharded and model.cpu is not None:
@@ -260,13 +262,14 @@ def load(
     return LoadedDrafters(drafters, tuple(infos), tuple(left_out), tuple(warnings))
 
 
-def _relative_cost(drafter: InProcessProposer, model: LoadedModel, unsharded: bool) -> float:
-    """Returns the measured cost of a head if it can be measured, or else its weight bytes relative to the model's."""
-    measured = None
-    if unsharded and isinstance(drafter, HeadDrafter) and not isinstance(drafter, ExitDrafter):
-        try:
-            with wrap_model_errors("measuring the head"):
-                measured = heads.measure_step_cost(drafter, model)
-        except OutriderError as error:
-            log.warning("%s; its cost is estimated by its weights", error)
-    return drafter.weight_bytes / max(model.weight_bytes, 1) if measured is None else measured
+def _relative_cost(drafter: InProcessModel | HeadDrafter, model: LoadedModel) -> float:
+    """Returns the likely cost of a drafted token relative to a step of the target, by the weights that they read.
+
+    ONNX Runtime has the weights of heads and target in about as many bits each. The tokens of a block share a forward.
+    """
+    if isinstance(drafter, HeadDrafter) and model.cpu is not None:
+        ratio: float = drafter.parameters / max(model.parameters, 1)
+    else:
+        ratio = drafter.weight_bytes / max(model.weight_bytes, 1)
+    drafts_blocks = isinstance(drafter, HeadDrafter) and isinstance(drafter.head, BlockHead | MaskedHead)
+    return ratio / _CHAIN_TOKENS if drafts_blocks else ratio

@@ -5,14 +5,11 @@
   the target as configured and in a few other ways, and its predictions of the target's next token are compared.
 - `make_ort_forward`: ONNX Runtime's forwards of the head, if there are any and their logits are those of MLX. Weights
   and activations are rounded to 8 bits, which changes a draft now and then and halves the time of a drafted token.
-- `measure_step_cost`: the time of a drafted token divided by that of a target step, in the target's process, both in
-  turns. The minimum of a few turns counts, which excludes most of the other load of the machine.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,24 +27,18 @@ from outrider.drafters.heads.head import BlockHead, Head
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureKVCache, HeadKVCache, PairKVCache, make_kv_cache
 from outrider.engine.flat import Segment
 from outrider.engine.hidden_states import HiddenStatePoints
-from outrider.engine.kv_cache import CacheSlot
-from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, find_model_folder, load_lazily
 from outrider.engine.ort.forward import OrtForward, check_logits, is_enabled
 from outrider.engine.ort.layers import DecoderLayers, Ints
-from outrider.engine.verify import verify
 from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import CannotDraft, ModelError, OutriderError, first_line, wrap_model_errors
 from outrider.protocol.heads import TARGET_HEADS
-from outrider.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
 _MIN_AGREEMENT = 0.1  # a head of this target agrees far more often, an untrained one far less often
 _MIN_AGREEMENT_GAIN = 0.1
 _NUM_TEST_FEATURES = 16  # different features in the check
-TRIAL_DEPTH = 4  # the default K: the cost of a block is that of all its tokens
-_TRIAL_PROMPT_TOKENS, _TRIAL_TURNS = 16, 6
 
 
 def read_head(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None]) -> Head:
@@ -239,32 +230,3 @@ def make_ort_forward(head: Head, target: LoadedModel) -> OrtForward | None:
     except ModelError as error:
         log.info("MLX computes this head: %s", first_line(error))
         return None
-
-
-def measure_step_cost(
-    drafter: HeadDrafter, target: LoadedModel, seconds: Callable[[], float] = time.perf_counter
-) -> float | None:
-    """Returns the cost of a drafted token in target steps; None: it drafts nothing. Random rows take the same time."""
-    draws, sampling = np.random.default_rng(0), SamplingParams(temp=1.0, seed=1)
-    tokens = draws.integers(0, min(target.vocab_size, 9), _TRIAL_PROMPT_TOKENS).tolist()
-    slot, draft = CacheSlot(target, open_kv_cache(target), tokens, sampling), drafter.open_draft(sampling)
-    slot.feed_all_but_last()
-    width, read_len = drafter.head.points.count * int(HeadTarget.of(target).config["hidden_size"]), 0
-    steps, chains = list[float](), list[float]()
-    try:
-        for _ in range(_TRIAL_TURNS):
-            began = seconds()
-            tokens.append(verify(slot).bonus)
-            verified = seconds()
-            rows = mx.array(draws.standard_normal((len(tokens) - 1 - read_len, width)), mx.float32)
-            draft.add_features(read_len, drafter.head.fuse(rows))
-            read_len = len(tokens) - 1
-            (continuation,) = drafter.continuations([draft.set_text(tokens)], [TRIAL_DEPTH])
-            if not continuation.chain:
-                return None
-            chains.append((seconds() - verified) / len(continuation.chain))
-            steps.append(verified - began)
-    finally:
-        draft.close(discard=True)
-        slot.close()
-    return min(chains[1:]) / max(min(steps[1:]), 1e-9)

@@ -36,7 +36,7 @@ class InProcessDrafter(Record, frozen=True):
 
     `model` names its files. `is_head`: it reads the target's hidden states. `agreement` is the share of a trial text's
     tokens for which it proposed the target's own; -1: not tried. `weight` is the cost of a token of its chains relative
-    to a step of the target, measured at load, or else the ratio of their bytes of weights.
+    to a step of the target, by their weights.
     """
 
     name: Name

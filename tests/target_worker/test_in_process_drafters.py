@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,16 +13,10 @@ import pytest
 
 from models.training.draft.ngram_table import save_table
 from outrider.drafters.growth import Continuation
-from outrider.drafters.heads import load as loading
-from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
-from outrider.drafters.heads.head import Head
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.ngrams import NgramDrafter
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReaders
-from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.forward import OrtForward
-from outrider.engine.verify import VerifyOutput
 from outrider.protocol.messages import Autonomous, Halt, InProcess, Open, Outcome, Verify
 from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, PRIOR_COPIED, NgramTable
 from outrider.protocol.sampling import SamplingParams
@@ -34,7 +25,15 @@ from outrider.target_worker import in_process_drafters
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered, drafted_chain
-from tests.target_worker.heads import drafter, feature_head, markov_llama, mtp_head, token_head, write_feature_head
+from tests.target_worker.heads import (
+    drafter,
+    feature_head,
+    markov_llama,
+    mtp_head,
+    parallel_token_head,
+    token_head,
+    write_feature_head,
+)
 
 LENGTH, DEPTH = 24, 3
 FREE_ROWS = (0.0,) * (DEPTH + 1)
@@ -161,10 +160,7 @@ def test_hidden_states_of_several_readers_are_tapped_once_and_split() -> None:
     assert third[1].tolist() == [18, 19, 20]
 
 
-def test_unusable_drafter_is_left_out_with_a_reason(
-    target: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "measure_step_cost", lambda head, model: None)
+def test_unusable_drafter_is_left_out_with_a_reason(target: LoadedModel, tmp_path: Path) -> None:
     head = write_feature_head(tmp_path / "head", target)
     kinds = [("eagle3", str(tmp_path / "none")), ("eagle3", str(head)), ("draft", str(tmp_path / "none"))]
     loaded = in_process_drafters.load(kinds, target, lambda stage: None, unsharded=True)
@@ -176,62 +172,11 @@ def test_unusable_drafter_is_left_out_with_a_reason(
     ]
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_weight_of_a_head_is_its_measured_cost_or_its_share_of_bytes(
-    target: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
-) -> None:
-    wanted = [("eagle3", str(write_feature_head(tmp_path / "head", target)))]
-
-    def fails(head: HeadDrafter, model: LoadedModel) -> float:
-        raise ZeroDivisionError
-
-    found = []
-    for cost in (lambda head, model: 3.5, lambda head, model: None, fails):
-        monkeypatch.setattr(loading, "measure_step_cost", cost)
-        found.append(in_process_drafters.load(wanted, target, lambda stage: None, alone))
-    tried, plain, failed = found
-    by_bytes = plain.infos[0].weight
-    assert 0 < by_bytes < 1 and [tried.infos[0].weight, failed.infos[0].weight] == [
-        3.5 if alone else by_bytes,
-        by_bytes,
-    ]
-
-
-@pytest.mark.parametrize("made", [token_head, mtp_head])
-def test_step_cost_is_the_time_of_a_drafted_token_per_target_step(
-    target: LoadedModel, monkeypatch: pytest.MonkeyPatch, made: Callable[[LoadedModel], Head]
-) -> None:
-    """By a clock that moves by 10 a step and by 2 a drafted token; by a real one it is some number."""
-    now, own = [0.0], drafter(made(target), target)
-    verified, drafted = loading.verify, own.continuations
-
-    def step(slot: CacheSlot) -> VerifyOutput:
-        now[0] += 10
-        return verified(slot)
-
-    def chains(lines: Sequence[HeadDraft], depths: Sequence[int]) -> list[Continuation]:
-        now[0] += 2 * sum(depths)
-        return drafted(lines, depths)
-
-    real = loading.measure_step_cost(own, target)
-    assert real is not None and 0 < real < math.inf
-    monkeypatch.setattr(loading, "verify", step)
-    monkeypatch.setattr(own, "continuations", chains)
-    assert loading.measure_step_cost(own, target, lambda: now[0]) == pytest.approx(0.2)
-
-
-def test_step_cost_is_measured_on_the_forwards_that_serve_the_target(
-    target: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called, forward = list[OrtForward](), OrtForward.__call__
-
-    def counted(self: OrtForward, *args: Any, **others: Any) -> Any:
-        called.append(self)
-        return forward(self, *args, **others)
-
-    monkeypatch.setattr(OrtForward, "__call__", counted)
-    loading.measure_step_cost(drafter(token_head(target), target), target)
-    assert target.cpu is not None and target.cpu in called
+def test_weight_of_a_head_is_its_share_of_the_parameters_and_less_for_a_block(target: LoadedModel) -> None:
+    alone, block = drafter(token_head(target), target), drafter(parallel_token_head(target), target)
+    weight = in_process_drafters._relative_cost(alone, target)
+    assert weight == alone.parameters / target.parameters
+    assert in_process_drafters._relative_cost(block, target) == block.parameters / target.parameters / 4
 
 
 def test_kv_memory_is_divided_by_bytes_per_token(target: LoadedModel) -> None:
