@@ -277,8 +277,6 @@ def variants(name: str) -> Iterator[tuple[str, PolicyConstants]]:
 # The test of each constant of fixed modes and of several draft workers, which no scene has.
 TESTED_CONSTANTS: Mapping[str, str] = {
     "max_silent_rounds": "tests/orchestrator/test_drafters.py",
-    "min_judged_tokens": "tests/orchestrator/test_drafters.py",
-    "min_accepted_share": "tests/orchestrator/test_drafters.py",
     "latency_smoothing": "tests/orchestrator/test_drafter_latency.py",
     "drafter_trial_rounds": "tests/orchestrator/test_draft_pool.py",
     "breadth_interval_rounds": "tests/bench/test_simulator.py",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, DrafterUsage, TextAcceptance, TextProfiles
+from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, TextAcceptance, TextProfiles
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
@@ -187,19 +187,17 @@ class Planner:
         return request.admit.mode == "auto" and self.estimates.active == 1
 
     def check_in_process_drafter(self, ended: SettledRound) -> str:
-        """Leaves out an in-process drafter that is no longer useful to the request, and returns a note if it does."""
+        """Leaves out an in-process drafter that proposes nothing more to the request; returns a note if it does."""
         request, drafter, planning = ended.request, ended.proposal.drafter, ended.request.planning
         is_judged = ended.proposal.draft and drafter != NGRAM and drafter not in planning.left_out
         if not is_judged or request.remaining < ended.plan.depth:
             return ""
-        why = planning.drafter_usage.setdefault(drafter, DrafterUsage()).observe(
-            ended.proposal.depth, ended.outcome.accepted
-        )
-        if not why:
+        rounds = planning.silent_rounds[drafter] = 0 if ended.proposal.depth else planning.silent_rounds[drafter] + 1
+        if rounds < POLICY.max_silent_rounds:
             return ""
         planning.left_out.add(drafter)
         self.on_drafters_changed(request)
-        return f"speculation: {drafter} is not used: {why}"
+        return f"speculation: {drafter} is not used: it proposed nothing in {rounds} rounds"
 
     def _observe_copy(self, ended: SettledRound) -> None:
         """Records how a copy would have done in this round, whatever was verified; then finds the next round's copy."""

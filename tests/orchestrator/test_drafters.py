@@ -15,7 +15,6 @@ from outrider.orchestrator.core.policy.acceptance import (
     CONSTRAINED_TEXT,
     GENERAL_TEXT,
     REPEATING_TEXT,
-    DrafterUsage,
     classify_text,
 )
 from outrider.orchestrator.core.policy.constants import POLICY
@@ -23,12 +22,14 @@ from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, load, write
+from outrider.orchestrator.core.proposal import Proposal
 from outrider.orchestrator.core.request import DraftState, PlanState, Request, SequenceState, SpeculationCache
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.admission import is_code
-from outrider.protocol.messages import InProcessDrafter
+from outrider.protocol.messages import InProcessDrafter, Outcome, Span
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.settings import round_settings
+from tests.orchestrator.rounds import settled
 
 GOOD, POOR = (
     InProcessDrafter("eagle3", is_head=True, agreement=0.8, weight=0.1),
@@ -76,11 +77,15 @@ def slow_drafter(admit: Admit, full_depth: bool = False) -> Arm:
         found.estimates.observe_depth(16, 15.0)
         found.estimates.observe_lookup(number % 4 > 0, 16)
         found.estimates.observe_chain(1, number % 2)
-    text = found.profiles.open(GENERAL_TEXT, greedy=True)
-    sequence, draft = SequenceState(list(admit.tokens), 1 << 20), DraftState({}, SpeculationCache())
-    request = Request(admit, sequence, draft, PlanState(plan(found, admit), text), RequestMetrics())
+    request = open_request(found, admit)
     found.replan(request)
     return request.plan
+
+
+def open_request(found: Planner, admit: Admit, workers: int = 1) -> Request:
+    text = found.profiles.open(GENERAL_TEXT, greedy=True)
+    sequence, draft = SequenceState(list(admit.tokens), 1 << 20), DraftState({}, SpeculationCache())
+    return Request(admit, sequence, draft, PlanState(plan(found, admit, workers), text), RequestMetrics())
 
 
 def test_ssd_branches_are_limited_to_what_finishes_unless_b_is_given() -> None:
@@ -159,16 +164,20 @@ def test_ngram_forecast_follows_observed_copies() -> None:
     assert policy.plan().drafter == "ngram"
 
 
-def test_drift_reports_silent_and_never_accepted_drafters() -> None:
-    silent, poor, fair = DrafterUsage(), DrafterUsage(), DrafterUsage()
-    assert [bool(silent.observe(0, 0)) for _ in range(POLICY.max_silent_rounds)] == [False] * (
-        POLICY.max_silent_rounds - 1
-    ) + [True]
-    assert [bool(poor.observe(4, 0)) for _ in range(POLICY.min_judged_tokens // 4)] == [False] * (
-        POLICY.min_judged_tokens // 4 - 1
-    ) + [True]
-    assert not any(fair.observe(4, n % 4 == 0) for n in range(10 * POLICY.min_judged_tokens))
-    assert not any(DrafterUsage(silent=1).observe(n % 2, 0) for n in range(8))
+def test_head_that_proposes_nothing_in_a_row_is_left_out_for_the_request() -> None:
+    found, admit = planner(GOOD, POOR), asked("sd")
+    request = open_request(found, admit, workers=0)
+    silent, other = (Proposal(chain, draft=4, drafter="eagle3") for chain in ((), (7,)))
+    notes = [
+        found.check_in_process_drafter(
+            replace(settled(1, one, Outcome("r", 0, 1, 2, 0, 5, Span(0, 1)), 1), request=request, plan=request.plan)
+        )
+        for one in (*[silent] * 3, other, *[silent] * POLICY.max_silent_rounds)
+    ]
+    assert notes == [""] * (3 + POLICY.max_silent_rounds) + [
+        "speculation: eagle3 is not used: it proposed nothing in 4 rounds"
+    ]
+    assert request.plan == Arm("sd", 4, 16, "mtp")
 
 
 def test_repeating_held_and_code_texts_have_their_own_kinds() -> None:

@@ -12,9 +12,6 @@ rounds. A text begins with the acceptance of its kind, and a kind with that of a
 
 `classify_text` guesses the kind of a text before its first round. A prompt that repeats itself usually continues to,
 and n-grams copy from it; grammars leave few choices; code and prose, told apart by the front, suit different drafters.
-
-`DrafterUsage` decides whether an in-process drafter is still useful to a request: it is left out if it proposes
-nothing, or hardly anything that is accepted. `auto` stops using it long before that, since it measures rates.
 """
 
 from __future__ import annotations
@@ -311,24 +308,3 @@ class TextProfiles:
         """Records a round that n-grams alone would have made, in a text and in its kind."""
         for odds in (text.odds, self.odds(text.kind, text.greedy)):
             odds.observe_copies(rows, right)
-
-
-@dataclass(slots=True)
-class DrafterUsage:
-    """How useful one drafter has recently been to one request: its `silent` rounds in a row, and its tokens."""
-
-    silent: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    def observe(self, drafted: int, accepted: int) -> str:
-        """Records a chain; returns why the drafter is no longer useful, or an empty string if it is."""
-        self.silent = 0 if drafted else self.silent + 1
-        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
-        if self.silent >= POLICY.max_silent_rounds:
-            return f"it proposed nothing in {self.silent} rounds"
-        if self.drafted >= POLICY.min_judged_tokens:
-            if self.accepted < POLICY.min_accepted_share * self.drafted:
-                return f"{self.accepted} of its last {self.drafted} tokens were accepted"
-            self.drafted, self.accepted = self.drafted // 2, self.accepted // 2
-        return ""

@@ -41,10 +41,8 @@ class PolicyConstants:
     copy_prior_chains: float = COPY_PRIOR_CHAINS  # weight of both, in copies; at 8 -0.4
     copy_fade: float = COPY_FADE  # as `fade`: texts that stop repeating are soon noticed (test_copies.py); at 0.99 -0.1
 
-    # When a request in a fixed mode stops using an in-process drafter (test_drafters.py).
+    # When a request stops using an in-process drafter (test_drafters.py).
     max_silent_rounds: int = 4  # rounds in a row without a proposed token
-    min_judged_tokens: int = 128  # or, after so many tokens,
-    min_accepted_share: float = 0.02  # less than this share of them accepted
 
     # Several draft workers (test_drafter_latency.py, test_draft_pool.py).
     latency_smoothing: float = 0.3  # as `smoothing`, for their latencies
