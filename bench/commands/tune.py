@@ -22,7 +22,7 @@ from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core.policy import tuning
-from outrider.orchestrator.machine import spawn, system
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import worker_module
 from outrider.orchestrator.pairing.model_files import ModelFiles, in_process_drafters
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
@@ -184,8 +184,6 @@ def _describe_costs(settings: ServeSettings, found: ArmCosts) -> list[str]:
             f"next token of all branches   {_format_points(found.tree_ms)} ms by number of branches",
             f"turnaround of a hit          {found.turnaround_ms:.2f} ms",
         ]
-    if settings.has_draft_worker and settings.draft_backend == "mlx":
-        lines += filter(None, [spawn.measure_prompt_reading(str(settings.draft_model))])
     lines += ["", "measured in real rounds:", *(_format_arm(found, best) for best in found.best_arms())]
     return [*lines, *_recommend(found), *_suggest_devices(settings)]
 

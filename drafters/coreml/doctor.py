@@ -2,8 +2,8 @@
 
 `outrider doctor` formats it; the program is separate so that the command line never imports MLX. A `Placement` is the
 time of one token and of a tree of eight on one device of this machine. CPU and GPU are measured now, which takes
-seconds; Core ML's times are those of a kept trial, or of a new one with --probe. With --prompts the program measures
-only which prompts of the draft Core ML reads faster than MLX; drafters use the kept result.
+seconds; Core ML's times are those of a kept trial, or of a new one with --probe. A trial also measures which prompts
+of the draft Core ML reads faster than MLX; drafters use the kept result.
 """
 
 from __future__ import annotations
@@ -223,18 +223,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.doctor", description=__doc__)
     parser.add_argument("--model", help="the draft: a model directory")
     parser.add_argument("--probe", action="store_true", help="convert it and try Core ML, which can take minutes")
-    parser.add_argument(
-        "--prompts", action="store_true", help="measure only whether prefill is faster on Core ML or MLX"
-    )
     options = parser.parse_args()
-    if options.prompts and options.model is None:
-        parser.error("--prompts needs --model")
     try:
-        if options.prompts:
-            times = selection.get_prompt_times(Packages(find_model_folder(options.model)), log.info)
-            report = {"least": times.min_tokens, "sentence": times.sentence, "times": dataclasses.asdict(times)}
-        else:
-            report = dataclasses.asdict(create_report(options.model, options.probe))
+        report = dataclasses.asdict(create_report(options.model, options.probe))
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

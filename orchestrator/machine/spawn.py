@@ -4,15 +4,11 @@ Knows command lines and process ids; knows nothing of messages.
 
 `SpawnedProcess`: a worker or the HTTP server, in a session of its own. It ends when its stdin closes, and so with this
 process, however that ends. Its output is a log in the run directory.
-
-`measure_prompt_reading`: whether MLX or a Core ML package reads a draft model's prompts faster on this Mac. It
-runs in a process that saves the result where drafters look for it.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import signal
@@ -40,8 +36,6 @@ MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker",
 # a worker then keeps free memory between longer-lived blocks. What a forward frees at the heap's end is kept for the
 # next forward: requesting it again costs a quarter of a drafter's forward. Other systems ignore these variables.
 MALLOC_ENV = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
-
-MEASURE_SECONDS = 1200.0
 
 
 def open_log_file(path: Path, mode: str) -> BinaryIO:
@@ -182,18 +176,3 @@ def child_environment() -> dict[str, str]:
     """Returns this process's environment, with the package on the path for any current directory."""
     paths = [str(PACKAGE_FOLDER.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "TOKENIZERS_PARALLELISM": "false"}
-
-
-def measure_prompt_reading(draft_model: str) -> str | None:
-    """Returns a note on what reads which prompts, or why there is no result; None on systems without Core ML."""
-    if sys.platform != "darwin":
-        return None
-    command = python("-m", MODELS_ONLY, "outrider.drafters.coreml.doctor", "--model", draft_model, "--prompts")
-    try:
-        done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=MEASURE_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"MLX reads prompts: Core ML took more than {MEASURE_SECONDS:g} s"
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["the measurement failed without a message"]
-        return f"MLX reads prompts: {lines[-1]}"
-    return str(json.loads(done.stdout)["sentence"])

@@ -140,13 +140,6 @@ def test_missing_draft_is_a_one_line_error(capsys: pytest.CaptureFixture[str], m
     assert report.out == "" and report.err.count("\n") == 1
 
 
-def test_reading_of_prompts_needs_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["doctor", "--prompts"])
-    with pytest.raises(SystemExit) as ended:
-        doctor.main()
-    assert ended.value.code == 2 and "--prompts needs --model" in capsys.readouterr().err
-
-
 def test_the_survey_has_a_row_for_every_mode_and_kind(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
