@@ -56,8 +56,8 @@ def join_text(content: str | Sequence[ContentPart] | None, where: str, readable:
     return "".join(texts)
 
 
-def past_tool_call(name: str, arguments: str | dict[str, Any], own_id: str | None) -> dict[str, Any]:
-    """Returns an earlier tool call. JSON arguments become an object, which templates expect."""
+def past_tool_call(name: str, arguments: str | JsonObject, own_id: str | None) -> dict[str, Any]:
+    """Returns an earlier tool call. Its arguments become an object, which templates expect."""
     function = {"name": name, "arguments": parse_arguments(arguments)}
     return {"type": "function", "id": own_id or "", "function": function}
 
@@ -77,15 +77,13 @@ def tool_result(content: str, own_id: str, name: str | None) -> dict[str, Any]:
     return {"role": "tool", "content": content, "tool_call_id": own_id, **({"name": name} if name else {})}
 
 
-def parse_arguments(arguments: str | dict[str, Any]) -> Any:
-    """Parses JSON arguments. Invalid ones are returned unchanged."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        text = json.dumps(json.loads(arguments or "{}"), ensure_ascii=False)
-        return json.loads(replace_lone_surrogates(text))
-    except (ValueError, RecursionError):
-        return arguments  # invalid JSON of an earlier turn must not end the conversation
+def parse_arguments(arguments: str | JsonObject) -> JsonObject:
+    """Parses JSON arguments. What is no object, such as a call that was cut off, becomes the only entry of one."""
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            text = json.dumps(json.loads(arguments or "{}"), ensure_ascii=False)
+            arguments = json.loads(replace_lone_surrogates(text))
+    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
 
 
 def template_keywords(explicit: JsonObject | None, **named: Any) -> JsonObject:

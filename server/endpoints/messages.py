@@ -273,8 +273,6 @@ def _to_block(part: Part, begun: bool = False) -> AnswerBlock:
             return ThinkingBlock(thinking="" if begun else text)
         case ToolCall(name=name, arguments=arguments, id=own):
             given = {} if begun else parse_arguments(arguments)
-            if not isinstance(given, dict):
-                given = {"arguments": arguments}
             return ToolUseBlock(id=own or f"toolu_{secrets.token_hex(12)}", name=name, input=given)
 
 

@@ -273,7 +273,5 @@ def _message_to_text(message: Message) -> Message:
 
 
 def _call_to_text(function: dict[str, Any]) -> str:
-    arguments = function["arguments"]
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    name = json.dumps(function["name"], ensure_ascii=False)
-    return f'<tool_call>\n{{"name": {name}, "arguments": {written}}}\n</tool_call>'
+    name, arguments = (json.dumps(function[key], ensure_ascii=False) for key in ("name", "arguments"))
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'

@@ -20,7 +20,7 @@ from outrider.server.answers.choices import (
     ThinkingPart,
     merge_updates,
 )
-from outrider.server.mapping import parse_arguments
+from outrider.server.mapping import parse_arguments, past_tool_call
 from outrider.server.model.served import ThinkingMode, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import (
     SpanTags,
@@ -163,6 +163,13 @@ def test_half_a_surrogate_pair_in_a_call_is_replaced() -> None:
     assert parse_arguments('{"x": "\\ud83d"}') == {"x": "?"} and parse_arguments('{"x": "\\ud83d\\ude00"}') == {
         "x": "😀"
     }
+
+
+@pytest.mark.parametrize("arguments", ['{"x": ', "two words", "[1]", "null", "[" * 10**5])
+def test_past_arguments_that_are_no_object_become_one(arguments: str) -> None:
+    """Most templates iterate over the arguments of a call, and fail on anything else."""
+    parsed = {"[1]": [1], "null": None}.get(arguments, arguments)
+    assert past_tool_call("f", arguments, None)["function"] == {"name": "f", "arguments": {"arguments": parsed}}
 
 
 def test_unexpected_tags_are_kept_as_text() -> None:
