@@ -158,7 +158,7 @@ class ServedModel:
         messages = source.messages
         if self.tools_as_text:
             messages, source = tools_as_text(messages, source.box.tools), replace(source, box=Toolbox())
-        for form in (messages, join_turns(messages)):
+        for form in (messages, join_turns(messages), join_turns(messages, to_results=True)):
             with suppress(ModelError):
                 return self._apply_template(replace(source, messages=form))
         return self._apply_template(replace(source, messages=join_turns(messages, keep_first=False)))

@@ -219,22 +219,25 @@ def tools_as_text(messages: Iterable[Message], tools: Sequence[dict[str, Any]]) 
     return [*join_turns([*own, instruction]), *converted[len(own) :]]
 
 
-def add_turn(messages: list[Message], turn: Message, separator: str = "\n\n") -> None:
-    """Adds a turn. Consecutive ones of the user or the system become one."""
+def add_turn(messages: list[Message], turn: Message, separator: str = "\n\n", to_results: bool = False) -> None:
+    """Adds a turn. Consecutive ones of the user or the system become one; `to_results`: so do a tool's and a user's."""
     last = messages[-1] if messages else {}
-    if turn["role"] == last.get("role") and turn["role"] in ("system", "user"):
+    roles = last.get("role"), turn["role"]
+    if roles in (("system", "system"), ("user", "user")) or (to_results and roles == ("tool", "user")):
         messages[-1] = {**last, "content": f"{last['content']}{separator}{turn['content']}"}
     else:
         messages.append(turn)
 
 
-def join_turns(messages: Iterable[Message], keep_first: bool = True) -> list[Message]:
+def join_turns(messages: Iterable[Message], keep_first: bool = True, to_results: bool = False) -> list[Message]:
     """Rewrites a conversation for a template with alternating turns, of which the system's can only be the first, or
-    none without `keep_first`; its other messages become the user's."""
+    none without `keep_first`; its other messages become the user's. `to_results`: a tool's result takes in the user's
+    text after it, because Mistral's templates require an answer between them."""
     found: list[Message] = []
     for message in messages:
         keep_first = keep_first and message["role"] == "system"
-        add_turn(found, {**message, "role": "user"} if message["role"] == "system" and not keep_first else message)
+        turn = {**message, "role": "user"} if message["role"] == "system" and not keep_first else message
+        add_turn(found, turn, to_results=to_results)
     return found
 
 

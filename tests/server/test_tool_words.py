@@ -53,6 +53,8 @@ FIRST = (
     + BARE
 )
 """Like Qwen3.5's, with the alternation that Gemma's and Mistral's require."""
+OWN_CALLS = "{# <tool_call> tool_call.name #}"
+"""Marks by which the format of a template's calls is recognised."""
 
 
 def folder_with(template: str | list[dict[str, str]], model: Path, to: Path) -> Path:
@@ -120,10 +122,20 @@ def test_later_system_messages_become_user_text_where_a_template_refuses_them(sc
             text(*refused)
 
 
+def test_user_text_after_results_joins_the_last_where_a_template_refuses_it(scripted: Path, tmp_path: Path) -> None:
+    """Mistral's templates; Claude Code sends a reminder after results, and any user can speak there."""
+    alternating = """{%- set turns = messages | rejectattr('tool_calls') | rejectattr('role', 'eq', 'tool') | list %}
+{%- for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no turn') }}{% endif %}
+{%- endfor %}"""
+    strict = load_served_model("strict", folder_with(alternating + OWN_CALLS + BARE, scripted, tmp_path / "strict"), ())
+    assert not strict.tools_as_text
+    text = strict.codec.decode(strict.tokenize_conversation(TemplateInput(TALK, Toolbox((TOOL,)))).tokens)
+    assert "tool\n22 C<|im_end|>\n<|im_start|>tool\nsunny\n\nAnd?<|im_end|>\n<|im_start|>assistant" in text
+
+
 def test_template_named_tool_use_renders_conversations_with_tools(scripted: Path, tmp_path: Path) -> None:
     """As in transformers: models such as Hermes have it beside the default one, which has no tools."""
-    marks = "{# <tool_call> tool_call.name #}"  # by which the format of its calls is recognised
-    own = "{{ messages[0].content }}: {{ tools | map(attribute='function.name') | join }}" + marks
+    own = "{{ messages[0].content }}: {{ tools | map(attribute='function.name') | join }}" + OWN_CALLS
     named = [{"name": "default", "template": BARE}, {"name": "tool_use", "template": own}]
     hermes = load_served_model("hermes", folder_with(named, scripted, tmp_path / "hermes"), ())
     assert hermes.tools is not None and not hermes.tools_as_text
