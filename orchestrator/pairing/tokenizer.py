@@ -31,7 +31,7 @@ from outrider.protocol.sampling import SamplingParams
 
 MAX_SAMPLES = 3
 _BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
-_FILLER = re.compile(r"reserved|unused|placeholder|dummy|extra_\d|extra_id|^\W*(control_\d|pad\d*\W*$)", re.IGNORECASE)
+_FILLER = re.compile(r"(?i)reserved|unused|place.?holder|dummy|extra_(\d|id)|^\W*((control|special)_\d|pad\d*\W*$)")
 
 
 @dataclass(frozen=True, slots=True)

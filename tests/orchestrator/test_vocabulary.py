@@ -35,6 +35,8 @@ def test_identical_vocabularies_have_no_difference(codec):
         [*WORDS, "<|reserved_special_token_7|>", "<unused3>", "[PAD]"],
         [*WORDS, "[PAD4]", "[PAD5]"],  # by llama.cpp, as many as the model has embeddings without a token
         [*WORDS[:3], "<|reserved_special_token_0|>"],
+        [*WORDS[:3], "<SPECIAL_32>"],  # [ARGS] in later models of Mistral's
+        [*WORDS[:3], "<\uff5cplace▁holder▁no▁798\uff5c>"],  # <think> in DeepSeek's R1
     ],
 )
 def test_padding_tokens_are_ignored(with_words, draft):
