@@ -53,7 +53,9 @@ _TEMPLATE_MARKERS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("json_tools", (("<tool_call>", "tool_call.name"),)),
 )
 
-_CALL_ID = re.compile(r"\[CALL_ID\]\s*[\w-]+\s*(?=\[ARGS\])")  # of Mistral Small 3.2; read as the name by mlx-lm
+# Mistral Small 3.2 writes an id that mlx-lm would read as the name. Many copies have the tokenizer of 3.1, whose tokens
+# 32 and 33 have no names.
+_BEFORE_ARGUMENTS = re.compile(r"((\[CALL_ID\]|<SPECIAL_33>)\s*[\w-]+\s*)?(\[ARGS\]|<SPECIAL_32>)")
 FALLBACK_FORMAT = "json_tools"
 FALLBACK_NOTE = (
     "The chat template of this model does not support tools. They are described in the system prompt, and a grammar"
@@ -138,7 +140,7 @@ class ToolFormat:
             InvalidToolCall: it can't be parsed.
         """
         try:
-            parsed = self.module.parse_tool_call(_CALL_ID.sub("", text), list(tools))
+            parsed = self.module.parse_tool_call(_BEFORE_ARGUMENTS.sub("[ARGS]", text), list(tools))
             many = parsed if isinstance(parsed, list) else [parsed]
             return tuple(_to_tool_call(one) for one in many)
         except Exception as error:  # parsers raise anything on malformed text

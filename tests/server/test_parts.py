@@ -183,11 +183,12 @@ def test_format_without_an_end_tag_extends_to_the_end_of_the_text() -> None:
     assert joined(parts + splitter.finish()) == [("S", "So "), ("C", '{"x": 1}'), ("C", "{}")]
 
 
+@pytest.mark.parametrize("before", ["[CALL_ID]abcdefgh1[ARGS]", "<SPECIAL_32>", "<SPECIAL_33>abcdefgh1<SPECIAL_32>"])
 @pytest.mark.parametrize("size", [1, 100])
-def test_an_id_between_name_and_arguments_is_not_the_name(size: int) -> None:
-    """As of Mistral Small 3.2."""
+def test_neither_an_id_nor_a_token_without_a_name_belongs_to_a_name(size: int, before: str) -> None:
+    """As of Mistral Small 3.2, and of its copies with the tokenizer of 3.1."""
     splitter = Splitter(None, tool_format(None, (), "mistral"), BOX)
-    text = 'So [TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{"x": "[CALL_ID]"}[TOOL_CALLS]g[ARGS]{}'
+    text = f'So [TOOL_CALLS]f{before}{{"x": "[CALL_ID]"}}[TOOL_CALLS]g[ARGS]{{}}'
     parts = [part for at in range(0, len(text), size) for part in splitter.feed(text[at : at + size])]
     calls = [part for part in parts + splitter.finish() if isinstance(part, ToolCall)]
     assert calls == [ToolCall("f", '{"x": "[CALL_ID]"}'), ToolCall("g", "{}")]
