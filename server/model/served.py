@@ -141,6 +141,8 @@ class ServedModel:
             return self.tokenize_text(join_messages(source.messages))
         if (effort := source.keywords.get("reasoning_effort")) is not None:
             source = replace(source, keywords={"enable_thinking": effort != "none", **source.keywords})
+        if (enabled := source.keywords.get("enable_thinking")) is not None:  # `thinking`: Granite's and Kimi's name
+            source = replace(source, keywords={"thinking": enabled, **source.keywords})
         if source.continue_final:
             text = render_open(lambda of: self._render(replace(source, messages=of)), source.messages)
         else:

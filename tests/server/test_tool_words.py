@@ -179,6 +179,25 @@ def test_thinking_in_channels_is_optional_after_the_prompt_and_can_be_switched_o
     assert model.codec.decode(off.tokens) == "hi<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
+@pytest.mark.parametrize(
+    ("keywords", "expected"),
+    [
+        ({}, "-"),
+        ({"enable_thinking": True}, "True"),
+        ({"reasoning_effort": "none"}, "False"),
+        ({"reasoning_effort": "low"}, "True"),
+        ({"enable_thinking": True, "thinking": False}, "False"),
+    ],
+)
+def test_templates_read_whether_to_think_under_both_names(
+    model: ServedModel, keywords: dict[str, Any], expected: str
+) -> None:
+    """Granite's, Kimi's and the first of DeepSeek V3.1 read `thinking`, others `enable_thinking`."""
+    reads = replace(model, template="{{ thinking if thinking is defined else '-' }}")
+    tokens = reads.tokenize_conversation(TemplateInput(HELLO, keywords=keywords)).tokens
+    assert model.codec.decode(tokens) == expected
+
+
 def test_mistral_templates_receive_ids_of_nine_characters(scripted: Path, tmp_path: Path) -> None:
     """Equal ids stay equal, so that the template can match calls and results."""
     picky = """{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id|length != 9 %}
