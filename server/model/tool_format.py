@@ -53,8 +53,7 @@ _TEMPLATE_MARKERS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("json_tools", (("<tool_call>", "tool_call.name"),)),
 )
 
-# Mistral Small 3.2 writes an id that mlx-lm would read as the name. Many copies have the tokenizer of 3.1, whose tokens
-# 32 and 33 have no names.
+# Of Mistral Small 3.2: an id, which mlx-lm reads as the name; the marks have no names in copies with 3.1's tokenizer.
 _BEFORE_ARGUMENTS = re.compile(r"((\[CALL_ID\]|<SPECIAL_33>)\s*[\w-]+\s*)?(\[ARGS\]|<SPECIAL_32>)")
 FALLBACK_FORMAT = "json_tools"
 FALLBACK_NOTE = (
