@@ -2,7 +2,7 @@
 
 mlx-lm's parser of the format parses a matching text correctly. `Rules` builds a grammar rule by rule;
 text that the model has as a special token is written as that token. `CallStyle` describes one format: @name is a
-function's or an argument's name, @n the call's number, @nl an optional line break.
+function's or an argument's name, @n the call's number, @nl an optional line break, @sp an optional space.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _UNTRIMMED = r"/[\s\x1c-\x1f](?s:.*)/", r"/(?s:.*)[\s\x1c-\x1f]/"
 _WORD = r"[\w.-]+"
 _IDENTIFIER = rf"(?!(?:{'|'.join(kwlist)})$)[^\W\d]\w*"
 _LINE_BREAK_BLOCK = "@nl", "@nl", "@nl"
+_MARKS = {"@nl": '"\\n"?', "@sp": '" "?', "@n": "/[0-9]{1,2}/"}
 _ANNOTATION_KEYS = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
 _SUBSCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _UNREADABLE = re.compile(r"\(\?<?[=!]|\\[1-9]")
@@ -269,7 +270,7 @@ def _tagged_style(tag: str, empty: str | None = None) -> CallStyle:
 _MISTRAL_ARGS_STYLE = CallStyle("@name[ARGS]", "", names=r"[\w-]+")
 _STYLES = {
     "json_tools": CallStyle('@nl{"name": "@name", "arguments": ', "}@nl", names=r'[^"\\\x00-\x1f@]+'),
-    "mistral": CallStyle('{"name": "@name", "arguments": ', "}", block=(" [", ", ", "]"), names=r'[^"\\\x00-\x1f@]+'),
+    "mistral": CallStyle('{"name": "@name", "arguments": ', "}", block=("@sp[", ", ", "]"), names=r'[^"\\\x00-\x1f@]+'),
     "kimi_k2": CallStyle(
         "<|tool_call_begin|>functions.@name:@n<|tool_call_argument_begin|>", "<|tool_call_end|>", block=("", "", "")
     ),
@@ -378,16 +379,8 @@ def _write_arguments(rules: Rules, style: ArgumentStyle, schema: Schema) -> list
 
 def _fill_in(rules: Rules, text: str, name: str = "") -> str:
     """Returns a piece of a style with `name` filled in."""
-    found = []
-    for piece in re.split("(@nl|@n(?!ame))", text):
-        match piece:
-            case "@nl":
-                found.append('"\\n"?')
-            case "@n":
-                found.append("/[0-9]{1,2}/")
-            case _:
-                found.append(rules.literal(piece.replace("@name", name)))
-    return " ".join(found)
+    pieces = re.split("(@nl|@sp|@n(?!ame))", text)
+    return " ".join(_MARKS.get(piece) or rules.literal(piece.replace("@name", name)) for piece in pieces)
 
 
 def drop_unreadable(schema: Any) -> Any:

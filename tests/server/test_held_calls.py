@@ -371,3 +371,12 @@ def test_end_tag_inside_a_value_does_not_end_the_call(tmp_path: Path) -> None:
     assert accepts(model, grammar, text)
     (call,) = model.parts(text, box, TokenizedPrompt(()))
     assert json.loads(call.arguments) == {"x": "a</tool_call>b"}
+
+
+def test_a_space_before_the_list_of_calls_is_optional(tmp_path: Path) -> None:
+    """Mistral's 7B writes one, Nemo does not; a model must not be made to write what it never saw."""
+    model = Model(tmp_path, "mistral", SPECIAL["mistral"])
+    grammar = build_answer_grammar(model.served, TokenizedPrompt(()), Toolbox(TOOLS, required=True), None)
+    assert grammar is not None
+    for space in ("", " "):
+        assert accepts(model, grammar, f'[TOOL_CALLS]{space}[{{"name": "none", "arguments": {{}}}}]')
