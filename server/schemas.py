@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.orchestrator.http_settings import MAX_WAIT_SECONDS
@@ -90,7 +90,7 @@ class ContentPart(LooseSchema):
     """A part of a message's content. Only text can be read; images, audio and files are rejected."""
 
     type: str
-    text: str | None = None
+    text: str | None = Field(None, validation_alias=AliasChoices("text", "refusal"))
 
 
 Content = str | Annotated[list[ContentPart], bounded()]

@@ -76,6 +76,7 @@ class ChatMessage(LooseSchema):
     name: str | None = None
     tool_calls: Annotated[list[MessageToolCall], bounded(MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
+    refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="vLLM's name for reasoning_content")
     prefix: bool | None = Field(None, description="Mistral's and DeepSeek's name for continue_final_message")
@@ -298,7 +299,7 @@ def to_conversation(model: ServedModel, payload: ConversationRequest) -> Templat
 
 
 def _convert_message(message: ChatMessage, where: str) -> dict[str, Any]:
-    content = join_text(message.content, where)
+    content = join_text(message.content, where, ("text", "refusal")) or message.refusal or ""
     if message.role == "assistant":
         calls = [past_tool_call(c.function.name, c.function.arguments, c.id) for c in message.tool_calls or ()]
         return assistant_message(content, calls, message.reasoning_content or message.reasoning or "")

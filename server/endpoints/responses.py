@@ -70,7 +70,7 @@ from outrider.server.schemas import (
 from outrider.server.server_context import ContextDependency, json_response
 
 _INCLUDE_LOGPROBS = "message.output_text.logprobs"
-_TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
 class Item(LooseSchema):

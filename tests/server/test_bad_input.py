@@ -329,6 +329,18 @@ def test_harmless_fields_are_accepted(ask: Ask) -> None:
     assert ask(CLAUDE, json={**said, "metadata": {"user_id": "u"}, "context_management": {}}).status_code == 503
 
 
+def test_a_refusal_in_the_history_is_text_of_the_assistant(chatty: ServedModel) -> None:
+    """A client that changes the server in the middle of a conversation replays what the earlier one wrote."""
+    part, text = {"type": "refusal", "refusal": "No."}, {"role": "assistant", "content": "No."}
+    for earlier in ({"content": [part]}, {"content": None, "refusal": "No."}, {"content": "No.", "refusal": None}):
+        said = [*CHAT_BODY["messages"], {"role": "assistant", **earlier}, *CHAT_BODY["messages"]]
+        asked = ChatRequest.model_validate({"messages": said})
+        assert chat.to_conversation(chatty, asked).messages[1] == text
+    items = [{"role": "assistant", "content": [part]}, {"role": "user", "content": "hi"}]
+    respond = ResponsesRequest.model_validate({"input": items})
+    assert responses.to_conversation(chatty, respond).messages[0] == text
+
+
 def test_neutral_values_of_other_servers_fields_are_ignored(ask: Ask) -> None:
     """Programs send all of a server's samplers, with those that are off."""
     off = {"mirostat": 0, "typical_p": 1.0, "repeat_penalty": 1.0, "xtc_probability": 0.0, "use_beam_search": False}
