@@ -133,8 +133,8 @@ class ResponsesRequest(OpenAIGeneration):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="inputs are never truncated; one that is too long is refused, also with auto"
     )
-    max_tool_calls: Annotated[int | None, unsupported("tools are called by the client; leave it out")] = None
     # Ignored as well.
+    max_tool_calls: Any = None  # counts calls of OpenAI's own tools
     stream_options: Any = None
     client_metadata: Any = None
 

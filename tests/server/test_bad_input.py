@@ -323,7 +323,8 @@ def test_harmless_fields_are_accepted(ask: Ask) -> None:
     more = {"user": "u", "metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True, "logprobs": False}
     assert ask(CHAT, json={**CHAT_BODY, **more, "response_format": {"type": "text"}}).status_code == 503
     assert ask(CHAT, json={**CHAT_BODY, "functions": [], "audio": None, "web_search_options": {}}).status_code == 503
-    assert ask(RESPOND, json={"input": "x", "store": True, "include": ["x"], "metadata": {}}).status_code == 503
+    stored = {"store": True, "include": ["x"], "metadata": {}, "max_tool_calls": 1}
+    assert ask(RESPOND, json={"input": "x", **stored}).status_code == 503
     cached = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
     said = {"messages": [{"role": "user", "content": [cached]}], "system": [cached], "max_tokens": 5}
     assert ask(CLAUDE, json={**said, "metadata": {"user_id": "u"}, "context_management": {}}).status_code == 503
