@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from difflib import get_close_matches
@@ -146,11 +147,12 @@ class JsonRoute(APIRoute):
             _check_content_type(request)
             body = await _read_body(request, context.settings.max_body_mb)
             try:  # strict JSON: UTF-8, no NaN, limited nesting
-                payload = shape.model_validate(from_json(body, allow_inf_nan=False))
+                payload = shape.model_validate(from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False))
             except ValidationError as error:
                 raise _report_invalid(error) from None
             except ValueError as error:
-                raise Refused(f"the body is not JSON: {error}") from None
+                half = "; a text has half of a surrogate pair" if "hex escape" in str(error) else ""
+                raise Refused(f"the body is not JSON: {error}{half}") from None
             if payload.model_extra:
                 count_ignored(context.ignored, request.url.path, find_ignored_fields(payload))
             context.check_model(payload.model)

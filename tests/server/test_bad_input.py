@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import gzip
 import json
 from collections import Counter
@@ -107,6 +108,19 @@ def test_malformed_body_is_refused(ask: Ask, path: str, body: bytes) -> None:
     assert answer.status_code == 400
     message = error_message(answer, anthropic=path == CLAUDE)
     assert message and "dictionary" not in message  # a word of Python, as are the names of its classes
+
+
+@pytest.mark.parametrize("text", [r"\ud83d", r"\ude00", r"\ud83d\n", r"\ud83d\u0041"])
+def test_half_of_a_surrogate_pair_is_named(ask: Ask, text: str) -> None:
+    """JavaScript writes it if it cuts a text within an emoji."""
+    answer = ask(TEXT, content=b'{"prompt": "%s"}' % text.encode(), headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and "has half of a surrogate pair" in error_message(answer)
+
+
+def test_a_byte_order_mark_before_the_body_is_skipped(ask: Ask) -> None:
+    for body, status in ((b'{"prompt": "x"}', 503), (b"", 400)):
+        marked, kind = codecs.BOM_UTF8 + body, {"content-type": "application/json"}
+        assert ask(TEXT, content=marked, headers=kind).status_code == status
 
 
 WRONG = [
