@@ -47,8 +47,7 @@ async def page(request: Request) -> Response:
 
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> Response:
-    described: Mapping[str, Any] = request.app.openapi()
-    body = "".join(_reference(described))
+    body = "".join(_reference(request.app.openapi()))
     head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Outrider: paths and fields</title>'
     return Response(f"{head}{body}</html>", headers=HEADERS, media_type="text/html; charset=utf-8")
 

@@ -204,14 +204,15 @@ class ServedModel:
 
 
 def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fallback: bool = True) -> ServedModel:
-    """Loads the model in `folder`, which the orchestrator calls `name`. `names`: other names for it.
+    """Loads the model in `folder`, which the orchestrator calls `name`. `names`: those to serve it under; by default
+    `name`, for a folder its last component and the whole path.
 
     `tool_fallback`: describe tools in the system prompt if the template does not support them.
 
     Raises:
         ModelError: its files can't be read.
     """
-    codec = load_codec(find_model(str(folder), weights=False))
+    codec, path = load_codec(find_model(str(folder), weights=False)), Path(name).expanduser()
     template = chat_template(folder)
     tool_template = chat_template(folder, TOOL_TEMPLATE) or template
     vocabulary = codec.tokenizer.get_vocab(with_added_tokens=True)
@@ -219,7 +220,7 @@ def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fall
     tools = tool_format(tool_template, vocabulary, named) if template is not None else None
     worded = template is not None and tools is None and tool_fallback
     return ServedModel(
-        names=names or default_names(name),
+        names=names or ((path.resolve().name, name) if path.exists() else (name,)),
         codec=codec,
         vocabulary=get_vocabulary(codec.tokenizer),
         template=template,
@@ -231,9 +232,3 @@ def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fall
         loaded_at=int(time.time()),
         tools_as_text=worded,
     )
-
-
-def default_names(name: str) -> tuple[str, ...]:
-    """Returns a model's name unchanged; for a folder, its last component and the whole path."""
-    path = Path(name).expanduser()
-    return (path.resolve().name, name) if path.exists() else (name,)
