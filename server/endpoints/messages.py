@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, AliasPath, Field, model_validator
 from starlette.responses import Response
 
 from outrider.orchestrator.pairing.detokenizer import Detokenizer
@@ -62,11 +62,20 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 _STOP_REASONS: dict[str, StopReason] = {"tool": "tool_use", "length": "max_tokens"}
 _BILLING_LABEL = "x-anthropic-billing-header:"
+_BLOCKS_WITHOUT_TEXT = ("tool_result", "tool_use", "thinking", "redacted_thinking", "tool_addition", "tool_removal")
 _TOOL_CHOICE_KINDS: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
 
 
+class ClientTool(Function):
+    """A tool that the client runs; `input_schema` is a JSON schema. Anthropic's own tools are rejected."""
+
+    type: str | None = None
+    defer_loading: bool | None = Field(None, description="hide it until a tool_reference or tool_addition names it")
+    parameters: JsonObject | None = Field(None, alias="input_schema")
+
+
 class Block(ContentPart):
-    """A block: text, thinking, tool_use, tool_result or tool_reference. Others, such as images, are rejected."""
+    """A block: text, thinking, or a tool's use, result, reference, addition or removal. Images are rejected."""
 
     thinking: str | None = None
     id: str | None = None
@@ -74,7 +83,8 @@ class Block(ContentPart):
     input: JsonObject | None = None
     tool_use_id: str | None = None
     content: str | Annotated[list[Block], bounded()] | None = None
-    tool_name: str | None = None
+    tool: ClientTool | None = Field(default=None, validation_alias=AliasPath("tool", "definition"))
+    tool_name: str | None = Field(default=None, validation_alias=AliasChoices("tool_name", AliasPath("tool", "name")))
 
     @model_validator(mode="after")
     def _put_reference_into_words(self) -> Self:
@@ -86,14 +96,7 @@ class Block(ContentPart):
 class Turn(LooseSchema):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], bounded()]
-
-
-class ClientTool(Function):
-    """A tool that the client runs; `input_schema` is a JSON schema. Anthropic's own tools are rejected."""
-
-    type: str | None = None
-    defer_loading: bool | None = Field(None, description="hide it until a tool's result has a tool_reference to it")
-    parameters: JsonObject | None = Field(None, alias="input_schema")
+    clear_at: Literal["next_user_message", "never"] | None = Field(None, description="when a system turn is left out")
 
 
 class ToolChoice(LooseSchema):
@@ -294,17 +297,21 @@ def get_output_format(payload: CountTokensRequest) -> OutputFormat | None:
 
 def _select_tools(model: ServedModel, payload: CountTokensRequest) -> Toolbox:
     tools = payload.tools or []
-    for place, tool in enumerate(tools):
-        if tool.type not in (None, "custom"):
-            raise Refused(
-                f"tools.{place}: {tool.type[:40]} has no schema here; expected tools with an input_schema", "tools"
-            )
+    known = {tool.name: tool for tool in tools}
+    if len(known) < len(tools):
+        raise Refused("tools: two have the same name; expected different names", "tools")
+    offered = {tool.name: tool for tool in tools if not tool.defer_loading}  # first: the prompt cache has them
     blocks = [block for turn in payload.messages if isinstance(turn.content, list) for block in turn.content]
-    loaded = {inner.tool_name for block in blocks if isinstance(block.content, list) for inner in block.content}
-    late = [
-        tool for tool in tools if tool.defer_loading and tool.name in loaded
-    ]  # last: the prompt cache has the others
-    return select_tools(model, [*(tool for tool in tools if not tool.defer_loading), *late], _tool_choice(payload))
+    for outer in blocks:
+        for block in [outer, *(outer.content if isinstance(outer.content, list) else [])]:
+            if block.type == "tool_removal":
+                offered.pop(block.tool_name or "", None)
+            elif (tool := block.tool or known.get(block.tool_name or "")) is not None:
+                offered[tool.name] = known[tool.name] = tool
+    for tool in offered.values():
+        if tool.type not in (None, "custom"):
+            raise Refused(f"tools: {tool.type[:40]} has no schema here; expected tools with an input_schema", "tools")
+    return select_tools(model, list(offered.values()), _tool_choice(payload))
 
 
 def _tool_choice(payload: CountTokensRequest) -> ToolSelection:
@@ -329,7 +336,10 @@ def to_conversation(model: ServedModel, payload: CountTokensRequest) -> Template
         given = [block for block in given if not (block.text or "").startswith(_BILLING_LABEL)]
     if system := join_text(given, "system"):
         messages.append({"role": "system", "content": system})
+    last_user = max((place for place, turn in enumerate(payload.messages) if turn.role == "user"), default=0)
     for place, turn in enumerate(payload.messages):
+        if turn.role == "system" and turn.clear_at == "next_user_message" and place < last_user:
+            continue
         for message in _convert_turn(turn, f"messages.{place}.content"):
             add_turn(messages, message)
     keywords = template_keywords(
@@ -337,8 +347,8 @@ def to_conversation(model: ServedModel, payload: CountTokensRequest) -> Template
         enable_thinking=payload.thinking.type != "disabled" if payload.thinking is not None else None,
         reasoning_effort=payload.output_config.effort if payload.output_config is not None else None,
     )
-    last = messages[-1]
-    continue_final = last["role"] == "assistant" and not last.get("tool_calls") and bool(last["content"])
+    last = messages[-1] if messages else {}
+    continue_final = last.get("role") == "assistant" and not last.get("tool_calls") and bool(last["content"])
     return TemplateInput(messages, box, keywords, continue_final=continue_final)
 
 
@@ -348,14 +358,14 @@ def _convert_turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
     results = [block for block in blocks if block.type == "tool_result"]
     calls = [block for block in blocks if block.type == "tool_use"]
     thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
-    rest = [b for b in blocks if b.type not in ("tool_result", "tool_use", "thinking", "redacted_thinking")]
+    rest = [block for block in blocks if block.type not in _BLOCKS_WITHOUT_TEXT]
     for block in results:
         yield tool_result(join_text(block.content, where), block.tool_use_id or "", None)
     text = join_text(rest, where)
     if turn.role == "assistant":
         made = [past_tool_call(block.name or "", block.input or {}, block.id) for block in calls]
         yield assistant_message(text, made, "".join(thoughts))
-    elif rest or not results:
+    elif rest or not blocks:
         yield {"role": turn.role, "content": text}
 
 

@@ -275,8 +275,9 @@ def test_invalid_field_is_refused_by_chat_and_completions(
         (
             CLAUDE,
             {**CHAT_BODY, "max_tokens": 5, "tools": [{"type": "bash_20250124", "name": "bash"}]},
-            "tools.0: bash_20250124 has no schema here; expected tools with an input_schema",
+            "tools: bash_20250124 has no schema here; expected tools with an input_schema",
         ),
+        (CLAUDE, {**CHAT_BODY, "max_tokens": 5, "tools": [{"name": "f"}, {"name": "f"}]}, "two have the same name"),
         (CLAUDE, {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 5}, "'image'"),
         (CLAUDE, {**CHAT_BODY, "max_tokens": 5, "output_config": {"format": schema(False)}}, "Unsatisfiable"),
         (CLAUDE, {**CHAT_BODY, "max_tokens": 5, "thinking": {"type": "on"}}, "'enabled', 'adaptive' or 'disabled'"),
@@ -562,6 +563,51 @@ def test_a_deferred_tool_is_offered_last_once_a_result_refers_to_it(chatty: Serv
         talk = messages.to_conversation(chatty, payload)
         assert [tool["function"]["name"] for tool in talk.box.tools] == expected
     assert talk.messages[-1] == {"role": "tool", "content": "The tool Fetch can be called now.", "tool_call_id": "1"}
+
+
+def test_system_turns_add_and_remove_tools(chatty: ServedModel) -> None:
+    """Claude Code does so if an MCP server connects or leaves during a conversation."""
+    tools = [{"name": name, "input_schema": {"type": "object"}, "defer_loading": name == "Late"} for name in "AB"]
+    tools.append({"name": "Late", "input_schema": {"type": "object"}, "defer_loading": True})
+    inline = {"type": "tool_definition", "definition": {"name": "New", "input_schema": {"type": "object"}}}
+    steps: tuple[tuple[str, Any, list[str]], ...] = (
+        ("removal", {"type": "tool_reference", "name": "A"}, ["B"]),
+        ("addition", inline, ["B", "New"]),
+        ("addition", {"type": "tool_reference", "name": "Late"}, ["B", "New", "Late"]),
+        ("removal", {"type": "tool_reference", "name": "New"}, ["B", "Late"]),
+        ("addition", {"type": "tool_reference", "name": "A"}, ["B", "Late", "A"]),
+        ("addition", {"type": "tool_reference", "name": "B"}, ["B", "Late", "A"]),
+    )
+    turns: list[Any] = [*CHAT_BODY["messages"]]
+    for kind, tool, expected in steps:
+        turns.append({"role": "system", "content": [{"type": f"tool_{kind}", "tool": tool}]})
+        payload = MessagesRequest.model_validate({"messages": turns, "tools": tools, "max_tokens": 5})
+        talk = messages.to_conversation(chatty, payload)
+        assert [tool["function"]["name"] for tool in talk.box.tools] == expected
+    assert list(talk.messages) == CHAT_BODY["messages"]  # the prompt's list of tools is enough
+    shell = {"type": "tool_definition", "definition": {"type": "bash_20250124", "name": "bash"}}
+    for kind, said, words in (("addition", turns, "bash_20250124"), ("removal", [], "there is no message to answer")):
+        turn = {"role": "system", "content": [{"type": f"tool_{kind}", "tool": shell}]}
+        refused = asking(chatty)(CLAUDE, json={**PATHS[CLAUDE], "messages": [*said, turn]})
+        assert refused.status_code == 400 and words in error_message(refused, anthropic=True)
+
+
+def test_a_system_turn_is_hidden_after_the_user_turn_for_which_it_holds(chatty: ServedModel) -> None:
+    tool = {"name": "Late", "input_schema": {"type": "object"}, "defer_loading": True}
+    blocks = [
+        {"type": "text", "text": "Be brief."},
+        {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "Late"}},
+    ]
+    turns = [*CHAT_BODY["messages"], {"role": "system", "content": blocks, "clear_at": "next_user_message"}]
+    answered = [*turns, {"role": "assistant", "content": "Yes."}]
+    for said, is_seen in ((turns, True), (answered, True), ([*answered, *CHAT_BODY["messages"]], False)):
+        payload = MessagesRequest.model_validate({"messages": said, "tools": [tool], "max_tokens": 5})
+        talk = messages.to_conversation(chatty, payload)
+        assert any("Be brief." in message["content"] for message in talk.messages) is is_seen
+        assert [tool["function"]["name"] for tool in talk.box.tools] == ["Late"]
+    kept = {"messages": [{**turns[1], "clear_at": "never"}, turns[0]], "tools": [tool], "max_tokens": 5}
+    never = MessagesRequest.model_validate(kept)
+    assert messages.to_conversation(chatty, never).messages[0]["content"].startswith("Be brief.")
 
 
 def test_truncation_auto_and_disabled_are_accepted(ask: Ask) -> None:
