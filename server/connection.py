@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _CYCLE_EXTENSION = "outrider.cycle"
 HEADER_TIMEOUT_SECONDS = 20.0
 READER_TIMEOUT_SECONDS = 120.0
+CLOSE_TIMEOUT_SECONDS = 2.0
 FILES_PER_CONNECTION = 4
 """Connections may use a quarter of the process's limit on open files; their requests need the rest."""
 
@@ -50,11 +51,6 @@ def chunk_writer(scope: Scope, send: Send) -> Callable[[bytes], Awaitable[None]]
     return write
 
 
-def max_connections() -> int:
-    """Returns the limit on open connections."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_PER_CONNECTION
-
-
 class Connection(H11Protocol):
     """Adds time limits for headers and slow readers, and JSON errors, to uvicorn's connection."""
 
@@ -63,7 +59,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        most = max_connections()
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_PER_CONNECTION
         if len(self.connections) > most:
             self._reject(Problem(f"{most} connections are open, the maximum; try again later", status=503))
         else:
@@ -101,6 +97,11 @@ class Connection(H11Protocol):
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
         self.transport.abort()  # even with unsent data
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():  # an idle client of TLS does not answer the close
+            self.loop.call_later(CLOSE_TIMEOUT_SECONDS, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._header_timer, self._reader_timer):

@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 BODY_TIMEOUT_SECONDS = 60.0
 ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 SCHEMA_REF_PREFIX = "#/components/schemas/"
-TYPED_EVENT_SCHEMA = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
-"""The schema of events that differ by `type`."""
 
 _UNION_ALTERNATIVES = frozenset({"str", "int", "float", "bool", "none"})
 _REASONS = {  # in place of pydantic's sentences, by the type of error
@@ -86,7 +84,8 @@ def chunk_docs(shape: type[BaseModel]) -> dict[str, Any]:
 
 def event_docs() -> dict[str, Any]:
     """Describes events whose name equals the `type` in their data."""
-    return _event(_json(TYPED_EVENT_SCHEMA), {"event": {"type": "string"}})
+    data = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
+    return _event(_json(data), {"event": {"type": "string"}})
 
 
 def _event(data: dict[str, Any], more: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 import socket
 import ssl
@@ -13,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPSConnection
-from pathlib import Path
 
 import pytest
 import uvicorn
@@ -216,7 +216,7 @@ def test_excess_connections_are_refused_and_open_ones_continue(
         return first.getresponse().read() == b'{"status":"ok"}'
 
     assert healthy()
-    monkeypatch.setattr(connection, "max_connections", lambda: 1)
+    monkeypatch.setattr(connection, "FILES_PER_CONNECTION", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     refused = response_to(address)
     assert status(refused) == 503 and b"the maximum" in refused and b"retry-after" in refused
     assert healthy()
@@ -225,12 +225,21 @@ def test_excess_connections_are_refused_and_open_ones_continue(
     assert b" 200 " in response_to(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here, which makes the certificate")
-def test_https_is_served_with_a_certificate_and_plain_http_is_not(tmp_path: Path) -> None:
-    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The paths of a certificate for localhost and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here, which makes the certificate")
+    folder = tmp_path_factory.mktemp("certificate")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
     kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-subj", "/CN=localhost")
     made = ["openssl", "req", "-x509", "-nodes", *kind, "-addext", "subjectAltName=DNS:localhost"]
     subprocess.run([*made, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key
+
+
+def test_https_is_served_with_a_certificate_and_plain_http_is_not(certificate: tuple[str, str]) -> None:
+    cert, key = certificate
     with listening(HttpSettings(port=0, tls_cert=cert, tls_key=key)) as (_, port):
         knows_it = ssl.create_default_context(cafile=cert)
         client = HTTPSConnection("localhost", port, timeout=200, context=knows_it)
@@ -238,3 +247,16 @@ def test_https_is_served_with_a_certificate_and_plain_http_is_not(tmp_path: Path
         assert client.getresponse().read() == b'{"status":"ok"}'
         client.close()
         assert response_to(("127.0.0.1", port), b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") == b""
+
+
+def test_an_idle_https_client_does_not_delay_the_end(
+    certificate: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It reads nothing, so it does not answer TLS's own end of the connection."""
+    cert, key = certificate
+    with listening(HttpSettings(port=0, tls_cert=cert, tls_key=key)) as (_, port):
+        idle = HTTPSConnection("localhost", port, timeout=200, context=ssl.create_default_context(cafile=cert))
+        idle.request("GET", "/health")
+        assert idle.getresponse().read() == b'{"status":"ok"}'
+    idle.close()
+    assert "graceful shutdown exceeded" not in caplog.text
