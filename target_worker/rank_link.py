@@ -145,7 +145,7 @@ class RankLink:
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.heartbeat_ivl = HEARTBEAT_INTERVAL_MS
-        self._socket.heartbeat_timeout = self._socket.heartbeat_ttl = HEARTBEAT_TIMEOUT_MS
+        self._socket.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS  # a TTL would end while a computer sleeps
         key, self._socket.curve_secretkey = zmq.curve_keypair()
         self._key, self._socket.curve_publickey = key.decode(), key
         self._ending, self._when_lost = False, on_lost

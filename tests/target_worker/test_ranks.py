@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import queue
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import Any
@@ -18,8 +21,28 @@ from outrider.protocol.errors import EndpointError, WorkerError
 from outrider.protocol.messages import Fault, Ping, Pong, RankHello, Shutdown, TextChange, Welcome
 from outrider.target_worker.rank_link import RankLink, free_ports, own_address
 from outrider.target_worker.ranks import RankLeader, RankMember
+from tests.halts import still
 
 LIMIT = 200.0
+TIMEOUT_S = 0.4
+# Five pairs of ranks in a process that is stopped; it prints how many ranks noticed a loss.
+PAIRS = f"""
+import contextlib, pytest, time
+from outrider.target_worker import rank_link
+from tests.target_worker.test_ranks import meet, two
+
+rank_link.HEARTBEAT_INTERVAL_MS, rank_link.HEARTBEAT_TIMEOUT_MS, lost = 100, {round(1000 * TIMEOUT_S)}, set()
+rank_link.RankLink._exit_after_loss = lambda link: lost.add(link)
+with contextlib.ExitStack() as stack:
+    for _ in range(5):
+        meet(*stack.enter_context(two(pytest.MonkeyPatch())))
+        time.sleep(0.03)
+    time.sleep({TIMEOUT_S})  # until they have sent pings
+    print("all", flush=True)
+    input()
+    time.sleep({TIMEOUT_S})
+    print(len(lost))
+"""
 HELLO = RankHello(0, 2, "studio", "outrider 1, mlx 2", "abc")
 FOUND = replace(HELLO, found="a vocabulary of 10, texts share a forward")
 
@@ -153,6 +176,16 @@ def test_rank_ends_when_the_other_rank_is_lost(
         going = leader if goes == "first" else member
         die(going)
         assert ended.wait(LIMIT)
+
+
+def test_ranks_that_are_stopped_for_a_while_together_stay_connected() -> None:
+    """As when their computer sleeps. A ping that is under way at that moment may count as unanswered."""
+    with subprocess.Popen([sys.executable, "-c", PAIRS], stdin=-1, stdout=-1, text=True) as pairs:
+        assert pairs.stdout is not None and pairs.stdout.readline() == "all\n"
+        with still(pairs.pid):
+            time.sleep(3 * TIMEOUT_S)
+        lost, _ = pairs.communicate("\n", timeout=LIMIT)
+    assert int(lost) <= 2
 
 
 def test_rank_0_that_can_not_be_reached_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
