@@ -32,7 +32,7 @@ from outrider.engine.kv_rows import ReadProgress
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import OutriderError
+from outrider.protocol.errors import OutriderError, wrap_model_errors
 from outrider.protocol.heads import DRAFT_MODEL, NGRAM, unique_names
 from outrider.protocol.messages import InProcess, workers
 from outrider.protocol.ngrams import NgramTable
@@ -71,10 +71,11 @@ class ModelDraftSession:
         unscaled = replace(sampling, saguaro=1.0) if sampling.is_residual else sampling
         policy, calibration = FAN_OUT_POLICIES["uniform"], model.calibration
         try:
-            self._work = start_drafting(
-                self._drafter, tokens, unscaled, (), policy, calibration, progress=progress, constraint=constraint
-            )
-        except DrafterFault as error:
+            with wrap_model_errors("the draft model's reading of the text"):
+                self._work = start_drafting(
+                    self._drafter, tokens, unscaled, (), policy, calibration, progress=progress, constraint=constraint
+                )
+        except OutriderError as error:
             log.warning("%s", error)
 
     def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn[WorkAhead]:

@@ -14,7 +14,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -332,10 +332,14 @@ class TargetRequest:
         return self._drafting[drafter]
 
     def set_proposal(self, draft: Continuation | OutriderError, span: Span) -> None:
-        """Sets the draft, or the error that `next_input` raises.
+        """Sets the draft, or an error: an InvalidRequest ends the request, others only its drafter's drafting.
 
         If the target verifies only chains, only the first branch of a tree is kept.
         """
+        if isinstance(draft, OutriderError) and not isinstance(draft, InvalidRequest):
+            log.warning("%s; the drafter stops drafting for this request", draft, extra={"request": self.request})
+            self._session(self.drafter).close(discard=True)
+            draft = Continuation()
         if isinstance(draft, Continuation) and draft.parents and not self.takes_trees:
             draft = Continuation(draft.line)
         self._proposed = draft, span
@@ -346,9 +350,7 @@ class TargetRequest:
         return self.slot.kv_cache.trees and not self.slot.sampler.params.is_residual
 
     def _in_process_proposal(self) -> tuple[Continuation, Span]:
-        if self._proposed is None:
-            raise InvalidRequest("nothing was drafted for this round; expected the in-process drafter to draft first")
-        draft, span = self._proposed
+        draft, span = cast(tuple[Continuation | OutriderError, Span], self._proposed)
         if isinstance(draft, OutriderError):
             self._proposed = None
             raise draft

@@ -107,24 +107,16 @@ class HeadDrafter:
             return MaskedTree(MaskedKVRows(kv_cache, features), sampler, size, tokens, cache=cache)
         return PairTree(PairKVRows(kv_cache, features), sampler, size, tokens, cache=cache)
 
-    def continuations(self, drafts: Sequence[HeadDraft], depths: Sequence[int]) -> list[Continuation]:
-        """Returns the `depths` tokens after each committed text; empty if features are missing. Waits.
+    def continuations(self, drafts: Sequence[HeadDraft], depths: Sequence[int]) -> list[Continuation | OutriderError]:
+        """Returns the `depths` tokens after each committed text, empty if features are missing. Waits.
 
-        A request that also fails in a forward of its own gets no further drafts.
+        Instead of those of a request that also failed in a forward of its own, returns the error.
         """
         allowed = [draft.limit_depth(depth) for draft, depth in zip(drafts, depths, strict=True)]
         able = [(draft, depth) for draft, depth in zip(drafts, allowed, strict=True) if depth]
         steps = [draft.continuation(depth) for draft, depth in able]
         drafted = iter(run_together([draft.tree for draft, _ in able], steps)[0])
-        found = []
-        for draft, depth in zip(drafts, allowed, strict=True):
-            result = next(drafted) if depth else Continuation()
-            if isinstance(result, OutriderError):
-                log.warning("%s; the head stops drafting for this request", result)
-                draft.close(discard=True)
-                result = Continuation()
-            found.append(result)
-        return found
+        return [next(drafted) if depth else Continuation() for depth in allowed]
 
 
 def make_for_draft_worker(

@@ -11,9 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from outrider.drafters.mlx import MlxDrafter
+from outrider.drafters.work_ahead import WorkAhead
 from outrider.protocol.messages import Autonomous, Close, Coupled, Fault, Halt, InProcess, Open, Outcome, Resync, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel, ModelDraftSession
+from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered, deliver_during_a_forward, drafted_chain
 from tests.system.markov import markov
@@ -266,26 +267,51 @@ def test_verify_during_another_prompt_replaces_the_draft_under_way(order: str) -
     assert verified == [(1, TRUTH[at + 1], None)]
 
 
-def test_requests_that_draft_together_get_the_chains_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where one's drafting fails, only that one ends."""
+class Fails(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["opening", "committing", "drafting"])
+def test_requests_that_draft_together_get_the_chains_of_single_requests(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """And where one's drafting fails, it goes on without drafts."""
     alone = [(drafted_chain(a), a.accepted, a.bonus) for a in WorkerUnderTest().exchange(drafting(1, START))]
-
-    class Fails(Exception):
-        pass
-
-    def turn(self: ModelDraftSession, tokens: list[int], asked: InProcess) -> Any:
-        if tokens[:2] == [5, 5] and len(tokens) > 12:
-            raise Fails
-        return own_turn(self, tokens, asked)
-
-    own_turn = ModelDraftSession.turn
-    monkeypatch.setattr(ModelDraftSession, "turn", turn)
     worker_under_test = WorkerUnderTest()
+
+    drafter: Any = worker_under_test.own.drafter  # type: ignore[union-attr]
+    plain_open, plain_commit, plain_continuation = drafter.open, WorkAhead.commit, WorkAhead.continuation
+
+    def fail_sometimes(tokens: list[int], length: int) -> None:
+        if tokens[:2] == [5, 5] and len(tokens) >= length:
+            raise Fails
+
+    def open_tree(tokens: list[int], *others: Any) -> Any:
+        fail_sometimes(tokens, 0)
+        return plain_open(tokens, *others)
+
+    def commit(self: Any, *given: Any) -> None:
+        fail_sometimes(self.tree._committed, 8)
+        plain_commit(self, *given)
+
+    def continuation(self: Any, depth: int) -> Any:
+        fail_sometimes(self.tree._committed, 8)
+        return (yield from plain_continuation(self, depth))
+
+    match where:
+        case "opening":
+            drafter.open = open_tree
+        case "committing":
+            monkeypatch.setattr(WorkAhead, "commit", commit)
+        case _:
+            monkeypatch.setattr(WorkAhead, "continuation", continuation)
     others = [Open(name, 0, 0, np.array(text, np.int32), SAMPLING, ()) for name, text in (("s", [3, 0]), ("t", [5, 5]))]
     worker_under_test.exchange(*others)
     goes = [replace(drafting(1, len(text) + 1), request=name) for name, text in (("s", "30"), ("t", "55"))]
     answers = worker_under_test.exchange(drafting(1, START), *goes)
     of_r = [(drafted_chain(a), a.accepted, a.bonus) for a in answers if isinstance(a, Outcome) and a.request == "r"]
     assert of_r == alone
-    assert [a.request for a in answers if isinstance(a, Fault)] == ["t"]
+    assert not [a for a in answers if isinstance(a, Fault)] and caplog.text.count("Fails") >= 1
+    lost = [a for a in answers if isinstance(a, Outcome) and a.request == "t"]
+    assert sum(a.accepted + 1 for a in lost) > 20 and not any(map(drafted_chain, lost[-5:]))
     assert sum(isinstance(a, Outcome) and a.request == "s" for a in answers) > 10
