@@ -84,6 +84,17 @@ def test_a_stalled_forward_hardly_changes_the_cost_of_a_row_count() -> None:
     assert found.forward_ms(2) < 11.5
 
 
+def test_a_stalled_round_hardly_changes_the_worth_of_time() -> None:
+    """As when the server was suspended; rounds of another length, such as those of a new load, count fully."""
+    found = estimates()
+    worth = found.tokens_per_ms()
+    found.observe_round(2, 60_000.0)
+    assert found.tokens_per_ms() > worth / 1.5
+    for _ in range(40):
+        found.observe_round(2, 30.0)
+    assert found.tokens_per_ms() == pytest.approx(worth / 3, rel=0.1)
+
+
 def test_forwards_beside_drafters_and_on_all_cores_have_their_own_costs() -> None:
     found = Estimates()
     found.observe_verify(2, 14.0)

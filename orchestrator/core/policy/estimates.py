@@ -312,7 +312,7 @@ class Estimates:
     def observe_round(self, tokens: int, milliseconds: float) -> None:
         """Records the tokens and the duration of one request's round."""
         self._round_tokens.add(tokens)
-        self._round_ms.add(milliseconds)
+        self._round_ms.add_time(milliseconds, self.verify_ms(MAX_COPY_TOKENS + 1))
         self._known_row_costs = (0, [])
 
     def observe_lookup(self, hit: bool, branches: int = 0) -> None:
