@@ -343,8 +343,9 @@ class FlatCache:
         """
         if self.keys is None or self.values is None:
             raise RollbackError("nothing has been fed yet, so there is nothing to copy")
-        columns = slice(row, row + 1), slice(None), slice(start, length)
-        return mx.contiguous(self.keys[columns]), mx.contiguous(self.values[columns])
+        # Joined from two parts: `contiguous` may return the buffer itself, which ONNX Runtime writes in place.
+        parts: list[Any] = [mx.split(b[row : row + 1, :, start:length], [1], axis=2) for b in (self.keys, self.values)]
+        return mx.concatenate(parts[0], axis=2), mx.concatenate(parts[1], axis=2)
 
     def clear(self) -> None:
         """Frees the buffers."""

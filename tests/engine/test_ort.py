@@ -461,9 +461,10 @@ def test_ort_texts_begin_no_step_ahead(loaded: Loaded) -> None:
     assert not open_kv_cache(loaded("llama")).open().has_free_marks
 
 
-def test_saved_prefix_survives_rewriting_of_its_place(loaded: Loaded) -> None:
-    """Forwards write in place: nothing may share a text's columns."""
-    kv_cache = open_kv_cache(loaded("llama"))
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_saved_prefix_survives_rewriting_of_its_place(loaded: Loaded, kv_heads: int) -> None:
+    """Forwards write in place: nothing may share a text's columns, which follow one another if there is one head."""
+    kv_cache = open_kv_cache(loaded("llama", num_key_value_heads=kv_heads))
     sequence = kv_cache.open()
     fed(kv_cache, sequence, some_tokens(1, 30))
     saved = kv_cache.save(sequence, 30)
