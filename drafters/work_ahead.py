@@ -47,6 +47,7 @@ _MAX_TOKENS_WITH_CHAIN = 16  # committed tokens that can be fed together with th
 # Below this many measurements there is no estimate.
 MIN_MEASUREMENTS = 8.0
 _FORWARDS_PER_ROUND = 3  # if rows are expensive
+_MAX_STALL_FACTOR = 4.0  # a round counts as at most so many average ones: a suspended computer makes none longer
 
 Value = TypeVar("Value")
 _FORWARD_ACTION = "the draft's forward"  # what failed, in errors
@@ -227,6 +228,8 @@ class Capacity:
 
     def record_round(self, ms: float) -> None:
         """Records the time between two commits of a request in SSD."""
+        if self._round_ms:
+            ms = min(ms, _MAX_STALL_FACTOR * self._round_ms / self._rounds)
         self._rounds = self._rounds * DECAY + 1.0
         self._round_ms = self._round_ms * DECAY + ms
 

@@ -149,6 +149,19 @@ def test_capacity_is_learned_from_forwards_of_one_size() -> None:
     assert capacity.max_branches(3) == 10
 
 
+def test_stalled_round_hardly_changes_the_number_of_branches() -> None:
+    """As when the server was suspended."""
+    capacity = Capacity()
+    for _ in range(20):
+        capacity.record_forward(8, 4.0)
+        capacity.record_round(20.0)
+    capacity.record_round(60_000.0)
+    assert 10 <= (capacity.max_branches(3) or 0) <= 13
+    for _ in range(100):
+        capacity.record_round(200.0)
+    assert (capacity.max_branches(3) or 0) > 95
+
+
 def test_short_budget_is_shared_among_requests(tiny_model: Callable[..., Any]) -> None:
     """Each has fewer branches than it wishes for, all as deep and as true as ever."""
     drafter = MlxDrafter(load(tiny_model("llama")))
