@@ -100,7 +100,7 @@ class ServerContext:
             raise Refused(f"this request asks for {more} answers; expected at most {most} (--max-streams-per-key)")
         if most is not None and running + more > most:
             raise Refused(
-                f"{running} of your answers are running and this request asks for {more}; expected at most {most} at"
+                f"this request asks for {more} while you have {running} running; expected at most {most} answers at"
                 " once (--max-streams-per-key); try again later",
                 status=429,
                 code="rate_limit_exceeded",
