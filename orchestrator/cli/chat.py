@@ -12,6 +12,7 @@ import sys
 import termios
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -234,8 +235,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
-    Chat(options).run()
-    return 0
+    return Chat(options).run()
 
 
 class Chat:
@@ -256,16 +256,19 @@ class Chat:
         self._unanswered = False
         self._context: int | None = None
 
-    def run(self) -> None:
+    def run(self) -> int:
         """Runs turns until one of `QUIT_COMMANDS` or the end of input. The user may restart a server that has ended."""
         while True:
             with open_client(self._options, self._screen) as self._client:
                 try:
                     self._take_turns()
-                    return
+                    return 0
                 except ServerStopped as error:
-                    if not self._ask_to_restart(error):
+                    if not self._interactive or not self._own_server:
                         raise
+                    say(f"outrider chat: {error}")
+                    if not self._ask_to_restart():
+                        return error.exit_code
 
     def _take_turns(self) -> None:
         if self._reader is None:
@@ -280,17 +283,14 @@ class Chat:
         if self._interactive:
             say("")
 
-    def _ask_to_restart(self, error: ServerStopped) -> bool:
-        """Asks whether to restart the server that this chat started; without a terminal it returns False."""
-        if not self._interactive or not self._own_server:
-            return False
-        say(f"outrider chat: {error}")
+    def _ask_to_restart(self) -> bool:
+        """Asks whether to restart the server that this chat started."""
         say("Start the server again and continue? [Y/n] ", end="")
-        try:
-            answer = sys.stdin.readline()  # empty: Ctrl-D, or the terminal is gone
-            return bool(answer) and answer.strip().lower() in ("", "y", "yes")
-        except KeyboardInterrupt:
-            return False
+        with suppress(KeyboardInterrupt):
+            if answer := sys.stdin.readline():  # empty: Ctrl-D, or the terminal is gone
+                return answer.strip().lower() in ("", "y", "yes")
+        say("")
+        return False
 
     def _greet(self) -> None:
         if self._text.template is None:

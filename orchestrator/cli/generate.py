@@ -229,12 +229,12 @@ def request_with(options: argparse.Namespace, prompt: Prompt, sampling: Sampling
 @contextmanager
 def open_client(options: argparse.Namespace, screen: Screen) -> Iterator[BaseClient]:
     """Yields a client of the servers at --connect, or of a cluster that lives as long as the context."""
+    of_servers = (field for field in dataclasses.fields(ServeSettings) if field.name not in REQUEST_SETTINGS)
+    named = ", ".join(flag_of(field) for field in of_servers if getattr(options, field.name, None) is not None)
+    if options.connect is not None and named:
+        raise InvalidRequest(f"{named} can't be used with --connect: the server was started with its own")
     settings = flags.settings_of(options)
     if options.connect is not None:
-        foreign = settings.keys() - set(REQUEST_SETTINGS)
-        if foreign:
-            named = ", ".join(flag_of(field) for field in dataclasses.fields(ServeSettings) if field.name in foreign)
-            raise InvalidRequest(f"{named} can't be used with --connect: the server was started with its own")
         clients = connect_all(options)
         yield clients[0] if len(clients) == 1 else Resumed(clients)
         return

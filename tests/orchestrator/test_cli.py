@@ -213,6 +213,11 @@ def test_version_is_printed(run):
             "--model can't be used with --connect",
         ),
         (["generate", "x", "--connect", "ipc:///tmp/x", "--no-ngrams"], 2, "--no-ngrams can't be used with --connect"),
+        (
+            ["generate", "x", "--connect", "ipc:///tmp/x", "--draft-model", "d"],
+            2,
+            "--draft-model can't be used with --connect",
+        ),
         (["serve", "--model", "/no/such"], 3, "no such path"),
         (["serve", "--mode", "fast"], 2, "mode is 'fast'"),
         (["serve", "--host", "0.0.0.0"], 2, "needs an API key"),

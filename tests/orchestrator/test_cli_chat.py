@@ -42,11 +42,20 @@ TEMPLATE = (
 )
 
 
+CTRL_C = "^C"
+
+
 class Terminal(io.StringIO):
-    """A person's lines."""
+    """A person's lines; the line `CTRL_C` is an interrupt."""
 
     def isatty(self) -> bool:
         return True
+
+    def readline(self, size: int | None = -1, /) -> str:
+        line = super().readline() if size is None else super().readline(size)
+        if line.strip() == CTRL_C:
+            raise KeyboardInterrupt
+        return line
 
 
 @pytest.fixture
@@ -429,12 +438,17 @@ def test_dead_server_is_restarted_if_the_user_agrees(served, chat_with_own_serve
     assert err.count("/help lists") == 1
 
 
-@pytest.mark.parametrize("answer", [("n",), ()], ids=["no", "ctrl-d"])
-@pytest.mark.parametrize("person", [True, False])
-def test_dead_server_ends_the_chat_unless_a_restart_is_accepted(served, chat_with_own_servers, person, answer):
-    code, _, err = chat_with_own_servers("one", *answer, dead=1, person=person)
+@pytest.mark.parametrize("answer", [("n",), (), (CTRL_C,)], ids=["no", "ctrl-d", "ctrl-c"])
+def test_dead_server_ends_the_chat_unless_a_restart_is_accepted(served, chat_with_own_servers, answer):
+    code, _, err = chat_with_own_servers("one", *answer, dead=1)
+    assert code == WorkerError.exit_code and err.count("the server died (signal 9)") == 1 and not served.core.told
+    assert err.endswith("Start the server again and continue? [Y/n] " + ("" if answer == ("n",) else "\n"))
+
+
+def test_dead_server_ends_the_chat_without_a_terminal(served, chat_with_own_servers):
+    code, _, err = chat_with_own_servers("one", dead=1, person=False)
     assert code == WorkerError.exit_code and err.endswith("outrider chat: the server died (signal 9)\n")
-    assert ("[Y/n]" in err) is person and not served.core.told
+    assert "[Y/n]" not in err and not served.core.told
 
 
 def test_only_text_goes_to_stdout(served, talk):
