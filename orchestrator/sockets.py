@@ -153,7 +153,8 @@ class RouterSocket:
         while self.monitor.poll(0):
             event, fd, address = receive_event(self.monitor)
             if event == zmq.EVENT_ACCEPTED:
-                endpoint = self._endpoint_at(address)
+                named = (end for end in self.endpoints if end.bound.endpoint == address)
+                endpoint = next(named, self.endpoints[-1])  # ZeroMQ may spell the last one's address differently
                 endpoint.open_fds.add(fd)
                 if len(endpoint.open_fds) > endpoint.max_connections:
                     endpoint.bound.close_connection(fd)  # of a port, which can't stop listening
@@ -174,10 +175,6 @@ class RouterSocket:
         for endpoint in self.endpoints:
             endpoint.bound.close(self.linger_ms)
         self.socket.close(self.linger_ms)
-
-    def _endpoint_at(self, address: str) -> LimitedEndpoint:
-        """Returns the endpoint at an address; by default the last, whose address ZeroMQ may spell differently."""
-        return next((end for end in self.endpoints if end.bound.endpoint == address), self.endpoints[-1])
 
 
 CLIENT_RATE = Rate(2_000, 5_000)
