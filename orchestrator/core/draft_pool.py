@@ -109,7 +109,7 @@ RequestTasks = dict[RoundKey, tuple[DraftTask, ...]]
 
 
 class SentTasks:
-    """The tasks that all drafters were sent, by drafter and request, by which their messages are validated."""
+    """The tasks that all drafters were sent, by request and drafter, by which their messages are validated."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, dict[str, RequestTasks]] = {}
@@ -118,7 +118,7 @@ class SentTasks:
     def record(self, drafter: str, message: Open | Commit) -> None:
         """Records a message sent to a drafter."""
         base_len = len(message.tokens) if isinstance(message, Open) else message.base_len
-        tasks = self._tasks.setdefault(drafter, {}).setdefault(message.request, {})
+        tasks = self._tasks.setdefault(message.request, {}).setdefault(drafter, {})
         task = DraftTask(base_len, message.verifying, message.depth, message.branches, message.min_prob < 1.0)
         round_key = message.epoch, message.round
         sent = tasks.get(round_key, ())
@@ -129,8 +129,7 @@ class SentTasks:
 
     def forget(self, request: str) -> None:
         """Drops the tasks of a request that has ended: later messages about it are late."""
-        drafters = [drafter for drafter, requests in self._tasks.items() if requests.pop(request, None) is not None]
-        self._forgotten[request] = tuple(drafters)
+        self._forgotten[request] = tuple(self._tasks.pop(request, ()))
         if len(self._forgotten) > MAX_ENDED_REQUESTS:
             self._forgotten.popitem(last=False)
 
@@ -145,7 +144,7 @@ class SentTasks:
         if not isinstance(message, DRAFTER_MESSAGES):
             return "role" if hasattr(message, "request") else LATE  # other messages are handled by the pool
         name = message.request or ""
-        tasks = self._tasks.get(sender, {}).get(name)
+        tasks = self._tasks.get(name, {}).get(sender)
         if tasks is None:
             return LATE if sender in self._forgotten.get(name, ()) else "request"
         invalid = _invalid_kind(tasks, message, vocab)
@@ -285,6 +284,10 @@ class DraftPool:
         del request.draft.drafters[name]
         request.draft.losses[name] += was_lost
         self._workers.send_worker(name, Close(request.id))
+
+    def forget(self, name: str) -> None:
+        """Drops the latency of a drafter that was lost: it, or another of its name, is measured anew."""
+        self._latencies.pop(name, None)
 
     def close(self, request: Request) -> None:
         """Closes a request at all its drafters."""

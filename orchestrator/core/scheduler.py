@@ -144,6 +144,7 @@ class Scheduler:
         for request in list(self._requests.values()):
             if name in request.draft.drafters:
                 self._remove_drafter(request, name, why, True, now_ns)
+        self._draft_pool.forget(name)
 
     def on_drafter_ready(self, name: str) -> None:
         """Adds a drafter to all requests that it may draft for, in the middle of their texts."""
@@ -288,8 +289,7 @@ class Scheduler:
         sequence.append(kept, now_ns)
         if reason is not None:
             del self._requests[request.id]  # `_record` closes it
-            return [settled]
-        if request is self._lone_suspect:  # it continues when all suspects were tried
+        elif request is self._lone_suspect:  # it continues when all suspects were tried
             self._next_round.suspend(request)
             self._lone_suspect = None
             self._open_waiting()

@@ -137,6 +137,19 @@ def test_joining_drafter_gets_the_whole_text_and_others_get_nothing() -> None:
     assert made.generated == list(TEXT[10:110]) and told(made, "draft-1", Commit)
 
 
+def test_pool_forgets_drafters_that_left() -> None:
+    made = begun()
+    pool = made.rounds._draft_pool
+    for _ in range(5):
+        made._turn()
+    assert set(pool._latencies) == {"draft-0", "draft-1"}
+    dies(made, "draft-1")
+    assert set(pool._latencies) == {"draft-0"}
+    for _ in range(200):
+        made._turn()
+    assert made.generated == list(TEXT[10:110]) and not pool.sent._tasks
+
+
 def test_left_out_drafter_gets_tokens_only_at_its_trial() -> None:
     made = begun()
     for name, lag_ms in (("draft-0", 1.0), ("draft-1", 10_000.0)):

@@ -176,11 +176,11 @@ def test_recorded_tasks_are_bounded() -> None:
     for number in range(MAX_ENDED_REQUESTS + 5):
         sent.record("draft-0", replace(BRANCHES_TASK, request=f"r{number}"))
         sent.forget(f"r{number}")
-    assert len(sent._forgotten) == MAX_ENDED_REQUESTS and not sent._tasks["draft-0"]
+    assert len(sent._forgotten) == MAX_ENDED_REQUESTS and not sent._tasks
     for number in range(100):
         sent.record("draft-0", replace(BRANCHES_TASK, request="r9999", round=number))
         sent.record("draft-0", replace(BRANCHES_TASK, request="r9999", base_len=number))
-    held = sent._tasks["draft-0"]["r9999"]
+    held = sent._tasks["r9999"]["draft-0"]
     assert len(held) == MAX_RECORDED_ROUNDS and max(map(len, held.values())) <= MAX_RECORDED_ROUNDS + 1
 
 
