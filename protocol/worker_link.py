@@ -228,10 +228,10 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
                 self._count_wait()
         message = self._arrived.popleft()
         if isinstance(message, Shutdown) and message.reason:
-            log.error("the cluster dismissed this worker: %s", message.reason)
             if self._by_hand:
                 self._pings_known = self._pings
                 raise OrchestratorGone(f"the cluster dismissed this worker: {message.reason}")
+            log.error("the cluster dismissed this worker: %s", message.reason)
         return message
 
     def poll(self, milliseconds: float) -> None:

@@ -154,12 +154,13 @@ def test_worker_rejoins_an_orchestrator_that_was_only_paused(endpoint: str, befo
     orchestrator.close()
 
 
-def test_dismissed_worker_raises_orchestrator_gone(endpoint: str) -> None:
+def test_dismissed_worker_raises_orchestrator_gone(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
     orchestrator, link = entered(endpoint)
     with link:
         orchestrator.say(Shutdown("it has not answered for 10 s"))
         with pytest.raises(OrchestratorGone, match="dismissed this worker: it has not answered"):
             link.receive(wait=True)
+    assert "dismissed" not in caplog.text  # whoever catches it reports it
     orchestrator.close()
 
 
