@@ -100,8 +100,7 @@ class WorkerPool:
         self.ping_interval_s = settings.worker_timeout / LOST_AFTER_PINGS
         self.router = RouterSocket(context, self.endpoint, MAX_CONNECTIONS, MAX_QUEUED_MESSAGES, MAX_QUEUED_MESSAGES)
         self.socket = self.router.socket
-        joining = settings.workers_endpoint
-        if joining is not None:
+        if (joining := settings.workers_endpoint) is not None:
             keys = auth.keys(DRAFTER) if auth is not None and settings.requires_keys(joining) else None
             if keys is not None:
                 endpoints.set_remote_options(self.socket)
@@ -120,6 +119,7 @@ class WorkerPool:
         if self._settings.await_target:
             self.stage = f"waiting for a target: outrider worker target --connect {self.endpoint}"
             self.status_changed = True
+            log.warning("%s", self.stage)  # without a terminal, or in a narrow one, the stage is not shown in full
 
     def record_invalid(self, name: str, kind: str) -> None:
         """Counts an invalid message; a drafter that sends too many is dismissed."""

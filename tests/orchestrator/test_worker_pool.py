@@ -342,7 +342,7 @@ def test_repeated_hello_changes_nothing(harness: PoolHarness) -> None:
 
 
 def test_awaited_target_joins_and_rejoins_with_the_same_files(
-    make_harness: Callable[..., PoolHarness], tmp_path: Path
+    make_harness: Callable[..., PoolHarness], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of the same files only, one at a time, and as the same model; the place keeps what it takes in between."""
     (tmp_path / "config.json").write_text("{}")
@@ -351,6 +351,7 @@ def test_awaited_target_joins_and_rejoins_with_the_same_files(
     impostor = Peer(harness, "draft", 9).hello("target-0")
     assert isinstance(impostor, Shutdown) and "the name target-0 is the target's" in impostor.reason
     assert harness.starts == [] and not harness.pool.ready and harness.pool.endpoint in harness.pool.stage
+    assert ("WARNING", harness.pool.stage) in [(record.levelname, record.message) for record in caplog.records]
     other = Peer(harness, "target", 1).hello(files="0123-4567")
     assert isinstance(other, Shutdown) and "expected the same files on both" in other.reason
     first = Peer(harness, "target", 2)
