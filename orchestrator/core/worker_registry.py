@@ -414,7 +414,7 @@ class WorkerRegistry:
                 " or start the cluster with await_target"
             )
         if before is not None and before.entered:
-            return "the cluster already has a target; stop that one first"
+            return "the cluster already has a target; stop that one, or, if it has just died, try again in a minute"
         if not digests_match(self._awaited, hello.files):
             return (
                 f"its model {hello.model} ({hello.files}) is not the one that the server was started with"
