@@ -267,7 +267,7 @@ def test_only_a_restarted_head_at_the_same_address_keeps_its_state(
 def test_a_port_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(EndpointError, match=f"port {port} is in use"):
+        with pytest.raises(EndpointError, match=f"{port} can.t be used: the port is in use"):
             require_free("127.0.0.1", port)
     require_free("127.0.0.1", port)
 
