@@ -160,9 +160,9 @@ class ServedModel:
         messages = source.messages
         if self.tools_as_text:
             messages, source = tools_as_text(messages, source.box.tools), replace(source, box=Toolbox())
-        for form in (messages, join_turns(messages), join_turns(messages, to_results=True)):
+        for form in (list, join_turns, lambda of: join_turns(of, to_results=True)):
             with suppress(ModelError):
-                return self._apply_template(replace(source, messages=form))
+                return self._apply_template(replace(source, messages=form(messages)))
         return self._apply_template(replace(source, messages=join_turns(messages, keep_first=False)))
 
     def _apply_template(self, source: TemplateInput) -> str:
