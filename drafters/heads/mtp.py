@@ -1,7 +1,8 @@
 """Heads for multi-token prediction that come with a target: one layer like its own over a row and the next token.
 
-The embedding and the output layer are mostly the target's. `MtpForm` holds the differences between families (which row,
-in which order), `MtpFamily` the names of their tensors. A family's layer is mlx-lm's, and so is the conversion of a
+The row is the target's after its final norm, and then the head's own after its norm, as in vLLM and SGLang. The
+embedding and the output layer are mostly the target's. `MtpForm` holds the differences between families, `MtpFamily`
+the names of their tensors. A family's layer is mlx-lm's, and so is the conversion of a
 repository's tensors if mlx-lm has one.
 
 `read_head` loads the heads that mlx-lm leaves out of a target, from the original repository or a copy of their tensors.
@@ -38,17 +39,17 @@ _MIN_COSINE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class MtpForm:
-    """`after_norm`: it reads rows after the final norm, the target's and then its own. `embedding_first`: the token's
-    embedding comes before the row. `together`: its attention takes several texts at once.
-    """
+    """`embedding_first`: the token's embedding comes before the row. `together`: its attention takes several texts at
+    once."""
 
-    after_norm: bool
     embedding_first: bool
     together: bool = True
 
 
 class Mtp(PairHead):
     """`block` is a layer of the target's kind."""
+
+    points = HiddenStatePoints(after_norm=True)
 
     def __init__(
         self,
@@ -64,7 +65,6 @@ class Mtp(PairHead):
         super().__init__()
         self.form, self._embed, self._output = form, target.embed, target.output
         self.context_length = target.context_length
-        self.points = HiddenStatePoints(before_norm=not form.after_norm, after_norm=form.after_norm)
         self.together = form.together
         self.norm_embedding = nn.RMSNorm(size, eps=eps)
         self.norm_hidden = nn.RMSNorm(size, eps=eps)
@@ -96,14 +96,14 @@ class Mtp(PairHead):
 
     def next_features(self, hidden: mx.array) -> mx.array:
         normed: mx.array = self.norm(hidden)
-        return normed if self.form.after_norm else hidden
+        return normed
 
     def decoder(self, target: DecoderLayers) -> DecoderLayers:
         output = self.get("lm_head", target.output)
         table = self.get("embed_tokens", target.embedding)
         return replace(
             target, layers=self.layers, embedding=table, norm=self.norm, output=output, begin=self._build_input,
-            gives_normed=self.form.after_norm,
+            gives_normed=True,
         )  # fmt: skip
 
     def _build_input(self, b: Builder) -> tuple[str, str]:
@@ -159,7 +159,7 @@ def _make_qwen_family(block: nn.Module) -> MtpFamily:
         shifted = {key: value + (value.ndim == 1 and "norm" in key) for key, value in ours.items()}
         return _stack_experts(shifted)
 
-    return MtpFamily(MtpForm(after_norm=True, embedding_first=True), "mtp.", rename, block)
+    return MtpFamily(MtpForm(embedding_first=True), "mtp.", rename, block)
 
 
 def _make_mimo_family(block: nn.Module) -> MtpFamily:
@@ -170,7 +170,7 @@ def _make_mimo_family(block: nn.Module) -> MtpFamily:
         "final_layernorm.": "norm.",
         "": _LAYER_PREFIX,
     }
-    form = MtpForm(after_norm=True, embedding_first=False)
+    form = MtpForm(embedding_first=False)
     return MtpFamily(form, "model.mtp_layers.0.", lambda weights: _rename(weights, names), block)
 
 
@@ -189,7 +189,7 @@ def _make_next_layer_family(target: LoadedModel, args: Any, layer: type[nn.Modul
     def rename(weights: Weights) -> Weights:
         return _rename(target.model.sanitize(_rename(weights, names)), {_MLX_LM_LAYER_PREFIX: _LAYER_PREFIX})
 
-    form = MtpForm(after_norm=False, embedding_first=True, together=together)
+    form = MtpForm(embedding_first=True, together=together)
     exact = frozenset({f"{_LAYER_PREFIX}mlp.gate.e_score_correction_bias"})
     number = args.num_hidden_layers
     return MtpFamily(form, f"model.layers.{number}.", rename, layer(args, number), exact)

@@ -109,7 +109,8 @@ def by_numpy(family: str, target: LoadedModel, tokens: Array, rows: Array) -> tu
         h = x + latent_attention(attention, y, HEADS, NOPE, ROPE, 10000.0, inner)
     config = MODELS[family]
     out = h + by_groups(w, "mlp.", rms(h, w["post_attention_layernorm"]), 2, config["n_group"], 1, 1.5)
-    return rms(out, w["shared_head.norm"]) @ w["shared_head.head"].T, out
+    normed = rms(out, w["shared_head.norm"])
+    return normed @ w["shared_head.head"].T, normed
 
 
 def _attention(w: dict[str, Array], x: Array) -> Array:

@@ -61,10 +61,10 @@ def nextn(tiny_model: Callable[..., Path]) -> Callable[[str], LoadedModel]:
 def test_nextn_layer_equals_an_independent_forward(
     nextn: Callable[[str], LoadedModel], tmp_path: Path, family: str
 ) -> None:
-    """DeepSeek's and GLM's, whose latent attention takes one text after the other; rows before the norm, theirs too."""
+    """DeepSeek's and GLM's, whose latent attention takes one text after the other; rows after the norm, theirs too."""
     model, draws = nextn(family), np.random.default_rng(1)
     head = read_head(write(tmp_path, nextn_heads.weights_of(family, model)), model)
-    assert head.points == HiddenStatePoints(before_norm=True) and head.together == (family == "glm4_moe")
+    assert head.points == HiddenStatePoints(after_norm=True) and head.together == (family == "glm4_moe")
     assert ("lm_head" in head, "embed_tokens" in head) == (family in nextn_heads.OWN,) * 2
     rows, tokens = draws.standard_normal((30, H)).astype(np.float32), draws.integers(0, 250, 30)
     logits, next_features = nextn_heads.by_numpy(family, model, tokens, rows)

@@ -142,7 +142,7 @@ def mtp_head(target: LoadedModel) -> Mtp:
     """A random one of the target's kind."""
     mx.random.seed(4)
     block = llama.TransformerBlock(target.model.args)
-    form = MtpForm(after_norm=True, embedding_first=True)
+    form = MtpForm(embedding_first=True)
     head = Mtp(form, H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024))
     positions.patch_ropes(head)
     return head
@@ -183,7 +183,7 @@ def latent_head(target: LoadedModel) -> Mtp:
     sizes = {key: value for key, value in nextn_heads.MODELS["deepseek_v3"].items() if key != "tie_word_embeddings"}
     args = deepseek_v3.ModelArgs.from_dict({**sizes, "hidden_size": H, "num_attention_heads": 4})
     block = deepseek_v3.DeepseekV3DecoderLayer(args, LAYERS)
-    form = MtpForm(after_norm=False, embedding_first=True, together=False)
+    form = MtpForm(embedding_first=True, together=False)
     head = Mtp(form, H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024))
     positions.patch_ropes(head)
     return head
