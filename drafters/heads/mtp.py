@@ -1,9 +1,8 @@
 """Heads for multi-token prediction that come with a target: one layer like its own over a row and the next token.
 
 The row is the target's after its final norm, and then the head's own after its norm, as in vLLM and SGLang. The
-embedding and the output layer are mostly the target's. `MtpForm` holds the differences between families, `MtpFamily`
-the names of their tensors. A family's layer is mlx-lm's, and so is the conversion of a
-repository's tensors if mlx-lm has one.
+embedding and the output layer are mostly the target's. `MtpFamily` holds the differences between families. A family's
+layer is mlx-lm's, and so is the conversion of a repository's tensors if mlx-lm has one.
 
 `read_head` loads the heads that mlx-lm leaves out of a target, from the original repository or a copy of their tensors.
 It raises CannotDraft if none can be used.
@@ -37,35 +36,25 @@ _EMBED_KEY, _HEAD_KEY = "embed_tokens.weight", "lm_head.weight"
 _MIN_COSINE = 0.95
 
 
-@dataclass(frozen=True, slots=True)
-class MtpForm:
-    """`embedding_first`: the token's embedding comes before the row. `together`: its attention takes several texts at
-    once."""
-
-    embedding_first: bool
-    together: bool = True
-
-
 class Mtp(PairHead):
-    """`block` is a layer of the target's kind."""
+    """`block` is a layer of the target's kind. The input of `fc` is the token's embedding, then the row."""
 
     points = HiddenStatePoints(after_norm=True)
 
     def __init__(
         self,
-        form: MtpForm,
         size: int,
         eps: float,
         block: nn.Module,
         target: HeadTarget,
         own_embedding: bool = False,
         own_output: bool = False,
+        together: bool = True,
     ) -> None:
         """`own_embedding`, `own_output`: whether it has such a layer; else it uses the target's."""
         super().__init__()
-        self.form, self._embed, self._output = form, target.embed, target.output
-        self.context_length = target.context_length
-        self.together = form.together
+        self._embed, self._output = target.embed, target.output
+        self.context_length, self.together = target.context_length, together
         self.norm_embedding = nn.RMSNorm(size, eps=eps)
         self.norm_hidden = nn.RMSNorm(size, eps=eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
@@ -82,10 +71,8 @@ class Mtp(PairHead):
     def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
         embed = self.embed_tokens if "embed_tokens" in self else self._embed
         embedded = self.norm_embedding(embed(tokens).astype(features.dtype))
-        normed = self.norm_hidden(features)
-        both = [embedded, normed] if self.form.embedding_first else [normed, embedded]
-        x = self.fc(mx.concatenate(both, axis=-1))
-        mask = caches[0].make_mask(tokens.shape[1], return_array=not self.form.together)
+        x = self.fc(mx.concatenate([embedded, self.norm_hidden(features)], axis=-1))
+        mask = caches[0].make_mask(tokens.shape[1], return_array=not self.together)
         out: mx.array = self.layers[0](x, mask, caches[0])
         return out
 
@@ -107,22 +94,22 @@ class Mtp(PairHead):
         )  # fmt: skip
 
     def _build_input(self, b: Builder) -> tuple[str, str]:
-        both = [b.norm("x", self.norm_embedding), b.norm("features", self.norm_hidden)]
-        x = b.linear(b.op("Concat", *(both if self.form.embedding_first else both[::-1]), axis=-1), [self.fc])
+        both = b.op("Concat", b.norm("x", self.norm_embedding), b.norm("features", self.norm_hidden), axis=-1)
+        x = b.linear(both, [self.fc])
         return x, b.norm(x, self.layers[0].input_layernorm)
 
 
 @dataclass(frozen=True, slots=True)
 class MtpFamily:
     """A family of heads: the `prefix` of their tensors, a function that gives these our names (`rename`), and the
-    head's layer (`block`). `exact`: tensors that stay float32.
+    head's layer (`block`). `exact`: tensors that stay float32. `together`: its attention takes several texts at once.
     """
 
-    form: MtpForm
     prefix: str
     rename: Callable[[Weights], Weights]
     block: nn.Module
     exact: frozenset[str] = frozenset()
+    together: bool = True
 
 
 def select_family(target: LoadedModel) -> MtpFamily:
@@ -159,10 +146,11 @@ def _make_qwen_family(block: nn.Module) -> MtpFamily:
         shifted = {key: value + (value.ndim == 1 and "norm" in key) for key, value in ours.items()}
         return _stack_experts(shifted)
 
-    return MtpFamily(MtpForm(embedding_first=True), "mtp.", rename, block)
+    return MtpFamily("mtp.", rename, block)
 
 
 def _make_mimo_family(block: nn.Module) -> MtpFamily:
+    """Returns MiMo's family, in which the row comes before the embedding."""
     names = {
         "token_layernorm.": "norm_embedding.",
         "hidden_layernorm.": "norm_hidden.",
@@ -170,8 +158,12 @@ def _make_mimo_family(block: nn.Module) -> MtpFamily:
         "final_layernorm.": "norm.",
         "": _LAYER_PREFIX,
     }
-    form = MtpForm(embedding_first=False)
-    return MtpFamily(form, "model.mtp_layers.0.", lambda weights: _rename(weights, names), block)
+
+    def rename(weights: Weights) -> Weights:
+        ours = _rename(weights, names)
+        return {**ours, "fc.weight": mx.roll(ours["fc.weight"], ours["fc.weight"].shape[-1] // 2, axis=-1)}
+
+    return MtpFamily("model.mtp_layers.0.", rename, block)
 
 
 def _make_next_layer_family(target: LoadedModel, args: Any, layer: type[nn.Module], together: bool) -> MtpFamily:
@@ -189,10 +181,9 @@ def _make_next_layer_family(target: LoadedModel, args: Any, layer: type[nn.Modul
     def rename(weights: Weights) -> Weights:
         return _rename(target.model.sanitize(_rename(weights, names)), {_MLX_LM_LAYER_PREFIX: _LAYER_PREFIX})
 
-    form = MtpForm(embedding_first=True, together=together)
     exact = frozenset({f"{_LAYER_PREFIX}mlp.gate.e_score_correction_bias"})
     number = args.num_hidden_layers
-    return MtpFamily(form, f"model.layers.{number}.", rename, layer(args, number), exact)
+    return MtpFamily(f"model.layers.{number}.", rename, layer(args, number), exact, together=together)
 
 
 def _rename(weights: Weights, names: Mapping[str, str]) -> Weights:
@@ -235,9 +226,8 @@ def read_head(folder: Path, target: LoadedModel) -> Mtp:
     own = HeadTarget.of(target)
     weights = _drop_copies(weights, own)
     args: Any = getattr(target.model, "language_model", target.model).args
-    head = Mtp(
-        family.form, args.hidden_size, args.rms_norm_eps, family.block, own, _EMBED_KEY in weights, _HEAD_KEY in weights
-    )
+    embeds, outputs = _EMBED_KEY in weights, _HEAD_KEY in weights
+    head = Mtp(args.hidden_size, args.rms_norm_eps, family.block, own, embeds, outputs, family.together)
     load_head_weights(head, weights, str(folder), family.exact, unused=())
     return head
 

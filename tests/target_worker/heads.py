@@ -22,7 +22,7 @@ from outrider.drafters.heads.checkpoint import HeadTarget
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.eagle3 import Eagle3, build
 from outrider.drafters.heads.head import Head
-from outrider.drafters.heads.mtp import Mtp, MtpForm
+from outrider.drafters.heads.mtp import Mtp
 from outrider.drafters.heads.redrafter import Redrafter
 from outrider.engine import positions
 from outrider.engine.loading import LoadedModel, load
@@ -142,8 +142,7 @@ def mtp_head(target: LoadedModel) -> Mtp:
     """A random one of the target's kind."""
     mx.random.seed(4)
     block = llama.TransformerBlock(target.model.args)
-    form = MtpForm(embedding_first=True)
-    head = Mtp(form, H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024))
+    head = Mtp(H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024))
     positions.patch_ropes(head)
     return head
 
@@ -183,8 +182,7 @@ def latent_head(target: LoadedModel) -> Mtp:
     sizes = {key: value for key, value in nextn_heads.MODELS["deepseek_v3"].items() if key != "tie_word_embeddings"}
     args = deepseek_v3.ModelArgs.from_dict({**sizes, "hidden_size": H, "num_attention_heads": 4})
     block = deepseek_v3.DeepseekV3DecoderLayer(args, LAYERS)
-    form = MtpForm(embedding_first=True, together=False)
-    head = Mtp(form, H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024))
+    head = Mtp(H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024), together=False)
     positions.patch_ropes(head)
     return head
 
