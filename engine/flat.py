@@ -72,10 +72,13 @@ class Segment:
         """The position of each token, [count]."""
         return np.arange(self.start, self.end, dtype=np.int32)
 
-    def seen(self, end: int, window: int | None) -> Bools:
-        """Returns which of the row's first `end` columns each token sees, within `window` if any: [count, end]."""
+    def seen(self, end: int, window: int | None, causal: bool = False) -> Bools:
+        """Returns which of the row's first `end` columns each token sees, within `window` if any: [count, end].
+
+        `causal`: none at a later position than its own.
+        """
         seen = np.tri(self.count, end, self.start, dtype=np.bool_)
-        if self.bidirectional:
+        if self.bidirectional and not causal:
             seen[:, : self.end] = True
         if window is not None:
             seen &= np.arange(end) > self.positions[:, None] - window
@@ -106,8 +109,10 @@ class NodeSegment(Segment):
     def positions(self) -> Ints:
         return self.all_positions[self.start :]
 
-    def seen(self, end: int, window: int | None) -> Bools:
+    def seen(self, end: int, window: int | None, causal: bool = False) -> Bools:
         seen = self.visible
+        if causal:
+            seen = seen & (self.all_positions <= self.positions[:, None])
         if window is not None:
             seen = seen & (self.all_positions > self.positions[:, None] - window)
         return seen if end == self.end else np.pad(seen, ((0, 0), (0, end - self.end)))
@@ -124,9 +129,13 @@ def _ancestor_mask(parents: tuple[int, ...]) -> Bools:
 
 @dataclass(frozen=True, slots=True)
 class WindowMask:
-    """A placeholder for the mask of layers with this window (None: all columns); `SegmentGroup` builds the mask."""
+    """A placeholder for the mask of layers with this window (None: all columns); `SegmentGroup` builds the mask.
+
+    `causal`: see `Segment.seen`.
+    """
 
     window: int | None
+    causal: bool = False
 
 
 class SegmentGroup:
@@ -146,7 +155,7 @@ class SegmentGroup:
             spread.append(row * self.width + np.arange(segment.count))
         self._segments = segments
         self._padded, self._spread = mx.array(padded.reshape(-1)), mx.array(np.concatenate(spread))
-        self._masks: dict[int | None, mx.array | None] = {}
+        self._masks: dict[WindowMask, mx.array | None] = {}
 
     def gather_queries(self, flat: mx.array) -> mx.array:
         """Arranges queries [1, H, T, D] by text: [rows, H, width, D]."""
@@ -160,14 +169,14 @@ class SegmentGroup:
         flat = output.swapaxes(0, 1).reshape(output.shape[1], -1, output.shape[-1])
         return flat if self.unpadded else mx.take(flat, self._spread, axis=1)
 
-    def mask(self, window: int | None) -> mx.array | None:
+    def mask(self, of: WindowMask) -> mx.array | None:
         """Returns which columns each query sees, [rows, 1, width, end]; None: all of them. Padding sees all."""
-        if window not in self._masks:
+        if of not in self._masks:
             seen = np.ones((self.stop - self.first, self.width, self.end), np.bool_)
             for segment in self._segments:
-                seen[segment.row - self.first, : segment.count] = segment.seen(self.end, window)
-            self._masks[window] = None if seen.all() else mx.array(seen[:, None])
-        return self._masks[window]
+                seen[segment.row - self.first, : segment.count] = segment.seen(self.end, of.window, of.causal)
+            self._masks[of] = None if seen.all() else mx.array(seen[:, None])
+        return self._masks[of]
 
 
 class FlatAttentionMetadata:
@@ -180,7 +189,7 @@ class FlatAttentionMetadata:
         self.rows: mx.array = mx.array(0)
         self.columns: slice | mx.array = slice(0)  # the tokens' columns; a slice only if there is one segment
         self.needed_size = (0, 0)  # how many rows and columns the buffers need
-        self._masks: dict[tuple[int | None, bool], mx.array | None] = {}
+        self._masks: dict[tuple[WindowMask, bool], mx.array | None] = {}
 
     @property
     def only_segment(self) -> Segment | None:
@@ -207,11 +216,11 @@ class FlatAttentionMetadata:
             self.offset = mx.array(np.concatenate([p.positions for p in segments]))
         self.rows = mx.array(np.repeat([p.row for p in segments], [p.count for p in segments]).astype(np.int32))
 
-    def mask(self, only_segment: Segment, window: int | None, return_array: bool) -> mx.array | None:
+    def mask(self, only_segment: Segment, of: WindowMask, return_array: bool) -> mx.array | None:
         """Returns what the tokens of the only segment see, [count, end]; None: everything."""
-        key = window, return_array
+        key = of, return_array
         if key not in self._masks:
-            seen = only_segment.seen(only_segment.end, window)
+            seen = only_segment.seen(only_segment.end, of.window, of.causal)
             self._masks[key] = None if seen.all() and not return_array else mx.array(seen)
         return self._masks[key]
 
@@ -241,12 +250,14 @@ class FlatCache:
     def empty(self) -> bool:
         return self.keys is None
 
-    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+    def make_mask(
+        self, n: int, return_array: bool = False, window_size: int | None = None, causal: bool = False
+    ) -> Any:
         only_segment, window = self._frame.only_segment, window_size or self._window
         if only_segment is None:
-            return WindowMask(window)
+            return WindowMask(window, causal)
         if only_segment.bidirectional or isinstance(only_segment, NodeSegment):  # not just the columns up to their own
-            return self._frame.mask(only_segment, window, return_array)
+            return self._frame.mask(only_segment, WindowMask(window, causal), return_array)
         window = window if window is not None and only_segment.end > window else None  # else it covers the text
         return create_attention_mask(n, offset=only_segment.start, return_array=return_array, window_size=window)
 
@@ -267,13 +278,13 @@ class FlatCache:
         row = slice(only_segment.row, only_segment.row + 1)
         return self.keys[row, :, : only_segment.end], self.values[row, :, : only_segment.end]
 
-    def attend(self, queries: mx.array, scale: float, window: int | None, sinks: Any) -> mx.array:
+    def attend(self, queries: mx.array, scale: float, mask: WindowMask, sinks: Any) -> mx.array:
         """Computes the attention of flat queries [1, H, T, D], each over its own text."""
         outputs = []
         for group in self._frame.groups:
             keys, values = (b[group.first : group.stop, :, : group.end] for b in (self.keys, self.values))  # type: ignore[index]
             part = mx.fast.scaled_dot_product_attention(
-                group.gather_queries(queries), keys, values, scale=scale, mask=group.mask(window), sinks=sinks
+                group.gather_queries(queries), keys, values, scale=scale, mask=group.mask(mask), sinks=sinks
             )
             outputs.append(group.scatter_outputs(part))
         flat = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
@@ -365,7 +376,7 @@ def attention(
 ) -> mx.array:
     """Replaces mlx-lm's `scaled_dot_product_attention`; with a `WindowMask` the cache computes the attention."""
     if isinstance(mask, WindowMask):
-        output: mx.array = cache.attend(queries, scale, mask.window, sinks)
+        output: mx.array = cache.attend(queries, scale, mask, sinks)
     else:
         output = scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     return output

@@ -249,8 +249,8 @@ class _ColumnState:
 class _BatchCache(FlatCache):
     """A row of columns that all rows of a batch, of one token each, write and read."""
 
-    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        mask = super().make_mask(n, return_array, window_size)
+    def make_mask(self, *args: Any, **others: Any) -> Any:
+        mask = super().make_mask(*args, **others)
         batched = isinstance(self._frame.only_segment, NodeSegment) and mask is not None
         return mask[:, None, None] if batched else mask
 

@@ -12,7 +12,7 @@ block is the number of tokens that it drafts. It raises CannotDraft if a head ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -81,13 +81,14 @@ def _convolve(x: mx.array, kernel: mx.array, block_positions: mx.array) -> mx.ar
 class DFlashConfig(LayerSizes):
     """Sizes and switches. `taps`: the tapped layers. `depth`: the maximum draft of a block, in tokens.
 
-    `from_anchor`: the last token's own row drafts the first token. `windows`: the window of each layer (None: all).
+    `from_anchor`: the last token's own row drafts the first token. `layers`: of each, its window (None: all), and
+    whether it is causal: rows of a block see no later ones.
     `sees_prefixes`: trained with more than the first token of a block known. `own_output`: it has its own output layer
     and vocabulary. `multiplier` scales vectors before the output layer, `softcap` limits the logits after it.
     """
 
     taps: tuple[int, ...]
-    windows: tuple[int | None, ...]
+    layers: tuple[tuple[int | None, bool], ...]
     mask_token: int
     depth: int
     from_anchor: bool = False
@@ -105,11 +106,11 @@ class DFlashConfig(LayerSizes):
 class DFlashBlock(nn.Module):  # type: ignore[misc]
     """A layer: attention and MLP, each between the two halves of a convolution if there are any."""
 
-    def __init__(self, config: DFlashConfig, window: int | None) -> None:
+    def __init__(self, config: DFlashConfig, window: int | None, causal: bool) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(size, eps=eps)
-        self._window = window
+        self._window, self._causal = window, causal
         self.self_attn = Attention(config, size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         self.mlp = MLP(size, config.intermediate_size)
@@ -118,7 +119,7 @@ class DFlashBlock(nn.Module):  # type: ignore[misc]
             self.mlp_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
 
     def __call__(self, x: mx.array, block_positions: mx.array, cache: FlatCache) -> mx.array:
-        mask = cache.make_mask(x.shape[1], window_size=self._window)
+        mask = cache.make_mask(x.shape[1], window_size=self._window, causal=self._causal)
         attend: Layer = lambda rows: self.self_attn(rows, mask, cache)  # noqa: E731
         x = x + self._apply_with_convolution("attention_conv", attend, self.input_layernorm(x), block_positions)
         return x + self._apply_with_convolution("mlp_conv", self.mlp, self.post_attention_layernorm(x), block_positions)
@@ -141,7 +142,7 @@ class DFlash(BlockHead):
         self.from_anchor, self.sees_prefixes = config.from_anchor, config.sees_prefixes
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        self.layers = [DFlashBlock(config, window) for window in config.windows]
+        self.layers = [DFlashBlock(config, window, causal) for window, causal in config.layers]
         self.norm = nn.RMSNorm(size, eps=eps)
         if config.own_output:
             self.lm_head = nn.Linear(size, vocabulary.draft_size, bias=False)
@@ -212,7 +213,7 @@ def _parse_config(config: Mapping[str, Any], weights: Weights, target: Mapping[s
     return DFlashConfig(
         **asdict(parse_layer_sizes(config, weights, target)),
         taps=_parse_tapped_layers(config, int(target["num_hidden_layers"]), name),
-        windows=_parse_windows(config, name),
+        layers=tuple(_parse_layers(config)),
         mask_token=int(config["mask_token_id"]),
         depth=block if from_anchor else block - 1,
         from_anchor=from_anchor,
@@ -250,14 +251,17 @@ def _default_taps(layers: int, count: int) -> tuple[int, ...]:
     return tuple(round(1 + number * (layers - 4) / (count - 1)) for number in range(count))
 
 
-def _parse_windows(config: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
+def _parse_layers(config: Mapping[str, Any]) -> Iterator[tuple[int | None, bool]]:
+    """Yields each layer's window and causality. As in vLLM and SGLang, a layer of type sliding_attention is causal by
+    default, and with `use_swa` alone all layers have a window but are not causal."""
     count = int(config["num_hidden_layers"])
-    kinds = config.get("layer_types") or ["full_attention"] * count
-    window = int(config.get("sliding_window") or 0)
-    windows = tuple((window or None) if kind == "sliding_attention" else None for kind in kinds[:count])
-    if any(windows) and config.get("sliding_window_non_causal") is False:
-        raise CannotDraft(f"{name} has sliding windows of causal blocks, which are not supported")
-    return windows
+    sliding = [kind == "sliding_attention" for kind in config.get("layer_types") or [""] * count]
+    window = int(config.get("swa_window_size") or config.get("sliding_window") or 0) or None
+    every = bool(config.get("use_swa")) and not any(sliding)
+    causal = config.get("is_causal", config.get("causal"))
+    for slides in sliding[:count]:
+        by_default = slides and not config.get("sliding_window_non_causal")
+        yield window if slides or every else None, by_default if causal is None else bool(causal)
 
 
 def _check_target(config: Mapping[str, Any], settings: DFlashConfig, target: HeadTarget, name: str) -> None:

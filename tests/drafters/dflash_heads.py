@@ -122,7 +122,7 @@ class NumpyHead:
         for number in range(2):
             w = {k.removeprefix(f"layers.{number}."): v for k, v in self.w.items() if k.startswith(f"layers.{number}.")}
             seen, after = self._before(w, "attention_conv", _norm(x, w["input_layernorm.weight"]))
-            x = x + after(self._attention(w, features, seen))
+            x = x + after(self._attention(w, features, seen, number))
             seen, after = self._before(w, "mlp_conv", _norm(x, w["post_attention_layernorm.weight"]))
             gate = seen @ w["mlp.gate_proj.weight"].T
             x = x + after((gate * _sigmoid(gate) * (seen @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T)
@@ -204,7 +204,7 @@ class NumpyHead:
 
         return convolved(x, 0), lambda y: convolved(y, 1)
 
-    def _attention(self, w: dict[str, Array], features: Array, x: Array) -> Array:
+    def _attention(self, w: dict[str, Array], features: Array, x: Array, number: int) -> Array:
         own = self.begin + np.arange(len(x))
         queries = _heads(x, w, "q", HEADS, own)
         keys = np.concatenate(
@@ -213,9 +213,11 @@ class NumpyHead:
         values = np.concatenate([_heads(features, w, "v", KV_HEADS), _heads(x, w, "v", KV_HEADS)], axis=1)
         keys, values = keys.repeat(HEADS // KV_HEADS, axis=0), values.repeat(HEADS // KV_HEADS, axis=0)
         scores = queries @ keys.swapaxes(1, 2) / DIM**0.5
-        if self.layout.window:
-            away = own[:, None] - np.concatenate([self.places, own])
-            scores = np.where(np.abs(away) < self.layout.window, scores, -np.inf)
+        away, window = own[:, None] - np.concatenate([self.places, own]), self.layout.windows[number]
+        if window:
+            scores = np.where(away < window, scores, -np.inf)
+        if self.layout.causal[number]:
+            scores = np.where(away >= 0, scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         found = (weights / weights.sum(axis=-1, keepdims=True)) @ values
         return found.swapaxes(0, 1).reshape(len(x), -1) @ w["self_attn.o_proj.weight"].T

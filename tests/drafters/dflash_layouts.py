@@ -38,13 +38,17 @@ _SPECULATORS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """`prefix`: what stands before which names. `maps`: it has fewer tokens; `copies`: the target's parts, too."""
+    """`prefix`: what stands before which names. `maps`: it has fewer tokens; `copies`: the target's parts, too.
+
+    `windows` of its layers (0: none), and which are `causal`: rows of a block don't see later ones.
+    """
 
     config: dict[str, Any]
     from_anchor: bool = False
     markov: str = ""
     convolves: bool = False
-    window: int = 0
+    windows: tuple[int, int] = (0, 0)
+    causal: tuple[bool, bool] = (False, False)
     maps: bool = False
     copies: bool = False
     prefix: tuple[str, str] = ("", "")
@@ -81,7 +85,37 @@ LAYOUTS = {
             },
         },
         convolves=True,
-        window=9,
+        windows=(9, 9),
+    ),
+    "SpecForge, windows": Layout(
+        {
+            **_ZLAB,
+            "architectures": ["DFlashDraftModel"],
+            "block_size": BLOCK,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 4,
+            "dflash_config": _PLAIN,
+        },
+        windows=(4, 0),
+        causal=(True, False),
+    ),
+    "MiMo": Layout(
+        {
+            **_ZLAB,
+            "architectures": ["DFlashDraftModel"],
+            "block_size": BLOCK,
+            "dflash_config": {**_PLAIN, "use_swa": True, "swa_window_size": 7},
+        },
+        windows=(7, 7),
+    ),
+    "causal": Layout(
+        {
+            **_ZLAB,
+            "architectures": ["DFlashDraftModel"],
+            "block_size": BLOCK,
+            "dflash_config": {**_PLAIN, "causal": True},
+        },
+        causal=(True, True),
     ),
     "DeepSpec": Layout(
         {
@@ -120,6 +154,21 @@ LAYOUTS = {
     ),
     "speculators": Layout(
         {**_SPECULATORS, "speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"]}, maps=True
+    ),
+    "speculators, windows": Layout(
+        {
+            **_SPECULATORS,
+            "transformer_layer_config": {
+                **_SPECULATORS["transformer_layer_config"],
+                "layer_types": ["full_attention", "sliding_attention"],
+                "sliding_window": 5,
+            },
+            "speculators_model_type": "dflash",
+            "architectures": ["DFlashSpeculator"],
+        },
+        maps=True,
+        windows=(0, 5),
+        causal=(False, True),
     ),
     "speculators, DSpark": Layout(
         {

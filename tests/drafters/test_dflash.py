@@ -153,7 +153,6 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
         ("z-lab", {"quantization": {"bits": 4}}, TARGET, "is quantised"),
         ("z-lab", {"architectures": ["LlamaForCausalLM"]}, TARGET, "is not a head of kind dflash"),
         ("DeepSpec", {"markov_head_type": "odd"}, TARGET, "a Markov head of type 'odd'"),
-        ("DFlash2", {"sliding_window_non_causal": False}, TARGET, "sliding windows of causal blocks"),
     ],
 )
 def test_a_head_of_another_target_is_refused(

@@ -66,7 +66,7 @@ def convolving_head(target: LoadedModel) -> DFlash:
     for part in ("predecessor", "successor"):
         weights[f"candidate_selector.{part}_codebook"] = draws.standard_normal((VOCAB_SIZE, RANK))
     weights["candidate_selector.hidden_projection.weight"] = 0.1 * draws.standard_normal((RANK, H))
-    own = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": RANK}
+    own = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": RANK, "is_causal": False}
     return _built(weights, target, **own, layer_types=["sliding_attention"], sliding_window=8)
 
 
