@@ -44,8 +44,10 @@ class HeadTarget:
     def of(cls, model: LoadedModel) -> HeadTarget:
         backbone, _ = find_backbone(model.model)
         table, inner = find_embedding(backbone), getattr(model.model, "language_model", model.model)
-        embed: Layer = lambda tokens: table(tokens)  # noqa: E731
         config = model.config.get("text_config") or model.config
+        # mlx-lm's models multiply Gemma's embeddings outside their table.
+        factor = int(config["hidden_size"]) ** 0.5 if model.model_type.startswith("gemma") else 1.0
+        embed: Layer = lambda tokens: table(tokens) * factor  # noqa: E731
         return cls(config, model.vocab_size, model.context_length, embed, find_output_layer(inner, backbone))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_wei
 from outrider.drafters.heads.dflash import DFlash, build
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.pair_kv_cache import FeatureKVCache
+from outrider.engine.hidden_states import find_backbone, register_forward_hook
+from outrider.engine.loading import load
 from outrider.engine.noise import gumbel
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
@@ -188,6 +191,16 @@ def test_head_without_layer_ids_reads_evenly_spaced_layers(tmp_path: Path) -> No
     other = {"dflash_config": config["dflash_config"], "num_target_layers": 36}
     folder = write(tmp_path, "z-lab", config=other, **{"fc.weight": fused})
     assert head_of(folder, {**TARGET, "num_hidden_layers": 36}).points.layers == (1, 33)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gemma4_text"])
+def test_blocks_embed_tokens_as_the_target_does(tiny_model: Callable[..., Path], family: str) -> None:
+    """Gemma's embeddings are multiplied before its first layer, and its heads are trained with these."""
+    model, seen = load(tiny_model(family)), list[mx.array]()
+    register_forward_hook(find_backbone(model.model)[1][0], "test", lambda x, out: seen.append(x))
+    tokens = mx.array([[1, 2, 3]])
+    model.model(tokens)
+    np.testing.assert_allclose(np.array(HeadTarget.of(model).embed(tokens)), np.array(seen[0]), rtol=5e-3)
 
 
 def test_half_precision_weights_become_float32(tmp_path: Path) -> None:
